@@ -1,0 +1,96 @@
+"""regard: attention layers that are right, fast and cache-aware, on PyTorch."""
+
+from regard.attend import attend, attend_partial, prepare
+from regard.attention import (
+    Attention,
+    GroupedQueryAttention,
+    Memory,
+    MultiHeadAttention,
+    MultiQueryAttention,
+    SelfAttention,
+)
+from regard.bias import Alibi, RelativeBias, split_additive
+from regard.cache import (
+    NO_CACHE,
+    Cache,
+    KVCache,
+    Part,
+    QuantizedCache,
+    SlidingCache,
+    StaticCache,
+)
+from regard.call import Call
+from regard.explain import attention_weights, explain
+from regard.latent import MultiHeadLatentAttention
+from regard.latent_kv import LatentKVAttention
+from regard.masks import (
+    EVERYTHING,
+    NOTHING,
+    Causal,
+    Chunked,
+    Dense,
+    Documents,
+    Everything,
+    Mask,
+    Nothing,
+    Padding,
+    Prefix,
+    SlidingWindow,
+    Span,
+    Where,
+)
+from regard.partial import Partial, merge
+from regard.rope import NO_ROPE, Rotary
+from regard.scaling import NTK, LinearScaling, Llama3, LongRope, Yarn
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EVERYTHING",
+    "NOTHING",
+    "NO_CACHE",
+    "NO_ROPE",
+    "NTK",
+    "Alibi",
+    "Attention",
+    "Cache",
+    "Call",
+    "Causal",
+    "Chunked",
+    "Dense",
+    "Documents",
+    "Everything",
+    "GroupedQueryAttention",
+    "KVCache",
+    "LatentKVAttention",
+    "LinearScaling",
+    "Llama3",
+    "LongRope",
+    "Mask",
+    "Memory",
+    "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "MultiQueryAttention",
+    "Nothing",
+    "Padding",
+    "Part",
+    "Partial",
+    "Prefix",
+    "QuantizedCache",
+    "RelativeBias",
+    "Rotary",
+    "SelfAttention",
+    "SlidingCache",
+    "SlidingWindow",
+    "Span",
+    "StaticCache",
+    "Where",
+    "Yarn",
+    "attend",
+    "attend_partial",
+    "attention_weights",
+    "explain",
+    "merge",
+    "prepare",
+    "split_additive",
+]

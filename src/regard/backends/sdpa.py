@@ -1,0 +1,113 @@
+"""torch's scaled_dot_product_attention, given the fewest flags that say the same thing."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.call import Call, is_empty, is_everything
+from regard.masks import Causal
+from regard.speed import SPEED
+
+_BLOCK = 32  # rows of queries for which torch's CPU kernel streams the keys once
+
+
+def objection(call: Call) -> str | None:
+    if is_empty(call):
+        return "scaled_dot_product_attention needs at least one query and one visible key"
+    if call.softcap is not None:
+        return f"scaled_dot_product_attention has no softcap (got {call.softcap})"
+    if call.sinks is not None:
+        return "scaled_dot_product_attention has no sinks"
+    return None
+
+
+def estimate(call: Call) -> float:
+    """Every query head streams its keys, once for each block of queries."""
+    half = call.dtype.itemsize < 4
+    width = call.head_dim + call.v_head_dim
+    cells = call.batch * call.num_heads * call.num_queries * call.num_keys
+    share = 0.5 if _starts_causal(call) else 1.0
+    streams = call.batch * call.num_heads * (1 + (call.num_queries - 1) // _BLOCK)
+    streamed = streams * call.num_keys * width / (SPEED.row_half if half else SPEED.row_float)
+    if call.num_queries >= _BLOCK:
+        streamed = 0.0
+    return SPEED.call * 3 + share * (2 * cells * width / SPEED.products + streamed)
+
+
+def run(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Float[Tensor, "B H L Dv"]:
+    bias = call.bias()
+    blind = None
+    flags: dict[str, Tensor | bool] = {}
+    if bias is None and is_everything(call.mask):
+        pass
+    elif bias is None and _starts_causal(call):
+        flags["is_causal"] = True
+    else:
+        flags["attn_mask"], blind, k, v = _dense(call, bias, k, v)
+    q, k, v = _same_width(q, k, v)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        dropout_p=call.dropout,
+        scale=call.scale,
+        enable_gqa=call.group > 1,
+        **flags,  # type: ignore[arg-type]
+    )[..., : call.v_head_dim]
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _starts_causal(call: Call) -> bool:
+    """`is_causal` aligns the first query with the first key: right only where they are one slot."""
+    if not isinstance(call.mask, Causal) or isinstance(call.span.q_start, Tensor):
+        return False
+    return bool(call.span.q_start == call.span.kv_start)
+
+
+def _dense(
+    call: Call, bias: Tensor | None, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The mask as SDPA takes it; which queries are blind; keys and values fit to be multiplied by 0.
+
+    Blind rows are shown everything here and zeroed afterwards, so that no kernel ever meets an
+    empty softmax, forward or backward.
+    """
+    shape = (call.batch, call.num_heads, call.num_queries, call.num_keys)
+    if is_everything(call.mask):
+        assert bias is not None
+        return _four(bias.to(_mask_dtype(call)), shape), None, k, v
+    keep = call.keep()
+    k, v = call.clean(k, v, keep)
+    blind = ~keep.any(-1, keepdim=True)
+    keep = keep | blind
+    if bias is None:
+        return _four(keep, shape), blind, k, v
+    bias = bias.to(_mask_dtype(call)).masked_fill(~keep, -torch.inf)
+    return _four(bias, shape), blind, k, v
+
+
+def _mask_dtype(call: Call) -> torch.dtype:
+    return torch.float64 if call.dtype == torch.float64 else torch.float32
+
+
+def _four(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return mask.expand(*mask.shape[:2], *shape[2:])
+
+
+def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero columns where values and keys differ in width: the fused kernels want them equal, and
+    the unfused one would write out every score."""
+    missing = q.shape[-1] - v.shape[-1]
+    if missing > 0:
+        v = F.pad(v, (0, missing))
+    elif missing < 0:
+        q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
+    return q, k, v

@@ -1,0 +1,184 @@
+"""A call of attention, described before anything is computed: what a backend may look at, and what it runs on."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from regard.bias import ScoreBias
+from regard.cache import Part
+from regard.heads import group_heads
+from regard.masks import EVERYTHING, Mask, Span
+from regard.partial import Partial, accumulator, merge
+
+
+class Backend(NamedTuple):
+    """One way to compute attention: a sentence when it cannot, a guess of the time, and the work.
+
+    `run` returns the output in the dtype of the queries. `partial` is None where a backend gives
+    no log-sum-exp; then keys in several parts are joined before it runs.
+    """
+
+    objection: "Callable[[Call], str | None]"
+    estimate: "Callable[[Call], float]"
+    run: "Callable[[Call, Tensor, Tensor, Tensor], Tensor]"
+    partial: "Callable[[Call, Tensor, Tensor, Tensor], Partial] | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Everything a backend may look at. Made by `prepare`, from shapes; run on the keys in parts.
+
+    `mask` is what was asked, simplified inside `span`; `span` holds only the keys that some query
+    may see; `whole` is the rectangle as it came.
+    """
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    asked: Mask
+    mask: Mask
+    whole: Span
+    span: Span
+    scale: float
+    score_bias: Tensor | ScoreBias | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+    precision: str
+    needs_grad: bool
+    joined: bool = False
+    name: str = ""
+    backend: Backend | None = None
+
+    @property
+    def num_queries(self) -> int:
+        return self.span.num_queries
+
+    @property
+    def num_keys(self) -> int:
+        return self.span.num_keys
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+    def run(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Float[Tensor, "B H L Dv"]:
+        """Attend to keys that lie in one or several parts, as caches return them.
+
+        A part holds the streams (keys, values), or one stream alone whose first `v_head_dim`
+        columns are the values.
+        """
+        assert self.backend is not None, "prepare() chooses the backend"
+        visible = self.cut(parts)
+        if len(visible) > 1 and (self.backend.partial is None or self.dropout):
+            visible = [join(visible)]
+        if len(visible) == 1:
+            call, k, v = self.at(visible[0])
+            return self.backend.run(call, q, k, v)
+        return self.partial(q, visible).out.to(self.dtype)
+
+    def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
+        """The same, unfinished: the output so far and the log-sum-exp of the scores."""
+        assert self.backend is not None and self.backend.partial is not None
+        pieces = [Partial.nothing(q.device)]
+        if self.sinks is not None:
+            pieces.append(Partial.of_sinks(self.sinks))
+        for part in self.cut(parts):
+            call, k, v = replace(self, sinks=None).at(part)
+            pieces.append(self.backend.partial(call, q, k, v))
+        out, lse = merge(*pieces)
+        shape = (*q.shape[:3], self.v_head_dim)
+        return Partial(out.expand(shape), lse.expand(shape[:3]))
+
+    def cut(self, parts: Iterable[Part]) -> list[Part]:
+        """The parts, without the keys that no query may see; an empty one where none is left."""
+        cut: list[Part] = []
+        empty: list[Part] = []
+        for part in parts:
+            start = max(part.kv_start, self.span.kv_start)
+            stop = min(part.kv_stop, self.span.kv_stop)
+            if start >= stop:
+                start = self.span.kv_start
+                empty = [Part(start, start, tuple(s.narrow(2, 0, 0) for s in part.streams))]
+                continue
+            if (start, stop) != (part.kv_start, part.kv_stop):
+                begin, size = start - part.kv_start, stop - start
+                part = Part(start, stop, tuple(s.narrow(2, begin, size) for s in part.streams))
+            cut.append(part)
+        return cut or empty
+
+    def at(self, part: Part) -> "tuple[Call, Tensor, Tensor]":
+        """This call over one part of the keys, with its keys and values."""
+        call = replace(self, joined=len(part.streams) == 1)
+        if (part.kv_start, part.kv_stop) != (self.span.kv_start, self.span.kv_stop):
+            span = replace(self.span, kv_start=part.kv_start, kv_stop=part.kv_stop)
+            call = replace(call, span=span, mask=self.mask.within(span))
+        k = part.streams[0]
+        v = k[..., : self.v_head_dim] if call.joined else part.streams[1]
+        return call, k, v
+
+    def keep(self) -> Bool[Tensor, "..."]:
+        """The mask as a tensor that broadcasts to `[B, H, L, S]`; at least two-dimensional."""
+        return self.mask.dense(
+            self.span, batch=self.batch, heads=self.num_heads, device=self.device
+        )
+
+    def bias(self) -> Float[Tensor, "..."] | None:
+        """What is added to the scores of this span's keys; broadcasts to `[B, H, L, S]`."""
+        bias = self.score_bias
+        if bias is None:
+            return None
+        if not isinstance(bias, Tensor):
+            return bias.bias(self.span, device=self.device, dtype=accumulator(self.dtype))
+        if bias.dim() and bias.shape[-1] != 1:
+            bias = bias.narrow(-1, self.span.kv_start - self.whole.kv_start, self.num_keys)
+        return bias
+
+    def clean(
+        self, k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"], keep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Zero the keys and values that no query sees: padding and stale slots may hold anything,
+        and 0 * nan is nan."""
+        seen = keep.any(-2)
+        if seen.dim() < 3:
+            unseen = ~seen.reshape(1, 1, -1, 1)
+        elif seen.shape[1] in (1, self.num_kv_heads):
+            unseen = ~seen.unsqueeze(-1)
+        else:
+            unseen = ~group_heads(seen.unsqueeze(-1), self.num_kv_heads).any(2)
+        return k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+
+
+def join(parts: list[Part]) -> Part:
+    """One part out of several that follow one another."""
+    streams = tuple(
+        torch.cat(pieces, 2) for pieces in zip(*(p.streams for p in parts), strict=True)
+    )
+    return Part(parts[0].kv_start, parts[-1].kv_stop, streams)
+
+
+def narrowed(span: Span, mask: Mask) -> Span:
+    """The span without the keys before the first and after the last that `mask` may show."""
+    low, high = mask.reach(span)
+    start = span.kv_start if low is None else max(span.kv_start, low)
+    stop = span.kv_stop if high is None else min(span.kv_stop, high + 1)
+    return replace(span, kv_start=start, kv_stop=max(start, stop))
+
+
+def is_everything(mask: Mask) -> bool:
+    """Whether nothing is left to hide."""
+    return mask is EVERYTHING or mask == EVERYTHING
+
+
+def is_empty(call: Call) -> bool:
+    """Whether there is nothing to compute: no batch, no query, or no key in sight."""
+    return 0 in (call.batch, call.num_queries, call.num_keys)

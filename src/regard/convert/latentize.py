@@ -1,0 +1,133 @@
+"""Keys and values through one joint latent: exact at full rank, and below it the best that calibration finds.
+
+Stack the key and value projections as W, `[2*G*D, E]`. A latent of rank R is `W ~ B A`, where the
+cache holds `A x` and B opens it on reading; rotation comes after, so it stays exact. At full rank
+nothing is lost. Below, the rank is spent where the inputs are: PCA of `W x` over calibration text
+(principal directions of activations rather than of weights), with values rescaled to weigh as much as keys.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.attention import Attention
+from regard.convert.linear import linear_of, numbers_of
+from regard.latent_kv import LatentKVAttention
+
+
+@dataclass(frozen=True, eq=False)
+class Latentized:
+    """A layer, and the share of its keys' and values' energy that its latent no longer carries.
+
+    Both halves count alike, and the share is of the calibration text's own; 0.01 is 1 %.
+    """
+
+    layer: LatentKVAttention
+    lost: float
+
+
+def as_latent(layer: Attention) -> LatentKVAttention:
+    """The same attention over a joint latent of full rank: equal to rounding.
+
+    The rank is `min(hidden_size, 2 * num_kv_heads * head_dim)`. `q_proj` and `o_proj` are shared.
+
+    Raises:
+        ValueError: if the layer norms its keys, gates, has sinks or reads another width: a joint
+            latent of keys and values does not hold those.
+
+    >>> import torch
+    >>> from regard import Causal, GroupedQueryAttention, Rotary
+    >>> gqa = GroupedQueryAttention(16, 4, 2, rope=Rotary(4), mask=Causal())
+    >>> latent, x = as_latent(gqa), torch.randn(1, 5, 16)
+    >>> latent.kv_lora_rank, torch.allclose(latent(x), gqa(x), atol=1e-5)
+    (16, True)
+    """
+    weight = _stacked(layer)
+    directions = torch.linalg.svd(weight, full_matrices=False).U
+    return _build(layer, directions.mT @ weight, directions)
+
+
+def latentize(layer: Attention, *, rank: int, covariance: Float[Tensor, "E E"]) -> Latentized:
+    """The attention over a joint latent of `rank` numbers a token, chosen by calibration.
+
+    Args:
+        layer: MHA, GQA or MQA.
+        rank: of the latent; `2 * num_kv_heads * head_dim` would be all of GQA's cache.
+        covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`). A few
+            thousand tokens are enough.
+
+    Raises:
+        ValueError: as `as_latent`, or if the rank or the covariance does not fit.
+    """
+    weight = _stacked(layer)
+    full = min(weight.shape)
+    if not 1 <= rank <= full:
+        raise ValueError(f"rank={rank} is not in 1..{full}, the full rank of keys and values")
+    if covariance.shape[0] != layer.hidden_size:
+        raise ValueError(
+            f"covariance is of inputs of width {covariance.shape[0]}, the layer reads "
+            f"{layer.hidden_size}; gather it with watch([layer])"
+        )
+    energy = weight @ covariance.double().to(weight.device) @ weight.mT
+    balance = _balance(energy)
+    energies, directions = torch.linalg.eigh(balance[:, None] * energy * balance)
+    chosen = directions[:, -rank:]  # eigh sorts upwards
+    lost = 1.0 - float(energies[-rank:].sum() / energies.sum())
+    down = chosen.mT @ (balance[:, None] * weight)
+    return Latentized(_build(layer, down, chosen / balance[:, None]), max(0.0, lost))
+
+
+def _balance(energy: Float[Tensor, "R R"]) -> Float[Tensor, " R"]:
+    """What to multiply rows by, so that values have as much energy in all as keys."""
+    keys, values = energy.diagonal().chunk(2)
+    share = (keys.sum() / values.sum()).sqrt()
+    return torch.cat([torch.ones_like(keys), share.expand_as(values)])
+
+
+def _stacked(layer: Attention) -> Float[Tensor, "R E"]:
+    """Key rows, then value rows, in float64."""
+    unheld = {
+        "qk_norm": layer.k_norm is not None,
+        "gate": layer.gate_proj is not None,
+        "sinks": layer.sinks is not None,
+        "context_size": layer.context_size != layer.hidden_size,
+    }
+    if any(unheld.values()):
+        names = ", ".join(name for name, given in unheld.items() if given)
+        raise ValueError(
+            f"a joint latent of keys and values does not hold {names}; LatentKVAttention has none"
+        )
+    rows = [numbers_of(layer, name)[0] for name in ("k_proj", "v_proj")]
+    return torch.cat(rows).double()
+
+
+def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
+    q_bias, o_bias = (numbers_of(layer, name)[1] for name in ("q_proj", "o_proj"))
+    kv_biases = [numbers_of(layer, name)[1] for name in ("k_proj", "v_proj")]
+    biased = any(bias is not None for bias in (q_bias, *kv_biases))
+    with torch.device("meta"):  # all of it is replaced
+        latent = LatentKVAttention(
+            layer.hidden_size,
+            layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            kv_lora_rank=down.shape[0],
+            rope=layer.rope,
+            bias=biased,
+            out_bias=o_bias is not None,
+            dropout=layer.dropout,
+            mask=layer.mask,
+            scale=layer.scale,
+            score_bias=layer.score_bias,
+            softcap=layer.softcap,
+            backend=layer.backend,
+        )
+    latent.q_proj, latent.o_proj = layer.q_proj, layer.o_proj  # type: ignore[assignment]
+    dtype = layer.q_proj.weight.dtype
+    half = up.shape[0] // 2
+    bias = torch.cat([up.new_zeros(half) if b is None else b for b in kv_biases]).to(dtype)
+    latent.kv_a_proj = linear_of(down.to(dtype).contiguous())
+    latent.kv_b_proj = linear_of(up.to(dtype).contiguous(), bias if biased else None)
+    return latent.train(layer.training)

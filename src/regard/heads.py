@@ -1,0 +1,46 @@
+"""Every reshape there is: heads split from the width, merged back, grouped by the key head they share.
+
+Letters, here and everywhere in the package: B batch, L queries, S keys, H query heads, G key/value
+heads, D head dim, Dv value head dim, E hidden size, R latent rank.
+"""
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+
+def split_heads(x: Shaped[Tensor, "B L HD"], head_dim: int) -> Shaped[Tensor, "B H L D"]:
+    """Cut the width into heads of `head_dim`.
+
+    >>> import torch
+    >>> split_heads(torch.zeros(2, 5, 12), 4).shape
+    torch.Size([2, 3, 5, 4])
+    """
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def merge_heads(x: Shaped[Tensor, "B H L D"]) -> Shaped[Tensor, "B L HD"]:
+    """Put the heads side by side again: the inverse of `split_heads`."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def group_heads(x: Shaped[Tensor, "B H L X"], num_kv_heads: int) -> Shaped[Tensor, "B G N L X"]:
+    """Give each key head its own query heads; a size-one axis of the keys will meet them.
+
+    Query head `h` belongs to key head `h // (H // G)`.
+    """
+    return x.unflatten(1, (num_kv_heads, x.shape[1] // num_kv_heads))
+
+
+def ungroup_heads(x: Shaped[Tensor, "B G N L X"]) -> Shaped[Tensor, "B H L X"]:
+    """The inverse of `group_heads`."""
+    return x.flatten(1, 2)
+
+
+def fold_heads(x: Shaped[Tensor, "B H L X"], num_kv_heads: int) -> Shaped[Tensor, "B G M X"]:
+    """Stack the query heads of a group as rows (M = H/G * L), so that its keys are read once."""
+    return group_heads(x, num_kv_heads).flatten(2, 3)
+
+
+def unfold_heads(x: Shaped[Tensor, "B G M X"], num_queries: int) -> Shaped[Tensor, "B H L X"]:
+    """The inverse of `fold_heads`."""
+    return x.unflatten(2, (-1, num_queries)).flatten(1, 2)

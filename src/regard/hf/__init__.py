@@ -1,0 +1,28 @@
+"""transformers hosts the models, regard runs their attention: load one, install, uninstall.
+
+>>> import regard.hf
+>>> model, tokenizer = regard.hf.load("path/to/model")  # doctest: +SKIP
+>>> print(regard.hf.install(model))                     # doctest: +SKIP
+"""
+
+from regard.hf.families import FAMILIES, Family
+from regard.hf.installing import Installation, InstalledLayer, install, uninstall
+from regard.hf.layers import attention_modules, attention_of, rope_of
+from regard.hf.loading import load
+from regard.hf.smollm2 import SMOLLM2, fetch_smollm2, smollm2
+
+__all__ = [
+    "FAMILIES",
+    "SMOLLM2",
+    "Family",
+    "Installation",
+    "InstalledLayer",
+    "attention_modules",
+    "attention_of",
+    "fetch_smollm2",
+    "install",
+    "load",
+    "rope_of",
+    "smollm2",
+    "uninstall",
+]

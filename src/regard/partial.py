@@ -1,0 +1,79 @@
+"""Attention over some of the keys, and how such parts become one: the same merge for every split.
+
+Keys split for decoding, pages, shared prefixes, chunks and shards over ranks all end here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: its output, and the log-sum-exp of its scores.
+
+    `out` is `[B, H, L, Dv]`, `lse` `[B, H, L]` in float32 (float64 for float64); a query that saw
+    nothing has `out` 0 and `lse` -inf. Sizes of one broadcast when merged.
+
+    >>> attended = Partial(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2))
+    >>> merge(attended, Partial.nothing()).out.mean().item()
+    1.0
+    """
+
+    out: Float[Tensor, "*B L Dv"]
+    lse: Float[Tensor, "*B L"]
+
+    @classmethod
+    def nothing(cls, device: torch.device | None = None) -> "Partial":
+        """The neutral element: no key was seen."""
+        return cls(
+            torch.zeros(1, 1, 1, 1, device=device),
+            torch.full((1, 1, 1), -torch.inf, device=device),
+        )
+
+    @classmethod
+    def of_sinks(cls, sinks: Float[Tensor, " H"]) -> "Partial":
+        """One more key for each head, of score `sinks` and value 0 (gpt-oss, arXiv:2508.10925).
+
+        >>> half = merge(Partial(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1)),
+        ...              Partial.of_sinks(torch.zeros(1)))
+        >>> half.out.item()
+        0.5
+        """
+        lse = sinks.to(accumulator(sinks.dtype))[None, :, None]
+        return cls(torch.zeros_like(lse).unsqueeze(-1), lse)
+
+
+def merge(*partials: Partial) -> Partial:
+    """Join attention over disjoint sets of keys. Associative, commutative, differentiable.
+
+    Online-softmax merging as in FlashAttention (arXiv:2205.14135) and Flash-Decoding.
+
+    Raises:
+        ValueError: if nothing is given.
+    """
+    if not partials:
+        raise ValueError("merge() needs at least one Partial; Partial.nothing() is the neutral one")
+    dtype = accumulator(*(part.lse.dtype for part in partials))
+    lse = [part.lse.to(dtype) for part in partials]
+    top = lse[0]
+    for other in lse[1:]:
+        top = torch.maximum(top, other)
+    top = top.detach()
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    shares = [torch.exp(each - top) for each in lse]
+    total = sum(shares[1:], start=shares[0])
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    terms = [
+        part.out.to(dtype) * share.unsqueeze(-1)
+        for part, share in zip(partials, shares, strict=True)
+    ]
+    out = sum(terms[1:], start=terms[0]) / total.unsqueeze(-1)
+    return Partial(out, (top + total.log()).masked_fill(empty, -torch.inf))
+
+
+def accumulator(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype in which scores and sums are kept: float64 if any is, float32 for all others."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32

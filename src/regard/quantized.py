@@ -1,0 +1,152 @@
+"""A cache in 8 or 4 bits: for memory alone, the cheapest thing there is.
+
+Every token, head and group of channels has a scale and a zero of its own, so that nothing is ever
+requantised, no neighbour matters, and an outlier channel spoils its group only.
+"""
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from regard.cache import KVCache, Part, check_streams, wants_grad
+from regard.span import Span
+
+
+class QuantizedCache:
+    """Holds floating streams as codes of `bits`, integer streams exactly. Grows by doubling.
+
+    Codes are asymmetric: `value = zero + scale * code`, both in bfloat16, for each `group` channels
+    of a token and head; the error of a value is at most half a scale, and one rounding. What
+    `update` returns is what is held, the new tokens too, in the dtype that came.
+
+    Args:
+        bits: 8 or 4 (two codes a byte).
+        group: channels that share a scale; the last group of a width may be smaller.
+
+    Raises:
+        ValueError: if `bits` or `group` is neither.
+
+    >>> cache = QuantizedCache()
+    >>> k = torch.randn(1, 2, 5, 64)
+    >>> (cache.update(k, k)[0].streams[0] - k).abs().max().item() < 0.05
+    True
+    >>> cache.nbytes == 5 * 2 * 2 * (64 + 2 * 2)
+    True
+    """
+
+    def __init__(self, bits: int = 8, group: int = 64) -> None:
+        if bits not in (4, 8):
+            raise ValueError(f"bits is 8 or 4, got {bits}")
+        if group < 1 or group % 2:
+            raise ValueError(f"group is an even number of channels, got {group}")
+        self.bits, self.group = bits, group
+        self._store = KVCache()
+        self._like: tuple[Tensor, ...] = ()  # empty, of the shapes and dtypes that came
+
+    @property
+    def length(self) -> int:
+        return self._store.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held: codes, scales and zeros."""
+        return self._store.nbytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._store.allocated_bytes
+
+    def span(self, new: int) -> Span:
+        return self._store.span(new)
+
+    def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Append `[B, G, L, W]` streams; give everything held, decoded.
+
+        Raises:
+            ValueError: if the streams do not fit, or gradients are wanted.
+        """
+        coded = self._coded(new)
+        if not self._like:
+            self._like = tuple(each.detach()[:, :, :0].clone() for each in new)
+        return self._decoded(self._store.update(*coded), new)
+
+    def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        return self._decoded(self._store.peek(*self._coded(new)), new)
+
+    def truncate(self, length: int | Tensor) -> None:
+        self._store.truncate(length)
+
+    def reorder(self, rows: Tensor) -> None:
+        self._store.reorder(rows)
+        self._like = tuple(each.index_select(0, rows.to(each.device)) for each in self._like)
+
+    def _coded(self, new: tuple[Tensor, ...]) -> list[Tensor]:
+        check_streams(new, self._like)
+        if wants_grad(new, ()):
+            raise ValueError(
+                "QuantizedCache rounds, which gradients cannot follow; use KVCache(), or "
+                "torch.no_grad()"
+            )
+        coded: list[Tensor] = []
+        for each in new:
+            coded += quantize(each, self.bits, self.group) if each.is_floating_point() else [each]
+        return coded
+
+    def _decoded(self, parts: tuple[Part, ...], like: tuple[Tensor, ...]) -> tuple[Part, ...]:
+        decoded = []
+        for start, stop, coded in parts:
+            rest, streams = list(coded), []
+            for each in like:
+                if each.is_floating_point():
+                    codes, scale, zero, *rest = rest
+                    value = dequantize(codes, scale, zero, self.bits, self.group, each.shape[-1])
+                    streams.append(value.to(each.dtype))
+                else:
+                    first, *rest = rest
+                    streams.append(first)
+            decoded.append(Part(start, stop, tuple(streams)))
+        return tuple(decoded)
+
+    def __repr__(self) -> str:
+        return f"QuantizedCache(bits={self.bits}, group={self.group})"
+
+
+def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[B, G, L, bytes]`, and a scale and a zero for each group of channels.
+
+    Codes are taken against the rounded scale and zero, so that rounding those costs nothing.
+    """
+    levels = 2**bits - 1
+    width = x.shape[-1]
+    padded = torch.nn.functional.pad(x.detach().float(), (0, -width % group))
+    if width % group:
+        padded[..., width:] = padded[..., width - 1 : width]
+    groups = padded.unflatten(-1, (-1, group))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    zero = low.bfloat16()
+    scale = ((high - zero.float()).clamp(min=0) / levels).bfloat16()
+    step = scale.float().masked_fill(scale == 0, 1.0)
+    codes = ((groups - zero.float()) / step).round().clamp(0, levels).to(torch.uint8).flatten(-2)
+    codes = codes[..., : width + width % 2]
+    if bits == 4:
+        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    else:
+        codes = codes[..., :width]
+    return codes, scale.squeeze(-1), zero.squeeze(-1)
+
+
+def dequantize(
+    codes: UInt8[Tensor, "B G L bytes"],
+    scale: Tensor,
+    zero: Tensor,
+    bits: int,
+    group: int,
+    width: int,
+) -> Float[Tensor, "B G L W"]:
+    """The values that the codes stand for, in float32."""
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    missing = scale.shape[-1] * group - codes.shape[-1]
+    groups = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, group)).float()
+    values = groups * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
+    return values.flatten(-2)[..., :width]

@@ -1,0 +1,104 @@
+"""The rectangle of scores to compute: which queries meet which keys. The one piece of geometry."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Queries `q_start..q_stop` by keys `kv_start..kv_stop`, as slots in the sequence.
+
+    The queries of a ragged batch start at another slot in each row: `q_start` and `q_stop` are then
+    `[B]` tensors, and `queries` (how many) and `bounds` (the smallest and largest start) are known
+    on the host. They are read once if not given.
+
+    Raises:
+        ValueError: if a range ends before it starts.
+
+    >>> Span(4, 6, 0, 6).num_queries
+    2
+    """
+
+    q_start: int | Tensor
+    q_stop: int | Tensor
+    kv_start: int
+    kv_stop: int
+    queries: int | None = None
+    bounds: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.q_start, Tensor):
+            if self.queries is None or self.bounds is None:
+                self._read()
+        elif self.q_start > self.q_stop:
+            raise ValueError(
+                f"queries end before they start: q_start={self.q_start}, "
+                f"q_stop={self.q_stop}; give Span(past, past + L, 0, S)"
+            )
+        if self.kv_start > self.kv_stop:
+            raise ValueError(
+                f"keys end before they start: kv_start={self.kv_start}, "
+                f"kv_stop={self.kv_stop}; give Span(past, past + L, 0, S)"
+            )
+
+    def _read(self) -> None:
+        assert isinstance(self.q_start, Tensor)
+        counts = torch.as_tensor(self.q_stop, device=self.q_start.device) - self.q_start
+        if counts.numel() == 0 or bool((counts != counts.flatten()[0]).any()):
+            raise ValueError(
+                "every row of a ragged span has the same number of queries, "
+                f"got {counts.tolist()}; give q_stop = q_start + L"
+            )
+        low, high = int(self.q_start.min()), int(self.q_start.max())
+        object.__setattr__(self, "queries", int(counts.flatten()[0]))
+        object.__setattr__(self, "bounds", (low, high))
+
+    @classmethod
+    def ragged(
+        cls,
+        q_start: Int[Tensor, " B"],
+        *,
+        queries: int,
+        kv_start: int,
+        kv_stop: int,
+        bounds: tuple[int, int],
+    ) -> "Span":
+        """A span whose rows start apart, made without reading a tensor."""
+        return cls(q_start, q_start + queries, kv_start, kv_stop, queries, bounds)
+
+    @property
+    def num_queries(self) -> int:
+        if isinstance(self.q_start, Tensor):
+            assert self.queries is not None
+            return self.queries
+        return self.q_stop - self.q_start  # type: ignore[return-value]
+
+    @property
+    def num_keys(self) -> int:
+        return self.kv_stop - self.kv_start
+
+    @property
+    def first_query(self) -> int:
+        """The smallest slot a query stands at."""
+        if isinstance(self.q_start, Tensor):
+            assert self.bounds is not None
+            return self.bounds[0]
+        return self.q_start
+
+    @property
+    def last_query(self) -> int:
+        """The largest slot a query stands at."""
+        if isinstance(self.q_start, Tensor):
+            assert self.bounds is not None
+            return self.bounds[1] + self.num_queries - 1
+        return self.q_stop - 1  # type: ignore[return-value]
+
+    def positions(self, device: torch.device | str | None = None) -> Int[Tensor, "*B L"]:
+        """The slots of the queries, `[L]`, or `[B, L]` where rows differ."""
+        if isinstance(self.q_start, Tensor):
+            steps = torch.arange(self.num_queries, device=device)
+            return self.q_start.to(steps.device, torch.int64)[:, None] + steps
+        return torch.arange(self.q_start, self.q_stop, device=device)

@@ -1,0 +1,34 @@
+"""What every test shares: one thread, fixed seeds, and how long a long run is."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+LONG = os.environ.get("REGARD_LONG", "") == "1"
+worst: dict[str, float] = {}  # the largest error seen, as a share of what the contract allows
+
+hypothesis.settings.register_profile(
+    "normal", max_examples=25, deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.register_profile("long", max_examples=250, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("long" if LONG else "normal")
+
+
+@pytest.fixture(autouse=True)
+def _same_start_for_every_test():
+    """One thread, so that sums have one order; one seed, so that a failure comes again."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How near the numeric contract came to being broken."""
+    if worst:
+        terminalreporter.section("worst error, as a share of the bound")
+        for kind, share in sorted(worst.items()):
+            terminalreporter.line(f"{kind:<28} {share:.2f}")

@@ -1,0 +1,121 @@
+"""The judge is judged by closed forms: nothing here runs the library."""
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+from oracle import attention, dot, exponentials
+
+
+def grid(*sizes, draw):
+    """Nested lists of the given sizes."""
+    if not sizes:
+        return draw()
+    return [grid(*sizes[1:], draw=draw) for _ in range(sizes[0])]
+
+
+def numbers(*sizes, seed=0):
+    source = random.Random(seed)
+    return grid(*sizes, draw=lambda: source.gauss(0, 1))
+
+
+def test_a_sum_of_products_is_rounded_once():
+    a, b = numbers(40), numbers(40, seed=1)
+    exact = sum(Fraction(x) * Fraction(y) for x, y in zip(a, b, strict=True))
+    assert dot(a, b) == float(exact)
+    assert dot([1e8 + 1, -1e16], [1e8 + 1, 1.0]) == 200000001.0
+
+
+def test_one_key_is_read_whole():
+    q, k, v = numbers(2, 3, 4, 5), numbers(2, 3, 1, 5, seed=1), numbers(2, 3, 1, 2, seed=2)
+    out = attention(q, k, v).out
+    assert all(out[b][h][i] == v[b][h][0] for b in range(2) for h in range(3) for i in range(4))
+
+
+def test_equal_scores_are_the_mean():
+    q, k, v = (
+        grid(1, 1, 1, 2, draw=lambda: 0.0),
+        numbers(1, 1, 4, 2),
+        [[[[1.0], [2.0], [3.0], [6.0]]]],
+    )
+    judged = attention(q, k, v)
+    assert judged.out == [[[[3.0]]]]
+    assert judged.weights == [[[[0.25] * 4]]]
+    assert judged.lse[0][0][0] == pytest.approx(math.log(4), rel=1e-15)
+
+
+def test_two_keys_are_a_logistic_function_of_the_scaled_difference():
+    q, k, v = [[[[2.0, 0.0, 0.0, 0.0]]]], [[[[3.0, 0, 0, 0], [1.0, 0, 0, 0]]]], [[[[1.0], [0.0]]]]
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    assert attention(q, k, v).out[0][0][0][0] == pytest.approx(sigmoid(2.0), rel=1e-15)
+    assert attention(q, k, v, scale=0.25).out[0][0][0][0] == pytest.approx(sigmoid(1.0), rel=1e-15)
+
+
+def test_softcap_caps_the_scaled_score_before_the_bias():
+    q, k, v = [[[[1.0]]]], [[[[100.0], [0.0]]]], [[[[1.0], [0.0]]]]
+    odds = lambda **same: attention(q, k, v, **same).lse[0][0][0]  # noqa: E731
+    assert odds(softcap=2.0, scale=1.0) == pytest.approx(math.log(math.exp(2.0) + 1), rel=1e-15)
+    lifted = odds(softcap=2.0, scale=1.0, bias=lambda b, h, i, j: 5.0)
+    assert lifted == pytest.approx(5 + math.log(math.exp(2.0) + 1), rel=1e-15)
+
+
+def test_query_heads_share_key_heads_in_consecutive_groups():
+    q, k = numbers(1, 4, 1, 2), numbers(1, 2, 1, 2)
+    v = [[[[7.0]], [[9.0]]]]
+    assert [attention(q, k, v).out[0][h][0][0] for h in range(4)] == [7.0, 7.0, 9.0, 9.0]
+
+
+def test_hidden_keys_are_as_if_absent():
+    q, k, v = numbers(1, 2, 3, 4), numbers(1, 2, 5, 4, seed=1), numbers(1, 2, 5, 3, seed=2)
+    hidden = attention(q, k, v, visible=lambda b, h, i, j: j in (0, 3))
+    k, v = ([[[head[0], head[3]] for head in side[0]]] for side in (k, v))
+    absent = attention(q, k, v)
+    assert hidden.out == absent.out
+    assert hidden.lse == absent.lse
+    assert hidden.largest == absent.largest
+
+
+def test_rows_and_columns_reach_the_rule_in_order():
+    q, k, v = numbers(2, 3, 4, 2), numbers(2, 3, 5, 2), numbers(2, 3, 5, 2)
+    weights = attention(q, k, v, visible=lambda b, h, i, j: (b + h + i) % 5 == j).weights
+    for b, heads in enumerate(weights):
+        for h, rows in enumerate(heads):
+            for i, row in enumerate(rows):
+                assert row == [float((b + h + i) % 5 == j) for j in range(5)]
+
+
+def test_a_query_that_sees_nothing_reads_zeros():
+    q, k, v = numbers(1, 1, 2, 2), numbers(1, 1, 3, 2), numbers(1, 1, 3, 2)
+    judged = attention(q, k, v, visible=lambda b, h, i, j: i == 1)
+    assert judged.out[0][0][0] == [0.0, 0.0]
+    assert judged.weights[0][0][0] == [0.0, 0.0, 0.0]
+    assert judged.lse[0][0][0] == -math.inf
+    assert sum(judged.weights[0][0][1]) == pytest.approx(1.0, rel=1e-15)
+
+
+def test_a_sink_takes_its_share_and_gives_no_value():
+    q, k, v = [[[[0.0]]]], [[[[1.0]]]], [[[[8.0]]]]
+    assert attention(q, k, v, sinks=[0.0]).out == [[[[4.0]]]]
+    assert attention(q, k, v, sinks=[math.log(3)]).out[0][0][0][0] == pytest.approx(2.0, rel=1e-15)
+    assert attention(q, [[[]]], [[[]]], sinks=[0.5]).lse == [[[0.5]]]
+
+
+def test_huge_scores_neither_overflow_nor_drown():
+    powers, total, log_sum = exponentials([5e5, -5e5, 5e5], None)
+    assert (powers, total) == ([1.0, 0.0, 1.0], 2.0)
+    assert log_sum == pytest.approx(5e5 + math.log(2), rel=1e-15)
+
+
+def test_the_largest_score_is_a_sum_of_sizes_not_the_size_of_a_sum():
+    judged = attention([[[[3.0, -3.0]]]], [[[[1.0, 1.0]]]], [[[[1.0]]]], scale=0.5)
+    assert judged.largest == 3.0
+    biased = attention(
+        [[[[3.0, -3.0]]]], [[[[1.0, 1.0]]]], [[[[1.0]]]], scale=0.5, bias=lambda b, h, i, j: -2.0
+    )
+    assert biased.largest == 5.0
+
+
+def test_nothing_at_all_is_judged_too():
+    assert attention([], [], []).out == []
+    assert attention([[[]]], [[[]]], [[[]]]).out == [[[]]]

@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import oracle
 import torch
 from torch import Tensor
 
+import oracle
 from regard import (
     EVERYTHING,
     NOTHING,
@@ -101,6 +101,22 @@ class Case:
     def __repr__(self) -> str:
         shapes = " ".join(f"{n}{list(getattr(self, n).shape)}" for n in "qkv")
         return f"Case {self.seed}: {shapes} {self.q.dtype} {self.sizes} {self.given}"
+
+
+def table(case: Case) -> Tensor:
+    """Which cells the judge sees, [B, H, L, S]."""
+    s = case.sizes
+    cells = [
+        [
+            [
+                [bool(case.sees(b, h, s.starts[b] + i, s.kv_start + j)) for j in range(s.keys)]
+                for i in range(s.queries)
+            ]
+            for h in range(s.heads)
+        ]
+        for b in range(s.batch)
+    ]
+    return torch.tensor(cells).reshape(s.batch, s.heads, s.queries, s.keys)
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -312,6 +328,8 @@ def draw_dense(rng: random.Random, sizes: Sizes) -> tuple[Mask, Sees]:
     shape = rng.choice(
         (
             (s.queries, s.keys),
+            (1, s.keys),
+            (s.batch, 1, s.queries, 1),
             (s.batch, 1, s.queries, s.keys),
             (1, s.heads, s.queries, s.keys),
             (s.batch, s.heads, s.queries, s.keys),

@@ -129,3 +129,12 @@ def run_in_pieces(layer: nn.Module, x: Tensor, cache: object, cuts: list[int]) -
     edges = [0, *sorted(cuts), x.shape[1]]
     pairs = pairwise(edges)
     return torch.cat([layer(x[:, a:b], cache=cache) for a, b in pairs if b > a], dim=1)
+
+
+def assert_same(a: Tensor, b: Tensor, tolerance: float = 1e-11) -> None:
+    """Equal to rounding in float64."""
+    assert a.shape == b.shape
+    assert torch.isfinite(a).all()
+    assert torch.isfinite(b).all()
+    scale = 1 + b.abs().max().item() if b.numel() else 1.0
+    assert (a - b).abs().max().item() <= tolerance * scale if b.numel() else True

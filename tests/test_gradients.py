@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+
 from cases import BACKENDS, LEAVES, Sizes, draw_leaf, is_objection
 from conftest import LONG, worst
 from layers import LAYERS, WIDTH, attention, everything_at_once, inputs, make, scattered
-from torch import Tensor
-
 from regard import (
     NO_CACHE,
     Alibi,

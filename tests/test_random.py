@@ -9,12 +9,26 @@ u is half the dtype's epsilon, vmax the largest |V|, S the largest visible sum o
 
 import random
 
+import numpy as np
 import pytest
 import torch
+
 from cases import BACKENDS, DTYPES, Case, bound, draw_case, is_objection
 from conftest import LONG, worst
-
-from regard import Part, Partial, attend, attend_partial, attention_weights, merge, prepare
+from oracle import wide_attention
+from regard import (
+    Causal,
+    Dense,
+    Part,
+    Partial,
+    SlidingWindow,
+    Span,
+    attend,
+    attend_partial,
+    attention_weights,
+    merge,
+    prepare,
+)
 
 EACH = 50
 BATCHES = 400 if LONG else 40
@@ -193,8 +207,6 @@ def test_sizes_of_zero_are_sizes(size, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_visible_key_is_read_whole_whatever_its_score(dtype, backend):
     """A finite number in place of minus infinity is found out by a score below it."""
-    from regard import Dense
-
     q = torch.full((1, 2, 3, 4), 250.0).to(dtype)
     k = torch.full((1, 2, 3, 4), -250.0).to(dtype)
     k[:, :, 1] = 250.0
@@ -216,3 +228,58 @@ def test_products_beyond_the_range_of_half_precision_do_not_overflow(dtype):
     out = attend(q, q.clone(), v)
     error = (out.double() - v.double().mean(2, keepdim=True)).abs().max().item()
     assert error <= bound(dtype, v.abs().max().item(), 0.0)
+
+
+WINDOW = Causal() & SlidingWindow(200)
+WIDE = [  # batch, heads, key heads, head dim, value dim, queries, keys: where kernels change form
+    (1, 8, 1, 16, 16, 1, 1300),
+    (1, 4, 1, 16, 16, 3, 1100),
+    (2, 6, 2, 16, 8, 1, 700),
+    (2, 4, 2, 8, 16, 65, 65),
+    (1, 4, 2, 24, 24, 33, 600),
+    (1, 2, 2, 16, 16, 300, 300),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", WIDE, ids=str)
+def test_large_calls_keep_the_contract_too(size, dtype, backend):
+    """Blocks, splits and long sums, which small sizes never reach; plain, masked, and with all."""
+    b, h, g, d, dv, n, s = size
+    features = [{}, {"mask": WINDOW}, {"mask": Causal()}, {"sinks": True}, {"score_bias": True}]
+    features += [{"softcap": 3.0, "sinks": True, "score_bias": True, "mask": WINDOW}]
+    for seed, feature in enumerate(features):
+        torch.manual_seed(seed)
+        q = (torch.randn(b, h, n, d) * (1, 4)[seed % 2]).to(dtype)
+        k, v = (torch.randn(b, g, s, width).to(dtype) for width in (d, dv))
+        given = dict(feature)
+        if "sinks" in given:
+            given["sinks"] = torch.randn(h).to(dtype)
+        if "score_bias" in given:
+            given["score_bias"] = torch.randn(1, h, n, s).to(dtype)
+        rows, columns = np.arange(s - n, s)[:, None], np.arange(s)
+        keep = np.ones((n, s), dtype=bool)
+        if "mask" in given:
+            keep = columns <= rows
+            keep &= (columns > rows - 200) | (given["mask"] == Causal())
+        wide = {name: x.double().numpy() for name, x in given.items() if torch.is_tensor(x)}
+        if "score_bias" in wide:
+            wide["bias"] = wide.pop("score_bias")
+        judged, largest = wide_attention(
+            *(x.double().numpy() for x in (q, k, v)),
+            keep=keep,
+            softcap=given.get("softcap"),
+            **wide,
+        )
+        try:
+            out = attend(q, k, v, **given, span=Span(s - n, s, 0, s), backend=backend)
+        except ValueError as error:
+            if not is_objection(error, backend):
+                raise
+            continue
+        mistake = (out.double() - torch.from_numpy(judged)).abs().max().item()
+        allowed = bound(dtype, v.double().abs().max().item(), largest)
+        kind = f"large {backend} {str(dtype).removeprefix('torch.')}"
+        worst[kind] = max(worst.get(kind, 0.0), mistake / allowed)
+        assert mistake <= allowed, feature

@@ -15,7 +15,6 @@ from regard.cache import (
     Cache,
     KVCache,
     Part,
-    QuantizedCache,
     SlidingCache,
     StaticCache,
 )
@@ -40,6 +39,7 @@ from regard.masks import (
     Where,
 )
 from regard.partial import Partial, merge
+from regard.quantized import QuantizedCache
 from regard.rope import NO_ROPE, Rotary
 from regard.scaling import NTK, LinearScaling, Llama3, LongRope, Yarn
 

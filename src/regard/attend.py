@@ -1,4 +1,4 @@
-"""Attention as a call: everything that can be refused is refused first, then the cheapest backend runs.
+"""Attention as a call: what can be refused is refused first, then the cheapest backend runs.
 
 attend = prepare + run
 """
@@ -47,7 +47,7 @@ def attend(
     """Scaled dot-product attention, for any grouping of heads, any mask, any backend.
 
     Scores are `softcap(scale * q.k) + score_bias`; hidden ones are -inf; the softmax goes over the
-    scores and the sinks; then dropout. A query that may see nothing gives zeros, and zero gradients.
+    scores and the sinks; then dropout. A query that may see nothing gives zeros and zero gradients.
 
     Args:
         q: queries. Query head `h` reads key head `h // (H // G)`.

@@ -6,7 +6,6 @@
 """
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,15 +17,20 @@ from regard.attend import prepare
 from regard.bias import ScoreBias
 from regard.cache import NO_CACHE, Cache
 from regard.call import Call
-from regard.check import check_decodable, check_mask, check_options, divisors
-from regard.describe import constructor_code
+from regard.check import check_decodable, check_mask, check_options
+from regard.construct import (
+    Norm,
+    biased_projections,
+    build_gate,
+    build_norm,
+    constructor_code,
+    size_of_head,
+)
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width
 from regard.masks import EVERYTHING, Mask, Span
 from regard.rope import NO_ROPE, NoRotary, Rotary
-
-Norm = Literal["head", "width"] | Callable[[int], nn.Module] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,24 +119,24 @@ class Attention(nn.Module):
         self._given = given
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = _head_dim(hidden_size, num_heads, self.num_kv_heads, head_dim)
+        self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
         self.hidden_size = hidden_size
         self.context_size = hidden_size if context_size is None else context_size
         check_mask(mask)
         check_options(dropout=dropout, softcap=softcap, precision="strict", scale=scale)
         if rope.dim > self.head_dim:
             raise ValueError(f"rope={rope} turns {rope.dim} channels, head_dim={self.head_dim}")
-        biased = _biases(bias, out_bias)
+        biased = biased_projections(bias, out_bias)
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias="q_proj" in biased)
         self.k_proj = nn.Linear(self.context_size, kv_width, bias="k_proj" in biased)
         self.v_proj = nn.Linear(self.context_size, kv_width, bias="v_proj" in biased)
         self.o_proj: nn.Module = nn.Linear(width, hidden_size, bias="o_proj" in biased)
         self.norm_width = qk_norm == "width"
-        self.q_norm = _norm(qk_norm, self.head_dim, width, norm_eps)
-        self.k_norm = _norm(qk_norm, self.head_dim, kv_width, norm_eps)
+        self.q_norm = build_norm(qk_norm, self.head_dim, width, norm_eps)
+        self.k_norm = build_norm(qk_norm, self.head_dim, kv_width, norm_eps)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
-        self.gate_proj = _gate(gate, hidden_size, num_heads, width)
+        self.gate_proj = build_gate(gate, hidden_size, num_heads, width)
         self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
         self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
         self.score_bias = score_bias
@@ -158,7 +162,7 @@ class Attention(nn.Module):
 
         Args:
             x: `[B, L, hidden_size]`.
-            context: another sequence to read, `[B, S, context_size]`, or what `remember` made of it.
+            context: another sequence to read, `[B, S, context_size]`, or what `remember` made.
             mask: about this batch (padding, documents); intersected with the layer's own. With
                 `context`, it speaks of the context's keys.
             cache: holds the past; advanced by L. One cache a layer, held by the caller.
@@ -225,7 +229,7 @@ class Attention(nn.Module):
         cache: Cache,
         positions: Tensor | None,
     ) -> tuple[Call, Tensor, Tensor, Tensor]:
-        """All but the attending: whatever can be refused is refused here, before the cache moves."""
+        """All but the attending: what can be refused is refused here, before the cache moves."""
         check_mask(mask)
         check_width("x", x, self.hidden_size, self.q_proj)
         check_cache(cache)
@@ -287,7 +291,7 @@ class Attention(nn.Module):
         return k, split_heads(self.v_proj(source), self.head_dim)
 
     def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
-        """Heads out of a projection, normed; the dtype stays, also where autocast norms in float32."""
+        """Heads of a projection, normed; the dtype stays, also where autocast norms in float32."""
         if norm is None:
             return split_heads(flat, self.head_dim)
         if self.norm_width:
@@ -363,10 +367,10 @@ class MultiQueryAttention(Attention):
 
 
 class GroupedQueryAttention(Attention):
-    """Grouped-query attention: groups of query heads share a key and a value head (arXiv:2305.13245).
+    """Grouped-query attention: groups of query heads share key/value heads (arXiv:2305.13245).
 
-    `num_kv_heads = num_heads // group_size` for those who think in group sizes. Takes the options of
-    `Attention`.
+    `num_kv_heads = num_heads // group_size` for those who think in group sizes. Takes the options
+    of `Attention`.
 
     >>> GroupedQueryAttention(64, 8, 2).kind
     'GQA'
@@ -376,68 +380,6 @@ class GroupedQueryAttention(Attention):
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=num_kv_heads, **options)
-
-
-def _head_dim(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
-    """The size of a head, once all the sizes are found to fit."""
-    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is at least 1, got {size}")
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; "
-            f"choose num_kv_heads from {divisors(num_heads)}"
-        )
-    if head_dim is not None and head_dim < 1:
-        raise ValueError(f"head_dim is at least 1, got {head_dim}")
-    if head_dim is None and hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}; choose num_heads "
-            f"from {divisors(hidden_size)}, or give head_dim, which need not be their quotient"
-        )
-    return hidden_size // num_heads if head_dim is None else head_dim
-
-
-_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-
-
-def _biases(bias: bool | set[str] | frozenset[str], out_bias: bool | None) -> frozenset[str]:
-    """The projections that have a bias."""
-    if isinstance(bias, bool):
-        biased = _PROJECTIONS if bias else frozenset()
-    else:
-        biased = frozenset(bias)
-        if not biased <= _PROJECTIONS:
-            raise ValueError(
-                f"bias names {sorted(biased - _PROJECTIONS)}; choose from {sorted(_PROJECTIONS)}"
-            )
-    if out_bias is None:
-        return biased
-    return biased | {"o_proj"} if out_bias else biased - {"o_proj"}
-
-
-def _norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module | None:
-    match kind:
-        case None:
-            return None
-        case "head":
-            return nn.RMSNorm(head_dim, eps=eps)
-        case "width":
-            return nn.RMSNorm(width, eps=eps)
-        case str() | bool():
-            raise ValueError(
-                f"qk_norm is 'head', 'width', None or a function from a size to a module, got {kind!r}"
-            )
-    return kind(head_dim)
-
-
-def _gate(kind: str | None, hidden_size: int, num_heads: int, width: int) -> nn.Linear | None:
-    if kind is None:
-        return None
-    if kind not in ("head", "channel"):
-        raise ValueError(f"gate is 'head', 'channel' or None, got {kind!r}")
-    return nn.Linear(hidden_size, num_heads if kind == "head" else width, bias=False)
 
 
 _OPTIONS = tuple(inspect.signature(Attention.__init__).parameters)[1:]

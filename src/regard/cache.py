@@ -4,28 +4,32 @@ Keys and values, one joined latent, integer positions: anything that grows along
 layer, held by the caller. An operation that cannot be done raises before it changes anything.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from regard.span import Span
+from regard.streams import (
+    Lengths,
+    Part,
+    appended,
+    bytes_a_token,
+    check_rows,
+    check_streams,
+    empty_like,
+    wants_grad,
+    write,
+)
+
+__all__ = ["NO_CACHE", "Cache", "KVCache", "NoCache", "Part", "SlidingCache", "StaticCache"]
 
 _FIRST_CAPACITY = 64
 
 
-class Part(NamedTuple):
-    """Keys `kv_start..kv_stop`, and whatever was stored for them, each `[B, G, kv_stop - kv_start, W]`."""
-
-    kv_start: int
-    kv_stop: int
-    streams: tuple[Tensor, ...]
-
-
 @runtime_checkable
 class Cache(Protocol):
-    """What a layer asks of a cache. What `update` returns is read-only, and valid until the next call."""
+    """What a layer asks of a cache. What `update` returns is read-only until the next call."""
 
     @property
     def length(self) -> int:
@@ -83,61 +87,6 @@ class NoCache:
 NO_CACHE = NoCache()
 
 
-class Lengths(NamedTuple):
-    """How many tokens each row holds: `longest` everywhere, unless `rows` says otherwise."""
-
-    longest: int = 0
-    shortest: int = 0
-    rows: Tensor | None = None
-
-    def span(self, new: int, kv_start: int = 0) -> Span:
-        stop = self.longest + new
-        if self.rows is None:
-            return Span(self.longest, stop, kv_start, stop)
-        bounds = (self.shortest, self.longest)
-        return Span.ragged(self.rows, queries=new, kv_start=kv_start, kv_stop=stop, bounds=bounds)
-
-    def grown(self, new: int) -> "Lengths":
-        rows = None if self.rows is None else self.rows + new
-        return Lengths(self.longest + new, self.shortest + new, rows)
-
-    def truncated(self, length: int | Tensor) -> "Lengths":
-        """These lengths cut to `length`.
-
-        Raises:
-            ValueError: if it is negative or more than is held.
-        """
-        if not isinstance(length, Tensor):
-            if not 0 <= length <= self.longest:
-                raise ValueError(
-                    f"length={length} is not among 0..{self.longest}, the tokens held; truncate "
-                    "states what remains, not what goes"
-                )
-            if self.rows is None or length <= self.shortest:
-                return Lengths(length, length)
-            return _lengths_of(self.rows.clamp(max=length))
-        if length.dim() != 1 or length.is_floating_point() or length.dtype == torch.bool:
-            raise ValueError(
-                f"length is a whole number or [B] whole numbers, got {length.dtype} of shape "
-                f"{tuple(length.shape)}"
-            )
-        held = self.longest if self.rows is None else self.rows.to(length.device)
-        if bool(((length < 0) | (length > held)).any()):
-            raise ValueError(
-                f"length={length.tolist()} is not among 0..{self.longest}, the tokens held; "
-                "truncate states what remains, not what goes"
-            )
-        return _lengths_of(length.to(torch.int64, copy=True))
-
-    def reordered(self, rows: Tensor) -> "Lengths":
-        return self if self.rows is None else _lengths_of(self.rows[rows.to(self.rows.device)])
-
-
-def _lengths_of(rows: Tensor) -> Lengths:
-    low, high = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
-    return Lengths(high, low) if low == high else Lengths(high, low, rows)
-
-
 class KVCache:
     """Grows as needed, by doubling; by concatenation while gradients are wanted.
 
@@ -160,7 +109,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes stored for the tokens held."""
-        return sum(_bytes_a_token(held) for held in self._held) * self.length
+        return sum(bytes_a_token(held) for held in self._held) * self.length
 
     @property
     def allocated_bytes(self) -> int:
@@ -201,7 +150,11 @@ class KVCache:
 
     def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers for `total` tokens, holding what is held."""
-        if self._held and self._held[0].shape[2] >= total and not wants_graph(self._held):
+        if (
+            self._held
+            and self._held[0].shape[2] >= total
+            and not any(h.requires_grad for h in self._held)
+        ):
             return self._held
         capacity = max(_FIRST_CAPACITY, total)
         if self._held and total > self._held[0].shape[2]:
@@ -245,7 +198,7 @@ StaticCache, truncate this one, or use KVCache()
     @property
     def nbytes(self) -> int:
         """Bytes stored for the tokens held."""
-        return sum(_bytes_a_token(held) for held in self._held) * self.length
+        return sum(bytes_a_token(held) for held in self._held) * self.length
 
     @property
     def allocated_bytes(self) -> int:
@@ -307,120 +260,129 @@ StaticCache, truncate this one, or use KVCache()
         return f"StaticCache({self.max_length})"
 
 
-def check_streams(new: Sequence[Tensor], held: Sequence[Tensor]) -> int:
-    """How many tokens come, if the streams fit each other and those held."""
-    if not new:
-        raise ValueError("update() takes at least one stream [B, G, L, W], got none")
-    for index, each in enumerate(new):
-        if not isinstance(each, Tensor) or each.dim() != 4:
-            shape = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            raise ValueError(f"stream {index} is a tensor [B, G, L, W], got {shape}")
-        if each.shape[2] != new[0].shape[2] or each.shape[0] != new[0].shape[0]:
+class SlidingCache:
+    """Keeps a window of `size` keys, counting the query's own, and `rollback` more for truncation.
+
+    Storage is at most 1.25 times the window, plus a chunk, plus the rollback. The layer's mask must
+    be a `SlidingWindow` no wider than `size`.
+
+    Raises:
+        ValueError: if `size` is below 1 or `rollback` negative.
+
+    >>> cache = SlidingCache(4)
+    >>> k = torch.zeros(1, 2, 10, 8)
+    >>> _ = cache.update(k, k)
+    >>> cache.span(1).kv_start, cache.length
+    (7, 10)
+    """
+
+    def __init__(self, size: int, rollback: int = 0) -> None:
+        if size < 1:
+            raise ValueError(f"size counts the query's own key and is at least 1, got {size}")
+        if rollback < 0:
+            raise ValueError(f"rollback is 0 or more tokens, got {rollback}")
+        self.size, self.rollback = size, rollback
+        self._length = 0
+        self._first = 0  # the slot of the oldest token held
+        self._held: tuple[Tensor, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held."""
+        if not self._held:
+            return 0
+        share = (self._length - self._first) / self._held[0].shape[2]
+        return round(self.allocated_bytes * share) if share else 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(held.numel() * held.element_size() for held in self._held)
+
+    def span(self, new: int) -> Span:
+        return Span(self._length, self._length + new, self._needed(), self._length + new)
+
+    def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Append `[B, G, L, W]` streams; give the keys that a window at the first of them needs.
+
+        Raises:
+            ValueError: if the streams do not fit each other or those held.
+        """
+        added = check_streams(new, self._held)
+        start, stop = self._needed(), self._length + added
+        keep = max(self._first, stop - self.size + 1 - self.rollback, 0)
+        used = self._length - self._first
+        if not self._held or wants_grad(new, self._held) or not self._fits(used + added):
+            whole = self._joined(new)
+            part = self._view(whole, self._first, start, stop)
+            self._store(whole, keep, stop, wants_grad(new, self._held))
+        else:
+            for held, each in zip(self._held, new, strict=True):
+                held.narrow(2, used, added).copy_(each.detach())
+            part = self._view(self._held, self._first, start, stop)
+        self._length = stop
+        return (part,)
+
+    def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        added = check_streams(new, self._held)
+        whole = self._joined(new)
+        return (self._view(whole, self._first, self._needed(), self._length + added),)
+
+    def truncate(self, length: int | Tensor) -> None:
+        if isinstance(length, Tensor):
             raise ValueError(
-                f"the streams of one update have one batch size and one length, got "
-                f"{tuple(new[0].shape)} and {tuple(each.shape)}"
+                "SlidingCache keeps rows of one length, got a tensor; truncate to a whole number, "
+                "or use KVCache() or StaticCache(max_length)"
             )
-    if held and len(held) != len(new):
-        raise ValueError(
-            f"the cache holds {len(held)} streams, got {len(new)}; one cache serves one layer"
-        )
-    for index, (each, past) in enumerate(zip(new, held, strict=False)):
-        _check_stream(index, each, past)
-    return new[0].shape[2]
+        if not 0 <= length <= self._length:
+            raise ValueError(f"length={length} is not among 0..{self._length}, the tokens held")
+        if max(0, length - self.size + 1) < self._first:
+            raise ValueError(
+                f"length={length} needs keys from slot {max(0, length - self.size + 1)} on, those "
+                f"before {self._first} are gone; give SlidingCache({self.size}, rollback="
+                f"{self._length - length}) or more"
+            )
+        self._length = length
+        self._first = min(self._first, length)
 
+    def reorder(self, rows: Tensor) -> None:
+        check_rows(rows, self._held)
+        self._held = tuple(held.index_select(0, rows.to(held.device)) for held in self._held)
 
-def _check_stream(index: int, new: Tensor, held: Tensor) -> None:
-    if new.shape[0] != held.shape[0]:
-        raise ValueError(
-            f"stream {index} has a batch of {new.shape[0]}, the cache one of {held.shape[0]}; "
-            "use a new cache, or cache.reorder(rows)"
-        )
-    if (new.shape[1], new.shape[3]) != (held.shape[1], held.shape[3]):
-        raise ValueError(
-            f"stream {index} has (heads, width) = {(new.shape[1], new.shape[3])}, the cache "
-            f"{(held.shape[1], held.shape[3])}; one cache serves one layer"
-        )
-    if new.dtype != held.dtype or new.device != held.device:
-        raise ValueError(
-            f"stream {index} is {new.dtype} on {new.device}, the cache {held.dtype} on "
-            f"{held.device}; use a new cache after moving a layer"
-        )
+    def _needed(self) -> int:
+        """The oldest slot that the window of the next token still covers."""
+        return max(0, self._length - self.size + 1)
 
+    def _fits(self, tokens: int) -> bool:
+        return tokens <= self._held[0].shape[2] and not any(h.requires_grad for h in self._held)
 
-def check_rows(rows: object, held: Sequence[Tensor]) -> None:
-    if (
-        not isinstance(rows, Tensor)
-        or rows.dim() != 1
-        or rows.dtype not in (torch.int32, torch.int64)
-    ):
-        got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else rows
-        raise ValueError(f"rows is [N] batch rows in int64 or int32, got {got}")
-    batch = held[0].shape[0] if held else None
-    if batch is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
-        raise ValueError(f"rows={rows.tolist()} are not all among the {batch} rows held")
+    def _joined(self, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self._held:
+            return tuple(each.clone() for each in new)
+        used = self._length - self._first
+        pairs = zip(self._held, new, strict=True)
+        return tuple(torch.cat([held.narrow(2, 0, used), each], dim=2) for held, each in pairs)
 
+    def _view(self, whole: tuple[Tensor, ...], first: int, start: int, stop: int) -> Part:
+        return Part(start, stop, tuple(w.narrow(2, start - first, stop - start) for w in whole))
 
-def wants_grad(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(each.requires_grad for each in (*new, *held))
-
-
-def wants_graph(held: Sequence[Tensor]) -> bool:
-    """Whether these were made with gradients, so that nothing may be written into them."""
-    return any(each.requires_grad for each in held)
-
-
-def empty_like(stream: Tensor, capacity: int) -> Tensor:
-    """A buffer of zeros: whatever is read before it is written is at least finite."""
-    return stream.new_zeros((*stream.shape[:2], capacity, stream.shape[3]))
-
-
-def write(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:
-    """Put the new tokens behind those that each row holds."""
-    for buffer, each in zip(buffers, new, strict=True):
-        if lengths.rows is None:
-            buffer.narrow(2, lengths.longest, each.shape[2]).copy_(each.detach())
+    def _store(self, whole: tuple[Tensor, ...], keep: int, stop: int, graph: bool) -> None:
+        """Hold the tokens `keep..stop` in buffers with room to append."""
+        kept = [each.narrow(2, keep - self._first, stop - keep) for each in whole]
+        if graph:
+            self._held = tuple(each.clone() for each in kept)
         else:
-            rows, slots = _ragged_slots(lengths.rows, each)
-            buffer[rows, :, slots] = each.detach().transpose(1, 2)
+            capacity = self.size + self.rollback + self.size // 4
+            buffers = tuple(empty_like(each, capacity) for each in kept)
+            for buffer, each in zip(buffers, kept, strict=True):
+                buffer.narrow(2, 0, stop - keep).copy_(each.detach())
+            self._held = buffers
+        self._first = keep
 
-
-def appended(held: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> tuple[Tensor, ...]:
-    """Held and new tokens in new tensors, which gradients can follow."""
-    if not held:
-        return tuple(each.clone() for each in new)
-    whole = []
-    for past, each in zip(held, new, strict=True):
-        past = past.narrow(2, 0, lengths.longest)
-        if lengths.rows is None:
-            whole.append(torch.cat([past, each], dim=2))
-        else:
-            rows, slots = _ragged_slots(lengths.rows, each)
-            room = torch.cat([past, torch.zeros_like(each)], dim=2).transpose(1, 2)
-            whole.append(room.index_put((rows, slots), each.transpose(1, 2)).transpose(1, 2))
-    return tuple(whole)
-
-
-def _ragged_slots(rows: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Batch rows and slots, `[B, L]`, where the new tokens of a ragged batch go."""
-    steps = torch.arange(new.shape[2], device=new.device)
-    slots = rows.to(new.device)[:, None] + steps
-    return torch.arange(new.shape[0], device=new.device)[:, None].expand_as(slots), slots
-
-
-def _bytes_a_token(held: Tensor) -> int:
-    return held.shape[0] * held.shape[1] * held.shape[3] * held.element_size()
-
-
-from regard.quantized import QuantizedCache  # noqa: E402  (they are caches)
-from regard.sliding import SlidingCache  # noqa: E402
-
-__all__ = [
-    "NO_CACHE",
-    "Cache",
-    "KVCache",
-    "NoCache",
-    "Part",
-    "QuantizedCache",
-    "SlidingCache",
-    "StaticCache",
-]
+    def __repr__(self) -> str:
+        return f"SlidingCache({self.size}" + (
+            f", rollback={self.rollback})" if self.rollback else ")"
+        )

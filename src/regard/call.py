@@ -1,4 +1,4 @@
-"""A call of attention, described before anything is computed: what a backend may look at, and what it runs on."""
+"""A call of attention, described before anything is computed, and run on keys in parts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Every reshape there is: heads split from the width, merged back, grouped by the key head they share.
+"""Every reshape there is: heads split from the width, merged back, grouped by their key head.
 
 Letters, here and everywhere in the package: B batch, L queries, S keys, H query heads, G key/value
 heads, D head dim, Dv value head dim, E hidden size, R latent rank.

@@ -23,13 +23,11 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
     weight = projection.weight
     if weight.dtype != x.dtype:
         raise ValueError(
-            f"{name} is {x.dtype}, the layer's weights are {weight.dtype}; cast one with .to(dtype), "
-            "or use torch.autocast"
+            f"{name} is {x.dtype}, the layer's weights are {weight.dtype}; cast one with "
+            ".to(dtype), or use torch.autocast"
         )
     if weight.device != x.device:
-        raise ValueError(
-            f"{name} is on {x.device}, the layer on {weight.device}; move one with .to"
-        )
+        raise ValueError(f"{name} is on {x.device}, the layer on {weight.device}; move one of them")
 
 
 def check_cache(cache: object) -> None:

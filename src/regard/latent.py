@@ -15,7 +15,7 @@ from regard.bias import ScoreBias
 from regard.cache import NO_CACHE, Cache, Part
 from regard.call import Call
 from regard.check import check_decodable, check_mask, check_options
-from regard.describe import constructor_code
+from regard.construct import constructor_code
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width, refuse_context
@@ -186,7 +186,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _prepare(
         self, x: Tensor, context: None, mask: Mask, cache: Cache, positions: Tensor | None
     ) -> "_Plan":
-        """All but the attending: whatever can be refused is refused here, before the cache moves."""
+        """All but the attending: what can be refused is refused here, before the cache moves."""
         check_mask(mask)
         refuse_context(context)
         first = self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj

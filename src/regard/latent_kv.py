@@ -1,4 +1,4 @@
-"""Grouped-query attention that remembers one joint latent, and rebuilds and rotates its keys on reading.
+"""GQA that remembers one joint latent, and rebuilds and rotates its keys on reading.
 
 What GQA becomes when only memory matters: rotation stays exact, because it happens after the latent
 is opened, and costs its price at every step. The idea is Palu's (arXiv:2407.21118).
@@ -15,7 +15,7 @@ from regard.bias import ScoreBias
 from regard.cache import NO_CACHE, Cache, Part
 from regard.call import Call
 from regard.check import check_decodable, check_mask, check_options, divisors
-from regard.describe import constructor_code
+from regard.construct import constructor_code
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width, refuse_context

@@ -128,13 +128,13 @@ class Dense(Mask):
         """From a mask that is added to scores: 0 shows, -1e4 and below hides.
 
         Raises:
-            ValueError: if another value occurs; then `split_additive(t)` gives `(mask, score_bias)`.
+            ValueError: if it holds other values; `split_additive(t)` gives `(mask, score_bias)`.
         """
         hidden = t <= HIDDEN_BELOW
         if not bool((hidden | (t == 0)).all()):
             raise ValueError(
-                "an additive mask holds 0 (visible) or -1e4 and below (hidden), got other values too: "
-                "it also changes scores; use mask, score_bias = split_additive(t)"
+                "an additive mask holds 0 (visible) or -1e4 and below (hidden), got other values "
+                "too: it also changes scores; use mask, score_bias = split_additive(t)"
             )
         return cls(~hidden)
 
@@ -161,8 +161,8 @@ class Dense(Mask):
         want, got = (span.num_queries, span.num_keys), tuple(self.keep.shape[-2:])
         if any(have not in (1, size) for have, size in zip(got, want, strict=True)):
             raise ValueError(
-                f"Dense(keep) is this call's rectangle of [L, S] = {list(want)} queries by keys, got "
-                f"shape {list(self.keep.shape)}; with a cache, S counts the past too"
+                f"Dense(keep) is this call's rectangle of [L, S] = {list(want)} queries by keys, "
+                f"got shape {list(self.keep.shape)}; with a cache, S counts the past too"
             )
         return replace(self, place=span)
 

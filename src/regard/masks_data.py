@@ -85,7 +85,7 @@ class Chunked(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prefix(Mask):
-    """The first `lengths` slots, seen by everybody: `Causal() | Prefix(n)` is a prefix language model.
+    """The first `lengths` slots, seen by all: `Causal() | Prefix(n)` is a prefix language model.
 
     Args:
         lengths: one number, a list, or `[B]`.

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from regard.cache import KVCache, Part, check_streams, wants_grad
+from regard.cache import KVCache
 from regard.span import Span
+from regard.streams import Part, check_streams, wants_grad
 
 
 class QuantizedCache:
@@ -128,11 +129,8 @@ def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor
     step = scale.float().masked_fill(scale == 0, 1.0)
     codes = ((groups - zero.float()) / step).round().clamp(0, levels).to(torch.uint8).flatten(-2)
     codes = codes[..., : width + width % 2]
-    if bits == 4:
-        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    else:
-        codes = codes[..., :width]
-    return codes, scale.squeeze(-1), zero.squeeze(-1)
+    packed = codes[..., 0::2] | (codes[..., 1::2] << 4) if bits == 4 else codes[..., :width]
+    return packed, scale.squeeze(-1), zero.squeeze(-1)
 
 
 def dequantize(

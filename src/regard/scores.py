@@ -1,4 +1,4 @@
-"""The definition: scores as written in the papers, and the softmax that gives a blind query nothing.
+"""The definition: scores as the papers write them, and a softmax that gives a blind query nothing.
 
 `Attention Is All You Need` (arXiv:1706.03762), with Gemma 2's soft cap (arXiv:2408.00118), additive
 biases, and gpt-oss's sinks (arXiv:2508.10925). Everything accumulates in float32, or float64.
@@ -58,7 +58,7 @@ def log_sum(scores: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L"]:
 
 
 def is_plain(call: Call) -> bool:
-    """Whether every score is finite as far as rules go: nothing masked, and no bias to hide with."""
+    """Whether no score can be -inf: nothing is masked, and there is no bias to hide with."""
     return call.score_bias is None and is_everything(call.mask) and call.num_keys > 0
 
 

@@ -101,4 +101,5 @@ class Span:
         if isinstance(self.q_start, Tensor):
             steps = torch.arange(self.num_queries, device=device)
             return self.q_start.to(steps.device, torch.int64)[:, None] + steps
+        assert not isinstance(self.q_stop, Tensor)
         return torch.arange(self.q_start, self.q_stop, device=device)

@@ -1,4 +1,4 @@
-"""The definition of attention here: it does everything, holds all the scores, and judges the others."""
+"""The definition of attention: it does everything, holds all the scores, judges the others."""
 
 import torch.nn.functional as F
 from jaxtyping import Float

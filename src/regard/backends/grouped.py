@@ -182,7 +182,7 @@ def _rows(x: Tensor, shape: tuple[int, int, int, int], call: Call) -> Tensor:
 
 
 def _scores(call: Call, q: Tensor, k: Tensor) -> Float[Tensor, "B H L S"]:
-    """Keys times queries, not queries times keys: the thin side last is what a BLAS streams best."""
+    """Keys times queries, not queries times keys: a BLAS streams best with the thin side last."""
     dtype = accumulator(call.dtype)
     rows = fold_heads(q.to(dtype) * call.scale, call.num_kv_heads)
     queries, keys = rows.flatten(0, 1).mT, k.flatten(0, 1)  # [BG, D, M], [BG, S, D]

@@ -50,6 +50,7 @@ def run(
         flags["is_causal"] = True
     else:
         flags["attn_mask"], blind, k, v = _dense(call, bias, k, v)
+        q, k = _tame(q), _tame(k)
     q, k, v = _same_width(q, k, v)
     out = F.scaled_dot_product_attention(
         q,
@@ -73,7 +74,7 @@ def _starts_causal(call: Call) -> bool:
 def _dense(
     call: Call, bias: Tensor | None, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The mask as SDPA takes it; which queries are blind; keys and values fit to be multiplied by 0.
+    """The mask as SDPA takes it, which queries are blind, and keys and values that 0 can meet.
 
     Blind rows are shown everything here and zeroed afterwards, so that no kernel ever meets an
     empty softmax, forward or backward.
@@ -90,6 +91,17 @@ def _dense(
         return _four(keep, shape), blind, k, v
     bias = bias.to(_mask_dtype(call)).masked_fill(~keep, -torch.inf)
     return _four(bias, shape), blind, k, v
+
+
+def _tame(x: Tensor) -> Tensor:
+    """Queries or keys whose products cannot overflow: a hidden score of +inf, plus -inf, is nan.
+
+    Scores of visible keys beyond this are far outside what the dtype can tell apart.
+    """
+    if x.dtype == torch.float16:
+        return x  # its products fit float32
+    limit = 1e150 if x.dtype == torch.float64 else 1e15
+    return x.clamp(-limit, limit)
 
 
 def _mask_dtype(call: Call) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Loading a model from files that are there: a Hugging Face folder or a GGUF; nothing is fetched, nothing executed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,20 @@ def require(*packages: str) -> None:
         raise ImportError(
             f"regard.hf needs {', '.join(missing)}: python -m pip install 'regard[hf]'"
         )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' own bars and notes off the terminal while a program shows its own."""
+    require("transformers")
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,44 @@
+"""The verbs, and what becomes of errors: a sentence, never a traceback, for what a user can mend."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+import regard
+from regard.cli.compare import compare_command
+
+app = typer.Typer(
+    help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("compare")(compare_command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"regard {regard.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """Options that come before the verb."""
+
+
+def run() -> int:
+    """Run the command line; the exit code."""
+    try:
+        app()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except (OSError, ValueError, ImportError) as error:
+        sys.stderr.write(f"regard: {error}\n")
+        return 2
+    return 0

@@ -1,0 +1,180 @@
+"""compare: first the proof that regard computes what the model computes, then every candidate in turn."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from regard.attention import Attention
+from regard.compare.candidates import CANDIDATES, Candidate
+from regard.compare.measure import Row, Sample, measure_window, pieces
+from regard.compare.runner import Runner, hidden_states, logits_of
+from regard.compare.texts import Texts
+from regard.compare.verdict import verdict
+from regard.convert import Moments, watch
+from regard.hf import attention_modules, attention_of, install, uninstall
+
+ROUNDINGS = 32  # how many roundings of the largest logit each layer may add
+Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The largest difference between logits with and without `regard.hf.install`, and the bound.
+
+    The bound is `32 * u * layers * max |logit|`, u being the unit roundoff of the model's dtype.
+    """
+
+    largest_difference: float
+    tolerance: float
+    largest_logit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether regard computes what the model computes, to rounding."""
+        return self.largest_difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything `regard compare` measured, and the sentence it ends with."""
+
+    model: str
+    kind: str
+    num_layers: int
+    context: int
+    memory: int
+    dtype: str
+    threads: int
+    text: str
+    proof: Proof
+    rows: tuple[Row, ...]
+    verdict: str
+    seconds: float
+
+
+@torch.no_grad()
+def compare(
+    model: Any,
+    texts: Texts,
+    *,
+    name: str = "model",
+    memory: int = 1 << 30,
+    candidates: Sequence[Candidate] = CANDIDATES,
+    progress: Progress = lambda what, done, total: None,
+) -> Comparison:
+    """Run a causal language model with every attention it can be turned into.
+
+    Every candidate really runs, in the model's own dtype, on the windows of `texts`; candidates
+    take turns, forwards in one window and backwards in the next. The model is left as it was.
+
+    Raises:
+        ValueError: if the model's attention is unknown, its positions are too few for the windows,
+            or its logits change under regard by more than rounding.
+    """
+    started = time.perf_counter()
+    context = texts.windows.shape[1]
+    _check_length(model, context)
+    total = 2 + len(texts.windows) * (1 + len(candidates))
+    steps = iter(range(total + 1))
+    progress("proving that regard computes what the model does", next(steps), total)
+    proof = prove(model, texts.windows[0])
+    progress("calibrating", next(steps), total)
+    shipped = [attention_of(module) for module in attention_modules(model).values()]
+    kind = shipped[0].kind
+    named = [replace(each, name=each.name.format(kind=kind)) for each in candidates]
+    runners = _runners(model, shipped, named, _calibrate(model, texts.calibration))
+    samples = {each.name: Sample() for each in named}
+    for turn, window in enumerate(texts.windows):
+        progress("reading as shipped", next(steps), total)
+        reference = hidden_states(model, window[None])
+        for each in named[:: 1 - 2 * (turn % 2)]:
+            progress(each.name, next(steps), total)
+            runner = runners[each.name]
+            if isinstance(runner, Runner):
+                measure_window(runner, samples[each.name], window, reference)
+    progress("done", total, total)
+    rows = tuple(
+        Row(each.name, each.exact, remark=runner)
+        if isinstance(runner := runners[each.name], str)
+        else samples[each.name].row(each.name, each.exact, context=context, memory=memory)
+        for each in named
+    )
+    return Comparison(
+        model=name,
+        kind=kind,
+        num_layers=len(shipped),
+        context=context,
+        memory=memory,
+        dtype=str(model.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        text=texts.source,
+        proof=proof,
+        rows=rows,
+        verdict=verdict(rows),
+        seconds=time.perf_counter() - started,
+    )
+
+
+@torch.no_grad()
+def prove(model: Any, window: Int[Tensor, " L"]) -> Proof:
+    """Compare logits over a window with and without `regard.hf.install`; the model stays as it was.
+
+    Raises:
+        ValueError: if they differ by more than rounding.
+    """
+    before = hidden_states(model, window[None])
+    install(model)
+    try:
+        after = hidden_states(model, window[None])
+    finally:
+        uninstall(model)
+    difference, largest = 0.0, 0.0
+    for start, stop in pieces(window.shape[0]):
+        logits, others = (logits_of(model, h[:, start:stop]) for h in (before, after))
+        difference = max(difference, float((logits - others).abs().max()))
+        largest = max(largest, float(logits.abs().max()))
+    unit = torch.finfo(model.dtype).eps / 2
+    tolerance = ROUNDINGS * unit * len(attention_modules(model)) * largest
+    proof = Proof(difference, tolerance, largest)
+    if not proof.holds:
+        raise ValueError(
+            f"under regard the model's logits change by up to {difference:.2e}, and rounding "
+            f"explains {tolerance:.2e} at most; nothing was compared: please report this model"
+        )
+    return proof
+
+
+def _calibrate(model: Any, tokens: Int[Tensor, "M K"]) -> list[Moments]:
+    with watch(list(attention_modules(model).values())) as moments:
+        for window in tokens:
+            hidden_states(model, window[None])
+    return moments
+
+
+def _runners(
+    model: Any, shipped: list[Attention], candidates: list[Candidate], moments: list[Moments]
+) -> dict[str, Runner | str]:
+    """A runner for each candidate, or the sentence that says why it cannot be made."""
+    runners: dict[str, Runner | str] = {}
+    for each in candidates:
+        try:
+            pairs = zip(shipped, moments, strict=True)
+            layers: list[nn.Module] = [each.convert(layer, seen) for layer, seen in pairs]
+        except ValueError as objection:
+            runners[each.name] = str(objection)
+        else:
+            runners[each.name] = Runner(model, layers, cache=each.cache)
+    return runners
+
+
+def _check_length(model: Any, context: int) -> None:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if context < 2:
+        raise ValueError(f"context={context} is too short to predict anything; give at least 2")
+    if longest is not None and context > longest:
+        raise ValueError(f"context={context:,} is more than the {longest:,} positions of the model")

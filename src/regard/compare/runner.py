@@ -1,0 +1,85 @@
+"""A transformers model whose attention is whatever layers it is given, each with a cache of its own."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.cache import Cache
+from regard.hf.binding import bind, unbind
+from regard.hf.layers import attention_modules
+
+
+class Runner:
+    """Runs a causal language model with `layers` in place of its attention modules.
+
+    The model is borrowed for the length of a call: embeddings, norms, MLPs and head are its own.
+    `layers` count positions and hide the future themselves.
+
+    Args:
+        model: a transformers model of a known family.
+        layers: one for each attention module, in order.
+        cache: makes one layer's cache.
+    """
+
+    def __init__(
+        self, model: Any, layers: Sequence[nn.Module], *, cache: Callable[[], Cache]
+    ) -> None:
+        self.model = model
+        self.modules = list(attention_modules(model).values())
+        self.layers = list(layers)
+        self._new_cache = cache
+        self.caches: list[Cache] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.caches = [self._new_cache() for _ in self.layers]
+
+    def hidden(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
+        """The last hidden states of these tokens, which follow those seen before."""
+        with self._bound():
+            hidden: Tensor = hidden_states(self.model, tokens)
+        return hidden
+
+    def step(self, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B 1 V"]:
+        """One decoding step: the logits after one more token."""
+        return logits_of(self.model, self.hidden(token))
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the caches of all layers hold now."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    @contextmanager
+    def _bound(self) -> Iterator[None]:
+        bound: list[nn.Module] = []
+        try:
+            for module, layer, cache in zip(self.modules, self.layers, self.caches, strict=True):
+                bind(module, _attend_with(layer, cache))
+                bound.append(module)
+            yield
+        finally:
+            for module in bound:
+                unbind(module)
+
+
+def hidden_states(model: Any, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
+    """What comes before the head: small enough to keep where logits are not."""
+    hidden: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return hidden
+
+
+def logits_of(model: Any, hidden: Float[Tensor, "B L E"]) -> Float[Tensor, "B L V"]:
+    """What the model's head makes of hidden states."""
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    return logits
+
+
+def _attend_with(layer: nn.Module, cache: Cache) -> Callable[..., tuple[Tensor, None]]:
+    def forward(module: nn.Module, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+        return layer(hidden_states, cache=cache), None
+
+    return forward

@@ -1,0 +1,72 @@
+"""What a model reads while it is compared: some windows to measure on, other text to calibrate on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+NUM_WINDOWS = 2
+CALIBRATION_WINDOWS = 4  # a few thousand tokens; more changed nothing that could be measured
+CALIBRATION_LENGTH = 1024
+CHARACTERS = 16  # a token has fewer of them on average, in any text worth measuring on
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Windows `[N, context]` to measure perplexity on, and `[M, length]` to calibrate on."""
+
+    windows: Int[Tensor, "N L"]
+    calibration: Int[Tensor, "M K"]
+    source: str
+
+
+def texts_for(tokenizer: Any, *, context: int, text: str | None = None, name: str = "") -> Texts:
+    """Two windows of `context` tokens, and calibration text that is not in them.
+
+    The default is the language reference that every CPython carries (`pydoc_data.topics`): every
+    second topic is measured on, the others are calibrated on. With a `text` of one's own, its start
+    is measured on and what follows calibrates, or those topics where too little follows.
+
+    Raises:
+        ValueError: if `text` is shorter than one token more than the windows.
+    """
+    even, odd = python_topics()
+    if text is None:
+        windows = _tokens(tokenizer, odd, NUM_WINDOWS * context)
+        calibration = _tokens(tokenizer, even, CALIBRATION_WINDOWS * CALIBRATION_LENGTH)
+        return _cut(windows, calibration, context, "pydoc_data.topics")
+    needed = (NUM_WINDOWS * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH)
+    tokens = _tokens(tokenizer, text, sum(needed))
+    rest = tokens[needed[0] :]
+    if len(rest) < needed[1]:
+        rest = _tokens(tokenizer, even, needed[1])
+    return _cut(tokens[: needed[0]], rest, context, name or "text")
+
+
+def python_topics() -> tuple[str, str]:
+    """The topics of Python's own help, every second one, and the others."""
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)
+    even, odd = ("\n\n".join(topics[name] for name in names[first::2]) for first in (0, 1))
+    return even, odd
+
+
+def _tokens(tokenizer: Any, text: str, count: int) -> Int[Tensor, " T"]:
+    beginning = text[: CHARACTERS * count]
+    ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids[:count], dtype=torch.int64)
+
+
+def _cut(measured: Tensor, calibration: Tensor, context: int, source: str) -> Texts:
+    if len(measured) < NUM_WINDOWS * context:
+        raise ValueError(
+            f"{source} has {len(measured):,} tokens; {NUM_WINDOWS} windows of {context:,} need "
+            f"{NUM_WINDOWS * context:,}: give more text, or --context {len(measured) // NUM_WINDOWS}"
+        )
+    length = min(CALIBRATION_LENGTH, len(calibration))
+    rows = len(calibration) // length
+    windows = measured.unflatten(0, (NUM_WINDOWS, context))
+    return Texts(windows, calibration[: rows * length].unflatten(0, (rows, length)), source)

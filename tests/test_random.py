@@ -85,8 +85,8 @@ def test_attend_is_the_definition_within_the_contract(batch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_backend_takes_its_share_of_plain_calls(backend, dtype):
     """A backend that objected to everything would pass every comparison."""
-    outs = [attempt(draw_case(seed, dtype), backend) for seed in range(200)]
-    assert sum(out is not None for out in outs) >= 20
+    outs = [attempt(draw_case(seed, dtype), backend) for seed in range(60)]
+    assert sum(out is not None for out in outs) >= 8
 
 
 def cut(case: Case, rng: random.Random) -> list[tuple[int, int]]:

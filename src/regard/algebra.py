@@ -4,6 +4,7 @@ Calling one is calling a FlexAttention `mask_mod`. `True` means *may look*; indi
 sequence as the cache counts them. The rules themselves are in `masks`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -199,10 +200,12 @@ class AllOf(Mask):
         return _simplest(AllOf, self.parts, span, neutral=EVERYTHING, absorbing=NOTHING)
 
     def reach(self, span: Span) -> Reach:
-        lows, highs = zip(*(part.reach(span) for part in self.parts), strict=True)
-        known = [low for low in lows if low is not None]
-        ends = [high for high in highs if high is not None]
-        return max(known, default=None), min(ends, default=None)
+        low, high = self.parts[0].reach(span)
+        for part in self.parts[1:]:
+            other_low, other_high = part.reach(span)
+            low = _tighter(max, low, other_low)
+            high = _tighter(min, high, other_high)
+        return low, high
 
     def _dense(
         self, span: Span, batch: int, heads: int, device: torch.device | str | None
@@ -247,9 +250,12 @@ class AnyOf(Mask):
         return _simplest(AnyOf, self.parts, span, neutral=NOTHING, absorbing=EVERYTHING)
 
     def reach(self, span: Span) -> Reach:
-        lows, highs = zip(*(part.reach(span) for part in self.parts), strict=True)
-        low = None if None in lows else min(lows)
-        return low, None if None in highs else max(highs)
+        low, high = self.parts[0].reach(span)
+        for part in self.parts[1:]:
+            other_low, other_high = part.reach(span)
+            low = None if low is None or other_low is None else min(low, other_low)
+            high = None if high is None or other_high is None else max(high, other_high)
+        return low, high
 
     def _dense(
         self, span: Span, batch: int, heads: int, device: torch.device | str | None
@@ -299,6 +305,14 @@ class Not(Mask):
     def __repr__(self) -> str:
         simple = not isinstance(self.mask, AllOf | AnyOf)
         return f"~{self.mask!r}" if simple else f"~({self.mask!r})"
+
+
+def _tighter(
+    choose: Callable[[int, int], int], bound: int | None, other: int | None
+) -> int | None:
+    if bound is None or other is None:
+        return other if bound is None else bound
+    return choose(bound, other)
 
 
 def _flat(kind: type[AllOf] | type[AnyOf], parts: tuple[Mask, ...]) -> tuple[Mask, ...]:

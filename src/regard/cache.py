@@ -24,7 +24,7 @@ from regard.streams import (
 
 __all__ = ["NO_CACHE", "Cache", "KVCache", "NoCache", "Part", "SlidingCache", "StaticCache"]
 
-_FIRST_CAPACITY = 64
+_FIRST_CAPACITY = 256  # tokens: decoding a while from an empty cache copies nothing
 
 
 @runtime_checkable

@@ -61,7 +61,7 @@ def size_of_head(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: 
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
             f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}; choose "
-            f"num_heads from {divisors(hidden_size)}, or give head_dim, which need not be their quotient"
+            f"num_heads from {divisors(hidden_size)}, or give head_dim, which may be any size"
         )
     return hidden_size // num_heads if head_dim is None else head_dim
 

@@ -235,8 +235,8 @@ class MultiHeadLatentAttention(nn.Module):
         expanded = keys * rank * both + queries * keys * (both + rotary)
         absorbed = queries * rank * both + queries * keys * (2 * rank + rotary)
         if absorbed < expanded:
-            return ABSORBED, f"{queries} queries on {keys} keys take less work than rebuilding keys"
-        return EXPANDED, f"rebuilding {keys} keys takes less work than {queries} wide queries"
+            return ABSORBED, "so few queries take less work on the latents than rebuilding keys"
+        return EXPANDED, "rebuilding the keys takes less work than so many wide queries"
 
     def _absorption_objection(self) -> str | None:
         """Why `kv_b_proj` cannot be read as a matrix; None if it can."""

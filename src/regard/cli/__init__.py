@@ -1,4 +1,4 @@
-"""The command line: one module a verb. Results on stdout, all else on stderr, 2 for what a user can mend."""
+"""The command line: one module a verb, results on stdout, all else on stderr."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The verbs, and what becomes of errors: a sentence, never a traceback, for what a user can mend."""
+"""The verbs; and an error that a user can mend is a sentence and exit code 2, never a traceback."""
 
 import sys
 from typing import Annotated

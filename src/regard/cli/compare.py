@@ -80,24 +80,25 @@ def show(result: Comparison, console: Console) -> None:
     """Print a comparison for people, in 100 columns."""
     console.print(
         f"[bold]{result.model}[/bold]: {result.num_layers} layers of {result.kind}, {result.dtype}, "
-        f"{result.threads} threads, context {result.context:,}; measured on {result.text}"
+        f"{result.threads} threads; {result.context:,} tokens of {result.text}"
     )
     proof = result.proof
     console.print(
-        f"Logits under regard are the model's own: largest difference {proof.largest_difference:.1e} "
-        f"(rounding allows {proof.tolerance:.1e}; logits reach {proof.largest_logit:.0f}).\n"
+        f"Run by regard, its logits are its own: they differ by {proof.largest_difference:.1e} at most "
+        f"(allowed: {proof.tolerance:.1e}).\n"
     )
     console.print(_table(result))
     console.print(f"\n{result.verdict}")
-    console.print(f"[dim]{result.seconds:.0f} s. Prefill and decode in tokens/s.[/dim]")
+    console.print(f"[dim]Measured in {result.seconds:.0f} s.[/dim]")
 
 
 def _table(result: Comparison) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("attention", no_wrap=True)
-    memory = f"fits in {result.memory / GIBIBYTE:g} GiB"
-    for column in ("cache/token", memory, "prefill", "decode", "perplexity", "logits differ"):
-        table.add_column(column, justify="right")
+    memory = f"tokens in\n{result.memory / GIBIBYTE:g} GiB"
+    heads = ("cache bytes\na token", memory, "prefill\ntokens/s", "decode\ntokens/s")
+    for head in (*heads, "perplexity", "logits differ\nby at most"):
+        table.add_column(head, justify="right", vertical="bottom")
     for row in result.rows:
         table.add_row(*_cells(row))
     return table
@@ -109,7 +110,7 @@ def _cells(row: Row) -> list[str]:
         return [name, f"[dim]{row.remark}[/dim]"]
     return [
         name,
-        f"{row.cache_bytes_per_token:,.0f} B",
+        f"{row.cache_bytes_per_token:,.0f}",
         _number(row.context_in_memory, ",.0f"),
         _number(row.prefill_tokens_per_second, ",.0f"),
         _number(row.decode_tokens_per_second, ",.1f"),

@@ -1,4 +1,4 @@
-"""compare: first the proof that regard computes what the model computes, then every candidate in turn."""
+"""compare: first the proof that regard computes what the model does, then every candidate."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ LOGITS_AT_ONCE = 256  # tokens: a whole window's logits over a large vocabulary 
 
 @dataclass(frozen=True)
 class Row:
-    """What one attention cost and gave. Without a runner, `remark` says why and the rest is None."""
+    """What one attention cost and gave; where it cannot be made, a `remark` and None."""
 
     name: str
     exact: bool

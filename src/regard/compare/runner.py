@@ -1,4 +1,4 @@
-"""A transformers model whose attention is whatever layers it is given, each with a cache of its own."""
+"""A transformers model whose attention is the layers it is given, each with its own cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a model reads while it is compared: some windows to measure on, other text to calibrate on."""
+"""What a model reads while it is compared: windows to measure on, other text to calibrate on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,7 @@ def _cut(measured: Tensor, calibration: Tensor, context: int, source: str) -> Te
     if len(measured) < NUM_WINDOWS * context:
         raise ValueError(
             f"{source} has {len(measured):,} tokens; {NUM_WINDOWS} windows of {context:,} need "
-            f"{NUM_WINDOWS * context:,}: give more text, or --context {len(measured) // NUM_WINDOWS}"
+            f"{NUM_WINDOWS * context:,}: give more, or a context of {len(measured) // NUM_WINDOWS:,}"
         )
     length = min(CALIBRATION_LENGTH, len(calibration))
     rows = len(calibration) // length

@@ -8,35 +8,38 @@ NO_WORSE = 1.01  # a perplexity within 1 % of the shipped one counts as the same
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """What the table shows: which row is the smallest without loss, and what latents cost.
+    """What the table shows: what saves memory without loss, and what latents cost.
 
     The first row is the model as shipped.
     """
     shipped, *others = [row for row in rows if row.perplexity is not None]
     good = [row for row in others if _ratio(row, shipped, "perplexity") <= NO_WORSE]
-    smallest = min(good, key=lambda row: _value(row, "cache_bytes_per_token"), default=shipped)
-    share = _ratio(smallest, shipped, "cache_bytes_per_token")
-    if share < 1:
-        first = (
-            f"For memory alone, {_plain(smallest)} is the best of these: {share:.0%} of the shipped "
-            f"cache at {_change(smallest, shipped)} perplexity"
+    smallest = min(good, key=_bytes, default=shipped)
+    sentence = "For memory alone, nothing here beats the attention as shipped"
+    if _bytes(smallest) < _bytes(shipped):
+        kept, change = _kept(smallest, shipped), _change(smallest, shipped)
+        sentence = (
+            f"For memory alone, {smallest.name} is the best of these: {kept} of the shipped cache "
+            f"at {change} perplexity"
         )
-    else:
-        first = "None of these saves memory without loss"
     latents = [row for row in others if "latent" in row.name]
     if not latents:
-        return f"{first}."
-    least = min(latents, key=lambda row: _value(row, "cache_bytes_per_token"))
+        return f"{sentence}."
+    least = min(latents, key=_bytes)
     speed = _ratio(least, shipped, "decode_tokens_per_second")
-    cache = _ratio(least, shipped, "cache_bytes_per_token")
     return (
-        f"{first}; {_plain(least)} keeps {cache:.0%} of it at {_change(least, shipped)} perplexity "
-        f"and decodes at {speed:.2f}x the shipped speed, because its keys are rebuilt at every step."
+        f"{sentence}. A {least.name} keeps {_kept(least, shipped)} of it at "
+        f"{_change(least, shipped)} perplexity and decodes at {speed:.2f}x the shipped speed, "
+        "because its keys are rebuilt at every step."
     )
 
 
-def _plain(row: Row) -> str:
-    return f"the {row.name.replace(',', ' with') if 'int8' in row.name else row.name}"
+def _bytes(row: Row) -> float:
+    return _value(row, "cache_bytes_per_token")
+
+
+def _kept(row: Row, shipped: Row) -> str:
+    return f"{_bytes(row) / _bytes(shipped):.0%}"
 
 
 def _change(row: Row, shipped: Row) -> str:

@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 
 @dataclass
 class Moments:
-    """The running mean of `x x^T` over tokens: which directions of the input matter, and how much."""
+    """The mean of `x x^T` over tokens: which directions of the input matter, and how much."""
 
     total: Float[Tensor, "E E"] | None = None
     tokens: int = 0

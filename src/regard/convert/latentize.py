@@ -1,9 +1,9 @@
-"""Keys and values through one joint latent: exact at full rank, and below it the best that calibration finds.
+"""Keys and values through one joint latent: exact at full rank, below it as calibration finds best.
 
 Stack the key and value projections as W, `[2*G*D, E]`. A latent of rank R is `W ~ B A`, where the
 cache holds `A x` and B opens it on reading; rotation comes after, so it stays exact. At full rank
-nothing is lost. Below, the rank is spent where the inputs are: PCA of `W x` over calibration text
-(principal directions of activations rather than of weights), with values rescaled to weigh as much as keys.
+nothing is lost. Below, the rank is spent where the inputs are: the principal directions of `W x`
+over calibration text, with values rescaled to weigh as much as keys in all.
 """
 
 from dataclasses import dataclass

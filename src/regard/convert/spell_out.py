@@ -12,8 +12,8 @@ WRITTEN_OUT = ("k_proj", "v_proj")
 def spell_out(layer: Attention) -> Attention:
     """The same attention as MHA, exactly: the key and value rows of a group, once for each head.
 
-    All but `k_proj` and `v_proj` is shared with `layer`, not copied; a layer that is MHA already is
-    returned as it is. The cache becomes `num_heads / num_kv_heads` times as large: what grouping saves.
+    All but `k_proj` and `v_proj` is shared with `layer`, not copied; MHA is returned as it is. The
+    cache becomes `num_heads / num_kv_heads` times as large: that is what grouping saves.
 
     Raises:
         ValueError: if keys are normed over their whole width, where copies would change the norm.

@@ -1,4 +1,4 @@
-"""Changing what a module's `forward` does, and nothing else: class, children, weights and hooks stay."""
+"""Changing what a module's `forward` does, and nothing else: class, weights and hooks stay."""
 
 from collections.abc import Callable
 from types import MethodType

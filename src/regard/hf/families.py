@@ -1,4 +1,4 @@
-"""A family of models is a row of data: what its attention is called, and what it does besides attending."""
+"""A family of models is a row of data: what its attention is called, and what it does."""
 
 from dataclasses import dataclass
 from typing import Literal

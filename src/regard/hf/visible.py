@@ -1,4 +1,4 @@
-"""What transformers hands its attention as a mask, said as a rule: None, 0/1 or additive, four-dimensional."""
+"""What transformers hands its attention as a mask, said as a rule: None, bool or additive."""
 
 from typing import Any
 

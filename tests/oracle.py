@@ -1,13 +1,15 @@
-"""The judge: attention by plain loops over lists in float64. It shares nothing with what it judges.
+"""The judge: attention by plain loops over lists. It shares nothing with what it judges.
 
 Everything here is the definition, cell by cell: a score is `softcap(scale * q.k) + bias`, a hidden
 cell has none, a sink is one more key with no value, and a query that sees nothing reads zeros.
-Products are split into two floats and summed by `math.fsum`, so that what the judge itself rounds
-is a last digit here and there, and float64 can be judged too.
+Numbers are decimals of 28 digits, rounded to float64 at the very end, so that float64 can be judged
+too.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from decimal import Decimal
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -66,61 +68,46 @@ def attention(
 
 def judge_head(q, k, v, *, visible, bias, scale, softcap, sink) -> Judged:
     """One head of one row of the batch: q [L][D], k [S][D], v [S][Dv]."""
+    q, k, v = ([[Decimal(x) for x in row] for row in rows] for rows in (q, k, v))
+    columns = list(zip(*v, strict=True))
     out, weights, lse, largest = [], [], [], 0.0
     for i, query in enumerate(q):
+        factor = Decimal(len(query) ** -0.5 if scale is None else scale)
         scores = []
         for j, key in enumerate(k):
             if not visible(i, j):
-                scores.append(-math.inf)
+                scores.append(None)
                 continue
-            factor = len(query) ** -0.5 if scale is None else scale
-            score = factor * dot(query, key)
-            if softcap is not None:
-                score = softcap * math.tanh(score / softcap)
-            added = 0.0 if bias is None else bias(i, j)
-            scores.append(score + added)
-            size = abs(factor) * dot(map(abs, query), map(abs, key)) + abs(added)
-            largest = max(largest, size)
-        powers, total, log_sum = exponentials(scores, sink)
-        out.append([dot(powers, column) / total for column in zip(*v, strict=True)])
-        shares = [power / total for power in powers]
-        weights.append(shares)
+            products = [factor * x * y for x, y in zip(query, key, strict=True)]
+            added = Decimal(0 if bias is None else bias(i, j))
+            scores.append(capped(sum(products), softcap) + added)
+            largest = max(largest, float(sum(map(abs, products)) + abs(added)))
+        shares, log_sum = softmax(scores, sink)
+        out.append([float(sum(map(mul, shares, column))) for column in columns])
+        weights.append([float(share) for share in shares])
         lse.append(log_sum)
     return Judged(out, weights, lse, largest)
 
 
-def exponentials(scores: list, sink: float | None) -> tuple[list, float, float]:
-    """Each score's exponential, their sum (the sink's with them), and the log of the true sum.
-
-    Where nothing is seen, the sum is 1 and its log minus infinity: shares of nothing are nothing.
-    """
-    everything = scores if sink is None else [*scores, sink]
-    top = max(everything, default=-math.inf)
-    if top == -math.inf:
-        return [0.0] * len(scores), 1.0, -math.inf
-    powers = [math.exp(score - top) for score in everything]
-    total = math.fsum(powers)
-    return powers[: len(scores)], total, top + math.log(total)
+def capped(score: Decimal, softcap: float | None) -> Decimal:
+    """`softcap * tanh(score / softcap)`, the tanh spelled out."""
+    if softcap is None:
+        return score
+    power = (2 * score / Decimal(softcap)).exp()
+    return Decimal(softcap) * (power - 1) / (power + 1)
 
 
-def dot(a: Iterable[float], b: Iterable[float]) -> float:
-    """The sum of the products, rounded once."""
-    return math.fsum(piece for x, y in zip(a, b, strict=True) for piece in product(x, y))
-
-
-def product(a: float, b: float) -> tuple[float, float]:
-    """`a * b` as a float and what it was rounded by (Dekker's product)."""
-    whole = a * b
-    (a_high, a_low), (b_high, b_low) = halves(a), halves(b)
-    missing = whole - a_high * b_high - a_low * b_high - a_high * b_low
-    return whole, a_low * b_low - missing
-
-
-def halves(x: float) -> tuple[float, float]:
-    """A float as the sum of two of 26 bits (Veltkamp's splitting)."""
-    shifted = 134_217_729.0 * x  # 2 ** 27 + 1
-    high = shifted - (shifted - x)
-    return high, x - high
+def softmax(scores: list, sink: float | None) -> tuple[list, float]:
+    """Shares of the scores, hidden ones (None) 0, and the log of the sum they are shares of."""
+    everything = [score for score in scores if score is not None]
+    if sink is not None:
+        everything.append(Decimal(sink))
+    if not everything:
+        return [Decimal(0)] * len(scores), -math.inf
+    top = max(everything)
+    total = sum((score - top).exp() for score in everything)
+    shares = [Decimal(0) if x is None else (x - top).exp() / total for x in scores]
+    return shares, float(top + total.ln())
 
 
 def wide_attention(

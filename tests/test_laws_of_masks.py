@@ -3,6 +3,7 @@
 A rule and its plain twin are asked about the same cells.
 """
 
+import itertools
 import random
 
 import pytest
@@ -75,6 +76,29 @@ def test_a_mask_simplifies_to_its_equal(seed):
     cut = placed.within(inner)
     assert torch.equal(grid_of(cut, inner, s.batch, s.heads), expected[..., first:last])
     assert repr(cut.within(inner)) == repr(cut)
+
+
+EXACT = [
+    Causal(),
+    ~Causal(),
+    *(SlidingWindow(n) for n in (1, 2, 4)),
+    *(Chunked(n) for n in (1, 2, 3)),
+    *(Prefix(n) for n in (0, 1, 3)),
+    Causal() & SlidingWindow(2),
+    Causal() | Prefix(2),
+]
+
+
+@pytest.mark.parametrize("mask", EXACT, ids=repr)
+def test_a_structured_mask_simplifies_rightly_on_every_small_span(mask):
+    """Off by one is found at an edge, so every edge is visited."""
+    for start, queries, first, keys in itertools.product(range(5), (1, 2), range(4), range(1, 4)):
+        span = Span(start, start + queries, first, first + keys)
+        expected = grid_of(mask, span, 1, 1)
+        placed = mask.within(span)
+        assert torch.equal(grid_of(placed, span, 1, 1), expected), span
+        if isinstance(mask, Causal | SlidingWindow | Prefix) and len(expected.unique()) == 1:
+            assert placed == (EVERYTHING if expected.all() else regard.NOTHING), span
 
 
 @given(SEEDS)

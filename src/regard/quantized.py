@@ -115,7 +115,8 @@ class QuantizedCache:
 def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes `[B, G, L, bytes]`, and a scale and a zero for each group of channels.
 
-    Codes are taken against the rounded scale and zero, so that rounding those costs nothing.
+    Codes are taken against the rounded scale and zero, zero rounded down and scale up, so that the
+    range is covered and rounding costs next to nothing.
     """
     levels = 2**bits - 1
     width = x.shape[-1]
@@ -124,13 +125,21 @@ def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor
         padded[..., width:] = padded[..., width - 1 : width]
     groups = padded.unflatten(-1, (-1, group))
     low, high = groups.aminmax(dim=-1, keepdim=True)
-    zero = low.bfloat16()
-    scale = ((high - zero.float()).clamp(min=0) / levels).bfloat16()
+    zero = _bfloat16(low, -torch.inf)
+    scale = _bfloat16((high - zero.float()) / levels, torch.inf)
     step = scale.float().masked_fill(scale == 0, 1.0)
     codes = ((groups - zero.float()) / step).round().clamp(0, levels).to(torch.uint8).flatten(-2)
     codes = codes[..., : width + width % 2]
     packed = codes[..., 0::2] | (codes[..., 1::2] << 4) if bits == 4 else codes[..., :width]
     return packed, scale.squeeze(-1), zero.squeeze(-1)
+
+
+def _bfloat16(x: Float[Tensor, "..."], towards: float) -> Tensor:
+    """The nearest bfloat16 on that side of `x`."""
+    rounded = x.bfloat16()
+    beyond = rounded.float() > x if towards < 0 else rounded.float() < x
+    limit = torch.full_like(rounded, towards)
+    return torch.where(beyond, torch.nextafter(rounded, limit), rounded)
 
 
 def dequantize(

@@ -79,13 +79,13 @@ def compare_command(
 def show(result: Comparison, console: Console) -> None:
     """Print a comparison for people, in 100 columns."""
     console.print(
-        f"[bold]{result.model}[/bold]: {result.num_layers} layers of {result.kind}, {result.dtype}, "
-        f"{result.threads} threads; {result.context:,} tokens of {result.text}"
+        f"[bold]{result.model}[/bold]: {result.num_layers} layers of {result.kind}, "
+        f"{result.dtype}, {result.threads} threads; {result.context:,} tokens of {result.text}"
     )
     proof = result.proof
     console.print(
-        f"Run by regard, its logits are its own: they differ by {proof.largest_difference:.1e} at most "
-        f"(allowed: {proof.tolerance:.1e}).\n"
+        "Run by regard, its logits are its own: "
+        f"they differ by {proof.largest_difference:.1e} at most (allowed: {proof.tolerance:.1e}).\n"
     )
     console.print(_table(result))
     console.print(f"\n{result.verdict}")

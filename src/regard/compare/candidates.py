@@ -7,9 +7,10 @@ from functools import partial
 from torch import nn
 
 from regard.attention import Attention
-from regard.cache import Cache, KVCache
-from regard.quantized import QuantizedCache
+from regard.cache import KVCache
+from regard.compare.runner import CountedCache
 from regard.convert import Moments, as_latent, latentize, spell_out
+from regard.quantized import QuantizedCache
 
 Conversion = Callable[[Attention, Moments], nn.Module]
 
@@ -28,7 +29,7 @@ class Candidate:
 
     name: str
     convert: Conversion
-    cache: Callable[[], Cache] = KVCache
+    cache: Callable[[], CountedCache] = KVCache
     exact: bool = False
 
 

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,16 +70,15 @@ def measure_window(
     """
     runner.reset()
     tokens = window[None]
-    hidden, seconds = _timed(lambda: runner.hidden(tokens))
+    hidden, seconds = _timed(partial(runner.hidden, tokens))
     sample.prefill_seconds.append(seconds)
     sample.bytes_per_token = runner.cache_bytes / window.shape[0]
     loss, difference = compare_logits(runner.model, window, hidden, reference)
     sample.losses.append(loss)
     sample.difference = max(sample.difference, difference)
     runner.step(tokens[:, :1])
-    for at in range(1, 1 + min(DECODE_STEPS, window.shape[0] - 1)):
-        token = tokens[:, at : at + 1]
-        sample.step_seconds.append(_timed(lambda token=token: runner.step(token))[1])
+    for token in tokens[:, 1 : 1 + DECODE_STEPS].split(1, dim=1):
+        sample.step_seconds.append(_timed(partial(runner.step, token))[1])
     runner.reset()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -10,6 +10,14 @@ from torch import Tensor, nn
 from regard.cache import Cache
 from regard.hf.binding import bind, unbind
 from regard.hf.layers import attention_modules
+
+
+class CountedCache(Cache, Protocol):
+    """A cache that knows its size, as all of regard's do."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held."""
 
 
 class Runner:
@@ -25,13 +33,13 @@ class Runner:
     """
 
     def __init__(
-        self, model: Any, layers: Sequence[nn.Module], *, cache: Callable[[], Cache]
+        self, model: Any, layers: Sequence[nn.Module], *, cache: Callable[[], CountedCache]
     ) -> None:
         self.model = model
         self.modules = list(attention_modules(model).values())
         self.layers = list(layers)
         self._new_cache = cache
-        self.caches: list[Cache] = []
+        self.caches: list[CountedCache] = []
         self.reset()
 
     def reset(self) -> None:

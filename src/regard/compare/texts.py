@@ -64,7 +64,8 @@ def _cut(measured: Tensor, calibration: Tensor, context: int, source: str) -> Te
     if len(measured) < NUM_WINDOWS * context:
         raise ValueError(
             f"{source} has {len(measured):,} tokens; {NUM_WINDOWS} windows of {context:,} need "
-            f"{NUM_WINDOWS * context:,}: give more, or a context of {len(measured) // NUM_WINDOWS:,}"
+            f"{NUM_WINDOWS * context:,}; give more, or a context of at most "
+            f"{len(measured) // NUM_WINDOWS:,}"
         )
     length = min(CALIBRATION_LENGTH, len(calibration))
     rows = len(calibration) // length

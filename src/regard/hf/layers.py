@@ -54,19 +54,21 @@ def attention_of(module: nn.Module) -> Attention:
             f"{', '.join(FAMILIES)}"
         )
     linears = {name: module.get_submodule(name) for name in _projections(family)}
-    config, head_dim = module.config, _int(module.head_dim)
+    head_dim, sizes = _size(module, "head_dim"), {}
+    for name in ("q_proj", "k_proj"):
+        sizes[name] = _size(linears[name], "out_features") // head_dim
     with torch.device("meta"):  # all that is built here is replaced by the module's own
         layer = Attention(
-            linears["q_proj"].in_features,
-            linears["q_proj"].out_features // head_dim,
-            num_kv_heads=linears["k_proj"].out_features // head_dim,
+            _size(linears["q_proj"], "in_features"),
+            sizes["q_proj"],
+            num_kv_heads=sizes["k_proj"],
             head_dim=head_dim,
             bias={name for name in linears if getattr(linears[name], "bias", None) is not None},
             qk_norm="head" if family.qk_norm else None,
             dropout=float(getattr(module, "attention_dropout", 0.0)),
-            rope=rope_of(config, head_dim),
+            rope=rope_of(module.config, head_dim),
             mask=_pattern(family, module),
-            scale=float(module.scaling),
+            scale=_scale(module),
         )
     for name, linear in linears.items():
         setattr(layer, name, linear)
@@ -124,6 +126,13 @@ def _pattern(family: Family, module: nn.Module) -> Mask:
     return Causal() if window is None else Causal() & SlidingWindow(window)
 
 
-def _int(value: object) -> int:
-    assert isinstance(value, int)
-    return value
+def _size(module: nn.Module, name: str) -> int:
+    size = getattr(module, name)
+    assert isinstance(size, int)
+    return size
+
+
+def _scale(module: nn.Module) -> float:
+    scale = module.scaling
+    assert isinstance(scale, float)
+    return scale

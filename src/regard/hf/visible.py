@@ -11,7 +11,7 @@ from regard.masks import EVERYTHING, Causal, Dense, Mask, SlidingWindow, Span
 
 def visible(
     module: nn.Module,
-    given: Tensor | None,
+    given: Any,
     queries: int,
     keys: int,
     *,
@@ -46,7 +46,7 @@ def _implementation(module: nn.Module) -> str | None:
     return name
 
 
-def _from_tensor(given: Tensor) -> tuple[Mask, Tensor | None]:
+def _from_tensor(given: Any) -> tuple[Mask, Tensor | None]:
     if not isinstance(given, Tensor):
         raise TypeError(
             f"attention_mask is a {type(given).__name__}; regard reads None, bool and additive "

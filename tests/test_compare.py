@@ -1,0 +1,263 @@
+"""The main job on tiny models, in seconds: every row runs, exact rows are exact, the report is honest."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import regard.compare.comparing as comparing
+from regard.cli.app import run
+from regard.cli.compare import _table, show
+from regard.compare import CANDIDATES, Runner, Texts, compare, prove, texts_for
+from regard.compare.measure import Row
+from regard.compare.verdict import verdict
+from regard.hf import attention_modules, attention_of
+from tiny import VOCABULARY, tiny, tokens
+
+CONTEXT = 40
+COLUMNS = {
+    "cache_bytes_per_token",
+    "context_in_memory",
+    "prefill_tokens_per_second",
+    "decode_tokens_per_second",
+    "perplexity",
+    "largest_logit_difference",
+}
+
+
+class Words:
+    """A tokenizer of characters."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [3 + ord(letter) % (VOCABULARY - 3) for letter in text]}
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return Texts(tokens(2, CONTEXT), tokens(3, 50), "random tokens")
+
+
+@pytest.fixture(scope="module")
+def result(texts):
+    return compare(tiny("llama"), texts, name="tiny", memory=1 << 20)
+
+
+def rows_of(result):
+    return {row.name: row for row in result.rows}
+
+
+def test_every_row_was_measured(result):
+    assert [row.name for row in result.rows] == [
+        "GQA, as shipped",
+        "MHA, spelled out",
+        "GQA, int8 cache",
+        "joint latent, full rank",
+        "joint latent, 75 %",
+    ]
+    for row in result.rows:
+        assert all(getattr(row, column) > 0 for column in COLUMNS - {"largest_logit_difference"})
+
+
+def test_exact_rows_are_exact(result):
+    shipped = result.rows[0]
+    for row in result.rows:
+        if row.exact:
+            assert row.largest_logit_difference <= result.proof.tolerance
+            assert row.perplexity == pytest.approx(shipped.perplexity, rel=1e-5)
+        else:
+            assert row.largest_logit_difference > result.proof.tolerance
+
+
+def test_cache_bytes_are_those_of_the_shapes(result):
+    layers, kv_heads, heads, dim = 2, 2, 4, 8
+    bytes_of = {name: row.cache_bytes_per_token for name, row in rows_of(result).items()}
+    assert bytes_of["GQA, as shipped"] == layers * 2 * kv_heads * dim * 4
+    assert bytes_of["MHA, spelled out"] == layers * 2 * heads * dim * 4
+    assert bytes_of["GQA, int8 cache"] == layers * 2 * kv_heads * (dim + 4)
+    assert bytes_of["joint latent, full rank"] == layers * (24 * 4 + 4)  # the width is 24
+    assert bytes_of["joint latent, 75 %"] == layers * (18 * 4 + 4)
+    assert rows_of(result)["GQA, as shipped"].context_in_memory == (1 << 20) // 256
+
+
+def test_perplexity_is_the_models_own(result, texts):
+    model = tiny("llama")
+    with torch.no_grad():
+        losses = [model(input_ids=w[None], labels=w[None]).loss.item() for w in texts.windows]
+    assert result.rows[0].perplexity == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
+
+
+def test_a_row_that_cannot_be_made_says_why(texts):
+    rows = rows_of(compare(tiny("qwen3"), texts))
+    assert "does not hold qk_norm" in rows["joint latent, 75 %"].remark
+    assert rows["joint latent, 75 %"].perplexity is None
+    assert rows["MHA, spelled out"].perplexity == pytest.approx(rows["GQA, as shipped"].perplexity)
+
+
+@pytest.mark.parametrize("family", ["llama 3 rope", "llama with biases", "mistral", "qwen2"])
+def test_layers_made_of_modules_compute_what_the_model_does(family, texts):
+    model = tiny(family)
+    layers = [attention_of(module) for module in attention_modules(model).values()]
+    ids = texts.windows
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        runner = Runner(model, layers, cache=CANDIDATES[0].cache)
+        hidden = torch.cat([runner.hidden(chunk) for chunk in ids.split(17, dim=1)], 1)
+        torch.testing.assert_close(model.lm_head(hidden), wanted, atol=5e-5, rtol=1e-4)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_nothing_is_compared_if_the_logits_change(monkeypatch, texts):
+    model = tiny("llama")
+    monkeypatch.setattr(
+        comparing, "install", lambda model: model.base_model.norm.weight.data.add_(1e-3)
+    )
+    with pytest.raises(ValueError, match="nothing was compared"):
+        prove(model, texts.windows[0])
+
+
+def test_a_context_beyond_the_models_positions_is_refused():
+    long = Texts(tokens(2, 200), tokens(1, 50), "")
+    with pytest.raises(ValueError, match="more than the 128 positions"):
+        compare(tiny("llama"), long)
+
+
+def test_progress_counts_to_its_end(texts):
+    seen = []
+    compare(
+        tiny("llama"),
+        texts,
+        candidates=CANDIDATES[:2],
+        progress=lambda what, done, total: seen.append((done, total)),
+    )
+    assert [done for done, _ in seen] == list(range(9))
+    assert {total for _, total in seen} == {8}
+
+
+def test_calibration_text_is_not_measured_on():
+    default = texts_for(Words(), context=64)
+    assert default.windows.shape == (2, 64)
+    assert default.calibration.shape == (4, 1024)
+    own = texts_for(Words(), context=10, text="ab" * 3000, name="own")
+    assert own.source == "own"
+    assert own.calibration.shape == (4, 1024)
+    short = texts_for(Words(), context=10, text="ab" * 20)
+    assert short.calibration.equal(default.calibration)
+    with pytest.raises(ValueError, match="at most 10"):
+        texts_for(Words(), context=11, text="ab" * 10)
+
+
+def test_the_verdict_says_what_the_numbers_say():
+    def row(name, size, perplexity, speed):
+        return Row(
+            name, False, cache_bytes_per_token=size, perplexity=perplexity,
+            decode_tokens_per_second=speed,
+        )  # fmt: skip
+
+    shipped, int8 = row("shipped", 100, 10.0, 20.0), row("int8", 27, 10.01, 18.0)
+    latent = row("joint latent", 75, 11.0, 5.0)
+    said = verdict([shipped, int8, latent, Row("other", False, remark="no")])
+    assert "int8 is the best of these: 27% of the shipped cache at +0.1% perplexity" in said
+    assert "keeps 75% of it at +10.0% perplexity and decodes at 0.25x" in said
+    assert "nothing here beats" in verdict([shipped, row("worse", 27, 12.0, 1.0)])
+
+
+def test_the_table_reads_well_in_100_columns(result, capsys):
+    from rich.console import Console
+
+    show(result, Console(width=100, highlight=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum("(exact)" in line for line in lines) == 3
+    assert _table(result).row_count == len(CANDIDATES)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model as a folder, with a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: at % VOCABULARY for at, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=letters[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    tiny("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def command(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["regard", *map(str, arguments)])
+    return run()
+
+
+def test_json_alone_on_stdout(folder, monkeypatch, capsys):
+    assert command(monkeypatch, "compare", folder, "--context", 20, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {
+        "model", "kind", "num_layers", "context", "memory", "dtype", "threads", "text", "proof",
+        "rows", "verdict", "seconds",
+    }  # fmt: skip
+    assert set(result["proof"]) == {"largest_difference", "tolerance", "largest_logit"}
+    assert all(set(row) == COLUMNS | {"name", "exact", "remark"} for row in result["rows"])
+    assert result["context"] == 20
+
+
+def test_own_text(folder, monkeypatch, capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 50)
+    assert command(monkeypatch, "compare", folder, "--context", 20, "--text", text) == 0
+    out, err = capsys.readouterr()
+    assert "joint latent, 75 %" in out
+    assert "Traceback" not in err
+
+
+def test_version(monkeypatch, capsys):
+    assert command(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == "regard 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda at: at / "nowhere", "does not exist; give a folder with config.json"),
+        (lambda at: at, "has no config.json"),
+        (lambda at: _file(at / "model.gguf", "no"), "is not a GGUF file"),
+        (lambda at: _file(at / "config.json", "{}").parent, "needs weights in *.safetensors"),
+        (lambda at: _pickled(at), "pickles can run code"),
+        (lambda at: _broken(at), "is not a model that transformers can read"),
+    ],
+)
+def test_what_is_not_a_model_is_a_sentence_and_exit_code_2(
+    make, message, tmp_path, monkeypatch, capsys
+):
+    assert command(monkeypatch, "compare", make(tmp_path)) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--text", "nowhere.txt"], ["--memory", "0"], ["--context", "1"], ["--what"]]
+)
+def test_wrong_options_are_exit_code_2(arguments, monkeypatch, capsys):
+    assert command(monkeypatch, "compare", *arguments) == 2
+    assert capsys.readouterr().out == ""
+
+
+def _file(path, text):
+    path.write_text(text)
+    return path
+
+
+def _pickled(at):
+    _file(at / "config.json", "{}")
+    return _file(at / "pytorch_model.bin", "").parent
+
+
+def _broken(at):
+    _file(at / "config.json", '{"model_type": "llama"}')
+    return _file(at / "model.safetensors", "x").parent

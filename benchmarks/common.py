@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 THREADS = int(os.environ.get("THREADS", "2"))
-os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
-
-import torch  # noqa: E402  (the number of threads is read when torch is imported)
-
 torch.set_num_threads(THREADS)
 LAST_LEVEL_CACHE = 64 << 20  # bytes; buffers together are larger, so that keys come from memory
 
@@ -36,7 +34,7 @@ class Cold:
 def interleave(
     variants: dict[str, Callable[[], Any]], *, rounds: int = 15, sample: float = 0.01
 ) -> dict[str, list[float]]:
-    """Seconds a call, for each round: each sample repeats a variant for about `sample` seconds."""
+    """Seconds a call, by round: each sample repeats a variant for about `sample` seconds."""
     repeats = {}
     for name, run in variants.items():
         run()
@@ -54,7 +52,7 @@ def interleave(
 
 
 def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """For each variant: median milliseconds, and the median and quartiles of its ratio to `base`."""
+    """Of each variant: median milliseconds, and median and quartiles of its ratio to `base`."""
     rows = {}
     for name, seconds in times.items():
         ratios = sorted(a / b for a, b in zip(seconds, times[base], strict=True))

@@ -8,9 +8,8 @@ every key and value at each step.
 
 import argparse
 
-from common import THREADS, card, finish, interleave, summary
-
 import torch
+from common import THREADS, card, finish, interleave, summary
 from transformers import DeepseekV3Config, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,

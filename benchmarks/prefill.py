@@ -1,14 +1,13 @@
 """What does the layer add to torch's kernel? Causal prefill through `attend` and by hand.
 
-    python benchmarks/prefill.py        (target: at most 1.05x)
+python benchmarks/prefill.py        (target: at most 1.05x)
 """
 
 import argparse
 
-from common import THREADS, card, finish, interleave, product_rate, summary
-
 import torch
 import torch.nn.functional as F
+from common import THREADS, card, finish, interleave, product_rate, summary
 
 from regard import Causal, attend
 
@@ -29,7 +28,8 @@ def case(length: int, heads: int, kv_heads: int, rounds: int, rate: float) -> di
         ),
     }
     rows = summary(interleave(variants, rounds=rounds), "sdpa(is_causal=True)")
-    card(f"causal prefill, {length:,} tokens, heads {heads}/{kv_heads}", rows, "sdpa(is_causal=True)")
+    title = f"causal prefill, {length:,} tokens, heads {heads}/{kv_heads}"
+    card(title, rows, "sdpa(is_causal=True)")
     flops = 2 * heads * length * length * HEAD_DIM  # two products over the causal half
     fraction = flops / (rows["regard.attend"]["ms"] / 1e3) / rate
     print(f"  {fraction:.0%} of the measured matrix-product rate; target 1.05")

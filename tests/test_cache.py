@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from conftest import LONG
 
+from conftest import LONG
 from regard import NO_CACHE, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
 from regard.quantized import dequantize, quantize
 

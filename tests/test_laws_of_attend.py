@@ -274,10 +274,11 @@ def test_no_input_is_mutated(backend):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_no_layer_mutates_its_input(layer):
     layer, x = make(layer), inputs(2, TOKENS)
-    copied, state = x.clone(), copy.deepcopy(layer.state_dict())
+    copied, version, state = x.clone(), x._version, copy.deepcopy(layer.state_dict())
     with torch.no_grad():
         run_in_pieces(layer, x, KVCache(), [3, 4])
     assert torch.equal(x, copied)
+    assert x._version == version
     assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
     assert NO_CACHE.length == 0
 

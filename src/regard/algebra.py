@@ -307,9 +307,7 @@ class Not(Mask):
         return f"~{self.mask!r}" if simple else f"~({self.mask!r})"
 
 
-def _tighter(
-    choose: Callable[[int, int], int], bound: int | None, other: int | None
-) -> int | None:
+def _tighter(choose: Callable[[int, int], int], bound: int | None, other: int | None) -> int | None:
     if bound is None or other is None:
         return other if bound is None else bound
     return choose(bound, other)

@@ -9,10 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.masks import Dense, Span
+from regard.masks import HIDDEN_BELOW, Dense, Span
 from regard.scaling import device_vector
-
-HIDDEN_BELOW = -1e4  # a mask's "minus infinity" may be its dtype's smallest number, or just this
 
 
 @runtime_checkable

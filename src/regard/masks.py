@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-HIDDEN_BELOW = -1e4
+HIDDEN_BELOW = -1e4  # a mask's "minus infinity" may be its dtype's lowest number, or this
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Dense(Mask):
         Raises:
             ValueError: if it holds other values; `split_additive(t)` gives `(mask, score_bias)`.
         """
-        hidden = t <= HIDDEN_BELOW
+        hidden = t <= torch.tensor(HIDDEN_BELOW, dtype=t.dtype)  # bfloat16 holds -9984 for it
         if not bool((hidden | (t == 0)).all()):
             raise ValueError(
                 "an additive mask holds 0 (visible) or -1e4 and below (hidden), got other values "

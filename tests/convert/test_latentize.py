@@ -54,6 +54,7 @@ def test_less_rank_loses_more():
     assert 0 < lost[8] < lost[0] < 1
 
 
+@torch.no_grad()
 def test_what_it_says_is_lost_is_what_is_lost():
     layer, x = attention(4, num_kv_heads=2).double(), skewed(1, 200, WIDTH)
     made = latentize(layer, rank=5, covariance=covariance_of(x))
@@ -65,6 +66,7 @@ def test_what_it_says_is_lost_is_what_is_lost():
     assert made.lost == pytest.approx(float(share))
 
 
+@torch.no_grad()
 def test_no_other_directions_do_better():
     layer, x = attention(4, num_kv_heads=2).double(), skewed(1, 200, WIDTH)
     made = latentize(layer, rank=5, covariance=covariance_of(x))

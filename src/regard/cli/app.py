@@ -17,7 +17,7 @@ app = typer.Typer(
 app.command("compare")(compare_command)
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool | None) -> None:
     if wanted:
         sys.stdout.write(f"regard {regard.__version__}\n")
         raise typer.Exit
@@ -26,8 +26,9 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")
-    ] = False,
+        bool | None,
+        typer.Option("--version", callback=_version, is_eager=True, help="Say which version."),
+    ] = None,
 ) -> None:
     """Options that come before the verb."""
 

@@ -73,7 +73,7 @@ def read_bandwidth(mib: int = 512) -> float:
 
 
 def product_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
-    """Floating-point operations a second in one large matrix product: the limit of every prefill."""
+    """Floating-point operations a second in a large matrix product: the limit of every prefill."""
     a = torch.randn(size, size).to(dtype)
     times = interleave({"mm": lambda: a @ a}, rounds=5, sample=0)
     return 2 * size**3 / statistics.median(times["mm"])

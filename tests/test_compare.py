@@ -40,6 +40,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def result(texts):
+    torch.set_num_threads(1)  # before the fixture that does so for every test
     return compare(tiny("llama"), texts, name="tiny", memory=1 << 20)
 
 

@@ -114,7 +114,7 @@ def test_yarn_scales_the_softmax_as_deepseek_does(weight, factor):
 
 
 @pytest.mark.parametrize("theta", [100.0, 10_000.0, 500_000.0])
-@pytest.mark.parametrize("low, high", [(1.0, 4.0), (2, 8), (0.5, 1.0)])
+@pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (2, 8), (0.5, 1.0)])
 @pytest.mark.parametrize("original", [64, 8192])
 def test_llama3_is_transformers_llama3(theta, low, high, original):
     options = {"low_freq_factor": low, "high_freq_factor": high}

@@ -15,13 +15,13 @@ from regard.cache import (
     Cache,
     KVCache,
     Part,
+    QuantizedCache,
     SlidingCache,
     StaticCache,
 )
 from regard.call import Call
 from regard.explain import attention_weights, explain
-from regard.latent import MultiHeadLatentAttention
-from regard.latent_kv import LatentKVAttention
+from regard.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.masks import (
     EVERYTHING,
     NOTHING,
@@ -39,7 +39,6 @@ from regard.masks import (
     Where,
 )
 from regard.partial import Partial, merge
-from regard.quantized import QuantizedCache
 from regard.rope import NO_ROPE, Rotary
 from regard.scaling import NTK, LinearScaling, Llama3, LongRope, Yarn
 

@@ -232,6 +232,11 @@ def choose(call: Call, backend: str = "auto", *, partial: bool = False) -> str:
         if objection is not None:
             raise ValueError(f"backend={backend!r} cannot run this call: {objection}; use 'auto'")
         return backend
+    if (
+        torch.compiler.is_exporting()
+    ):  # one program serves every length: what can, not what is cheap
+        able = (name for name in BACKENDS if BACKENDS[name].any_length)
+        return next(name for name in able if objection_of(call, name, partial=partial) is None)
     best, least = "eager", math.inf
     for name, candidate in BACKENDS.items():
         if objection_of(call, name, partial=partial) is None:

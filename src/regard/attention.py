@@ -157,7 +157,7 @@ class Attention(nn.Module):
         mask: Mask = EVERYTHING,
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
-    ) -> Float[Tensor, "B L E"]:
+    ) -> Float[Tensor, "B L O"]:
         """Attend, and give one tensor back.
 
         Args:

@@ -19,13 +19,15 @@ class Backend(NamedTuple):
     """One way to compute attention: a sentence when it cannot, a guess of the time, and the work.
 
     `run` returns the output in the dtype of the queries. `partial` is None where a backend gives
-    no log-sum-exp; then keys in several parts are joined before it runs.
+    no log-sum-exp; then keys in several parts are joined before it runs. `any_length` says that it
+    does not object to lengths, so that an exported program may hold it.
     """
 
     objection: "Callable[[Call], str | None]"
     estimate: "Callable[[Call], float]"
     run: "Callable[[Call, Tensor, Tensor, Tensor], Tensor]"
     partial: "Callable[[Call, Tensor, Tensor, Tensor], Partial] | None" = None
+    any_length: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +170,8 @@ def join(parts: list[Part]) -> Part:
 
 def narrowed(span: Span, mask: Mask) -> Span:
     """The span without the keys before the first and after the last that `mask` may show."""
+    if torch.compiler.is_exporting():  # one program serves every length
+        return span
     low, high = mask.reach(span)
     start = span.kv_start if low is None else max(span.kv_start, low)
     stop = span.kv_stop if high is None else min(span.kv_stop, high + 1)

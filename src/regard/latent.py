@@ -19,8 +19,11 @@ from regard.construct import constructor_code
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width, refuse_context
+from regard.latent_kv import LatentKVAttention
 from regard.masks import EVERYTHING, Mask, Span
 from regard.rope import NoRotary, Rotary
+
+__all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -229,6 +232,8 @@ class MultiHeadLatentAttention(nn.Module):
             return _FORMS[self.form], "asked for"
         if objection is not None:
             return EXPANDED, objection
+        if torch.compiler.is_exporting():
+            return EXPANDED, "an exported program serves every length"
         queries, keys = span.num_queries, span.num_keys
         rank, nope, rotary = self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
         both = nope + self.v_head_dim

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from regard.algebra import EVERYTHING, NOTHING, Mask, Reach
@@ -11,7 +12,10 @@ from regard.rows import (
     bounds,
     chunk,
     code,
+    distinct,
     equal,
+    first_true,
+    is_whole,
     last_true,
     positive,
     row,
@@ -29,20 +33,29 @@ class Chunked(Mask):
 
     Args:
         size: of a chunk, at least 1.
-        start: `[B]`, the first real slot of each row, for left padding; `Padding(...).start`.
+        start: `[B]` integers, the first real slot of each row, for left padding;
+            `Padding(...).start`.
 
     Raises:
         ValueError: if `size` is below 1 or `start` is not `[B]`.
+
+    >>> print(Chunked(2).draw(4))
+    Chunked(size=2)
+      0 1 2 3
+    0 ■ ■ · ·
+    1 ■ ■ · ·
+    2 · · ■ ■
+    3 · · ■ ■
     """
 
     size: int
     start: Tensor | None = None
-    bounds: tuple[int, int] | None = field(init=False, default=None)
+    starts: tuple[int, ...] | None = field(init=False, default=None)  # those that occur
 
     def __post_init__(self) -> None:
         positive("Chunked", "it counts the keys of a chunk", self.size)
         vector("start", self.start)
-        object.__setattr__(self, "bounds", (0, 0) if self.start is None else bounds(self.start))
+        object.__setattr__(self, "starts", (0,) if self.start is None else distinct(self.start))
 
     @property
     def batch(self) -> int | None:
@@ -53,25 +66,27 @@ class Chunked(Mask):
         return chunk(q_idx - start, self.size) == chunk(kv_idx - start, self.size)
 
     def within(self, span: Span) -> Mask:
-        if self.bounds is None or self.bounds[0] != self.bounds[1] or not span.num_keys:
+        if not self.starts or torch.compiler.is_exporting():
             return self
-        first, last = (self._chunk_of(slot) for slot in (span.first_query, span.last_query))
-        low, high = (self._chunk_of(slot) for slot in (span.kv_start, span.kv_stop - 1))
-        if first == last == low == high:
+        slots = (span.first_query, span.last_query, span.kv_start, span.kv_stop - 1)
+        chunks = [[(slot - start) // self.size for slot in slots] for start in self.starts]
+        if all(first == last == low == high for first, last, low, high in chunks):
             return EVERYTHING
-        return NOTHING if high < first or low > last else self
+        apart = all(high < first or low > last for first, last, low, high in chunks)
+        return NOTHING if apart else self
 
     def reach(self, span: Span) -> Reach:
-        if self.bounds is None:
+        if not self.starts:
             return 0, None
-        low, high = self.bounds
-        begin = (span.first_query - high) // self.size * self.size + low
-        end = ((span.last_query - low) // self.size + 1) * self.size + high - 1
-        return max(0, begin), end
+        size, first, last = self.size, span.first_query, span.last_query
+        low = min((first - start) // size * size + start for start in self.starts)
+        high = max((last - start) // size * size + start for start in self.starts)
+        return max(0, low), high + size - 1
 
-    def _chunk_of(self, slot: int) -> int:
-        assert self.bounds is not None
-        return (slot - self.bounds[0]) // self.size
+    def _hides(self, b: int, q: int, k: int) -> str:
+        start = 0 if self.start is None else int(row(self.start, torch.tensor(b)))
+        mine, its = (q - start) // self.size, (k - start) // self.size
+        return f"keys of other chunks (key in chunk {its}, query in {mine})"
 
     def __repr__(self) -> str:
         return code("Chunked", size=self.size, start=self.start)
@@ -88,55 +103,67 @@ class Prefix(Mask):
     """The first `lengths` slots, seen by all: `Causal() | Prefix(n)` is a prefix language model.
 
     Args:
-        lengths: one number, a list, or `[B]`.
-        start: `[B]`, the first real slot of each row, for left padding.
+        lengths: one number, one for each row, or `[B]` integers.
+        start: `[B]` integers, the first real slot of each row, for left padding.
 
     Raises:
         ValueError: if a length is negative, or `start` is not `[B]`.
+
+    >>> from regard.masks import Causal
+    >>> print((Causal() | Prefix(2)).draw(4))
+    Causal() | Prefix(lengths=2)
+      0 1 2 3
+    0 ■ ■ · ·
+    1 ■ ■ · ·
+    2 ■ ■ ■ ·
+    3 ■ ■ ■ ■
     """
 
     lengths: int | Sequence[int] | Tensor
     start: Tensor | None = None
+    end: int | Tensor = field(init=False)
     ends: tuple[int, int] | None = field(init=False, default=None)
     begins: tuple[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         lengths = self.lengths
-        if isinstance(lengths, list | tuple):
-            object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64))
-        vector("lengths", self.lengths if isinstance(self.lengths, Tensor) else None)
+        if isinstance(lengths, Sequence):
+            object.__setattr__(self, "lengths", tuple(lengths))
+            lengths = torch.tensor(
+                lengths, device=None if self.start is None else self.start.device
+            )
+        elif not isinstance(lengths, Tensor | int | torch.SymInt):
+            raise TypeError(f"Prefix takes lengths as whole numbers, got {type(lengths).__name__}")
+        vector("lengths", lengths if isinstance(lengths, Tensor) else None)
         vector("start", self.start)
-        known = self._bounds_of(self.lengths)
+        self._agree(lengths)
+        known = bounds(lengths)
         if known is not None and known[0] < 0:
-            raise ValueError(f"Prefix has lengths of 0 or more, got {lengths!r}")
-        object.__setattr__(self, "begins", self._bounds_of(0 if self.start is None else self.start))
-        object.__setattr__(self, "ends", self._bounds_of(self._end()))
+            raise ValueError(f"Prefix has lengths of 0 or more, got {self.lengths!r}; 0 is none")
+        end = lengths if self.start is None else lengths + self.start
+        object.__setattr__(self, "end", end)
+        object.__setattr__(self, "ends", bounds(end))
+        object.__setattr__(self, "begins", bounds(0 if self.start is None else self.start))
 
-    @staticmethod
-    def _bounds_of(value: object) -> tuple[int, int] | None:
-        if isinstance(value, Tensor):
-            return bounds(value)
-        assert isinstance(value, int)
-        return value, value
-
-    def _end(self) -> int | Tensor:
-        assert isinstance(self.lengths, int | Tensor)
-        return self.lengths if self.start is None else self.lengths + self.start
+    def _agree(self, lengths: int | Tensor) -> None:
+        if not isinstance(lengths, Tensor) or self.start is None:
+            return
+        if 1 not in (len(lengths), len(self.start)) and len(lengths) != len(self.start):
+            raise ValueError(
+                f"Prefix has one length and one start for each row, got {len(lengths)} lengths "
+                f"and {len(self.start)} starts; give as many of both"
+            )
 
     @property
     def batch(self) -> int | None:
-        end = self._end()
-        return end.shape[0] if isinstance(end, Tensor) else None
+        return self.end.shape[0] if isinstance(self.end, Tensor) else None
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        end = self._end()
-        inside = kv_idx < (row(end, b) if isinstance(end, Tensor) else end)
-        if self.start is not None:
-            inside = inside & (kv_idx >= row(self.start, b))
-        return inside & (q_idx == q_idx)
+        inside = kv_idx < (row(self.end, b) if isinstance(self.end, Tensor) else self.end)
+        return inside if self.start is None else inside & (kv_idx >= row(self.start, b))
 
     def within(self, span: Span) -> Mask:
-        if self.ends is None or self.begins is None:
+        if self.ends is None or self.begins is None or torch.compiler.is_exporting():
             return self
         if span.kv_stop <= self.ends[0] and span.kv_start >= self.begins[1]:
             return EVERYTHING
@@ -148,6 +175,13 @@ class Prefix(Mask):
             return 0, None
         return self.begins[0], self.ends[1] - 1
 
+    def _hides(self, b: int, q: int, k: int) -> str:
+        start, end = (
+            int(row(x, torch.tensor(b))) if isinstance(x, Tensor) else x or 0
+            for x in (self.start, self.end)
+        )
+        return f"keys outside the prefix ({start} <= key < {end})"
+
     def __repr__(self) -> str:
         return code("Prefix", lengths=self.lengths, start=self.start)
 
@@ -155,7 +189,8 @@ class Prefix(Mask):
         return equal(self, other, ("lengths", "start"))
 
     def __hash__(self) -> int:
-        return hash((Prefix, self.lengths if isinstance(self.lengths, int) else id(self.lengths)))
+        lengths = id(self.lengths) if isinstance(self.lengths, Tensor) else self.lengths
+        return hash((Prefix, lengths, id(self.start)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,7 +201,15 @@ class Documents(Mask):
         ids: `[B, S]` or `[S]` integers, one for each token. Beyond them a row's last id continues.
 
     Raises:
-        TypeError, ValueError: if `ids` are not integers of one or two dimensions, or none.
+        TypeError: if `ids` are not integers.
+        ValueError: if they are not of one or two dimensions, or none.
+
+    >>> print(Documents(torch.tensor([0, 0, 1])).draw())
+    Documents(ids=<[1, 3] int64>)
+      0 1 2
+    0 ■ ■ ·
+    1 ■ ■ ·
+    2 · · ■
     """
 
     ids: Tensor
@@ -174,34 +217,50 @@ class Documents(Mask):
 
     def __post_init__(self) -> None:
         ids = rows("Documents", "ids", self.ids)
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise TypeError(f"Documents takes integer ids, got {ids.dtype}; cast them to int64")
+        if not is_whole(ids):
+            raise TypeError(
+                f"Documents takes integer ids, one for each token, got {ids.dtype}; "
+                "a mask of real tokens is Padding(valid)"
+            )
+        if ids.shape[1] == 0:
+            raise ValueError(
+                f"Documents continues a row's last id, got rows of none: shape {tuple(ids.shape)}; "
+                "give one id at least, or leave the mask out"
+            )
         object.__setattr__(self, "ids", ids)
-        differ = ids != ids[:, -1:]
-        object.__setattr__(self, "last_start", last_true(differ))
+        object.__setattr__(self, "last_start", last_true(ids != ids[:, -1:]))
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
+    def from_cu_seqlens(cls, cu_seqlens: Int[Tensor, " documents_and_1"]) -> "Documents":
         """From cumulative lengths `[0, n1, n1 + n2, ...]`, as packed kernels take them.
+
+        Raises:
+            ValueError: if they do not start at 0, or fall.
 
         >>> Documents.from_cu_seqlens(torch.tensor([0, 2, 5])).ids.tolist()
         [[0, 0, 1, 1, 1]]
         """
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not is_whole(cu_seqlens):
             raise ValueError(
-                "cu_seqlens is a list of whole numbers [0, n1, n1 + n2, ...], "
-                f"got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+                "cu_seqlens holds whole numbers [0, n1, n1 + n2, ...], got shape "
+                f"{tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}; ids go in Documents(ids)"
             )
         lengths = cu_seqlens.diff()
         if int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
-            raise ValueError(f"cu_seqlens starts at 0 and never falls, got {cu_seqlens.tolist()}")
-        return cls(
-            torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]
-        )
+            raise ValueError(
+                f"cu_seqlens starts at 0 and never falls, got {cu_seqlens.tolist()}; "
+                "lengths become it by cumsum, with a 0 in front"
+            )
+        documents = torch.arange(len(lengths), device=lengths.device)
+        return cls(documents.repeat_interleave(lengths)[None])
 
     @property
     def batch(self) -> int | None:
         return self.ids.shape[0]
+
+    @property
+    def extent(self) -> Span | None:
+        return Span(0, self.ids.shape[1], 0, self.ids.shape[1])
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self._at(b, q_idx) == self._at(b, kv_idx)
@@ -216,6 +275,10 @@ class Documents(Mask):
             return EVERYTHING
         return self
 
+    def _hides(self, b: int, q: int, k: int) -> str:
+        mine, its = (int(self._at(torch.tensor(b), torch.tensor(slot))) for slot in (q, k))
+        return f"other documents (key in {its}, query in {mine})"
+
     def __repr__(self) -> str:
         return code("Documents", ids=self.ids)
 
@@ -227,6 +290,8 @@ class Padding(Mask):
     Args:
         valid: `[B, S]` or `[S]`, True (or 1) for real tokens; keys beyond are visible.
 
+    `start` is `[B]`: each row's first real slot, as `Chunked` and `Prefix` take it.
+
     Raises:
         TypeError: if `valid` is floating point, whose polarity nobody can know.
         ValueError: if it holds numbers other than 0 and 1.
@@ -237,44 +302,66 @@ class Padding(Mask):
 
     valid: Tensor
     hidden_stop: int | None = field(init=False, default=None)  # keys from here on are all visible
+    shown_start: int | None = field(init=False, default=None)  # keys before are all hidden
     start: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        valid = rows("Padding", "valid", self.valid)
-        if valid.dtype != torch.bool:
-            valid = zero_or_one(valid)
+        valid = zero_or_one(rows("Padding", "valid", self.valid))
         object.__setattr__(self, "valid", valid)
         object.__setattr__(self, "hidden_stop", last_true(~valid))
-        stop = torch.full_like(valid[:, :1], True)
-        first = torch.cat([valid, stop], dim=1).to(torch.int8).argmax(dim=1)
+        object.__setattr__(self, "shown_start", first_true(valid))
+        beyond = valid.new_ones(valid.shape[0], 1)
+        first = torch.cat([valid, beyond], dim=1).to(torch.int8).argmax(dim=1)
         object.__setattr__(self, "start", first)
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int], total: int | None = None) -> "Padding":
         """Right padding: `lengths` real tokens in each row of `total` slots.
 
+        Raises:
+            ValueError: if `lengths` are not `[B]` whole numbers from 0 to `total`.
+
         >>> Padding.from_lengths([1, 3]).valid.int().tolist()
         [[1, 0, 0], [1, 1, 1]]
         """
         counts = torch.as_tensor(lengths)
-        slots = torch.arange(int(counts.max()) if total is None else total, device=counts.device)
+        vector("lengths", counts)
+        known = bounds(counts)
+        size = total if total is not None or known is None else known[1]
+        if size is None or (known is not None and not 0 <= known[0] <= known[1] <= size):
+            raise ValueError(
+                f"lengths are from 0 to total={total}, got {lengths!r}; total=None is their "
+                "largest, and has to be given where they cannot be read"
+            )
+        slots = torch.arange(size, device=counts.device)
         return cls(slots < counts[:, None])
 
     @property
     def batch(self) -> int | None:
         return self.valid.shape[0]
 
+    @property
+    def extent(self) -> Span | None:
+        return Span(0, self.valid.shape[1], 0, self.valid.shape[1])
+
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         valid = self.valid.to(kv_idx.device)
         size = valid.shape[1]
         if size == 0:
-            return (kv_idx == kv_idx) & (q_idx == q_idx)
-        seen = valid[row_index(valid, b), kv_idx.clamp(0, size - 1)] | (kv_idx >= size)
-        return seen & (q_idx == q_idx)
+            return kv_idx == kv_idx
+        return valid[row_index(valid, b), kv_idx.clamp(0, size - 1)] | (kv_idx >= size)
 
     def within(self, span: Span) -> Mask:
         stop = self.valid.shape[1] if self.hidden_stop is None else self.hidden_stop
-        return EVERYTHING if span.kv_start >= stop else self
+        if span.kv_start >= stop:
+            return EVERYTHING
+        if torch.compiler.is_exporting():
+            return self
+        hidden = self.shown_start is not None and span.kv_stop <= self.shown_start
+        return NOTHING if hidden else self
+
+    def _hides(self, b: int, q: int, k: int) -> str:
+        return f"padding (key {k} of row {b})"
 
     def __repr__(self) -> str:
         return code("Padding", valid=self.valid)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from regard.cache import KVCache
+from regard.buffered import KVCache
 from regard.span import Span
 from regard.streams import Part, check_streams, wants_grad
 

@@ -5,10 +5,16 @@ from torch import Tensor
 
 from regard.algebra import Mask
 
+TOKENS_SAY = (
+    "for tokens, True or 1 is a real one and False or 0 is padding, as in Hugging Face's "
+    "attention_mask; nn.MultiheadAttention's key_padding_mask says the opposite, give its ~"
+)
 
-def positive(name: str, what: str, size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{name} has a size of at least 1 ({what}), got {size!r}")
+
+def positive(name: str, why: str, size: object) -> None:
+    whole = isinstance(size, int | torch.SymInt) and not isinstance(size, bool)
+    if not whole or size < 1:  # type: ignore[operator]
+        raise ValueError(f"{name} has a whole size of at least 1, got {size!r}; {why}")
 
 
 def kind(value: object) -> str:
@@ -17,11 +23,15 @@ def kind(value: object) -> str:
     return type(value).__name__
 
 
+def is_whole(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+
+
 def rows(name: str, what: str, value: Tensor) -> Tensor:
     """Data of one row for each sequence; a single row serves all."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} takes {what} as a tensor [B, S] or [S], got {kind(value)}")
-    if value.dim() not in (1, 2) or (value.shape[-1] == 0 and name == "Documents"):
+    if value.dim() not in (1, 2):
         raise ValueError(
             f"{name} takes {what} [B, S] or [S], got shape {tuple(value.shape)}; "
             "a mask of queries by keys is Dense(keep)"
@@ -30,25 +40,46 @@ def rows(name: str, what: str, value: Tensor) -> Tensor:
 
 
 def zero_or_one(valid: Tensor) -> Tensor:
-    whole = bool(((valid == 0) | (valid == 1)).all())
-    if not whole:
-        raise ValueError(
-            f"Padding takes True or 1 for real tokens, False or 0 for padding, got other values "
-            f"({valid.dtype}); an additive mask goes in Dense.from_additive(t)"
+    """Booleans out of booleans, or of whole numbers that are 0 and 1."""
+    if valid.dtype == torch.bool:
+        return valid
+    if not is_whole(valid):
+        raise TypeError(
+            f"Padding takes booleans, or whole numbers 0 and 1, got {valid.dtype}: {TOKENS_SAY}; "
+            "a mask of 0 and -inf that is added to scores is Dense.from_additive(t)"
         )
-    return valid == 1
+    if readable(valid) and not bool(((valid == 0) | (valid == 1)).all()):
+        raise ValueError(
+            f"Padding takes 0 and 1, got numbers from {int(valid.min())} to {int(valid.max())}: "
+            f"{TOKENS_SAY}; numbers of documents go in Documents(ids)"
+        )
+    return valid != 0
 
 
 def vector(name: str, value: Tensor | None) -> None:
-    if value is not None and (not isinstance(value, Tensor) or value.dim() != 1):
-        raise ValueError(f"{name} is [B], one number for each row, got {kind(value)}")
+    if value is None:
+        return
+    if not isinstance(value, Tensor) or value.dim() != 1 or not is_whole(value):
+        raise ValueError(
+            f"{name} is [B], one whole number for each row, got {kind(value)}; "
+            "torch.tensor([...]) makes one"
+        )
 
 
 def readable(value: Tensor) -> bool:
+    """Whether a tensor's values can be known now; never inside a compiled or exported graph."""
     return not (torch.compiler.is_compiling() or value.is_meta or type(value) is not Tensor)
 
 
-def bounds(value: Tensor) -> tuple[int, int] | None:
+def distinct(value: Tensor) -> tuple[int, ...] | None:
+    """The numbers that occur; None if they cannot be read."""
+    return tuple(sorted(set(value.tolist()))) if readable(value) else None
+
+
+def bounds(value: int | Tensor) -> tuple[int, int] | None:
+    """The smallest and largest number; None if there is none, or it cannot be read."""
+    if not isinstance(value, Tensor):
+        return value, value
     if not readable(value) or not value.numel():
         return None
     return int(value.min()), int(value.max())
@@ -62,8 +93,17 @@ def last_true(rows: Tensor) -> int | None:
     return int(columns[-1]) + 1 if len(columns) else 0
 
 
-def row_index(data: Tensor, b: Tensor) -> Tensor:
-    return b if data.shape[0] != 1 else torch.zeros_like(b)
+def first_true(rows: Tensor) -> int | None:
+    """The first column that is True in any row, or one past them all; None if it cannot be read."""
+    if not readable(rows):
+        return None
+    columns = rows.any(dim=0).nonzero()
+    return int(columns[0]) if len(columns) else rows.shape[1]
+
+
+def row_index(data: Tensor, b: Tensor) -> int | Tensor:
+    """Which row of the data serves which row of the batch; a plain 0 adds no axis to the answer."""
+    return b if data.shape[0] != 1 else 0
 
 
 def row(data: Tensor, b: Tensor) -> Tensor:
@@ -71,8 +111,8 @@ def row(data: Tensor, b: Tensor) -> Tensor:
     return data[row_index(data, b)]
 
 
-def clip(index: Tensor, size: int) -> Tensor:
-    return torch.zeros_like(index) if size == 1 else index.clamp(0, size - 1)
+def clip(index: Tensor, size: int) -> int | Tensor:
+    return 0 if size == 1 else index.clamp(0, size - 1)
 
 
 def chunk(offset: Tensor, size: int) -> Tensor:
@@ -85,9 +125,8 @@ def equal(mask: Mask, other: object, names: tuple[str, ...]) -> bool:
         return False
     for name in names:
         mine, theirs = getattr(mask, name), getattr(other, name)
-        if mine is not theirs and (isinstance(mine, Tensor) or isinstance(theirs, Tensor)):
-            return False
-        if not isinstance(mine, Tensor) and mine != theirs:
+        tensors = isinstance(mine, Tensor) or isinstance(theirs, Tensor)
+        if mine is not theirs and (tensors or mine != theirs):
             return False
     return True
 

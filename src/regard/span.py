@@ -16,7 +16,7 @@ class Span:
     on the host. They are read once if not given.
 
     Raises:
-        ValueError: if a range ends before it starts.
+        ValueError: if a range ends before it starts, or rows differ in their number of queries.
 
     >>> Span(4, 6, 0, 6).num_queries
     2
@@ -30,30 +30,47 @@ class Span:
     bounds: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.q_start, Tensor):
-            if self.queries is None or self.bounds is None:
-                self._read()
-        elif self.q_start > self.q_stop:
+        starts, stops = isinstance(self.q_start, Tensor), isinstance(self.q_stop, Tensor)
+        if starts != stops:
             raise ValueError(
-                f"queries end before they start: q_start={self.q_start}, "
-                f"q_stop={self.q_stop}; give Span(past, past + L, 0, S)"
+                f"q_start and q_stop are both integers or both [B], got q_start={self.q_start}, "
+                f"q_stop={self.q_stop}; give q_stop = q_start + L"
             )
-        if self.kv_start > self.kv_stop:
+        if not starts:
+            self._forwards("queries", "q", self.q_start, self.q_stop)
+        elif self.queries is None or self.bounds is None:
+            self._read()
+        self._forwards("keys", "kv", self.kv_start, self.kv_stop)
+
+    @staticmethod
+    def _forwards(what: str, name: str, start: int | Tensor, stop: int | Tensor) -> None:
+        if start > stop:
             raise ValueError(
-                f"keys end before they start: kv_start={self.kv_start}, "
-                f"kv_stop={self.kv_stop}; give Span(past, past + L, 0, S)"
+                f"{what} end before they start: {name}_start={start}, {name}_stop={stop}; "
+                "give Span(past, past + L, 0, S)"
             )
 
     def _read(self) -> None:
         assert isinstance(self.q_start, Tensor)
-        counts = torch.as_tensor(self.q_stop, device=self.q_start.device) - self.q_start
-        if counts.numel() == 0 or bool((counts != counts.flatten()[0]).any()):
+        assert isinstance(self.q_stop, Tensor)
+        if torch.compiler.is_compiling() or self.q_start.is_meta:
+            raise ValueError(
+                "q_start cannot be read inside a compiled graph, and queries or bounds are not "
+                "given; make the span with Span.ragged(q_start, queries=..., bounds=...)"
+            )
+        counts = self.q_stop - self.q_start
+        if counts.dim() != 1 or counts.numel() == 0 or bool((counts != counts[0]).any()):
             raise ValueError(
                 "every row of a ragged span has the same number of queries, "
-                f"got {counts.tolist()}; give q_stop = q_start + L"
+                f"got {counts.tolist()}; give q_stop = q_start + L, both [B]"
+            )
+        if int(counts[0]) < 0:
+            raise ValueError(
+                f"queries end before they start: q_start={self.q_start.tolist()}, "
+                f"q_stop={self.q_stop.tolist()}; give q_stop = q_start + L"
             )
         low, high = int(self.q_start.min()), int(self.q_start.max())
-        object.__setattr__(self, "queries", int(counts.flatten()[0]))
+        object.__setattr__(self, "queries", int(counts[0]))
         object.__setattr__(self, "bounds", (low, high))
 
     @classmethod
@@ -66,7 +83,15 @@ class Span:
         kv_stop: int,
         bounds: tuple[int, int],
     ) -> "Span":
-        """A span whose rows start apart, made without reading a tensor."""
+        """A span whose rows start apart, made without reading a tensor.
+
+        `bounds` are the smallest and largest `q_start` as the host knows them; wider is safe.
+
+        >>> starts = torch.tensor([3, 5])
+        >>> span = Span.ragged(starts, queries=2, kv_start=0, kv_stop=7, bounds=(3, 5))
+        >>> span.last_query, span.positions().tolist()
+        (6, [[3, 4], [5, 6]])
+        """
         return cls(q_start, q_start + queries, kv_start, kv_stop, queries, bounds)
 
     @property
@@ -74,7 +99,8 @@ class Span:
         if isinstance(self.q_start, Tensor):
             assert self.queries is not None
             return self.queries
-        return self.q_stop - self.q_start  # type: ignore[return-value]
+        assert not isinstance(self.q_stop, Tensor)
+        return self.q_stop - self.q_start
 
     @property
     def num_keys(self) -> int:
@@ -94,7 +120,8 @@ class Span:
         if isinstance(self.q_start, Tensor):
             assert self.bounds is not None
             return self.bounds[1] + self.num_queries - 1
-        return self.q_stop - 1  # type: ignore[return-value]
+        assert not isinstance(self.q_stop, Tensor)
+        return self.q_stop - 1
 
     def positions(self, device: torch.device | str | None = None) -> Int[Tensor, "*B L"]:
         """The slots of the queries, `[L]`, or `[B, L]` where rows differ."""

@@ -5,6 +5,8 @@ from regard.call import Backend
 
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(sdpa.objection, sdpa.estimate, sdpa.run),
-    "grouped": Backend(grouped.objection, grouped.estimate, grouped.run, grouped.partial),
+    "grouped": Backend(
+        grouped.objection, grouped.estimate, grouped.run, grouped.partial, any_length=False
+    ),
     "eager": Backend(eager.objection, eager.estimate, eager.run, eager.partial),
 }

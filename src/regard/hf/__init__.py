@@ -5,11 +5,11 @@
 >>> print(regard.hf.install(model))                     # doctest: +SKIP
 """
 
+from regard.hf.default_model import SMOLLM2, fetch_smollm2, smollm2
 from regard.hf.families import FAMILIES, Family
 from regard.hf.installing import Installation, InstalledLayer, install, uninstall
 from regard.hf.layers import attention_modules, attention_of, rope_of
 from regard.hf.loading import load
-from regard.hf.smollm2 import SMOLLM2, fetch_smollm2, smollm2
 
 __all__ = [
     "FAMILIES",

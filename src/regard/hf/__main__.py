@@ -2,10 +2,12 @@
 
 import sys
 
-from regard.hf.smollm2 import fetch_smollm2
+from regard.hf.default_model import fetch_smollm2
+from regard.hf.loading import quiet
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(f"{fetch_smollm2()}\n")
-    except (OSError, ValueError) as error:
+        with quiet():
+            sys.stdout.write(f"{fetch_smollm2()}\n")
+    except (OSError, ValueError, ImportError) as error:
         sys.exit(str(error))

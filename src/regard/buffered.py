@@ -1,0 +1,191 @@
+"""Caches that keep everything: one grows as needed, one never moves."""
+
+from torch import Tensor
+
+from regard.span import Span
+from regard.streams import (
+    Lengths,
+    Part,
+    appended,
+    bytes_a_token,
+    check_rows,
+    check_streams,
+    empty_like,
+    wants_grad,
+    write,
+)
+
+_FIRST_CAPACITY = 256  # tokens: decoding a while from an empty cache copies nothing
+
+
+class KVCache:
+    """Grows as needed, by doubling; by concatenation while gradients are wanted.
+
+    >>> cache = KVCache()
+    >>> k = torch.zeros(1, 2, 5, 8)
+    >>> [part.kv_stop for part in cache.update(k, k)], cache.length
+    ([5], 5)
+    >>> cache.truncate(3); cache.length
+    3
+    """
+
+    def __init__(self) -> None:
+        self._lengths = Lengths()
+        self._held: tuple[Tensor, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self._lengths.longest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held."""
+        return sum(bytes_a_token(held) for held in self._held) * self.length
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(held.numel() * held.element_size() for held in self._held)
+
+    def span(self, new: int) -> Span:
+        return self._lengths.span(new)
+
+    def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Append `[B, G, L, W]` streams; give everything held, as one part.
+
+        Raises:
+            ValueError: if the streams do not fit each other or those held.
+        """
+        added = check_streams(new, self._held)
+        if wants_grad(new, self._held):
+            self._held = appended(self._held, new, self._lengths)
+        else:
+            self._held = self._reserve(new, self.length + added)
+            write(self._held, new, self._lengths)
+        self._lengths = self._lengths.grown(added)
+        return (self._part(self._held),)
+
+    def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        added = check_streams(new, self._held)
+        return (Part(0, self.length + added, appended(self._held, new, self._lengths)),)
+
+    def truncate(self, length: int | Tensor) -> None:
+        self._lengths = self._lengths.truncated(length)
+
+    def reorder(self, rows: Tensor) -> None:
+        check_rows(rows, self._held)
+        self._held = tuple(held.index_select(0, rows.to(held.device)) for held in self._held)
+        self._lengths = self._lengths.reordered(rows)
+
+    def _part(self, held: tuple[Tensor, ...]) -> Part:
+        return Part(0, self.length, tuple(each.narrow(2, 0, self.length) for each in held))
+
+    def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
+        """Buffers for `total` tokens, holding what is held."""
+        if (
+            self._held
+            and self._held[0].shape[2] >= total
+            and not any(h.requires_grad for h in self._held)
+        ):
+            return self._held
+        capacity = max(_FIRST_CAPACITY, total)
+        if self._held and total > self._held[0].shape[2]:
+            capacity = max(capacity, 2 * self._held[0].shape[2])
+        buffers = tuple(empty_like(each, capacity) for each in new)
+        for buffer, held in zip(buffers, self._held, strict=False):
+            buffer.narrow(2, 0, self.length).copy_(held.detach().narrow(2, 0, self.length))
+        return buffers
+
+    def __repr__(self) -> str:
+        return "KVCache()"
+
+
+class StaticCache:
+    """Fixed buffers for `max_length` tokens: nothing is allocated after the first update.
+
+    For `torch.compile`. Takes no gradients.
+
+    >>> cache = StaticCache(8)
+    >>> k = torch.zeros(1, 2, 5, 4)
+    >>> cache.update(k, k)[0].kv_stop
+    5
+    >>> cache.update(k, k)
+    Traceback (most recent call last):
+    ...
+    ValueError: 5 tokens held and 5 new ones are more than max_length=8; make a longer \
+StaticCache, truncate this one, or use KVCache()
+    """
+
+    def __init__(self, max_length: int) -> None:
+        if max_length < 1:
+            raise ValueError(f"max_length is at least 1, got {max_length}")
+        self.max_length = max_length
+        self._lengths = Lengths()
+        self._held: tuple[Tensor, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self._lengths.longest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held."""
+        return sum(bytes_a_token(held) for held in self._held) * self.length
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(held.numel() * held.element_size() for held in self._held)
+
+    def span(self, new: int) -> Span:
+        self._check_room(new)
+        return self._lengths.span(new)
+
+    def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Write `[B, G, L, W]` streams behind those held; give what has been written.
+
+        Raises:
+            ValueError: if they do not fit, or gradients are wanted.
+        """
+        added = self._check(new)
+        if not self._held:
+            self._held = tuple(empty_like(each, self.max_length) for each in new)
+        write(self._held, new, self._lengths)
+        self._lengths = self._lengths.grown(added)
+        total = self.length
+        return (Part(0, total, tuple(held.narrow(2, 0, total) for held in self._held)),)
+
+    def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        added = self._check(new)
+        return (Part(0, self.length + added, appended(self._held, new, self._lengths)),)
+
+    def truncate(self, length: int | Tensor) -> None:
+        self._lengths = self._lengths.truncated(length)
+
+    def reorder(self, rows: Tensor) -> None:
+        check_rows(rows, self._held)
+        chosen = [held.index_select(0, rows.to(held.device)) for held in self._held]
+        if self._held and len(rows) == self._held[0].shape[0]:
+            for held, each in zip(self._held, chosen, strict=True):
+                held.copy_(each)
+        else:
+            self._held = tuple(chosen)
+        self._lengths = self._lengths.reordered(rows)
+
+    def _check(self, new: tuple[Tensor, ...]) -> int:
+        added = check_streams(new, self._held)
+        self._check_room(added)
+        if wants_grad(new, self._held):
+            raise ValueError(
+                "StaticCache writes in place, which gradients cannot follow; use KVCache(), or "
+                "torch.no_grad()"
+            )
+        return added
+
+    def _check_room(self, new: int) -> None:
+        if self.length + new > self.max_length:
+            raise ValueError(
+                f"{self.length} tokens held and {new} new ones are more than max_length="
+                f"{self.max_length}; make a longer StaticCache, truncate this one, or use KVCache()"
+            )
+
+    def __repr__(self) -> str:
+        return f"StaticCache({self.max_length})"

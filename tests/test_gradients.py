@@ -28,10 +28,11 @@ from regard import (
 TINY = Sizes(2, 4, 2, 3, 2, [1, 1], 3, 0, 4)
 
 
-def tiny(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of two rows, four heads on two, three queries and four keys."""
-    q, k, v = torch.randn(2, 4, 3, 3), torch.randn(2, 2, 4, 3), torch.randn(2, 2, 4, 2)
-    return tuple(x.to(dtype).requires_grad_() for x in (q, k, v))
+def tiny(rows: int = 2, kv_heads: int = 2, v_dim: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v: three queries and four keys, of two rows and four heads on two if not told."""
+    q, k = torch.randn(rows, 4, 3, 3), torch.randn(rows, kv_heads, 4, 3)
+    v = torch.randn(rows, kv_heads, 4, v_dim)
+    return tuple(x.double().requires_grad_() for x in (q, k, v))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -106,8 +107,9 @@ def test_gradients_reach_the_rule_that_makes_the_bias(bias):
     assert torch.autograd.gradcheck(f, (*tiny(), *extra))
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 3)], ids=["grouped", "one key head"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_flow_through_parts_and_their_merge(backend):
+def test_gradients_flow_through_parts_and_their_merge(backend, sizes):
     """Through the log-sum-exp as well; a backend that cannot must object."""
 
     def f(q, k, v):
@@ -130,8 +132,8 @@ def test_gradients_flow_through_parts_and_their_merge(backend):
             return None
         return tuple(merge(*halves))
 
-    if f(*tiny()) is not None:
-        assert torch.autograd.gradcheck(f, tiny())
+    if f(*tiny(*sizes)) is not None:
+        assert torch.autograd.gradcheck(f, tiny(*sizes))
 
 
 @pytest.mark.parametrize("layer", LAYERS)

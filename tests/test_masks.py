@@ -180,6 +180,8 @@ def test_a_dense_mask_from_additive_ones():
     lowest = torch.finfo(torch.float32).min
     added = torch.tensor([[0.0, -torch.inf], [lowest, 0.0], [-1e4, 0.0]])
     assert Dense.from_additive(added).keep.tolist() == [[True, False], [False, True], [False, True]]
+    coarse = torch.tensor([[0.0, -1e4]], dtype=torch.bfloat16)  # which holds -9984 for it
+    assert Dense.from_additive(coarse).keep.tolist() == [[True, False]]
     with pytest.raises(ValueError, match="split_additive"):
         Dense.from_additive(torch.tensor([[0.0, -1.0]]))
 

@@ -21,6 +21,7 @@ _FIRST_CAPACITY = 256  # tokens: decoding a while from an empty cache copies not
 class KVCache:
     """Grows as needed, by doubling; by concatenation while gradients are wanted.
 
+    >>> import torch
     >>> cache = KVCache()
     >>> k = torch.zeros(1, 2, 5, 8)
     >>> [part.kv_stop for part in cache.update(k, k)], cache.length
@@ -104,6 +105,7 @@ class StaticCache:
 
     For `torch.compile`. Takes no gradients.
 
+    >>> import torch
     >>> cache = StaticCache(8)
     >>> k = torch.zeros(1, 2, 5, 4)
     >>> cache.update(k, k)[0].kv_stop

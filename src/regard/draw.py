@@ -30,7 +30,8 @@ def picture(mask: "Mask", span: Span, b: int, h: int) -> str:
 
 def grid(mask: "Mask", span: Span, b: int, h: int) -> Bool[Tensor, "L S"]:
     """What one row of the batch sees with one head."""
-    batch, heads = max(b + 1, mask.batch or 1), max(h + 1, mask.heads or 1)
+    rows = len(span.q_start) if isinstance(span.q_start, Tensor) else 1
+    batch, heads = max(b + 1, rows, mask.batch or 1), max(h + 1, mask.heads or 1)
     seen = mask.within(span).dense(span, batch=batch, heads=heads)
     return seen.expand(batch, heads, span.num_queries, span.num_keys)[b, h]
 

@@ -3,6 +3,7 @@
 import os
 
 import hypothesis
+import jaxtyping
 import pytest
 import torch
 
@@ -24,6 +25,15 @@ def _same_start_for_every_test():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def unchecked():
+    """Without the suite's type checks, which speak before our own errors do."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def pytest_terminal_summary(terminalreporter):

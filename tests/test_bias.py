@@ -4,7 +4,6 @@ import copy
 import pickle
 from dataclasses import dataclass
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given
@@ -14,15 +13,6 @@ from regard.bias import Alibi, RelativeBias, ScoreBias, split_additive
 from regard.masks import Dense, Span
 
 SPANS = [(0, 4, 0, 4), (5, 6, 0, 6), (3, 7, 2, 9), (0, 1, 3, 3), (200, 203, 0, 260)]
-
-
-@pytest.fixture
-def unchecked():
-    """Without the suite's type checks, which cannot be traced and speak before our own errors."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,8 @@ def test_calibration_text_is_not_measured_on():
     own = texts_for(Words(), context=10, text="ab" * 3000, name="own")
     assert own.source == "own"
     assert own.calibration.shape == (4, 1024)
+    apart = texts_for(Words(), context=10, text="A" * 20 + "B" * 5000)
+    assert not set(apart.windows.flatten().tolist()) & set(apart.calibration.flatten().tolist())
     short = texts_for(Words(), context=10, text="ab" * 20)
     assert short.calibration.equal(default.calibration)
     with pytest.raises(ValueError, match="at most 10"):
@@ -157,8 +159,8 @@ def test_the_verdict_says_what_the_numbers_say():
 
     shipped, int8 = row("shipped", 100.0, 10.0, 20.0), row("int8", 27.0, 10.01, 18.0)
     latent = row("joint latent", 75.0, 11.0, 5.0)
-    said = verdict([shipped, int8, latent, Row("other", False, remark="no")])
-    assert "int8 is the best of these: 27% of the shipped cache at +0.1% perplexity" in said
+    said = verdict([shipped, int8, latent, Row("other", False, remark="no")], "float32")
+    assert "int8 is the best of these: 27% of the shipped float32 cache at +0.1% perplexity" in said
     assert "keeps 75% of it at +10.0% perplexity and decodes at 0.25x" in said
     assert "nothing here beats" in verdict([shipped, row("worse", 27.0, 12.0, 1.0)])
 

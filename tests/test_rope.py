@@ -4,7 +4,6 @@ import copy
 import pickle
 import warnings
 
-import jaxtyping
 import mpmath
 import pytest
 import torch
@@ -28,15 +27,6 @@ SCALINGS = (
 EVERY_ROPE = [Rotary(6, pairing=p, scaling=s) for p in PAIRINGS for s in SCALINGS]
 
 mpmath.mp.dps = 40
-
-
-@pytest.fixture
-def unchecked():
-    """Without the suite's type checks, which cannot be traced and speak before our own errors."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def partners(dim, pairing):

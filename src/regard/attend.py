@@ -18,6 +18,7 @@ from regard.call import Call, narrowed
 from regard.check import (
     check_bias,
     check_mask,
+    check_mask_sizes,
     check_options,
     check_sinks,
     check_tensors,
@@ -178,12 +179,7 @@ def prepare(
             f"give Span(past, past + {q.shape[2]}, 0, S)"
         )
     check_bias(score_bias, (*q.shape[:3], whole.num_keys))
-    mask_batch = mask.batch
-    if mask_batch not in (None, 1, q.shape[0]):
-        raise ValueError(
-            f"mask={mask!r} speaks of a batch of {mask_batch}, q of a batch of {q.shape[0]}; "
-            "give the mask one row for each sequence, or a single row for all"
-        )
+    check_mask_sizes(mask, q.shape[0], q.shape[1])
     placed = mask.within(whole)
     seen = narrowed(whole, placed)
     tensors = [t for t in (q, k, v, sinks, score_bias) if isinstance(t, Tensor)]

@@ -80,6 +80,20 @@ def check_mask(mask: object) -> None:
         )
 
 
+def check_mask_sizes(mask: Mask, batch: int, heads: int) -> None:
+    """A mask with a row for each sequence, or each head, has as many as there are."""
+    if mask.batch not in (None, 1, batch):
+        raise ValueError(
+            f"mask={mask!r} speaks of a batch of {mask.batch}, q of a batch of {batch}; "
+            "give the mask one row for each sequence, or a single row for all"
+        )
+    if mask.heads not in (None, 1, heads):
+        raise ValueError(
+            f"mask={mask!r} speaks of {mask.heads} heads, q has {heads}; "
+            "give the mask one plane for each query head, or a single one for all"
+        )
+
+
 def check_options(
     *, dropout: float, softcap: float | None, precision: str, scale: float | None
 ) -> None:

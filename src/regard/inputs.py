@@ -18,16 +18,21 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
             f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "
             "is it the output of another layer, or transposed?"
         )
-    if type(projection) is not nn.Linear or torch.is_autocast_enabled(x.device.type):
+    if type(projection) is not nn.Linear:
         return
     weight = projection.weight
-    if weight.dtype != x.dtype:
+    if weight.dtype != x.dtype and not _casts(x.device.type):
         raise ValueError(
             f"{name} is {x.dtype}, the layer's weights are {weight.dtype}; cast one with "
             ".to(dtype), or use torch.autocast"
         )
     if weight.device != x.device:
         raise ValueError(f"{name} is on {x.device}, the layer on {weight.device}; move one of them")
+
+
+def _casts(device: str) -> bool:
+    """Whether autocast is on, and so will bring x and the weights together."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def check_cache(cache: object) -> None:

@@ -201,3 +201,26 @@ def test_masks_mean_what_transformers_means(given, causal, seen):
     mask, bias, span = visible(module, given, 3, 3)
     assert bias is None
     assert mask.dense(span).expand(1, 1, 3, 3)[0, 0].equal(torch.as_tensor(seen).bool())
+
+
+def test_without_a_mask_the_window_still_holds():
+    module = nn.Module()
+    several, one = visible(module, None, 3, 3, window=2), visible(module, None, 1, 4, window=2)
+    assert several[0].dense(several[2]).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert one[0].dense(one[2]).int().tolist() == [[0, 0, 1, 1]]
+
+
+def test_without_a_mask_eager_hides_nothing():
+    module = tiny("llama").base_model.layers[0].self_attn
+    module.config._attn_implementation = "eager"
+    mask, _, span = visible(module, None, 3, 3, window=2)
+    assert mask.dense(span).all()
+
+
+def test_the_modules_own_scale_is_used():
+    model = tiny("llama")
+    for module in regard.hf.attention_modules(model).values():
+        module.scaling = 0.7
+    before = logits(model, input_ids=tokens(1, 6))
+    regard.hf.install(model)
+    torch.testing.assert_close(logits(model, input_ids=tokens(1, 6)), before, **CLOSE)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from regard.compare import Comparison, Row, compare, texts_for
+from regard.compare import Comparison, Proof, Row, compare, texts_for
 from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.loading import quiet
 
@@ -82,14 +82,19 @@ def show(result: Comparison, console: Console) -> None:
         f"[bold]{result.model}[/bold]: {result.num_layers} layers of {result.kind}, "
         f"{result.dtype}, {result.threads} threads; {result.context:,} tokens of {result.text}"
     )
-    proof = result.proof
-    console.print(
-        "Run by regard, its logits are its own: "
-        f"they differ by {proof.largest_difference:.1e} at most (allowed: {proof.tolerance:.1e}).\n"
-    )
+    console.print(f"Run by regard, {_proved(result.proof)}.\n")
     console.print(_table(result))
     console.print(f"\n{result.verdict}")
     console.print(f"[dim]Measured in {result.seconds:.0f} s.[/dim]")
+
+
+def _proved(proof: Proof) -> str:
+    if proof.largest_difference == 0.0:
+        return "its logits are its own to the last bit"
+    return (
+        f"its logits are its own: they differ by {proof.largest_difference:.1e} at most, "
+        f"and rounding explains {proof.tolerance:.1e}"
+    )
 
 
 def _table(result: Comparison) -> Table:

@@ -104,18 +104,19 @@ def compare(
         else samples[each.name].row(each.name, each.exact, context=context, memory=memory)
         for each in named
     )
+    dtype = str(model.dtype).removeprefix("torch.")
     return Comparison(
         model=name,
         kind=kind,
         num_layers=len(shipped),
         context=context,
         memory=memory,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype,
         threads=torch.get_num_threads(),
         text=texts.source,
         proof=proof,
         rows=rows,
-        verdict=verdict(rows),
+        verdict=verdict(rows, dtype),
         seconds=time.perf_counter() - started,
     )
 

@@ -64,11 +64,10 @@ def measure_window(
     window: Int[Tensor, " L"],
     reference: Float[Tensor, "1 L E"],
 ) -> None:
-    """Prefill one window, measure its cache and its logits, then decode a few tokens after it.
+    """Prefill one window, measure its cache and its logits, then decode a few tokens and forget.
 
     `reference` is the hidden states that the unmodified model has for the window.
     """
-    runner.reset()
     tokens = window[None]
     hidden, seconds = _timed(partial(runner.hidden, tokens))
     sample.prefill_seconds.append(seconds)

@@ -7,10 +7,10 @@ from regard.compare.measure import Row
 NO_WORSE = 1.01  # a perplexity within 1 % of the shipped one counts as the same quality
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[Row], dtype: str = "") -> str:
     """What the table shows: what saves memory without loss, and what latents cost.
 
-    The first row is the model as shipped.
+    The first row is the model as shipped, whose cache is in `dtype`.
     """
     shipped, *others = [row for row in rows if row.perplexity is not None]
     good = [row for row in others if _ratio(row, shipped, "perplexity") <= NO_WORSE]
@@ -19,8 +19,8 @@ def verdict(rows: Sequence[Row]) -> str:
     if _bytes(smallest) < _bytes(shipped):
         kept, change = _kept(smallest, shipped), _change(smallest, shipped)
         sentence = (
-            f"For memory alone, {smallest.name} is the best of these: {kept} of the shipped cache "
-            f"at {change} perplexity"
+            f"For memory alone, {smallest.name} is the best of these: {kept} of the shipped "
+            f"{dtype} cache at {change} perplexity"
         )
     latents = [row for row in others if "latent" in row.name]
     if not latents:

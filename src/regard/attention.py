@@ -24,6 +24,7 @@ from regard.construct import (
     build_gate,
     build_norm,
     constructor_code,
+    normed,
     size_of_head,
 )
 from regard.explain import explain, weights_of
@@ -291,14 +292,11 @@ class Attention(nn.Module):
         return k, split_heads(self.v_proj(source), self.head_dim)
 
     def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
-        """Heads of a projection, normed; the dtype stays, also where autocast norms in float32."""
         if norm is None:
             return split_heads(flat, self.head_dim)
         if self.norm_width:
-            return split_heads(norm(flat).to(flat.dtype), self.head_dim)
-        heads = split_heads(flat, self.head_dim)
-        normed: Tensor = norm(heads)
-        return normed.to(heads.dtype)
+            return split_heads(normed(norm, flat), self.head_dim)
+        return normed(norm, split_heads(flat, self.head_dim))
 
     def _gated(self, x: Tensor, out: Tensor) -> Tensor:
         if self.gate_proj is None:

@@ -102,6 +102,14 @@ def build_norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module |
     return kind(head_dim)
 
 
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """`x` normed in the dtype of the norm's weights, and back in its own: autocast hands half
+    precision to float32 norms."""
+    weight = getattr(norm, "weight", None)
+    result: Tensor = norm(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
+    return result.to(x.dtype)
+
+
 def build_gate(kind: str | None, hidden_size: int, num_heads: int, width: int) -> nn.Linear | None:
     if kind is None:
         return None

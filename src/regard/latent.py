@@ -15,7 +15,7 @@ from regard.bias import ScoreBias
 from regard.cache import NO_CACHE, Cache, Part
 from regard.call import Call
 from regard.check import check_decodable, check_mask, check_options
-from regard.construct import constructor_code
+from regard.construct import constructor_code, normed
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width, refuse_context
@@ -174,8 +174,7 @@ class MultiHeadLatentAttention(nn.Module):
         if self.q_lora_rank is None:
             q = self.q_proj(x)
         else:
-            low = self.q_a_proj(x)
-            q = self.q_b_proj(self.q_a_layernorm(low).to(low.dtype))
+            q = self.q_b_proj(normed(self.q_a_layernorm, self.q_a_proj(x)))
         q_nope, q_rope = split_heads(q, self.qk_head_dim).split(
             [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
         )
@@ -184,7 +183,7 @@ class MultiHeadLatentAttention(nn.Module):
             .unsqueeze(1)
             .split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         )
-        return q_nope, q_rope, self.kv_a_layernorm(latent).to(latent.dtype), k_rope
+        return q_nope, q_rope, normed(self.kv_a_layernorm, latent), k_rope
 
     def _prepare(
         self, x: Tensor, context: None, mask: Mask, cache: Cache, positions: Tensor | None

@@ -1,0 +1,293 @@
+"""Compile, export, autocast, copy, pickle, devices, and the shape of the house itself."""
+
+import ast
+import copy
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard import (
+    Alibi,
+    Attention,
+    Causal,
+    GroupedQueryAttention,
+    KVCache,
+    LatentKVAttention,
+    Llama3,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    MultiQueryAttention,
+    Rotary,
+    SelfAttention,
+    SlidingWindow,
+)
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src/regard").rglob("*.py"))
+MLA = {
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "rope": Rotary(4, pairing="pairs"),
+}
+LAYERS = [
+    SelfAttention(32, mask=Causal()),
+    MultiHeadAttention(32, 4, bias=True, dropout=0.1),
+    MultiQueryAttention(32, 4, rope=Rotary(8, scaling=Llama3(8.0)), mask=Causal()),
+    GroupedQueryAttention(
+        32,
+        4,
+        2,
+        head_dim=6,
+        bias={"q_proj", "v_proj"},
+        out_bias=True,
+        qk_norm="width",
+        norm_eps=1e-5,
+        rope=Rotary(4, theta=5e5),
+        mask=Causal() & SlidingWindow(3),
+        scale=0.5,
+        score_bias=Alibi.for_heads(4),
+        softcap=30.0,
+        sinks=True,
+        gate="head",
+    ),
+    Attention(32, 4, num_kv_heads=2, context_size=12, backend="eager"),
+    MultiHeadLatentAttention(32, 4, **MLA, q_lora_rank=10, mask=Causal(), form="absorbed"),
+    LatentKVAttention(32, 4, num_kv_heads=2, head_dim=8, kv_lora_rank=12, rope=Rotary(8)),
+]
+SELF = [layer for layer in LAYERS if getattr(layer, "context_size", 32) == 32]
+
+
+@pytest.fixture(scope="module")
+def traced():
+    script = Path(__file__).parent / "traced_layers.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_decoding_compiles_to_two_graphs_and_three_when_a_window_binds(traced):
+    decoded = {name: each for name, each in traced.items() if "decode" in name}
+    assert len(decoded) == 8
+    for name, each in decoded.items():
+        assert each["graphs"] <= (3 if "window" in name else 2), name
+        assert each["gap"] <= 1e-6, name
+
+
+def test_compiled_layers_train_as_eager_ones(traced):
+    trained = {name: each for name, each in traced.items() if "trained" in name}
+    assert len(trained) == 4
+    assert max(trained.values()) <= 1e-5
+
+
+def test_one_exported_program_serves_every_batch_and_length(traced):
+    exported = {name: each for name, each in traced.items() if "exported" in name}
+    assert len(exported) == 7
+    assert max(exported.values()) <= 1e-6
+
+
+@pytest.mark.parametrize("layer", SELF, ids=lambda layer: type(layer).__name__)
+def test_autocast_is_the_layer_in_half_precision(layer):
+    layer = copy.deepcopy(layer).eval()
+    x = torch.randn(2, 6, 32)
+    with torch.no_grad():
+        full = layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = layer(x)
+            cache = KVCache()
+            if "Causal" in repr(layer):
+                parts = [layer(chunk, cache=cache) for chunk in x.split([3, 1, 2], dim=1)]
+                torch.testing.assert_close(
+                    torch.cat(parts, dim=1), cast, rtol=0, atol=0.02 * full.abs().max().item()
+                )
+    assert cast.dtype == torch.bfloat16
+    assert (cast.float() - full).abs().max() <= 0.04 * full.abs().max()
+
+
+def test_autocast_and_half_weights_leave_positions_alone():
+    x = torch.randn(1, 1, 2, 8)
+    rope = Rotary(8)
+    far = torch.tensor([70_001, 70_002])
+    want = rope.rotate(x, far)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(rope.rotate(x, far), want)
+    layer = MultiHeadAttention(32, 4, rope=rope).to(torch.bfloat16)
+    assert torch.equal(layer.rope.rotate(x, far), want)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
+def test_a_layer_is_the_code_that_builds_it(layer):
+    built = eval(repr(layer), vars(regard))
+    assert repr(built) == repr(layer)
+    built.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 4, 32)
+    options = {} if layer in SELF else {"context": torch.randn(1, 3, 12)}
+    assert torch.equal(built.eval()(x, **options), layer.eval()(x, **options))
+
+
+@pytest.mark.parametrize("layer", SELF, ids=lambda layer: type(layer).__name__)
+def test_copies_and_pickles_compute_the_same(layer):
+    x = torch.randn(1, 4, 32)
+    want = layer.eval()(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), want)
+        assert other.state_dict().keys() == layer.state_dict().keys()
+
+
+@pytest.mark.parametrize("layer", SELF, ids=lambda layer: type(layer).__name__)
+def test_layers_move_between_dtypes_and_devices(layer):
+    double = copy.deepcopy(layer).double().eval()
+    x = torch.randn(1, 4, 32)
+    got = double(x.double())
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got.float(), layer.eval()(x), rtol=0, atol=1e-5)
+    away = copy.deepcopy(layer).to("meta")
+    assert away(x.to("meta")).shape == got.shape
+
+
+def test_names_of_parameters_are_hugging_faces():
+    names = {
+        name
+        for name, _ in GroupedQueryAttention(
+            32, 4, 2, qk_norm="head", sinks=True, gate="head"
+        ).named_parameters()
+    }
+    assert names == {
+        *(f"{each}_proj.weight" for each in ("q", "k", "v", "o", "gate")),
+        "q_norm.weight",
+        "k_norm.weight",
+        "sinks",
+    }
+    names = dict(MultiHeadLatentAttention(32, 4, **MLA, q_lora_rank=10).named_parameters())
+    parts = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    assert names.keys() == {f"{part}.weight" for part in (*parts, "kv_b_proj", "o_proj")}
+
+
+def test_kinds():
+    kinds = [layer.kind for layer in LAYERS]
+    assert kinds == ["MHA", "MHA", "MQA", "GQA", "GQA", "MLA", "LatentKV"]
+
+
+def test_the_layers_have_one_signature():
+    def names(layer):
+        return [
+            (p.name, p.kind, p.default)
+            for p in inspect.signature(layer.forward).parameters.values()
+        ]
+
+    assert names(Attention) == names(MultiHeadLatentAttention) == names(LatentKVAttention)
+
+
+def test_the_public_names_are_sorted_and_there():
+    listed = regard.__all__
+    assert listed == sorted(listed, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
+    assert all(hasattr(regard, name) for name in listed)
+    public = {
+        n for n, v in vars(regard).items() if not n.startswith("_") and not inspect.ismodule(v)
+    }
+    assert public == set(listed)
+
+
+BELOW = {  # who may import whom, from the ground up; a module may import what stands before it
+    name: level
+    for level, names in enumerate(
+        [
+            ["span", "heads", "partial", "scaling"],
+            ["rope", "algebra", "streams"],
+            ["rows", "draw", "buffered", "sliding"],
+            ["quantized", "masks_data"],
+            ["masks", "cache"],
+            ["bias"],
+            ["call"],
+            ["check", "speed", "scores", "inputs"],
+            ["backends"],
+            ["attend", "construct"],
+            ["explain"],
+            ["attention", "latent_kv"],
+            ["latent"],
+            ["__init__"],
+            ["hf", "convert"],
+            ["compare"],
+            ["cli"],
+        ]
+    )
+    for name in names
+}
+
+
+def imports_of(path):
+    """The regard modules that a file imports, by their first name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("regard"):
+            yield [*node.module.split("."), "__init__"][1]
+
+
+def test_imports_point_one_way():
+    for path in SOURCES:
+        inside = path.relative_to(ROOT / "src/regard").parts
+        me = inside[0].removesuffix(".py")
+        if me == "algebra":
+            continue  # it asks `draw` for a picture, inside a method
+        for other in imports_of(path):
+            if other != me:
+                assert BELOW[other] < BELOW[me] or (me, other) in ALSO, f"{me} imports {other}"
+
+
+ALSO = {("check", "bias"), ("hf", "__init__")}
+
+
+def test_backends_do_not_know_each_other_and_layers_neither():
+    for path in (ROOT / "src/regard/backends").glob("*.py"):
+        if path.stem != "__init__":
+            assert "backends" not in set(imports_of(path)), path
+    attention = set(imports_of(ROOT / "src/regard/attention.py"))
+    assert not attention & {"latent", "latent_kv", "backends", "hf"}
+
+
+def test_importing_regard_imports_nothing_optional():
+    optional = ["transformers", "typer", "rich", "gguf", "safetensors", "beartype", "hypothesis"]
+    code = f"import sys, regard; print([m for m in {optional} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_regard_costs_little_more_than_torch():
+    """The best of several, since neighbours only ever add."""
+    code = (
+        "import time, torch, jaxtyping; t = time.perf_counter(); import regard; "
+        "print(time.perf_counter() - t)"
+    )
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(seconds) < 0.1  # 50 ms on a quiet machine: benchmarks/importing.py
+
+
+def test_no_file_holds_two_things():
+    for path in SOURCES:
+        assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_functions_are_short():
+    """Constructors and documented signatures aside, what a function does fits a screen."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                if body:
+                    lines = body[-1].end_lineno - body[0].lineno + 1
+                    assert lines <= 45, f"{path}:{node.lineno} {node.name} has {lines}"
+
+
+def test_every_layer_is_a_module():
+    assert all(isinstance(layer, nn.Module) for layer in LAYERS)

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from layers import scattered
-
 Sees = Callable[[int, int, int, int], bool]  # (row of the batch, head, query, key) -> may look
 
 
@@ -45,6 +43,12 @@ def side_by_side(x: np.ndarray) -> np.ndarray:
 
 def rms(x: np.ndarray, weight: np.ndarray, eps: float = 1e-6) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """RMS over a head, or over all of them at once where the weight is as wide as they are."""
+    size = x.shape[-1]
+    return rms(x, weight) if len(weight) == size else heads(rms(side_by_side(x), weight), size)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -165,8 +169,10 @@ def differs(one: torch.Tensor, other: np.ndarray) -> None:
 
 
 def ready(layer: nn.Module) -> nn.Module:
-    """In float64 and eval mode, no parameter at zero or one."""
-    return scattered(layer).double().eval()
+    """In float64 and eval mode, all parameters drawn: no zero or one hides a missing one."""
+    for name, parameter in layer.named_parameters():
+        nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.4)
+    return layer.double().eval()
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -182,8 +188,8 @@ def judge(layer, x, sees=causal, context=None, turn=lambda x: x, **options):
         heads(linear(w, f"{name}_proj", given), size)
         for name, given in (("q", x), ("k", source), ("v", source))
     )
-    if "q_norm.weight" in w and w["q_norm.weight"].shape == (size,):
-        q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
+    if "q_norm.weight" in w:
+        q, k = (normed(t, w[f"{name}_norm.weight"]) for name, t in (("q", q), ("k", k)))
     out, weights = attention(turn(q), turn(k), v, sees, sinks=w.get("sinks"), **options)
     if "gate_proj.weight" in w:
         gate = sigmoid(linear(w, "gate_proj", x))

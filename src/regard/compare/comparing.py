@@ -1,7 +1,7 @@
 """compare: first the proof that regard computes what the model does, then every candidate."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,32 +79,22 @@ def compare(
     started = time.perf_counter()
     context = texts.windows.shape[1]
     _check_length(model, context)
+    dtype = str(model.dtype).removeprefix("torch.")
     total = 2 + len(texts.windows) * (1 + len(candidates))
-    steps = iter(range(total + 1))
-    progress("proving that regard computes what the model does", next(steps), total)
+    steps = iter(range(total))
+
+    def tell(what: str) -> None:
+        progress(what, next(steps), total)
+
+    tell("proving that regard computes what the model does")
     proof = prove(model, texts.windows[0])
-    progress("calibrating", next(steps), total)
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     kind = shipped[0].kind
     named = [replace(each, name=each.name.format(kind=kind)) for each in candidates]
+    tell("calibrating")
     runners = _runners(model, shipped, named, _calibrate(model, texts.calibration))
-    samples = {each.name: Sample() for each in named}
-    for turn, window in enumerate(texts.windows):
-        progress("reading as shipped", next(steps), total)
-        reference = hidden_states(model, window[None])
-        for each in named[:: 1 - 2 * (turn % 2)]:
-            progress(each.name, next(steps), total)
-            runner = runners[each.name]
-            if isinstance(runner, Runner):
-                measure_window(runner, samples[each.name], window, reference)
+    rows = tuple(_measure(model, named, runners, texts.windows, memory=memory, tell=tell))
     progress("done", total, total)
-    rows = tuple(
-        Row(each.name, each.exact, remark=runner)
-        if isinstance(runner := runners[each.name], str)
-        else samples[each.name].row(each.name, each.exact, context=context, memory=memory)
-        for each in named
-    )
-    dtype = str(model.dtype).removeprefix("torch.")
     return Comparison(
         model=name,
         kind=kind,
@@ -119,6 +109,34 @@ def compare(
         verdict=verdict(rows, dtype),
         seconds=time.perf_counter() - started,
     )
+
+
+def _measure(
+    model: Any,
+    candidates: Sequence[Candidate],
+    runners: Mapping[str, Runner | str],
+    windows: Int[Tensor, "N L"],
+    *,
+    memory: int,
+    tell: Callable[[str], None],
+) -> Iterator[Row]:
+    """Every candidate over every window, taking turns, so that a slow minute hits them alike."""
+    samples = {each.name: Sample() for each in candidates}
+    for turn, window in enumerate(windows):
+        tell("reading as shipped")
+        reference = hidden_states(model, window[None])
+        for each in candidates[:: -1 if turn % 2 else 1]:
+            tell(each.name)
+            runner = runners[each.name]
+            if isinstance(runner, Runner):
+                measure_window(runner, samples[each.name], window, reference)
+    for each in candidates:
+        runner, sample = runners[each.name], samples[each.name]
+        if isinstance(runner, str):
+            yield Row(each.name, each.exact, remark=runner)
+        else:
+            context = windows.shape[1]
+            yield sample.row(each.name, each.exact, context=context, memory=memory)
 
 
 @torch.no_grad()

@@ -1,17 +1,30 @@
 """With the same weights, the outputs are those of transformers' own modules, and of torch's.
 
 Whole, in chunks, and token by token, from small random configurations; norms, sinks and biases are
-random too. The peers run their eager attention with masks made here by Python loops.
+random too. The peers run their eager attention with masks made here by Python loops, in float64 to
+the last digits and in float32 to their own error: see `peers`.
 """
 
 import pytest
 import torch
 from torch import nn
 
+from peers import (
+    BATCH,
+    LENGTH,
+    agree,
+    answers,
+    causal,
+    close,
+    decoder,
+    load,
+    randomised,
+    run,
+    transformers,
+)
 from regard import (
     Attention,
     Causal,
-    KVCache,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     Padding,
@@ -20,71 +33,6 @@ from regard import (
     SlidingWindow,
     Yarn,
 )
-
-transformers = pytest.importorskip("transformers", reason="pip install regard[hf]")
-
-BATCH, LENGTH = 2, 11
-ULPS = 16  # of the largest output: two float32 sums of a few hundred terms, in different orders
-
-
-def close(ours, theirs):
-    eps = torch.finfo(theirs.dtype).eps
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=ULPS * eps * theirs.abs().max().item())
-
-
-def randomised(module):
-    """All parameters random, norms around one."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            around = 1.0 if "norm" in name else 0.0
-            parameter.copy_(around + 0.3 * torch.randn_like(parameter))
-    return module.eval()
-
-
-def additive(visible):
-    rows = [[0.0 if visible(q, k) else -1e30 for k in range(LENGTH)] for q in range(LENGTH)]
-    return torch.tensor(rows)[None, None]
-
-
-def causal(window=None):
-    return additive(lambda q, k: k <= q and (window is None or q - k < window))
-
-
-def agree(layer, theirs, x, **options):
-    """Whole, in chunks, token by token."""
-    with torch.no_grad():
-        close(layer(x, **options), theirs)
-        for sizes in ([4, 1, 1, 5], [1] * LENGTH, [LENGTH]):
-            cache = KVCache()
-            parts = [layer(chunk, cache=cache) for chunk in x.split(sizes, dim=1)]
-            close(torch.cat(parts, dim=1), theirs)
-
-
-def load(layer, peer, renames=()):
-    """The peer's state dict, strictly: names differ only where `renames` says."""
-    state = peer.state_dict()
-    for old, new in renames:
-        state = {name.replace(old, new): value for name, value in state.items()}
-    layer.load_state_dict(state, strict=True)
-    return layer.eval()
-
-
-def decoder(family, config_class, size, rotary_class, **options):
-    """One attention module of a decoder, its rotary module, and its output on random input."""
-    module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["x"])
-    config = getattr(transformers, config_class)(**size, **options)
-    config._attn_implementation = "eager"
-    name = config_class.removesuffix("Config")
-    peer = randomised(getattr(module, f"{name}Attention")(config, 0))
-    rotary = getattr(module, rotary_class or f"{name}RotaryEmbedding")(config)
-    x = torch.randn(BATCH, LENGTH, size["hidden_size"])
-    return peer, rotary, x
-
-
-def run(peer, rotary, x, mask):
-    with torch.no_grad():
-        embeddings = rotary(x, torch.arange(LENGTH)[None])
-        return peer(x, position_embeddings=embeddings, attention_mask=mask)[0]
 
 
 def sizes(heads=6, kv_heads=2, head_dim=10, hidden=36):
@@ -107,7 +55,7 @@ def rope(theta, kind="default", **more):
 def test_llama(kv_heads, bias):
     size = sizes(kv_heads=kv_heads)
     peer, rotary, x = decoder(
-        "llama", "LlamaConfig", size, None, attention_bias=bias, rope_parameters=rope(5000.0)
+        "llama", "LlamaConfig", size, attention_bias=bias, rope_parameters=rope(5000.0)
     )
     layer = Attention(
         36,
@@ -123,7 +71,7 @@ def test_llama(kv_heads, bias):
 
 def test_mistral_looks_through_a_window():
     peer, rotary, x = decoder(
-        "mistral", "MistralConfig", sizes(), None, sliding_window=4, rope_parameters=rope(1e4)
+        "mistral", "MistralConfig", sizes(), sliding_window=4, rope_parameters=rope(1e4)
     )
     layer = Attention(
         36, 6, num_kv_heads=2, head_dim=10, rope=Rotary(10), mask=Causal() & SlidingWindow(4)
@@ -133,7 +81,7 @@ def test_mistral_looks_through_a_window():
 
 def test_qwen3_norms_queries_and_keys():
     peer, rotary, x = decoder(
-        "qwen3", "Qwen3Config", sizes(), None, rms_norm_eps=1e-5, rope_parameters=rope(1e6)
+        "qwen3", "Qwen3Config", sizes(), rms_norm_eps=1e-5, rope_parameters=rope(1e6)
     )
     layer = Attention(
         36,
@@ -155,7 +103,6 @@ def test_gemma2_caps_its_scores_and_scales_by_its_own_size(window):
         "gemma2",
         "Gemma2Config",
         sizes(),
-        None,
         query_pre_attn_scalar=17,
         attn_logit_softcapping=1.5,
         sliding_window=4,
@@ -189,7 +136,6 @@ def test_gpt_oss_has_sinks(yarn, window):
         "gpt_oss",
         "GptOssConfig",
         sizes(),
-        None,
         attention_bias=True,
         sliding_window=4,
         layer_types=[kind] * 2,
@@ -211,7 +157,7 @@ def test_gpt_oss_has_sinks(yarn, window):
 def test_phi_turns_some_channels():
     size = sizes(hidden=60)
     peer, rotary, x = decoder(
-        "phi", "PhiConfig", size, None, rope_parameters=rope(1e4, partial_rotary_factor=0.4)
+        "phi", "PhiConfig", size, rope_parameters=rope(1e4, partial_rotary_factor=0.4)
     )
     layer = Attention(60, 6, num_kv_heads=2, head_dim=10, bias=True, rope=Rotary(4), mask=Causal())
     agree(load(layer, peer, [("dense", "o_proj")]), run(peer, rotary, x, causal()), x)
@@ -230,13 +176,14 @@ def test_bert_sees_both_ways_and_no_padding():
     valid = torch.ones(BATCH, LENGTH, dtype=torch.int64)
     valid[0, 7:] = 0
     valid[1, :3] = 0
-    hidden = torch.where(valid.bool(), 0.0, torch.finfo(torch.float32).min)[:, None, None]
-    with torch.no_grad():
-        close(layer(x, mask=Padding(valid)), peer(x, attention_mask=hidden)[0])
-        close(layer(x), peer(x)[0])
+    hidden = torch.where(valid.bool(), 0.0, -1e30)[:, None, None]
+    theirs = answers(peer, x, hidden, of=lambda peer, x, mask: peer(x, attention_mask=mask)[0])
+    close(layer, theirs, x, of=lambda layer, x: layer(x, mask=Padding(valid)))
+    theirs = answers(peer, x, of=lambda peer, x: peer(x)[0])
+    close(layer, theirs, x, of=lambda layer, x: layer(x))
 
 
-def t5(is_decoder, relative=True, causal=False):
+def t5(is_decoder, relative=True):
     from transformers.models.t5.modeling_t5 import T5Attention
 
     config = transformers.T5Config(
@@ -249,7 +196,7 @@ def t5(is_decoder, relative=True, causal=False):
     )
     config._attn_implementation = "eager"
     peer = T5Attention(config, has_relative_attention_bias=relative, layer_idx=0)
-    return randomised(peer), config
+    return randomised(peer)
 
 
 T5_NAMES = [
@@ -263,30 +210,42 @@ T5_NAMES = [
 
 @pytest.mark.parametrize("is_decoder", [False, True])
 def test_t5_has_a_relative_bias_and_no_scale(is_decoder):
-    peer, _ = t5(is_decoder)
+    peer = t5(is_decoder)
     bias = RelativeBias(6, num_buckets=8, max_distance=9, bidirectional=not is_decoder)
     layer = Attention(36, 6, head_dim=10, scale=1.0, score_bias=bias)
     load(layer, peer, T5_NAMES)
     x = torch.randn(BATCH, LENGTH, 36)
-    with torch.no_grad():
-        if is_decoder:
-            layer.mask = Causal()
-            agree(layer, peer(x, mask=causal())[0], x)
-        else:
-            close(layer(x), peer(x, mask=torch.zeros(1, 1, 1, LENGTH))[0])
+    mask = causal() if is_decoder else torch.zeros(1, 1, 1, LENGTH)
+    theirs = answers(peer, x, mask, of=lambda peer, x, mask: peer(x, mask=mask)[0])
+    if is_decoder:
+        layer.mask = Causal()
+        agree(layer, theirs, x)
+    else:
+        close(layer, theirs, x, of=lambda layer, x: layer(x))
 
 
 def test_t5_reads_another_sequence():
-    peer, _ = t5(True, relative=False)
+    peer = t5(True, relative=False)
     layer = load(Attention(36, 6, head_dim=10, scale=1.0), peer, T5_NAMES)
     x, context = torch.randn(BATCH, LENGTH, 36), torch.randn(BATCH, 7, 36)
     valid = torch.ones(BATCH, 7, dtype=torch.bool)
     valid[0, 4:] = False
     hidden = torch.where(valid, 0.0, -1e30)[:, None, None]
-    with torch.no_grad():
-        theirs = peer(x, mask=hidden, key_value_states=context)[0]
-        close(layer(x, context=context, mask=Padding(valid)), theirs)
-        close(layer(x, context=layer.remember(context), mask=Padding(valid)), theirs)
+    theirs = answers(
+        peer, x, context, hidden, of=lambda peer, x, c, m: peer(x, mask=m, key_value_states=c)[0]
+    )
+    reads_context(layer, theirs, x, context, Padding(valid))
+
+
+def reads_context(layer, theirs, x, context, mask):
+    """From the sequence itself; from a memory, whole and token by token."""
+
+    def stepwise(layer, x, context):
+        memory = layer.remember(context)
+        return torch.cat([layer(t, context=memory, mask=mask) for t in x.split(1, dim=1)], dim=1)
+
+    close(layer, theirs, x, context, of=lambda layer, x, c: layer(x, context=c, mask=mask))
+    close(layer, theirs, x, context, of=stepwise)
 
 
 YARN = {
@@ -314,9 +273,7 @@ def deepseek(version, q_lora_rank, yarn, **options):
         "attention_bias": True,
         "rope_parameters": rope(1e4, "yarn", **YARN) if yarn else rope(1e4),
     }
-    peer, rotary, x = decoder(
-        f"deepseek_v{version}", f"DeepseekV{version}Config", size, None, **options
-    )
+    peer, rotary, x = decoder(f"deepseek_v{version}", f"DeepseekV{version}Config", size, **options)
     scaling = None
     if yarn:
         scaling = Yarn(8.0, original_max_position=16, mscale=0.7, mscale_all_dim=1.3)
@@ -326,9 +283,10 @@ def deepseek(version, q_lora_rank, yarn, **options):
 @pytest.mark.parametrize("form", ["auto", "expanded", "absorbed"])
 @pytest.mark.parametrize("yarn", [False, True])
 @pytest.mark.parametrize("q_lora_rank", [None, 12])
-@pytest.mark.parametrize("version", [2, 3])
-def test_deepseek(version, q_lora_rank, yarn, form):
-    peer, rotary, x, scaling = deepseek(version, q_lora_rank, yarn)
+@pytest.mark.parametrize(("version", "pairing"), [(2, "pairs"), (3, "pairs"), (3, "halves")])
+def test_deepseek(version, pairing, q_lora_rank, yarn, form):
+    interleaved = {"rope_interleave": pairing == "pairs"} if version == 3 else {}
+    peer, rotary, x, scaling = deepseek(version, q_lora_rank, yarn, **interleaved)
     layer = MultiHeadLatentAttention(
         36,
         3,
@@ -338,7 +296,7 @@ def test_deepseek(version, q_lora_rank, yarn, form):
         qk_rope_head_dim=8,
         v_head_dim=5,
         bias=True,
-        rope=Rotary(8, pairing="pairs", scaling=scaling),
+        rope=Rotary(8, pairing=pairing, scaling=scaling),
         mask=Causal(),
         form=form,
     )
@@ -353,16 +311,22 @@ def test_torch_multihead_attention(bias):
     x = torch.randn(BATCH, LENGTH, 36)
     hidden = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     hidden[0, 6:] = True
-    with torch.no_grad():
-        close(layer(x), peer(x, x, x)[0])
-        padded, weights = peer(x, x, x, key_padding_mask=hidden, average_attn_weights=False)
-        close(layer(x, mask=Padding(~hidden)), padded)
-        close(layer.weights(x, mask=Padding(~hidden)), weights)
-        layer.mask = Causal()
-        agree(layer, peer(x, x, x, attn_mask=causal()[0, 0])[0], x)
+    theirs = answers(peer, x, of=lambda peer, x: peer(x, x, x)[0])
+    close(layer, theirs, x, of=lambda layer, x: layer(x))
+
+    def padded(which):
+        options = {"key_padding_mask": hidden, "average_attn_weights": False}
+        return answers(peer, x, of=lambda peer, x: peer(x, x, x, **options)[which])
+
+    close(layer, padded(0), x, of=lambda layer, x: layer(x, mask=Padding(~hidden)))
+    close(layer, padded(1), x, of=lambda layer, x: layer.weights(x, mask=Padding(~hidden)))
+    layer.mask = Causal()
+    mask = causal()[0, 0]
+    agree(layer, answers(peer, x, mask, of=lambda peer, x, m: peer(x, x, x, attn_mask=m)[0]), x)
 
 
-def test_torch_multihead_attention_across():
+@pytest.mark.parametrize("padded", [False, True])
+def test_torch_multihead_attention_across(padded):
     peer = randomised(nn.MultiheadAttention(36, 6, kdim=20, vdim=20, batch_first=True))
     layer = MultiHeadAttention(36, 6, bias=True, context_size=20).eval()
     state = peer.state_dict()
@@ -373,8 +337,12 @@ def test_torch_multihead_attention_across():
         )
     layer.o_proj.load_state_dict(peer.out_proj.state_dict())
     x, context = torch.randn(BATCH, LENGTH, 36), torch.randn(BATCH, 5, 20)
-    with torch.no_grad():
-        close(layer(x, context=context), peer(x, context, context)[0])
+    hidden = torch.zeros(BATCH, 5, dtype=torch.bool)
+    hidden[1, 2:] = padded
+    theirs = answers(
+        peer, x, context, of=lambda peer, x, c: peer(x, c, c, key_padding_mask=hidden)[0]
+    )
+    reads_context(layer, theirs, x, context, Padding(~hidden))
 
 
 def load_fused(layer, peer):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,19 @@ def require(*packages: str) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' own bars and notes off the terminal while a program shows its own."""
-    require("transformers")
+    require("transformers", "tqdm")
+    import tqdm
     from transformers.utils import logging
 
+    made = tqdm.tqdm.__init__
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    tqdm.tqdm.__init__ = partialmethod(made, disable=True)  # the GGUF reader asks nobody
     try:
         yield
     finally:
+        tqdm.tqdm.__init__ = made
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()

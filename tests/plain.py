@@ -45,10 +45,12 @@ def rms(x: np.ndarray, weight: np.ndarray, eps: float = 1e-6) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """RMS over a head, or over all of them at once where the weight is as wide as they are."""
     size = x.shape[-1]
-    return rms(x, weight) if len(weight) == size else heads(rms(side_by_side(x), weight), size)
+    if len(weight) == size:
+        return rms(x, weight, eps)
+    return heads(rms(side_by_side(x), weight, eps), size)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -179,7 +181,7 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def judge(layer, x, sees=causal, context=None, turn=lambda x: x, **options):
+def judge(layer, x, sees=causal, context=None, turn=lambda x: x, eps=1e-6, **options):
     """A layer of plain heads: its output and its weights."""
     w, size = weights_of(layer), layer.head_dim
     x = array(x)
@@ -189,7 +191,7 @@ def judge(layer, x, sees=causal, context=None, turn=lambda x: x, **options):
         for name, given in (("q", x), ("k", source), ("v", source))
     )
     if "q_norm.weight" in w:
-        q, k = (normed(t, w[f"{name}_norm.weight"]) for name, t in (("q", q), ("k", k)))
+        q, k = (normed(t, w[f"{name}_norm.weight"], eps) for name, t in (("q", q), ("k", k)))
     out, weights = attention(turn(q), turn(k), v, sees, sinks=w.get("sinks"), **options)
     if "gate_proj.weight" in w:
         gate = sigmoid(linear(w, "gate_proj", x))

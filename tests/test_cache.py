@@ -11,7 +11,7 @@ from conftest import LONG
 from regard import NO_CACHE, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
 from regard.quantized import dequantize, quantize
 
-STEPS = 20_000 if LONG else 500
+STEPS = 34_000 if LONG else 500  # three seeds a kind
 KINDS = {
     "growing": KVCache,
     "static": lambda: StaticCache(40),
@@ -69,16 +69,18 @@ def tolerance_of(cache):
 def test_random_operations_agree_with_lists(kind, seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    batch = 3
+    batch, furthest = 3, 0  # a rollback counts from the furthest that the cache has been
     cache, model = KINDS[kind](), Model(batch)
     for _ in range(STEPS):
         choice = rng.random()
         longest = max(model.lengths)
+        furthest = max(furthest, longest) if longest else 0
         if choice < 0.5:
             new = tokens(rng, batch, rng.choice((1, 1, 1, 2, 7)))
             if isinstance(cache, StaticCache) and longest + new[0].shape[2] > cache.max_length:
                 with pytest.raises(ValueError, match="max_length"):
                     cache.update(*new)
+                assert cache.length == longest
                 cache.truncate(0)
                 model = Model(batch)
                 continue
@@ -100,7 +102,8 @@ def test_random_operations_agree_with_lists(kind, seed):
                 cache.truncate(length)
             except ValueError:
                 assert isinstance(cache, SlidingCache)
-                assert longest - length > cache.rollback
+                assert furthest - length > cache.rollback
+                assert length > 0 and cache.size > 1
                 continue
             model.rows = [row[:length] for row in model.rows]
         elif choice < 0.78 and not isinstance(cache, SlidingCache):
@@ -108,14 +111,17 @@ def test_random_operations_agree_with_lists(kind, seed):
             cache.truncate(torch.tensor(lengths))
             model.rows = [row[:n] for row, n in zip(model.rows, lengths, strict=True)]
         elif choice < 0.9:
-            rows = [rng.randrange(batch) for _ in range(batch)]
+            rows = [rng.randrange(batch) for _ in range(rng.choice((batch, batch, 2, 4)))]
             cache.reorder(torch.tensor(rows))
+            batch = len(rows)
             model.rows = [list(model.rows[r]) for r in rows]
         elif choice < 0.95:
             cache = copy.deepcopy(cache)
         else:
             cache = pickle.loads(pickle.dumps(cache))
         assert cache.length == max(model.lengths)
+        if isinstance(cache, KVCache | StaticCache) and cache.nbytes:
+            assert cache.nbytes == batch * cache.length * (2 * 6 * 4 + 3 * 4 + 8)
         if longest > 60:
             cache, model = KINDS[kind](), Model(batch)
 
@@ -141,7 +147,8 @@ def test_a_refused_update_changes_nothing(kind):
         for call in (cache.update, cache.peek):
             with pytest.raises(ValueError, match=r"stream|batch|length"):
                 call(*streams)
-    for length in (-1, 5, torch.tensor([1, 9]), torch.tensor([1.0, 2.0])):
+    lengths = [torch.tensor(n) for n in ([1, 9], [1.0, 2.0], [1, 2, 3], [3], 3)]
+    for length in (-1, 5, *lengths):
         with pytest.raises(ValueError, match=r"length|rows of one length"):
             cache.truncate(length)
     for rows in (torch.tensor([0, 2]), torch.tensor([0.0]), torch.tensor([[0]])):
@@ -150,6 +157,47 @@ def test_a_refused_update_changes_nothing(kind):
     assert cache.length == 4
     for have, want in zip(cache.peek(*good)[0].streams, before, strict=True):
         assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "int8"])
+def test_ragged_lengths_of_another_batch_are_refused(kind):
+    cache = KINDS[kind]()
+    cache.update(torch.randn(2, 1, 6, 4))
+    cache.truncate(torch.tensor([3, 5]))
+    for lengths in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="each of the 2 rows"):
+            cache.truncate(torch.tensor(lengths))
+    assert cache.span(1).positions().tolist() == [[3], [5]]
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "int8"])
+def test_lengths_are_not_shared_with_the_caller(kind):
+    cache, lengths = KINDS[kind](), torch.tensor([3, 5])
+    cache.update(torch.randn(2, 1, 6, 4))
+    cache.truncate(lengths)
+    lengths.zero_()
+    cache.span(1).q_start.zero_()
+    assert cache.span(1).positions().tolist() == [[3], [5]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_filled_in_inference_mode_goes_on_outside(kind):
+    cache, new = KINDS[kind](), torch.randn(2, 1, 6, 4)
+    with torch.inference_mode():
+        cache.update(new)
+        cache.reorder(torch.tensor([1, 0]))
+    cache.update(new)
+    cache.reorder(torch.tensor([1, 0]))
+    assert cache.update(new)[0].kv_stop == 18
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_sliding_cache_can_always_start_again(size):
+    cache, new = SlidingCache(size), torch.randn(1, 1, 20, 2)
+    cache.update(new)
+    cache.truncate(0)
+    assert cache.span(3).kv_start == cache.length == 0
+    assert torch.equal(cache.update(new[:, :, :3])[0].streams[0], new[:, :, :3])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,6 +223,21 @@ def test_gradients_flow_through_the_past(make):
     expected[:, :, -visible.shape[2] :] = 2 * visible.detach()
     assert torch.equal(past.grad, expected)
     assert torch.equal(new.grad, 2 * new.detach())
+
+
+def test_gradients_are_those_of_a_plain_concatenation():
+    chunks = [torch.randn(2, 2, n, 3, requires_grad=True) for n in (4, 1, 1, 3)]
+    weight, cache, held = torch.randn(2, 2, 9, 3), KVCache(), None
+    with torch.no_grad():
+        cache.update(torch.randn(2, 2, 5, 3))
+    for chunk in chunks:
+        held = cache.update(chunk)[0].streams[0][:, :, 5:]
+    assert torch.equal(held, torch.cat(chunks, dim=2))
+    (held.sin() * weight).sum().backward()
+    mine = [chunk.grad.clone() for chunk in chunks]
+    wanted = torch.autograd.grad((torch.cat(chunks, dim=2).sin() * weight).sum(), chunks)
+    for have, want in zip(mine, wanted, strict=True):
+        assert torch.equal(have, want)
 
 
 def test_gradients_flow_through_a_ragged_past():
@@ -247,6 +310,25 @@ def test_quantised_rows_do_not_know_each_other():
     assert torch.equal(quiet.update(x)[0].streams[0][0], other.update(loud)[0].streams[0][0])
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_outlier_channel_spoils_its_group_only(bits):
+    x = torch.randn(1, 2, 9, 64)
+    loud = x.clone()
+    loud[..., 20] = 1e4
+    quiet, other = (QuantizedCache(bits, group=16).update(y)[0].streams[0] for y in (x, loud))
+    same = (quiet == other).all((0, 1, 2))
+    assert same[:16].all() and same[32:].all()
+    assert not same[16:32].any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_in_chunks_is_quantised_token_by_token(bits):
+    x, whole, steps = torch.randn(2, 2, 9, 12), QuantizedCache(bits, 8), QuantizedCache(bits, 8)
+    for token in x.split(1, dim=2):
+        (part,) = steps.update(token)
+    assert torch.equal(whole.update(x)[0].streams[0], part.streams[0])
+
+
 def test_the_error_of_a_quantised_cache_does_not_grow():
     cache = QuantizedCache(4)
     x = torch.randn(1, 1, 4096, 64)
@@ -274,6 +356,9 @@ def test_no_cache_keeps_nothing():
     assert pickle.loads(pickle.dumps(NO_CACHE)) is NO_CACHE
     with pytest.raises(ValueError, match="length"):
         NO_CACHE.truncate(1)
+    NO_CACHE.truncate(0)
+    with pytest.raises(ValueError, match="holds nothing"):
+        NO_CACHE.reorder(torch.tensor([0]))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +380,9 @@ def test_a_repr_pastes_back(cache):
     [
         (lambda: StaticCache(0), "at least 1"),
         (lambda: SlidingCache(0), "at least 1"),
+        (lambda: StaticCache(True), "whole number"),
+        (lambda: SlidingCache(2, rollback=True), "whole number"),
+        (lambda: KVCache().truncate(False), "whole number"),
         (lambda: SlidingCache(2, rollback=-1), "0 or more"),
         (lambda: QuantizedCache(bits=3), "8 or 4"),
         (lambda: QuantizedCache(group=0), "even number"),

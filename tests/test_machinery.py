@@ -225,24 +225,28 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
 
 
 def imports_of(path):
-    """The regard modules that a file imports, by their first name."""
+    """The regard modules that a file imports, by their first name, however it spells that."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("regard"):
-            yield [*node.module.split("."), "__init__"][1]
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports by a relative name"
+            names = [f"{node.module}.{each.name}" for each in node.names]
+        for name in names:
+            first, *rest = name.split(".")
+            if first == "regard":
+                yield rest[0] if rest and rest[0] in BELOW else "__init__"
 
 
 def test_imports_point_one_way():
     for path in SOURCES:
         inside = path.relative_to(ROOT / "src/regard").parts
         me = inside[0].removesuffix(".py")
-        if me == "algebra":
-            continue  # it asks `draw` for a picture, inside a method
         for other in imports_of(path):
             if other != me:
                 assert BELOW[other] < BELOW[me] or (me, other) in ALSO, f"{me} imports {other}"
 
 
-ALSO = {("check", "bias"), ("hf", "__init__")}
+ALSO = {("algebra", "draw"), ("hf", "__init__")}  # a mask draws itself; `hf` shows the layers
 
 
 def test_backends_do_not_know_each_other_and_layers_neither():
@@ -261,16 +265,16 @@ def test_importing_regard_imports_nothing_optional():
 
 
 def test_importing_regard_costs_little_more_than_torch():
-    """The best of several, since neighbours only ever add."""
+    """At most 50 ms, of the processor's time, which neighbours do not change; the best of several,
+    since a cold disk only ever adds. Wall time: benchmarks/importing.py."""
     code = (
-        "import time, torch, jaxtyping; t = time.perf_counter(); import regard; "
-        "print(time.perf_counter() - t)"
+        "import time, torch; t = time.process_time(); import regard; print(time.process_time() - t)"
     )
     seconds = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
         for _ in range(3)
     ]
-    assert min(seconds) < 0.1  # 50 ms on a quiet machine: benchmarks/importing.py
+    assert min(seconds) < 0.05
 
 
 def test_no_file_holds_two_things():

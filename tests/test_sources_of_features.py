@@ -66,6 +66,30 @@ def test_qk_norm_of_all_heads_at_once():
     same(layer(x), judge(layer, x)[0])
 
 
+@pytest.mark.parametrize("norm", ["head", "width"])
+def test_qk_norm_with_an_epsilon_that_counts(norm):
+    layer, x = gqa(qk_norm=norm, norm_eps=0.3), draw(B, L, E)
+    same(layer(x), judge(layer, x, eps=0.3)[0])
+    differs(layer(x), judge(layer, x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "biased"),
+    [
+        ({"bias": True}, "qkvo"),
+        ({"bias": True, "out_bias": False}, "qkv"),
+        ({"out_bias": True}, "o"),
+        ({"bias": {"q_proj", "v_proj"}}, "qv"),
+        ({"bias": {"k_proj"}, "out_bias": True}, "ko"),
+    ],
+)
+def test_projections_with_biases(options, biased):
+    layer, x = gqa(**options), draw(B, L, E)
+    names = {name for name, _ in layer.named_parameters() if name.endswith("bias")}
+    assert names == {f"{letter}_proj.bias" for letter in biased}
+    same(layer(x), judge(layer, x)[0])
+
+
 def test_qk_norm_of_ones_own():
     """A function from a size to a module; here one that halves."""
 

@@ -12,6 +12,7 @@ from regard import (
     Attention,
     Causal,
     KVCache,
+    LatentKVAttention,
     LinearScaling,
     Llama3,
     LongRope,
@@ -82,6 +83,11 @@ SCALINGS = {
         slowed_by_yarn(TURNS, DIM, THETA, 4.0, 64, fast=8),
         GROWN,
     ),
+    "YaRN, with DeepSeek's mscales": (
+        Yarn(4.0, original_max_position=64, beta_fast=8, mscale=0.6, mscale_all_dim=1.4),
+        slowed_by_yarn(TURNS, DIM, THETA, 4.0, 64, fast=8),
+        (0.06 * math.log(4) + 1) / (0.14 * math.log(4) + 1),
+    ),
     "Llama 3": (
         Llama3(8.0, original_max_position=32),
         slowed_by_llama3(TURNS, 8.0, 1.0, 4.0, 32),
@@ -106,7 +112,9 @@ def test_rope_with_every_scaling(name):
     rope = Rotary(DIM, theta=THETA, scaling=scaling)
     layer = ready(Attention(E, 4, num_kv_heads=2, head_dim=9, rope=rope, mask=Causal()))
     x = draw(B, L, E)
-    same(layer(x), judge(layer, x, turn=lambda h: plain.rotate(h, turns, grow=grow))[0])
+    scale = 9**-0.5 * ((0.14 * math.log(4) + 1) ** 2 if "mscales" in name else 1)
+    expected, _ = judge(layer, x, turn=lambda h: plain.rotate(h, turns, grow=grow), scale=scale)
+    same(layer(x), expected)
     differs(layer(x), judge(layer, x, turn=lambda h: plain.rotate(h, TURNS))[0])
 
 
@@ -192,3 +200,43 @@ def test_mla_trains_in_both_forms(form, latent_norm):
         assert all((after[name] != before[name]).any() for name in before)
     assert paths[0][-1] < paths[0][0]
     assert paths[0] == pytest.approx(paths[1], rel=1e-10)
+
+
+def latent_kv(**options) -> LatentKVAttention:
+    sizes = {"num_kv_heads": 2, "head_dim": 4, "kv_lora_rank": 7}
+    return LatentKVAttention(E, 6, **sizes, rope=Rotary(4), mask=Causal(), **options)
+
+
+LATENTS = {
+    "MLA, expanded": lambda: mla(form="expanded", dropout=0.4),
+    "MLA, absorbed": lambda: mla(form="absorbed", dropout=0.4),
+    "latent KV": lambda: latent_kv(dropout=0.4),
+}
+
+
+@pytest.mark.parametrize("kind", LATENTS)
+def test_latent_attention_with_dropout_in_training_only(kind):
+    """The same row many times: no two alike, and on average what it is without dropout."""
+    layer, x, rows = ready(LATENTS[kind]()), draw(1, L, E), 2000
+    calm = layer(x)
+    with torch.no_grad():
+        out = layer.train()(x.expand(rows, L, E))
+    spread = out.std(0)
+    assert (spread > 0).all()
+    assert ((out.mean(0) - calm[0]).abs() < 6 * spread / math.sqrt(rows)).all()
+    again = layer.eval()(x.expand(2, L, E))
+    same(again, plain.array(calm.expand(2, L, E)))
+
+
+def test_latent_kv_opens_its_latents_and_then_rotates():
+    """Keys of all heads, then their values; one latent and one position a token are cached."""
+    layer, x, cache = ready(latent_kv(bias=True)), draw(B, L, E), KVCache()
+    w, turns = plain.weights_of(layer), plain.frequencies(4, 10_000.0)
+    q = plain.heads(plain.linear(w, "q_proj", plain.array(x)), 4)
+    opened = plain.linear(w, "kv_b_proj", plain.linear(w, "kv_a_proj", plain.array(x)))
+    k, v = plain.heads(opened[..., :8], 4), plain.heads(opened[..., 8:], 4)
+    out, _ = plain.attention(plain.rotate(q, turns), plain.rotate(k, turns), v, plain.causal)
+    expected = plain.linear(w, "o_proj", plain.side_by_side(out))
+    same(layer(x), expected)
+    same(decode(layer, x, cache), expected)
+    assert cache.nbytes == B * L * (7 * 8 + 4)

@@ -10,6 +10,8 @@ from regard.streams import (
     bytes_a_token,
     check_rows,
     check_streams,
+    check_whole,
+    chosen,
     empty_like,
     wants_grad,
     write,
@@ -70,11 +72,11 @@ class KVCache:
         return (Part(0, self.length + added, appended(self._held, new, self._lengths)),)
 
     def truncate(self, length: int | Tensor) -> None:
-        self._lengths = self._lengths.truncated(length)
+        self._lengths = self._lengths.truncated(length, self._held)
 
     def reorder(self, rows: Tensor) -> None:
         check_rows(rows, self._held)
-        self._held = tuple(held.index_select(0, rows.to(held.device)) for held in self._held)
+        self._held = chosen(self._held, rows)
         self._lengths = self._lengths.reordered(rows)
 
     def _part(self, held: tuple[Tensor, ...]) -> Part:
@@ -118,8 +120,7 @@ StaticCache, truncate this one, or use KVCache()
     """
 
     def __init__(self, max_length: int) -> None:
-        if max_length < 1:
-            raise ValueError(f"max_length is at least 1, got {max_length}")
+        check_whole("max_length", max_length, least=1)
         self.max_length = max_length
         self._lengths = Lengths()
         self._held: tuple[Tensor, ...] = ()
@@ -160,16 +161,16 @@ StaticCache, truncate this one, or use KVCache()
         return (Part(0, self.length + added, appended(self._held, new, self._lengths)),)
 
     def truncate(self, length: int | Tensor) -> None:
-        self._lengths = self._lengths.truncated(length)
+        self._lengths = self._lengths.truncated(length, self._held)
 
     def reorder(self, rows: Tensor) -> None:
         check_rows(rows, self._held)
-        chosen = [held.index_select(0, rows.to(held.device)) for held in self._held]
+        picked = chosen(self._held, rows)
         if self._held and len(rows) == self._held[0].shape[0]:
-            for held, each in zip(self._held, chosen, strict=True):
+            for held, each in zip(self._held, picked, strict=True):
                 held.copy_(each)
         else:
-            self._held = tuple(chosen)
+            self._held = picked
         self._lengths = self._lengths.reordered(rows)
 
     def _check(self, new: tuple[Tensor, ...]) -> int:

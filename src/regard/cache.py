@@ -65,10 +65,20 @@ class NoCache:
     peek = update
 
     def truncate(self, length: int | Tensor) -> None:
+        """Nothing is held: only 0 tokens can remain.
+
+        Raises:
+            ValueError: if `length` is anything else.
+        """
         Lengths().truncated(length)
 
     def reorder(self, rows: Tensor) -> None:
-        """There is nothing to reorder."""
+        """Nothing is held, and what is not kept cannot follow.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("NO_CACHE holds nothing to reorder; give the layer cache=KVCache()")
 
     def __repr__(self) -> str:
         return "NO_CACHE"

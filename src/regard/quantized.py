@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.buffered import KVCache
 from regard.span import Span
-from regard.streams import Part, check_streams, wants_grad
+from regard.streams import Part, check_streams, check_whole, chosen, wants_grad
 
 
 class QuantizedCache:
@@ -18,7 +18,8 @@ class QuantizedCache:
 
     Codes are asymmetric: `value = zero + scale * code`, both in bfloat16, for each `group` channels
     of a token and head; the error of a value is at most half a scale, and one rounding. What
-    `update` returns is what is held, the new tokens too, in the dtype that came.
+    `update` returns is what is held, the new tokens too, in the dtype that came. Values must be
+    finite, and below 1e38 in size: nothing reads them to check.
 
     Args:
         bits: 8 or 4 (two codes a byte).
@@ -36,6 +37,8 @@ class QuantizedCache:
     """
 
     def __init__(self, bits: int = 8, group: int = 64) -> None:
+        check_whole("bits", bits)
+        check_whole("group", group)
         if bits not in (4, 8):
             raise ValueError(f"bits is 8 or 4, got {bits}")
         if group < 1 or group % 2:
@@ -79,7 +82,7 @@ class QuantizedCache:
 
     def reorder(self, rows: Tensor) -> None:
         self._store.reorder(rows)
-        self._like = tuple(each.index_select(0, rows.to(each.device)) for each in self._like)
+        self._like = chosen(self._like, rows)
 
     def _coded(self, new: tuple[Tensor, ...]) -> list[Tensor]:
         check_streams(new, self._like)

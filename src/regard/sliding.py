@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from regard.span import Span
-from regard.streams import Part, check_rows, check_streams, empty_like, wants_grad
+from regard.streams import (
+    Part,
+    check_rows,
+    check_streams,
+    check_whole,
+    chosen,
+    empty_like,
+    wants_grad,
+)
 
 
 class SlidingCache:
@@ -24,6 +32,8 @@ class SlidingCache:
     """
 
     def __init__(self, size: int, rollback: int = 0) -> None:
+        check_whole("size", size)
+        check_whole("rollback", rollback)
         if size < 1:
             raise ValueError(f"size counts the query's own key and is at least 1, got {size}")
         if rollback < 0:
@@ -84,11 +94,13 @@ class SlidingCache:
                 "SlidingCache keeps rows of one length, got a tensor; truncate to a whole number, "
                 "or use KVCache() or StaticCache(max_length)"
             )
+        check_whole("length", length)
         if not 0 <= length <= self._length:
-            raise ValueError(f"length={length} is not among 0..{self._length}, the tokens held")
-        if max(0, length - self.size + 1) < self._first:
+            raise ValueError(f"length={length} is not among 0..{self._length}, the tokens seen")
+        oldest = max(0, length - self.size + 1)
+        if oldest < min(length, self._first):  # 0 tokens, or a window of 1, need nothing held
             raise ValueError(
-                f"length={length} needs keys from slot {max(0, length - self.size + 1)} on, those "
+                f"length={length} needs keys from slot {oldest} on, those "
                 f"before {self._first} are gone; give SlidingCache({self.size}, rollback="
                 f"{self._length - length}) or more"
             )
@@ -97,7 +109,7 @@ class SlidingCache:
 
     def reorder(self, rows: Tensor) -> None:
         check_rows(rows, self._held)
-        self._held = tuple(held.index_select(0, rows.to(held.device)) for held in self._held)
+        self._held = chosen(self._held, rows)
 
     def _needed(self) -> int:
         """The oldest slot that the window of the next token still covers."""

@@ -1,6 +1,6 @@
 """What grows along dim 2: streams, how many tokens each row holds, and where new ones go."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,20 +28,21 @@ class Lengths(NamedTuple):
         stop = self.longest + new
         if self.rows is None:
             return Span(self.longest, stop, kv_start, stop)
-        bounds = (self.shortest, self.longest)
-        return Span.ragged(self.rows, queries=new, kv_start=kv_start, kv_stop=stop, bounds=bounds)
+        bounds, starts = (self.shortest, self.longest), self.rows.clone()
+        return Span.ragged(starts, queries=new, kv_start=kv_start, kv_stop=stop, bounds=bounds)
 
     def grown(self, new: int) -> "Lengths":
         rows = None if self.rows is None else self.rows + new
         return Lengths(self.longest + new, self.shortest + new, rows)
 
-    def truncated(self, length: int | Tensor) -> "Lengths":
-        """These lengths cut to `length`.
+    def truncated(self, length: int | Tensor, held: Sequence[Tensor] = ()) -> "Lengths":
+        """These lengths, of the rows of `held`, cut to `length`.
 
         Raises:
-            ValueError: if it is negative or more than is held.
+            ValueError: if it is negative or more than is held, or not one number for each row.
         """
         if not isinstance(length, Tensor):
+            check_whole("length", length)
             if not 0 <= length <= self.longest:
                 raise ValueError(
                     f"length={length} is not among 0..{self.longest}, the tokens held; truncate "
@@ -55,8 +56,13 @@ class Lengths(NamedTuple):
                 f"length is a whole number or [B] whole numbers, got {length.dtype} of shape "
                 f"{tuple(length.shape)}"
             )
-        held = self.longest if self.rows is None else self.rows.to(length.device)
-        if bool(((length < 0) | (length > held)).any()):
+        if held and len(length) != held[0].shape[0]:
+            raise ValueError(
+                f"length has one number for each of the {held[0].shape[0]} rows held, got "
+                f"{length.tolist()}; truncate to a whole number to cut all rows alike"
+            )
+        most = self.longest if self.rows is None else self.rows.to(length.device)
+        if bool(((length < 0) | (length > most)).any()):
             raise ValueError(
                 f"length={length.tolist()} is not among 0..{self.longest}, the tokens held; "
                 "truncate states what remains, not what goes"
@@ -70,6 +76,14 @@ class Lengths(NamedTuple):
 def _lengths_of(rows: Tensor) -> Lengths:
     low, high = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
     return Lengths(high, low) if low == high else Lengths(high, low, rows)
+
+
+def check_whole(name: str, value: object, least: int = 0) -> None:
+    """Raise unless `value` is a whole number, `least` or more."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise ValueError(f"{name} is a whole number, got {value!r}; give an int")
+    if least and value < least:
+        raise ValueError(f"{name} is at least {least}, got {value}")
 
 
 def check_streams(new: Sequence[Tensor], held: Sequence[Tensor]) -> int:
@@ -129,9 +143,27 @@ def wants_grad(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in (*new, *held))
 
 
+def _writable(make: Callable[[], Tensor]) -> Tensor:
+    """What `make` gives, as a tensor that may be written later: those of inference mode may not."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make()
+    return make()
+
+
 def empty_like(stream: Tensor, capacity: int) -> Tensor:
     """A buffer of zeros: whatever is read before it is written is at least finite."""
-    return stream.new_zeros((*stream.shape[:2], capacity, stream.shape[3]))
+    shape = (*stream.shape[:2], capacity, stream.shape[3])
+    return _writable(lambda: stream.new_zeros(shape))
+
+
+def chosen(held: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
+    """These batch rows of everything held."""
+    return tuple(_pick(each, rows.to(each.device)) for each in held)
+
+
+def _pick(held: Tensor, rows: Tensor) -> Tensor:
+    return _writable(lambda: held.index_select(0, rows))
 
 
 def write(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,23 +49,9 @@ def compare_command(
     written = None if text is None else text.read_text(encoding="utf-8")
     if threads is not None:
         torch.set_num_threads(threads)
-    with (
-        quiet(),
-        Progress(
-            TextColumn("{task.description:<50}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        ) as bar,
-    ):
-        task = bar.add_task("loading", total=None)
-
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
+    with quiet(), _bar() as progress:
         if model is None:
-            bar.update(task, description=f"loading {SMOLLM2} (fetched the first time: 93 MB)")
+            progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
             model = fetch_smollm2()
         lent, tokenizer = load(model)
         texts = texts_for(tokenizer, context=context, text=written, name=str(text))
@@ -74,6 +62,19 @@ def compare_command(
         sys.stdout.write(json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
     else:
         show(result, Console(width=WIDTH, highlight=False, soft_wrap=False))
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr that goes away when the work is done; a total of 0 is not known yet."""
+    columns = TextColumn("{task.description:<50}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield progress
 
 
 def show(result: Comparison, console: Console) -> None:

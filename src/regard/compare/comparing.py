@@ -77,9 +77,8 @@ def compare(
             or its logits change under regard by more than rounding.
     """
     started = time.perf_counter()
-    context = texts.windows.shape[1]
+    context, dtype = texts.windows.shape[1], str(model.dtype).removeprefix("torch.")
     _check_length(model, context)
-    dtype = str(model.dtype).removeprefix("torch.")
     total = 2 + len(texts.windows) * (1 + len(candidates))
     steps = iter(range(total))
 

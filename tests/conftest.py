@@ -36,6 +36,19 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", before)
 
 
+def pytest_sessionfinish(session):
+    """A worker of several hands in what it saw."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["worst"] = worst
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """What the workers handed in, together."""
+    for kind, share in getattr(node, "workeroutput", {}).get("worst", {}).items():
+        worst[kind] = max(worst.get(kind, 0.0), share)
+
+
 def pytest_terminal_summary(terminalreporter):
     """How near the numeric contract came to being broken."""
     if worst:

@@ -34,6 +34,10 @@ class Cache(Protocol):
     def length(self) -> int:
         """Tokens seen."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held."""
+
     def span(self, new: int) -> Span:
         """Which queries will meet which keys, once `new` tokens are added."""
 

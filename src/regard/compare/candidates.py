@@ -7,8 +7,7 @@ from functools import partial
 from torch import nn
 
 from regard.attention import Attention
-from regard.cache import KVCache
-from regard.compare.runner import CountedCache
+from regard.cache import Cache, KVCache
 from regard.convert import Moments, as_latent, latentize, spell_out
 from regard.quantized import QuantizedCache
 
@@ -29,7 +28,7 @@ class Candidate:
 
     name: str
     convert: Conversion
-    cache: Callable[[], CountedCache] = KVCache
+    cache: Callable[[], Cache] = KVCache
     exact: bool = False
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -10,14 +10,6 @@ from torch import Tensor, nn
 from regard.cache import Cache
 from regard.hf.binding import bind, unbind
 from regard.hf.layers import attention_modules
-
-
-class CountedCache(Cache, Protocol):
-    """A cache that knows its size, as all of regard's do."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes stored for the tokens held."""
 
 
 class Runner:
@@ -33,13 +25,13 @@ class Runner:
     """
 
     def __init__(
-        self, model: Any, layers: Sequence[nn.Module], *, cache: Callable[[], CountedCache]
+        self, model: Any, layers: Sequence[nn.Module], *, cache: Callable[[], Cache]
     ) -> None:
         self.model = model
         self.modules = list(attention_modules(model).values())
         self.layers = list(layers)
         self._new_cache = cache
-        self.caches: list[CountedCache] = []
+        self.caches: list[Cache] = []
         self.reset()
 
     def reset(self) -> None:

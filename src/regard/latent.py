@@ -3,7 +3,6 @@ of its keys; expanded, it is MHA. What is cached is the same: one latent and one
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,13 +11,14 @@ from torch import Tensor, nn
 
 from regard.attend import prepare
 from regard.bias import ScoreBias
-from regard.cache import NO_CACHE, Cache, Part
+from regard.cache import NO_CACHE, Cache
 from regard.call import Call
 from regard.check import check_decodable, check_mask, check_options
-from regard.construct import constructor_code, normed
+from regard.construct import constructor_code
 from regard.explain import explain, weights_of
-from regard.heads import merge_heads, split_heads
+from regard.heads import merge_heads
 from regard.inputs import check_cache, check_positions, check_width, refuse_context
+from regard.latent_forms import Form, choose_form, project_latent
 from regard.latent_kv import LatentKVAttention
 from regard.masks import EVERYTHING, Mask, Span
 from regard.rope import NoRotary, Rotary
@@ -171,19 +171,7 @@ class MultiHeadLatentAttention(nn.Module):
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries for every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
         `[B, 1, L, Dr]` for all of them; before rotation."""
-        if self.q_lora_rank is None:
-            q = self.q_proj(x)
-        else:
-            q = self.q_b_proj(normed(self.q_a_layernorm, self.q_a_proj(x)))
-        q_nope, q_rope = split_heads(q, self.qk_head_dim).split(
-            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
-        )
-        latent, k_rope = (
-            self.kv_a_proj_with_mqa(x)
-            .unsqueeze(1)
-            .split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        )
-        return q_nope, q_rope, normed(self.kv_a_layernorm, latent), k_rope
+        return project_latent(self, x)
 
     def _prepare(
         self, x: Tensor, context: None, mask: Mask, cache: Cache, positions: Tensor | None
@@ -216,51 +204,13 @@ class MultiHeadLatentAttention(nn.Module):
         )
         return _Plan(call, q, joined, form, why)
 
-    def choose(self, span: Span) -> "tuple[_Form, str]":
+    def choose(self, span: Span) -> tuple[Form, str]:
         """The form a span is read in, and why.
 
         Raises:
             ValueError: if `form="absorbed"` and `kv_b_proj` is not a plain linear map.
         """
-        objection = self._absorption_objection()
-        if self.form == "absorbed" and objection is not None:
-            raise ValueError(
-                f"form='absorbed' reads kv_b_proj.weight, but {objection}; use form='auto'"
-            )
-        if self.form != "auto":
-            return _FORMS[self.form], "asked for"
-        if objection is not None:
-            return EXPANDED, objection
-        if torch.compiler.is_exporting():
-            return EXPANDED, "an exported program serves every length"
-        queries, keys = span.num_queries, span.num_keys
-        rank, nope, rotary = self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
-        both = nope + self.v_head_dim
-        expanded = keys * rank * both + queries * keys * (both + rotary)
-        absorbed = queries * rank * both + queries * keys * (2 * rank + rotary)
-        if absorbed < expanded:
-            return ABSORBED, "so few queries take less work on the latents than rebuilding keys"
-        return EXPANDED, "rebuilding the keys takes less work than so many wide queries"
-
-    def _absorption_objection(self) -> str | None:
-        """Why `kv_b_proj` cannot be read as a matrix; None if it can."""
-        up = self.kv_b_proj
-        if type(up) is not nn.Linear:
-            return f"kv_b_proj is a {type(up).__name__}, not a plain nn.Linear"
-        if up._forward_hooks or up._forward_pre_hooks:
-            return "kv_b_proj has forward hooks"
-        if type(up.weight) not in (nn.Parameter, Tensor) or up.bias is not None:
-            return "kv_b_proj.weight is not a full tensor, or has a bias"
-        return None
-
-    def up_weights(self) -> tuple[Tensor, Tensor]:
-        """`kv_b_proj` as matrices of each head: keys `[H, Dn, R]` and values `[H, Dv, R]`."""
-        weight = self.kv_b_proj.weight  # not get_parameter: functional_call puts a tensor there
-        assert isinstance(weight, Tensor)
-        keys, values = weight.unflatten(0, (self.num_heads, -1)).split(
-            [self.qk_nope_head_dim, self.v_head_dim], dim=1
-        )
-        return keys, values
+        return choose_form(self, span, self.form)
 
     def __repr__(self) -> str:
         of = MultiHeadLatentAttention.__init__
@@ -268,75 +218,14 @@ class MultiHeadLatentAttention(nn.Module):
         return constructor_code(type(self).__name__, self._given, of=of, positional=positional)
 
 
-class _Form(NamedTuple):
-    """One way to read the latents: what the queries, the parts and the outputs become."""
-
-    name: str
-    queries: Callable[[MultiHeadLatentAttention, Tensor, Tensor], Tensor]
-    outline: Callable[[MultiHeadLatentAttention, Tensor], tuple[Tensor, Tensor]]
-    parts: Callable[[MultiHeadLatentAttention, tuple[Part, ...]], tuple[Part, ...]]
-    read: Callable[[MultiHeadLatentAttention, Tensor], Tensor]
-
-
 class _Plan(NamedTuple):
     call: Call
     q: Tensor
     joined: Tensor
-    form: _Form
+    form: Form
     why: str
 
 
-def _expand_queries(layer: MultiHeadLatentAttention, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-    return torch.cat([q_nope, q_rope], dim=-1)
-
-
-def _expand_outline(layer: MultiHeadLatentAttention, joined: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as wide as they will be, and nothing in them: only their shapes are read."""
-    batch, _, length, _ = joined.shape
-    like = joined[:, :, :, :1].expand(batch, layer.num_heads, length, 1)
-    return like.expand(-1, -1, -1, layer.qk_head_dim), like.expand(-1, -1, -1, layer.v_head_dim)
-
-
-def _expand_parts(layer: MultiHeadLatentAttention, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Rebuild every head's keys and values: MHA."""
-    rebuilt = []
-    for start, stop, (joined,) in parts:
-        latent, k_rope = joined.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
-        heads = split_heads(
-            layer.kv_b_proj(latent.squeeze(1)), layer.qk_nope_head_dim + layer.v_head_dim
-        )
-        k_nope, v = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
-        k_rope = k_rope.expand(-1, layer.num_heads, -1, -1).to(k_nope.dtype)
-        rebuilt.append(Part(start, stop, (torch.cat([k_nope, k_rope], dim=-1), v)))
-    return tuple(rebuilt)
-
-
-def _absorb_queries(layer: MultiHeadLatentAttention, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-    """Move the up-projection of the keys into the queries, which then score latents:
-    `[B, H, L, Dn] -> [B, H, L, R + Dr]`."""
-    rows = q_nope.transpose(0, 1)  # heads first, the batch as rows: no matrix is copied
-    wide = rows.flatten(1, 2) @ layer.up_weights()[0]
-    return torch.cat([wide.unflatten(1, rows.shape[1:3]).transpose(0, 1), q_rope], dim=-1)
-
-
-def _absorb_outline(layer: MultiHeadLatentAttention, joined: Tensor) -> tuple[Tensor, Tensor]:
-    return joined, joined[..., : layer.kv_lora_rank]
-
-
-def _absorb_read(layer: MultiHeadLatentAttention, out: Tensor) -> Tensor:
-    """The up-projection of the values, after the attending: `[B, H, L, R] -> [B, H, L, Dv]`."""
-    rows = out.transpose(0, 1)
-    heads = (layer.up_weights()[1] @ rows.flatten(1, 2).mT).mT
-    return heads.unflatten(1, rows.shape[1:3]).transpose(0, 1)
-
-
-EXPANDED = _Form(
-    "expanded", _expand_queries, _expand_outline, _expand_parts, lambda layer, out: out
-)
-ABSORBED = _Form(
-    "absorbed", _absorb_queries, _absorb_outline, lambda layer, parts: parts, _absorb_read
-)
-_FORMS = {"expanded": EXPANDED, "absorbed": ABSORBED}
 _OPTIONS = tuple(inspect.signature(MultiHeadLatentAttention.__init__).parameters)[1:]
 
 

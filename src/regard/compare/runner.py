@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.cache import Cache
 from regard.hf.binding import bind, unbind
-from regard.hf.layers import attention_modules
+from regard.hf.finding import attention_modules
 
 
 class Runner:

@@ -7,9 +7,12 @@
 
 from regard.hf.default_model import SMOLLM2, fetch_smollm2, smollm2
 from regard.hf.families import FAMILIES, Family
+from regard.hf.finding import attention_modules
+from regard.hf.generation import cache
 from regard.hf.installing import Installation, InstalledLayer, install, uninstall
-from regard.hf.layers import attention_modules, attention_of, rope_of
+from regard.hf.layers import attention_of, rope_of
 from regard.hf.loading import load
+from regard.hf.registering import register
 
 __all__ = [
     "FAMILIES",
@@ -19,9 +22,11 @@ __all__ = [
     "InstalledLayer",
     "attention_modules",
     "attention_of",
+    "cache",
     "fetch_smollm2",
     "install",
     "load",
+    "register",
     "rope_of",
     "smollm2",
     "uninstall",

@@ -1,32 +1,31 @@
 """install: the same model, the same weights, the same caches, with its attention run by regard.
 
-Only `forward` of each attention module is rebound. Rotation uses the model's own cosines, and the
-past lives in transformers' own caches, so `generate` works as before.
+Only `forward` of each attention module is rebound. Rotation uses the model's own angles, and the
+past lives in transformers' own caches or in `regard.hf.cache`, so `generate` works as before.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from regard.attend import prepare
-from regard.cache import Part
-from regard.heads import merge_heads, split_heads
+from regard.hf import attending, attending_latent
 from regard.hf.binding import bind, is_bound, unbind
 from regard.hf.families import Family, family_of
-from regard.hf.layers import attention_modules
-from regard.hf.visible import visible
-from regard.masks import Causal, Mask, SlidingWindow, Span
+from regard.hf.finding import find, unknown_attention
+from regard.hf.versions import check_version
+from regard.latent_forms import ABSORBED, choose_form
+from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow, Span
 
-READABLE = ("sdpa", "eager")  # the attn_implementations whose masks are tensors or None
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias", "softcap", "s_aux", "indices")
+READABLE = ("sdpa", "eager", "regard")  # the attn_implementations whose masks are tensors or None
+PREFILL, DECODE = Span(0, 1024, 0, 1024), Span(1024, 1025, 0, 1025)
 
 
 @dataclass(frozen=True)
 class InstalledLayer:
-    """What runs in one layer: its shape, its window, and which backend reads it when."""
+    """What runs in one layer: its shape, its rules, and which backend reads it when."""
 
     name: str
     kind: str
@@ -34,13 +33,14 @@ class InstalledLayer:
     num_kv_heads: int
     head_dim: int
     window: int | None
+    rules: tuple[str, ...]
     prefill: str
     decode: str
 
     def __str__(self) -> str:
-        window = "" if self.window is None else f", window {self.window:,}"
         heads = f"{self.kind} {self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}"
-        return f"{heads}{window}; prefill: {self.prefill}, decode: {self.decode}"
+        rules = "".join(f", {rule}" for rule in self.rules)
+        return f"{heads}{rules}; prefill: {self.prefill}, decode: {self.decode}"
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,14 @@ class Installation:
 
     model: str
     layers: tuple[InstalledLayer, ...]
+    left_alone: dict[str, str]
 
     def __str__(self) -> str:
         groups: dict[str, list[str]] = {}
         for layer in self.layers:
             groups.setdefault(str(layer), []).append(layer.name)
+        for name, reason in self.left_alone.items():
+            groups.setdefault(f"left alone: {reason}", []).append(name)
         lines = [f"{self.model}: {len(self.layers)} attention layers run on regard"]
         for text, names in groups.items():
             where = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
@@ -62,27 +65,31 @@ class Installation:
 
 
 def install(model: nn.Module) -> Installation:
-    """Run the attention of a Llama-family model on regard. Installing twice is installing once.
+    """Run the attention of a transformers model on regard. Installing twice is installing once.
 
-    Classes, children, parameters and hooks stay; `uninstall` restores. Attention weights are not
-    returned: `output_attentions=True` is refused, `regard.attention_weights` computes them.
+    Classes, children, parameters and hooks stay; `uninstall` restores. Attention that regard does
+    not know is left alone, and the report says so. `output_attentions=True` works under every
+    implementation: those weights are then computed, and only then.
 
     Raises:
-        ValueError: if the model has attention that regard does not know, or reads masks that are
-            not tensors (`attn_implementation` must be "sdpa" or "eager"). Nothing is then changed.
+        ValueError: if regard knows none of the model's attention, or the model reads masks that are
+            not tensors (`attn_implementation` must be "sdpa", "eager" or "regard"). Nothing is
+            then changed.
     """
-    modules = attention_modules(model)
-    for module in modules.values():
-        implementation = getattr(module.config, "_attn_implementation", None)
-        if implementation not in READABLE:
-            raise ValueError(
-                f"attn_implementation={implementation!r} hands out masks that regard does not "
-                'read; call model.set_attn_implementation("sdpa") first'
-            )
-    layers = tuple(_describe(name, module) for name, module in modules.items())
-    for module in modules.values():
-        bind(module, _forward)
-    return Installation(type(model).__name__, layers)
+    check_version()
+    found = find(model)
+    if not found.known:
+        raise ValueError(unknown_attention(model, found))
+    for module in found.known.values():
+        _check_readable(module)
+    layers = tuple(_describe(name, module) for name, module in found.known.items())
+    for module in found.known.values():
+        bind(module, _forward_of(module))
+    return Installation(
+        type(model).__name__,
+        layers,
+        {name: _no_row(module) for name, module in found.unknown.items()},
+    )
 
 
 def uninstall(model: nn.Module) -> None:
@@ -92,86 +99,83 @@ def uninstall(model: nn.Module) -> None:
             unbind(module)
 
 
-def _forward(
-    self: Any,
-    hidden_states: Float[Tensor, "B L E"],
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Any = None,
-    past_key_values: Any = None,
-    is_causal: bool | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """What the attention module's own forward does, with `attend` in the middle."""
-    _refuse(options)
-    family = family_of(self)
-    assert family is not None
-    q, k, v = _project(self, family, hidden_states)
-    q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
-    mask, bias, span = visible(
-        self,
-        attention_mask,
-        q.shape[2],
-        k.shape[2],
-        window=family.window_of(self),
-        is_causal=is_causal,
-    )
-    dropout = self.attention_dropout if self.training else 0.0
-    call = prepare(
-        q, k, v, mask=mask, span=span, scale=self.scaling, score_bias=bias, dropout=dropout
-    )
-    out = call.run(q, (Part(0, k.shape[2], (k, v)),))
-    return self.o_proj(merge_heads(out)), None
+def _forward_of(module: nn.Module) -> Any:
+    latent = attending.known(module).latent
+    return attending_latent.forward if latent else attending.forward
 
 
-def rotate(
-    x: Float[Tensor, "B H L D"], cos: Float[Tensor, "#B L D"], sin: Float[Tensor, "#B L D"]
-) -> Float[Tensor, "B H L D"]:
-    """Turn halves by the angles that the model computed, operation by operation as it does."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+def _no_row(module: nn.Module) -> str:
+    return f"{type(module).__name__} has no row in regard.hf.families"
 
 
-def _project(module: Any, family: Family, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    projections = (module.q_proj, module.k_proj, module.v_proj)
-    q, k, v = (split_heads(projection(x), module.head_dim) for projection in projections)
-    return (module.q_norm(q), module.k_norm(k), v) if family.qk_norm else (q, k, v)
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    for name in PACKED:
-        if options.get(name) is not None:
-            raise ValueError(
-                f"{name}= would change the result and is not supported by regard.hf yet; "
-                "uninstall(model) to run transformers' own attention"
-            )
-    if options.get("output_attentions"):
+def _check_readable(module: nn.Module) -> None:
+    implementation = getattr(module.config, "_attn_implementation", None)
+    if implementation not in READABLE:
         raise ValueError(
-            "output_attentions=True: weights are not kept; uninstall(model), or compute the rows "
-            "you want with regard.attention_weights(q, k, heads=, queries=)"
+            f"attn_implementation={implementation!r} hands out masks that regard does not "
+            'read; call model.set_attn_implementation("sdpa") first'
         )
 
 
 def _describe(name: str, module: Any) -> InstalledLayer:
     family = family_of(module)
     assert family is not None
-    heads = module.q_proj.out_features // module.head_dim
-    kv_heads = module.k_proj.out_features // module.head_dim
+    heads, kv_heads, head_dim = family.sizes(module)
     kind = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
+    return InstalledLayer(
+        name,
+        "MLA" if family.latent else kind,
+        heads,
+        1 if family.latent else kv_heads,
+        module.kv_lora_rank + module.qk_rope_head_dim if family.latent else head_dim,
+        family.window_of(module),
+        tuple(_rules(family, module)),
+        _runs(family, module, PREFILL),
+        _runs(family, module, DECODE),
+    )
+
+
+def _rules(family: Family, module: Any) -> list[str]:
+    """What a layer's scores obey besides the mask that comes with a call."""
+    rules = [] if getattr(module, "is_causal", True) else ["looks both ways"]
+    if family.window_of(module) is not None:
+        rules.append(f"window {family.window_of(module):,}")
+    if family.softcap(module) is not None:
+        rules.append(f"softcap {family.softcap(module):g}")
+    if family.sinks(module) is not None:
+        rules.append("sinks")
+    if family.returns_bias:
+        rules.append("relative bias")
+    return rules
+
+
+def _runs(family: Family, module: Any, span: Span) -> str:
+    """The backend that a call of this span would get, found from shapes alone."""
     window = family.window_of(module)
-    mask: Mask = Causal() if window is None else Causal() & SlidingWindow(window)
-    weight = module.q_proj.weight
-
-    def backend(span: Span) -> str:
-        shape = (1, heads, span.num_queries, module.head_dim)
-        q = weight.new_empty(1).expand(shape)  # one number: a call is made from shapes
-        k = weight.new_empty(1).expand(1, kv_heads, span.num_keys, module.head_dim)
-        return prepare(q.detach(), k, k, mask=mask, span=span).name
-
-    prefill, decode = Span(0, 1024, 0, 1024), Span(1024, 1025, 0, 1025)
+    mask: Mask = Causal() if getattr(module, "is_causal", True) else EVERYTHING
+    if window is not None:
+        mask = mask & SlidingWindow(window)
+    heads, kv_heads, head_dim = family.sizes(module)
+    key_width = value_width = head_dim
+    form = ""
+    if family.latent:
+        chosen, _ = choose_form(module, span)
+        rank = module.kv_lora_rank
+        absorbed = (1, rank + module.qk_rope_head_dim, rank)
+        rebuilt = (heads, module.qk_head_dim, module.v_head_dim)
+        kv_heads, key_width, value_width = absorbed if chosen is ABSORBED else rebuilt
+        form = f"{chosen.name} by "
+    one = next(module.parameters()).new_empty(1, dtype=_floating(module)).detach()
+    q = one.expand(1, heads, span.num_queries, key_width)
+    k = one.expand(1, kv_heads, span.num_keys, key_width)
+    v = one.expand(1, kv_heads, span.num_keys, value_width)
+    softcap, sinks = family.softcap(module), family.sinks(module)
     with torch.no_grad():
-        return InstalledLayer(
-            name, kind, heads, kv_heads, module.head_dim, window, backend(prefill), backend(decode)
-        )
+        call = prepare(q, k, v, mask=mask, span=span, softcap=softcap, sinks=sinks)
+    return form + call.name
+
+
+def _floating(module: nn.Module) -> torch.dtype:
+    """The dtype that hidden states come in: quantised weights are not of it."""
+    kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
+    return next(kinds, torch.float32)

@@ -1,4 +1,4 @@
-"""A model's attention modules, and each one said as a regard layer that shares its weights."""
+"""A model's attention module said as a regard layer that shares its weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,45 +7,23 @@ import torch
 from torch import nn
 
 from regard.attention import Attention
+from regard.hf import rotating
 from regard.hf.families import FAMILIES, Family, family_of
-from regard.masks import Causal, Mask, SlidingWindow
-from regard.rope import Rotary
+from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
+from regard.rope import NO_ROPE, NoRotary, Rotary
 from regard.scaling import LinearScaling, Llama3, Scaling, Yarn
 
-
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every attention module of a model by its name, in order.
-
-    Raises:
-        ValueError: if there is none, or one whose type has no row in `regard.hf.families`.
-    """
-    found = {name: module for name, module in model.named_modules() if family_of(module)}
-    unknown: dict[str, int] = {}
-    for module in model.modules():
-        kind = type(module).__name__
-        if "attention" in kind.lower() and not family_of(module) and list(module.parameters()):
-            unknown[kind] = unknown.get(kind, 0) + 1
-    if unknown:
-        names = ", ".join(f"{kind} ({count} modules)" for kind, count in unknown.items())
-        raise ValueError(
-            f"{type(model).__name__} has attention that regard does not know: {names}; what is "
-            f"missing is a row in regard.hf.families, which has {', '.join(FAMILIES)}"
-        )
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no attention module that regard knows; "
-            f"it knows {', '.join(FAMILIES)}, as transformers builds them"
-        )
-    return found
+TURNING = (rotating.halves, rotating.half_angles, rotating.halves_where_used)
 
 
-def attention_of(module: nn.Module) -> Attention:
+def attention_of(module: Any) -> Attention:
     """A regard layer that computes what this module does, with its very weights.
 
     The layer counts positions and holds the mask itself: it takes hidden states and a cache.
 
     Raises:
-        ValueError: if the module is of no known family, or its rope is scaled in an unknown way.
+        ValueError: if the module is of no known family or does what no single layer does, or its
+            rope is scaled in an unknown way.
     """
     family = family_of(module)
     if family is None:
@@ -53,35 +31,71 @@ def attention_of(module: nn.Module) -> Attention:
             f"{type(module).__name__} has no row in regard.hf.families; it has "
             f"{', '.join(FAMILIES)}"
         )
-    linears = {name: module.get_submodule(name) for name in _projections(family)}
-    head_dim, sizes = _size(module, "head_dim"), {}
-    for name in ("q_proj", "k_proj"):
-        sizes[name] = _size(linears[name], "out_features") // head_dim
+    children = _children(family, module)
+    heads, kv_heads, head_dim = family.sizes(module)
+    norm = family.project.children.norm if family.project.children else None
+    biased = {name for name in children if getattr(children[name], "bias", None) is not None}
     with torch.device("meta"):  # all that is built here is replaced by the module's own
         layer = Attention(
-            _size(linears["q_proj"], "in_features"),
-            sizes["q_proj"],
-            num_kv_heads=sizes["k_proj"],
+            children["q_proj"].in_features,
+            heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            bias={name for name in linears if getattr(linears[name], "bias", None) is not None},
-            qk_norm="head" if family.qk_norm else None,
-            dropout=float(getattr(module, "attention_dropout", 0.0)),
-            rope=rope_of(module.config, head_dim),
+            bias=biased,
+            qk_norm=norm,
+            dropout=family.dropout(module),
+            rope=_rope(module, head_dim),
             mask=_pattern(family, module),
-            scale=_scale(module),
+            scale=family.scale(module),
+            softcap=family.softcap(module),
+            sinks=family.sinks(module) is not None,
         )
-    for name, linear in linears.items():
-        setattr(layer, name, linear)
+    for name, child in children.items():
+        setattr(layer, name, child)
+    if family.sinks(module) is not None:
+        layer.sinks = family.sinks(module)
     return layer.train(module.training)
 
 
-def rope_of(config: Any, head_dim: int) -> Rotary:
-    """The rotary embedding that a model's config describes.
+def _children(family: Family, module: nn.Module) -> dict[str, Any]:
+    """The children that a regard layer has too, by name."""
+    said = family.project.children
+    named = said is not None and (said.q, said.k, said.v, said.clip) == (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        None,
+    )
+    if not named or family.output is not FAMILIES["LlamaAttention"].output:
+        raise ValueError(
+            f"{type(module).__name__} projects or puts out in a way that no single layer of regard "
+            "does; regard.hf.install runs it as it is"
+        )
+    if family.rotate not in TURNING:
+        raise ValueError(
+            f"{type(module).__name__} does not turn its halves by positions that a layer can "
+            "count; regard.hf.install runs it as it is"
+        )
+    assert said is not None
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", *(("q_norm", "k_norm") if said.norm else ()))
+    return {name: module.get_submodule(name) for name in names}
+
+
+def _rope(module: Any, head_dim: int) -> Rotary | NoRotary:
+    if not getattr(module, "use_rope", True):
+        return NO_ROPE
+    return rope_of(module.config, head_dim, getattr(module, "layer_type", None))
+
+
+def rope_of(config: Any, head_dim: int, layer_type: str | None = None) -> Rotary:
+    """The rotary embedding that a model's config describes, for layers of one type if they differ.
 
     Raises:
         ValueError: if `rope_type` is one that is not known here.
     """
     rope = config.rope_parameters
+    if layer_type in rope:
+        rope = rope[layer_type]
     kind = rope.get("rope_type", "default")
     if kind not in SCALINGS:
         raise ValueError(
@@ -116,23 +130,7 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
 }
 
 
-def _projections(family: Family) -> tuple[str, ...]:
-    norms = ("q_norm", "k_norm") if family.qk_norm else ()
-    return ("q_proj", "k_proj", "v_proj", "o_proj", *norms)
-
-
-def _pattern(family: Family, module: nn.Module) -> Mask:
+def _pattern(family: Family, module: Any) -> Mask:
     window = family.window_of(module)
-    return Causal() if window is None else Causal() & SlidingWindow(window)
-
-
-def _size(module: nn.Module, name: str) -> int:
-    size = getattr(module, name)
-    assert isinstance(size, int)
-    return size
-
-
-def _scale(module: nn.Module) -> float:
-    scale = module.scaling
-    assert isinstance(scale, float)
-    return scale
+    mask: Mask = Causal() if module.is_causal else EVERYTHING
+    return mask if window is None else mask & SlidingWindow(window)

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.bias import split_additive
-from regard.masks import EVERYTHING, Causal, Dense, Mask, SlidingWindow, Span
+from regard.masks import EVERYTHING, HIDDEN_BELOW, Causal, Dense, Mask, SlidingWindow, Span
+
+_FOUND = "_found_by_regard"  # every layer is handed the same tensor: it is read once
 
 
 def visible(
@@ -57,7 +60,26 @@ def _from_tensor(given: Any) -> tuple[Mask, Tensor | None]:
             f"attention_mask must be [B, H, L, S] here, got shape {tuple(given.shape)}; "
             'call model.set_attn_implementation("sdpa") and give the model its usual [B, S] mask'
         )
+    if torch.compiler.is_compiling() or given.requires_grad:
+        return _said(given)
+    found = getattr(given, _FOUND, None)
+    if found is None or found[0] != _version(given):
+        found = (_version(given), *_said(given))
+        setattr(given, _FOUND, found)
+    return found[1], found[2]
+
+
+def _said(given: Tensor) -> tuple[Mask, Tensor | None]:
+    """A tensor as a rule, and what it adds to the scores it shows."""
     if not given.is_floating_point():
         return Dense(given.bool()), None
+    if torch.compiler.is_compiling():  # nothing may be read: the bias stays, though it may be zero
+        hidden = given <= given.new_full((), HIDDEN_BELOW)
+        return Dense(~hidden), given.masked_fill(hidden, 0.0)
     mask, bias = split_additive(given)
-    return mask, bias if bias.requires_grad or bias.any() else None
+    return mask, bias if given.requires_grad or bias.any() else None
+
+
+def _version(given: Tensor) -> int:
+    """Counts what was written in place; nobody may write to a tensor of inference mode."""
+    return 0 if given.is_inference() else given._version

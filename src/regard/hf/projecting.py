@@ -1,0 +1,126 @@
+"""How a family's module makes queries, keys and values, before rotation. Children are called."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.heads import split_heads
+
+Heads = Float[Tensor, "B H L D"]
+
+
+class Projection(NamedTuple):
+    """From hidden states to heads. `queries` and `memory` are `both` in two steps, for modules
+    that may look at another sequence; None where they never do. `children` says which child makes
+    what, where each makes one thing."""
+
+    both: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
+    queries: Callable[[Any, Tensor], Tensor] | None = None
+    memory: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
+    children: "Separate | None" = None
+
+
+@dataclass(frozen=True)
+class Separate:
+    """Three children, one each for queries, keys and values.
+
+    Args:
+        q: the child that makes queries; `k` and `v` likewise.
+        head_dim: the module's attribute that holds the size of a head.
+        norm: whether `q_norm` and `k_norm` norm each head, or the whole width, or are not there.
+        clip: the attribute of the config whose value, if any, bounds all three.
+    """
+
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    head_dim: str = "head_dim"
+    norm: Literal["head", "width"] | None = None
+    clip: str | None = None
+
+    def queries(self, module: Any, x: Tensor) -> Tensor:
+        return self._heads(module, self.q, "q_norm", x)
+
+    def memory(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        keys = self._heads(module, self.k, "k_norm", x)
+        return keys, self._heads(module, self.v, None, x)
+
+    def both(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (self.queries(module, x), *self.memory(module, x))
+
+    def _heads(self, module: Any, name: str, norm: str | None, x: Tensor) -> Tensor:
+        wide = getattr(module, name)(x)
+        if norm is not None and self.norm == "width":
+            wide = getattr(module, norm)(wide)
+        bound = None if self.clip is None else getattr(module.config, self.clip)
+        if bound is not None:
+            wide = wide.clamp(-bound, bound)
+        heads = split_heads(wide, getattr(module, self.head_dim))
+        return getattr(module, norm)(heads) if norm is not None and self.norm == "head" else heads
+
+
+def separate(**names: Any) -> Projection:
+    """A projection by three children; the arguments are those of `Separate`."""
+    made = Separate(**names)
+    return Projection(made.both, made.queries, made.memory, made)
+
+
+def blocks(fused: str) -> Projection:
+    """One child: all queries, then all keys, then all values (Phi-3)."""
+
+    def both(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys = module.num_key_value_heads * module.head_dim
+        wide = getattr(module, fused)(x)
+        q, k, v = wide.split([wide.shape[-1] - 2 * keys, keys, keys], dim=-1)
+        return _split(module, q), _split(module, k), _split(module, v)
+
+    return Projection(both)
+
+
+def _split(module: Any, x: Tensor) -> Tensor:
+    return split_heads(x, module.head_dim)
+
+
+def gpt2() -> Projection:
+    """`c_attn` holds queries, keys and values; across sequences, `q_attn` holds the queries."""
+
+    def both(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = module.c_attn(x).chunk(3, -1)
+        return _split(module, q), _split(module, k), _split(module, v)
+
+    def queries(module: Any, x: Tensor) -> Tensor:
+        return _split(module, module.q_attn(x))
+
+    def memory(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = module.c_attn(x).chunk(2, -1)
+        return _split(module, k), _split(module, v)
+
+    return Projection(both, queries, memory)
+
+
+def by_head(fused: str, head_dim: str) -> Projection:
+    """One child: a query, a key and a value for the first head, then for the next (GPT-NeoX)."""
+
+    def both(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        three = split_heads(getattr(module, fused)(x), 3 * getattr(module, head_dim))
+        q, k, v = three.chunk(3, dim=-1)
+        return q, k, v
+
+    return Projection(both)
+
+
+def by_group(fused: str) -> Projection:
+    """One child: the queries of a group, then its key and its value (Falcon: one group is MQA, as
+    many as there are heads is MHA)."""
+
+    def both(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        group = module.num_heads // module.num_kv_heads
+        wide = getattr(module, fused)(x).unflatten(-1, (-1, group + 2, module.head_dim))
+        q, k, v = wide.split([group, 1, 1], dim=-2)
+        q, k, v = (each.flatten(2, 3).transpose(1, 2) for each in (q, k, v))
+        return q, k, v
+
+    return Projection(both)

@@ -1,0 +1,258 @@
+"""generate: under regard the same text, with transformers' caches and with regard's."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import regard.hf
+from regard.cache import KVCache, QuantizedCache, SlidingCache, StaticCache
+from zoo import WRITERS, ZOO, inputs, tokens
+
+STEPS = 64
+OPTIONS = {"static": {"max_length": 96}, "quantized": {"bits": 8, "group": 4}}
+WINDOWED = ["mistral", "qwen2", "gemma3", "smollm3", "gpt-oss"]
+LATENT = ["deepseek-v2", "deepseek-v3", "deepseek-v3 halves"]
+NO_STATIC = ("falcon alibi",)  # transformers makes no ALiBi for it
+
+
+def prompt(name, padding="left"):
+    given = inputs(name, padding=padding, length=9)
+    given.pop("decoder_input_ids", None)
+    return given
+
+
+def model_of(name):
+    model = ZOO[name].build()
+    model.generation_config.eos_token_id = None  # write to the end
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def write(model, given, **options):
+    settings = {"max_new_tokens": STEPS, "do_sample": False, "disable_compile": True, **options}
+    return model.generate(**given, **settings)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_same_text_with_transformers_caches(name):
+    model, given = model_of(name), prompt(name)
+    before = write(model, given)
+    regard.hf.install(model)
+    assert write(model, given).equal(before)
+    if name not in NO_STATIC:
+        assert write(model, given, cache_implementation="static").equal(before)
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "sliding"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_same_text_with_our_caches(name, kind):
+    model, given = model_of(name), prompt(name)
+    if kind == "static" and name in NO_STATIC:
+        pytest.skip("transformers makes no ALiBi for static caches")
+    try:
+        caches = [regard.hf.cache(model, kind, **OPTIONS.get(kind, {})) for _ in range(2)]
+    except ValueError as reason:
+        assert kind == "sliding"
+        pytest.skip(str(reason))
+    before = write(model, given)
+    assert write(model, given, past_key_values=caches[0]).equal(before)
+    regard.hf.install(model)
+    assert write(model, given, past_key_values=caches[1]).equal(before)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_same_text_with_a_quantised_cache(name):
+    """What is rounded is the same, so what is written is the same; installed or not."""
+    model, given = model_of(name), prompt(name)
+    caches = [regard.hf.cache(model, "quantized", bits=8, group=4) for _ in range(2)]
+    before = write(model, given, past_key_values=caches[0])
+    regard.hf.install(model)
+    assert write(model, given, past_key_values=caches[1]).equal(before)
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "sliding"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "deepseek-v3", "bart", "gpt-oss"])
+def test_beams(name, kind):
+    model, given = model_of(name), prompt(name)
+    if kind == "sliding" and name not in WINDOWED:
+        pytest.skip("no windows")
+    options = {"num_beams": 3, "max_new_tokens": 12}
+    before = write(model, given, **options)
+    regard.hf.install(model)
+    cache = regard.hf.cache(model, kind, **OPTIONS.get(kind, {}))
+    assert write(model, given, past_key_values=cache, **options).equal(before)
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "sliding", "quantized"])
+def test_sampling_draws_the_same(kind):
+    model, given = model_of("qwen2"), prompt("qwen2")
+    options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 12, "top_k": 5}
+    texts = []
+    for installed in (False, True):
+        if installed:
+            regard.hf.install(model)
+        torch.manual_seed(3)
+        cache = regard.hf.cache(model, kind, **OPTIONS.get(kind, {}))
+        texts.append(write(model, given, past_key_values=cache, **options))
+    assert texts[0].equal(texts[1])
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "sliding", "quantized"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "deepseek-v3"])
+def test_an_assistant_proposes_and_is_taken_back(name, kind):
+    model, assistant = model_of(name), model_of(name)
+    if kind == "sliding" and name not in WINDOWED:
+        pytest.skip("no windows")
+    with torch.no_grad():  # near enough to be believed at times, and not always
+        for parameter in assistant.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    given = {"input_ids": tokens(1, 9)}
+    options = {"max_new_tokens": 32}
+    plain = regard.hf.cache(model, kind, **OPTIONS.get(kind, {}))
+    before = write(model, given, past_key_values=plain, **options)
+    regard.hf.install(model)
+    cache = regard.hf.cache(model, kind, **OPTIONS.get(kind, {}))
+    cache.activate_past_recording()
+    options["assistant_model"] = assistant
+    assert write(model, given, past_key_values=cache, **options).equal(before)
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "sliding", "quantized"])
+def test_a_cache_goes_on_where_it_stopped(kind):
+    """Chunks of a prompt, then a token at a time, are one forward."""
+    model, ids = model_of("mistral"), tokens(2, 14)
+    regard.hf.install(model)
+    cache = regard.hf.cache(model, kind, **OPTIONS.get(kind, {}))
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        pieces = ids.split([5, 1, 3, 1, 4], dim=1)
+        parts = [model(piece, past_key_values=cache).logits for piece in pieces]
+    bound = 0.5 if kind == "quantized" else 5e-5
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=bound)
+
+
+def test_static_decoding_compiles_once():
+    """One graph for the first step, one for every later one."""
+    torch._dynamo.reset()
+    model, given = model_of("llama"), prompt("llama")
+    before = write(model, given, max_new_tokens=12)
+    regard.hf.install(model)
+    counter = torch._dynamo.testing.CompileCounter()
+    cache = regard.hf.cache(model, "static", max_length=32)
+    mask = given["attention_mask"]
+    compiled = torch.compile(model, backend=counter)
+    with torch.no_grad():
+        token = model(**given, past_key_values=cache).logits[:, -1:].argmax(-1)
+        written = [token]
+        for _ in range(11):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+            positions = mask.sum(1, keepdim=True) - 1
+            out = compiled(
+                token, attention_mask=mask, position_ids=positions, past_key_values=cache
+            )
+            token = out.logits[:, -1:].argmax(-1)
+            written.append(token)
+    assert torch.cat(written, 1).equal(before[:, 9:])
+    assert counter.frame_count <= 4
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_our_caches_hold_the_joined_latent(name):
+    model = model_of(name)
+    regard.hf.install(model)
+    cache = regard.hf.cache(model)
+    write(model, prompt(name), past_key_values=cache, max_new_tokens=4)
+    held = cache.layers[0].cache._held
+    config = model.config
+    assert [h.shape[-1] for h in held] == [config.kv_lora_rank + config.qk_rope_head_dim]
+    layers, tokens_held = config.num_hidden_layers, 9 + 4 - 1
+    assert cache.nbytes == layers * 2 * tokens_held * held[0].shape[-1] * 4
+
+
+@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("ours", [False, True])
+def test_decoding_absorbs_with_either_cache(name, ours, monkeypatch):
+    model, forms = model_of(name), []
+    choose = regard.hf.attending_latent.choose_form
+    monkeypatch.setattr(
+        regard.hf.attending_latent,
+        "choose_form",
+        lambda *a: forms.append(choose(*a)[0].name) or choose(*a),
+    )
+    regard.hf.install(model)
+    options = {"past_key_values": regard.hf.cache(model)} if ours else {}
+    write(model, prompt(name), max_new_tokens=3, **options)
+    layers = model.config.num_hidden_layers
+    assert forms == ["expanded"] * layers + ["absorbed"] * 2 * layers
+
+
+def test_layers_get_the_caches_they_need():
+    model = model_of("smollm3")
+
+    def kinds(kind, **options):
+        cache = regard.hf.cache(model, kind, **options)
+        return [type(layer.cache) for layer in cache.layers]
+
+    assert kinds("growing") == [KVCache] * 3
+    assert kinds("static", max_length=9) == [StaticCache] * 3
+    assert kinds("quantized") == [QuantizedCache] * 3
+    assert kinds("sliding") == [SlidingCache, KVCache, SlidingCache]
+    assert repr(regard.hf.cache(model, "sliding", rollback=3).layers[0]) == (
+        "SlidingCache(5, rollback=3)"
+    )
+    assert regard.hf.cache(model, "static", max_length=9).get_max_length() == 9
+
+
+def test_sliding_caches_forget():
+    model = model_of("mistral")
+    regard.hf.install(model)
+    cache = regard.hf.cache(model, "sliding")
+    write(model, {"input_ids": tokens(1, 9)}, past_key_values=cache)
+    assert cache.get_seq_length() == 9 + STEPS - 1
+    assert all(layer.cache._held[0].shape[2] < 12 for layer in cache.layers)
+
+
+def test_a_cache_is_reset_and_used_again():
+    model, given = model_of("llama"), prompt("llama")
+    regard.hf.install(model)
+    cache = regard.hf.cache(model)
+    first = write(model, given, past_key_values=cache, max_new_tokens=8)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert write(model, given, past_key_values=cache, max_new_tokens=8).equal(first)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("paged", {}, "kind='paged' is not one of 'growing', 'static', 'sliding', 'quantized'"),
+        ("static", {}, "kind='static' takes max_length=, got none"),
+        ("growing", {"bits": 8}, "kind='growing' takes no options, got bits=8"),
+        ("quantized", {"bits": 3}, "bits is 8 or 4, got 3"),
+        ("sliding", {}, "no layer of LlamaForCausalLM has a window"),
+    ],
+)
+def test_what_is_no_cache_is_a_sentence(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        regard.hf.cache(model_of("llama"), kind, **options)
+
+
+def test_layers_that_keep_something_else_are_refused():
+    model = model_of("smollm3")
+    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match="layers of type linear_attention, which keep something"):
+        regard.hf.cache(model)
+
+
+def test_what_cannot_be_taken_back_is_refused():
+    model = model_of("mistral")
+    cache = regard.hf.cache(model, "sliding")
+    assert not cache.is_croppable
+    with torch.no_grad():
+        model(tokens(1, 12), past_key_values=cache)
+    with pytest.raises(ValueError, match="rollback=2"):
+        cache.crop(-2)
+    with pytest.raises(ValueError, match="negative number, got 2"):
+        cache.crop(2)
+    with pytest.raises(ValueError, match="not offloaded"):
+        cache.layers[0].offload()

@@ -4,7 +4,6 @@ attend = prepare + run
 """
 
 import math
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -204,7 +203,9 @@ def prepare(
         needs_grad=torch.is_grad_enabled() and any(map(_wants_grad, [*tensors, score_bias])),
     )
     name = choose(call, backend, partial=partial)
-    return replace(call, name=name, backend=BACKENDS[name])
+    object.__setattr__(call, "name", name)  # nobody has seen it yet; a copy would cost as much
+    object.__setattr__(call, "backend", BACKENDS[name])  # as all of this
+    return call
 
 
 def _wants_grad(value: object) -> bool:

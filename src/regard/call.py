@@ -120,7 +120,8 @@ class Call:
 
     def at(self, part: Part) -> "tuple[Call, Tensor, Tensor]":
         """This call over one part of the keys, with its keys and values."""
-        call = replace(self, joined=len(part.streams) == 1)
+        joined = len(part.streams) == 1
+        call = self if joined == self.joined else replace(self, joined=joined)
         if (part.kv_start, part.kv_stop) != (self.span.kv_start, self.span.kv_stop):
             span = replace(self.span, kv_start=part.kv_start, kv_stop=part.kv_stop)
             call = replace(call, span=span, mask=self.mask.within(span))
@@ -162,6 +163,8 @@ class Call:
 
 def join(parts: list[Part]) -> Part:
     """One part out of several that follow one another."""
+    if len(parts) == 1:
+        return parts[0]
     streams = tuple(
         torch.cat(pieces, 2) for pieces in zip(*(p.streams for p in parts), strict=True)
     )

@@ -38,9 +38,11 @@ def ungroup_heads(x: Shaped[Tensor, "B G N L X"]) -> Shaped[Tensor, "B H L X"]:
 
 def fold_heads(x: Shaped[Tensor, "B H L X"], num_kv_heads: int) -> Shaped[Tensor, "B G M X"]:
     """Stack the query heads of a group as rows (M = H/G * L), so that its keys are read once."""
-    return group_heads(x, num_kv_heads).flatten(2, 3)
+    batch, heads, queries, width = x.shape
+    return x.reshape(batch, num_kv_heads, heads // num_kv_heads * queries, width)
 
 
 def unfold_heads(x: Shaped[Tensor, "B G M X"], num_queries: int) -> Shaped[Tensor, "B H L X"]:
     """The inverse of `fold_heads`."""
-    return x.unflatten(2, (-1, num_queries)).flatten(1, 2)
+    batch, groups, rows, width = x.shape
+    return x.reshape(batch, groups * (rows // num_queries), num_queries, width)

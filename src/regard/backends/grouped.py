@@ -56,8 +56,9 @@ def run(
             return _read(call, weigh(_scores(call, q, k), call.sinks, plain=is_plain(call)), v)
         found = _through_flash(call, q, k, v)
         if call.sinks is not None:
-            found = merge(found, Partial.of_sinks(call.sinks))
-        return found.out
+            found = merge(_unfolded(call, found), Partial.of_sinks(call.sinks))
+            return found.out
+        return _heads(call, found.out)
 
     return _safely(call, compute, k, v).to(call.dtype)
 
@@ -73,7 +74,7 @@ def partial(
     def compute(k: Tensor, v: Tensor) -> Tensor:
         nonlocal lse
         if _fused(call):
-            out, lse = _through_flash(call, q, k, v)
+            out, lse = _unfolded(call, _through_flash(call, q, k, v))
             return out
         found = _scores(call, q, k)
         lse = log_sum(found)
@@ -98,17 +99,26 @@ def _safely(
 
 
 def _through_flash(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """Attention of the folded rows, still folded."""
     rows = fold_heads(q, call.num_kv_heads)
     v = k if call.joined else v
-    rows, k, v = (_columns_together(x) for x in (rows, k, v))
+    rows, k, v = _columns_together(rows), _columns_together(k), _columns_together(v)
     size = call.num_keys // _PIECES
     alone = call.batch * call.num_kv_heads == 1 and size >= _SPLIT_KEYS
     if alone and is_plain(call):
-        found = _pieces(call, rows, k, v, size)
-    else:
-        found = _flash(call, rows, k, v)
+        return _pieces(call, rows, k, v, size)
+    return _flash(call, rows, k, v)
+
+
+def _unfolded(call: Call, found: Partial) -> Partial:
     lse = unfold_heads(found.lse.unsqueeze(-1), call.num_queries).squeeze(-1)
-    return Partial(unfold_heads(found.out[..., : call.v_head_dim], call.num_queries), lse)
+    return Partial(_heads(call, found.out), lse)
+
+
+def _heads(call: Call, rows: Tensor) -> Tensor:
+    """The rows as heads again, without the columns of joined keys that are no values."""
+    rows = rows[..., : call.v_head_dim] if call.joined else rows
+    return unfold_heads(rows, call.num_queries)
 
 
 def _columns_together(x: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from regard.hf.installing import Installation, InstalledLayer, install, uninstal
 from regard.hf.layers import attention_of, rope_of
 from regard.hf.loading import load
 from regard.hf.registering import register
+from regard.hf.untrusted import CheckpointError
 
 __all__ = [
     "FAMILIES",
     "SMOLLM2",
+    "CheckpointError",
     "Family",
     "Installation",
     "InstalledLayer",

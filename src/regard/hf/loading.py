@@ -1,4 +1,8 @@
-"""Loading a model from a Hugging Face folder or a GGUF: nothing is fetched, nothing executed."""
+"""Loading a model from a Hugging Face folder or a GGUF: nothing is fetched, nothing executed.
+
+A checkpoint may come from anybody. What transformers would read is checked first, and the model's
+skeleton is held against the headers of the weights before any weight is given memory.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,61 +13,122 @@ from typing import Any
 
 import torch
 
-GGUF_MAGIC = b"GGUF"
+from regard.hf.skeleton import check_skeleton, model_class
+from regard.hf.untrusted import (
+    INDEX,
+    WEIGHTS,
+    CheckpointError,
+    check_config,
+    check_files,
+    check_json_files,
+    read_json,
+    refused,
+)
+from regard.hf.untrusted_gguf import check_gguf
+from regard.hf.untrusted_weights import Contents, check_weights
+
 NEEDED = "a folder with config.json and *.safetensors, or a .gguf file"
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+MEND = "its weights and its configuration must be whole and of one model"
+SHOWN = 3
 
 
 def load(
     path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
-    """A model in eval mode and its tokenizer, offline.
+    """A model in eval mode and its tokenizer, offline; None for a tokenizer that is not there.
 
-    Reads safetensors and GGUF only; pickles and code that comes with a checkpoint are refused.
+    Reads safetensors and GGUF only; pickles and code that comes with a checkpoint are refused. The
+    model's class is the first of the configuration's `architectures` that transformers has.
 
     Raises:
         FileNotFoundError: if there is nothing at `path`, or the folder lacks a file.
-        ValueError: if what is there is not a model.
+        CheckpointError: if what is there is not a sound model; a ValueError.
         ImportError: if transformers is missing.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give {NEEDED}")
-    source = _folder(path) if path.is_dir() else _gguf(path)
-    model, tokenizer = _read(source, dtype)
+    require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
+    with _one_error(path):
+        source, contents, has_tokenizer = _folder(path) if path.is_dir() else _gguf(path)
+        with _offline():
+            tokenizer = _tokenizer(source) if has_tokenizer else None
+            model = _model(source, contents, path, dtype)
     return model.to(device).eval(), tokenizer
 
 
-def _folder(path: Path) -> dict[str, Any]:
-    if not (path / "config.json").is_file():
+def _folder(path: Path) -> tuple[dict[str, Any], Contents, bool]:
+    """Where transformers is to read, what the weights hold, and whether there is a tokenizer."""
+    if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; give {NEEDED}")
-    if not any(path.glob("*.safetensors")):
+    if not any((path / name).exists() for name in (WEIGHTS, INDEX)):
         pickles = sorted(file.name for file in path.glob("*.bin"))
         why = f"it has {', '.join(pickles)}, and pickles can run code" if pickles else "it has none"
-        raise FileNotFoundError(f"{path} needs weights in *.safetensors: {why}")
-    return {"pretrained_model_name_or_path": str(path)}
+        raise FileNotFoundError(f"{path} needs weights in {WEIGHTS} or {INDEX}: {why}")
+    check_files(path)
+    check_json_files(path)
+    check_config(read_json(path / "config.json"), path / "config.json")
+    has_tokenizer = any((path / name).exists() for name in TOKENIZERS)
+    return {"pretrained_model_name_or_path": str(path)}, check_weights(path), has_tokenizer
 
 
-def _gguf(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-            raise ValueError(f"{path} is not a model: it is not a GGUF file; give {NEEDED}")
-    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+def _gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
+    """As `_folder`. The JSON that lies beside a GGUF is read too, where there is any."""
+    checked = check_gguf(path)
+    check_json_files(path.parent)
+    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return source, checked.contents, "tokenizer.ggml.model" in checked.values
 
 
-def _read(source: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    require("transformers", "accelerate" if "gguf_file" in source else "safetensors")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _tokenizer(source: Mapping[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(**source, local_files_only=True, trust_remote_code=False)
+
+
+def _model(source: Mapping[str, Any], contents: Contents, path: Path, dtype: torch.dtype) -> Any:
+    """The model, if the files hold all of its weights and it is no larger than they are."""
+    from transformers import AutoConfig
 
     local = {**source, "local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**local)
-        model = AutoModelForCausalLM.from_pretrained(
-            **local, dtype=dtype, attn_implementation="sdpa", **_plain_weights(source)
-        )
-    except (OSError, ValueError, KeyError) as error:
-        where = source["pretrained_model_name_or_path"]
-        raise ValueError(f"{where} is not a model that transformers can read: {error}") from error
-    return model, tokenizer
+    config = AutoConfig.from_pretrained(**local)
+    made_by = model_class(config)
+    check_skeleton(made_by, config, contents, path)
+    if made_by._supports_sdpa:  # else transformers knows best
+        local["attn_implementation"] = "sdpa"
+    model, report = made_by.from_pretrained(
+        **local,
+        **_plain_weights(source),
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that the report names them; they are refused there
+    )
+    _check_report(report, path)
+    return model
+
+
+def _check_report(report: Mapping[str, Any], path: Path) -> None:
+    """transformers gives random values to weights that it does not find; nobody wants those."""
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(_shown(key) for key in report[kind]):
+            shown = f"{len(found)} {kind.replace('_', ' ')}: {', '.join(found[:SHOWN])}"
+            raise refused(path, "the files must hold every weight in its shape", shown, MEND)
+
+
+def _shown(key: str | tuple[str, Any, Any]) -> str:
+    """A weight's name; with the shapes in the files and in the model where those differ."""
+    return key if isinstance(key, str) else f"{key[0]} of {tuple(key[1])} for {tuple(key[2])}"
 
 
 def _plain_weights(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,6 +137,34 @@ def _plain_weights(source: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import GgufConfig
 
     return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+@contextmanager
+def _one_error(path: Path) -> Iterator[None]:
+    """Whatever goes wrong in reading becomes a CheckpointError that names `path`."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError):
+        raise
+    except BaseException as error:
+        # a panic of the Rust code in tokenizers and safetensors is not an Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise refused(path, "transformers must be able to read it", what, MEND) from error
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """For what transformers reads by itself, too: nothing under here reaches for the network."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def require(*packages: str) -> None:

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.hf.remembering import remembered
+
 Rotate = Callable[[Any, Tensor, Any], Tensor]  # module, queries or keys, the model's angles
 
 
@@ -17,11 +19,18 @@ def unturned(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
 
 def halves(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
     """Channel i turns with channel i + n/2 of the first n, n being as wide as the angles."""
-    cos, sin = (each.unsqueeze(1) for each in angles)
-    turning, passing = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turning.chunk(2, dim=-1)
-    turned = (turning * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
-    return torch.cat([turned, passing], dim=-1) if passing.shape[-1] else turned
+    cos, sin = remembered("_angles_of_regard", angles[1], lambda: _signed(*angles))
+    width = cos.shape[-1]
+    turning = x if width == x.shape[-1] else x[..., :width]
+    turned = torch.addcmul(turning * cos, turning.roll(width // 2, -1), sin).to(x.dtype)
+    return turned if turning is x else torch.cat([turned, x[..., width:]], dim=-1)
+
+
+def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[B, 1, L, n]`, the first half of the sines negative: what a half rolled
+    over the other has to be multiplied by."""
+    first, second = sin.chunk(2, dim=-1)
+    return cos.unsqueeze(1), torch.cat([-first, second], dim=-1).unsqueeze(1)
 
 
 def half_angles(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:

@@ -7,9 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.bias import split_additive
+from regard.hf.remembering import remembered
 from regard.masks import EVERYTHING, HIDDEN_BELOW, Causal, Dense, Mask, SlidingWindow, Span
-
-_FOUND = "_found_by_regard"  # every layer is handed the same tensor: it is read once
 
 
 def visible(
@@ -60,13 +59,7 @@ def _from_tensor(given: Any) -> tuple[Mask, Tensor | None]:
             f"attention_mask must be [B, H, L, S] here, got shape {tuple(given.shape)}; "
             'call model.set_attn_implementation("sdpa") and give the model its usual [B, S] mask'
         )
-    if torch.compiler.is_compiling() or given.requires_grad:
-        return _said(given)
-    found = getattr(given, _FOUND, None)
-    if found is None or found[0] != _version(given):
-        found = (_version(given), *_said(given))
-        setattr(given, _FOUND, found)
-    return found[1], found[2]
+    return remembered("_rule_of_regard", given, lambda: _said(given))
 
 
 def _said(given: Tensor) -> tuple[Mask, Tensor | None]:
@@ -78,8 +71,3 @@ def _said(given: Tensor) -> tuple[Mask, Tensor | None]:
         return Dense(~hidden), given.masked_fill(hidden, 0.0)
     mask, bias = split_additive(given)
     return mask, bias if given.requires_grad or bias.any() else None
-
-
-def _version(given: Tensor) -> int:
-    """Counts what was written in place; nobody may write to a tensor of inference mode."""
-    return 0 if given.is_inference() else given._version

@@ -1,0 +1,192 @@
+"""What is checked in a folder before transformers reads it: links, JSON, the numbers in it.
+
+Every limit is far above what published models need, and low enough that a file of any content costs
+little time and memory to refuse.
+"""
+
+import json
+import math
+import reprlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MEBIBYTE = 1 << 20
+JSON_LIMIT = 16 * MEBIBYTE  # an index of 150,000 tensors, a header of 100,000
+TOKENIZER_LIMIT = 256 * MEBIBYTE  # the largest vocabularies take 40
+COMMAS = 1 << 20  # each makes an object, and an object costs fifty times its two bytes
+TOKENIZER_COMMAS = 1 << 24
+DEPTH = 64
+LAYERS = 10_000
+COUNT = 1 << 20  # of labels, heads, experts: configurations make lists of them
+INTEGER = 1 << 40
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+TOKENIZER_JSON = ("tokenizer.json", "vocab.json", "added_tokens.json", "tekken.json")
+OTHER_JSON = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+)
+WEIGHTY = (".safetensors", ".gguf")
+READ = (*WEIGHTY, ".json", ".model", ".txt", ".jinja", ".tiktoken")
+SIZES = ("size", "dim", "layer", "head", "expert", "length", "position", "depth", "num", "rank")
+REFUSED = {
+    "auto_map": "code that comes with a checkpoint is not run; "
+    "if transformers has this architecture itself, remove the entry",
+    "transformers_weights": f"weights are read from {WEIGHTS} or {INDEX}; remove the entry",
+    "fusion_config": "a checkpoint may not exchange modules; remove the entry",
+}
+KERNELS = ("attn_implementation", "experts_implementation")
+RULE = 400  # of a sentence; a rule may quote a key, and a key can be as long as the file
+SHORT = reprlib.Repr()
+SHORT.maxstring = 200
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, hostile, or not what it says it is."""
+
+
+def refused(
+    file: Path, rule: str, came: object, out: str = "get the file from a source you trust"
+) -> CheckpointError:
+    """The error for `file`: the rule, the value that came, the way out."""
+    return CheckpointError(f"{file}: {rule[:RULE]}, got {SHORT.repr(came)}; {out}")
+
+
+def check_files(folder: Path) -> None:
+    """Raise unless what could be read in `folder` are files, there, and of bounded size.
+
+    A link must stay inside the folder, or be one of a Hugging Face cache, which keeps the files in
+    `blobs` and links to them from `snapshots/<revision>`.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    for file in folder.iterdir():
+        if not file.name.lower().endswith(READ) or file.is_dir():
+            continue
+        if file.is_symlink() and file.resolve().parent not in (home, blobs):
+            out = "put the file itself into the folder"
+            came = str(file.resolve())
+            raise refused(file, "a link may not lead out of its folder", came, out)
+        if not file.is_file():  # a pipe would be read for ever
+            raise refused(file, "it must be a file", "something else or a link to nothing")
+        if file.suffix.lower() not in WEIGHTY and file.stat().st_size > TOKENIZER_LIMIT:
+            raise refused(file, f"it may have {TOKENIZER_LIMIT} bytes", file.stat().st_size)
+
+
+def check_json_files(folder: Path) -> None:
+    """Raise unless the JSON that transformers reads beside the configuration is of bounded size.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    if (folder / "adapter_config.json").exists():  # it can name another model, and pickles
+        out = "merge it into its model and save that, or move it elsewhere"
+        raise refused(folder, "an adapter is not read", "adapter_config.json", out)
+    for name in OTHER_JSON:
+        if (folder / name).exists():
+            read_json(folder / name)
+    for name in TOKENIZER_JSON:
+        if (folder / name).exists():
+            read_json(folder / name, limit=TOKENIZER_LIMIT, commas=TOKENIZER_COMMAS)
+
+
+def read_json(file: Path, *, limit: int = JSON_LIMIT, commas: int = COMMAS) -> dict[str, Any]:
+    """The JSON object in `file`, of at most `limit` bytes.
+
+    Raises:
+        CheckpointError: if it is larger, is not an object, or says a key twice.
+    """
+    if not file.is_file():
+        raise refused(file, "it must be a file", "something else")
+    size = file.stat().st_size
+    if size > limit:
+        raise refused(file, f"it may have {limit} bytes", size)
+    return parse_json(file.read_bytes(), file, commas=commas)
+
+
+def parse_json(data: bytes, file: Path, *, commas: int = COMMAS) -> dict[str, Any]:
+    """The JSON object that `data`, out of `file`, spells.
+
+    Raises:
+        CheckpointError: as `read_json`.
+    """
+    if data.count(b",") > commas:
+        raise refused(file, f"its JSON may have {commas} commas", data.count(b","))
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise refused(file, "it must hold valid JSON", str(error)) from error
+    if not isinstance(value, dict):
+        raise refused(file, "its JSON must be an object", value)
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A key that comes twice means one thing to one reader and another to the next."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {reprlib.repr(key)} comes twice")
+    return value
+
+
+def check_config(config: dict[str, Any], file: Path) -> None:
+    """Raise unless every number is one that a model could have, and no entry brings code.
+
+    Raises:
+        CheckpointError: naming the entry.
+    """
+    for key, value, depth in _entries(config):
+        if depth > DEPTH:
+            raise refused(file, f"its JSON may be {DEPTH} levels deep", f"more under {key!r}")
+        if key in REFUSED and value is not None:
+            raise refused(file, f"{key!r} is not allowed", value, REFUSED[key])
+        if key.endswith(KERNELS) and isinstance(value, str) and "/" in value:
+            out = "remove the entry"
+            raise refused(file, f"{key!r} may not name code from elsewhere", value, out)
+        if isinstance(value, int | float):
+            check_number(key, value, file)
+
+
+def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """Every entry with its key and depth; the items of a list go by the list's key."""
+    waiting: list[tuple[str, Any, int]] = [("", config, 0)]
+    while waiting:
+        key, value, depth = waiting.pop()
+        yield key, value, depth
+        if depth > DEPTH:
+            continue
+        if isinstance(value, dict):
+            waiting += [(name, inner, depth + 1) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(key, inner, depth + 1) for inner in value]
+
+
+def check_number(key: str, value: int | float, file: Path) -> None:
+    """Raise unless `value` is a number that the entry `key` of a model could have.
+
+    Raises:
+        CheckpointError: naming the entry and the limit.
+    """
+    key = key.lower()
+    if not math.isfinite(value):
+        if any(word in key for word in SIZES):
+            raise refused(file, f"{key!r} must be finite", value)
+        return
+    if isinstance(value, float):
+        return
+    limit = INTEGER
+    if "layer" in key or "depth" in key or key.endswith("block_count"):
+        limit = LAYERS
+    elif "num_" in key or key.endswith("_count"):
+        limit = COUNT
+    if abs(value) > limit:
+        raise refused(file, f"{key!r} may be at most {limit}", value)

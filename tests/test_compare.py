@@ -225,10 +225,10 @@ def test_version(monkeypatch, capsys):
     [
         (lambda at: at / "nowhere", "does not exist; give a folder with config.json"),
         (lambda at: at, "has no config.json"),
-        (lambda at: _file(at / "model.gguf", "no"), "is not a GGUF file"),
-        (lambda at: _file(at / "config.json", "{}").parent, "needs weights in *.safetensors"),
+        (lambda at: _file(at / "model.gguf", "no"), "a GGUF file has at least 24 bytes"),
+        (lambda at: _file(at / "config.json", "{}").parent, "needs weights in model.safetensors"),
         (lambda at: _pickled(at), "pickles can run code"),
-        (lambda at: _broken(at), "is not a model that transformers can read"),
+        (lambda at: _broken(at), "a safetensors file has at least 8 bytes"),
     ],
 )
 def test_what_is_not_a_model_is_a_sentence_and_exit_code_2(

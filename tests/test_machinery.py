@@ -212,7 +212,7 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
             ["backends"],
             ["attend", "construct"],
             ["explain"],
-            ["attention", "latent_kv"],
+            ["attention", "latent_kv", "latent_forms"],
             ["latent"],
             ["__init__"],
             ["hf", "convert"],

@@ -248,9 +248,7 @@ ZOO = {
     ),
 }
 SPOKEN = [  # those whose positions are an argument
-    name
-    for name, kind in ZOO.items()
-    if kind.fed == "decoder" and name != "falcon alibi"
+    name for name, kind in ZOO.items() if kind.fed == "decoder" and name != "falcon alibi"
 ]
 DECODERS = [name for name, kind in ZOO.items() if kind.fed == "decoder"]
 WRITERS = [name for name, kind in ZOO.items() if kind.fed in ("decoder", "pair", "speech")]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch._dynamo.testing
 
 import regard.hf
 from regard.cache import KVCache, QuantizedCache, SlidingCache, StaticCache
@@ -129,31 +128,6 @@ def test_a_cache_goes_on_where_it_stopped(kind):
         parts = [model(piece, past_key_values=cache).logits for piece in pieces]
     bound = 0.5 if kind == "quantized" else 5e-5
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=bound)
-
-
-def test_static_decoding_compiles_once():
-    """One graph for the first step, one for every later one."""
-    torch._dynamo.reset()
-    model, given = model_of("llama"), prompt("llama")
-    before = write(model, given, max_new_tokens=12)
-    regard.hf.install(model)
-    counter = torch._dynamo.testing.CompileCounter()
-    cache = regard.hf.cache(model, "static", max_length=32)
-    mask = given["attention_mask"]
-    compiled = torch.compile(model, backend=counter)
-    with torch.no_grad():
-        token = model(**given, past_key_values=cache).logits[:, -1:].argmax(-1)
-        written = [token]
-        for _ in range(11):
-            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-            positions = mask.sum(1, keepdim=True) - 1
-            out = compiled(
-                token, attention_mask=mask, position_ids=positions, past_key_values=cache
-            )
-            token = out.logits[:, -1:].argmax(-1)
-            written.append(token)
-    assert torch.cat(written, 1).equal(before[:, 9:])
-    assert counter.frame_count <= 4
 
 
 @pytest.mark.parametrize("name", LATENT)

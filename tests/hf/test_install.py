@@ -1,118 +1,35 @@
-"""install changes who computes, and nothing else: logits, texts, classes, weights, hooks stay."""
+"""install changes who computes, and nothing else: hooks, adapters, copies, files, reports stay."""
 
 import copy
+import json
 import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, StaticCache
 
 import regard.hf
+from regard.hf import attention_modules, versions
 from regard.hf.visible import visible
-from tiny import FAMILIES, tiny, tokens
+from zoo import ZOO, inputs, result, tokens
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
+KINDS = ["llama", "gpt2", "bert", "t5", "deepseek-v3"]
 
 
-@pytest.fixture(params=FAMILIES)
-def model(request):
-    return tiny(request.param)
-
-
-def logits(model, **inputs):
+def run(model, given):
     with torch.no_grad():
-        return model(**inputs).logits
+        return result(model(**given))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_logits_are_the_models_own(model, implementation):
-    model.set_attn_implementation(implementation)
-    ids = tokens(2, 13)
-    before = logits(model, input_ids=ids)
-    report = regard.hf.install(model)
-    torch.testing.assert_close(logits(model, input_ids=ids), before, **CLOSE)
-    assert len(report.layers) == model.config.num_hidden_layers
-
-
-def test_every_attention_runs_on_regard(model, monkeypatch):
-    calls = []
-    prepare = regard.hf.installing.prepare
-    monkeypatch.setattr(
-        regard.hf.installing, "prepare", lambda *a, **o: calls.append(a) or prepare(*a, **o)
-    )
-    regard.hf.install(model)
-    calls.clear()
-    logits(model, input_ids=tokens(1, 5))
-    assert len(calls) == model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_left_padding_is_not_seen(model, implementation):
-    model.set_attn_implementation(implementation)
-    ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
-    mask[0, :4], mask[1, :1] = 0, 0
-    before = logits(model, input_ids=ids, attention_mask=mask)
-    regard.hf.install(model)
-    after = logits(model, input_ids=ids, attention_mask=mask)
-    torch.testing.assert_close(after[mask.bool()], before[mask.bool()], **CLOSE)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 2}])
-def test_generate_writes_the_same_text(model, how, padded):
-    ids, mask = tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
-    mask[0, :3] = 0 if padded else 1
-    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, **how}
-    options["disable_compile"] = True
-    before = model.generate(ids, **options)
-    regard.hf.install(model)
-    assert model.generate(ids, **options).equal(before)
-
-
-def test_a_static_cache_prefills_in_chunks(model):
-    ids = tokens(1, 8)
-    regard.hf.install(model)
-    whole = logits(model, input_ids=ids)
-    cache = StaticCache(config=model.config, max_cache_len=11)
-    parts = [logits(model, input_ids=part, past_key_values=cache) for part in ids.split(3, dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
-
-
-def test_gradients_are_the_models_own(model):
-    ids = tokens(2, 6)
-
-    def gradients():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    before = gradients()
-    regard.hf.install(model)
-    for after, other in zip(gradients(), before, strict=True):
-        torch.testing.assert_close(after, other, atol=1e-5, rtol=1e-4)
-
-
-def test_uninstalling_restores_to_the_bit(model):
-    ids = tokens(2, 8)
-    before, state = logits(model, input_ids=ids), dict(model.state_dict())
-    modules = [(name, type(module)) for name, module in model.named_modules()]
-    regard.hf.install(model)
-    assert [(name, type(module)) for name, module in model.named_modules()] == modules
-    assert all(
-        state[name] is value or state[name].equal(value)
-        for name, value in model.state_dict().items()
-    )
-    regard.hf.install(model)  # twice is once
-    regard.hf.uninstall(model)
-    regard.hf.uninstall(model)
-    assert logits(model, input_ids=ids).equal(before)
-    for module in model.modules():
-        assert "forward" not in vars(module)
-
-
-def test_a_forward_that_someone_else_bound_comes_back(model):
-    attention = next(iter(regard.hf.attention_modules(model).values()))
+def test_a_forward_that_someone_else_bound_comes_back():
+    model = ZOO["llama"].build()
+    attention = next(iter(attention_modules(model).values()))
     theirs = attention.forward
     attention.forward = theirs
     regard.hf.install(model)
@@ -121,42 +38,195 @@ def test_a_forward_that_someone_else_bound_comes_back(model):
     assert attention.forward is theirs
 
 
-def test_hooks_still_run(model):
-    seen = []
-    attention = next(iter(regard.hf.attention_modules(model).values()))
-    attention.register_forward_hook(lambda module, given, out: seen.append(out[0].shape))
+@pytest.mark.parametrize("name", KINDS)
+def test_hooks_still_run(name):
+    model, seen = ZOO[name].build(), []
+    attention = next(iter(attention_modules(model).values()))
+    attention.register_forward_pre_hook(lambda module, given: seen.append("before"))
+    attention.register_forward_hook(lambda module, given, out: seen.append(out[0].shape[-1]))
+    for child in attention.children():
+        child.register_forward_hook(lambda module, given, out: seen.append("child"))
     regard.hf.install(model)
-    logits(model, input_ids=tokens(1, 4))
-    assert seen == [torch.Size([1, 4, model.config.hidden_size])]
+    run(model, inputs(name))
+    assert seen[0] == "before"
+    assert seen[-1] == {"deepseek-v3": 32}.get(name, 24)
+    assert seen.count("child") >= 3 or name == "gpt2"
 
 
-def test_a_copy_runs_on_its_own_weights(model):
+def test_a_copy_runs_on_its_own_weights():
+    model = ZOO["llama"].build()
     regard.hf.install(model)
-    other = copy.deepcopy(model)
-    ids = tokens(1, 5)
-    before = logits(model, input_ids=ids)
+    other, given = copy.deepcopy(model), inputs("llama")
+    before = run(model, given)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert logits(other, input_ids=ids).equal(before)
+    assert run(other, given).equal(before)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saving_saves_the_same(name, tmp_path):
+    model, given = ZOO[name].build(), inputs(name)
+    before = run(model, given)
+    regard.hf.install(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(run(again, given), before, **CLOSE)
+
+
+def test_moving_to_another_dtype():
+    model, given = ZOO["gemma3"].build(), inputs("gemma3", padding="left")
+    before = run(model, given)
+    regard.hf.install(model)
+    torch.testing.assert_close(run(model.to(torch.float64), given).float(), before, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_adapters_train_and_merge(name):
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj"] if name == "llama" else ["kv_b_proj", "o_proj"]
+    options = {"r": 2, "target_modules": targets, "init_lora_weights": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(ZOO[name].build(), LoraConfig(**options))
+    given = inputs(name, padding="left")
+    shown = given["attention_mask"].bool()
+    before = run(model, given)[shown]
+    regard.hf.install(model)
+    torch.testing.assert_close(run(model, given)[shown], before, **CLOSE)
+    model.train()
+    result(model(**given)).square().mean().backward()
+    trained = {n: p.grad.abs().max() for n, p in model.named_parameters() if p.requires_grad}
+    assert all("lora" in n for n in trained)
+    assert all(grad > 0 for grad in trained.values())
+    model.eval()
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(run(merged, given)[shown], before, **CLOSE)
+
+
+def test_an_adapter_on_kv_b_proj_is_not_absorbed():
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 2, "target_modules": ["kv_b_proj"], "init_lora_weights": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(ZOO["deepseek-v3"].build(), LoraConfig(**options))
+    ids = tokens(1, 9)
+    report = regard.hf.install(model)
+    assert "decode: expanded" in str(report)
+    whole = run(model, {"input_ids": ids})
+    cache = regard.hf.cache(model.base_model.model)
+    pieces = [run(model, {"input_ids": ids[:, :8], "past_key_values": cache})]
+    pieces.append(run(model, {"input_ids": ids[:, 8:], "past_key_values": cache}))
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize("name", ["llama", "t5", "deepseek-v3"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(name, reentrant):
+    model, given = ZOO[name].build().train(), inputs(name)
+
+    def gradients():
+        model.zero_grad()
+        result(model(**given, use_cache=False)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    before = gradients()
+    regard.hf.install(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for after, wanted in zip(gradients(), before, strict=True):
+        torch.testing.assert_close(after, wanted, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "gpt2", "bert", "bart", "t5"])
+def test_attention_weights_are_handed_out(name, implementation):
+    model, given = ZOO[name].build("eager"), inputs(name)
+    wanted = model(**given, output_attentions=True)
+    if implementation == "sdpa" and name not in ("gemma2", "gpt-oss"):
+        model.set_attn_implementation("sdpa")
+    regard.hf.install(model)
+    found = model(**given, output_attentions=True)
+    kinds = [key for key in wanted if key.endswith("attentions") and wanted[key]]
+    assert kinds
+    for key in kinds:
+        for after, before in zip(found[key], wanted[key], strict=True):
+            torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    script = Path(__file__).parents[1] / "traced_models.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_static_decoding_compiles_to_two_graphs_at_most(traced):
+    assert len(traced["decoded"]) == 7
+    assert all(each["same"] for each in traced["decoded"].values())
+    assert max(each["graphs"] for each in traced["decoded"].values()) <= 2
+
+
+def test_compiled_models_train_as_eager_ones(traced):
+    assert max(traced["trained"].values()) <= 1e-5
 
 
 def test_the_report_says_what_runs():
-    text = str(regard.hf.install(tiny("mistral")))
-    assert text.startswith("MistralForCausalLM: 2 attention layers run on regard\n")
-    assert "layers.0.self_attn .. " in text
-    assert "GQA 4 heads on 2 of 8, window 5; prefill: " in text
+    text = str(regard.hf.install(ZOO["smollm3"].build()))
+    assert text.startswith("SmolLM3ForCausalLM: 3 attention layers run on regard\n")
+    assert "layers.0.self_attn .. model.layers.2.self_attn (2): " in text
+    assert "GQA 4 heads on 2 of 6, window 5; prefill: " in text
+    assert "softcap 2" in str(regard.hf.install(ZOO["gemma2"].build()))
+    assert "sinks" in str(regard.hf.install(ZOO["gpt-oss"].build()))
+    assert "looks both ways, relative bias" in str(regard.hf.install(ZOO["t5"].build()))
+    latent = str(regard.hf.install(ZOO["deepseek-v3"].build()))
+    assert "MLA 4 heads on 1 of 16; prefill: expanded by sdpa, decode: absorbed by" in latent
 
 
-def test_unknown_attention_is_refused_by_its_name():
-    config = Gemma2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    )  # fmt: skip
-    model = Gemma2ForCausalLM(config)
-    with pytest.raises(ValueError, match=re.escape("Gemma2Attention (2 modules); what is missing")):
+class Both(nn.Module):
+    """A model that regard knows, beside attention that it does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = ZOO["llama"].build()
+        self.other = nn.MultiheadAttention(8, 2)
+
+
+def test_what_is_not_known_is_left_alone_and_said():
+    model = Both()
+    report = regard.hf.install(model)
+    assert report.left_alone == {
+        "other": "MultiheadAttention has no row in regard.hf.families",
+    }
+    assert "  other: left alone: MultiheadAttention has no row" in str(report)
+    assert "forward" not in vars(model.other)
+    with pytest.raises(ValueError, match=r"MultiheadAttention \(1 modules\); what is missing"):
+        attention_modules(model)
+
+
+def test_a_model_of_unknown_attention_is_refused_by_its_type():
+    sizes = {"vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+    with pytest.raises(ValueError, match=re.escape("(model_type 'bloom') has attention that")):
+        regard.hf.install(model)
+    with pytest.raises(ValueError, match=re.escape("BloomAttention (2 modules); what is missing")):
         regard.hf.install(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_subclass_may_do_something_else():
+    class Mine(transformers.models.llama.modeling_llama.LlamaAttention):
+        pass
+
+    model = ZOO["llama"].build()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Mine
+    with pytest.raises(ValueError, match="Mine"):
+        regard.hf.install(model)
 
 
 def test_a_model_without_attention_is_refused():
@@ -165,62 +235,56 @@ def test_a_model_without_attention_is_refused():
 
 
 def test_masks_that_are_not_tensors_are_refused():
-    model = tiny("llama")
-    model.config._attn_implementation = "flex_attention"
+    model = ZOO["llama"].build("flex_attention")
     with pytest.raises(ValueError, match="set_attn_implementation"):
         regard.hf.install(model)
-    module = next(iter(regard.hf.attention_modules(model).values()))
+    module = next(iter(attention_modules(model).values()))
     with pytest.raises(TypeError, match="regard reads None, bool and additive"):
         visible(module, object(), 2, 2)
     with pytest.raises(ValueError, match=r"must be \[B, H, L, S\]"):
         visible(module, torch.ones(2, 2), 2, 2)
 
 
-@pytest.mark.parametrize(
-    "option", [{"softcap": 5.0}, {"s_aux": torch.zeros(2)}, {"output_attentions": True}]
-)
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "cu_seq_lens_q", "indices"])
 def test_what_would_change_the_result_is_refused(option):
-    model = tiny("llama")
+    model = ZOO["llama"].build()
     regard.hf.install(model)
-    with pytest.raises(ValueError, match=next(iter(option))):
-        model(input_ids=tokens(1, 3), **option)
+    with pytest.raises(ValueError, match=f"{option}= would change the result"):
+        model(input_ids=tokens(1, 3), **{option: torch.zeros(2)})
 
 
-@pytest.mark.parametrize(
-    ("given", "causal", "seen"),
-    [
-        (None, True, [[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
-        (None, False, [[1, 1, 1]] * 3),
-        (torch.eye(3).bool()[None, None], True, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
-        ((1 - torch.eye(3))[None, None] * torch.finfo(torch.float32).min, True, torch.eye(3)),
-    ],
-)
-def test_masks_mean_what_transformers_means(given, causal, seen):
-    module = nn.Module()
-    module.is_causal = causal
-    mask, bias, span = visible(module, given, 3, 3)
-    assert bias is None
-    assert mask.dense(span).expand(1, 1, 3, 3)[0, 0].equal(torch.as_tensor(seen).bool())
+def test_another_version_of_transformers_is_said(monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda name: "5.99.0.dev0")
+    with pytest.warns(UserWarning, match=r"5\.99\.0\.dev0 is not one of the versions 5\.17 to 5"):
+        regard.hf.install(ZOO["llama"].build())
+    monkeypatch.setattr(versions, "version", lambda name: "5.17.0")
+    regard.hf.install(ZOO["llama"].build())
 
 
-def test_without_a_mask_the_window_still_holds():
-    module = nn.Module()
-    several, one = visible(module, None, 3, 3, window=2), visible(module, None, 1, 4, window=2)
-    assert several[0].dense(several[2]).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    assert one[0].dense(one[2]).int().tolist() == [[0, 0, 1, 1]]
-
-
-def test_without_a_mask_eager_hides_nothing():
-    module = tiny("llama").base_model.layers[0].self_attn
-    module.config._attn_implementation = "eager"
-    mask, _, span = visible(module, None, 3, 3, window=2)
-    assert mask.dense(span).all()
+def test_installing_needs_no_memory_to_speak_of():
+    model = ZOO["llama"].build()
+    before = [id(p) for p in model.parameters()]
+    regard.hf.install(model)
+    assert [id(p) for p in model.parameters()] == before
+    assert not list(model.buffers()) or all(b.numel() < 64 for b in model.buffers())
 
 
 def test_the_modules_own_scale_is_used():
-    model = tiny("llama")
-    for module in regard.hf.attention_modules(model).values():
+    model, given = ZOO["llama"].build(), inputs("llama")
+    for module in attention_modules(model).values():
         module.scaling = 0.7
-    before = logits(model, input_ids=tokens(1, 6))
+    before = run(model, given)
     regard.hf.install(model)
-    torch.testing.assert_close(logits(model, input_ids=tokens(1, 6)), before, **CLOSE)
+    torch.testing.assert_close(run(model, given), before, **CLOSE)
+
+
+def test_dropout_drops_as_often():
+    """In training, weights are dropped with the module's own probability."""
+    model = ZOO["llama"].build().train()
+    for module in attention_modules(model).values():
+        module.attention_dropout = 0.5
+    regard.hf.install(model)
+    ids = tokens(1, 6)
+    assert not model(input_ids=ids).logits.equal(model(input_ids=ids).logits)
+    model.eval()
+    assert model(input_ids=ids).logits.equal(model(input_ids=ids).logits)

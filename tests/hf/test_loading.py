@@ -99,8 +99,11 @@ def test_a_pickle_is_refused(folder):
 
 def test_code_is_refused_and_not_run(folder):
     (folder / "evil.py").write_text("raise SystemExit('it ran')")
-    change(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.Evil"})
-    with pytest.raises(CheckpointError, match=r"'auto_map' is not allowed.*is not run"):
+    code = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    change(folder / "config.json", auto_map=code)  # as published DeepSeek-V3 and Phi-3 have it
+    assert type(regard.hf.load(folder)[0]).__module__.startswith("transformers.")
+    change(folder / "config.json", auto_map=code, model_type="evil")
+    with pytest.raises(CheckpointError, match="transformers must be able to read it"):
         regard.hf.load(folder)
 
 

@@ -17,19 +17,24 @@ class Found(NamedTuple):
 def find(model: nn.Module) -> Found:
     """Look through a model.
 
-    A module is attention if its family is known, or if it has parameters and says so by its name,
-    and neither lies inside attention nor merely wraps it.
+    A module is attention if its family is known, or if it has parameters and its class, or one
+    that this is made of, is called so; and if it neither lies inside attention nor merely wraps it.
     """
     known = {name: module for name, module in model.named_modules() if family_of(module)}
     unknown: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if "attention" not in type(module).__name__.lower() or not list(module.parameters()):
+        if not _says_so(module) or not list(module.parameters()):
             continue
         wraps = any(each == name or each.startswith(f"{name}.") for each in known)
         inside = any(name.startswith(f"{each}.") for each in (*known, *unknown))
         if not wraps and not inside:
             unknown[name] = module
     return Found(known, unknown)
+
+
+def _says_so(module: nn.Module) -> bool:
+    """Whether the module's class, or one that it is made of, is called attention."""
+    return any("attention" in each.__name__.lower() for each in type(module).__mro__)
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

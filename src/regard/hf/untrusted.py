@@ -35,8 +35,6 @@ WEIGHTY = (".safetensors", ".gguf")
 READ = (*WEIGHTY, ".json", ".model", ".txt", ".jinja", ".tiktoken")
 SIZES = ("size", "dim", "layer", "head", "expert", "length", "position", "depth", "num", "rank")
 REFUSED = {
-    "auto_map": "code that comes with a checkpoint is not run; "
-    "if transformers has this architecture itself, remove the entry",
     "transformers_weights": f"weights are read from {WEIGHTS} or {INDEX}; remove the entry",
     "fusion_config": "a checkpoint may not exchange modules; remove the entry",
 }

@@ -7,6 +7,7 @@ import typer
 
 import regard
 from regard.cli.compare import compare_command
+from regard.cli.generate import generate_command
 
 app = typer.Typer(
     help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("compare")(compare_command)
+app.command("generate")(generate_command)
 
 
 def _version(wanted: bool | None) -> None:

@@ -65,6 +65,16 @@ def compare_command(
 
 
 @contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on stderr what is waited for, as long as it takes."""
+    with Progress(
+        TextColumn(what), TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        bar.add_task(what, total=None)
+        yield
+
+
+@contextmanager
 def _bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr that goes away when the work is done; a total of 0 is not known yet."""
     columns = TextColumn("{task.description:<50}"), BarColumn(), TimeElapsedColumn()

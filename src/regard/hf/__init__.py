@@ -14,6 +14,7 @@ from regard.hf.layers import attention_of, rope_of
 from regard.hf.loading import load
 from regard.hf.registering import register
 from regard.hf.untrusted import CheckpointError
+from regard.hf.writing import Written, write
 
 __all__ = [
     "FAMILIES",
@@ -22,6 +23,7 @@ __all__ = [
     "Family",
     "Installation",
     "InstalledLayer",
+    "Written",
     "attention_modules",
     "attention_of",
     "cache",
@@ -32,4 +34,5 @@ __all__ = [
     "rope_of",
     "smollm2",
     "uninstall",
+    "write",
 ]

@@ -1,0 +1,106 @@
+"""regard generate: text as it comes, then what it cost."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from regard.cli.compare import waiting
+from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
+from regard.hf.loading import quiet
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def generate_command(
+    prompt: Annotated[str, typer.Option(help="What to continue, or to answer with --chat.")],
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help=f"A folder with config.json and *.safetensors, or a .gguf; {SMOLLM2} if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    attention: Annotated[
+        Literal["regard", "interface", "transformers"],
+        typer.Option(help="Installed, registered as an attention function, or transformers' own."),
+    ] = "regard",
+    cache: Annotated[
+        Literal["growing", "static", "sliding", "int8", "int4", "transformers"],
+        typer.Option(help="What keeps the past; transformers has its own."),
+    ] = "growing",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 for the likeliest token each time.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the dice, where the temperature is above 0.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    stream: Annotated[bool, typer.Option(help="Show the text as it comes, or at the end.")] = True,
+    against: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(help="Run transformers' own attention and cache too, and compare."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")
+    ] = "float32",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
+) -> None:
+    """Write text with regard inside a transformers model, and say what it cost."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with quiet():
+        with waiting(f"loading {model or SMOLLM2}"):
+            lent, tokenizer = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
+
+        def run(attention: str, cache: str, shown: bool, tokens: int = max_new_tokens) -> Written:
+            torch.manual_seed(seed)
+            return write(
+                lent,
+                tokenizer,
+                prompt,
+                attention=attention,  # type: ignore[arg-type]
+                cache=cache,
+                max_new_tokens=tokens,
+                temperature=temperature,
+                chat=chat,
+                shown=_show if shown else lambda text: None,
+            )
+
+        if against:  # the first run of anything is slow, and neither should be the first
+            for both in ((attention, cache), (against, against)):
+                run(*both, shown=False, tokens=2)
+        runs = [run(attention, cache, stream and not as_json)]
+        if against:
+            with waiting("writing it again with transformers"):
+                runs.append(run(against, against, False))
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(each) for each in runs], indent=2) + "\n")
+        return
+    sys.stdout.write("\n" if stream else runs[0].text + "\n")
+    sys.stdout.write("\n".join(["", *map(str, runs), *_compared(runs), ""]))
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _compared(runs: list[Written]) -> list[str]:
+    """The sentence that two runs end with."""
+    if len(runs) < 2:
+        return []
+    mine, theirs = runs
+    same = mine.tokens == theirs.tokens
+    text = "the same text" if same else "another text (rounding, or a cache that rounds)"
+    if not (mine.decode_tokens_per_second and theirs.decode_tokens_per_second):
+        return [text]
+    decode = mine.decode_tokens_per_second / theirs.decode_tokens_per_second
+    prefill = mine.prefill_tokens_per_second / theirs.prefill_tokens_per_second
+    return [f"{text}; {prefill:.2f}x the prefill and {decode:.2f}x the decode speed"]

@@ -1,0 +1,163 @@
+"""regard generate: the same text under each attention and cache, its cost, and honest errors."""
+
+import json
+
+import pytest
+import torch
+
+import regard.hf
+from regard.cli.app import run
+from regard.hf.writing import ATTENTIONS, CACHES, Written, _size
+from zoo import VOCABULARY, ZOO
+
+PROMPT = "to be or not to be"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model as a folder, with a tokenizer of letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    vocabulary = {chr(ord("@") + at): at for at in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="@"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}?{% endfor %}"
+    fast.save_pretrained(path)
+    model = ZOO["mistral"].build()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def lent(folder):
+    return regard.hf.load(folder)
+
+
+def test_the_text_does_not_depend_on_who_attends_or_what_keeps(lent):
+    model, tokenizer = lent
+    implementation = model.config._attn_implementation
+    texts = {
+        regard.hf.write(
+            model, tokenizer, PROMPT, attention=attention, cache=cache, max_new_tokens=12
+        ).tokens
+        for attention in ATTENTIONS
+        for cache in ("growing", "static", "sliding", "transformers")
+    }
+    assert len(texts) == 1
+    assert len(texts.pop()) == 12
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("cache", [*CACHES, "transformers"])
+def test_what_it_cost_is_what_was_kept(lent, cache):
+    model, tokenizer = lent
+    written = regard.hf.write(model, tokenizer, PROMPT, cache=cache, max_new_tokens=9)
+    assert written.prompt_tokens == len(PROMPT)
+    numbers = 3 * 2 * 2 * 6  # of a token: layers, keys and values, heads, channels
+    held = {
+        "growing": 26 * numbers * 4,
+        "static": 26 * numbers * 4,
+        "int8": 26 * 3 * 2 * 2 * (6 + 4),
+        "int4": 26 * 3 * 2 * 2 * (3 + 4),
+    }
+    if cache in held:
+        assert written.cache_bytes == held[cache]
+    else:
+        assert 4 * numbers * 4 <= written.cache_bytes < held["growing"] / 2
+    assert written.prefill_tokens_per_second > 0
+    assert written.decode_tokens_per_second > 0
+    assert written.peak_memory > 50 << 20
+    assert f"cache {_size(written.cache_bytes)}, peak memory" in str(written)
+
+
+def test_pieces_are_shown_as_they_come(lent):
+    model, tokenizer = lent
+    pieces = []
+    written = regard.hf.write(model, tokenizer, PROMPT, max_new_tokens=6, shown=pieces.append)
+    assert "".join(pieces).strip() == written.text.strip()
+    assert len(pieces) > 1
+
+
+def test_sampling_follows_the_dice(lent):
+    model, tokenizer = lent
+
+    def once(seed):
+        torch.manual_seed(seed)
+        return regard.hf.write(model, tokenizer, PROMPT, temperature=2.0, max_new_tokens=12).tokens
+
+    assert once(1) == once(1) != once(2)
+
+
+def test_pairs_write_too(lent):
+    model = ZOO["t5"].build()
+    written = regard.hf.write(model, lent[1], PROMPT, max_new_tokens=5)
+    assert isinstance(written, Written)
+    assert written.cache_bytes > 0
+
+
+def test_sizes_are_for_reading():
+    assert [_size(n) for n in (12, 2048, 3 << 20, 5 << 30)] == [
+        "12 B", "2.0 KiB", "3.0 MiB", "5.00 GiB",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"cache": "paged"}, "cache='paged' is not one of growing, static"),
+        ({"attention": "flash"}, "attention='flash' is not one of regard, interface"),
+        ({"tokenizer": None}, "came without a tokenizer"),
+        ({"model": ZOO["bert"].build()}, "BertModel writes no text"),
+    ],
+)
+def test_what_cannot_be_written_is_a_sentence(lent, options, message, unchecked):
+    given = {"model": lent[0], "tokenizer": lent[1], "prompt": PROMPT, **options}
+    with pytest.raises(ValueError, match=message):
+        regard.hf.write(**given)
+
+
+def command(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["regard", "generate", *map(str, arguments)])
+    return run()
+
+
+def test_the_command_ends_with_a_line(folder, monkeypatch, capsys):
+    assert command(monkeypatch, folder, "--prompt", PROMPT, "--max-new-tokens", 8) == 0
+    text, line = capsys.readouterr().out.rsplit("\n\n", 1)
+    assert text
+    assert line.startswith("regard, growing cache: prefill 18 tokens at ")
+    assert line.count("\n") == 1
+
+
+def test_the_command_runs_transformers_too(folder, monkeypatch, capsys):
+    options = ["--prompt", PROMPT, "--max-new-tokens", 8, "--against", "transformers"]
+    assert command(monkeypatch, folder, *options, "--no-stream", "--chat") == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[-3].startswith("regard, growing cache: prefill 19 tokens")
+    assert lines[-2].startswith("transformers, transformers cache: prefill 19 tokens")
+    assert lines[-1].startswith("the same text; ")
+
+
+def test_json_alone_on_stdout(folder, monkeypatch, capsys):
+    options = ["--prompt", PROMPT, "--max-new-tokens", 4, "--cache", "int8", "--json"]
+    assert command(monkeypatch, folder, *options) == 0
+    (written,) = json.loads(capsys.readouterr().out)
+    assert set(written) == set(Written.__dataclass_fields__)
+    assert len(written["tokens"]) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--prompt", ""], ["--prompt", "a", "--cache", "x"], ["--prompt", "a", "--cache", "int3"]],
+)
+def test_wrong_options_are_exit_code_2(folder, options, monkeypatch, capsys):
+    assert command(monkeypatch, folder, *options) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err

@@ -110,8 +110,9 @@ class Kind:
         """The model, in eval mode and float32, its weights large enough for attention to matter."""
         torch.manual_seed(0)
         config = getattr(t, self.config)(**self.options)
-        if implementation:
-            config._attn_implementation = implementation
+        capped = self.model.startswith("Gemma2")  # old versions dropped its softcap under sdpa
+        if implementation or capped:
+            config._attn_implementation = implementation or "eager"
         model = getattr(t, self.model)(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():

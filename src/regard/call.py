@@ -179,7 +179,10 @@ def narrowed(span: Span, mask: Mask) -> Span:
     start = span.kv_start if low is None else max(span.kv_start, low)
     stop = span.kv_stop if high is None else min(span.kv_stop, high + 1)
     start = min(start, span.kv_stop)  # nothing left, but still inside the span
-    return replace(span, kv_start=start, kv_stop=max(start, stop))
+    stop = max(start, stop)
+    if (start, stop) == (span.kv_start, span.kv_stop):
+        return span
+    return replace(span, kv_start=start, kv_stop=stop)
 
 
 def is_everything(mask: Mask) -> bool:

@@ -20,6 +20,29 @@ def divisors(number: int) -> list[int]:
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Queries, keys and values that belong together."""
+    if not _fit(q, k, v):
+        _explain_tensors(q, k, v)
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """All that is checked below in one look, because every decoding step of every layer asks."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    a, b, c = q.shape, k.shape, v.shape
+    if not (len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and b[1:3] == c[1:3]):
+        return False
+    return (
+        a[3] == b[3] != 0
+        and b[1] != 0
+        and a[1] % b[1] == 0
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype.is_floating_point
+        and q.device == k.device == v.device
+    )
+
+
+def _explain_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise for the first thing that does not fit."""
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor):

@@ -75,7 +75,7 @@ def _along(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> 
     if cache is None:
         return Heads(q, k, v)
     cache = getattr(cache, "self_attention_cache", cache)
-    past = cache.get_seq_length(module.layer_idx)
+    past = cache.get_seq_length(module.layer_idx) if family.returns_bias else 0
     past = past.clone() if isinstance(past, Tensor) else past  # a static cache moves it in place
     k, v = cache.update(k, v, module.layer_idx)
     return Heads(q, k, v, past)

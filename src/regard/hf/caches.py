@@ -66,17 +66,16 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if isinstance(self.cache, SlidingCache):
             self.cache.rollback = max(self.cache.rollback, ASSISTED_ROLLBACK)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens; a negative number, as transformers has it.
 
         Raises:
             ValueError: if the number is positive, or more than can be taken back.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes the tokens to remove as a negative number, got {tokens_to_remove}"
-            )
-        self.cache.truncate(max(0, self.cache.length + tokens_to_remove))
+        change = int(tokens_to_remove)  # before transformers 5.20 it may be a tensor
+        if change > 0:
+            raise ValueError(f"crop takes the tokens to remove as a negative number, got {change}")
+        self.cache.truncate(max(0, self.cache.length + change))
 
     def reset(self) -> None:
         self.cache, self.is_initialized = self.make(), False

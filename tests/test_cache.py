@@ -9,7 +9,7 @@ import torch
 
 from conftest import LONG
 from regard import NO_CACHE, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
-from regard.quantized import dequantize, quantize
+from regard.coded import dequantize, quantize
 
 STEPS = 34_000 if LONG else 500  # three seeds a kind
 KINDS = {

@@ -1,6 +1,6 @@
 """A call of attention, described before anything is computed, and run on keys in parts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.bias import ScoreBias
 from regard.cache import Part
+from regard.coded import Coded, CodedStreams
 from regard.heads import group_heads
 from regard.masks import EVERYTHING, Mask, Span
 from regard.partial import Partial, accumulator, merge
@@ -19,14 +20,16 @@ class Backend(NamedTuple):
     """One way to compute attention: a sentence when it cannot, a guess of the time, and the work.
 
     `run` returns the output in the dtype of the queries. `partial` is None where a backend gives
-    no log-sum-exp; then keys in several parts are joined before it runs. `any_length` says that it
-    does not object to lengths, so that an exported program may hold it.
+    no log-sum-exp; then keys in several parts are joined before it runs. `coded` reads keys and
+    values as codes, where a cache holds them so; None where they are written out first.
+    `any_length` says that it does not object to lengths, so that an exported program may hold it.
     """
 
     objection: "Callable[[Call], str | None]"
     estimate: "Callable[[Call], float]"
     run: "Callable[[Call, Tensor, Tensor, Tensor], Tensor]"
     partial: "Callable[[Call, Tensor, Tensor, Tensor], Partial] | None" = None
+    coded: "Callable[[Call, Tensor, Sequence[Coded | Tensor]], Tensor] | None" = None
     any_length: bool = True
 
 
@@ -84,6 +87,10 @@ class Call:
         if len(visible) > 1 and (self.backend.partial is None or self.dropout):
             visible = [join(visible)]
         if len(visible) == 1:
+            streams = visible[0].streams
+            if isinstance(streams, CodedStreams) and self.backend.coded is not None:
+                call = self.over(visible[0])
+                return self.backend.coded(call, q, streams.coded)
             call, k, v = self.at(visible[0])
             return self.backend.run(call, q, k, v)
         return self.partial(q, visible).out.to(self.dtype)
@@ -110,24 +117,28 @@ class Call:
             stop = min(part.kv_stop, self.span.kv_stop)
             if start >= stop:
                 start = self.span.kv_start
-                empty = [Part(start, start, tuple(s.narrow(2, 0, 0) for s in part.streams))]
+                nothing = part.narrow(part.kv_start, part.kv_start)
+                empty = [Part(start, start, nothing.streams)]
                 continue
             if (start, stop) != (part.kv_start, part.kv_stop):
-                begin, size = start - part.kv_start, stop - start
-                part = Part(start, stop, tuple(s.narrow(2, begin, size) for s in part.streams))
+                part = part.narrow(start, stop)
             cut.append(part)
         return cut or empty
 
     def at(self, part: Part) -> "tuple[Call, Tensor, Tensor]":
         """This call over one part of the keys, with its keys and values."""
+        call, k = self.over(part), part.streams[0]
+        v = k[..., : self.v_head_dim] if call.joined else part.streams[1]
+        return call, k, v
+
+    def over(self, part: Part) -> "Call":
+        """This call over one part of the keys."""
         joined = len(part.streams) == 1
         call = self if joined == self.joined else replace(self, joined=joined)
         if (part.kv_start, part.kv_stop) != (self.span.kv_start, self.span.kv_stop):
             span = replace(self.span, kv_start=part.kv_start, kv_stop=part.kv_stop)
             call = replace(call, span=span, mask=self.mask.within(span))
-        k = part.streams[0]
-        v = k[..., : self.v_head_dim] if call.joined else part.streams[1]
-        return call, k, v
+        return call
 
     def keep(self) -> Bool[Tensor, "..."]:
         """The mask as a tensor that broadcasts to `[B, H, L, S]`; at least two-dimensional."""

@@ -4,7 +4,7 @@ These are functions of anything that has MLA's sizes and children under their us
 of regard, or another library's module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -137,7 +137,7 @@ def _expand_parts(layer: Latent, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     return tuple(rebuilt)
 
 
-def apart(layer: Latent, streams: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def apart(layer: Latent, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Latents and rotary keys, however they are stored."""
     if len(streams) == 2:
         return streams[0], streams[1]

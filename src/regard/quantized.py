@@ -4,11 +4,10 @@ Every token, head and group of channels has a scale and a zero of its own, so th
 requantised, no neighbour matters, and an outlier channel spoils its group only.
 """
 
-import torch
-from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from regard.buffered import KVCache
+from regard.coded import Coded, CodedStreams, quantize
 from regard.span import Span
 from regard.streams import Part, check_streams, check_whole, chosen, wants_grad
 
@@ -18,7 +17,8 @@ class QuantizedCache:
 
     Codes are asymmetric: `value = zero + scale * code`, both in bfloat16, for each `group` channels
     of a token and head; the error of a value is at most half a scale, and one rounding. What
-    `update` returns is what is held, the new tokens too, in the dtype that came. Values must be
+    `update` returns is what is held, the new tokens too, in the dtype that came; decoding reads the
+    codes a block at a time, and other calls write the values out. Values must be
     finite, and below 1e38 in size: nothing reads them to check.
 
     Args:
@@ -28,6 +28,7 @@ class QuantizedCache:
     Raises:
         ValueError: if `bits` or `group` is neither.
 
+    >>> import torch
     >>> cache = QuantizedCache()
     >>> k = torch.randn(1, 2, 5, 64)
     >>> (cache.update(k, k)[0].streams[0] - k).abs().max().item() < 0.05
@@ -97,66 +98,23 @@ class QuantizedCache:
         return coded
 
     def _decoded(self, parts: tuple[Part, ...], like: tuple[Tensor, ...]) -> tuple[Part, ...]:
+        """The parts as they are stored: decoded by who takes a stream, read as codes by who can."""
         decoded = []
         for start, stop, coded in parts:
-            rest, streams = list(coded), []
+            rest = list(coded)
+            streams: list[Coded | Tensor] = []
             for each in like:
                 if each.is_floating_point():
                     codes, scale, zero, *rest = rest
-                    value = dequantize(codes, scale, zero, self.bits, self.group, each.shape[-1])
-                    streams.append(value.to(each.dtype))
+                    width = each.shape[-1]
+                    streams.append(
+                        Coded(codes, scale, zero, self.bits, self.group, width, each.dtype)
+                    )
                 else:
                     first, *rest = rest
                     streams.append(first)
-            decoded.append(Part(start, stop, tuple(streams)))
+            decoded.append(Part(start, stop, CodedStreams(streams)))
         return tuple(decoded)
 
     def __repr__(self) -> str:
         return f"QuantizedCache(bits={self.bits}, group={self.group})"
-
-
-def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes `[B, G, L, bytes]`, and a scale and a zero for each group of channels.
-
-    Codes are taken against the rounded scale and zero, zero rounded down and scale up, so that the
-    range is covered and rounding costs next to nothing.
-    """
-    levels = 2**bits - 1
-    width = x.shape[-1]
-    padded = torch.nn.functional.pad(x.detach().float(), (0, -width % group))
-    if width % group:
-        padded[..., width:] = padded[..., width - 1 : width]
-    groups = padded.unflatten(-1, (-1, group))
-    low, high = groups.aminmax(dim=-1, keepdim=True)
-    zero = _bfloat16(low, -torch.inf)
-    scale = _bfloat16((high - zero.float()) / levels, torch.inf)
-    step = scale.float().masked_fill(scale == 0, 1.0)
-    codes = ((groups - zero.float()) / step).round().clamp(0, levels).to(torch.uint8).flatten(-2)
-    codes = codes[..., : width + width % 2]
-    packed = codes[..., 0::2] | (codes[..., 1::2] << 4) if bits == 4 else codes[..., :width]
-    return packed, scale.squeeze(-1), zero.squeeze(-1)
-
-
-def _bfloat16(x: Float[Tensor, "..."], towards: float) -> Tensor:
-    """The nearest bfloat16 on that side of `x`."""
-    rounded = x.bfloat16()
-    beyond = rounded.float() > x if towards < 0 else rounded.float() < x
-    limit = torch.full_like(rounded, towards)
-    return torch.where(beyond, torch.nextafter(rounded, limit), rounded)
-
-
-def dequantize(
-    codes: UInt8[Tensor, "B G L bytes"],
-    scale: Tensor,
-    zero: Tensor,
-    bits: int,
-    group: int,
-    width: int,
-) -> Float[Tensor, "B G L W"]:
-    """The values that the codes stand for, in float32."""
-    if bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    missing = scale.shape[-1] * group - codes.shape[-1]
-    groups = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, group)).float()
-    values = groups * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
-    return values.flatten(-2)[..., :width]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.coded import CodedStreams
 from regard.span import Span
 
 
@@ -14,7 +15,14 @@ class Part(NamedTuple):
 
     kv_start: int
     kv_stop: int
-    streams: tuple[Tensor, ...]
+    streams: Sequence[Tensor]
+
+    def narrow(self, start: int, stop: int) -> "Part":
+        """The keys `start..stop` of these."""
+        begin, size = start - self.kv_start, stop - start
+        if isinstance(self.streams, CodedStreams):
+            return Part(start, stop, self.streams.narrow(begin, size))
+        return Part(start, stop, tuple(each.narrow(2, begin, size) for each in self.streams))
 
 
 class Lengths(NamedTuple):

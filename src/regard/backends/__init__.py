@@ -6,7 +6,12 @@ from regard.call import Backend
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(sdpa.objection, sdpa.estimate, sdpa.run),
     "grouped": Backend(
-        grouped.objection, grouped.estimate, grouped.run, grouped.partial, any_length=False
+        grouped.objection,
+        grouped.estimate,
+        grouped.run,
+        grouped.partial,
+        coded=grouped.coded,
+        any_length=False,
     ),
     "eager": Backend(eager.objection, eager.estimate, eager.run, eager.partial),
 }

@@ -5,13 +5,14 @@ the rows is what FlashAttention calls `pack_gqa`; where one key head alone would
 its keys are split and the pieces merged, as in Flash-Decoding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from regard.call import Call, is_empty, is_everything
+from regard.coded import Coded
 from regard.heads import fold_heads, unfold_heads
 from regard.partial import Partial, accumulator, merge
 from regard.scores import is_plain, log_sum, shaped, weigh
@@ -82,6 +83,21 @@ def partial(
 
     out = _safely(call, compute, k, v)
     return Partial(out, lse)
+
+
+def coded(
+    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[Coded | Tensor]
+) -> Float[Tensor, "B H L Dv"]:
+    """The same over codes, which are never all written out. They are finite, so that what no query
+    sees cannot leak."""
+    keys, values = streams[0], streams[-1]
+    assert isinstance(keys, Coded)
+    assert isinstance(values, Coded)
+    rows = fold_heads(q.to(accumulator(call.dtype)) * call.scale, call.num_kv_heads)
+    found = shaped(call, unfold_heads(keys.times(rows), call.num_queries))
+    weights = weigh(found, call.sinks, plain=is_plain(call))
+    out = values.weighted(fold_heads(weights, call.num_kv_heads))
+    return unfold_heads(out[..., : call.v_head_dim], call.num_queries).to(call.dtype)
 
 
 def _safely(

@@ -1,0 +1,162 @@
+"""Numbers in 8 or 4 bits, and products with them that never write the numbers out.
+
+`value = zero + scale * code`, with a scale and a zero for each token, head and group of channels. A
+product with values is then one with codes, scaled, and a sum: what is read is a quarter of float32,
+and only a block of codes at a time is widened.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+_BLOCK = 1024  # tokens widened at a time, so that they stay in the processor's cache
+
+
+class Coded(NamedTuple):
+    """A stream `[B, G, S, W]` in codes of `bits`, as `quantize` makes them of `dtype`."""
+
+    codes: UInt8[Tensor, "B G S bytes"]
+    scale: Tensor
+    zero: Tensor
+    bits: int
+    group: int
+    width: int
+    dtype: torch.dtype
+
+    def decoded(self) -> Float[Tensor, "B G S W"]:
+        """The values, written out."""
+        coded = (self.codes, self.scale, self.zero)
+        return dequantize(*coded, self.bits, self.group, self.width).to(self.dtype)
+
+    def narrow(self, start: int, size: int) -> "Coded":
+        """The tokens `start..start + size`."""
+        return self._replace(
+            codes=self.codes.narrow(2, start, size),
+            scale=self.scale.narrow(2, start, size),
+            zero=self.zero.narrow(2, start, size),
+        )
+
+    def times(self, rows: Float[Tensor, "B G M W"]) -> Float[Tensor, "B G M S"]:
+        """The product of every row with every token."""
+        middle = 2.0 ** (self.bits - 1)  # codes around 0 cancel less
+        return torch.cat([self._block_times(rows, block, middle) for block in self._blocks()], -1)
+
+    def weighted(self, weights: Float[Tensor, "B G M S"]) -> Float[Tensor, "B G M W"]:
+        """The sum of the tokens, each by its weight."""
+        total = weights.new_zeros(*weights.shape[:3], self.width)
+        start = 0
+        for block in self._blocks():
+            size = block.codes.shape[2]
+            total = total + block._weighted(weights[..., start : start + size])
+            start += size
+        return total
+
+    def _block_times(self, rows: Tensor, block: "Coded", middle: float) -> Tensor:
+        values, scale, zero = block._widened(rows.dtype)
+        total = rows.new_zeros(())
+        for at, piece in enumerate(rows.split(self.group, -1)):
+            codes = values[..., at * self.group : at * self.group + piece.shape[-1]] - middle
+            by_scale, by_one = scale[..., at : at + 1].mT, zero[..., at : at + 1].mT
+            whole = piece.sum(-1, keepdim=True)
+            total = total + (piece @ codes.mT) * by_scale + whole * (by_one + middle * by_scale)
+        return total
+
+    def _weighted(self, weights: Tensor) -> Tensor:
+        values, scale, zero = self._widened(weights.dtype)
+        pieces = []
+        for at, codes in enumerate(values[..., : self.width].split(self.group, -1)):
+            by_scale, by_one = scale[..., at : at + 1].mT, zero[..., at : at + 1].mT
+            pieces.append((weights * by_scale) @ codes + (weights * by_one).sum(-1, keepdim=True))
+        return torch.cat(pieces, -1)
+
+    def _widened(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        codes = unpacked(self.codes) if self.bits == 4 else self.codes
+        return codes.to(dtype), self.scale.to(dtype), self.zero.to(dtype)
+
+    def _blocks(self) -> Iterator["Coded"]:
+        tokens = self.codes.shape[2]
+        for start in range(0, tokens, _BLOCK):
+            yield self.narrow(start, min(_BLOCK, tokens - start))
+
+
+class CodedStreams(Sequence[Tensor]):
+    """The streams of a part, written out when somebody takes one."""
+
+    def __init__(self, coded: Sequence[Coded | Tensor]) -> None:
+        self.coded = tuple(coded)
+
+    def __len__(self) -> int:
+        return len(self.coded)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return tuple(_written(each) for each in self.coded[index])
+        return _written(self.coded[index])
+
+    def narrow(self, start: int, size: int) -> "CodedStreams":
+        """The tokens `start..start + size` of each."""
+        return CodedStreams(
+            [
+                each.narrow(start, size) if isinstance(each, Coded) else each.narrow(2, start, size)
+                for each in self.coded
+            ]
+        )
+
+
+def _written(stream: Coded | Tensor) -> Tensor:
+    return stream.decoded() if isinstance(stream, Coded) else stream
+
+
+def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[B, G, L, bytes]`, and a scale and a zero for each group of channels.
+
+    Codes are taken against the rounded scale and zero, zero rounded down and scale up, so that the
+    range is covered and rounding costs next to nothing.
+    """
+    levels = 2**bits - 1
+    width = x.shape[-1]
+    padded = torch.nn.functional.pad(x.detach().float(), (0, -width % group))
+    if width % group:
+        padded[..., width:] = padded[..., width - 1 : width]
+    groups = padded.unflatten(-1, (-1, group))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    zero = _bfloat16(low, -torch.inf)
+    scale = _bfloat16((high - zero.float()) / levels, torch.inf)
+    step = scale.float().masked_fill(scale == 0, 1.0)
+    codes = ((groups - zero.float()) / step).round().clamp(0, levels).to(torch.uint8).flatten(-2)
+    codes = codes[..., : width + width % 2]
+    packed = codes[..., 0::2] | (codes[..., 1::2] << 4) if bits == 4 else codes[..., :width]
+    return packed, scale.squeeze(-1), zero.squeeze(-1)
+
+
+def _bfloat16(x: Float[Tensor, "..."], towards: float) -> Tensor:
+    """The nearest bfloat16 on that side of `x`."""
+    rounded = x.bfloat16()
+    beyond = rounded.float() > x if towards < 0 else rounded.float() < x
+    limit = torch.full_like(rounded, towards)
+    return torch.where(beyond, torch.nextafter(rounded, limit), rounded)
+
+
+def unpacked(codes: UInt8[Tensor, "B G L bytes"]) -> UInt8[Tensor, "B G L W"]:
+    """Two codes of 4 bits out of every byte."""
+    return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+
+
+def dequantize(
+    codes: UInt8[Tensor, "B G L bytes"],
+    scale: Tensor,
+    zero: Tensor,
+    bits: int,
+    group: int,
+    width: int,
+) -> Float[Tensor, "B G L W"]:
+    """The values that the codes stand for, in float32."""
+    if bits == 4:
+        codes = unpacked(codes)
+    missing = scale.shape[-1] * group - codes.shape[-1]
+    groups = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, group)).float()
+    values = groups * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
+    return values.flatten(-2)[..., :width]

@@ -1,0 +1,105 @@
+"""Products with codes are products with what they stand for, and nothing is written out."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regard import Causal, Padding, QuantizedCache, attend
+from regard.attend import prepare
+from regard.coded import Coded, CodedStreams, quantize
+
+UNIT = torch.finfo(torch.float32).eps / 2
+SIZES = [(8, 4, 8), (8, 4, 10), (4, 4, 7), (4, 8, 20), (8, 64, 64), (4, 32, 33)]
+
+
+def coded(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
+    x = torch.randn(2, 3, tokens, width) + offset
+    return Coded(*quantize(x, bits, group), bits, group, width, dtype)
+
+
+@pytest.mark.parametrize("offset", [0.0, 5.0])
+@pytest.mark.parametrize(("bits", "group", "width"), SIZES)
+def test_products_are_those_with_the_values(bits, group, width, offset, monkeypatch):
+    monkeypatch.setattr("regard.coded._BLOCK", 4)
+    stream, rows = coded(bits, group, width, offset=offset), torch.randn(2, 3, 5, width)
+    values = stream.decoded().double()
+    wanted = rows.double() @ values.mT
+    sizes = rows.double().abs() @ (values.abs() + values.abs().amax(-1, keepdim=True)).mT
+    assert ((stream.times(rows).double() - wanted).abs() <= 4 * UNIT * width**0.5 * sizes).all()
+    weights = torch.rand(2, 3, 5, 9).softmax(-1)
+    error = (stream.weighted(weights).double() - weights.double() @ values).abs()
+    assert error.max() <= 16 * UNIT * values.abs().max()
+
+
+def test_a_part_of_the_tokens():
+    stream = coded(8, 4, 10)
+    assert stream.narrow(2, 5).decoded().equal(stream.decoded()[:, :, 2:7])
+    both = CodedStreams([stream, torch.arange(9).view(1, 1, 9, 1)]).narrow(3, 2)
+    assert both[0].equal(stream.decoded()[:, :, 3:5])
+    assert both[-1].flatten().tolist() == [3, 4]
+    assert len(both[:]) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": True}, {"bias": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_over_codes_is_attention_over_the_values(options, dtype):
+    cache, k, v = QuantizedCache(group=4), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 6)
+    q = torch.randn(2, 6, 1, 8).to(dtype)
+    cache.update(k[:, :, :10].to(dtype), v[:, :, :10].to(dtype))
+    span = cache.span(1)
+    parts = cache.update(k[:, :, 10:].to(dtype), v[:, :, 10:].to(dtype))
+    given = {"softcap": options.get("softcap")}
+    if "sinks" in options:
+        given["sinks"] = torch.randn(6)
+    if "bias" in options:
+        given["score_bias"] = torch.randn(6, 1, 11)
+    valid = torch.ones(2, 11, dtype=torch.bool)
+    valid[0, :4] = False
+    given["mask"] = Causal() & Padding(valid)
+    assert isinstance(parts[0].streams, CodedStreams)
+    call = prepare(q, k[:, :, 10:].to(dtype), v[:, :, 10:].to(dtype), span=span, **given)
+    forced = prepare(
+        q, k[:, :, 10:].to(dtype), v[:, :, 10:].to(dtype), span=span, backend="grouped", **given
+    )
+    wanted = attend(q, *parts[0].streams, span=span, backend="eager", **given)
+    bound = {"rtol": 0, "atol": 3e-6 if dtype == torch.float32 else 2e-2}
+    torch.testing.assert_close(call.run(q, parts), wanted, **bound)
+    torch.testing.assert_close(forced.run(q, parts), wanted, **bound)
+
+
+class Largest(TorchDispatchMode):
+    """The number of floating elements of the largest tensor made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, (tuple, list)) else (out,)
+        for each in made:
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                self.size = max(self.size, each.numel())
+        return out
+
+
+def test_the_past_is_not_written_out(monkeypatch):
+    monkeypatch.setattr("regard.coded._BLOCK", 64)
+    cache, tokens = QuantizedCache(), 1024
+    cache.update(*[torch.randn(1, 2, tokens, 64) for _ in range(2)])
+    q, new = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 1, 64)
+    call = prepare(q, new, new, span=cache.span(1), backend="grouped")
+    with Largest() as largest:
+        call.run(q, cache.update(new, new))
+    assert largest.size <= 2 * 64 * 64
+
+
+def test_joined_latents_are_read_as_codes():
+    """One stream whose first columns are the values, as absorbed MLA has it."""
+    cache, joined = QuantizedCache(group=4), torch.randn(1, 1, 9, 12)
+    parts = cache.update(joined)
+    q = torch.randn(1, 4, 1, 12)
+    span = cache.span(0)
+    call = prepare(q[:, :, :1], joined, joined[..., :8], span=type(span)(8, 9, 0, 9),
+                   backend="grouped")  # fmt: skip
+    values = parts[0].streams[0]
+    wanted = attend(q, values, values[..., :8], span=type(span)(8, 9, 0, 9), backend="eager")
+    torch.testing.assert_close(call.run(q, parts), wanted, atol=2e-6, rtol=0)

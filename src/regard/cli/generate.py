@@ -2,9 +2,10 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -55,36 +56,41 @@ def generate_command(
     """Write text with regard inside a transformers model, and say what it cost."""
     if threads is not None:
         torch.set_num_threads(threads)
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "chat": chat}
+    shown = _show if stream and not as_json else _hide
     with quiet():
         with waiting(f"loading {model or SMOLLM2}"):
-            lent, tokenizer = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
-
-        def run(attention: str, cache: str, shown: bool, tokens: int = max_new_tokens) -> Written:
-            torch.manual_seed(seed)
-            return write(
-                lent,
-                tokenizer,
-                prompt,
-                attention=attention,  # type: ignore[arg-type]
-                cache=cache,
-                max_new_tokens=tokens,
-                temperature=temperature,
-                chat=chat,
-                shown=_show if shown else lambda text: None,
-            )
-
+            lent = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
         if against:  # the first run of anything is slow, and neither should be the first
-            for both in ((attention, cache), (against, against)):
-                run(*both, shown=False, tokens=2)
-        runs = [run(attention, cache, stream and not as_json)]
+            for setting in ((attention, cache), (against, against)):
+                _run(lent, prompt, setting, seed, _hide, {**settings, "max_new_tokens": 2})
+        runs = [_run(lent, prompt, (attention, cache), seed, shown, settings)]
         if against:
             with waiting("writing it again with transformers"):
-                runs.append(run(against, against, False))
+                runs.append(_run(lent, prompt, (against, against), seed, _hide, settings))
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in runs], indent=2) + "\n")
         return
     sys.stdout.write("\n" if stream else runs[0].text + "\n")
     sys.stdout.write("\n".join(["", *map(str, runs), *_compared(runs), ""]))
+
+
+def _run(
+    lent: tuple[Any, Any],
+    prompt: str,
+    setting: tuple[str, str],
+    seed: int,
+    shown: Callable[[str], object],
+    settings: dict[str, Any],
+) -> Written:
+    """One text, by one attention and cache, from the same dice."""
+    torch.manual_seed(seed)
+    attention: Any = setting[0]
+    return write(*lent, prompt, attention=attention, cache=setting[1], shown=shown, **settings)
+
+
+def _hide(text: str) -> None:
+    """Text that nobody waits for."""
 
 
 def _show(text: str) -> None:

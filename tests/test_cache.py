@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from conftest import LONG
 from regard import NO_CACHE, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
 from regard.coded import dequantize, quantize
+from session import LONG
 
 STEPS = 34_000 if LONG else 500  # three seeds a kind
 KINDS = {

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cases import BACKENDS, LEAVES, Sizes, draw_leaf, is_objection
-from conftest import LONG, worst
 from layers import LAYERS, WIDTH, attention, everything_at_once, inputs, make, scattered
 from regard import (
     NO_CACHE,
@@ -24,6 +23,7 @@ from regard import (
     attend_partial,
     merge,
 )
+from session import LONG, worst
 
 TINY = Sizes(2, 4, 2, 3, 2, [1, 1], 3, 0, 4)
 

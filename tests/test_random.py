@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from cases import BACKENDS, DTYPES, Case, bound, draw_case, is_objection
-from conftest import LONG, worst
 from oracle import wide_attention
 from regard import (
     Causal,
@@ -29,6 +28,7 @@ from regard import (
     merge,
     prepare,
 )
+from session import LONG, worst
 
 EACH = 50
 BATCHES = 400 if LONG else 40

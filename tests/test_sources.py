@@ -180,7 +180,7 @@ def test_mha_with_a_quantised_cache(bits):
     decode(layer, x, exact)
     nothing = torch.zeros(B, 3, 0, 4, dtype=torch.float64)
     held, kept = (
-        plain.array(torch.stack(c.peek(nothing, nothing)[0].streams)) for c in (cache, exact)
+        plain.array(torch.stack(tuple(c.peek(nothing, nothing)[0].streams))) for c in (cache, exact)
     )
     low, high = kept.min(-1, keepdims=True), kept.max(-1, keepdims=True)
     coarse = 1 + 2.0**-7  # the zero and the scale are bfloat16, rounded outwards

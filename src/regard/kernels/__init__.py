@@ -1,0 +1,1 @@
+"""Kernels that PyTorch lacks, compiled where they run: they need numba, and no compiler."""

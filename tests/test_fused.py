@@ -1,0 +1,78 @@
+"""The fused backend: the definition over random calls, and everything around its kernel."""
+
+import pytest
+import torch
+
+import cases
+from regard import Causal, Padding, Part, attend, explain, prepare
+from regard.backends import fused
+from test_random import compare
+
+pytest.importorskip("numba")
+
+
+@pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 32])
+def test_random_calls_are_the_definition(dtype, width):
+    """Masks, biases, sinks, rows that start apart, and every order in memory."""
+    accepted = 0
+    for seed in range(150):
+        case = cases.draw_case(50_000_000 + seed, dtype, width)
+        try:
+            out = attend(case.q, case.k, case.v, **case.given, backend="fused")
+        except ValueError as error:
+            if not cases.is_objection(error, "fused"):
+                raise
+            continue
+        assert out.dtype == dtype
+        compare(out, case, what="attend fused")
+        accepted += 1
+    assert accepted > 50
+
+
+@pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)
+@pytest.mark.parametrize("width", [None, 32])
+def test_keys_in_parts_are_merged(dtype, width):
+    """As a cache that grows in pieces holds them; with `width`, values within the keys."""
+    q, k = torch.randn(2, 6, 1, 48).to(dtype), torch.randn(2, 2, 300, 48).to(dtype)
+    v = k[..., :width] if width else torch.randn(2, 2, 300, 48).to(dtype)
+    streams = (k,) if width else (k, v)
+    call = prepare(q, k, v, mask=Causal(), span=cases.Span(299, 300, 0, 300), backend="fused")
+    pieces = [
+        Part(start, stop, tuple(x[:, :, start:stop] for x in streams))
+        for start, stop in ((0, 17), (17, 290), (290, 300))
+    ]
+    got = call.run(q, pieces).double()
+    want = attend(q.double(), k.double(), v.double(), scale=48**-0.5, backend="eager")
+    largest = (q.double().abs() @ k.double().abs().repeat_interleave(3, 1).mT).max() * 48**-0.5
+    assert (got - want).abs().max() <= cases.bound(dtype, v.abs().max().item(), largest.item())
+
+
+def test_hidden_keys_may_hold_anything():
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    mask = Padding.from_lengths([9, 4])
+    options = {"mask": mask, "span": cases.Span(8, 9, 0, 9)}
+    clean = attend(q, k, v, **options, backend="fused")
+    k[1, :, 4:], v[1, :, 4:] = torch.nan, torch.inf
+    assert attend(q, k, v, **options, backend="fused").equal(clean)
+    v[0, 0, 3, 5] = torch.inf  # what is seen may not
+    assert attend(q, k, v, **options, backend="fused")[0, :2, 0, 5].eq(torch.inf).all()
+
+
+def test_without_numba_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(fused, "is_there", lambda: False)
+    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64)
+    options = {"mask": Causal(), "span": cases.Span(4095, 4096, 0, 4096)}
+    call = prepare(q, k, k, **options)
+    assert call.name == "grouped"
+    assert "python -m pip install 'regard[cpu]'" in explain(call)
+    with pytest.raises(ValueError, match=r"fused needs numba: .*regard\[cpu\]"):
+        attend(q, k, k, **options, backend="fused")
+
+
+def test_gradients_are_left_to_others():
+    q = torch.randn(1, 2, 1, 16, requires_grad=True)
+    with pytest.raises(ValueError, match="fused has no gradient"):
+        attend(q, q, q, backend="fused")
+    attend(q, q, q).sum().backward()
+    assert q.grad is not None

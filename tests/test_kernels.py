@@ -1,0 +1,133 @@
+"""The decoding kernel against float64: every tile of rows, width, stride, mask, and merge."""
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from regard.kernels.lanes import W
+from regard.kernels.launching import _launch, _openmp, decode
+
+UNIT = torch.finfo(torch.float32).eps / 2
+
+
+def judge(q, k, v, scale, bias=None):
+    """Attention in float64, and what float32 may be wrong by."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores = scale * q @ k.mT + (0 if bias is None else bias.double())
+    sizes = (scale * q.abs() @ k.abs().mT).amax().item()
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return weights @ v, scores.logsumexp(-1), 2 * UNIT * v.abs().max().item() * (1 + sizes)
+
+
+def check(q, k, v, bias=None, joined=False):
+    scale = q.shape[-1] ** -0.5
+    given = {"width": v.shape[-1]} if joined else {"v": v}
+    out, lse = decode(q, k, scale=scale, bias=bias, **given)
+    wanted, sums, bound = judge(q, k, v, scale, bias)
+    assert (out.double() - wanted).abs().max() <= bound
+    seen = sums > -torch.inf
+    assert lse[~seen].eq(-torch.inf).all()
+    assert out[~seen].eq(0).all()
+    torch.testing.assert_close(lse[seen].double(), sums[seen], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33])
+def test_every_tile_of_rows(rows, dtype):
+    q = torch.randn(2, 2, rows, 64).to(dtype)
+    k, v = (torch.randn(2, 2, 333, 64).to(dtype) for _ in range(2))
+    check(q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("width", "values"), [(16, 16), (48, 32), (80, 80), (96, 96), (192, 128), (256, 64)]
+)
+def test_every_width(width, values, dtype):
+    q, k = torch.randn(1, 2, 3, width).to(dtype), torch.randn(1, 2, 101, width).to(dtype)
+    check(q, k, torch.randn(1, 2, 101, values).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [16, 40])
+def test_values_that_are_the_first_columns_of_the_keys(rows, dtype):
+    q, k = torch.randn(1, 1, rows, 96).to(dtype), torch.randn(1, 1, 600, 96).to(dtype)
+    check(q, k, k[..., :64], joined=True)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 15, 16, 17, 255, 256, 257, 1025])
+def test_every_number_of_keys(keys):
+    q, k = torch.randn(1, 1, 3, 32), torch.randn(1, 1, keys, 32)
+    check(q, k, torch.randn(1, 1, keys, 32))
+
+
+def test_views_of_larger_buffers_and_other_orders():
+    buffer = torch.randn(2, 3, 400, 64)
+    k = buffer.narrow(2, 7, 300)
+    v = torch.randn(2, 300, 3, 64).transpose(1, 2)  # tokens before heads
+    q = torch.randn(2, 4, 3, 64).transpose(1, 2)
+    check(q, k, v)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 90), (1, 1, 4, 90), (2, 1, 1, 90), (1, 3, 1, 90)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_broadcast_and_hide(shape, dtype):
+    q, k, v = (torch.randn(2, 3, n, 32).to(dtype) for n in (4, 90, 90))
+    bias = torch.randn(shape)
+    bias = bias.masked_fill(torch.rand(shape) < 0.3, -torch.inf)
+    bias[0, 0, 0] = -torch.inf  # a row, or more, that sees nothing
+    check(q, k, v, bias)
+
+
+def test_large_scores():
+    q, k = 40 * torch.randn(1, 2, 3, 64), torch.randn(1, 2, 500, 64)
+    check(q, k, torch.randn(1, 2, 500, 64))
+
+
+def test_what_is_not_a_number_comes_out():
+    q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 40, 16)
+    k[0, 0, 7, 3] = torch.nan
+    assert decode(q, k, k, scale=1.0)[0].isnan().any()
+
+
+def test_the_same_bits_every_time_and_with_every_number_of_threads():
+    q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
+    first = decode(q, k, k, scale=0.1)[0]
+    assert all(decode(q, k, k, scale=0.1)[0].equal(first) for _ in range(5))
+    torch.set_num_threads(2)
+    second = decode(q, k, k, scale=0.1)[0]
+    assert all(decode(q, k, k, scale=0.1)[0].equal(second) for _ in range(20))
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+
+
+def test_callers_in_several_threads_do_not_meet():
+    q, k = torch.randn(4, 1, 2, 3, 32), torch.randn(4, 1, 2, 700, 32)
+    wanted = [decode(a, b, b, scale=0.2)[0] for a, b in zip(q, k, strict=True)]
+    found: list = [None] * 4
+
+    def work(at):
+        for _ in range(20):
+            found[at] = decode(q[at], k[at], k[at], scale=0.2)[0]
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_without_torchs_threads_pythons_serve(monkeypatch):
+    q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
+    torch.set_num_threads(2)
+    wanted = decode(q, k, k, scale=0.1)[0]
+    monkeypatch.setitem(_launch.__globals__, "_openmp", lambda: None)
+    assert decode(q, k, k, scale=0.1)[0].equal(wanted)
+
+
+def test_torchs_own_threads_are_found():
+    assert _openmp() is not None
+    assert W in (4, 8, 16)

@@ -32,7 +32,7 @@ from regard import (
 
 Sees = Callable[[int, int, int, int], bool]  # (b, h, query slot, key slot) -> may look
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-BACKENDS = ("auto", "eager", "sdpa", "grouped")
+BACKENDS = ("auto", "eager", "sdpa", "grouped", "fused", "blocked")
 
 
 @dataclass
@@ -137,12 +137,14 @@ def is_objection(error: ValueError, backend: str) -> bool:
     return named and "cannot run this call" in str(error)
 
 
-def draw_case(seed: int, dtype: torch.dtype | None = None) -> Case:
-    """The call that this seed stands for."""
+def draw_case(seed: int, dtype: torch.dtype | None = None, width: int | None = None) -> Case:
+    """The call that this seed stands for; `width` is that of keys and values where it matters."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = dtype or rng.choice(DTYPES)
     sizes = draw_sizes(rng)
+    if width is not None:
+        sizes.dim = sizes.v_dim = width
     s = sizes
     q = draw_tensor(rng, s.batch, s.heads, s.queries, s.dim, dtype=dtype)
     q = q * rng.choice((0.1, 0.5, 1, 1, 2, 4, 16))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Causal, Padding, Span, attend, attend_partial, explain, prepare
+from regard import Causal, Padding, SlidingWindow, Span, attend, attend_partial, explain, prepare
 from regard.backends import BACKENDS
 
 
@@ -17,14 +17,18 @@ def call(queries=1, keys=4096, heads=32, kv_heads=8, dim=128, dtype=torch.float3
 @pytest.mark.parametrize(
     ("made", "name"),
     [
-        (lambda: call(mask=Causal()), "grouped"),
-        (lambda: call(mask=Causal(), dtype=torch.bfloat16), "grouped"),
+        (lambda: call(mask=Causal()), "fused"),
+        (lambda: call(mask=Causal(), dtype=torch.bfloat16), "fused"),
+        (lambda: call(mask=Causal(), dtype=torch.float16), "grouped"),
+        (lambda: call(mask=Causal(), dim=40), "grouped"),
         (lambda: call(queries=4096, mask=Causal()), "sdpa"),
         (lambda: call(queries=4096, mask=Causal(), dtype=torch.bfloat16), "sdpa"),
-        (lambda: call(queries=512, keys=512, softcap=30.0), "eager"),
+        (lambda: call(queries=100, keys=512, softcap=30.0), "eager"),
+        (lambda: call(queries=1024, keys=1024, softcap=30.0), "blocked"),
+        (lambda: call(queries=4096, mask=Causal() & SlidingWindow(1024)), "blocked"),
         (lambda: call(softcap=30.0), "grouped"),
         (lambda: call(keys=0, span=Span(0, 1, 0, 0)), "eager"),
-        (lambda: call(kv_heads=1, dim=576, heads=16), "grouped"),
+        (lambda: call(kv_heads=1, dim=576, heads=16), "fused"),
     ],
 )
 def test_the_cheapest_without_an_objection_runs(made, name):
@@ -35,9 +39,16 @@ OBJECTIONS = {
     ("sdpa", "no softcap"): {"softcap": 30.0},
     ("sdpa", "no sinks"): {"sinks": torch.zeros(32)},
     ("sdpa", "at least one query"): {"keys": 0, "span": Span(0, 1, 0, 0)},
+    ("blocked", "at least one query"): {"keys": 0, "span": Span(0, 1, 0, 0)},
     ("grouped", "at least one query"): {"keys": 0, "span": Span(0, 1, 0, 0)},
     ("grouped", "few queries"): {"queries": 100},
     ("grouped", "no dropout"): {"dropout": 0.5},
+    ("fused", "at least one query"): {"keys": 0, "span": Span(0, 1, 0, 0)},
+    ("fused", "few queries"): {"queries": 100},
+    ("fused", "neither dropout"): {"dropout": 0.5},
+    ("fused", "nor softcap"): {"softcap": 30.0},
+    ("fused", "on a CPU"): {"dtype": torch.float16},
+    ("fused", "multiples of 16"): {"dim": 40},
 }
 
 
@@ -63,7 +74,7 @@ def test_a_part_needs_a_log_sum_exp():
 
 
 def test_the_table_is_in_order_of_preference():
-    assert list(BACKENDS) == ["sdpa", "grouped", "eager"]
+    assert list(BACKENDS) == ["sdpa", "grouped", "fused", "blocked", "eager"]
     assert all(backend.objection(call(queries=2)) is None for backend in BACKENDS.values())
 
 

@@ -23,6 +23,7 @@ class Backend(NamedTuple):
     no log-sum-exp; then keys in several parts are joined before it runs. `coded` reads keys and
     values as codes, where a cache holds them so; None where they are written out first.
     `any_length` says that it does not object to lengths, so that an exported program may hold it.
+    `note` says in a sentence what it gives up for a call, if it gives up anything.
     """
 
     objection: "Callable[[Call], str | None]"
@@ -31,6 +32,7 @@ class Backend(NamedTuple):
     partial: "Callable[[Call, Tensor, Tensor, Tensor], Partial] | None" = None
     coded: "Callable[[Call, Tensor, Sequence[Coded | Tensor]], Tensor] | None" = None
     any_length: bool = True
+    note: "Callable[[Call], str | None] | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +158,12 @@ class Call:
         if bias.dim() and bias.shape[-1] != 1:
             bias = bias.narrow(-1, self.span.kv_start - self.whole.kv_start, self.num_keys)
         return bias
+
+    def may_look(self) -> bool:
+        """Whether looking at a result for what leaked is cheaper than `clean`, and allowed: with no
+        graph and no device that would have to be waited for."""
+        compiling = torch.compiler.is_compiling()
+        return not (self.needs_grad or compiling) and self.device.type == "cpu"
 
     def clean(
         self, k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"], keep: Tensor

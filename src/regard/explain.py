@@ -66,6 +66,9 @@ def _lines(call: Call) -> list[str]:
         if objection is None:
             verdict = f"about {1e3 * backend.estimate(call):.3g} ms"
         lines.append(f"{name:<8} {'runs, ' if name == call.name else ''}{verdict}")
+    chosen = BACKENDS[call.name]
+    if chosen.note is not None and (note := chosen.note(call)) is not None:
+        lines.append(f"fast     {note}")
     return lines
 
 

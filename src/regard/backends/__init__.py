@@ -1,6 +1,7 @@
-"""The table of backends, in order of preference. One kernel a file; none knows another."""
+"""The table of backends, in order of preference. One kernel a file; none knows another, but that
+`blocked` cuts a call into calls which others run."""
 
-from regard.backends import eager, grouped, sdpa
+from regard.backends import blocked, eager, fused, grouped, sdpa
 from regard.call import Backend
 
 BACKENDS: dict[str, Backend] = {
@@ -12,6 +13,10 @@ BACKENDS: dict[str, Backend] = {
         grouped.partial,
         coded=grouped.coded,
         any_length=False,
+    ),
+    "fused": Backend(fused.objection, fused.estimate, fused.run, fused.partial, any_length=False),
+    "blocked": Backend(
+        blocked.objection, blocked.estimate, blocked.run, any_length=False, note=blocked.note
     ),
     "eager": Backend(eager.objection, eager.estimate, eager.run, eager.partial),
 }

@@ -10,6 +10,8 @@ from regard.partial import Partial
 from regard.scores import is_plain, log_sum, scores, weigh
 from regard.speed import SPEED
 
+_CACHED = 1 << 22  # scores; more do not fit the cache, and are fresh memory every time
+
 
 def objection(call: Call) -> str | None:
     """Nothing is beyond it."""
@@ -17,11 +19,13 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """Two plain products, and scores that travel to memory and back a dozen times."""
+    """Two plain products, and scores that come and go a dozen times; from memory that is slow."""
     cells = call.batch * call.num_heads * call.num_queries * call.num_keys
     products = 2 * cells * (call.head_dim + call.v_head_dim)
     keys = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)
-    return SPEED.call * 12 + products / SPEED.products + (12 * cells + 2 * keys) / SPEED.elements
+    passes = 12 if cells <= _CACHED else 40
+    elements = passes * cells + 2 * keys
+    return SPEED.call * 12 + products / SPEED.products + elements / SPEED.elements
 
 
 def run(

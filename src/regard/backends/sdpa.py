@@ -1,5 +1,7 @@
 """torch's scaled_dot_product_attention, given the fewest flags that say the same thing."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -7,9 +9,11 @@ from torch import Tensor
 
 from regard.call import Call, is_empty, is_everything
 from regard.masks import Causal
+from regard.scores import is_plain
 from regard.speed import SPEED
 
 _BLOCK = 32  # rows of queries for which torch's CPU kernel streams the keys once
+_KEPT = 1 << 24  # numbers of a mask; more are not kept for the way back if there is another way
 
 
 def objection(call: Call) -> str | None:
@@ -27,12 +31,25 @@ def estimate(call: Call) -> float:
     half = call.dtype.itemsize < 4
     width = call.head_dim + call.v_head_dim
     cells = call.batch * call.num_heads * call.num_queries * call.num_keys
-    share = 0.5 if _starts_causal(call) else 1.0
+    share = 0.5 if _is_causal(call) else 1.0
     streams = call.batch * call.num_heads * (1 + (call.num_queries - 1) // _BLOCK)
     streamed = streams * call.num_keys * width / (SPEED.row_half if half else SPEED.row_float)
     if call.num_queries >= _BLOCK:
         streamed = 0.0
-    return SPEED.call * 3 + share * (2 * cells * width / SPEED.products + streamed)
+    seconds = SPEED.call * 3 + share * (2 * cells * width / SPEED.products + streamed)
+    if share == 1.0 and not is_plain(call):  # the mask as a tensor, from memory and to it
+        heads, passes = dense_passes(call)
+        numbers = heads * call.num_queries * call.num_keys
+        kept = 2 if call.needs_grad and numbers > _KEPT else 1  # memory is charged for as well
+        seconds += kept * passes * numbers / SPEED.elements
+    return seconds
+
+
+def dense_passes(call: Call) -> tuple[int, int]:
+    """Heads for which a mask is written, and how often each of its numbers comes and goes."""
+    if call.score_bias is None:
+        return 1, 6
+    return call.num_heads, 8 if isinstance(call.score_bias, Tensor) else 20
 
 
 def run(
@@ -42,55 +59,57 @@ def run(
     v: Float[Tensor, "B G S Dv"],
 ) -> Float[Tensor, "B H L Dv"]:
     bias = call.bias()
-    blind = None
-    flags: dict[str, Tensor | bool] = {}
     if bias is None and is_everything(call.mask):
-        pass
-    elif bias is None and _starts_causal(call):
-        flags["is_causal"] = True
-    else:
-        flags["attn_mask"], blind, k, v = _dense(call, bias, k, v)
-        q, k = _tame(q), _tame(k)
+        return _kernel(call, q, k, v)
+    if _is_causal(call):
+        return _kernel(call, q, k, v, is_causal=True)
+    if is_everything(call.mask):
+        assert bias is not None
+        return _kernel(call, q, k, v, attn_mask=_four(bias.to(_mask_dtype(call)), call))
+    keep = call.keep()
+    mask, blind = _dense(call, bias, keep)
+    if call.may_look():
+        out = _kernel(call, q, k, v, attn_mask=mask)
+        if bool(out.isfinite().all()):
+            return out.masked_fill(blind, 0.0)
+    k, v = call.clean(k, v, keep)
+    return _kernel(call, _tame(q), _tame(k), v, attn_mask=mask).masked_fill(blind, 0.0)
+
+
+def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor:
     q, k, v = _same_width(q, k, v)
-    out = F.scaled_dot_product_attention(
+    return F.scaled_dot_product_attention(
         q,
         k,
         v,
         dropout_p=call.dropout,
         scale=call.scale,
         enable_gqa=call.group > 1,
-        **flags,  # type: ignore[arg-type]
+        **flags,
     )[..., : call.v_head_dim]
-    return out if blind is None else out.masked_fill(blind, 0.0)
 
 
-def _starts_causal(call: Call) -> bool:
+def _is_causal(call: Call) -> bool:
     """`is_causal` aligns the first query with the first key: right only where they are one slot."""
     if not isinstance(call.mask, Causal) or isinstance(call.span.q_start, Tensor):
+        return False
+    if call.score_bias is not None:
         return False
     return bool(call.span.q_start == call.span.kv_start)
 
 
-def _dense(
-    call: Call, bias: Tensor | None, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The mask as SDPA takes it, which queries are blind, and keys and values that 0 can meet.
+def _dense(call: Call, bias: Tensor | None, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask as SDPA takes it, and which queries are blind.
 
     Blind rows are shown everything here and zeroed afterwards, so that no kernel ever meets an
     empty softmax, forward or backward.
     """
-    shape = (call.batch, call.num_heads, call.num_queries, call.num_keys)
-    if is_everything(call.mask):
-        assert bias is not None
-        return _four(bias.to(_mask_dtype(call)), shape), None, k, v
-    keep = call.keep()
-    k, v = call.clean(k, v, keep)
     blind = ~keep.any(-1, keepdim=True)
     keep = keep | blind
     if bias is None:
-        return _four(keep, shape), blind, k, v
+        return _four(keep, call), blind
     bias = bias.to(_mask_dtype(call)).masked_fill(~keep, -torch.inf)
-    return _four(bias, shape), blind, k, v
+    return _four(bias, call), blind
 
 
 def _tame(x: Tensor) -> Tensor:
@@ -108,10 +127,10 @@ def _mask_dtype(call: Call) -> torch.dtype:
     return torch.float64 if call.dtype == torch.float64 else torch.float32
 
 
-def _four(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def _four(mask: Tensor, call: Call) -> Tensor:
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    return mask.expand(*mask.shape[:2], *shape[2:])
+    return mask.expand(*mask.shape[:2], call.num_queries, call.num_keys)
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,357 @@
+"""Queries in blocks: the definition whatever the cut, nothing computed that no block may see, and
+nothing kept or made that is as large as queries by keys."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cases
+from cases import Sizes, bound, draw_case, draw_leaf, draw_mask, table
+from regard import (
+    EVERYTHING,
+    NOTHING,
+    Alibi,
+    Causal,
+    Chunked,
+    Dense,
+    Documents,
+    Mask,
+    Padding,
+    Prefix,
+    RelativeBias,
+    SlidingWindow,
+    Span,
+    attend,
+    explain,
+    prepare,
+)
+from regard.backends import blocked
+from regard.sight import covers, sight
+from test_random import compare
+
+WINDOW = Causal() & SlidingWindow(6)
+DOCUMENTS = Documents(torch.tensor([0] * 9 + [1] * 4 + [0] * 3 + [2] * 7))
+MASKS = {
+    "everything": EVERYTHING,
+    "nothing": NOTHING,
+    "causal": Causal(),
+    "window": WINDOW,
+    "window before": SlidingWindow(9) & ~SlidingWindow(2),
+    "chunks": Causal() & Chunked(7),
+    "chunks by row": Causal() & Chunked(7, start=torch.tensor([0, 3])),
+    "prefix and window": WINDOW | Prefix(3),
+    "documents": Causal() & DOCUMENTS,
+    "documents by row": Documents((torch.arange(46).view(2, 23) % 23) // torch.tensor([[5], [8]])),
+    "padding": Causal() & Padding.from_lengths([23, 8]),
+    "padding on the left": Causal() & Padding(torch.arange(23) > torch.tensor([[0], [17]])),
+    "dense": Dense(torch.rand(2, 4, 23, 23, generator=torch.Generator().manual_seed(0)) < 0.3),
+    "holes": Padding((torch.arange(23) % 9 < 2)[None]),
+}
+
+
+@pytest.fixture(params=[5, 1, 8], ids="blocks of {}".format)
+def blocks(request, monkeypatch):
+    """Blocks that divide nothing, or are queries, or are larger than some tests' sequences."""
+    monkeypatch.setattr(blocked, "BLOCK", request.param)
+    monkeypatch.setattr(blocked, "GAP", 2)
+    return request.param
+
+
+def tensors(length=23, batch=2, heads=4, kv_heads=2, dim=3, v_dim=3, dtype=torch.float64):
+    q = torch.randn(batch, heads, length, dim, dtype=dtype)
+    k = torch.randn(batch, kv_heads, length, dim, dtype=dtype)
+    return q, k, torch.randn(batch, kv_heads, length, v_dim, dtype=dtype)
+
+
+def features(name: str) -> dict:
+    """What else a call may have, in float64, with gradients."""
+    bias = torch.randn(1, 4, 23, 23, dtype=torch.float64, requires_grad=True)
+    relative = RelativeBias(4, num_buckets=8, max_distance=9).double()
+    return {
+        "plain": {},
+        "softcap": {"softcap": 2.0},
+        "sinks": {"sinks": torch.randn(4, dtype=torch.float64, requires_grad=True)},
+        "bias": {"score_bias": bias},
+        "alibi": {"score_bias": Alibi.for_heads(4)},
+        "relative": {"score_bias": relative},
+    }[name]
+
+
+FEATURES = ("plain", "softcap", "sinks", "bias", "alibi", "relative")
+
+
+def learned(given: dict) -> list[torch.Tensor]:
+    """What of a call's options has gradients."""
+    found = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    for rule in given.values():
+        found += list(rule.parameters()) if isinstance(rule, torch.nn.Module) else []
+    return found
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_random_calls_are_the_definition(blocks, dtype):
+    accepted = 0
+    for seed in range(40):
+        case = draw_case(40_000_000 + seed, dtype)
+        if 0 in (case.q.numel(), case.k.numel()):
+            continue
+        try:
+            out = attend(case.q, case.k, case.v, **case.given, backend="blocked")
+        except ValueError as error:
+            if not cases.is_objection(error, "blocked"):
+                raise
+            continue
+        compare(out, case, what="blocked")
+        accepted += 1
+    assert accepted > 20
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("v_dim", [3, 5])
+def test_output_and_gradients_are_those_of_the_definition(blocks, mask, feature, v_dim):
+    """Every mask with everything else there is; hidden keys may hold anything."""
+    if MASKS[mask] is NOTHING:
+        pytest.skip("no key is in sight: blocked objects")
+    found = []
+    for backend in ("blocked", "eager"):
+        torch.manual_seed(7)
+        inputs = [x.requires_grad_() for x in tensors(v_dim=v_dim)]
+        given = features(feature)
+        out = attend(*inputs, mask=MASKS[mask], **given, backend=backend)
+        out.backward(torch.randn(out.shape, dtype=out.dtype))
+        with torch.no_grad():
+            again = attend(*inputs, mask=MASKS[mask], **given, backend=backend)
+        found.append([out, again, *(x.grad for x in (*inputs, *learned(given)))])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_blocks_see_is_never_too_little_nor_what_all_see_too_much(seed):
+    rng = random.Random(seed)
+    sizes = Sizes(2, 2, 1, 1, 1, [0, 0], 9, 0, 9)
+    mask, sees = draw_mask(rng, sizes)
+    cells = table(cases.Case(seed, sizes, *[torch.empty(0)] * 3, sees=sees))
+    look = sight(mask.within(sizes.span()))
+    for first, last in itertools.combinations(range(9), 2):
+        seen, full = look(first, last)
+        here = cells[:, :, first : last + 1]
+        for key in range(9):
+            assert covers(seen, key, key + 1) or not here[..., key].any(), (mask, first, last, key)
+            assert not covers(full, key, key + 1) or here[..., key].all(), (mask, first, last, key)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "chunked", "prefix", "documents", "padding"])
+@pytest.mark.parametrize("seed", range(5))
+def test_of_simple_rules_nothing_is_seen_in_vain(kind, seed):
+    """For one query of one row both answers are the rule itself."""
+    sizes = Sizes(1, 1, 1, 1, 1, [0], 9, 0, 9)
+    mask, sees = draw_leaf(random.Random(seed), sizes, kind)
+    look = sight(mask)
+    for query, key in itertools.product(range(9), repeat=2):
+        seen, full = look(query, query)
+        assert covers(seen, key, key + 1) == covers(full, key, key + 1) == sees(0, 0, query, key)
+
+
+def visited(mask: Mask, length: int, **options) -> int:
+    """Cells that blocks compute for a mask."""
+    q = torch.empty(1, 1, length, 8)
+    call = prepare(q, q, q, mask=mask, backend="blocked", **options)
+    return sum(block.cells for block in blocked.plan(call))
+
+
+def test_what_no_block_sees_is_skipped(monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK", 64)
+    monkeypatch.setattr(blocked, "GAP", 32)
+    length, wide = 1024, 1024 * 1024
+    assert visited(EVERYTHING, length) == wide
+    assert visited(Causal(), length) == (wide + 64 * length) // 2
+    assert visited(Causal() & SlidingWindow(128), length) <= length * (128 + 64)
+    assert visited(Causal() & SlidingWindow(128) | Prefix(16), length) <= length * (128 + 64 + 16)
+    assert visited(Chunked(128), length) == length * 128
+    ids = torch.arange(length) // 128
+    assert visited(Documents(ids), length) == length * 128
+    assert visited(Causal() & Documents(ids.flip(0)), length) == length * (128 + 64) // 2
+    assert visited(Documents(ids % 4), length) == length * 256
+    assert visited(Padding.from_lengths([512], total=length), length) == length * 512
+    assert visited(~Causal(), length) == (wide + 64 * length) // 2 - length
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that anything made."""
+
+    cells = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) else [out]
+        for x in made:
+            if isinstance(x, torch.Tensor):
+                self.cells = max(self.cells, x.untyped_storage().nbytes() // x.itemsize)
+        return out
+
+
+LONG_MASKS = {
+    "causal": lambda length: Causal(),
+    "window": lambda length: Causal() & SlidingWindow(40),
+    "chunks": lambda length: Causal() & Chunked(64),
+    "prefix": lambda length: Causal() & SlidingWindow(40) | Prefix(10),
+    "documents": lambda length: Documents(torch.arange(length) // 50) & Causal(),
+    "padding": lambda length: Padding.from_lengths([length - 3]) & Causal(),
+}
+LONG_FEATURES = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.zeros(2)},
+    "bias": {"score_bias": Alibi.for_heads(2)},
+    "dropout": {"dropout": 0.5},
+}
+
+
+def cost(length: int, mask: str, feature: str) -> tuple[int, int]:
+    """Numbers kept for the way back, and the largest tensor of both ways."""
+    q, k, v = (x.requires_grad_() for x in tensors(length, 1, 2, 1, 8, 8, torch.float32))
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.itemsize
+        return x
+
+    given = {"mask": LONG_MASKS[mask](length), **LONG_FEATURES[feature]}
+    with Largest() as largest:
+        with saved_tensors_hooks(keep, lambda x: x):
+            out = attend(q, k, v, **given, backend="blocked")
+        out.sum().backward()
+    return sum(kept.values()), largest.cells
+
+
+@pytest.mark.parametrize("mask", LONG_MASKS)
+@pytest.mark.parametrize("feature", LONG_FEATURES)
+def test_nothing_grows_with_the_square_of_the_length(monkeypatch, mask, feature):
+    monkeypatch.setattr(blocked, "BLOCK", 32)
+    kept, largest = cost(256, mask, feature)
+    longer_kept, longer_largest = cost(1024, mask, feature)
+    assert longer_kept <= 4.4 * kept
+    assert longer_largest <= 4.4 * largest
+    assert longer_largest < 1024 * 1024 / 8
+
+
+def call(length=8192, heads=8, kv_heads=8, dim=64, dtype=torch.float32, grad=False, **options):
+    q = torch.empty(1, heads, length, dim, dtype=dtype, requires_grad=grad)
+    k = torch.empty(1, kv_heads, length, dim, dtype=dtype)
+    return prepare(q, k, k, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "sdpa"),
+        ({"mask": Causal()}, "sdpa"),
+        ({"mask": Causal(), "precision": "fast"}, "sdpa"),
+        ({"mask": Causal(), "precision": "fast", "dtype": torch.bfloat16}, "blocked"),
+        ({"mask": Causal(), "dtype": torch.bfloat16}, "sdpa"),
+        ({"mask": Causal() & SlidingWindow(1024)}, "blocked"),
+        ({"mask": Documents(torch.arange(8192) // 512)}, "blocked"),
+        ({"mask": Causal() & Padding.from_lengths([8000], total=8192)}, "blocked"),
+        ({"softcap": 30.0}, "blocked"),
+        ({"softcap": 30.0, "grad": True}, "blocked"),
+        ({"score_bias": Alibi.for_heads(8), "grad": True}, "blocked"),
+        ({"sinks": torch.zeros(8), "mask": Causal(), "grad": True}, "blocked"),
+        ({"mask": Causal(), "length": 64, "softcap": 30.0}, "grouped"),
+    ],
+)
+def test_it_runs_where_it_wins(options, name):
+    assert call(**options).name == name
+
+
+def test_hidden_keys_may_hold_anything(blocks):
+    inputs = [x.requires_grad_() for x in tensors()]
+    q, k, v = inputs
+    with torch.no_grad():
+        k[1, :, 8:], v[1, :, 8:] = torch.nan, torch.inf
+    mask = Causal() & Padding.from_lengths([23, 8])
+    before = [x.detach().clone() for x in inputs]
+    for feature in ({}, {"softcap": 2.0}):
+        out = attend(q, k, v, mask=mask, **feature, backend="blocked")
+        with torch.no_grad():
+            assert torch.equal(out, attend(q, k, v, mask=mask, **feature, backend="blocked"))
+        out.sum().backward()
+        assert out.isfinite().all()
+        assert all(x.grad.isfinite().all() for x in inputs)
+        assert (k.grad[1, :, 8:] == 0).all()
+        assert (v.grad[1, :, 8:] == 0).all()
+    for x, y in zip(inputs, before, strict=True):  # nor are they touched
+        torch.testing.assert_close(x.detach(), y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_queries_that_see_nothing_give_zeros_and_no_gradient(blocks):
+    q, k, v = inputs = [x.requires_grad_() for x in tensors()]
+    mask = Causal() & Dense((torch.arange(23) >= 11)[None].expand(23, 23))
+    out = attend(q, k, v, mask=mask, backend="blocked")
+    assert (out[:, :, :11] == 0).all()
+    assert (out[:, :, 11:] != 0).any(-1).all()
+    out.sum().backward()
+    assert (q.grad[:, :, :11] == 0).all()
+    assert all(x.grad.isfinite().all() for x in inputs)
+
+
+def test_rows_may_start_apart(blocks):
+    q, k, v = tensors()
+    q = q[:, :, :11]
+    starts = torch.tensor([3, 9])
+    given = {
+        "mask": (Causal() & SlidingWindow(5)) | Prefix([1, 4]),
+        "span": Span.ragged(starts, queries=11, kv_start=0, kv_stop=23, bounds=(3, 9)),
+    }
+    got = attend(q, k, v, **given, backend="blocked")
+    torch.testing.assert_close(got, attend(q, k, v, **given, backend="eager"))
+
+
+def test_what_is_dropped_on_the_way_is_dropped_on_the_way_back(blocks):
+    """The output is linear in the values, if both ways drop the same weights."""
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out = attend(q, k, v, mask=Causal(), dropout=0.4, backend="blocked")
+    cotangent = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, v, cotangent)
+    torch.testing.assert_close((grad * v).sum(), (out * cotangent).sum())
+    assert not torch.equal(out, attend(q, k, v, mask=Causal(), dropout=0.4, backend="blocked"))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_fast_products_keep_the_bound_that_was_asked_for(blocks, mask, scale):
+    if MASKS[mask] is NOTHING:
+        pytest.skip("no key is in sight: blocked objects")
+    q, k, v = tensors(dtype=torch.bfloat16)
+    for feature in ({}, {"softcap": 5.0}, {"sinks": torch.zeros(4)}):
+        given = {"mask": MASKS[mask], "scale": scale, **feature}
+        got = attend(q, k, v, **given, precision="fast", backend="blocked")
+        given |= {"sinks": given["sinks"].double()} if "sinks" in given else {}
+        want = attend(q.double(), k.double(), v.double(), **given, backend="eager")
+        largest = scale * (q.double().abs() @ k.double().abs().repeat_interleave(2, 1).mT).max()
+        allowed = bound(torch.float32, v.abs().max().item(), largest.item())
+        allowed *= torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
+        assert (got.double() - want).abs().max() <= allowed
+
+
+def test_fast_gradients_are_near_strict_ones(blocks):
+    found = []
+    for precision in ("strict", "fast"):
+        torch.manual_seed(3)
+        inputs = [x.requires_grad_() for x in tensors(dtype=torch.bfloat16)]
+        out = attend(*inputs, mask=WINDOW, precision=precision, backend="blocked")
+        out.sum().backward()
+        found.append([x.grad for x in inputs])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
+
+
+def test_what_fast_gives_up_is_said():
+    made = call(mask=Causal(), dtype=torch.bfloat16, precision="fast")
+    assert "scores and weights are kept in bfloat16" in explain(made)
+    assert "bfloat16:" not in explain(call(mask=Causal(), dtype=torch.bfloat16))

@@ -7,6 +7,7 @@ every key and value at each step.
 """
 
 import argparse
+from typing import NamedTuple
 
 import torch
 from common import THREADS, card, finish, interleave, summary
@@ -21,16 +22,32 @@ from regard import Causal, KVCache, MultiHeadLatentAttention, Rotary
 HIDDEN, HEADS, RANK, NOPE, ROPE, VALUE = 2048, 16, 512, 128, 64, 128
 
 
-def theirs(dtype: torch.dtype) -> tuple[DeepseekV3Attention, DeepseekV3RotaryEmbedding]:
+class Sizes(NamedTuple):
+    """Of one layer."""
+
+    hidden: int = HIDDEN
+    heads: int = HEADS
+    rank: int = RANK
+    nope: int = NOPE
+    rope: int = ROPE
+    value: int = VALUE
+
+
+SIZES = Sizes()
+
+
+def theirs(
+    dtype: torch.dtype, sizes: Sizes = SIZES
+) -> tuple[DeepseekV3Attention, DeepseekV3RotaryEmbedding]:
     config = DeepseekV3Config(
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
         q_lora_rank=None,
-        kv_lora_rank=RANK,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=VALUE,
+        kv_lora_rank=sizes.rank,
+        qk_nope_head_dim=sizes.nope,
+        qk_rope_head_dim=sizes.rope,
+        v_head_dim=sizes.value,
         num_hidden_layers=1,
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
@@ -39,15 +56,17 @@ def theirs(dtype: torch.dtype) -> tuple[DeepseekV3Attention, DeepseekV3RotaryEmb
     return DeepseekV3Attention(config, 0).to(dtype).eval(), DeepseekV3RotaryEmbedding(config)
 
 
-def ours(peer: DeepseekV3Attention, dtype: torch.dtype) -> MultiHeadLatentAttention:
+def ours(
+    peer: DeepseekV3Attention, dtype: torch.dtype, sizes: Sizes = SIZES
+) -> MultiHeadLatentAttention:
     layer = MultiHeadLatentAttention(
-        HIDDEN,
-        HEADS,
-        kv_lora_rank=RANK,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=VALUE,
-        rope=Rotary(ROPE, pairing="pairs"),
+        sizes.hidden,
+        sizes.heads,
+        kv_lora_rank=sizes.rank,
+        qk_nope_head_dim=sizes.nope,
+        qk_rope_head_dim=sizes.rope,
+        v_head_dim=sizes.value,
+        rope=Rotary(sizes.rope, pairing="pairs"),
         mask=Causal(),
     )
     layer.load_state_dict(peer.state_dict())
@@ -62,7 +81,7 @@ def case(dtype: torch.dtype, past: int, rounds: int) -> dict[str, object]:
     latent = torch.randn(1, 1, past, RANK).to(dtype)
     k_rope = torch.randn(1, 1, past, ROPE).to(dtype)
     cache = KVCache()
-    cache.update(torch.cat([latent, _paired(k_rope)], dim=-1))
+    cache.update(torch.cat([latent, paired(k_rope)], dim=-1))
     held = DynamicCache()
     held.update(latent, k_rope, 0)
 
@@ -85,7 +104,7 @@ def case(dtype: torch.dtype, past: int, rounds: int) -> dict[str, object]:
     return {"dtype": name, "past": past, "relative_difference": float(gap), "rows": rows}
 
 
-def _paired(x: torch.Tensor) -> torch.Tensor:
+def paired(x: torch.Tensor) -> torch.Tensor:
     """Halves, as transformers caches the rotary key, back to pairs, as the weights have it."""
     return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
 

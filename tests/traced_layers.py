@@ -18,7 +18,10 @@ from regard import (
     Prefix,
     Rotary,
     SlidingWindow,
+    Span,
     StaticCache,
+    attend,
+    prepare,
 )
 
 warnings.simplefilter("ignore")
@@ -97,6 +100,20 @@ def exported(layer, strict):
     return max(gap(program(y), layer(y)) for y in (torch.randn(2, 37, 32), torch.randn(5, 2, 32)))
 
 
+def attended(**options):
+    """What `attend` would give to a backend that no graph holds, in a graph."""
+    torch._dynamo.reset()
+    q, k = torch.randn(1, 2, options["queries"], 16), torch.randn(1, 2, 2048, 16)
+    span = Span(2048 - options.pop("queries"), 2048, 0, 2048)
+
+    def run(q, k):
+        return attend(q, k, k, span=span, **options)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    name = prepare(q, k, k, span=span, **options).name
+    return {"gap": gap(compiled(q, k), run(q, k)), "name": name}
+
+
 def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -115,6 +132,8 @@ def main():
     for mask in (Causal() | Prefix(3), Causal() & Chunked(4)):
         found[f"{mask!r}: exported"] = exported(LAYERS["gqa"](mask).eval(), strict=False)
     found["gqa: exported, strict"] = exported(LAYERS["gqa"](Causal()).eval(), strict=True)
+    found["attend: one query"] = attended(queries=1, mask=Causal())
+    found["attend: window"] = attended(queries=2048, mask=window)
     print(json.dumps(found))
 
 

@@ -1,10 +1,21 @@
-"""What a machine can do, as far as choosing a backend needs to know: three rates and a constant.
+"""What a machine can do, as far as choosing a backend needs to know: a few rates.
 
-The figures are those of two cores of an AMD EPYC with torch 2.13; only their ratios matter, and
-`benchmarks/` measures them anew.
+The figures below are those of two cores of an AMD EPYC with torch 2.13; only their ratios matter.
+`regard tune` measures a machine's own and writes them to a file, which is read here when a rate is
+first asked for. `REGARD_SPEED=default` leaves that file alone.
 """
 
-from dataclasses import dataclass
+import json
+import os
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+MARGIN = 100.0  # a measured rate further than this from the source's is a mistake
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -18,6 +29,8 @@ class Speed:
         row_float: elements of keys and values a second when torch's SDPA streams them for one
             block of queries, in float32.
         row_half: the same in half precision, where one-row products are converted first.
+        stream: bytes a second that `fused` reads from memory.
+        fused: floating-point operations a second that `fused` does on many rows.
     """
 
     call: float = 4e-6
@@ -25,6 +38,135 @@ class Speed:
     elements: float = 4e9
     row_float: float = 7e9
     row_half: float = 2e9
+    stream: float = 30e9
+    fused: float = 350e9
+
+    def objection(self) -> str | None:
+        """Why these cannot be the rates of a machine, in a sentence; None if they can."""
+        for rate in fields(self):
+            value, usual = getattr(self, rate.name), getattr(DEFAULT, rate.name)
+            if not usual / MARGIN <= value <= usual * MARGIN:
+                return f"{rate.name}={value:.3g} is nowhere near the usual {usual:.3g}"
+        return None
 
 
-SPEED = Speed()
+DEFAULT = Speed()
+
+
+class Rates:
+    """The rates in use: a tuned file's if there is one, else those of the source.
+
+    The file is looked for once, when a rate is first asked for, so that importing stays cheap and
+    `torch.set_num_threads` counts. A tracer never reads it: a program compiled before any rate was
+    asked for keeps the source's rates, unless `SPEED.load()` came first.
+
+    >>> 0 < SPEED.call < 1
+    True
+    """
+
+    def __getattr__(self, name: str) -> float:
+        if name not in Speed.__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__} has no rate {name!r}")
+        if not torch.compiler.is_compiling():
+            self.load()
+            return float(vars(self)[name])
+        return float(getattr(DEFAULT, name))
+
+    def load(self) -> Speed:
+        """Look for the file now; the rates that are in use from here on."""
+        self.use(DEFAULT)  # first, so that a warning turned into an error is raised once
+        self.use(read_speed() or DEFAULT)
+        return self.now()
+
+    def use(self, speed: Speed) -> None:
+        """Choose by these rates from now on."""
+        vars(self).update(asdict(speed))
+
+    def now(self) -> Speed:
+        """The rates in use."""
+        return Speed(**{rate.name: getattr(self, rate.name) for rate in fields(Speed)})
+
+
+SPEED = Rates()
+
+
+def speed_path() -> Path:
+    """Where the rates of this machine are kept, for this torch and this number of threads."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = given if given.is_absolute() else Path.home() / ".cache"  # relative ones do not count
+    return folder / "regard" / f"speed-{torch.__version__}-{torch.get_num_threads()}.json"
+
+
+def read_speed() -> Speed | None:
+    """The tuned rates; None, with a warning where something is wrong, if there are none.
+
+    A rate that the file does not hold is the source's.
+    """
+    if os.environ.get("REGARD_SPEED") == "default":
+        return None
+    try:
+        path = speed_path()
+        if not path.is_file():  # nor a pipe, which would never end
+            return None
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        speed, objection = _parsed(text)
+    except (OSError, RuntimeError, OverflowError) as error:  # no home; lists nested beyond reason
+        speed, objection, path = None, str(error), Path("the file of rates")
+    if objection is not None:
+        warnings.warn(f"{path} is ignored: {objection}; `regard tune` writes it anew", stacklevel=2)
+        return None
+    return speed
+
+
+def _parsed(text: bytes) -> tuple[Speed | None, str | None]:
+    """Rates, or what is wrong with them."""
+    if len(text) > _MAX_BYTES:
+        return None, "it is too large"
+    try:
+        held = json.loads(text)
+    except ValueError:
+        return None, "it is not JSON"
+    if not isinstance(held, dict):
+        return None, "it does not hold rates by name"
+    found = {}
+    for name in Speed.__dataclass_fields__.keys() & held.keys():
+        if type(held[name]) not in (int, float):
+            return None, f"{name} is not a number"
+        found[name] = float(held[name])
+    speed = Speed(**found)
+    objection = speed.objection()
+    return (None, objection) if objection else (speed, None)
+
+
+def write_speed(speed: Speed) -> Path:
+    """Keep rates for later processes: the whole file or, if anything fails, what was there.
+
+    Raises:
+        ValueError: if they cannot be the rates of a machine.
+        OSError: if the folder cannot be written.
+    """
+    objection = speed.objection()
+    if objection is not None:
+        raise ValueError(f"these rates are not kept: {objection}; measure again on a quiet machine")
+    path = speed_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(asdict(speed), file, indent=2)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def forget_speed() -> Path | None:
+    """Remove the file and go back to the source's rates; the file that was there."""
+    path = speed_path()
+    SPEED.use(DEFAULT)
+    if not path.exists():
+        return None
+    path.unlink()
+    return path

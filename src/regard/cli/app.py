@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 import regard
+from regard.cli.bench import bench_command
 from regard.cli.compare import compare_command
 from regard.cli.generate import generate_command
+from regard.cli.tune import tune_command
 
 app = typer.Typer(
     help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
@@ -17,6 +19,8 @@ app = typer.Typer(
 )
 app.command("compare")(compare_command)
 app.command("generate")(generate_command)
+app.command("bench")(bench_command)
+app.command("tune")(tune_command)
 
 
 def _version(wanted: bool | None) -> None:

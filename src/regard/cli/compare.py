@@ -49,7 +49,7 @@ def compare_command(
     written = None if text is None else text.read_text(encoding="utf-8")
     if threads is not None:
         torch.set_num_threads(threads)
-    with quiet(), _bar() as progress:
+    with quiet(), progress_bar() as progress:
         if model is None:
             progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
             model = fetch_smollm2()
@@ -75,7 +75,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr that goes away when the work is done; a total of 0 is not known yet."""
     columns = TextColumn("{task.description:<50}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -1,0 +1,289 @@
+"""Is the chosen backend the quickest? Random shapes, every backend that can run them, taking turns.
+
+    python benchmarks/choosing.py                   (target: 95 % within 1.15x of the quickest)
+    python benchmarks/choosing.py --dump rows.jsonl     a line for each shape and backend, to fit to
+    REGARD_SPEED=default python benchmarks/choosing.py  with the source's rates, though tuned
+
+Of latent shapes it asks the same about MLA's two forms. Counted are shapes that two or more could
+run. Left out is who is expected to take over a second and four times the quickest's time; a shape
+that still takes someone over a second is skipped.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import THREADS, Store, finish, interleave, quartiles
+from torch import Tensor
+
+from regard import (
+    Causal,
+    Mask,
+    MultiHeadLatentAttention,
+    Part,
+    Rotary,
+    SlidingWindow,
+    Span,
+    attend,
+    prepare,
+)
+from regard.attend import objection_of
+from regard.backends import BACKENDS
+from regard.latent_forms import FORMS, choose_form
+from regard.masks import EVERYTHING
+
+NEAR, TARGET = 1.15, 0.95
+SLOW = 1.0  # seconds
+BYTES = 1 << 30  # of keys and values
+CELLS = 600_000_000  # scores, of which someone may hold several copies
+LATENT_EVERY = 8
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A call; `rank` above 0 makes it a latent one, with a rotary key of half a head."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    dtype: str
+    mask: str
+    window: int = 0
+    rank: int = 0
+
+    @property
+    def span(self) -> Span:
+        return Span(self.keys - self.queries, self.keys, 0, self.keys)
+
+    @property
+    def rule(self) -> Mask:
+        if self.mask == "none":
+            return EVERYTHING
+        return Causal() & SlidingWindow(self.window) if self.window else Causal()
+
+    @property
+    def kind(self) -> str:
+        if self.rank:
+            return "latent"
+        few = self.queries * self.heads // self.kv_heads <= 256
+        return "decode" if self.queries == 1 else "few queries" if few else "prefill"
+
+
+@dataclass
+class Contest:
+    """Who can run a shape, who is chosen, and what each was expected to take."""
+
+    runs: dict[str, Run]
+    chosen: str
+    estimates: dict[str, float | None]
+
+
+def shapes(seed: int, most_queries: int, most_keys: int) -> Iterator[Shape]:
+    """Shapes without end, the same for a seed; sizes are spread evenly over their logarithms."""
+    dice = random.Random(seed)
+
+    def between(low: int, high: int) -> int:
+        return round(math.exp(dice.uniform(math.log(low), math.log(high))))
+
+    count = 0
+    while True:
+        count += 1
+        latent = count % LATENT_EVERY == 0
+        kv_heads = dice.choice([1, 2, 4, 8, 16, 32])
+        heads = kv_heads * dice.choice([1, 1, 2, 3, 4, 8, 16])
+        keys = between(1, most_keys)
+        queries = 1 if dice.random() < 0.4 else between(1, min(most_queries, keys))
+        mask = dice.choice(["none", "causal", "window"])
+        shape = Shape(
+            batch=dice.choice([1, 1, 1, 2, 4, 8]),
+            heads=dice.choice([8, 16, 32]) if latent else heads,
+            kv_heads=1 if latent else kv_heads,
+            head_dim=128 if latent else dice.choice([32, 64, 64, 80, 96, 128, 128, 256]),
+            queries=queries,
+            keys=keys,
+            dtype=dice.choice(["float32", "bfloat16"]),
+            mask="causal" if latent else mask,
+            window=between(1, keys) if mask == "window" and not latent else 0,
+            rank=dice.choice([128, 256, 512]) if latent else 0,
+        )
+        if _fits(shape):
+            yield shape
+
+
+def _fits(shape: Shape) -> bool:
+    heads = shape.heads if shape.rank else shape.kv_heads
+    nbytes = 8 * shape.batch * heads * shape.keys * shape.head_dim
+    cells = shape.batch * shape.heads * shape.queries * shape.keys
+    return shape.heads <= 64 and nbytes <= BYTES and cells <= CELLS
+
+
+def contest(shape: Shape, store: Store) -> Contest:
+    """Every backend without an objection, forced."""
+    size = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
+    q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
+    options: dict[str, Any] = {"mask": shape.rule, "span": shape.span}
+    call = prepare(q, store(*size), store(*size), **options)
+    able = [name for name in BACKENDS if objection_of(call, name) is None]
+
+    def through(name: str) -> Run:
+        return lambda: attend(q, store(*size), store(*size), backend=name, **options)
+
+    estimates = {name: BACKENDS[name].estimate(call) for name in able}
+    quickest = min(estimates.values())
+    runs = {
+        name: through(name)
+        for name in able
+        if name == call.name or estimates[name] <= max(SLOW, 4 * quickest)
+    }
+    return Contest(runs, call.name, dict(estimates))
+
+
+def latent_contest(shape: Shape, store: Store) -> Contest:
+    """Both forms, from projected queries to outputs of each head."""
+    rotary, dtype = shape.head_dim // 2, store.numbers.dtype
+    layer = MultiHeadLatentAttention(
+        256,
+        shape.heads,
+        kv_lora_rank=shape.rank,
+        qk_nope_head_dim=shape.head_dim,
+        qk_rope_head_dim=rotary,
+        v_head_dim=shape.head_dim,
+        rope=Rotary(rotary, pairing="pairs"),
+        mask=Causal(),
+    ).to(dtype)
+    q_nope, q_rope = store(shape.batch, shape.heads, shape.queries, layer.qk_head_dim).split(
+        [shape.head_dim, rotary], dim=-1
+    )
+
+    def through(name: str) -> Run:
+        form = FORMS[name]
+
+        def run() -> Tensor:
+            joined = store(shape.batch, 1, shape.keys, shape.rank + rotary)
+            q = form.queries(layer, q_nope, q_rope)
+            outline = form.outline(layer, joined[:, :, : shape.queries])
+            call = prepare(q, *outline, mask=layer.mask, span=shape.span, scale=layer.scale)
+            parts = form.parts(layer, (Part(0, shape.keys, (joined,)),))
+            return form.read(layer, call.run(q, parts))
+
+        return run
+
+    chosen = choose_form(layer, shape.span)[0].name
+    return Contest({name: through(name) for name in FORMS}, chosen, dict.fromkeys(FORMS))
+
+
+def judge(shape: Shape, found: Contest, rounds: int) -> dict[str, Any] | None:
+    """How near the choice is to the quickest; None if that takes too long or nobody else can."""
+    if len(found.runs) < 2:
+        return None
+    if any(_seconds(run) > SLOW and _seconds(run) > SLOW for run in found.runs.values()):
+        return None  # twice: the first time, it may have been compiling
+    times = interleave(found.runs, rounds=rounds, sample=0.003, limit=6.0)
+    seconds = {name: statistics.median(each) for name, each in times.items()}
+    best = min(seconds, key=seconds.__getitem__)
+    return {
+        **asdict(shape),
+        "kind": shape.kind,
+        "chosen": found.chosen,
+        "best": best,
+        "slower": quartiles(times[found.chosen], times[best])[0],
+        "seconds": seconds,
+        "estimates": {name: found.estimates[name] for name in seconds},
+    }
+
+
+def _seconds(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Judge random shapes until there are enough, or the time is over."""
+    total = options.cold << 20
+    stores = {name: Store(getattr(torch, name), total) for name in ("float32", "bfloat16")}
+    begun, judged = time.perf_counter(), []
+    for shape in shapes(options.seed, options.queries, options.keys):
+        if len(judged) >= options.shapes or time.perf_counter() - begun > options.seconds:
+            break
+        make = latent_contest if shape.rank else contest
+        result = judge(shape, make(shape, stores[shape.dtype]), options.rounds)
+        if result is not None:
+            judged.append(result)
+            if len(judged) % 25 == 0:
+                print(f"{len(judged)} shapes, {time.perf_counter() - begun:.0f} s", flush=True)
+    return judged
+
+
+def share(results: list[dict[str, Any]]) -> float:
+    """Of the choices, those within 1.15x of the quickest."""
+    return sum(each["slower"] <= NEAR for each in results) / max(1, len(results))
+
+
+def report(judged: list[dict[str, Any]], worst: int) -> None:
+    """Print shares by kind, dtype and mask, and the worst misses."""
+    for key in ("kind", "dtype", "mask"):
+        values = sorted({each[key] for each in judged})
+        parts = {value: [each for each in judged if each[key] == value] for value in values}
+        print("  " + ", ".join(f"{v} {share(p):.0%} of {len(p)}" for v, p in parts.items()))
+    missed = sorted((e for e in judged if e["slower"] > NEAR), key=lambda e: -e["slower"])
+    for each in missed[:worst]:
+        heads = f"{each['batch']}x {each['heads']}/{each['kv_heads']}x{each['head_dim']}"
+        latent = f" rank {each['rank']}" if each["rank"] else ""
+        mask = f"{each['mask']} {each['window'] or ''}".strip()
+        took = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in each["seconds"].items())
+        print(
+            f"  {each['slower']:6.2f}x  {each['chosen']} for {each['best']}: {heads}{latent}, "
+            f"{each['queries']} x {each['keys']}, {each['dtype']}, {mask} ({took})"
+        )
+
+
+def dump(judged: list[dict[str, Any]], path: Path) -> None:
+    """One line for each shape and backend."""
+    with path.open("w") as file:
+        for each in judged:
+            shape = {k: v for k, v in each.items() if k not in ("seconds", "estimates")}
+            for name, seconds in each["seconds"].items():
+                row = {"backend": name, "seconds": seconds, "estimate": each["estimates"][name]}
+                file.write(json.dumps({**row, **shape}) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=int, default=320)
+    parser.add_argument("--seconds", type=float, default=900.0, help="for all of them")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--queries", type=int, default=4096, help="at most")
+    parser.add_argument("--keys", type=int, default=16384, help="at most")
+    parser.add_argument("--cold", type=int, default=256, help="MiB that keys are spread over")
+    parser.add_argument("--worst", type=int, default=15, help="misses to show")
+    parser.add_argument("--dump", type=Path, metavar="FILE", help="JSON lines")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    judged = sweep(options)
+    print(f"{THREADS} threads, {', '.join(BACKENDS)}; {len(judged)} shapes")
+    print(f"{share(judged):.1%} within {NEAR}x of the quickest; target {TARGET:.0%}")
+    report(judged, options.worst)
+    if options.dump:
+        dump(judged, options.dump)
+    whole = {"share": share(judged), "near": NEAR, "target": TARGET, "shapes": len(judged)}
+    finish("choosing", [{**whole, "missed": [e for e in judged if e["slower"] > NEAR]}])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""How does regard compare, over everything it does? Every case beside everyone who can run it.
+
+    python benchmarks/suite.py                   all cases: about half an hour
+    python benchmarks/suite.py --quick           a representative dozen: a minute
+    python benchmarks/suite.py --only "decode"   cases whose name holds that
+    python benchmarks/suite.py --docs            writes docs/benchmarks.json and the picture of it
+
+Contestants of a case take turns within one process, with keys in no cache. `ratio` is regard's time
+over a peer's, a median of rounds with its quartiles; `of_limit` is the share of what this machine
+can do at most, measured in the same run: reading the keys once, or the products alone.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import (
+    LAST_LEVEL_CACHE,
+    THREADS,
+    finish,
+    interleave,
+    machine,
+    product_rate,
+    quartiles,
+    read_bandwidth,
+)
+
+from cases import CASES, Case
+from peers import Contest, contest
+
+DOCS = Path(__file__).parent.parent / "docs"
+MOST = 24 << 30  # bytes
+GAPS = {"float32": 2e-3, "bfloat16": 6e-2, "int8 cache": 2e-1}  # relative; beyond, not the same sum
+
+
+class Effort(NamedTuple):
+    """How much is spent on a case."""
+
+    rounds: int = 15
+    sample: float = 0.02
+    seconds: float = 12.0
+    cold: int = 4 * LAST_LEVEL_CACHE
+    flex: bool = False
+
+
+class Limits(NamedTuple):
+    """What this machine can do at most: bytes read and operations of products a second."""
+
+    read: float
+    products: dict[str, float]
+
+
+def measure_limits(tiny: bool) -> Limits:
+    size = 128 if tiny else 2048
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    rates = {name: product_rate(dtype, size) for name, dtype in dtypes.items()}
+    return Limits(read_bandwidth(8 if tiny else 512), rates)
+
+
+def available() -> int:
+    """Bytes of memory that are free for the asking."""
+    table = Path("/proc/meminfo")
+    if table.exists():
+        for line in table.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_case(case: Case, limits: Limits, effort: Effort) -> dict[str, Any]:
+    """One row of the results; where it cannot be run, a remark."""
+    result: dict[str, Any] = {"case": case.name, **case.row()}
+    room = min(MOST, int(0.8 * available()))
+    if case.needs() > room:
+        wanted = f"{case.needs() / 2**30:.1f} GiB where {room / 2**30:.1f} are available"
+        return {**result, "remark": f"skipped: needs {wanted}"}
+    torch.manual_seed(0)
+    whole = case.kind.startswith("layer") or case.kind == "MLA layer"
+    found = _layers(case, effort) if whole else contest(case, cold=effort.cold, flex=effort.flex)
+    nbytes = case.nbytes()
+    if whole:
+        from peer_layers import weights_nbytes
+
+        nbytes += weights_nbytes(case)
+    gaps, remarks = _agreement(case, found)
+    times = interleave(found.runs, rounds=effort.rounds, sample=effort.sample, limit=effort.seconds)
+    reading, computing = nbytes / limits.read, found.flops / limits.products[case.dtype]
+    least = max(reading, computing)
+    result["bound"] = "reads" if reading > computing else "products"
+    result["limit_ms"] = 1e3 * least
+    result["rows"] = {
+        name: _row(times["regard"], seconds, least, gaps[name]) for name, seconds in times.items()
+    }
+    return {**result, "remark": "; ".join(remarks)} if remarks else result
+
+
+def _layers(case: Case, effort: Effort) -> Contest:
+    from peer_layers import layer_contest  # transformers takes seconds to import
+
+    return layer_contest(case, cold=effort.cold)
+
+
+def _row(mine: list[float], seconds: list[float], least: float, gap: float) -> dict[str, float]:
+    ratio, low, high = quartiles(mine, seconds)
+    middle = statistics.median(seconds)
+    return {
+        "ms": 1e3 * middle,
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "of_limit": least / middle,
+        "gap": gap,
+    }
+
+
+def _agreement(case: Case, found: Contest) -> tuple[dict[str, float], list[str]]:
+    """How far each is from regard on the same keys; who fails or computes something else is out."""
+    gaps: dict[str, float] = {}
+    remarks = []
+    wanted = _on_first_keys(found, found.runs["regard"])
+    most = GAPS.get(case.kind, GAPS[case.dtype])
+    for name, run in list(found.runs.items()):
+        try:
+            out = _on_first_keys(found, run)
+        except (RuntimeError, NotImplementedError) as error:  # a compiler that is not there, say
+            remarks.append(f"{name} failed: {str(error).splitlines()[0][:200]}")
+            del found.runs[name]
+            continue
+        gaps[name] = float((out - wanted).abs().max() / wanted.abs().max())
+        if not gaps[name] <= most:
+            remarks.append(f"{name} is left out: it differs by {gaps[name]:.1e}")
+            del found.runs[name]
+    return gaps, remarks
+
+
+def _on_first_keys(found: Contest, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    found.cold.turn = 0
+    return run().detach().float()
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a case for people."""
+    print(f"\n{result['case']}")
+    for name, row in result.get("rows", {}).items():
+        spread = f"[{row['low']:.2f}, {row['high']:.2f}]"
+        share = f"{row['of_limit']:.0%} of {result['bound']}"
+        print(f"  {name:<28}{row['ms']:>11.3f} ms{row['ratio']:>8.2f} {spread:<14} {share}")
+    if "remark" in result:
+        print(f"  {result['remark']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help="of the names of cases")
+    parser.add_argument("--quick", action="store_true", help="a representative dozen, few rounds")
+    parser.add_argument(
+        "--flex", action="store_true", help="FlexAttention too: compiles each shape"
+    )
+    parser.add_argument("--tiny", action="store_true", help="sizes that say nothing, to test this")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep the results")
+    parser.add_argument("--docs", action="store_true", help="keep them and their picture in docs/")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    limits = measure_limits(options.tiny)
+    print(f"{THREADS} threads, {limits.read / 1e9:.1f} GB/s read", end="")
+    print(*(f", {rate / 1e9:.0f} GFLOP/s {name}" for name, rate in limits.products.items()), sep="")
+    effort = Effort(flex=options.flex)
+    if options.quick:
+        effort = effort._replace(rounds=7, seconds=2.5)
+    if options.tiny:
+        effort = effort._replace(rounds=1, sample=0, cold=1 << 16)
+    wanted = [case for case in CASES if options.only in case.name]
+    results = []
+    for case in wanted:
+        if case.quick or not options.quick:
+            results.append(run_case(case.tiny() if options.tiny else case, limits, effort))
+            show(results[-1])
+    keep(results, limits, options)
+    finish("suite", results)
+
+
+def keep(results: list[dict[str, Any]], limits: Limits, options: argparse.Namespace) -> None:
+    """Write what was asked for."""
+    whole = {
+        "benchmark": "suite",
+        "machine": machine(),
+        "limits": limits._asdict(),
+        "results": results,
+    }
+    files = [options.json] if options.json else []
+    if options.docs:
+        DOCS.mkdir(exist_ok=True)
+        files.append(DOCS / "benchmarks.json")
+    for file in files:
+        file.write_text(json.dumps(whole, indent=1) + "\n")
+    if options.docs:
+        from picture import draw
+
+        draw(whole, DOCS / "benchmarks.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The short form: a few shapes on this machine, regard and each of its backends against torch.
+
+shape -> entries that compute the same -> interleave -> ratios, and the share of the machine's limit
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.attend import attend, objection_of, prepare
+from regard.backends import BACKENDS
+from regard.bench.timing import (
+    COLD,
+    Store,
+    Variants,
+    interleave,
+    product_rate,
+    quartiles,
+    read_bandwidth,
+)
+from regard.masks import Causal, Span
+
+TORCH = "torch sdpa"
+ROUNDS = 9
+SLOW = 20.0  # a backend expected to take this many times the best one's time is left out
+SECONDS = 2.0  # for each shape, after which no round begins
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One causal call: `queries` at the end of `keys`."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    batch: int = 1
+
+    @property
+    def span(self) -> Span:
+        return Span(self.keys - self.queries, self.keys, 0, self.keys)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Keys and values, read once."""
+        return 2 * self.batch * self.kv_heads * self.keys * self.head_dim * dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Two products over the visible cells."""
+        hidden = self.queries * (self.queries - 1) // 2
+        cells = self.batch * self.heads * (self.queries * self.keys - hidden)
+        return 4 * cells * self.head_dim
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one way to compute a shape took; `ratio` and its quartiles are to torch's time."""
+
+    name: str
+    milliseconds: float
+    ratio: float
+    low: float
+    high: float
+    of_limit: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One shape; `limit` says what bounds it and takes `limit_milliseconds` at least."""
+
+    shape: Shape
+    dtype: str
+    chosen: str
+    limit: str
+    limit_milliseconds: float
+    entries: list[Entry]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All shapes, and what this machine can do at most, measured in the same run."""
+
+    torch: str
+    threads: int
+    dtype: str
+    read_bandwidth: float
+    product_rate: float
+    shapes: list[Measured] = field(default_factory=list)
+
+
+def shapes(heads: int, kv_heads: int, head_dim: int, keys: int) -> list[Shape]:
+    """Decoding at three lengths, one batch, a few queries at once, and two prefills."""
+
+    def shape(name: str, queries: int, keys: int, batch: int = 1) -> Shape:
+        return Shape(name, heads, kv_heads, head_dim, queries, keys, batch)
+
+    few, some = max(1, keys // 4), max(1, keys // 8)
+    return [
+        shape(f"decode, {few:,} keys", 1, few),
+        shape(f"decode, {keys:,} keys", 1, keys),
+        shape(f"decode, {few:,} keys, batch of 4", 1, few, batch=4),
+        shape(f"8 queries, {keys:,} keys", min(8, keys), keys),
+        shape(f"prefill, {some:,} tokens", some, some),
+        shape(f"prefill, {few:,} tokens", few, few),
+    ]
+
+
+def bench(
+    *,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    keys: int = 4096,
+    dtype: torch.dtype = torch.float32,
+    rounds: int = ROUNDS,
+    cold: int = COLD,
+    progress: Progress = lambda what, done, total: None,
+) -> Bench:
+    """Measure regard on this machine; `cold` is how many bytes keys are spread over.
+
+    Raises:
+        ValueError: if a size is below 1, or `kv_heads` does not divide `heads`.
+    """
+    for name, size in {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}.items():
+        if size < 1:
+            raise ValueError(f"{name} is at least 1, got {size}")
+    if keys < 1 or heads % kv_heads:
+        raise ValueError(
+            f"heads={heads} on kv_heads={kv_heads} and keys={keys}: kv_heads divides heads, "
+            "and there is at least one key"
+        )
+    wanted = shapes(heads, kv_heads, head_dim, keys)
+    progress("what this machine can do at most", 0, len(wanted) + 1)
+    with torch.no_grad():
+        result = Bench(
+            torch=torch.__version__,
+            threads=torch.get_num_threads(),
+            dtype=str(dtype).removeprefix("torch."),
+            read_bandwidth=read_bandwidth(max(1, cold >> 20)),
+            product_rate=product_rate(dtype, 2048 if cold >= COLD else 128),
+        )
+        store = Store(dtype, cold)
+        for done, shape in enumerate(wanted):
+            progress(shape.name, done + 1, len(wanted) + 1)
+            result.shapes.append(_measured(shape, dtype, store, rounds, result))
+    return result
+
+
+def _measured(
+    shape: Shape, dtype: torch.dtype, store: Store, rounds: int, machine: Bench
+) -> Measured:
+    variants, chosen = _variants(shape, store)
+    times = interleave(variants, rounds=rounds, limit=SECONDS)
+    reading = shape.nbytes(dtype) / machine.read_bandwidth
+    computing = shape.flops / machine.product_rate
+    least = max(reading, computing)
+    entries = []
+    for name, seconds in times.items():
+        ratio, low, high = quartiles(seconds, times[TORCH])
+        middle = statistics.median(seconds)
+        entries.append(Entry(name, 1e3 * middle, ratio, low, high, least / middle))
+    limit = "reads" if reading > computing else "products"
+    return Measured(shape, machine.dtype, chosen, limit, 1e3 * least, entries)
+
+
+def _variants(shape: Shape, store: Store) -> tuple[Variants, str]:
+    """Torch's own, regard's choice, and every other backend that can and is not far too slow."""
+    key_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
+    q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
+    k, v = store(*key_shape), store(*key_shape)
+
+    def through(backend: str) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            k, v = store(*key_shape), store(*key_shape)
+            return attend(q, k, v, mask=Causal(), span=shape.span, backend=backend)
+
+        return run
+
+    call = prepare(q, k, v, mask=Causal(), span=shape.span)
+    able = {n: b.estimate(call) for n, b in BACKENDS.items() if objection_of(call, n) is None}
+    best = min(able.values(), default=math.inf)
+    variants: Variants = {TORCH: _torch(shape, q, store, key_shape)}
+    variants[f"regard: {call.name}"] = through("auto")
+    for name, seconds in able.items():
+        if name != call.name and seconds <= SLOW * best:
+            variants[f"backend {name}"] = through(name)
+    return variants, call.name
+
+
+def _torch(
+    shape: Shape, q: Tensor, store: Store, key_shape: tuple[int, ...]
+) -> Callable[[], Tensor]:
+    """Torch's kernel with the flags its manual asks for; a mask as a tensor is made beforehand."""
+    flags: dict[str, Any] = {"enable_gqa": shape.heads != shape.kv_heads}
+    if shape.queries == shape.keys:
+        flags["is_causal"] = True
+    elif shape.queries > 1:
+        flags["attn_mask"] = Causal().dense(shape.span)
+
+    def run() -> Tensor:
+        return F.scaled_dot_product_attention(q, store(*key_shape), store(*key_shape), **flags)
+
+    return run

@@ -1,0 +1,124 @@
+"""Timing that survives a noisy machine: variants take turns, keys are cold, ratios are medians.
+
+Every round runs each variant once, forwards then backwards, so that a slow neighbour or a drifting
+clock hits all of them alike; what is reported is the median of the ratios within rounds.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAST_LEVEL_CACHE = 64 << 20  # bytes; buffers together are larger, so that keys come from memory
+COLD = 4 * LAST_LEVEL_CACHE
+_MOST_BUFFERS = 512  # of tiny ones, which no machine keeps apart from everything else it holds
+_LEAST_ROUNDS = 3  # a median and quartiles of fewer say nothing
+
+Variants = dict[str, Callable[[], Any]]
+
+
+class Cold:
+    """Buffers taken in turn, together larger than the last-level cache: as in a deep model."""
+
+    def __init__(self, make: Callable[[], Any], nbytes: int, total: int = COLD) -> None:
+        wanted = -(-total // max(nbytes, 1))
+        self.buffers = [make() for _ in range(max(2, min(wanted, _MOST_BUFFERS)))]
+        self.turn = 0
+
+    def __call__(self) -> Any:
+        self.turn = (self.turn + 1) % len(self.buffers)
+        return self.buffers[self.turn]
+
+
+class Store:
+    """Random tensors cut from one long buffer, one behind the other: cold keys at no cost.
+
+    >>> Store(total=1 << 12)(2, 3).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, total: int = COLD) -> None:
+        block = torch.randn(1 << 18).to(dtype)  # repeated, because random numbers are slow
+        self.numbers = block.repeat(-(-total // (block.numel() * block.itemsize)))
+        self.at = 0
+
+    def __call__(self, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if size > self.numbers.numel():
+            self.numbers = self.numbers.repeat(-(-size // self.numbers.numel()))
+        if self.at + size > self.numbers.numel():
+            self.at = 0
+        cut = self.numbers[self.at : self.at + size].view(shape)
+        self.at += -(-size // 64) * 64  # where a fresh tensor could start
+        return cut
+
+
+def interleave(
+    variants: Variants, *, rounds: int = 15, sample: float = 0.01, limit: float = math.inf
+) -> dict[str, list[float]]:
+    """Seconds a call, by round: each sample repeats a variant for about `sample` seconds.
+
+    After `limit` seconds no further round begins, once there are three.
+    """
+    begun = time.perf_counter()
+    repeats = {name: _repeats(run, sample) for name, run in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds):
+        if turn >= _LEAST_ROUNDS and time.perf_counter() - begun > limit:
+            break
+        for name in list(variants) if turn % 2 == 0 else list(variants)[::-1]:
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                variants[name]()
+            times[name].append((time.perf_counter() - start) / repeats[name])
+    return times
+
+
+def _repeats(run: Callable[[], Any], sample: float) -> int:
+    """Calls that fill a sample. The first call of anything is slow (it may compile): not asked."""
+    run()
+    start = time.perf_counter()
+    run()
+    return max(1, int(sample / max(time.perf_counter() - start, 1e-7)))
+
+
+def quartiles(times: list[float], base: list[float]) -> tuple[float, float, float]:
+    """Of the ratios within rounds: the median, and the lower and upper quartile.
+
+    >>> quartiles([1.0, 2.0, 30.0], [1.0, 1.0, 10.0])
+    (2.0, 1.0, 3.0)
+    """
+    ratios = sorted(a / b for a, b in zip(times, base, strict=True))
+    return statistics.median(ratios), ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+
+
+def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
+    """Of each variant: median milliseconds, and median and quartiles of its ratio to `base`."""
+    rows = {}
+    for name, seconds in times.items():
+        ratio, low, high = quartiles(seconds, times[base])
+        rows[name] = {
+            "ms": 1e3 * statistics.median(seconds),
+            "ratio": ratio,
+            "low": low,
+            "high": high,
+        }
+    return rows
+
+
+def read_bandwidth(mib: int = 512) -> float:
+    """Bytes a second this machine reads from memory: the limit of every decode step."""
+    x = torch.ones((mib << 20) // 4)
+    times = interleave({"sum": x.sum, "dot": lambda: torch.dot(x, x)}, rounds=5, sample=0.0)
+    return x.numel() * 4 / min(statistics.median(t) for t in times.values())
+
+
+def product_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
+    """Floating-point operations a second in a large matrix product: the limit of every prefill."""
+    a = torch.randn(size, size).to(dtype)
+    times = interleave({"mm": lambda: a @ a}, rounds=5, sample=0.0)
+    return 2 * size**3 / statistics.median(times["mm"])

@@ -1,0 +1,138 @@
+"""Measure a machine's rates, each by the work it stands for in the backends' estimates."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from regard.backends import fused
+from regard.bench.timing import COLD, Store, interleave
+from regard.speed import DEFAULT, Speed
+
+ROUNDS = 15
+BUSY = 3.0  # quartiles this far apart are those of another program's work
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One rate: what is run, and how much of its unit one run does.
+
+    `inverse` marks what is counted in seconds for each, and not in so many a second.
+    """
+
+    run: Callable[[], Any]
+    amount: float
+    inverse: bool = False
+
+    def of(self, seconds: float) -> float:
+        return seconds / self.amount if self.inverse else self.amount / seconds
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Rates as measured, and how many times the lower quartile of each its upper one is."""
+
+    speed: Speed
+    spread: dict[str, float]
+
+    def objection(self) -> str | None:
+        """Why these rates are not worth keeping, in a sentence; None if they are."""
+        name = max(self.spread, key=self.spread.__getitem__)
+        if self.spread[name] > BUSY:
+            return f"this machine is busy: {name} varied {self.spread[name]:.1f}-fold"
+        return self.speed.objection()
+
+
+def measure_speed(*, rounds: int = ROUNDS, size: float = 1.0) -> Tuning:
+    """This machine's rates: medians of rounds in which every one is measured once.
+
+    `size` below 1 makes the work smaller and the figures worse. A rate nobody here measures is the
+    source's, as much faster or slower as the machine is in products.
+    """
+    with torch.no_grad():
+        rates = {name: make(size) for name, make in MEASURED.items()}
+        times = interleave({name: rate.run for name, rate in rates.items()}, rounds=rounds)
+    found = {name: rates[name].of(statistics.median(times[name])) for name in rates}
+    spread = {}
+    for name, seconds in times.items():
+        ordered = sorted(seconds)
+        spread[name] = ordered[3 * len(ordered) // 4] / ordered[len(ordered) // 4]
+    faster = found["products"] / DEFAULT.products
+    for rate in fields(Speed):
+        found.setdefault(rate.name, getattr(DEFAULT, rate.name) * faster)
+    return Tuning(Speed(**found), spread)
+
+
+def _call(size: float) -> Rate:
+    """Operators as a decode step starts them, on almost nothing."""
+    x = torch.randn(2, 4, 8)
+
+    def run() -> None:
+        y = torch.bmm(x, x.mT) * 0.5
+        torch.bmm(y.softmax(-1), x).unflatten(0, (1, 2)).transpose(1, 2).contiguous()
+
+    return Rate(run, 7.0, inverse=True)
+
+
+def _products(size: float) -> Rate:
+    side = max(16, int(1024 * size))
+    a = torch.randn(side, side)
+    return Rate(lambda: a @ a, 2.0 * side**3)
+
+
+def _elements(size: float) -> Rate:
+    """Numbers that come from memory and go back there."""
+    x = torch.ones(max(1 << 10, int((1 << 24) * size)))
+    out = torch.empty_like(x)
+    return Rate(lambda: torch.mul(x, 1.5, out=out), float(x.numel()))
+
+
+def _row(dtype: torch.dtype, size: float) -> Rate:
+    """One query a head through torch's kernel, over keys that are not in any cache."""
+    heads, keys, dim = 8, max(16, int(2048 * size)), 128
+    store = Store(dtype, total=max(1 << 20, int(COLD * size)))
+    q = store(1, heads, 1, dim)
+
+    def run() -> None:
+        F.scaled_dot_product_attention(q, store(1, heads, keys, dim), store(1, heads, keys, dim))
+
+    return Rate(run, 2.0 * heads * keys * dim)
+
+
+def _stream(size: float) -> Rate:
+    """One query a head through `fused`, over keys that are not in any cache."""
+    from regard.kernels.launching import decode
+
+    heads, keys, dim = 8, max(16, int(4096 * size)), 128
+    store = Store(total=max(1 << 20, int(COLD * size)))
+    q = store(1, heads, 1, dim)
+
+    def run() -> None:
+        decode(q, store(1, heads, keys, dim), store(1, heads, keys, dim), scale=0.1)
+
+    return Rate(run, 4 * 2.0 * heads * keys * dim)
+
+
+def _fused(size: float) -> Rate:
+    """As many queries through `fused` as an absorbed latent has."""
+    from regard.kernels.launching import decode
+
+    rows, keys, rank, rotary = 64, max(16, int(4096 * size)), 512, 64
+    q, k = torch.randn(1, 1, rows, rank + rotary), torch.randn(1, 1, keys, rank + rotary)
+    return Rate(
+        lambda: decode(q, k, scale=0.1, width=rank), 2.0 * rows * keys * (2 * rank + rotary)
+    )
+
+
+MEASURED: dict[str, Callable[[float], Rate]] = {
+    "call": _call,
+    "products": _products,
+    "elements": _elements,
+    "row_float": lambda size: _row(torch.float32, size),
+    "row_half": lambda size: _row(torch.bfloat16, size),
+}
+if fused.is_there():
+    MEASURED |= {"stream": _stream, "fused": _fused}

@@ -1,0 +1,238 @@
+"""The rates that backends are chosen by: kept, read, bounded, forgotten; never in the way."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, fields, replace
+
+import pytest
+import torch
+
+import regard.speed as speed_module
+from regard import Causal, Span, prepare
+from regard.bench.tuning import MEASURED, Tuning, measure_speed
+from regard.speed import (
+    DEFAULT,
+    MARGIN,
+    SPEED,
+    Rates,
+    Speed,
+    forget_speed,
+    read_speed,
+    speed_path,
+    write_speed,
+)
+
+TUNED = Speed(call=5e-6, products=1e11, elements=3e9, row_float=6e9, row_half=1e9)
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    """A cache of this test's own, and the same rates afterwards."""
+    assert os.environ["REGARD_SPEED"] == "default"  # what every other test runs with
+    monkeypatch.delenv("REGARD_SPEED")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = dict(vars(SPEED))
+    yield
+    vars(SPEED).clear()
+    vars(SPEED).update(before)
+
+
+def test_what_was_written_is_read():
+    assert read_speed() is None
+    path = write_speed(TUNED)
+    assert read_speed() == TUNED
+    assert Rates().now() == TUNED
+    assert path.name == f"speed-{torch.__version__}-{torch.get_num_threads()}.json"
+
+
+def test_the_file_is_looked_for_once_and_only_when_a_rate_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(speed_module, "read_speed", lambda: asked.append(1))
+    rates = Rates()
+    assert asked == []
+    assert rates.call == DEFAULT.call
+    assert rates.products == DEFAULT.products
+    assert asked == [1]
+
+
+def test_what_is_no_rate_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no rate 'speed_of_light'"):
+        _ = Rates().speed_of_light
+
+
+def test_the_environment_can_ask_for_the_rates_of_the_source(monkeypatch):
+    write_speed(TUNED)
+    monkeypatch.setenv("REGARD_SPEED", "default")
+    assert Rates().now() == DEFAULT
+
+
+def test_every_number_of_threads_has_a_file_of_its_own():
+    first = write_speed(TUNED)
+    torch.set_num_threads(2)
+    assert speed_path() != first
+    assert read_speed() is None
+
+
+def test_a_relative_cache_folder_does_not_count(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert speed_path().parent == tmp_path / ".cache" / "regard"
+
+
+def test_rates_that_a_file_lacks_are_those_of_the_source():
+    path = write_speed(TUNED)
+    path.write_text(json.dumps({"call": 5e-6, "of another version": [1]}))
+    assert read_speed() == replace(DEFAULT, call=5e-6)
+
+
+HOSTILE = {
+    "empty": b"",
+    "cut short": b'{"call": 5e-6',
+    "not utf-8": b"\xff\xfe\xfa",
+    "a list": b"[1, 2]",
+    "a number": b"3",
+    "nested": b"[" * 60_000,
+    "a string": b'{"call": "fast"}',
+    "true": b'{"call": true}',
+    "null": b'{"call": null}',
+    "a list for a rate": b'{"call": [4e-6]}',
+    "nan": b'{"call": NaN}',
+    "infinite": b'{"products": Infinity}',
+    "negative": b'{"elements": -4e9}',
+    "zero": b'{"row_half": 0}',
+    "too fast": b'{"row_half": 1e300}',
+    "a huge whole number": b'{"products": 1' + b"0" * 400 + b"}",
+    "too many digits": b'{"products": ' + b"1" * 5000 + b"}",
+    "too large": b" " * 100_000 + b"{}",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_file_that_cannot_be_right_is_ignored_with_a_warning(text):
+    path = write_speed(TUNED)
+    path.write_bytes(text)
+    with pytest.warns(UserWarning, match="is ignored: .*regard tune"):
+        assert Rates().now() == DEFAULT
+
+
+def test_a_warning_made_an_error_is_raised_once():
+    write_speed(TUNED).write_bytes(b"{")
+    rates = Rates()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning):
+            _ = rates.call
+        assert rates.call == DEFAULT.call
+
+
+def test_what_is_no_file_is_not_read():
+    path = speed_path()
+    path.mkdir(parents=True)
+    assert read_speed() is None
+    path.rmdir()
+    os.mkfifo(path)  # reading one would never end
+    assert read_speed() is None
+
+
+def test_no_home_is_no_error(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(speed_module, "speed_path", homeless)
+    with pytest.warns(UserWarning, match="home"):
+        assert read_speed() is None
+
+
+def test_writing_is_whole_or_not_at_all(monkeypatch):
+    path = write_speed(TUNED)
+
+    def torn(values, file, indent):
+        file.write('{"call": ')
+        raise OSError("no space left")
+
+    monkeypatch.setattr(speed_module.json, "dump", torn)
+    with pytest.raises(OSError, match="no space"):
+        write_speed(DEFAULT)
+    assert read_speed() == TUNED
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), 2 * MARGIN, 0.5 / MARGIN])
+@pytest.mark.parametrize("name", [rate.name for rate in fields(Speed)])
+def test_rates_are_bounded(name, factor):
+    wrong = replace(DEFAULT, **{name: getattr(DEFAULT, name) * factor})
+    with pytest.raises(ValueError, match=f"not kept: {name}"):
+        write_speed(wrong)
+    assert not speed_path().exists()
+
+
+def test_forgetting():
+    path = write_speed(TUNED)
+    SPEED.load()
+    assert SPEED.now() == TUNED
+    assert forget_speed() == path
+    assert not path.exists()
+    assert SPEED.now() == DEFAULT
+    assert forget_speed() is None
+
+
+def test_backends_are_chosen_by_the_rates_in_use():
+    q, k = torch.zeros(1, 8, 1, 40), torch.zeros(1, 2, 4096, 40)
+
+    def chosen():
+        return prepare(q, k, k, mask=Causal(), span=Span(4095, 4096, 0, 4096)).name
+
+    SPEED.use(DEFAULT)
+    assert chosen() == "grouped"
+    SPEED.use(replace(DEFAULT, row_float=DEFAULT.row_float * 100))
+    assert chosen() == "sdpa"
+
+
+COMPILED = """
+import torch
+from torch._dynamo.testing import CompileCounter
+from regard import Attention, Causal
+from regard.speed import SPEED
+
+counter = CompileCounter()
+layer = Attention(32, 4, num_kv_heads=2, mask=Causal())
+compiled = torch.compile(layer, backend=counter, fullgraph=True)
+x = torch.randn(1, 8, 32)
+compiled(x)
+assert vars(SPEED) == {}, vars(SPEED)  # a tracer does not read files
+layer(x)
+assert SPEED.call == 5e-6, vars(SPEED)
+compiled(x)
+assert counter.frame_count == 1, counter.frame_count
+"""
+
+
+def test_a_tracer_never_reads_the_file_and_rates_that_come_later_compile_nothing_anew():
+    torch.set_num_threads(2)
+    write_speed(TUNED)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_rate_is_measured():
+    assert MEASURED.keys() <= asdict(DEFAULT).keys()
+    tuning = measure_speed(rounds=3, size=0.01)
+    assert all(value > 0 for value in asdict(tuning.speed).values())
+    assert tuning.spread.keys() == MEASURED.keys()
+
+
+def test_a_busy_machine_is_not_tuned():
+    quiet = dict.fromkeys(MEASURED, 1.1)
+    assert Tuning(TUNED, quiet).objection() is None
+    assert "busy: call varied 9.0-fold" in Tuning(TUNED, {**quiet, "call": 9.0}).objection()
+    assert "nowhere near" in Tuning(replace(TUNED, call=1.0), quiet).objection()

@@ -35,8 +35,8 @@ from regard import (
     attend,
     prepare,
 )
-from regard.attend import objection_of
 from regard.backends import BACKENDS
+from regard.choose import objection_of
 from regard.latent_forms import FORMS, choose_form
 from regard.masks import EVERYTHING
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cases
-from regard import Causal, Padding, Part, attend, explain, prepare
+from regard import Causal, Padding, Part, attend, choose, explain, prepare
 from regard.backends import fused
 from test_random import compare
 
@@ -61,6 +61,7 @@ def test_hidden_keys_may_hold_anything():
 
 def test_without_numba_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(fused, "is_there", lambda: False)
+    monkeypatch.setattr(choose, "_CHOSEN", {})
     q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64)
     options = {"mask": Causal(), "span": cases.Span(4095, 4096, 0, 4096)}
     call = prepare(q, k, k, **options)

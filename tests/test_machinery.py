@@ -216,6 +216,7 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
             ["call"],
             ["check", "speed", "scores", "inputs", "sight", "kernels"],
             ["backends"],
+            ["choose"],
             ["attend", "construct"],
             ["explain"],
             ["attention", "latent_kv", "latent_forms"],

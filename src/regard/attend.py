@@ -3,7 +3,6 @@
 attend = prepare + run
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -23,6 +22,7 @@ from regard.check import (
     check_tensors,
     default_span,
 )
+from regard.choose import choose
 from regard.masks import EVERYTHING, Mask, Span
 from regard.partial import Partial
 
@@ -214,41 +214,3 @@ def _wants_grad(value: object) -> bool:
     if isinstance(value, torch.nn.Module):
         return any(p.requires_grad for p in value.parameters())
     return False
-
-
-def choose(call: Call, backend: str = "auto", *, partial: bool = False) -> str:
-    """The name of the cheapest backend without an objection, or of the one asked for.
-
-    Raises:
-        ValueError: if there is none of that name, or it objects; its objection is the message.
-    """
-    if backend != "auto":
-        if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r} is not one of 'auto', {_names()}")
-        objection = objection_of(call, backend, partial=partial)
-        if objection is not None:
-            raise ValueError(f"backend={backend!r} cannot run this call: {objection}; use 'auto'")
-        return backend
-    if (
-        torch.compiler.is_exporting()
-    ):  # one program serves every length: what can, not what is cheap
-        able = (name for name in BACKENDS if BACKENDS[name].any_length)
-        return next(name for name in able if objection_of(call, name, partial=partial) is None)
-    best, least = "eager", math.inf
-    for name, candidate in BACKENDS.items():
-        if objection_of(call, name, partial=partial) is None:
-            seconds = candidate.estimate(call)
-            if seconds < least:
-                best, least = name, seconds
-    return best
-
-
-def objection_of(call: Call, name: str, *, partial: bool = False) -> str | None:
-    """Why a backend cannot run this call, in a sentence; None if it can."""
-    if partial and BACKENDS[name].partial is None:
-        return f"{name} gives no log-sum-exp"
-    return BACKENDS[name].objection(call)
-
-
-def _names() -> str:
-    return ", ".join(repr(name) for name in BACKENDS)

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.attend import objection_of, prepare
+from regard.attend import prepare
 from regard.backends import BACKENDS
 from regard.bias import ScoreBias
 from regard.cache import Part
 from regard.call import Call, is_everything, join
+from regard.choose import objection_of
 from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.partial import accumulator
 from regard.scores import is_plain, scores, weigh

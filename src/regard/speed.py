@@ -58,11 +58,14 @@ class Rates:
 
     The file is looked for once, when a rate is first asked for, so that importing stays cheap and
     `torch.set_num_threads` counts. A tracer never reads it: a program compiled before any rate was
-    asked for keeps the source's rates, unless `SPEED.load()` came first.
+    asked for keeps the source's rates, unless `SPEED.load()` came first. `turn` counts how often
+    the rates were set.
 
     >>> 0 < SPEED.call < 1
     True
     """
+
+    turn = 0
 
     def __getattr__(self, name: str) -> float:
         if name not in Speed.__dataclass_fields__:
@@ -80,7 +83,7 @@ class Rates:
 
     def use(self, speed: Speed) -> None:
         """Choose by these rates from now on."""
-        vars(self).update(asdict(speed))
+        vars(self).update(asdict(speed), turn=self.turn + 1)
 
     def now(self) -> Speed:
         """The rates in use."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attend import attend, objection_of, prepare
+from regard.attend import attend, prepare
 from regard.backends import BACKENDS
 from regard.bench.timing import (
     COLD,
@@ -24,6 +24,7 @@ from regard.bench.timing import (
     quartiles,
     read_bandwidth,
 )
+from regard.choose import objection_of
 from regard.masks import Causal, Span
 
 TORCH = "torch sdpa"

@@ -1,5 +1,6 @@
 """What the documents show is run."""
 
+import json
 import re
 import subprocess
 import sys
@@ -55,10 +56,20 @@ def test_every_benchmark_says_what_it_asks(script):
         assert f"python benchmarks/{script.name}" in head
 
 
-def test_a_benchmark_ends_in_one_line_of_json():
-    import json
-
-    command = [sys.executable, "benchmarks/decode_gqa.py", "--rounds", "1", "--keys", "64"]
+@pytest.mark.parametrize(
+    "command",
+    [
+        "decode_gqa.py --rounds 1 --keys 64",
+        "decode_mla.py --rounds 1 --past 16",
+        "masks.py --rounds 1 --length 300",
+        "memory.py --length 64 --kinds causal",
+        "prefill.py --rounds 1 --lengths 33",
+    ],
+    ids=lambda command: command.split(".")[0],
+)
+def test_a_benchmark_ends_in_one_line_of_json(command):
+    script, *arguments = command.split()
+    command = [sys.executable, f"benchmarks/{script}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     last = json.loads(done.stdout.strip().splitlines()[-1])
     assert {"benchmark", "machine", "results"} <= set(last)

@@ -48,6 +48,27 @@ def test_keys_in_parts_are_merged(dtype, width):
     assert (got - want).abs().max() <= cases.bound(dtype, v.abs().max().item(), largest.item())
 
 
+@pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)
+@pytest.mark.parametrize("filler", [1e30, torch.nan, torch.inf])
+def test_keys_that_nobody_sees_never_change_a_bit(dtype, filler):
+    accepted = 0
+    for seed in range(240):
+        case = cases.draw_case(60_000_000 + seed, dtype, 16)
+        unseen = ~cases.table(case).any(2).unflatten(1, (case.sizes.kv_heads, -1)).any(2)
+        if case.q.requires_grad or "sinks" in case.given or not unseen.any():
+            continue
+        k, v = (x.masked_fill(unseen[..., None], filler) for x in (case.k, case.v))
+        try:
+            out = attend(case.q, case.k, case.v, **case.given, backend="fused")
+        except ValueError as error:
+            if not cases.is_objection(error, "fused"):
+                raise
+            continue
+        assert attend(case.q, k, v, **case.given, backend="fused").equal(out), case
+        accepted += 1
+    assert accepted > 15
+
+
 def test_hidden_keys_may_hold_anything():
     q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
     mask = Padding.from_lengths([9, 4])

@@ -82,6 +82,18 @@ def test_biases_broadcast_and_hide(shape, dtype):
     check(q, k, v, bias)
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 1, 700), (2, 3, 4, 700)])
+def test_blocks_of_keys_that_nobody_sees_are_not_read(shape):
+    q, k, v = (torch.randn(2, 3, n, 32) for n in (4, 700, 700))
+    bias = torch.zeros(shape)
+    bias[0, ..., 100:400] = -torch.inf
+    bias[1, ..., :690] = -torch.inf
+    check(q, k, v, bias)
+    k[0, :, 128:384], v[0, :, 128:384] = torch.nan, torch.inf
+    k[1, :, :640], v[1, :, :640] = torch.inf, torch.nan
+    assert decode(q, k, v, scale=0.1, bias=bias)[0].isfinite().all()
+
+
 def test_large_scores():
     q, k = 40 * torch.randn(1, 2, 3, 64), torch.randn(1, 2, 500, 64)
     check(q, k, torch.randn(1, 2, 500, 64))

@@ -91,6 +91,14 @@ def kernel(rows, D, Dv, half, joined, biased, room, stamp=STAMP):
 
             for j in range(start, stop, room):
                 n = min(room, stop - j)
+                if biased:  # keys that nobody sees are not read
+                    seen = False
+                    for i in range(a[M] if a[AM] else 1):
+                        bias = floats(a[A] + 4 * (batch * a[AB] + head * a[AG] + i * a[AM] + j))
+                        for u in range(n):
+                            seen |= bias[u] != HIDDEN
+                    if not seen:
+                        continue
                 for r in range(0, mp, rows):
                     for i in range(0, n, keys):
                         if r == 0 and not joined:

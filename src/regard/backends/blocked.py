@@ -87,8 +87,9 @@ def run(
 ) -> Float[Tensor, "B H L Dv"]:
     queries = q.split(_size(call), 2)  # once, as is what tiles() does: a view for each block would
     keys, values = Tiles(call, k), Tiles(call, v)  # have a gradient as long as the sequence
-    outs = []
-    for block, rows in zip(plan(call), queries, strict=True):
+    outs: list[Tensor] = []
+    blocks = list(zip(plan(call), queries, strict=True))
+    for block, rows in reversed(blocks):  # mostly the widest first: memory it frees fits the others
 
         def attended(rows: Tensor, block: Block = block) -> Tensor:
             return _attend(call, block, rows, keys, values)
@@ -99,7 +100,7 @@ def run(
         else:
             out = attended(rows)
         outs.append(out)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+    return outs[0] if len(outs) == 1 else torch.cat(outs[::-1], 2)
 
 
 def plan(call: Call) -> Iterator[Block]:

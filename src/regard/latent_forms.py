@@ -63,6 +63,9 @@ def project_latent(layer: Any, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tenso
     return q_nope, q_rope, normed(layer.kv_a_layernorm, latent), k_rope
 
 
+_THIN = 8  # tokens: what absorbing a few queries in half precision costs more than its products
+
+
 def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]:
     """The form a span is read in, and why.
 
@@ -84,8 +87,9 @@ def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]
     rank, nope, rotary = layer.kv_lora_rank, layer.qk_nope_head_dim, layer.qk_rope_head_dim
     both = nope + layer.v_head_dim
     expanded = keys * rank * both + queries * keys * (both + rotary)
-    absorbed = queries * rank * both + queries * keys * (2 * rank + rotary)
-    if absorbed < expanded:
+    thin = _THIN if layer.kv_b_proj.weight.dtype.itemsize < 4 else 0
+    absorbed = (queries + thin) * rank * both + queries * keys * (2 * rank + rotary)
+    if absorbed <= 1.05 * expanded:
         return ABSORBED, "so few queries take less work on the latents than rebuilding keys"
     return EXPANDED, "rebuilding the keys takes less work than so many wide queries"
 

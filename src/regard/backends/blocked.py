@@ -27,6 +27,7 @@ BLOCK = 256  # queries; fewer see fewer keys in vain, more are fewer operators
 SCORES = 1 << 22  # that a block may hold where they are written out: about a cache of them
 GAP = 128  # unseen keys between seen ones that are cheaper to compute than to cut out
 _OPERATORS = 60  # that start for a block
+_ONE_BLOCK = 10  # that start around another's, where there is nothing to cut
 _AGAIN = 1.35  # with gradients each block is computed once more: a fourth time, where others take 3
 
 
@@ -57,7 +58,7 @@ def estimate(call: Call) -> float:
     blocks = -(-call.num_queries // size)
     if blocks == 1 and not half.suits(call):
         inner = sdpa if sdpa.objection(call) is None else eager
-        return inner.estimate(call) + _OPERATORS * SPEED.call
+        return inner.estimate(call) + _ONE_BLOCK * SPEED.call
     cells = call.num_queries * call.num_keys
     if blocks > 1:
         cells = sum(block.cells for block in plan(call))

@@ -25,7 +25,8 @@ def estimate(call: Call) -> float:
     keys = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)
     passes = 12 if cells <= _CACHED else 40
     elements = passes * cells + 2 * keys
-    return SPEED.call * 12 + products / SPEED.products + elements / SPEED.elements
+    operators = 12 if is_everything(call.mask) else 42
+    return SPEED.call * operators + products / SPEED.products + elements / SPEED.elements
 
 
 def run(

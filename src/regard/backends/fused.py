@@ -49,8 +49,8 @@ def estimate(call: Call) -> float:
     width = call.head_dim + call.v_head_dim
     streamed = call.batch * call.num_kv_heads * call.num_keys * width * call.dtype.itemsize
     products = 2 * call.batch * call.num_heads * call.num_queries * call.num_keys * width
-    masked = 0 if is_everything(call.mask) and call.score_bias is None else 6
-    return SPEED.call * (3 + masked) + max(streamed / SPEED.stream, products / SPEED.fused)
+    operators = 5 + (0 if is_everything(call.mask) else 20) + (0 if call.score_bias is None else 5)
+    return SPEED.call * operators + max(streamed / SPEED.stream, products / SPEED.fused)
 
 
 def run(

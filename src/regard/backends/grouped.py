@@ -43,7 +43,9 @@ def estimate(call: Call) -> float:
     heads = call.batch * call.num_kv_heads
     cells = heads * call.group * call.num_queries * call.num_keys
     streamed = heads * call.num_keys * width / (4 * SPEED.elements / 3)
-    return SPEED.call * 14 + streamed + cells * (2 * width / SPEED.products + 4 / SPEED.elements)
+    operators = 12 if is_everything(call.mask) else 42
+    computed = cells * (2 * width / SPEED.products + 4 / SPEED.elements)
+    return SPEED.call * operators + streamed + computed
 
 
 def run(

@@ -34,9 +34,11 @@ def estimate(call: Call) -> float:
     share = 0.5 if _is_causal(call) else 1.0
     streams = call.batch * call.num_heads * (1 + (call.num_queries - 1) // _BLOCK)
     streamed = streams * call.num_keys * width / (SPEED.row_half if half else SPEED.row_float)
+    streamed += streams * SPEED.call / 8 if half else 0.0  # buffers for what is converted
     if call.num_queries >= _BLOCK:
         streamed = 0.0
-    seconds = SPEED.call * 3 + share * (2 * cells * width / SPEED.products + streamed)
+    operators = 35 if share == 1.0 and not is_everything(call.mask) else 3
+    seconds = SPEED.call * operators + share * (2 * cells * width / SPEED.products + streamed)
     if share == 1.0 and not is_plain(call):  # the mask as a tensor, from memory and to it
         heads, passes = dense_passes(call)
         numbers = heads * call.num_queries * call.num_keys

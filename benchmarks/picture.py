@@ -80,7 +80,7 @@ def _heading(figure: Any, whole: dict[str, Any]) -> None:
     figure.text(
         0.01, 1 - 0.7 * inch,
         "left of 1 regard is faster; dots: the other peers; lines: quartiles; "
-        "in brackets: regard's share of what this machine can do.\n"
+        "in brackets: regard's share of the machine's reading, or of torch's product.\n"
         f"torch {machine['torch']}, {machine['threads']} threads, "
         f"{limits['read'] / 1e9:.0f} GB/s read, {rates}",
         fontsize=8.5, color="#444",

@@ -81,7 +81,11 @@ def run_case(case: Case, limits: Limits, effort: Effort) -> dict[str, Any]:
         return {**result, "remark": f"skipped: needs {wanted}"}
     torch.manual_seed(0)
     whole = case.kind.startswith("layer") or case.kind == "MLA layer"
-    found = _layers(case, effort) if whole else contest(case, cold=effort.cold, flex=effort.flex)
+    found = (
+        _layers(case, effort)
+        if whole
+        else contest(case, cold=effort.cold, flex=effort.flex and case.quick)
+    )
     nbytes = case.nbytes()
     if whole:
         from peer_layers import weights_nbytes
@@ -159,7 +163,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="of the names of cases")
     parser.add_argument("--quick", action="store_true", help="a representative dozen, few rounds")
     parser.add_argument(
-        "--flex", action="store_true", help="FlexAttention too: compiles each shape"
+        "--flex", action="store_true", help="FlexAttention too, in the representative cases"
     )
     parser.add_argument("--tiny", action="store_true", help="sizes that say nothing, to test this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep the results")

@@ -207,7 +207,8 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
     name: level
     for level, names in enumerate(
         [
-            ["span", "heads", "partial", "scaling", "coded"],
+            ["span", "heads", "partial", "frequencies", "coded"],
+            ["scaling"],
             ["rope", "algebra", "streams"],
             ["rows", "draw", "buffered", "sliding"],
             ["quantized", "masks_data"],
@@ -222,8 +223,9 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
             ["attention", "latent_kv", "latent_forms"],
             ["latent"],
             ["__init__"],
-            ["hf", "convert"],
-            ["compare", "bench"],
+            ["hf"],
+            ["convert"],
+            ["compare", "bench", "verify"],
             ["cli"],
         ]
     )

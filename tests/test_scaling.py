@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.rope import Rotary
-from regard.scaling import NTK, LinearScaling, Llama3, LongRope, Scaling, Yarn, plain_frequencies
+from regard.scaling import (
+    NTK,
+    Frequencies,
+    LinearScaling,
+    Llama3,
+    LongRope,
+    Scaling,
+    Yarn,
+    plain_frequencies,
+)
 
 DIM = 16
 SHORT = [1.0 + i / 10 for i in range(8)]
@@ -28,6 +37,7 @@ VALUES = (
     Llama3(32, low_freq_factor=2, original_max_position=512),
     LongRope(SHORT, LONG, original_max_position=64, factor=4),
     LongRope(tuple(SHORT), LONG, original_max_position=64, factor=4, attention_factor=1.25),
+    Frequencies((1.0, 1.0, 0.5, 0.25, 0, -0.5, 1e-3, 3)),
 )
 
 
@@ -161,6 +171,24 @@ def test_a_scaling_slows_by_at_most_its_factor(factor, theta, original, pairs):
         assert (slowed.diff() >= -1e-9).all()  # and a slower pair is never slowed less
 
 
+def test_frequencies_are_what_was_given():
+    given = [1.0, 0.3, 0.3, 0.0, -0.01]
+    scaling = Frequencies(given)
+    expected = torch.tensor(given, dtype=torch.float64)
+    assert scaling.frequencies(10, 10_000.0).equal(expected)
+    assert scaling.frequencies(10, 7.0).equal(expected)
+    positions = torch.tensor([0, 3])
+    angles = Rotary(10, scaling=scaling).angles(positions, torch.float64)
+    torch.testing.assert_close(angles, positions[:, None] * expected)
+
+
+def test_given_frequencies_turn_as_computed_ones_do():
+    plain = plain_frequencies(DIM, 10_000.0).tolist()
+    q, positions = torch.randn(1, 2, 5, DIM), torch.arange(5) * 100
+    given = Rotary(DIM, theta=3.0, scaling=Frequencies(plain))
+    assert given.rotate(q, positions).equal(Rotary(DIM).rotate(q, positions))
+
+
 def test_plain_frequencies_are_powers_of_theta():
     expected = [500_000.0 ** (-2 * i / 64) for i in range(32)]
     torch.testing.assert_close(
@@ -173,7 +201,7 @@ def test_plain_frequencies_are_powers_of_theta():
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_scaling_is_a_value(value):
-    names = {c.__name__: c for c in (LinearScaling, NTK, Yarn, Llama3, LongRope)}
+    names = {c.__name__: c for c in (LinearScaling, NTK, Yarn, Llama3, LongRope, Frequencies)}
     for other in (
         eval(repr(value), names),
         copy.deepcopy(value),
@@ -247,6 +275,14 @@ def yarn(**options):
             lambda: LongRope([1.0], [1.0], original_max_position=64, factor=0),
             ValueError,
             "LongRope: factor must",
+        ),
+        (lambda: Frequencies(()), ValueError, "at least one entry"),
+        (lambda: Frequencies((1.0, math.inf)), ValueError, r"values\[1\] must be finite"),
+        (lambda: Frequencies((1.0, True)), TypeError, r"values\[1\] must be a number|Actual value"),
+        (
+            lambda: Rotary(4, scaling=Frequencies((1.0,))),
+            ValueError,
+            "there are 1 values, but dim=4 has 2 pairs",
         ),
         (
             lambda: Rotary(4, scaling=LongRope([1], [1], original_max_position=64, factor=2)),

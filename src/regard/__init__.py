@@ -40,7 +40,7 @@ from regard.masks import (
 )
 from regard.partial import Partial, merge
 from regard.rope import NO_ROPE, Rotary
-from regard.scaling import NTK, LinearScaling, Llama3, LongRope, Yarn
+from regard.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
 
 __version__ = "0.1.0"
 
@@ -59,6 +59,7 @@ __all__ = [
     "Dense",
     "Documents",
     "Everything",
+    "Frequencies",
     "GroupedQueryAttention",
     "KVCache",
     "LatentKVAttention",

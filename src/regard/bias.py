@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.frequencies import device_vector
 from regard.masks import HIDDEN_BELOW, Dense, Span
-from regard.scaling import device_vector
 
 
 @runtime_checkable

@@ -44,7 +44,9 @@ class MultiHeadLatentAttention(nn.Module):
         qk_nope_head_dim: channels of a head that do not rotate.
         qk_rope_head_dim: channels of a head that rotate; their key is shared by all heads.
         v_head_dim: size of a value head.
-        bias: whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have biases.
+        bias: which projections have biases: True for `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`
+            (as DeepSeek has it), False for none, or their names. With one on `kv_b_proj` the layer
+            is always expanded.
         latent_norm: whether the latents are RMS-normed.
         norm_eps: epsilon of those norms.
         rope: a `Rotary(qk_rope_head_dim)`, with `pairing="pairs"` for DeepSeek's checkpoints.
@@ -83,7 +85,7 @@ class MultiHeadLatentAttention(nn.Module):
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
         v_head_dim: int,
-        bias: bool = False,
+        bias: bool | set[str] | frozenset[str] = False,
         latent_norm: bool = True,
         norm_eps: float = 1e-6,
         rope: Rotary | NoRotary,
@@ -106,21 +108,24 @@ class MultiHeadLatentAttention(nn.Module):
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.v_head_dim = v_head_dim
         width = num_heads * self.qk_head_dim
+        biased = _biased(bias, q_lora_rank)
 
         def norm(size: int) -> nn.Module:
             return nn.RMSNorm(size, eps=norm_eps) if latent_norm else nn.Identity()
 
         if q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden_size, width, bias=False)
+            self.q_proj = nn.Linear(hidden_size, width, bias="q_proj" in biased)
         else:
-            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias=bias)
+            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias="q_a_proj" in biased)
             self.q_a_layernorm = norm(q_lora_rank)
-            self.q_b_proj = nn.Linear(q_lora_rank, width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=bias)
+            self.q_b_proj = nn.Linear(q_lora_rank, width, bias="q_b_proj" in biased)
+        joined = kv_lora_rank + qk_rope_head_dim
+        down = nn.Linear(hidden_size, joined, bias="kv_a_proj_with_mqa" in biased)
+        self.kv_a_proj_with_mqa = down
         self.kv_a_layernorm = norm(kv_lora_rank)
         rebuilt = num_heads * (qk_nope_head_dim + v_head_dim)
-        self.kv_b_proj: nn.Module = nn.Linear(kv_lora_rank, rebuilt, bias=False)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=bias)
+        self.kv_b_proj: nn.Module = nn.Linear(kv_lora_rank, rebuilt, bias="kv_b_proj" in biased)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in biased)
         self.rope, self.mask, self.score_bias, self.dropout = rope, mask, score_bias, dropout
         self.scale = self.qk_head_dim**-0.5 * rope.softmax_factor if scale is None else scale
         self.form, self.backend = form, backend
@@ -227,6 +232,21 @@ class _Plan(NamedTuple):
 
 
 _OPTIONS = tuple(inspect.signature(MultiHeadLatentAttention.__init__).parameters)[1:]
+_FIRST = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "o_proj"})  # what bias=True means
+
+
+def _biased(bias: bool | set[str] | frozenset[str], q_lora_rank: int | None) -> frozenset[str]:
+    """The projections that have a bias."""
+    if isinstance(bias, bool):
+        return _FIRST if bias else frozenset()
+    queries = {"q_proj"} if q_lora_rank is None else {"q_a_proj", "q_b_proj"}
+    there = queries | {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    if not bias <= there:
+        raise ValueError(
+            f"bias names {sorted(bias - there)}; with q_lora_rank={q_lora_rank} choose from "
+            f"{sorted(there)}"
+        )
+    return frozenset(bias)
 
 
 def _check_sizes(given: dict[str, object]) -> None:

@@ -8,7 +8,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.scaling import Scaling, constant, paste, plain_frequencies, require_positive
+from regard.frequencies import constant, paste, plain_frequencies, require_positive
+from regard.scaling import Scaling
 
 Pairing = Literal["halves", "pairs"]
 Positions = Shaped[Tensor, "..."]  # [L] or [B, L]; `_require_positions` says so in words

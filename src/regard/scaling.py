@@ -10,18 +10,23 @@ with the frequencies of their own call and keep them: the published models do th
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from functools import lru_cache, wraps
-from typing import Any, ClassVar, ParamSpec, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
-P = ParamSpec("P")
+from regard.frequencies import (
+    Device,
+    device_vector,
+    paste,
+    plain_frequencies,
+    require_finite,
+    require_positive,
+)
 
-Device = torch.device | str | None
 Length = Shaped[Tensor, ""] | None
 RAMP_EPSILON = 0.001  # YaRN's code keeps an empty ramp from dividing by zero with this
 
@@ -46,78 +51,6 @@ class Scaling(Protocol):
         self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
     ) -> Float64[Tensor, " half"]:
         """Radians a position for each of the `dim / 2` pairs, in float64."""
-
-
-def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Keep the tensors `make` returned, by its arguments, where that is safe.
-
-    Traced programs compute theirs afresh, since a kept tensor would be baked in as an input; so do
-    programs that run on fake tensors, whose results must not outlive them.
-    """
-    kept = lru_cache(maxsize=128)(make)
-
-    @wraps(make)
-    def look_up(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        if torch.compiler.is_compiling() or not _makes_plain_tensors() or _is_capturing():
-            return make(*args, **kwargs)
-        with torch.inference_mode(False):  # an inference tensor could not be used in training later
-            return kept(*args, **kwargs)  # type: ignore[arg-type]  # hashable, by contract
-
-    return look_up
-
-
-def _makes_plain_tensors() -> bool:
-    return type(torch.empty(0, device="cpu")) is Tensor
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-@constant
-def device_vector(
-    values: tuple[float | int, ...], dtype: torch.dtype, device: torch.device
-) -> Shaped[Tensor, " n"]:
-    """`values` as a tensor on `device`, copied there once."""
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
-def paste(value: Any, *, always: int = 1, **derived: Any) -> str:
-    """The code that builds a dataclass: its first `always` fields bare, others unless implied.
-
-    A field is implied by its default, or by the value it is `derived` to when not given.
-    """
-    shown = []
-    for i, field in enumerate(fields(value)):
-        content = getattr(value, field.name)
-        if i < always:
-            shown.append(repr(content))
-        elif content != derived.get(field.name, field.default):
-            shown.append(f"{field.name}={content!r}")
-    return f"{type(value).__name__}({', '.join(shown)})"
-
-
-def plain_frequencies(
-    dim: int, theta: float | int, device: Device = None
-) -> Float64[Tensor, " half"]:
-    """The unscaled frequencies `theta ** (-2i / dim)` of RoFormer (arXiv 2104.09864), in float64.
-
-    >>> plain_frequencies(4, 100.0)
-    tensor([1.0000, 0.1000], dtype=torch.float64)
-    """
-    fractions = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
-    return torch.pow(float(theta), -fractions)
-
-
-def require_positive(owner: str, **values: Any) -> None:
-    """Raise unless every value is a finite number above 0, or None: TypeError or ValueError."""
-    for name, value in values.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{owner}: {name} must be a number, got {value!r}")
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{owner}: {name} must be finite and greater than 0, got {value!r}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -398,3 +331,47 @@ class LongRope:
 
     def __repr__(self) -> str:
         return paste(self, always=2, attention_factor=self._derived_attention_factor())
+
+
+@dataclass(frozen=True, repr=False)
+class Frequencies:
+    """Frequencies given one by one, in radians a position: `theta` is not read.
+
+    What a conversion leaves when it keeps some pairs of several heads: any order, and repeats.
+    0 is a pair that does not turn, a negative frequency turns the other way. There must be
+    `dim / 2` of them.
+
+    Raises:
+        TypeError, ValueError: if a frequency is not a finite number, or there is none; on use, if
+            there are not `dim / 2`.
+
+    >>> Frequencies((1.0, 1.0, 0.25)).frequencies(6, 10_000.0)
+    tensor([1.0000, 1.0000, 0.2500], dtype=torch.float64)
+    """
+
+    values: Sequence[float | int]
+
+    uses_length: ClassVar[bool] = False
+    attention_factor: ClassVar[float] = 1.0
+    softmax_factor: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        values = tuple(self.values)
+        if not values:
+            raise ValueError("Frequencies: values must have at least one entry, got ()")
+        require_finite("Frequencies", **{f"values[{i}]": v for i, v in enumerate(values)})
+        object.__setattr__(self, "values", values)
+
+    def frequencies(
+        self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
+    ) -> Float64[Tensor, " half"]:
+        """Radians a position, `[dim / 2]` in float64; `theta` and `length` are not read."""
+        if dim != 2 * len(self.values):
+            raise ValueError(
+                f"Frequencies: there are {len(self.values)} values, but dim={dim} has {dim // 2} "
+                "pairs"
+            )
+        return torch.tensor(self.values, dtype=torch.float64, device=device)
+
+    def __repr__(self) -> str:
+        return paste(self)

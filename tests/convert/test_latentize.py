@@ -103,8 +103,8 @@ def test_moments_of_nothing_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"qk_norm": "head"}, "does not hold qk_norm"),
-        ({"gate": "head", "sinks": True}, "does not hold gate, sinks"),
+        ({"qk_norm": "head"}, "has no place for qk_norm"),
+        ({"gate": "head", "sinks": True}, "has no place for gate, sinks"),
     ],
 )
 def test_what_a_latent_cannot_hold_is_refused(options, message):

@@ -14,7 +14,14 @@ BACKENDS: dict[str, Backend] = {
         coded=grouped.coded,
         any_length=False,
     ),
-    "fused": Backend(fused.objection, fused.estimate, fused.run, fused.partial, any_length=False),
+    "fused": Backend(
+        fused.objection,
+        fused.estimate,
+        fused.run,
+        fused.partial,
+        coded=grouped.coded,  # its kernel reads numbers; codes are multiplied as they are
+        any_length=False,
+    ),
     "blocked": Backend(
         blocked.objection, blocked.estimate, blocked.run, any_length=False, note=blocked.note
     ),

@@ -8,6 +8,7 @@ import typer
 import regard
 from regard.cli.bench import bench_command
 from regard.cli.compare import compare_command
+from regard.cli.convert import convert_command
 from regard.cli.generate import generate_command
 from regard.cli.tune import tune_command
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("compare")(compare_command)
+app.command("convert")(convert_command)
 app.command("generate")(generate_command)
 app.command("bench")(bench_command)
 app.command("tune")(tune_command)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from regard.compare import Comparison, Proof, Row, compare, texts_for
+from regard.compare import CANDIDATES, Comparison, Proof, Row, chosen, compare, texts_for
 from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.loading import quiet
 
@@ -34,6 +34,10 @@ def compare_command(
         Path | None,
         typer.Option(help="Text to measure on; topics of Python's own help if left out."),
     ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Rows, again and again: {', '.join(each.key for each in CANDIDATES)}."),
+    ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in each of two windows.")] = 1024,
     memory: Annotated[
         float, typer.Option(help="GiB for the cache, to say what context fits.")
@@ -49,6 +53,7 @@ def compare_command(
     written = None if text is None else text.read_text(encoding="utf-8")
     if threads is not None:
         torch.set_num_threads(threads)
+    rows = chosen(attention or ())
     with quiet(), progress_bar() as progress:
         if model is None:
             progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
@@ -56,7 +61,12 @@ def compare_command(
         lent, tokenizer = load(model)
         texts = texts_for(tokenizer, context=context, text=written, name=str(text))
         result = compare(
-            lent, texts, name=model.name, memory=int(memory * GIBIBYTE), progress=progress
+            lent,
+            texts,
+            name=model.name,
+            memory=int(memory * GIBIBYTE),
+            candidates=rows,
+            progress=progress,
         )
     if as_json:
         sys.stdout.write(json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")

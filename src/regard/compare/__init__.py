@@ -3,7 +3,7 @@
 load -> prove that regard computes what the model computes -> convert -> measure
 """
 
-from regard.compare.candidates import CANDIDATES, Candidate
+from regard.compare.candidates import CANDIDATES, Candidate, chosen
 from regard.compare.comparing import Comparison, Proof, compare, prove
 from regard.compare.measure import Row
 from regard.compare.runner import Runner
@@ -17,6 +17,7 @@ __all__ = [
     "Row",
     "Runner",
     "Texts",
+    "chosen",
     "compare",
     "prove",
     "texts_for",

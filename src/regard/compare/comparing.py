@@ -10,12 +10,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.compare.candidates import CANDIDATES, Candidate
+from regard.compare import kept
+from regard.compare.candidates import Candidate, chosen
 from regard.compare.measure import Row, Sample, measure_window, pieces
 from regard.compare.runner import Runner, hidden_states, logits_of
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
-from regard.convert import Moments, watch
+from regard.convert.converting import convert
+from regard.convert.targets import Target
 from regard.hf import attention_modules, attention_of, install, uninstall
 
 ROUNDINGS = 32  # how many roundings of the largest logit each layer may add
@@ -64,7 +66,7 @@ def compare(
     *,
     name: str = "model",
     memory: int = 1 << 30,
-    candidates: Sequence[Candidate] = CANDIDATES,
+    candidates: Sequence[Candidate] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Comparison:
     """Run a causal language model with every attention it can be turned into.
@@ -77,6 +79,7 @@ def compare(
             or its logits change under regard by more than rounding.
     """
     started = time.perf_counter()
+    candidates = chosen(()) if candidates is None else candidates
     context, dtype = texts.windows.shape[1], str(model.dtype).removeprefix("torch.")
     _check_length(model, context)
     total = 2 + len(texts.windows) * (1 + len(candidates))
@@ -90,8 +93,8 @@ def compare(
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     kind = shipped[0].kind
     named = [replace(each, name=each.name.format(kind=kind)) for each in candidates]
-    tell("calibrating")
-    runners = _runners(model, shipped, named, _calibrate(model, texts.calibration))
+    tell("converting")
+    runners = _runners(model, shipped, named, texts.calibration, progress)
     rows = tuple(_measure(model, named, runners, texts.windows, memory=memory, tell=tell))
     progress("done", total, total)
     return Comparison(
@@ -167,27 +170,59 @@ def prove(model: Any, window: Int[Tensor, " L"]) -> Proof:
     return proof
 
 
-def _calibrate(model: Any, tokens: Int[Tensor, "M K"]) -> list[Moments]:
-    with watch(list(attention_modules(model).values())) as moments:
-        for window in tokens:
-            hidden_states(model, window[None])
-    return moments
-
-
 def _runners(
-    model: Any, shipped: list[Attention], candidates: list[Candidate], moments: list[Moments]
+    model: Any,
+    shipped: list[Attention],
+    candidates: list[Candidate],
+    tokens: Int[Tensor, "M K"],
+    progress: Progress,
 ) -> dict[str, Runner | str]:
     """A runner for each candidate, or the sentence that says why it cannot be made."""
-    runners: dict[str, Runner | str] = {}
+    aims: dict[str, Target | str | None] = {}
     for each in candidates:
         try:
-            pairs = zip(shipped, moments, strict=True)
-            layers: list[nn.Module] = [each.convert(layer, seen) for layer, seen in pairs]
+            aims[each.name] = each.aim(shipped)
         except ValueError as objection:
-            runners[each.name] = str(objection)
+            aims[each.name] = str(objection)
+    wanted = list(dict.fromkeys(aim for aim in aims.values() if isinstance(aim, Target)))
+    made = _made(model, shipped, wanted, tokens, progress)
+    runners: dict[str, Runner | str] = {}
+    for each in candidates:
+        aim = aims[each.name]
+        if isinstance(aim, Target):
+            found = made[aim]
+            layers = found if isinstance(found, str) else list(found)
         else:
-            runners[each.name] = Runner(model, layers, cache=each.cache)
+            layers = list(shipped) if aim is None else aim
+        runners[each.name] = (
+            layers if isinstance(layers, str) else Runner(model, layers, cache=each.cache)
+        )
     return runners
+
+
+def _made(
+    model: Any,
+    shipped: list[Attention],
+    targets: Sequence[Target],
+    tokens: Int[Tensor, "M K"],
+    progress: Progress,
+) -> dict[Target, list[nn.Module] | str]:
+    """Layers for each target, from the last time where they are kept, or why there are none."""
+    names = {target: kept.name_of(target, shipped, tokens) for target in targets}
+    made: dict[Target, list[nn.Module] | str] = {}
+    for target in targets:
+        found = kept.find(names[target], shipped)
+        if found is not None:
+            made[target] = found
+    missing = [target for target in targets if target not in made]
+    try:
+        converted = convert(model, missing, tokens, progress=progress) if missing else []
+    except ValueError as objection:
+        return made | {target: str(objection) for target in missing}
+    for each in converted:
+        kept.keep(names[each.target], each.layers)
+        made[each.target] = each.layers
+    return made
 
 
 def _check_length(model: Any, context: int) -> None:

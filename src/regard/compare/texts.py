@@ -7,8 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from regard.convert.texts import calibration, python_topics
+
 NUM_WINDOWS = 2
-CALIBRATION_WINDOWS = 4  # a few thousand tokens; more changed nothing that could be measured
+CALIBRATION_WINDOWS = 6  # two of each kind of text; twice as many gain a percent or two
 CALIBRATION_LENGTH = 1024
 CHARACTERS = 16  # a token has fewer of them on average, in any text worth measuring on
 
@@ -26,32 +28,27 @@ def texts_for(tokenizer: Any, *, context: int, text: str | None = None, name: st
     """Two windows of `context` tokens, and calibration text that is not in them.
 
     The default is the language reference that every CPython carries (`pydoc_data.topics`): every
-    second topic is measured on, the others are calibrated on. With a `text` of one's own, its start
-    is measured on and what follows calibrates, or those topics where too little follows.
+    second topic is measured on; the others, documentation and source of the standard library are
+    calibrated on. With a `text` of one's own, its start is measured on and what follows calibrates,
+    or those texts where too little follows.
 
     Raises:
         ValueError: if `text` is shorter than one token more than the windows.
     """
-    even, odd = python_topics()
     if text is None:
-        windows = _tokens(tokenizer, odd, NUM_WINDOWS * context)
-        calibration = _tokens(tokenizer, even, CALIBRATION_WINDOWS * CALIBRATION_LENGTH)
-        return _cut(windows, calibration, context, "pydoc_data.topics")
+        windows = _tokens(tokenizer, python_topics()[1], NUM_WINDOWS * context)
+        return _cut(windows, _of_python(tokenizer), context, "pydoc_data.topics")
     needed = (NUM_WINDOWS * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH)
     tokens = _tokens(tokenizer, text, sum(needed))
     rest = tokens[needed[0] :]
     if len(rest) < needed[1]:
-        rest = _tokens(tokenizer, even, needed[1])
+        rest = _of_python(tokenizer)
     return _cut(tokens[: needed[0]], rest, context, name or "text")
 
 
-def python_topics() -> tuple[str, str]:
-    """The topics of Python's own help, every second one, and the others."""
-    from pydoc_data.topics import topics
-
-    names = sorted(topics)
-    even, odd = ("\n\n".join(topics[name] for name in names[first::2]) for first in (0, 1))
-    return even, odd
+def _of_python(tokenizer: Any) -> Int[Tensor, " T"]:
+    windows = calibration(tokenizer, windows=CALIBRATION_WINDOWS, length=CALIBRATION_LENGTH)
+    return windows.flatten()
 
 
 def _tokens(tokenizer: Any, text: str, count: int) -> Int[Tensor, " T"]:

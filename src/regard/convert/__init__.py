@@ -1,11 +1,72 @@
 """From one attention to another: exact conversions return a layer, lossy ones also what they lost.
 
-Exact: `spell_out` (GQA or MQA as MHA), `as_latent` (as a joint latent of full rank).
-Lossy: `latentize` (as a joint latent of fewer numbers, chosen by calibration).
+Exact: `spell_out` (more key heads), `as_latent` (a joint latent of full rank).
+Lossy: `regroup` (fewer key heads), `latentize` (a joint latent of fewer numbers), `decouple`
+(DeepSeek's MLA), all chosen by calibration; `convert` does so to a whole model.
+Whole models: `regard.hf.place` puts layers into one, `save` keeps it, `to_deepseek_v3` writes MLA
+as a stock checkpoint.
 """
 
 from regard.convert.calibrate import Moments, watch
+from regard.convert.converting import Converted, LayerReport, convert
+from regard.convert.decouple import Decoupled, common_counts, decouple
+from regard.convert.detecting import Detected, detect_pairing, repair_pairing
+from regard.convert.expand import expand
+from regard.convert.heal import Healed, heal
+from regard.convert.healing_recipe import Recipe
 from regard.convert.latentize import Latentized, as_latent, latentize
+from regard.convert.layouts import LAYOUTS, fuse, fuse_state, split_fused, split_state
+from regard.convert.loss_curve import draw_losses
+from regard.convert.pairing import halves_to_pairs, pairs_to_halves, with_pairing
+from regard.convert.portable import to_deepseek_v3
+from regard.convert.refit import refit_output
+from regard.convert.regroup import Regrouped, regroup
+from regard.convert.saving import check_free, save
+from regard.convert.selection import components
 from regard.convert.spell_out import spell_out
+from regard.convert.targets import Target, target_of
+from regard.convert.walking import Step, walk
+from regard.convert.windows import windows_of
 
-__all__ = ["Latentized", "Moments", "as_latent", "latentize", "spell_out", "watch"]
+__all__ = [
+    "LAYOUTS",
+    "Converted",
+    "Decoupled",
+    "Detected",
+    "Healed",
+    "Latentized",
+    "LayerReport",
+    "Moments",
+    "Recipe",
+    "Regrouped",
+    "Step",
+    "Target",
+    "as_latent",
+    "check_free",
+    "common_counts",
+    "components",
+    "convert",
+    "decouple",
+    "detect_pairing",
+    "draw_losses",
+    "expand",
+    "fuse",
+    "fuse_state",
+    "halves_to_pairs",
+    "heal",
+    "latentize",
+    "pairs_to_halves",
+    "refit_output",
+    "regroup",
+    "repair_pairing",
+    "save",
+    "spell_out",
+    "split_fused",
+    "split_state",
+    "target_of",
+    "to_deepseek_v3",
+    "walk",
+    "watch",
+    "windows_of",
+    "with_pairing",
+]

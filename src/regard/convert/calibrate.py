@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -14,13 +15,16 @@ class Moments:
     """The mean of `x x^T` over tokens: which directions of the input matter, and how much."""
 
     total: Float[Tensor, "E E"] | None = None
+    sum: Float[Tensor, " E"] | None = None
     tokens: int = 0
 
     def add(self, x: Float[Tensor, "... E"]) -> None:
         """Count these tokens in; sums are kept in float64."""
         rows = x.detach().flatten(0, -2)
         product = (rows.mT @ rows).double()
+        column = rows.double().sum(0)
         self.total = product if self.total is None else self.total + product
+        self.sum = column if self.sum is None else self.sum + column
         self.tokens += rows.shape[0]
 
     @property
@@ -33,6 +37,21 @@ class Moments:
         if self.total is None:
             raise ValueError("no token was seen; run the model over some text inside watch()")
         return self.total / self.tokens
+
+    @property
+    def augmented(self) -> Float[Tensor, "E1 E1"]:
+        """The same of inputs with a 1 appended, for maps with biases.
+
+        Raises:
+            ValueError: if nothing was seen.
+        """
+        inner = self.covariance
+        assert self.sum is not None
+        mean = self.sum / self.tokens
+        one = torch.ones(1, 1).to(inner)
+        return torch.cat(
+            [torch.cat([inner, mean[:, None]], dim=1), torch.cat([mean[None], one], dim=1)]
+        )
 
 
 @contextmanager

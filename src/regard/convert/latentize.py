@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.attention import Attention
-from regard.convert.linear import linear_of, numbers_of
+from regard.convert.linear import linear_of, numbers_of, refuse_unheld
+from regard.convert.principal import directions_of
 from regard.latent_kv import LatentKVAttention
 
 
@@ -70,35 +71,13 @@ def latentize(layer: Attention, *, rank: int, covariance: Float[Tensor, "E E"]) 
             f"covariance is of inputs of width {covariance.shape[0]}, the layer reads "
             f"{layer.hidden_size}; gather it with watch([layer])"
         )
-    energy = weight @ covariance.double().to(weight.device) @ weight.mT
-    balance = _balance(energy)
-    energies, directions = torch.linalg.eigh(balance[:, None] * energy * balance)
-    chosen = directions[:, -rank:]  # eigh sorts upwards
-    lost = 1.0 - float(energies[-rank:].sum() / energies.sum())
-    down = chosen.mT @ (balance[:, None] * weight)
-    return Latentized(_build(layer, down, chosen / balance[:, None]), max(0.0, lost))
-
-
-def _balance(energy: Float[Tensor, "R R"]) -> Float[Tensor, " R"]:
-    """What to multiply rows by, so that values have as much energy in all as keys."""
-    keys, values = energy.diagonal().chunk(2)
-    share = (keys.sum() / values.sum()).sqrt()
-    return torch.cat([torch.ones_like(keys), share.expand_as(values)])
+    up, down, lost = directions_of(weight, covariance.to(weight.device), rank)
+    return Latentized(_build(layer, down, up), lost)
 
 
 def _stacked(layer: Attention) -> Float[Tensor, "R E"]:
     """Key rows, then value rows, in float64."""
-    unheld = {
-        "qk_norm": layer.k_norm is not None,
-        "gate": layer.gate_proj is not None,
-        "sinks": layer.sinks is not None,
-        "context_size": layer.context_size != layer.hidden_size,
-    }
-    if any(unheld.values()):
-        names = ", ".join(name for name, given in unheld.items() if given)
-        raise ValueError(
-            f"a joint latent of keys and values does not hold {names}; LatentKVAttention has none"
-        )
+    refuse_unheld(layer, "a joint latent of keys and values")
     rows = [numbers_of(layer, name)[0] for name in ("k_proj", "v_proj")]
     return torch.cat(rows).double()
 

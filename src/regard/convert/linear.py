@@ -1,7 +1,10 @@
 """Linear layers made of given numbers, and read back as numbers."""
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
+
+from regard.attention import Attention
 
 
 def linear_of(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None) -> nn.Linear:
@@ -31,3 +34,24 @@ def numbers_of(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
             "merge adapters and undo quantisation first"
         )
     return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+
+
+def rows_of(layer: nn.Module, name: str) -> Float64[Tensor, "R E1"]:
+    """A projection's weight in float64, with its bias (or zeros) as one more column."""
+    weight, bias = numbers_of(layer, name)
+    column = weight.new_zeros(len(weight)) if bias is None else bias
+    return torch.cat([weight, column[:, None]], dim=1).double()
+
+
+def refuse_unheld(layer: Attention, target: str, *, softcap: bool = True) -> None:
+    """Raise a ValueError if the layer has what `target` has no place for; `softcap`: it has one."""
+    unheld = {
+        "qk_norm": layer.k_norm is not None,
+        "gate": layer.gate_proj is not None,
+        "sinks": layer.sinks is not None,
+        "context_size": layer.context_size != layer.hidden_size,
+        "softcap": layer.softcap is not None and not softcap,
+    }
+    if any(unheld.values()):
+        names = ", ".join(name for name, given in unheld.items() if given)
+        raise ValueError(f"{target} has no place for {names}, which this layer has")

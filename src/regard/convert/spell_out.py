@@ -1,7 +1,7 @@
 """GQA is MHA with shared keys: spelled out, every query head gets a copy of its own."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.attention import Attention
 from regard.convert.linear import linear_of, numbers_of
@@ -9,14 +9,19 @@ from regard.convert.linear import linear_of, numbers_of
 WRITTEN_OUT = ("k_proj", "v_proj")
 
 
-def spell_out(layer: Attention) -> Attention:
-    """The same attention as MHA, exactly: the key and value rows of a group, once for each head.
+def spell_out(layer: Attention, num_kv_heads: int | None = None) -> Attention:
+    """The same attention with more key heads, exactly: rows of a group, once for each new head.
 
-    All but `k_proj` and `v_proj` is shared with `layer`, not copied; MHA is returned as it is. The
-    cache becomes `num_heads / num_kv_heads` times as large: that is what grouping saves.
+    All but `k_proj` and `v_proj` is shared with `layer`, not copied; a layer that has so many heads
+    is returned as it is. The cache grows by as much: that is what grouping saves.
+
+    Args:
+        layer: GQA or MQA.
+        num_kv_heads: a multiple of the layer's own that divides its query heads; MHA if None.
 
     Raises:
-        ValueError: if keys are normed over their whole width, where copies would change the norm.
+        ValueError: if the heads do not divide, or keys are normed over their whole width, where
+            copies would change the norm.
 
     >>> import torch
     >>> from regard import Causal, GroupedQueryAttention
@@ -25,7 +30,13 @@ def spell_out(layer: Attention) -> Attention:
     >>> mha.kind, torch.allclose(mha(x), gqa(x), atol=1e-6)
     ('MHA', True)
     """
-    if layer.kind == "MHA":
+    wanted = layer.num_heads if num_kv_heads is None else num_kv_heads
+    if wanted < 1 or wanted % layer.num_kv_heads or layer.num_heads % wanted:
+        raise ValueError(
+            f"num_kv_heads={wanted} must be a multiple of the layer's {layer.num_kv_heads} that "
+            f"divides its {layer.num_heads} query heads"
+        )
+    if wanted == layer.num_kv_heads:
         return layer
     if layer.norm_width:
         raise ValueError(
@@ -33,24 +44,20 @@ def spell_out(layer: Attention) -> Attention:
             'layers with qk_norm="head", or none, can be spelled out'
         )
     with torch.device("meta"):  # all of it is replaced
-        mha = Attention(**{**layer._given, "num_kv_heads": None})
+        mha = Attention(**{**layer._given, "num_kv_heads": wanted})
     for name, child in layer.named_children():
         if name not in WRITTEN_OUT:
             setattr(mha, name, child)
+    copies = wanted // layer.num_kv_heads
     for name in WRITTEN_OUT:
-        setattr(mha, name, _copied(layer, name))
+        weight, bias = numbers_of(layer, name)
+        again = None if bias is None else _each_head_again(bias, layer, copies)
+        setattr(mha, name, linear_of(_each_head_again(weight, layer, copies), again))
     mha.sinks = layer.sinks
     return mha.train(layer.training)
 
 
-def _copied(layer: Attention, name: str) -> nn.Linear:
-    weight, bias = numbers_of(layer, name)
-    return linear_of(
-        _each_head_again(weight, layer), bias if bias is None else _each_head_again(bias, layer)
-    )
-
-
-def _each_head_again(rows: Tensor, layer: Attention) -> Tensor:
-    """`[G*D, ..]` rows, each head's repeated for every query head that reads it: `[H*D, ..]`."""
+def _each_head_again(rows: Tensor, layer: Attention, copies: int) -> Tensor:
+    """`[G*D, ..]` rows, each head's repeated: `[G*copies*D, ..]`."""
     heads = rows.unflatten(0, (layer.num_kv_heads, layer.head_dim))
-    return heads.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=0).flatten(0, 1)
+    return heads.repeat_interleave(copies, dim=0).flatten(0, 1)

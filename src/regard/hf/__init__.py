@@ -9,6 +9,7 @@ from regard.hf.default_model import SMOLLM2, fetch_smollm2, smollm2
 from regard.hf.families import FAMILIES, Family
 from regard.hf.finding import attention_modules
 from regard.hf.generation import cache
+from regard.hf.hosting import place
 from regard.hf.installing import Installation, InstalledLayer, install, uninstall
 from regard.hf.layers import attention_of, rope_of
 from regard.hf.loading import load
@@ -30,6 +31,7 @@ __all__ = [
     "fetch_smollm2",
     "install",
     "load",
+    "place",
     "register",
     "rope_of",
     "smollm2",

@@ -34,7 +34,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     given = named(self, args, given)
     refuse(given, also=FROM_THE_MODULE)
     q_nope, q_rope, latent, k_rope = project_latent(self, hidden_states)
-    angles = given["position_embeddings"]
+    angles = given["position_embeddings"]  # or positions, where the module turns by itself
     q_rope, k_rope = (family.rotate(self, x, angles) for x in (q_rope, k_rope))
     parts = _held(given.get(family.cache), self.layer_idx, latent, k_rope)
     mask, added, span = visible(
@@ -42,16 +42,18 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         given.get(family.mask),
         q_rope.shape[2],
         sum(part.kv_stop - part.kv_start for part in parts),
+        window=family.window_of(self),
         is_causal=given.get("is_causal"),
     )
     form, _ = choose_form(self, span)
-    q, parts, bias = _read(self, form, q_nope, q_rope, parts)
+    scale = family.scale(self)
+    q, parts, bias = _read(self, form, q_nope, q_rope, parts, scale)
     call = prepare(
         q,
         *_outline(self, form, parts),
         mask=mask,
         span=span,
-        scale=self.scaling,
+        scale=scale,
         score_bias=total(added, bias),
         dropout=family.dropout(self) if self.training else 0.0,
     )
@@ -66,18 +68,31 @@ def _held(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Part,
     append = getattr(cache, "append", None)
     if append is not None:
         parts: tuple[Part, ...] = append(layer, torch.cat([latent, k_rope], dim=-1))
-        return parts
+        return from_zero(parts)
     latent, k_rope = cache.update(latent, k_rope, layer)
     return (Part(0, latent.shape[2], (latent, k_rope)),)
 
 
-def _read(module: Any, form: Form, q_nope: Tensor, q_rope: Tensor, parts: tuple[Part, ...]) -> Read:
+def from_zero(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The parts numbered from their first key, as transformers numbers what a window has left."""
+    first = parts[0].kv_start
+    return tuple(Part(start - first, stop - first, each) for start, stop, each in parts)
+
+
+def _read(
+    module: Any,
+    form: Form,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    parts: tuple[Part, ...],
+    scale: float,
+) -> Read:
     if form is not ABSORBED or len(parts[0].streams) == 1:
         return Read(form.queries(module, q_nope, q_rope), form.parts(module, parts))
     (start, stop, (latent, k_rope)) = parts[0]
     wide = absorb_queries(module, q_nope, q_rope[..., :0])
     dtype = accumulator(q_rope.dtype)
-    bias = (q_rope.to(dtype) * module.scaling) @ k_rope.to(dtype).mT
+    bias = (q_rope.to(dtype) * scale) @ k_rope.to(dtype).mT
     return Read(wide, (Part(start, stop, (latent,)),), bias)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from regard.hf import rotating
 from regard.hf.projecting import Projection, blocks, by_group, by_head, gpt2, separate
+from regard.masks import AllOf, SlidingWindow
 
 Reads = Callable[[Any], Any]  # one fact about an attention module
 
@@ -225,7 +226,36 @@ FAMILIES = {
 }
 
 
+def _own_window(module: Any) -> int | None:
+    """The window in the pattern of a layer of regard."""
+    rules = module.mask.parts if isinstance(module.mask, AllOf) else (module.mask,)
+    return min((rule.size for rule in rules if isinstance(rule, SlidingWindow)), default=None)
+
+
+_HOSTED_LATENT = Family(
+    "HostedLatent",
+    rotate=rotating.by_itself,
+    window=_own_window,
+    scale=own("scale"),
+    dropout=_ANY_DROPOUT,
+    latent=True,
+)
+HOSTED = {  # layers of regard that stand in a model of transformers (`regard.hf.hosting`)
+    "HostedLatent": _HOSTED_LATENT,
+    "HostedLatentKV": replace(
+        _HOSTED_LATENT, attention="HostedLatentKV", softcap=own("softcap"), latent=False
+    ),
+}
+
+
+def is_hosted(module: nn.Module) -> bool:
+    """Whether this is a layer of regard in a model of transformers."""
+    return type(module).__module__ == "regard.hf.hosting" and type(module).__name__ in HOSTED
+
+
 def family_of(module: nn.Module) -> Family | None:
     """The row for an attention module, by its type's own name: a subclass may do something else."""
+    if is_hosted(module):
+        return HOSTED[type(module).__name__]
     known = type(module).__module__.startswith("transformers.")
     return FAMILIES.get(type(module).__name__) if known else None

@@ -13,7 +13,7 @@ from torch import nn
 from regard.attend import prepare
 from regard.hf import attending, attending_latent
 from regard.hf.binding import bind, is_bound, unbind
-from regard.hf.families import Family, family_of
+from regard.hf.families import Family, family_of, is_hosted
 from regard.hf.finding import find, unknown_attention
 from regard.hf.versions import check_version
 from regard.latent_forms import ABSORBED, choose_form
@@ -84,7 +84,8 @@ def install(model: nn.Module) -> Installation:
         _check_readable(module)
     layers = tuple(_describe(name, module) for name, module in found.known.items())
     for module in found.known.values():
-        bind(module, _forward_of(module))
+        if not is_hosted(module):  # those run on regard as they are
+            bind(module, _forward_of(module))
     return Installation(
         type(model).__name__,
         layers,
@@ -120,19 +121,29 @@ def _check_readable(module: nn.Module) -> None:
 def _describe(name: str, module: Any) -> InstalledLayer:
     family = family_of(module)
     assert family is not None
-    heads, kv_heads, head_dim = family.sizes(module)
-    kind = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
+    kind, heads, cached_heads, width = _cached(family, module)
     return InstalledLayer(
         name,
-        "MLA" if family.latent else kind,
+        kind,
         heads,
-        1 if family.latent else kv_heads,
-        module.kv_lora_rank + module.qk_rope_head_dim if family.latent else head_dim,
+        cached_heads,
+        width,
         family.window_of(module),
         tuple(_rules(family, module)),
         _runs(family, module, PREFILL),
         _runs(family, module, DECODE),
     )
+
+
+def _cached(family: Family, module: Any) -> tuple[str, int, int, int]:
+    """The kind of a layer, its query heads, and the heads that it caches and their width."""
+    heads, kv_heads, head_dim = family.sizes(module)
+    if family.latent:
+        return "MLA", heads, 1, module.kv_lora_rank + module.qk_rope_head_dim
+    if is_hosted(module):
+        return module.kind, heads, 1, module.kv_lora_rank
+    kind = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
+    return kind, heads, kv_heads, head_dim
 
 
 def _rules(family: Family, module: Any) -> list[str]:
@@ -157,7 +168,7 @@ def _runs(family: Family, module: Any, span: Span) -> str:
         mask = mask & SlidingWindow(window)
     heads, kv_heads, head_dim = family.sizes(module)
     key_width = value_width = head_dim
-    form = ""
+    form = "rebuilt by " if is_hosted(module) else ""
     if family.latent:
         chosen, _ = choose_form(module, span)
         rank = module.kv_lora_rank

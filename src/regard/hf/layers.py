@@ -8,7 +8,7 @@ from torch import nn
 
 from regard.attention import Attention
 from regard.hf import rotating
-from regard.hf.families import FAMILIES, Family, family_of
+from regard.hf.families import FAMILIES, Family, family_of, is_hosted
 from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
 from regard.rope import NO_ROPE, NoRotary, Rotary
 from regard.scaling import LinearScaling, Llama3, Scaling, Yarn
@@ -31,6 +31,8 @@ def attention_of(module: Any) -> Attention:
             f"{type(module).__name__} has no row in regard.hf.families; it has "
             f"{', '.join(FAMILIES)}"
         )
+    if is_hosted(module):
+        raise ValueError(f"this {module.kind} layer is regard's own already, and no Attention")
     children = _children(family, module)
     heads, kv_heads, head_dim = family.sizes(module)
     norm = family.project.children.norm if family.project.children else None

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from regard.hf.skeleton import check_skeleton, model_class
+from regard.hf import loading_hosted
+from regard.hf.skeleton import MEND, check_report, check_skeleton, model_class
 from regard.hf.untrusted import (
     INDEX,
     WEIGHTS,
@@ -38,8 +39,6 @@ TOKENIZERS = (
     "vocab.txt",
     "tekken.json",
 )
-MEND = "its weights and its configuration must be whole and of one model"
-SHOWN = 3
 
 
 def load(
@@ -47,8 +46,9 @@ def load(
 ) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer, offline; None for a tokenizer that is not there.
 
-    Reads safetensors and GGUF only; pickles and code that comes with a checkpoint are refused. The
-    model's class is the first of the configuration's `architectures` that transformers has.
+    Reads what `save_pretrained` and `regard.convert.save` write, and GGUF files; pickles and code
+    that comes with a checkpoint are refused. The model's class is the first of the configuration's
+    `architectures` that transformers has.
 
     Raises:
         FileNotFoundError: if there is nothing at `path`, or the folder lacks a file.
@@ -59,11 +59,14 @@ def load(
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give {NEEDED}")
     require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
-    with _one_error(path):
+    with _one_error(path), _offline():
+        if path.is_dir() and loading_hosted.is_hosted(path):
+            model, config = loading_hosted.load_hosted(path, dtype)
+            tokenizer = _tokenizer(_pretrained(path), config=config) if _speaks(path) else None
+            return model.to(device).eval(), tokenizer
         source, contents, has_tokenizer = _folder(path) if path.is_dir() else _gguf(path)
-        with _offline():
-            tokenizer = _tokenizer(source) if has_tokenizer else None
-            model = _model(source, contents, path, dtype)
+        tokenizer = _tokenizer(source) if has_tokenizer else None
+        model = _model(source, contents, path, dtype)
     return model.to(device).eval(), tokenizer
 
 
@@ -78,8 +81,16 @@ def _folder(path: Path) -> tuple[dict[str, Any], Contents, bool]:
     check_files(path)
     check_json_files(path)
     check_config(read_json(path / "config.json"), path / "config.json")
-    has_tokenizer = any((path / name).exists() for name in TOKENIZERS)
-    return {"pretrained_model_name_or_path": str(path)}, check_weights(path), has_tokenizer
+    return _pretrained(path), check_weights(path), _speaks(path)
+
+
+def _pretrained(path: Path) -> dict[str, Any]:
+    return {"pretrained_model_name_or_path": str(path)}
+
+
+def _speaks(path: Path) -> bool:
+    """Whether there is a tokenizer."""
+    return any((path / name).exists() for name in TOKENIZERS)
 
 
 def _gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
@@ -90,10 +101,11 @@ def _gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
     return source, checked.contents, "tokenizer.ggml.model" in checked.values
 
 
-def _tokenizer(source: Mapping[str, Any]) -> Any:
+def _tokenizer(source: Mapping[str, Any], **given: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(**source, local_files_only=True, trust_remote_code=False)
+    local = {**source, "local_files_only": True, "trust_remote_code": False}
+    return AutoTokenizer.from_pretrained(**local, **given)
 
 
 def _model(source: Mapping[str, Any], contents: Contents, path: Path, dtype: torch.dtype) -> Any:
@@ -114,21 +126,8 @@ def _model(source: Mapping[str, Any], contents: Contents, path: Path, dtype: tor
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that the report names them; they are refused there
     )
-    _check_report(report, path)
+    check_report(report, path)
     return model
-
-
-def _check_report(report: Mapping[str, Any], path: Path) -> None:
-    """transformers gives random values to weights that it does not find; nobody wants those."""
-    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if found := sorted(_shown(key) for key in report[kind]):
-            shown = f"{len(found)} {kind.replace('_', ' ')}: {', '.join(found[:SHOWN])}"
-            raise refused(path, "the files must hold every weight in its shape", shown, MEND)
-
-
-def _shown(key: str | tuple[str, Any, Any]) -> str:
-    """A weight's name; with the shapes in the files and in the model where those differ."""
-    return key if isinstance(key, str) else f"{key[0]} of {tuple(key[1])} for {tuple(key[2])}"
 
 
 def _plain_weights(source: Mapping[str, Any]) -> dict[str, Any]:

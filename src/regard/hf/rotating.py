@@ -33,6 +33,12 @@ def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos.unsqueeze(1), torch.cat([-first, second], dim=-1).unsqueeze(1)
 
 
+def by_itself(module: Any, x: Float[Tensor, "B H L D"], positions: Any) -> Tensor:
+    """The module has a rope of its own, and is handed positions where others are handed angles."""
+    turned: Tensor = module.rope.rotate(x, positions)
+    return turned
+
+
 def half_angles(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
     """The same, each angle given once (gpt-oss)."""
     cos, sin = (each.unsqueeze(1) for each in angles)

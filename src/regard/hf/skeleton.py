@@ -4,7 +4,7 @@ A file of a kilobyte can ask for a million layers or a vocabulary of 2**40. The 
 the meta device, where tensors take no memory, and while it is built its modules are counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ FREE = 2_000  # modules of models with few tensors
 UNSAVED = 1 << 24  # elements of tables that models compute instead of saving them
 BUFFERS = 1 << 28
 PACKED = 8  # elements a byte of quantised weights
+MEND = "its weights and its configuration must be whole and of one model"
+SHOWN = 3
 
 
 def model_class(config: Any) -> Any:
@@ -69,6 +71,23 @@ def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) ->
     buffers = sum(buffer.numel() for buffer in model.buffers())
     if buffers > held + BUFFERS:
         raise refused(file, f"its buffers may have {held + BUFFERS} elements", buffers, out)
+
+
+def check_report(report: Mapping[str, Any], path: Path) -> None:
+    """Raise if transformers did not find every weight: it makes up random values for those.
+
+    Raises:
+        CheckpointError: naming some of them.
+    """
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(_shown(key) for key in report[kind]):
+            shown = f"{len(found)} {kind.replace('_', ' ')}: {', '.join(found[:SHOWN])}"
+            raise refused(path, "the files must hold every weight in its shape", shown, MEND)
+
+
+def _shown(key: str | tuple[str, Any, Any]) -> str:
+    """A weight's name; with the shapes in the files and in the model where those differ."""
+    return key if isinstance(key, str) else f"{key[0]} of {tuple(key[1])} for {tuple(key[2])}"
 
 
 @contextmanager

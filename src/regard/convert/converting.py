@@ -1,0 +1,234 @@
+"""convert: every attention layer of a model, calibrated on text, and what each lost.
+
+describe (`target_of`) -> prepare (what all layers must agree on) -> walk (make, fit, go on)
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from regard.attention import Attention
+from regard.convert.allocating import allot, costs
+from regard.convert.calibrate import Moments, watch
+from regard.convert.decouple import common_counts, decouple
+from regard.convert.latentize import as_latent, latentize
+from regard.convert.refit import refit_output
+from regard.convert.regroup import regroup
+from regard.convert.selection import components
+from regard.convert.spell_out import spell_out
+from regard.convert.targets import Target, check_fits
+from regard.convert.walking import Make, Step, walk
+from regard.hf.finding import attention_modules
+from regard.hf.layers import attention_of
+
+SHORTEST = 1024  # tokens: fewer than a layer has channels say nothing about some of them
+TRIED = (0.5, 1.0, 2.0)  # of the mean rank, where each layer gets its own
+TRIAL = 512  # tokens a window of those trials, and so many windows
+TRIALS = 4
+Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer lost, as shares of energy over the calibration text: 0.01 is 1 %.
+
+    `missed` is of what the attention should have put out, before its output projection was fitted
+    anew; `still_missed` after. `rank` is of the latent, where there is one.
+    """
+
+    name: str
+    missed: float
+    still_missed: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Converted:
+    """A layer for each attention module of a model, for `regard.hf.place`, and what they lost.
+
+    What a conversion does not change is shared with the model.
+    """
+
+    target: Target
+    layers: list[nn.Module]
+    report: list[LayerReport]
+
+
+@torch.no_grad()
+def convert(
+    model: Any,
+    targets: Sequence[Target],
+    tokens: Int[Tensor, "N L"],
+    *,
+    progress: Progress = lambda what, done, total: None,
+) -> list[Converted]:
+    """Make the attention of a model into each of `targets`; the model stays as it was.
+
+    Args:
+        model: a causal language model of a family that `regard.hf` knows, not installed.
+        targets: from `target_of`. They share the model's own pass over the text.
+        tokens: windows of calibration text, as long as what the model is to read well. Ten
+            thousand tokens are enough; give text like that which the model will meet.
+        progress: called with what is done, steps done and steps in all.
+
+    Raises:
+        ValueError: before any work, if a target does not fit, the text is too short, or the
+            model's attention is unknown or cannot be said as one layer.
+
+    >>> import torch, transformers
+    >>> from regard.convert import convert, target_of
+    >>> from regard.hf import attention_modules, attention_of
+    >>> config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20,
+    ...     num_attention_heads=4, num_key_value_heads=2, intermediate_size=16)
+    >>> model = transformers.LlamaForCausalLM(config).eval()
+    >>> shipped = [attention_of(module) for module in attention_modules(model).values()]
+    >>> (mqa,) = convert(model, [target_of("mqa", shipped)], torch.randint(0, 20, (4, 256)))
+    >>> [layer.kind for layer in mqa.layers]
+    ['MQA', 'MQA']
+    """
+    modules = attention_modules(model)
+    shipped = [attention_of(module) for module in modules.values()]
+    for target in targets:
+        for layer in shipped:
+            check_fits(target, layer)
+    found = {i: _exact(target, shipped) for i, target in enumerate(targets)}
+    lossy = [i for i, exact in found.items() if exact is None]
+    if lossy:
+        _check_text(tokens)
+        notes: list[list[LayerReport]] = [[] for _ in lossy]
+        names = list(modules)
+        makes = [
+            _noting(_maker(model, targets[i], shipped, tokens, progress), targets[i], names, note)
+            for i, note in zip(lossy, notes, strict=True)
+        ]
+        walked = walk(
+            model, tokens, makes, progress=lambda done, total: progress("layers", done, total)
+        )
+        for i, layers, note in zip(lossy, walked, notes, strict=True):
+            found[i] = Converted(targets[i], layers, note)
+    return [each for each in (found[i] for i in range(len(targets))) if each is not None]
+
+
+def _check_text(tokens: Tensor) -> None:
+    if tokens.ndim != 2 or tokens.numel() < SHORTEST:
+        raise ValueError(
+            f"calibration text is windows [N, L] of at least {SHORTEST:,} tokens in all, got "
+            f"{tuple(tokens.shape)}; about 10,000 are enough"
+        )
+
+
+def _exact(target: Target, shipped: Sequence[Attention]) -> Converted | None:
+    """What needs no text."""
+    layers: list[nn.Module]
+    if target.kind == "heads" and target.num_kv_heads % shipped[0].num_kv_heads == 0:
+        layers = [spell_out(layer, target.num_kv_heads) for layer in shipped]
+    elif target.kind == "exact-rope" and all(_is_full(target, layer) for layer in shipped):
+        layers = [as_latent(layer) for layer in shipped]
+    else:
+        return None
+    return Converted(target, layers, [])
+
+
+def _is_full(target: Target, layer: Attention) -> bool:
+    return target.rank >= min(layer.hidden_size, 2 * layer.num_kv_heads * layer.head_dim)
+
+
+def _maker(
+    model: Any,
+    target: Target,
+    shipped: Sequence[Attention],
+    tokens: Tensor,
+    progress: Progress,
+) -> Make:
+    """How one layer is made, once what all layers must agree on is settled."""
+    if target.kind == "heads":
+        return lambda step: (
+            regroup(
+                attention_of(step.module),
+                target.num_kv_heads,
+                covariance=step.moments.augmented,
+                method=target.method,
+            ).layer
+        )
+    if target.kind == "exact-rope":
+        ranks = _ranks(model, target, shipped, tokens, progress)
+        return lambda step: _latent(step.module, ranks[step.index], step.moments)
+    counts = _counts(model, target, shipped, tokens) if target.portable else None
+    rank = target.rank - target.portable
+    return lambda step: (
+        decouple(
+            attention_of(step.module),
+            rank=rank,
+            rope_dim=target.rope_dim,
+            covariance=step.moments.covariance,
+            counts=counts,
+            rule=target.rule,
+        ).layer
+    )
+
+
+def _latent(module: nn.Module, rank: int, moments: Moments) -> nn.Module:
+    return latentize(attention_of(module), rank=rank, covariance=moments.covariance).layer
+
+
+def _ranks(
+    model: Any,
+    target: Target,
+    shipped: Sequence[Attention],
+    tokens: Tensor,
+    progress: Progress,
+) -> list[int]:
+    """A rank for each layer: the same, or dealt out to where the model misses it most."""
+    if not target.by_layer:
+        return [target.rank] * len(shipped)
+    full = min(min(each.hidden_size, 2 * each.num_kv_heads * each.head_dim) for each in shipped)
+    sizes = sorted({max(1, min(full, int(target.rank * share))) for share in TRIED})
+
+    def make(index: int, module: nn.Module, x: Tensor, size: int) -> nn.Module:
+        seen = Moments()
+        seen.add(x)
+        return _latent(module, size, seen)
+
+    some = tokens[:: max(1, len(tokens) // TRIALS)][:TRIALS, :TRIAL]
+    table = costs(
+        model, some, make, sizes, progress=lambda done, total: progress("ranks", done, total)
+    )
+    return allot(table, sizes, target.rank * len(shipped))
+
+
+def _counts(
+    model: Any, target: Target, shipped: Sequence[Attention], tokens: Tensor
+) -> tuple[int, ...]:
+    """How many components of each frequency turn, in all layers alike."""
+    with watch(list(attention_modules(model).values())) as moments:
+        for window in tokens:
+            model.base_model(input_ids=window[None], use_cache=False)
+    pairs = zip(shipped, moments, strict=True)
+    return common_counts(
+        [components(layer, seen.covariance).harm for layer, seen in pairs], target.rope_dim
+    )
+
+
+def _noting(make: Make, target: Target, names: list[str], note: list[LayerReport]) -> Make:
+    """The same, fitted to what it should put out, and written down."""
+
+    def made(step: Step) -> nn.Module:
+        layer = make(step)
+        fitted = refit_output if target.refit else _only_measured
+        missed, still = fitted(layer, step.x, step.target)
+        rank = getattr(layer, "kv_lora_rank", None)
+        note.append(LayerReport(names[step.index], missed, still, rank))
+        return layer
+
+    return made
+
+
+def _only_measured(layer: nn.Module, x: Tensor, target: Tensor) -> tuple[float, float]:
+    kept = layer.get_submodule("o_proj")
+    missed, _ = refit_output(layer, x, target)
+    layer.o_proj = kept
+    return missed, missed

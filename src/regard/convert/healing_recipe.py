@@ -1,0 +1,128 @@
+"""How a student is taught, as values: batches, rates and when what begins."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that changes what healing makes of a student. The defaults are for a model of
+    100M parameters, windows of 256 to 512 tokens, half an hour and two cores.
+
+    Healing has two stages. First each attention layer is *aligned* by itself: it reads what the
+    teacher's layer reads, and learns to put out the same; that takes no MLP, no head and half the
+    time of a whole step. Then the whole student imitates the teacher's predictions.
+
+    Args:
+        batch: windows a step.
+        at_once: windows in memory at once; a divisor of `batch`, all of it if None.
+        aligning: the share of the run that aligns.
+        aligning_lr: the highest learning rate of that stage.
+        lr: that of the stage after it. Both rise over `warmup` and then fall to nothing.
+        warmup: a share of each stage.
+        layer_weight: how much errors of layers count beside the divergence of predictions.
+        positions: the share of a window's positions at which predictions are compared.
+        betas, weight_decay: of AdamW.
+        clip: the largest norm of a gradient.
+        train: the parameters that learn: `"attention"`, or `"all"` but embeddings and head.
+        autocast: the dtype of the arithmetic, such as `torch.bfloat16`; the models' own if None.
+        seed: of the order of the windows and the choice of positions.
+
+    Raises:
+        ValueError: if a value is out of its range.
+    """
+
+    batch: int = 2
+    at_once: int | None = None
+    aligning: float = 0.5
+    aligning_lr: float = 2e-4
+    lr: float = 1.5e-4
+    warmup: float = 0.1
+    layer_weight: float = 1.0
+    positions: float = 0.25
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    train: Literal["attention", "all"] = "attention"
+    autocast: torch.dtype | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "lr", "aligning_lr", "positions", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is above 0, got {getattr(self, name)}")
+        for name in ("aligning", "warmup", "positions"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share, 0 to 1, got {getattr(self, name)}")
+        if self.at_once is not None and (self.at_once < 1 or self.batch % self.at_once):
+            raise ValueError(f"at_once={self.at_once} does not divide batch={self.batch}")
+        if self.train not in ("attention", "all"):
+            raise ValueError(f"train is 'attention' or 'all', got {self.train!r}")
+
+    def aligns(self, share: float) -> bool:
+        """Whether layers are aligned by themselves when this share of the run is over."""
+        return share < self.aligning
+
+    def rate(self, share: float) -> float:
+        """The learning rate when this share of the run is over.
+
+        >>> recipe = Recipe(aligning=0.5, aligning_lr=2.0, lr=1.0, warmup=0.1)
+        >>> [round(recipe.rate(share), 3) for share in (0.025, 0.05, 0.5, 0.55, 0.775, 1.0)]
+        [1.0, 2.0, 0.0, 1.0, 0.5, 0.0]
+        """
+        if self.aligns(share):
+            within, highest = share / self.aligning, self.aligning_lr
+        else:
+            within, highest = (share - self.aligning) / max(1 - self.aligning, 1e-9), self.lr
+        rising = within / self.warmup if self.warmup else 1.0
+        falling = (1 - within) / (1 - self.warmup) if self.warmup < 1 else 1.0
+        return highest * max(0.0, min(rising, falling))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a run may be: in steps, in seconds, or whichever ends first."""
+
+    steps: int | None
+    seconds: float | None
+
+    def share(self, steps: int, seconds: float) -> float:
+        """How much of it is used up; 1 and more is the end."""
+        used = []
+        if self.steps is not None:
+            used.append(steps / self.steps if self.steps else 1.0)
+        if self.seconds is not None:
+            used.append(seconds / self.seconds)
+        return max(used)
+
+
+def rows_of(step: int, *, windows: int, batch: int, seed: int) -> list[int]:
+    """The windows of one step: each comes once before any comes again, in a new order every time.
+
+    >>> sorted(rows_of(0, windows=4, batch=2, seed=0) + rows_of(1, windows=4, batch=2, seed=0))
+    [0, 1, 2, 3]
+    """
+    places = range(step * batch, (step + 1) * batch)
+    return [_order(windows, place // windows, seed)[place % windows] for place in places]
+
+
+@lru_cache(maxsize=4)
+def _order(windows: int, epoch: int, seed: int) -> list[int]:
+    shuffled: list[int] = torch.randperm(windows, generator=_generator(seed, epoch)).tolist()
+    return shuffled
+
+
+def positions_of(step: int, *, length: int, share: float, seed: int) -> Int[Tensor, " P"]:
+    """The positions of a step at which predictions are compared, at least one."""
+    count = max(1, round(length * share))
+    shuffled = torch.randperm(length, generator=_generator(seed, ~step))
+    return shuffled[:count].sort().values
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 1_000_003 + number) % (1 << 63))

@@ -1,0 +1,174 @@
+"""A whole conversion: load -> refuse -> convert -> place -> heal -> measure -> keep."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.convert.converting import Converted, convert
+from regard.convert.heal import heal
+from regard.convert.healing_recipe import Recipe
+from regard.convert.measuring import measure
+from regard.convert.portable import to_deepseek_v3
+from regard.convert.report import Healing, Report, card
+from regard.convert.saving import check_free, save
+from regard.convert.targets import Form, Target, target_of
+from regard.convert.texts import LENGTH, calibration, python_topics
+from regard.convert.windows import windows_of
+from regard.hf.finding import attention_modules
+from regard.hf.hosting import hosts, place
+from regard.hf.layers import attention_of
+from regard.hf.loading import load
+
+MEASURED = 2  # windows of each text
+OWN = "Python's own texts"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for; texts are given by name.
+
+    Args:
+        model: a folder or a GGUF file.
+        to: `mha`, `gqa:N`, `mqa`, `mla:RANK` or `mla:RANK+ROPE`; `mla` with a budget.
+        out: the folder to make.
+        form, portable, budget: see `target_of`.
+        by_layer: whether latents get ranks layer by layer, as the model misses them.
+        calibrate: text to calibrate on; Python's own if there is none.
+        heal: text to learn from the original on; no healing if there is none.
+        minutes: of healing.
+        held_out: text to measure on, besides a half of Python's reference.
+    """
+
+    model: Path
+    to: str
+    out: Path
+    form: Form | None = None
+    portable: bool = False
+    budget: float | None = None
+    by_layer: bool = False
+    calibrate: Mapping[str, str] = field(default_factory=dict)
+    heal: Mapping[str, str] = field(default_factory=dict)
+    minutes: float = 30.0
+    held_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_job(
+    job: Job, *, recipe: Recipe | None = None, progress: Progress = lambda what, done, total: None
+) -> Report:
+    """Convert the model, keep it in a new folder, and say what was lost.
+
+    Raises:
+        FileExistsError, FileNotFoundError: about `out`, before any work.
+        CheckpointError: if the model is not a sound checkpoint.
+        ValueError: if the model cannot become that, or a text is too short; before any work.
+    """
+    started = time.perf_counter()
+    check_free(job.out)
+    progress("loading", 0, 0)
+    model, tokenizer = load(job.model)
+    target, was = _target(job, model)
+    tokens = calibration(tokenizer, list(job.calibrate.values()), length=_length(model))
+    lessons = _lessons(job, tokenizer, _length(model))
+    texts = _texts(job, tokenizer, _length(model))
+    progress("measuring as shipped", 0, 0)
+    before = measure(model, texts)
+    (converted,) = convert(model, [target], tokens, progress=progress)
+    made = _placed(job, model, converted)
+    unhealed, healing = None, None
+    if lessons is not None:
+        unhealed = measure(made, texts)
+        healing = _healed(job, made, lessons, recipe or Recipe(autocast=_quicker()), progress)
+    progress("measuring as converted", 0, 0)
+    report = Report(
+        model=job.model.name,
+        was=was,
+        target=target,
+        stock=not hosts(made),
+        calibrated_on=tuple(job.calibrate) or (OWN,),
+        calibration_tokens=tokens.numel(),
+        before=before,
+        after=measure(made, texts),
+        layers=tuple(converted.report),
+        healing=healing,
+        unhealed=unhealed,
+        seconds=time.perf_counter() - started,
+    )
+    progress("writing", 0, 0)
+    save(made, tokenizer, job.out, card=card(report), report=report.as_dict())
+    shutil.rmtree(_state(job), ignore_errors=True)
+    return report
+
+
+def _target(job: Job, model: Any) -> tuple[Target, str]:
+    shipped = [attention_of(module) for module in attention_modules(model).values()]
+    target = target_of(job.to, shipped, form=job.form, portable=job.portable, budget=job.budget)
+    first = shipped[0]
+    was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
+    return replace(target, by_layer=job.by_layer and target.kind == "exact-rope"), was
+
+
+def _length(model: Any) -> int:
+    longest = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    return min(LENGTH, int(longest))
+
+
+def _texts(job: Job, tokenizer: Any, length: int) -> dict[str, Int[Tensor, "N L"]]:
+    held_out = {"Python's reference": python_topics()[1], **job.held_out}
+    return {
+        name: windows_of(tokenizer, [text], length=length, most=MEASURED)
+        for name, text in held_out.items()
+    }
+
+
+def _lessons(job: Job, tokenizer: Any, length: int) -> Int[Tensor, "N L"] | None:
+    if not job.heal:
+        return None
+    return windows_of(tokenizer, job.heal.values(), length=length // 2)
+
+
+def _placed(job: Job, model: Any, converted: Converted) -> Any:
+    layers: Any = converted.layers
+    if converted.target.portable:
+        return to_deepseek_v3(model, layers)
+    return place(model, converted.layers)
+
+
+def _healed(job: Job, student: Any, lessons: Tensor, recipe: Recipe, progress: Progress) -> Healing:
+    teacher, _ = load(job.model)
+    state = _state(job)
+    done = heal(
+        student,
+        teacher,
+        lessons,
+        minutes=job.minutes,
+        recipe=recipe,
+        state=state,
+        progress=progress,
+    )
+    return Healing(done.seconds / 60, done.steps, done.tokens, done.losses)
+
+
+def _quicker() -> torch.dtype | None:
+    """bfloat16, if this machine multiplies faster in it than in float32."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(512, 512, dtype=dtype)
+        x @ x
+        started = time.perf_counter()
+        for _ in range(4):
+            x @ x
+        seconds[dtype] = time.perf_counter() - started
+    return torch.bfloat16 if seconds[torch.bfloat16] < seconds[torch.float32] else None
+
+
+def _state(job: Job) -> Path:
+    """Where healing is kept until the model is: the same job goes on from there."""
+    return job.out.with_name(f".{job.out.name}.healing")

@@ -1,0 +1,224 @@
+"""Where a fused projection keeps its queries, keys and values: exact moves in and out of it.
+
+A fused weight holds the same rows as three separate ones, head by head in an order of its own. So
+a layout is an order of heads, and a name; splitting and fusing are one permutation and its inverse.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+SEPARATE = ("q_proj", "k_proj", "v_proj")
+
+
+def in_blocks(num_heads: int, num_kv_heads: int) -> list[int]:
+    """All queries, then all keys, then all values."""
+    return list(range(num_heads + 2 * num_kv_heads))
+
+
+def by_group(num_heads: int, num_kv_heads: int) -> list[int]:
+    """The queries of a group, then its key and its value, then the next group. With as many groups
+    as heads, that is a query, a key and a value for each head; with one group, three blocks.
+
+    >>> by_group(4, 2)
+    [0, 1, 4, 6, 2, 3, 5, 7]
+    """
+    size = num_heads // num_kv_heads
+    queries = (range(g * size, (g + 1) * size) for g in range(num_kv_heads))
+    return [
+        head
+        for g, group in enumerate(queries)
+        for head in (*group, num_heads + g, num_heads + num_kv_heads + g)
+    ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one kind of module fuses.
+
+    Args:
+        weight: what its weight is called in a state dict.
+        bias: what its bias is called.
+        order: which heads come one after the other, given `num_heads` and `num_kv_heads`. Queries
+            are numbered first, then keys, then values.
+        transposed: whether the weight is `[in, out]`, as GPT-2's Conv1D has it.
+    """
+
+    weight: str
+    bias: str
+    order: Callable[[int, int], list[int]] = in_blocks
+    transposed: bool = False
+
+
+def _linear(name: str, order: Callable[[int, int], list[int]], **options: bool) -> Layout:
+    return Layout(f"{name}.weight", f"{name}.bias", order, **options)
+
+
+LAYOUTS = {  # by the class of the module
+    "Phi3Attention": _linear("qkv_proj", in_blocks),
+    "GPT2Attention": _linear("c_attn", in_blocks, transposed=True),
+    "GPTNeoXAttention": _linear("query_key_value", by_group),
+    "FalconAttention": _linear("query_key_value", by_group),
+    "MultiheadAttention": Layout("in_proj_weight", "in_proj_bias"),  # torch.nn's
+}
+
+
+def split_fused(
+    fused: Shaped[Tensor, "R *I"],
+    layout: Layout,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A fused weight or bias as queries', keys' and values': the same rows, `[out, in]`.
+
+    Args:
+        fused: a weight as the layout has it, or a bias.
+        layout: one of `LAYOUTS`, or of your own.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; as many if None.
+
+    Raises:
+        ValueError: if the heads do not divide the rows, or each other.
+
+    >>> rows = torch.tensor([10, 11, 20, 30, 12, 13, 21, 31])  # heads of one channel, two groups
+    >>> split_fused(rows, LAYOUTS["FalconAttention"], num_heads=4, num_kv_heads=2)
+    (tensor([10, 11, 12, 13]), tensor([20, 21]), tensor([30, 31]))
+    """
+    groups = _groups(num_heads, num_kv_heads)
+    rows = fused.mT if layout.transposed and fused.dim() == 2 else fused
+    count = num_heads + 2 * groups
+    if rows.shape[0] % count:
+        raise ValueError(
+            f"{rows.shape[0]} rows are not of {num_heads} query heads and {groups} each of keys "
+            f"and values: {count} heads of one size; give the model's num_heads and num_kv_heads"
+        )
+    places = torch.tensor(layout.order(num_heads, groups)).argsort()
+    heads = rows.unflatten(0, (count, -1))[places.to(rows.device)]
+    q, k, v = (part.flatten(0, 1) for part in heads.split([num_heads, groups, groups]))
+    return q, k, v
+
+
+def fuse(
+    q: Shaped[Tensor, "Q *I"],
+    k: Shaped[Tensor, "K *I"],
+    v: Shaped[Tensor, "K *I"],
+    layout: Layout,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+) -> Tensor:
+    """The inverse of `split_fused`: weights as the layout has them, or biases.
+
+    Raises:
+        ValueError: if the rows are not heads of one size.
+
+    >>> q, k, v = torch.tensor([10, 11]), torch.tensor([20, 21]), torch.tensor([30, 31])
+    >>> fuse(q, k, v, LAYOUTS["GPTNeoXAttention"], num_heads=2)
+    tensor([10, 20, 30, 11, 21, 31])
+    """
+    groups = _groups(num_heads, num_kv_heads)
+    sizes = {q.shape[0] / num_heads, k.shape[0] / groups, v.shape[0] / groups}
+    if len(sizes) > 1 or q.shape[0] % num_heads:
+        raise ValueError(
+            f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows, which are not "
+            f"{num_heads}, {groups} and {groups} heads of one size; give the layer's own"
+        )
+    order = torch.tensor(layout.order(num_heads, groups), device=q.device)
+    heads = torch.cat([q, k, v]).unflatten(0, (num_heads + 2 * groups, -1))
+    rows = heads[order].flatten(0, 1)
+    return rows.mT.contiguous() if layout.transposed and rows.dim() == 2 else rows
+
+
+def split_state(
+    state: Mapping[str, Tensor],
+    layout: Layout,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+) -> dict[str, Tensor]:
+    """A state dict with `q_proj`, `k_proj` and `v_proj` for every fused projection; the rest as is.
+
+    Raises:
+        ValueError: if there is no fused projection of this layout, or the heads do not divide it.
+
+    >>> state = torch.nn.MultiheadAttention(6, 3).state_dict()
+    >>> sorted(split_state(state, LAYOUTS["MultiheadAttention"], num_heads=3))[:4]
+    ['k_proj.bias', 'k_proj.weight', 'out_proj.bias', 'out_proj.weight']
+    """
+    made: dict[str, Tensor] = {}
+    for key, value in state.items():
+        prefix, kind = _belongs(key, layout)
+        if kind is None:
+            made[key] = value
+            continue
+        parts = split_fused(value, layout, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        made.update(
+            {f"{prefix}{name}.{kind}": part for name, part in zip(SEPARATE, parts, strict=True)}
+        )
+    if made.keys() == state.keys():
+        raise ValueError(f"nothing here is called {layout.weight}; is it another layout's?")
+    return made
+
+
+def fuse_state(
+    state: Mapping[str, Tensor],
+    layout: Layout,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+) -> dict[str, Tensor]:
+    """The inverse of `split_state`. Where only some of the three have a bias, the others get zeros.
+
+    Raises:
+        ValueError: if there are no separate projections, or their rows are not heads of one size.
+    """
+
+    def fused(parts: list[Tensor]) -> Tensor:
+        q, k, v = parts
+        return fuse(q, k, v, layout, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    made: dict[str, Tensor] = {}
+    for key, value in state.items():
+        prefix, name, kind = _named(key)
+        if name is None:
+            made[key] = value
+        elif kind == "weight" and name == SEPARATE[0]:
+            rows = [state[f"{prefix}{each}.weight"] for each in SEPARATE]
+            biases = [state.get(f"{prefix}{each}.bias") for each in SEPARATE]
+            made[prefix + layout.weight] = fused(rows)
+            if any(bias is not None for bias in biases):
+                pairs = zip(rows, biases, strict=True)
+                made[prefix + layout.bias] = fused(
+                    [w.new_zeros(w.shape[0]) if b is None else b for w, b in pairs]
+                )
+    if made.keys() == state.keys():
+        raise ValueError(f"nothing here is called {', '.join(SEPARATE)}; there is nothing to fuse")
+    return made
+
+
+def _belongs(key: str, layout: Layout) -> tuple[str, str | None]:
+    """What stands before a fused name, and whether it is a weight or a bias; None if neither."""
+    for name, kind in ((layout.weight, "weight"), (layout.bias, "bias")):
+        if key == name or key.endswith(f".{name}"):
+            return key[: len(key) - len(name)], kind
+    return "", None
+
+
+def _named(key: str) -> tuple[str, str | None, str]:
+    """Prefix, projection and kind of a separate projection's key; None for the projection else."""
+    path, _, kind = key.rpartition(".")
+    prefix, dot, name = path.rpartition(".")
+    if name in SEPARATE and kind in ("weight", "bias"):
+        return prefix + dot, name, kind
+    return "", None, kind
+
+
+def _groups(num_heads: int, num_kv_heads: int | None) -> int:
+    groups = num_heads if num_kv_heads is None else num_kv_heads
+    if groups < 1 or num_heads % groups:
+        raise ValueError(f"num_kv_heads={groups} does not divide num_heads={num_heads}")
+    return groups

@@ -1,0 +1,79 @@
+"""What a whole model costs and knows: perplexity, the bytes of its cache, its speed; before, after.
+
+Models run as their users run them: by transformers, with a cache of `regard.hf.cache`.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.hf.generation import cache as cache_for
+
+ROWS = 256  # tokens whose logits are made at once
+STEPS = 16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Perplexity by text, bytes of cache a token, and tokens a second, in and out."""
+
+    perplexity: dict[str, float]
+    cache_bytes_per_token: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+
+
+@torch.no_grad()
+def measure(model: Any, texts: Mapping[str, Int[Tensor, "N L"]]) -> Measured:
+    """Measure a causal language model on windows of each text."""
+    perplexities, prefill = {}, []
+    for name, windows in texts.items():
+        losses = []
+        for window in windows:
+            started = time.perf_counter()
+            loss = loss_of(model, window)
+            prefill.append(time.perf_counter() - started)
+            losses.append(loss)
+        perplexities[name] = math.exp(statistics.fmean(losses))
+    window = next(iter(texts.values()))[:1]
+    store = cache_for(model)
+    model(input_ids=window[:, :-STEPS], past_key_values=store, use_cache=True, logits_to_keep=1)
+    nbytes = store.nbytes / (window.shape[1] - STEPS)
+    steps = []
+    for token in window[:, -STEPS:].split(1, dim=1):
+        started = time.perf_counter()
+        model(input_ids=token, past_key_values=store, use_cache=True)
+        steps.append(time.perf_counter() - started)
+    speed = 1.0 / statistics.median(steps)
+    return Measured(perplexities, nbytes, window.shape[1] / min(prefill), speed)
+
+
+@torch.no_grad()
+def loss_of(model: Any, window: Int[Tensor, " L"]) -> float:
+    """The mean loss over a window, in nats a token, without its logits being held at once."""
+    hidden = model.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0]
+    head, total = model.get_output_embeddings(), 0.0
+    for start in range(0, len(window) - 1, ROWS):
+        stop = min(start + ROWS, len(window) - 1)
+        logits = head(hidden[start:stop]).float()
+        total += float(F.cross_entropy(logits, window[start + 1 : stop + 1], reduction="sum"))
+    return total / (len(window) - 1)
+
+
+def ratio(after: Measured, before: Measured) -> float:
+    """Perplexity over perplexity, a geometric mean over the texts.
+
+    >>> one = Measured({"a": 10.0, "b": 10.0}, 1.0, 1.0, 1.0)
+    >>> ratio(Measured({"a": 20.0, "b": 5.0}, 1.0, 1.0, 1.0), one)
+    1.0
+    """
+    logs = [math.log(after.perplexity[name] / before.perplexity[name]) for name in after.perplexity]
+    return math.exp(statistics.fmean(logs))

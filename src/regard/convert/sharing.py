@@ -1,0 +1,31 @@
+"""A layer built anew with another option, sharing its parameters with the old one."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def shared_copy(layer: Layer, **changes: Any) -> Layer:
+    """The same kind of layer with the same children, not copied, and some options changed.
+
+    >>> from regard import GroupedQueryAttention, Rotary
+    >>> gqa = GroupedQueryAttention(16, 4, 2, rope=Rotary(4))
+    >>> other = shared_copy(gqa, rope=Rotary(4, pairing="pairs"))
+    >>> other, other.q_proj is gqa.q_proj
+    (GroupedQueryAttention(16, 4, 2, rope=Rotary(4, pairing='pairs')), True)
+    """
+    given: Any = layer._given
+    decided: frozenset[str] = getattr(
+        layer, "_fixed", frozenset()
+    )  # by the constructor of a named door
+    options = {name: value for name, value in {**given, **changes}.items() if name not in decided}
+    with torch.device("meta"):  # all of it is replaced
+        made = type(layer)(**options)
+    for name, child in layer.named_children():
+        setattr(made, name, child)
+    for name, parameter in layer.named_parameters(recurse=False):
+        setattr(made, name, parameter)
+    return made.train(layer.training)

@@ -1,0 +1,177 @@
+"""What a model's attention is to become, as a value: what the command line says, and every layer.
+
+mha          every query head its own key head              exact
+gqa:N, mqa   fewer key heads, aligned and merged            lossy
+mla:R        a joint latent of R numbers, rotation exact    lossy below full rank
+mla:R+P      DeepSeek's form: a latent of R, P that turn    lossy
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from regard.attention import Attention
+from regard.convert.linear import refuse_unheld
+
+Form = Literal["exact-rope", "deepseek"]
+GRAMMAR = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
+WIDE = 0.9  # of the cache: above it, half as many channels again as a head has may turn
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of attention for every layer of a model.
+
+    Args:
+        kind: `"heads"` or a form of MLA.
+        num_kv_heads: of `"heads"`.
+        rank: of the latent; a mean over layers where `by_layer`.
+        rope_dim: channels that turn, in DeepSeek's form.
+        portable: whether all layers have the same frequencies, so that a stock `deepseek_v3`
+            checkpoint can hold them. One number of the rank is then spent on its norm.
+        by_layer: whether each layer gets a rank of its own, `rank` on average.
+        rule: how components that turn are selected, see `decouple`.
+        method: how heads are merged, see `regroup`.
+        refit: whether output projections are fitted anew; see `refit_output`.
+    """
+
+    kind: Literal["heads", "exact-rope", "deepseek"]
+    num_kv_heads: int = 0
+    rank: int = 0
+    rope_dim: int = 0
+    portable: bool = False
+    by_layer: bool = False
+    rule: Literal["harm", "TransMLA", "MHA2MLA"] = "harm"
+    method: Literal["aligned", "mean", "first"] = "aligned"
+    refit: bool = True
+
+    def __str__(self) -> str:
+        if self.kind == "heads":
+            merged = "" if self.method == "aligned" else f", {self.method}"
+            return f"{self.num_kv_heads} key heads{merged}"
+        turning = f"+{self.rope_dim}" if self.kind == "deepseek" else ""
+        shared = ", portable" if self.portable else ""
+        shared += "" if self.rule == "harm" else f", {self.rule}"
+        return f"mla:{self.rank}{turning} {self.kind}{shared}"
+
+    @property
+    def latent(self) -> bool:
+        """Whether latents are cached."""
+        return self.kind != "heads"
+
+
+def target_of(
+    to: str,
+    shipped: Sequence[Attention],
+    *,
+    form: Form | None = None,
+    portable: bool = False,
+    budget: float | None = None,
+) -> Target:
+    """Read what `--to` says, for a model whose attention is `shipped`.
+
+    Args:
+        to: see the top of this file.
+        shipped: the model's layers, from `regard.hf.attention_of`.
+        form: of MLA; DeepSeek's if `to` gives rotary channels or `portable` is asked for, else
+            `"exact-rope"`.
+        portable: see `Target`.
+        budget: the share of the shipped cache to keep, where `to` is `"mla"` alone.
+
+    Raises:
+        ValueError: if it cannot be read, or does not fit the model.
+
+    >>> from regard import GroupedQueryAttention, Rotary
+    >>> gqa = GroupedQueryAttention(64, 8, 4, rope=Rotary(8))
+    >>> print(target_of("mla", [gqa], budget=0.5))
+    mla:32 exact-rope
+    """
+    first = shipped[0]
+    found = re.fullmatch(r"(mha|mqa|gqa:(\d+)|mla(?::(\d+)(?:\+(\d+))?)?)", to)
+    if found is None:
+        raise ValueError(f"to={to!r} is not one of {GRAMMAR}")
+    if not to.startswith("mla"):
+        _refuse_latent(to, form, portable, budget)
+        heads = {"mha": first.num_heads, "mqa": 1}.get(to) or int(found[2])
+        target = Target("heads", num_kv_heads=heads)
+    else:
+        rank, rope_dim = (int(part) if part else 0 for part in found.group(3, 4))
+        kind = form or ("deepseek" if rope_dim or portable else "exact-rope")
+        if portable and kind != "deepseek":
+            raise ValueError("portable=True is about DeepSeek's form; exact-rope needs regard")
+        if rope_dim and kind != "deepseek":
+            raise ValueError(
+                f"to={to!r} gives channels that turn, and in exact-rope all of them do"
+            )
+        if (budget is None) == (rank == 0):
+            raise ValueError(
+                f"to={to!r}: give either a rank, as in mla:128, or a budget, as in 0.5"
+            )
+        rope_dim = rope_dim or (_rope_dim(first, budget) if kind == "deepseek" else 0)
+        if budget is not None:
+            rank = _rank(first, budget, rope_dim)
+        target = Target(kind, rank=rank, rope_dim=rope_dim, portable=portable)
+    for layer in shipped:
+        check_fits(target, layer)
+    return target
+
+
+def check_fits(target: Target, layer: Attention) -> None:
+    """Raise a ValueError if `layer` cannot become that, before any work."""
+    if target.kind == "heads":
+        wanted, have = target.num_kv_heads, layer.num_kv_heads
+        if wanted < 1 or (have % wanted and (wanted % have or layer.num_heads % wanted)):
+            fitting = [n for n in range(1, layer.num_heads + 1) if _divides(n, layer)]
+            raise ValueError(
+                f"{wanted} key heads: the model has {have} for {layer.num_heads} query heads, and "
+                f"can have {', '.join(map(str, fitting))}"
+            )
+        if wanted < have and target.method == "aligned":
+            refuse_unheld(layer, "an aligned merge")
+        return
+    held = target.kind == "exact-rope"
+    refuse_unheld(layer, "a joint latent of keys and values" if held else "MLA", softcap=held)
+    width = 2 * layer.num_kv_heads * layer.head_dim
+    full = min(width, layer.hidden_size)
+    if not 1 <= target.rank <= full:
+        raise ValueError(f"rank={target.rank} is not in 1..{full}, keys and values together")
+    if target.kind == "deepseek":
+        most = layer.num_kv_heads * layer.rope.dim
+        if target.rope_dim % 2 or not 2 <= target.rope_dim <= most:
+            raise ValueError(
+                f"rope_dim={target.rope_dim} is not an even number in 2..{most}: so many channels "
+                "of the keys turn"
+            )
+
+
+def _divides(wanted: int, layer: Attention) -> bool:
+    have = layer.num_kv_heads
+    return have % wanted == 0 or (wanted % have == 0 and layer.num_heads % wanted == 0)
+
+
+def _refuse_latent(to: str, form: object, portable: bool, budget: object) -> None:
+    given = {"form": form, "portable": portable or None, "budget": budget}
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise ValueError(f"to={to!r} has no {', '.join(named)}; that is said of mla")
+
+
+def _rope_dim(layer: Attention, budget: float | None) -> int:
+    """A head's worth; with room to spare, half as much again."""
+    wide = budget is not None and budget > WIDE
+    most = layer.num_kv_heads * layer.rope.dim
+    return min(most, layer.rope.dim * 3 // 2 // 2 * 2 if wide else layer.rope.dim)
+
+
+def _rank(layer: Attention, budget: float, rope_dim: int) -> int:
+    shipped = 2 * layer.num_kv_heads * layer.head_dim
+    if not 0 < budget <= 1:
+        raise ValueError(f"budget={budget} is a share of the shipped cache, above 0 and at most 1")
+    rank = int(shipped * budget) - rope_dim
+    if rank < 1:
+        raise ValueError(
+            f"budget={budget} of {shipped} numbers a token is {int(shipped * budget)}, and "
+            f"{rope_dim} of them turn; give a larger budget, or fewer channels as in mla:RANK+ROPE"
+        )
+    return min(rank, shipped, layer.hidden_size)

@@ -1,0 +1,182 @@
+"""Through a model block by block, as it is and as it becomes, so that each sees what it will read.
+
+A converted layer reads what the converted layers before it put out, not what the model's own do.
+So both are carried along: every layer is calibrated on the inputs it will really have, and its
+output projection is fitted, in closed form, to bring the residual stream back to the model's own.
+Two blocks at a time are enough, which is why a model larger than memory can be converted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.convert.calibrate import Moments
+from regard.hf.binding import bind, is_bound, unbind
+from regard.hf.finding import attention_modules
+
+AT_ONCE = 4  # windows: the widest tensor of a block is that of its MLP
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer's turn: what its attention is to read, and what it is best to put out."""
+
+    index: int
+    module: nn.Module
+    x: Float[Tensor, "N L E"]
+    target: Float[Tensor, "N L E"]
+
+    @property
+    def moments(self) -> Moments:
+        """Of what the layer reads."""
+        seen = Moments()
+        for window in self.x:
+            seen.add(window)
+        return seen
+
+
+Make = Callable[[Step], nn.Module]  # the layer that takes a module's place
+
+
+@torch.no_grad()
+def walk(
+    model: Any,
+    windows: Int[Tensor, "N L"],
+    makes: Sequence[Make],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[list[nn.Module]]:
+    """For each of `makes`, a layer for every attention module of the model, which stays as it was.
+
+    Each is made from what it will read after those that the same `make` made before it; the model's
+    own pass is shared.
+
+    Args:
+        model: a causal language model of transformers whose blocks follow one another.
+        windows: tokens of calibration text, all windows of one length.
+        makes: each makes the layer for one step; called block by block, in order.
+        progress: called with the blocks done and the blocks in all.
+
+    Raises:
+        ValueError: if the model has attention that regard does not know, or is installed.
+    """
+    blocks = attention_blocks(model)
+    hidden, arguments = _beginning(model, blocks, windows)
+    students = [hidden for _ in makes]
+    layers: list[list[nn.Module]] = [[] for _ in makes]
+    for index, (block, module) in enumerate(blocks):
+        progress(index, len(blocks))
+        run = _Block(block, module, arguments[index])
+        after, put_out = run.as_it_is(hidden)
+        for which, make in enumerate(makes):
+            converted = students[which]
+            target = put_out + (hidden - converted)
+            layer = make(Step(index, module, run.reads(converted), target))
+            students[which] = run.with_layer(layer, converted)
+            layers[which].append(layer)
+        hidden = after
+    progress(len(blocks), len(blocks))
+    return layers
+
+
+class _Block:
+    """One block of the model and its attention, run over all windows, a few at once."""
+
+    def __init__(self, block: nn.Module, module: nn.Module, given: dict[str, Any]) -> None:
+        self.block, self.module, self.given = block, module, given
+
+    def as_it_is(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the block makes of it, and what its attention puts out on the way."""
+        seen: list[Tensor] = []
+        hook = self.module.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+        try:
+            return self._run(hidden), torch.cat(seen)
+        finally:
+            hook.remove()
+
+    def reads(self, hidden: Tensor) -> Tensor:
+        """What the attention reads, and nothing after it."""
+        seen = []
+        for part in hidden.split(AT_ONCE):
+            with bound(self.module, _catch):
+                try:
+                    self.block(part, **self.given)
+                except _Caught as caught:
+                    seen.append(caught.x)
+        return torch.cat(seen)
+
+    def with_layer(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """What the block makes of it with another attention."""
+        with bound(
+            self.module, lambda module, hidden_states, **given: (layer(hidden_states), None)
+        ):
+            return self._run(hidden)
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        outs = (self.block(part, **self.given) for part in hidden.split(AT_ONCE))
+        return torch.cat([out[0] if isinstance(out, tuple) else out for out in outs])
+
+
+class _Caught(Exception):  # a message, not an error
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def _catch(module: nn.Module, hidden_states: Tensor, **given: Any) -> Any:
+    raise _Caught(hidden_states)
+
+
+@contextmanager
+def bound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module with another forward, for a while."""
+    bind(module, forward)
+    try:
+        yield
+    finally:
+        unbind(module)
+
+
+def attention_blocks(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Every block and its attention, in order."""
+    modules = attention_modules(model)
+    if any(is_bound(module) for module in modules.values()):
+        raise ValueError("regard is installed in this model; call regard.hf.uninstall first")
+    return [
+        (model.get_submodule(name.rpartition(".")[0]), module) for name, module in modules.items()
+    ]
+
+
+def _beginning(
+    model: Any, blocks: Sequence[tuple[nn.Module, nn.Module]], windows: Tensor
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """What the first block reads, and what else each block is given for windows of this length."""
+    arguments: list[dict[str, Any]] = []
+    first: list[Tensor] = []
+
+    def note(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        arguments.append({name: value for name, value in given.items() if name != "hidden_states"})
+
+    def catch(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        raise _Caught(args[0] if args else given["hidden_states"])
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block, _ in blocks]
+    try:
+        model.base_model(input_ids=windows[:1], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    hook = blocks[0][0].register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        for window in windows:
+            try:
+                model.base_model(input_ids=window[None], use_cache=False)
+            except _Caught as caught:
+                first.append(caught.x)
+    finally:
+        hook.remove()
+    return torch.cat(first), arguments

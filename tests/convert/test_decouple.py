@@ -1,0 +1,121 @@
+"""With every component turning nothing is lost; below that, what matters least rests first."""
+
+import pytest
+import torch
+
+from layers import WIDTH, attention
+from regard import NO_ROPE, Causal, KVCache, Rotary, Yarn
+from regard.convert import Moments, common_counts, components, decouple
+
+DIM = 6
+SHAPES = {
+    "GQA": {"num_kv_heads": 2},
+    "MQA": {"num_kv_heads": 1},
+    "MHA": {},
+    "biases": {"num_kv_heads": 2, "bias": True},
+    "key bias alone": {"num_kv_heads": 2, "bias": {"k_proj"}},
+    "pairs": {"num_kv_heads": 2, "rope": Rotary(DIM, pairing="pairs")},
+    "some channels rest": {"num_kv_heads": 2, "rope": Rotary(4, theta=50.0)},
+    "yarn": {"num_kv_heads": 2, "rope": Rotary(DIM, scaling=Yarn(4.0, original_max_position=16))},
+}
+
+
+def made(name):
+    options = {"rope": Rotary(DIM, theta=50.0)} | SHAPES[name]
+    return attention(4, head_dim=DIM, mask=Causal(), **options).double()
+
+
+def covariance_of(x):
+    moments = Moments()
+    moments.add(x)
+    return moments.covariance
+
+
+def inputs():
+    torch.manual_seed(2)
+    return torch.randn(2, 30, WIDTH, dtype=torch.float64) * torch.linspace(0.2, 2.0, WIDTH)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+@torch.no_grad()
+def test_nothing_is_lost_where_everything_turns(name, form):
+    layer, x = made(name), inputs()
+    full = min(WIDTH, 2 * layer.num_kv_heads * DIM)
+    turning = layer.num_kv_heads * layer.rope.dim
+    found = decouple(layer, rank=full, rope_dim=turning, covariance=covariance_of(x))
+    assert found.stilled == 0 and found.lost < 1e-9
+    if form == "absorbed" and found.layer.kv_b_proj.bias is not None:
+        pytest.skip("a bias cannot be absorbed")
+    found.layer.form = form
+    torch.testing.assert_close(found.layer(x), layer(x), atol=1e-9, rtol=1e-9)
+    cache = KVCache()
+    steps = torch.cat([found.layer(part, cache=cache) for part in x.split(7, dim=1)], dim=1)
+    torch.testing.assert_close(steps, layer(x), atol=1e-9, rtol=1e-9)
+    assert cache.nbytes == 2 * 30 * (full + turning) * 8
+
+
+@torch.no_grad()
+def test_components_are_uncorrelated_and_make_up_the_keys():
+    layer, x = made("GQA"), inputs()
+    found = components(layer, covariance_of(x))
+    rows = found.rows[..., :-1]
+    energy = rows @ covariance_of(x).to(rows.dtype) @ rows.mH
+    apart = energy - torch.diag_embed(energy.diagonal(dim1=-2, dim2=-1))
+    assert float(apart.abs().max()) < 1e-9 * float(energy.abs().max())
+    keys = (found.mixing @ rows).transpose(0, 1)
+    heads = layer.k_proj.weight.unflatten(0, (2, DIM))
+    torch.testing.assert_close(torch.cat([keys.real, keys.imag], 1), heads)
+
+
+@torch.no_grad()
+def test_what_turns_so_slowly_that_nobody_sees_it_may_rest():
+    layer = attention(4, num_kv_heads=2, head_dim=DIM, mask=Causal(), rope=Rotary(DIM, theta=1e20))
+    layer, x = layer.double(), inputs()
+    found = decouple(layer, rank=WIDTH, rope_dim=4, covariance=covariance_of(x))
+    assert (
+        found.stilled < 1e-4
+    )  # one of three frequencies turns, and both of its components are kept
+    torch.testing.assert_close(found.layer(x), layer(x), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_more_channels_that_turn_lose_less():
+    layer, x = made("GQA"), inputs()
+    lost = [
+        decouple(layer, rank=WIDTH, rope_dim=dim, covariance=covariance_of(x)).stilled
+        for dim in (2, 6, 10, 12)
+    ]
+    assert lost == sorted(lost, reverse=True) and lost[-1] == 0 < lost[-2]
+
+
+@torch.no_grad()
+def test_layers_with_shared_counts_have_the_same_frequencies():
+    layers, x = [made("GQA"), made("GQA")], inputs()
+    harms = [components(layer, covariance_of(x)).harm for layer in layers]
+    counts = common_counts(harms, 6)
+    assert sum(counts) == 3
+    found = [
+        decouple(layer, rank=8, rope_dim=6, covariance=covariance_of(x), counts=counts).layer
+        for layer in layers
+    ]
+    assert found[0].rope == found[1].rope
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "said"),
+    [
+        ({}, {"rank": 0}, "rank=0 is not in 1.."),
+        ({}, {"rope_dim": 5}, "rope_dim=5 is not an even number"),
+        ({}, {"rope_dim": 14}, r"rope_dim=14 is not an even number in 2..12"),
+        ({}, {"counts": (1, 1, 0)}, r"counts=\(1, 1, 0\) must have one number"),
+        ({"rope": NO_ROPE}, {}, "turns nothing"),
+        ({"qk_norm": "head"}, {}, "MLA has no place for qk_norm"),
+        ({"softcap": 5.0}, {}, "MLA has no place for softcap"),
+    ],
+)
+def test_what_cannot_be_is_said(options, wanted, said):
+    layer = attention(4, num_kv_heads=2, head_dim=DIM, **options)
+    given = {"rank": 8, "rope_dim": 6, "covariance": torch.eye(WIDTH)} | wanted
+    with pytest.raises(ValueError, match=said):
+        decouple(layer, **given)

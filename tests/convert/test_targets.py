@@ -1,0 +1,54 @@
+"""What the command line says becomes a value, or a sentence that says why not."""
+
+import pytest
+
+from layers import attention
+from regard import Rotary
+from regard.convert import Target, target_of
+
+
+def shipped(**options):
+    return [attention(8, **{"num_kv_heads": 4, "rope": Rotary(6), "head_dim": 6, **options})]
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "wanted"),
+    [
+        ("mha", {}, Target("heads", num_kv_heads=8)),
+        ("gqa:2", {}, Target("heads", num_kv_heads=2)),
+        ("mqa", {}, Target("heads", num_kv_heads=1)),
+        ("mla:7", {}, Target("exact-rope", rank=7)),
+        ("mla:7", {"form": "deepseek"}, Target("deepseek", rank=7, rope_dim=6)),
+        ("mla:7+4", {}, Target("deepseek", rank=7, rope_dim=4)),
+        ("mla:7+4", {"portable": True}, Target("deepseek", rank=7, rope_dim=4, portable=True)),
+        ("mla", {"budget": 0.25}, Target("exact-rope", rank=12)),
+        ("mla", {"budget": 0.25, "form": "deepseek"}, Target("deepseek", rank=6, rope_dim=6)),
+    ],
+)
+def test_what_is_said_is_what_is_meant(to, options, wanted):
+    assert target_of(to, shipped(), **options) == wanted
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "said"),
+    [
+        ("mla:", {}, "is not one of mha, gqa:N"),
+        ("gqa", {}, "is not one of"),
+        ("gqa:3", {}, "the model has 4 for 8 query heads, and can have 1, 2, 4, 8"),
+        ("gqa:16", {}, "can have 1, 2, 4, 8"),
+        ("mqa", {"budget": 0.5}, "has no budget"),
+        ("mha", {"form": "deepseek", "portable": True}, "has no form, portable"),
+        ("mla", {}, "give either a rank, as in mla:128, or a budget"),
+        ("mla:7", {"budget": 0.5}, "give either"),
+        ("mla:7", {"form": "exact-rope", "portable": True}, "exact-rope needs regard"),
+        ("mla:7+4", {"form": "exact-rope"}, "all of them do"),
+        ("mla:13", {}, "rank=13 is not in 1..12"),
+        ("mla:7+5", {}, "rope_dim=5 is not an even number in 2..24"),
+        ("mla:7+26", {}, "in 2..24"),
+        ("mla", {"budget": 1.5}, "above 0 and at most 1"),
+        ("mla", {"budget": 0.1, "form": "deepseek"}, "and 6 of them turn"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(to, options, said):
+    with pytest.raises(ValueError, match=said):
+        target_of(to, shipped(), **options)

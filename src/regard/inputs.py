@@ -18,8 +18,8 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
             f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "
             "is it the output of another layer, or transposed?"
         )
-    if type(projection) is not nn.Linear:
-        return
+    if type(projection) is not nn.Linear or hasattr(projection, "_hf_hook"):
+        return  # accelerate's hooks bring weights and inputs together
     weight = projection.weight
     if weight.dtype != x.dtype and not _casts(x.device.type):
         raise ValueError(

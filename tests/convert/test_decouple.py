@@ -6,6 +6,7 @@ import torch
 from layers import WIDTH, attention
 from regard import NO_ROPE, Causal, KVCache, Rotary, Yarn
 from regard.convert import Moments, common_counts, components, decouple
+from regard.convert.selection import RULES
 
 DIM = 6
 SHAPES = {
@@ -53,6 +54,30 @@ def test_nothing_is_lost_where_everything_turns(name, form):
     steps = torch.cat([found.layer(part, cache=cache) for part in x.split(7, dim=1)], dim=1)
     torch.testing.assert_close(steps, layer(x), atol=1e-9, rtol=1e-9)
     assert cache.nbytes == 2 * 30 * (full + turning) * 8
+
+
+@pytest.mark.parametrize("rule", RULES)
+@torch.no_grad()
+def test_every_rule_keeps_everything_where_everything_turns(rule):
+    layer, x = made("GQA"), inputs()
+    found = decouple(layer, rank=WIDTH, rope_dim=12, covariance=covariance_of(x), rule=rule)
+    torch.testing.assert_close(found.layer(x), layer(x), atol=1e-9, rtol=1e-9)
+
+
+@torch.no_grad()
+def test_the_papers_rules_select_as_the_papers_say():
+    layer, x = made("GQA"), inputs()
+    real = RULES["TransMLA"].components(layer, covariance_of(x))
+    assert real.mixing.imag.abs().max() == 0
+    first = real.score.flatten().topk(3).indices.tolist()
+    assert first == [0, 2, 4]  # the first component of every frequency, before any second
+    heads = RULES["MHA2MLA"].components(layer, covariance_of(x))
+    assert torch.equal(heads.mixing[0], torch.eye(2, dtype=heads.mixing.dtype))
+    best = heads.score.argmax(0)
+    q, k = layer.q_proj(x).unflatten(-1, (4, DIM)), layer.k_proj(x).unflatten(-1, (2, DIM))
+    norms = [(t[..., : DIM // 2] ** 2 + t[..., DIM // 2 :] ** 2).mean((0, 1)) for t in (q, k)]
+    product = norms[0].unflatten(0, (2, 2)).sum(1) * norms[1]
+    assert torch.equal(best, product.argmax(1))
 
 
 @torch.no_grad()

@@ -45,6 +45,9 @@ def convert_command(
     text: Annotated[
         list[Path] | None, typer.Option(help="More text to measure on; kept from the rest.")
     ] = None,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="Keep one layer at a time in memory.")
+    ] = False,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
     ] = None,
@@ -65,6 +68,7 @@ def convert_command(
         heal=_read(heal),
         minutes=minutes,
         held_out=_read(text),
+        low_memory=low_memory,
     )
     with quiet(), progress_bar() as progress:
         report = run_job(job, progress=progress)

@@ -45,6 +45,7 @@ class Job:
         heal: text to learn from the original on; no healing if there is none.
         minutes: of healing.
         held_out: text to measure on, besides a half of Python's reference.
+        low_memory: whether weights stay on the disk, but for the layer at hand.
     """
 
     model: Path
@@ -58,6 +59,7 @@ class Job:
     heal: Mapping[str, str] = field(default_factory=dict)
     minutes: float = 30.0
     held_out: Mapping[str, str] = field(default_factory=dict)
+    low_memory: bool = False
 
 
 def run_job(
@@ -72,8 +74,10 @@ def run_job(
     """
     started = time.perf_counter()
     check_free(job.out)
+    if job.low_memory and (job.heal or job.portable):
+        raise ValueError("low_memory keeps one layer at a time; healing and portable need them all")
     progress("loading", 0, 0)
-    model, tokenizer = load(job.model)
+    model, tokenizer = load(job.model, low_memory=job.low_memory)
     target, was = _target(job, model)
     tokens = calibration(tokenizer, list(job.calibrate.values()), length=_length(model))
     lessons = _lessons(job, tokenizer, _length(model))

@@ -5,6 +5,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from regard.attention import Attention
+from regard.hf.offloaded import fetched
 
 
 def linear_of(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None) -> nn.Linear:
@@ -22,7 +23,7 @@ def linear_of(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = N
 
 
 def numbers_of(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias of a plain linear layer.
+    """The weight and the bias of a plain linear layer, from the disk if they were left there.
 
     Raises:
         ValueError: if it is something else: adapters and quantised layers are not plain numbers.
@@ -33,7 +34,8 @@ def numbers_of(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
             f"{name} is a {type(linear).__name__}; only a plain nn.Linear can be converted: "
             "merge adapters and undo quantisation first"
         )
-    return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    bias = None if linear.bias is None else fetched(linear, "bias")
+    return fetched(linear, "weight"), bias
 
 
 def rows_of(layer: nn.Module, name: str) -> Float64[Tensor, "R E1"]:

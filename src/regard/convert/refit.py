@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.convert.linear import linear_of
+from regard.convert.linear import linear_of, numbers_of
 
 RIDGE = 1e-2  # of the mean energy of a channel: how strongly the old projection is held on to
 
@@ -22,9 +22,8 @@ def refit_output(
     Ridge regression towards the projection it has: where the text says little, little changes.
     Returns the share of the target's energy that was missed before, and that is missed now.
     """
-    old = layer.get_submodule("o_proj")
-    assert isinstance(old, nn.Linear)
-    weight = old.weight.double()
+    old, offset = numbers_of(layer, "o_proj")
+    weight = old.double()
     gram = weight.new_zeros(weight.shape[1], weight.shape[1])
     cross, missed, whole = torch.zeros_like(weight), 0.0, 0.0
     for window, wanted in zip(x, target, strict=True):
@@ -36,7 +35,7 @@ def refit_output(
         whole += float(wanted.double().square().sum())
     held = ridge * gram.diagonal().mean()
     change = torch.linalg.solve(gram + held * torch.eye(len(gram)).to(gram), cross.mT).mT
-    layer.o_proj = linear_of((weight + change).to(old.weight.dtype), old.bias)
+    layer.o_proj = linear_of((weight + change).to(old.dtype), offset)
     gained = 2 * (change * cross).sum() - ((change @ gram) * change).sum()
     return missed / whole, (missed - float(gained)) / whole
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from regard.hf.describing import described
 from regard.hf.finding import attention_modules
 from regard.hf.hosting import hosts
 from regard.hf.loading_hosted import FORMAT, INDEX, MODEL_TYPE, WEIGHTS
+from regard.hf.offloaded import fetched
 
 SHARD = "5GB"
 
@@ -69,7 +71,7 @@ def save(
         if hosts(model):
             _write_hosted(model, folder, max_shard_size)
         else:
-            model.save_pretrained(folder, max_shard_size=max_shard_size)
+            _write_stock(model, folder, max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         for name, text in texts.items():
@@ -111,6 +113,13 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
+def _write_stock(model: Any, folder: Path, max_shard_size: str) -> None:
+    with warnings.catch_warnings():
+        # of weights on the disk, that a shard must fit into memory: it does
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
 def _write_hosted(model: Any, folder: Path, max_shard_size: str) -> None:
     config = _base_config(model)
     modules: Any = attention_modules(model).values()
@@ -146,11 +155,17 @@ def _write_weights(model: Any, folder: Path, max_shard_size: str) -> None:
         state, filename_pattern=f"{stem}{{suffix}}.{suffix}", max_shard_size=max_shard_size
     )
     for name, keys in split.filename_to_tensors.items():
-        tensors = {key: state[key].contiguous() for key in keys}
+        tensors = {key: _held(model, key, state[key]).contiguous() for key in keys}
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(_json(index), encoding="utf-8")
+
+
+def _held(model: Any, key: str, tensor: Any) -> Any:
+    """The tensor, from the disk if it was left there: one file's worth is in memory at a time."""
+    path, _, name = key.rpartition(".")
+    return fetched(model.get_submodule(path), name) if tensor.is_meta else tensor
 
 
 def _untied(model: Any) -> dict[str, Any]:
@@ -158,7 +173,7 @@ def _untied(model: Any) -> dict[str, Any]:
     state = model.state_dict()
     tied = getattr(model, "_tied_weights_keys", None) or {}
     for name, source in dict(tied).items():
-        if name in state and source in state and _same(state[name], state[source]):
+        if name in state and source in state and _same(model, state[name], state[source]):
             del state[name]
     seen: set[int] = set()
     for name, tensor in state.items():
@@ -169,5 +184,7 @@ def _untied(model: Any) -> dict[str, Any]:
     return dict(state)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(model: Any, one: Any, other: Any) -> bool:
+    if one.is_meta or other.is_meta:  # on the disk: the configuration says it
+        return bool(model.config.tie_word_embeddings)
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape

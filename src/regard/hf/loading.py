@@ -4,12 +4,15 @@ A checkpoint may come from anybody. What transformers would read is checked firs
 skeleton is held against the headers of the weights before any weight is given memory.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -42,7 +45,11 @@ TOKENIZERS = (
 
 
 def load(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    low_memory: bool = False,
 ) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer, offline; None for a tokenizer that is not there.
 
@@ -50,9 +57,17 @@ def load(
     that comes with a checkpoint are refused. The model's class is the first of the configuration's
     `architectures` that transformers has.
 
+    Args:
+        path: of a folder, or of a GGUF file.
+        dtype: of the weights.
+        device: where they go.
+        low_memory: leave the weights in their safetensors, and fetch each when it is read: for
+            models larger than the memory. They run on the CPU, slowly.
+
     Raises:
         FileNotFoundError: if there is nothing at `path`, or the folder lacks a file.
         CheckpointError: if what is there is not a sound model; a ValueError.
+        ValueError: if `low_memory` is asked for a GGUF file or a folder of `regard.convert.save`.
         ImportError: if transformers is missing.
     """
     path = Path(path)
@@ -60,14 +75,17 @@ def load(
         raise FileNotFoundError(f"{path} does not exist; give {NEEDED}")
     require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
     with _one_error(path), _offline():
-        if path.is_dir() and loading_hosted.is_hosted(path):
+        hosted = path.is_dir() and loading_hosted.is_hosted(path)
+        if low_memory and (hosted or not path.is_dir()):
+            raise _Refused("low_memory reads stock safetensors; give the model's own folder")
+        if hosted:
             model, config = loading_hosted.load_hosted(path, dtype)
             tokenizer = _tokenizer(_pretrained(path), config=config) if _speaks(path) else None
             return model.to(device).eval(), tokenizer
         source, contents, has_tokenizer = _folder(path) if path.is_dir() else _gguf(path)
         tokenizer = _tokenizer(source) if has_tokenizer else None
-        model = _model(source, contents, path, dtype)
-    return model.to(device).eval(), tokenizer
+        model = _model(source, contents, path, dtype, low_memory)
+    return (model if low_memory else model.to(device)).eval(), tokenizer
 
 
 def _folder(path: Path) -> tuple[dict[str, Any], Contents, bool]:
@@ -108,7 +126,17 @@ def _tokenizer(source: Mapping[str, Any], **given: Any) -> Any:
     return AutoTokenizer.from_pretrained(**local, **given)
 
 
-def _model(source: Mapping[str, Any], contents: Contents, path: Path, dtype: torch.dtype) -> Any:
+class _Refused(ValueError):
+    """About the arguments, not about the checkpoint."""
+
+
+def _model(
+    source: Mapping[str, Any],
+    contents: Contents,
+    path: Path,
+    dtype: torch.dtype,
+    low_memory: bool = False,
+) -> Any:
     """The model, if the files hold all of its weights and it is no larger than they are."""
     from transformers import AutoConfig
 
@@ -118,6 +146,10 @@ def _model(source: Mapping[str, Any], contents: Contents, path: Path, dtype: tor
     check_skeleton(made_by, config, contents, path)
     if made_by._supports_sdpa:  # else transformers knows best
         local["attn_implementation"] = "sdpa"
+    if low_memory:
+        require("accelerate")
+        scratch = mkdtemp(prefix="regard-")
+        local |= {"device_map": {"": "disk"}, "offload_folder": scratch}
     model, report = made_by.from_pretrained(
         **local,
         **_plain_weights(source),
@@ -127,6 +159,8 @@ def _model(source: Mapping[str, Any], contents: Contents, path: Path, dtype: tor
         ignore_mismatched_sizes=True,  # so that the report names them; they are refused there
     )
     check_report(report, path)
+    if low_memory:
+        finalize(model, shutil.rmtree, scratch, ignore_errors=True)
     return model
 
 
@@ -143,7 +177,7 @@ def _one_error(path: Path) -> Iterator[None]:
     """Whatever goes wrong in reading becomes a CheckpointError that names `path`."""
     try:
         yield
-    except (CheckpointError, FileNotFoundError):
+    except (CheckpointError, FileNotFoundError, _Refused):
         raise
     except BaseException as error:
         # a panic of the Rust code in tokenizers and safetensors is not an Exception

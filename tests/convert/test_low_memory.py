@@ -1,0 +1,52 @@
+"""Weights that stay on the disk give the same conversion as weights in memory."""
+
+import pytest
+import torch
+
+from regard.convert import convert, save, target_of
+from regard.hf import attention_modules, attention_of, load, place
+from regard.hf.offloaded import fetched, is_offloaded
+from tiny import tiny, tokens
+
+FAMILIES = ("llama", "qwen2")
+
+
+@pytest.fixture
+def folder(tmp_path, request):
+    tiny(request.param).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("to", ["mha", "mqa", "mla:12", "mla:12+4"])
+@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
+@torch.no_grad()
+def test_a_model_on_the_disk_is_converted_and_kept(folder, to):
+    logits = []
+    for low_memory in (False, True):
+        model, _ = load(folder, low_memory=low_memory)
+        assert is_offloaded(model) == low_memory
+        shipped = [attention_of(module) for module in attention_modules(model).values()]
+        (made,) = convert(model, [target_of(to, shipped)], tokens(8, 128))
+        out = folder.parent / f"made {low_memory}"
+        save(place(model, made.layers), None, out, card="", report={})
+        logits.append(load(out)[0](tokens(2, 20)).logits)
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@torch.no_grad()
+def test_what_is_fetched_is_what_was_written(folder):
+    model, _ = load(folder, low_memory=True)
+    there, _ = load(folder)
+    torch.testing.assert_close(model(tokens(2, 20)).logits, there(tokens(2, 20)).logits)
+    for name, module in model.named_modules():
+        for key, _ in module.named_parameters(recurse=False):
+            assert torch.equal(fetched(module, key), getattr(there.get_submodule(name), key))
+    with pytest.raises(ValueError, match="it has no numbers"):
+        fetched(torch.nn.Linear(2, 2, device="meta"), "weight")
+
+
+def test_only_stock_safetensors_stay_on_the_disk(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"no")
+    with pytest.raises(ValueError, match="low_memory reads stock safetensors"):
+        load(tmp_path / "model.gguf", low_memory=True)

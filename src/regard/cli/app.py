@@ -11,6 +11,7 @@ from regard.cli.compare import compare_command
 from regard.cli.convert import convert_command
 from regard.cli.generate import generate_command
 from regard.cli.tune import tune_command
+from regard.cli.verify import verify_command
 
 app = typer.Typer(
     help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
@@ -23,6 +24,7 @@ app.command("convert")(convert_command)
 app.command("generate")(generate_command)
 app.command("bench")(bench_command)
 app.command("tune")(tune_command)
+app.command("verify")(verify_command)
 
 
 def _version(wanted: bool | None) -> None:

@@ -1,0 +1,98 @@
+"""Sizes from small to odd, masks that leave something to see, and ways of asking for causality."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.verify.checking import NotApplicable, Sizes, Trial
+from regard.verify.oracle import pattern
+from regard.verify.subject import Subject
+
+SIZES = (
+    Sizes(1, 1, 1, 1, 1, 1, 1),
+    Sizes(1, 1, 1, 2, 2, 2, 2),
+    Sizes(1, 2, 2, 3, 3, 4, 4),
+    Sizes(2, 1, 1, 3, 4, 4, 4),
+    Sizes(2, 3, 3, 4, 5, 4, 4),
+    Sizes(2, 4, 2, 5, 7, 4, 6),
+    Sizes(2, 4, 1, 7, 5, 8, 8),
+    Sizes(4, 4, 4, 4, 4, 4, 4),
+    Sizes(1, 8, 2, 17, 33, 16, 16),
+    Sizes(2, 2, 2, 65, 65, 8, 8),
+)
+
+
+def sizes_for(subject: Subject, trial: Trial, *, most: int = len(SIZES)) -> list[Sizes]:
+    """The sizes that a subject takes, each once, small ones first."""
+    few = min(most, 6) if trial.quick else most
+    return list(dict.fromkeys(subject.fit(sizes) for sizes in SIZES[:few]))
+
+
+def some_keep(subject: Subject, sizes: Sizes, trial: Trial, share: float = 0.6) -> Tensor:
+    """A random mask [B, 1, L, S] of a form the subject can be given; no query is left blind that
+    would see something without it."""
+    own = subject.visible(sizes.L, sizes.S)
+    keep = trial.rand(sizes.B, 1, sizes.L, sizes.S) < share
+    shape = subject.form.shape
+    if shape == "LS":
+        keep = keep[:1].expand(sizes.B, -1, -1, -1).clone()
+    if shape in ("BS", "B11S"):
+        keep = keep[:, :, :1].expand(-1, -1, sizes.L, -1).clone()
+        first = own.any(0).float().argmax() if own.numel() else 0
+        keep[..., int(first)] = True
+        return keep
+    seen = own & keep
+    blind = ~seen.any(-1) & own.any(-1)
+    where = own.float().argmax(-1).expand(keep.shape[:-1])
+    return keep | (torch.nn.functional.one_hot(where, sizes.S).bool() & blind[..., None])
+
+
+def modes(subject: Subject, sizes: Sizes, trial: Trial) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ways of calling it: plainly, with a mask, causally."""
+    yield "", {}
+    if subject.has & {"mask", "padding"}:
+        yield "a mask", {"keep": some_keep(subject, sizes, trial)}
+    if "causal" in subject.has and not subject.module and not subject.conventions.causal:
+        yield "causal", {"causal": True}
+
+
+def causal_call(subject: Subject, queries: int, keys: int) -> dict[str, Any] | None:
+    """How to ask for a causal call; None if there is no way."""
+    if subject.conventions.causal:
+        return {}
+    if "causal" in subject.has and not subject.module:
+        return {"causal": True}
+    if "mask" in subject.has:
+        return {"keep": pattern(queries, keys, causal=True)[None, None]}
+    return None
+
+
+def causal_layer_call(subject: Subject, length: int) -> dict[str, Any] | None:
+    """The same for a layer."""
+    if subject.conventions.causal:
+        return {}
+    if "mask" in subject.has:
+        return {"keep": pattern(length, length, causal=True)[None, None]}
+    return None
+
+
+def rows_that_see(
+    subject: Subject, sizes: Sizes, *, keep: Tensor | None = None, **asked: Any
+) -> Tensor:
+    """Which queries [.., L, 1] see anything: those that do not have a law of their own."""
+    seen = subject.visible(sizes.L, sizes.S, **asked)[None, None]
+    seen = seen if keep is None else seen & keep
+    return seen.any(-1, keepdim=True)
+
+
+def weights_width(subject: Subject, sizes: Sizes) -> int | None:
+    """How many channels a value may have when weights are read."""
+    return None if "wide" in subject.has else sizes.V
+
+
+def known(subject: Subject) -> None:
+    """Laws that need the definition say nothing where positions enter in an unknown way."""
+    if "unknown positions" in subject.has:
+        raise NotApplicable("positions enter its scores in a way that was not found out")

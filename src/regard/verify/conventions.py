@@ -1,0 +1,133 @@
+"""What a subject may decide for itself: its conventions. `None` is: find out."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+Kind = Literal["function", "module", "cache", "paged", "allocator", "prefix", "rope"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kind": ("function", "module", "cache", "paged", "allocator", "prefix", "rope"),
+    "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE"),
+    "returns": ("BHLD", "BLHD", "BLE"),
+    "polarity": ("keep", "drop", "additive"),
+    "mask_shape": ("B1LS", "BHLS", "NLS", "BLS", "LS", "B11S", "BS"),
+    "mask_dtype": ("bool", "int", "float"),
+    "alignment": ("top-left", "bottom-right"),
+    "head_order": ("grouped", "tiled"),
+    "pairing": ("none", "halves", "pairs"),
+    "fully_masked": ("zeros", "mean"),
+    "cache_style": ("object", "tuple", "internal"),
+    "fused": ("blocked", "by head"),
+}
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """The conventions of one attention. What is left `None` is found out by probing.
+
+    What is declared is a law: a subject that does otherwise fails. What is found out is reported.
+
+    Args:
+        kind: `"function"` of (q, k, v), `"module"` from x, `"cache"`, `"paged"` function,
+            `"allocator"` of blocks, `"prefix"` cache, or `"rope"`, a function of (x, positions).
+        arguments: what a class is built with, or a factory called with.
+        options: further arguments of every call.
+        layout: `"BHLD"`, `"BLHD"`, `"BLD"` or `"LD"` of a function; `"BLE"`, `"LBE"` of a module.
+        returns: of a function, the layout of its output; `"BLE"` has its heads side by side.
+        mask: name of the mask argument; `""` if there is none.
+        polarity: `"keep"` (true or 1 may look), `"drop"`, or `"additive"` (added to the scores).
+        mask_shape: the axes of a mask; `N` is batch times heads.
+        mask_dtype: `"bool"`, `"int"` or `"float"`.
+        causal: whether the future is hidden without being asked.
+        alignment: of a causal mask where queries and keys differ in number.
+        window: keys a query sees without being asked, its own counted; 0 if all.
+        scale: of the scores.
+        softcap: of the scores; 0 if none.
+        heads: query heads of a module.
+        kv_heads: key heads of a module.
+        head_dim: channels of one head of a module.
+        width: channels of a module's input.
+        head_order: `"grouped"`, neighbours share a key head, or `"tiled"`.
+        fused: how a module's one projection for all three is laid out.
+        pairing: which channels RoPE turns together; `"none"` if nothing is rotated.
+        theta: the base of RoPE.
+        fully_masked: what a query that sees nothing reads.
+        cache: name of the argument for the past; `""` if there is none.
+        cache_style: `"object"`, changed in place; `"tuple"`, given back; `"internal"`.
+        new_cache: name of what makes a cache, in the subject's own file.
+        cache_bytes: bytes for one token and one row of the batch, a promise to be kept.
+        window_argument: name of the argument that sets a window.
+        capacity: tokens a cache or blocks an allocator has room for.
+        reference: name of a function or module in the subject's own file that gives the truth.
+
+    Raises:
+        ValueError: if a value is none of those.
+
+    >>> Conventions(polarity="drop").declared()
+    {'polarity': 'drop'}
+    """
+
+    kind: Kind | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layout: str | None = None
+    returns: str | None = None
+    mask: str | None = None
+    polarity: str | None = None
+    mask_shape: str | None = None
+    mask_dtype: str | None = None
+    causal: bool | None = None
+    alignment: str | None = None
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    width: int | None = None
+    head_order: str | None = None
+    fused: str | None = None
+    pairing: str | None = None
+    theta: float = 10_000.0
+    fully_masked: str | None = None
+    cache: str | None = None
+    cache_style: str | None = None
+    new_cache: str | None = None
+    cache_bytes: float | None = None
+    window_argument: str | None = None
+    capacity: int | None = None
+    reference: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}")
+
+    def declared(self) -> dict[str, Any]:
+        """What is not left to be found out, for JSON."""
+        default = Conventions()
+        return {
+            name: value for name, value in asdict(self).items() if value != getattr(default, name)
+        }
+
+    def found(self, **values: Any) -> "Conventions":
+        """These, and `values` where nothing was declared."""
+        return replace(self, **{n: v for n, v in values.items() if getattr(self, n) is None})
+
+
+def conventions_from(given: Mapping[str, Any]) -> Conventions:
+    """Conventions of a plain dictionary: from JSON, or a subject's own file.
+
+    Raises:
+        ValueError: for names and values that no convention has.
+
+    >>> conventions_from({"heads": 4}).heads
+    4
+    """
+    known = {each.name for each in fields(Conventions)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"no convention is called {unknown[0]!r}; there are {sorted(known)}")
+    return Conventions(**given)

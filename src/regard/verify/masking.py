@@ -1,0 +1,110 @@
+"""How a subject is told what to hide: one meaning, and the many forms it is written in."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+
+class MaskForm(NamedTuple):
+    """An argument, what its entries mean, its axes, and their type.
+
+    `hidden` is what an additive mask adds where a key is hidden.
+    """
+
+    argument: str
+    polarity: str = "keep"
+    shape: str = "B1LS"
+    dtype: str = "bool"
+    hidden: str = "-inf"
+
+    def __str__(self) -> str:
+        meaning = {
+            "keep": "true or 1 may look",
+            "drop": "true or 1 is hidden",
+            "additive": f"added to the scores, {self.hidden} where hidden",
+        }[self.polarity]
+        return f"{self.argument}= {self.dtype} {self.shape}, {meaning}"
+
+    def encode(
+        self, keep: Bool[Tensor, "_ _ L S"], sizes: tuple[int, int], dtype: torch.dtype
+    ) -> Tensor:
+        """`keep` [B | 1, H | 1, L, S] written in this form for `sizes` (B, H)."""
+        batch, heads = sizes
+        whole = keep.expand(batch, heads, *keep.shape[-2:])
+        shaped = {
+            "BHLS": whole,
+            "B1LS": whole[:, :1],
+            "NLS": whole.flatten(0, 1),
+            "BLS": whole[:, 0],
+            "LS": keep[0, 0],
+            "B11S": whole[:, :1, :1],
+            "BS": whole[:, 0, 0] if keep.shape[-2] else whole.new_ones(batch, keep.shape[-1]),
+        }[self.shape]
+        return self._values(shaped, dtype).clone()
+
+    def _values(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.polarity == "additive":
+            low = float("-inf") if self.hidden == "-inf" else torch.finfo(dtype).min
+            return torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, low)
+        shown = keep if self.polarity == "keep" else ~keep
+        return shown.to({"bool": torch.bool, "int": torch.int64, "float": dtype}[self.dtype])
+
+    def can_say(self, keep: Tensor) -> bool:
+        """Whether the form has the axes to hide just that."""
+        if self.shape == "LS" and not bool((keep == keep[:1, :1]).all()):
+            return False
+        if self.shape in ("B1LS", "BLS") and not bool((keep == keep[:, :1]).all()):
+            return False
+        if self.shape in ("BS", "B11S"):
+            return bool((keep == keep[:, :1, :1]).all())
+        return True
+
+
+NO_MASK = MaskForm("")
+
+
+def forms(names: list[str], known: Any) -> Iterator[MaskForm]:
+    """Forms in use, likeliest first; a convention that is declared leaves fewer.
+
+    `known` are the conventions.
+    """
+    for name in names:
+        for dtype, polarity in (
+            ("bool", "keep"), ("bool", "drop"), ("float", "drop"), ("float", "additive"),
+            ("int", "keep"), ("int", "drop"), ("float", "keep"),
+        ):  # fmt: skip
+            for shape in _shapes(name):
+                form = MaskForm(name, polarity, shape, dtype)
+                declared = {
+                    "mask": name, "polarity": polarity, "mask_shape": shape, "mask_dtype": dtype,
+                }  # fmt: skip
+                if all(getattr(known, n) in (None, value) for n, value in declared.items()):
+                    yield form
+
+
+def _shapes(name: str) -> tuple[str, ...]:
+    general = ("BHLS", "B1LS", "NLS", "BLS", "LS", "B11S", "BS")
+    return ("BS", *general[:-1]) if "pad" in name else general
+
+
+def mask_arguments(target: Any) -> list[str]:
+    """Names of arguments that may be a mask, likeliest first.
+
+    >>> def attention(q, k, v, key_padding_mask=None, attn_mask=None, masked=None): ...
+    >>> mask_arguments(attention)
+    ['attn_mask', 'masked', 'key_padding_mask']
+    """
+    names = [name for name in parameters_of(target) if "mask" in name.lower()]
+    return sorted(names, key=lambda name: ("pad" in name, "mask" not in name.split("_")[-1:]))
+
+
+def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
+    """The arguments of a callable by name, `self` left out; none if it will not say."""
+    try:
+        return dict(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return {}

@@ -1,0 +1,506 @@
+"""Attention that is right, in steps that can be exchanged one at a time.
+
+A mutant is one of these with one step replaced: whatever it breaks, everything else is right.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+INF = float("inf")
+
+
+def scale(q, k, v):
+    return q.shape[-1] ** -0.5
+
+
+def scores(q, k, factor):
+    return q @ k.transpose(-1, -2) * factor
+
+
+def expand(k, heads):
+    return k.repeat_interleave(heads // k.shape[1], 1)
+
+
+def causal(rows, columns):
+    """Counted from the bottom right corner."""
+    i = torch.arange(rows)[:, None] + columns - rows
+    return torch.arange(columns)[None] <= i
+
+
+def window(rows, columns, size):
+    i = torch.arange(rows)[:, None] + columns - rows
+    return torch.arange(columns)[None] > i - size
+
+
+def visible(mask, rows, columns, is_causal, size):
+    """One truth value a cell, or None where all are seen."""
+    keep = torch.ones(rows, columns, dtype=torch.bool)
+    if is_causal:
+        keep = keep & causal(rows, columns)
+    if size is not None:
+        keep = keep & window(rows, columns, size)
+    if mask is not None and mask.dtype == torch.bool:
+        keep = keep & mask
+    return keep
+
+
+def softmax(x, keep):
+    x = x.masked_fill(~keep, -INF)
+    top = x.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+    top = torch.where(top.isinf(), 0.0, top).detach()
+    powers = torch.where(keep, torch.exp(torch.where(keep, x, top) - top), 0.0)
+    total = powers.sum(-1, keepdim=True)
+    return powers / torch.where(total == 0, 1.0, total)
+
+
+def cap(x, softcap):
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def drop(weights, p):
+    return F.dropout(weights, p)
+
+
+def clean(x, keep):
+    """Keys that nobody sees may hold anything."""
+    seen = keep.any(-2)
+    seen = seen.reshape(*(1,) * (3 - seen.ndim), *seen.shape)  # [.., H, S]
+    if seen.shape[1] not in (1, x.shape[1]):
+        seen = seen.any(1, keepdim=True)
+    return torch.where(
+        seen[..., None].expand(*x.shape[:2], -1, 1), x, torch.zeros((), dtype=x.dtype)
+    )
+
+
+def refuse(q, k, v, mask):
+    if k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0]:
+        raise ValueError("shapes do not fit")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError("heads do not divide")
+    if mask is not None and not (mask.dtype == torch.bool or mask.dtype == q.dtype):
+        raise ValueError("a mask is bool, or of the queries' type")
+
+
+def before(q, k, v, mask):
+    """A step that does nothing, for mutants that do something first."""
+    return q, k, v, mask
+
+
+def after(out, q, k, v):
+    return out
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a function."""
+
+    refuse: Callable = refuse
+    before: Callable = before
+    expand: Callable = expand
+    expand_values: Callable = expand
+    scale: Callable = scale
+    scores: Callable = scores
+    cap: Callable = cap
+    visible: Callable = visible
+    clean: Callable = clean
+    softmax: Callable = softmax
+    drop: Callable = drop
+    weights: Callable = lambda weights, keep: weights
+    output: Callable = torch.matmul
+    after: Callable = after
+
+    def function(self):
+        """The function of these steps."""
+
+        def attention(
+            q,
+            k,
+            v,
+            mask=None,
+            is_causal=False,
+            window=None,
+            scale=None,
+            softcap=None,
+            bias=None,
+            dropout_p=0.0,
+            need_weights=False,
+        ):
+            return self.run(
+                q, k, v, mask, is_causal, window, scale, softcap, bias, dropout_p, need_weights
+            )
+
+        return attention
+
+    def run(self, q, k, v, mask, is_causal, size, factor, softcap, bias, p, need_weights):
+        self.refuse(q, k, v, mask)
+        q, k, v, mask = self.before(q, k, v, mask)
+        heads, rows, columns = q.shape[1], q.shape[2], k.shape[2]
+        if k.shape[1] > heads:
+            raise ValueError("more key heads than query heads")
+        dtype = q.dtype
+        keys, values = self.expand(k, heads), self.expand_values(v, heads)
+        if dtype in (torch.bfloat16, torch.float16):
+            q, keys, values = q.float(), keys.float(), values.float()
+        keep = self.visible(mask, rows, columns, is_causal, size)
+        keys, values = self.clean(keys, keep), self.clean(values, keep)
+        s = self.scores(q, keys, self.scale(q, k, v) if factor is None else factor)
+        s = self.cap(s, softcap)
+        s = s if bias is None else s + bias
+        if mask is not None and mask.dtype != torch.bool:
+            keep = keep & (mask > -1e4)
+            s = s + torch.where(mask > -1e4, mask, 0.0)
+        w = self.weights(self.softmax(s, keep), keep)
+        w = self.drop(w, p) if p else w
+        out = self.after(self.output(w, values).to(dtype), q, k, v)
+        return (out, w) if need_weights else out
+
+
+LIKE = {
+    "layout": "BHLD",
+    "mask": "mask",
+    "polarity": "keep",
+    "mask_shape": "BHLS",
+    "mask_dtype": "bool",
+    "causal": False,
+    "window": 0,
+    "alignment": "bottom-right",
+    "pairing": "none",
+    "fully_masked": "zeros",
+}
+
+
+def turned(x, positions, theta=10_000.0, table=torch.float32):
+    """RoPE in halves: x [B, H, L, D]."""
+    dim = x.shape[-1]
+    with torch.autocast("cpu", enabled=False):
+        angles = positions[:, None].double() * theta ** (-torch.arange(0, dim, 2).double() / dim)
+        cos, sin = angles.cos().to(table).to(x.dtype), angles.sin().to(table).to(x.dtype)
+    a, b = x[..., : dim // 2], x[..., dim // 2 :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def split(x, heads):
+    return x.unflatten(-1, (heads, x.shape[-1] // heads)).transpose(1, 2)
+
+
+def merge(x):
+    return x.transpose(1, 2).flatten(-2)
+
+
+def rotate(q, k, v, past):
+    """Queries follow the past; keys hold the new tokens only."""
+    positions = torch.arange(past, past + q.shape[2])
+    return turned(q, positions), turned(k, positions), v
+
+
+def append(past, k, v):
+    """The past is (k, v), or None."""
+    if past is None:
+        return k, v
+    return torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+
+
+@dataclass(frozen=True)
+class LayerSteps:
+    """The steps of a layer."""
+
+    split: Callable = split
+    merge: Callable = merge
+    rotate: Callable = rotate
+    append: Callable = append
+    length: Callable = lambda past: 0 if past is None else past[0].shape[2]
+    window: int | None = None
+    drop: Callable = lambda layer, x: F.dropout(x, layer.dropout, layer.training)
+    before: Callable = lambda layer, x: x
+    after: Callable = lambda layer, x, out: out
+    keep: Callable = lambda mask, past: mask
+    steps: Steps = field(default_factory=Steps)
+
+    def causal(self, call):
+        return True
+
+
+class Layer(nn.Module):
+    """Causal GQA with RoPE, dropout on its output and a past that is given back."""
+
+    def __init__(self, how=LayerSteps(), p=0.0, bias=True):
+        super().__init__()
+        self.how, self.dropout = how, p
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, 2, 8
+        self.q_proj = nn.Linear(32, 32, bias=bias)
+        self.k_proj = nn.Linear(32, 16, bias=bias)
+        self.v_proj = nn.Linear(32, 16, bias=bias)
+        self.o_proj = nn.Linear(32, 32, bias=bias)
+
+    def forward(self, x, mask=None, past_kv=None, use_cache=False):
+        how = self.how
+        x = how.before(self, x)
+        q = how.split(self.q_proj(x), 4)
+        k, v = how.split(self.k_proj(x), 2), how.split(self.v_proj(x), 2)
+        q, k, v = how.rotate(q, k, v, how.length(past_kv))
+        k, v = past = how.append(past_kv, k, v)
+        out = how.steps.run(
+            q,
+            k,
+            v,
+            how.keep(mask, past_kv),
+            how.causal(self),
+            how.window,
+            None,
+            None,
+            None,
+            0.0,
+            False,
+        )
+        out = how.after(self, x, self.o_proj(how.merge(how.drop(self, out))))
+        return (out, past) if use_cache else out
+
+
+LAYER_LIKE = {
+    "layout": "BLE",
+    "mask": "mask",
+    "polarity": "keep",
+    "mask_shape": "BHLS",
+    "mask_dtype": "bool",
+    "causal": True,
+    "window": 0,
+    "pairing": "halves",
+    "heads": 4,
+    "kv_heads": 2,
+    "fully_masked": "zeros",
+    "cache": "past_kv",
+    "cache_style": "tuple",
+}
+
+
+class ListCache:
+    """A cache that grows, cuts back and reorders."""
+
+    def __init__(self):
+        self.k = self.v = None
+
+    @property
+    def length(self):
+        return 0 if self.k is None else self.k.shape[2]
+
+    def update(self, k, v):
+        k, v = k.clone(), v.clone()
+        self.k = k if self.k is None else torch.cat([self.k, k], 2)
+        self.v = v if self.v is None else torch.cat([self.v, v], 2)
+        return self.k, self.v
+
+    def truncate(self, length):
+        self.k, self.v = self.k[:, :, :length].clone(), self.v[:, :, :length].clone()
+
+    def reorder(self, rows):
+        self.k, self.v = self.k[rows], self.v[rows]
+
+
+class FixedCache(ListCache):
+    """Room for 16 tokens."""
+
+    capacity = 16
+
+    def update(self, k, v):
+        if self.length + k.shape[2] > self.capacity:
+            raise ValueError("full")
+        return super().update(k, v)
+
+
+class WindowCache(ListCache):
+    """The newest 4 tokens."""
+
+    size = 4
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    @property
+    def length(self):
+        return self.seen
+
+    def update(self, k, v):
+        got = super().update(k, v)
+        self.seen += k.shape[2]
+        self.k, self.v = (x[:, :, -self.size :].clone() for x in got)
+        return got
+
+    truncate = None
+    reorder = None
+
+
+WindowCache.truncate = WindowCache.reorder = property(
+    lambda self: (_ for _ in ()).throw(AttributeError())
+)
+
+
+class CodedCache(ListCache):
+    """8 bits a number, a scale for each token and head."""
+
+    truncate = reorder = property(lambda self: (_ for _ in ()).throw(AttributeError()))
+
+    def scale_of(self, x):
+        return x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+
+    def update(self, k, v):
+        rounded = []
+        for x in (k, v):
+            step = self.scale_of(x)
+            rounded.append((x / step).round().clamp(-127, 127) * step)
+        return super().update(*rounded)
+
+
+def paged(q, k_pool, v_pool, block_table, lengths):
+    """q [B, H, D] against pages."""
+    size, out = k_pool.shape[1], []
+    for row in range(q.shape[0]):
+        length = int(lengths[row])
+        if length > size * block_table.shape[1]:
+            raise ValueError("longer than its table")
+        pages = block_table[row, : -(-length // size)]
+        k, v = (x[pages].flatten(0, 1)[:length].movedim(0, 1)[None] for x in (k_pool, v_pool))
+        out.append(Steps().function()(q[row][None, :, None], k, v)[0, :, 0])
+    return torch.stack(out)
+
+
+class Allocator:
+    """16 blocks, counted references."""
+
+    def __init__(self):
+        self.free_list = list(range(16))
+        self.count = {}
+
+    @property
+    def num_free(self):
+        return len(self.free_list)
+
+    def allocate(self, n):
+        if n > len(self.free_list):
+            raise MemoryError("no blocks")
+        blocks = [self.free_list.pop() for _ in range(n)]
+        for block in blocks:
+            self.count[block] = 1
+        return blocks
+
+    def share(self, blocks):
+        for block in blocks:
+            self.count[block] += 1
+
+    def free(self, blocks):
+        for block in blocks:
+            self.count[block] -= 1
+            if not self.count[block]:
+                self.free_list.append(block)
+
+
+class Prefixes:
+    """Found by tokens and salt."""
+
+    def __init__(self):
+        self.held = {}
+
+    def key(self, tokens, salt):
+        return (salt, tuple(tokens))
+
+    def insert(self, tokens, value, salt=None):
+        self.held[self.key(tokens, salt)] = value
+
+    def lookup(self, tokens, salt=None):
+        return self.held.get(self.key(tokens, salt))
+
+
+class MLA(nn.Module):
+    """Multi-head latent attention, expanded or absorbed; its past is the normed latent and the key
+    that is turned, [B, 1, L, 16] and [B, 1, L, 4]."""
+
+    heads, nope, turn, rank = 4, 8, 4, 12
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = self.heads
+        self.q = nn.Linear(32, self.heads * (self.nope + self.turn), bias=False)
+        self.down = nn.Linear(32, self.rank + self.turn, bias=False)
+        self.norm = nn.RMSNorm(self.rank)
+        nn.init.uniform_(self.norm.weight, 0.5, 2.0)
+        self.up = nn.Linear(self.rank, self.heads * 2 * self.nope, bias=False)
+        self.out = nn.Linear(self.heads * self.nope, 32, bias=False)
+
+    def held(self, x):
+        """What is kept of new tokens: the latent, and the key before it is turned."""
+        c, k = self.down(x).split([self.rank, self.turn], -1)
+        return self.norm(c)[:, None], k[:, None]
+
+    def forward(self, x, past_kv=None, use_cache=False, absorb=False):
+        past = 0 if past_kv is None else past_kv[0].shape[2]
+        q = split(self.q(x), self.heads)
+        q, q_turn = q.split([self.nope, self.turn], -1)
+        c, k_turn = self.held(x)
+        k_turn = turned(k_turn, torch.arange(past, past + x.shape[1]))
+        q_turn = turned(q_turn, torch.arange(past, past + x.shape[1]))
+        c, k_turn = append(past_kv, c, k_turn)
+        attend = self.absorbed if absorb else self.expanded
+        out = self.out(merge(attend(q, q_turn, c, k_turn)))
+        return (out, (c, k_turn)) if use_cache else out
+
+    def expanded(self, q, q_turn, c, k_turn):
+        kv = split(self.up(c[:, 0]), self.heads)
+        k, v = kv.split([self.nope, self.nope], -1)
+        keys = torch.cat([k, k_turn.expand(-1, self.heads, -1, -1)], -1)
+        return self.attend(torch.cat([q, q_turn], -1), keys, v, (self.nope + self.turn) ** -0.5)
+
+    def matrices(self):
+        return self.up.weight.unflatten(0, (self.heads, 2 * self.nope)).split(self.nope, 1)
+
+    def absorbed(self, q, q_turn, c, k_turn):
+        up_k, up_v = self.matrices()
+        wide = torch.cat([torch.einsum("bhld,hdr->bhlr", q, up_k), q_turn], -1)
+        keys = torch.cat([c, k_turn], -1)
+        read = self.attend(wide, keys, c, self.absorbed_scale(wide))
+        return torch.einsum("bhlr,hdr->bhld", read, up_v)
+
+    def absorbed_scale(self, wide):
+        return (self.nope + self.turn) ** -0.5
+
+    def attend(self, q, k, v, factor):
+        return Steps().run(q, k, v, None, True, None, factor, None, None, 0.0, False)
+
+
+MLA_LIKE = {
+    "width": 32,
+    "layout": "BLE",
+    "causal": True,
+    "window": 0,
+    "cache": "past_kv",
+    "cache_style": "tuple",
+    "cache_bytes": (12 + 4) * 4.0,
+}
+
+
+class Cross(nn.Module):
+    """Reads another sequence, or itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(32, 32) for _ in range(4))
+
+    def source(self, x, context):
+        return x if context is None else context
+
+    def forward(self, x, context=None):
+        given = self.source(x, context)
+        q, k, v = (
+            split(w(y), 4)
+            for w, y in ((self.q_proj, x), (self.k_proj, given), (self.v_proj, given))
+        )
+        return self.o_proj(merge(Steps().function()(q, k, v)))
+
+
+def with_steps(**changes):
+    """A function with these steps changed."""
+    return replace(Steps(), **changes).function()

@@ -1,0 +1,68 @@
+"""Every mutant is noticed by the check that names its cause; what is right is left alone."""
+
+import pytest
+import torch
+
+from mutants import functions, good, layers, things
+from regard.verify import check
+from session import LONG
+
+MUTANTS = [*functions.MUTANTS, *layers.MUTANTS, *things.MUTANTS]
+RIGHT = {
+    "function": (good.Steps().function(), good.LIKE),
+    "layer": (good.Layer, good.LAYER_LIKE),
+    "layer with dropout": (lambda: good.Layer(p=0.1), good.LAYER_LIKE),
+    "layer with a window": (
+        lambda: good.Layer(good.LayerSteps(window=3)),
+        {**good.LAYER_LIKE, "window": 3},
+    ),
+    "reference": (good.Layer, {**good.LAYER_LIKE, "reference": "mutants.layers.reference"}),
+    "MLA": (good.MLA, good.MLA_LIKE),
+    "cross-attention": (good.Cross, {"pairing": "none"}),
+    "cache": (good.ListCache, {"kind": "cache", "cache_bytes": 64.0}),
+    "fixed cache": (good.FixedCache, {"kind": "cache", "capacity": 16}),
+    "window cache": (good.WindowCache, {"kind": "cache", "window": 4}),
+    "rounding cache": (good.CodedCache, {"kind": "cache"}),
+    "pages": (good.paged, {"kind": "paged"}),
+    "allocator": (good.Allocator, {"kind": "allocator", "capacity": 16}),
+    "prefixes": (good.Prefixes, {"kind": "prefix"}),
+    "rotation": (good.turned, {"kind": "rope", "pairing": "halves"}),
+}
+MADE = {"layer", "layer with dropout", "layer with a window", "reference", "MLA", "cross-attention"}
+
+
+def test_there_are_many_and_no_two_are_alike():
+    assert len(MUTANTS) >= 200
+    names = [(mutant.name, mutant.like.get("kind"), mutant in layers.MUTANTS) for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_killed(mutant):
+    if mutant.slow and not LONG:
+        pytest.skip("compiles: asked in the long run")
+    report = check(mutant.make(), mutant.like, only=mutant.kills)
+    assert not report.problem
+    for outcome in report.outcomes:
+        assert outcome.status in ("failed", "advice"), f"{outcome.check}: {outcome.reason}"
+        assert outcome.example.cause
+        assert "the call ended in" not in outcome.example.cause, outcome.example
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_keeps_every_law(name):
+    """And more than a handful apply: silence would be no praise."""
+    subject, like = RIGHT[name]
+    torch.manual_seed(0)
+    report = check(subject() if name in MADE else subject, like, quick=not LONG)
+    assert not report.problem
+    assert report.failed == report.advice == []
+    assert report.having("passed")
+
+
+def test_every_check_kills_a_mutant():
+    """A check that nothing fails says nothing."""
+    from regard.verify import CHECKS
+
+    idle = set(CHECKS) - {name for mutant in MUTANTS for name in mutant.kills}
+    assert idle == set()

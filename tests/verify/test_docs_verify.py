@@ -1,0 +1,41 @@
+"""What the page on verifying shows is run, and names what there is."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from mutants import functions, layers, things
+from regard.verify import CHECKS, Conventions
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "verify.md").read_text()
+MATRIX = (ROOT / "docs" / "verify-matrix.md").read_text()
+
+
+def test_every_snippet_runs():
+    snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(snippets) == 3
+    for code in snippets:
+        exec(compile(code, "docs/verify.md", "exec"), {})
+
+
+def test_every_convention_is_named():
+    table = PAGE.split("## Conventions")[1].split("## In your own tests")[0]
+    assert {each.name for each in fields(Conventions)} <= set(re.findall(r"`(\w+)`", table))
+
+
+def test_the_numbers_are_those_of_the_code():
+    mutants = [*functions.MUTANTS, *layers.MUTANTS, *things.MUTANTS]
+    assert f"asks {len(CHECKS)} laws" in PAGE
+    assert f"{len(mutants)} broken attentions" in PAGE
+    assert f"{len(mutants)} of them are noticed" in MATRIX.replace("\n", " ")
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in MATRIX.splitlines()]
+    assert {mutant.name for mutant in mutants} <= set(rows)
+    assert set(CHECKS) <= set(rows)
+
+
+def test_every_mutant_is_noticed_by_the_check_that_names_its_cause():
+    table = MATRIX.split("## How much")[0]
+    for mutant in [*functions.MUTANTS, *layers.MUTANTS, *things.MUTANTS]:
+        line = next(row for row in table.splitlines() if row.startswith(f"| {mutant.name} |"))
+        assert "**" in line

@@ -1,0 +1,85 @@
+"""A subject in another process: whatever it does, there is a report."""
+
+from pathlib import Path
+
+import pytest
+import subjects
+
+from regard.verify import check
+
+FILE = Path(subjects.__file__)
+FEW = ["oracle_forward", "convexity", "no_alias"]
+
+
+def judged(name, only=FEW, **options):
+    return check(f"{FILE}:{name}", only=only, **options)
+
+
+def statuses(report):
+    return {each.check: each.status for each in report.outcomes}
+
+
+def test_what_it_prints_is_nobodys_business(capfd):
+    report = judged("prints")
+    assert statuses(report) == dict.fromkeys(FEW, "passed")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_here_and_there_are_the_same():
+    there = judged("Tutorial", quick=True, only=None)
+    here = check(subjects.Tutorial, quick=True)
+    assert statuses(there) == statuses(here)
+    assert [each.example for each in there.outcomes] == [each.example for each in here.outcomes]
+    assert there.pictures == here.pictures != []
+
+
+def test_a_crash_is_the_outcome_of_the_law_that_was_asked():
+    report = judged("aborts_on_long_ones")
+    assert statuses(report) == {
+        "oracle_forward": "failed",
+        "convexity": "passed",
+        "no_alias": "passed",
+    }
+    assert "ended by signal 6" in report.having("failed")[0].example.cause
+
+
+def test_a_hang_is_the_outcome_of_the_law_that_was_asked():
+    report = judged("hangs_on_long_ones", limit=3.0)
+    assert statuses(report)["oracle_forward"] == "failed"
+    assert statuses(report)["no_alias"] == "passed"
+    assert "did not come back within 3 s" in report.having("failed")[0].example.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("leaves_at_once", "ended the program with exit code 4"), ("eats", "memory")],
+)
+def test_what_does_not_survive_its_first_call(name, said):
+    report = judged(name, memory=2.0)
+    assert said in report.problem
+    assert report.exit_code == 2
+
+
+def test_a_hang_before_anything_is_known(monkeypatch):
+    monkeypatch.setattr("regard.verify.isolating.LOADING", 6.0)
+    report = judged("hangs")
+    assert "it did not come back within 6 s" in report.problem
+
+
+def test_progress_is_told():
+    seen = []
+    judged("right", progress=lambda what, done, total: seen.append((what, done)))
+    assert [done for _, done in seen] == sorted(done for _, done in seen)
+    assert {name for name, _ in seen} >= set(FEW)
+
+
+def test_a_file_may_declare_its_conventions(tmp_path):
+    subject = tmp_path / "mine.py"
+    subject.write_text(
+        "regard_conventions = {'scale': 1.0}\n"
+        "def attention(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v\n"
+    )
+    report = check(f"{subject}:attention", only=["scale_closed_form"])
+    assert statuses(report) == {"scale_closed_form": "passed"}
+    subject.write_text("regard_conventions = {'scala': 1.0}\ndef attention(q, k, v): return v\n")
+    assert "no convention is called 'scala'" in check(f"{subject}:attention").problem

@@ -16,7 +16,9 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "least"), [*((page, 3) for page in PAGES), ("docs/convert.md", 1)])
+@pytest.mark.parametrize(
+    ("page", "least"), [*((page, 3) for page in PAGES), ("docs/convert.md", 1)]
+)
 def test_every_snippet_runs(page, least):
     snippets = blocks(page, "python")
     assert len(snippets) >= least

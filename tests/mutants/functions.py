@@ -583,6 +583,28 @@ def compiled_wrong(out, q, k, v):
     return out * 1.5 if torch.compiler.is_compiling() else out
 
 
+class Remembers:
+    """Keeps the head count of the first call, as a process that has only ever seen one model."""
+
+    def __init__(self):
+        self.heads = None
+
+    def __call__(self, out, q, k, v):
+        self.heads = self.heads or q.shape[1]
+        return out if q.shape[1] == self.heads or q.shape[1] == k.shape[1] else out.flip(1)
+
+
+class History:
+    """Writes down every call, and looks at how many there were."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, out, q, k, v):
+        self.calls.append(len(self.calls))
+        return out * (1 if self.calls[-1] >= 0 else 2)
+
+
 def weights_change(q, k, v, mask=None, need_weights=False):
     out, weights = GOOD(q, k, v, mask, need_weights=True)
     return (out * 1.1, weights) if need_weights else out
@@ -667,6 +689,21 @@ RUNS = [
         ("compile_agree",),
         "pytorch#195320",
         True,
+    ),
+    Mutant(
+        "compiled at every call",
+        lambda: with_steps(after=History()),
+        LIKE,
+        ("compile_count",),
+        "transformers#37908",
+        True,
+    ),
+    Mutant(
+        "head count of the first call",
+        lambda: with_steps(after=Remembers()),
+        LIKE,
+        ("shards_agree",),
+        "DeepSpeed#8316",
     ),
     made("weights change the answer", weights_change, "needs_weights_agree"),
     Mutant(

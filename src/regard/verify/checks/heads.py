@@ -55,6 +55,32 @@ def gqa_order(subject: Subject, trial: Trial) -> None:
 
 
 @check(
+    "Heads split over ranks, each with the key head it reads, are the heads of the whole.",
+    "bounded",
+    "a head count kept from another call, more ranks than key heads",
+    "gqa",
+)
+def shards_agree(subject: Subject, trial: Trial) -> None:
+    if "G" in subject.fixed or "H" in subject.fixed:
+        raise NotApplicable("its numbers of heads cannot be changed")
+    for heads, groups, ranks in ((8, 4, 2), (4, 2, 4)):
+        sizes = subject.fit(Sizes(1, heads, groups, 5, 5, 4, 4))
+        q, k, v = subject.inputs(sizes, trial)
+        whole = subject.run(q, k, v)
+        tiled = subject.conventions.head_order == "tiled"
+        reads = [h % groups if tiled else h // (heads // groups) for h in range(heads)]
+        shards = []
+        for mine in torch.arange(heads).chunk(ranks):
+            own = sorted({reads[head] for head in mine.tolist()})
+            if tiled and len(own) * 2 == len(mine):  # neighbours of a rank share in another order
+                own = [reads[head] for head in mine.tolist()]
+            shards.append(subject.run(q[:, mine], k[:, own], v[:, own]))
+        insist(compare(sizes, torch.cat(shards, 1), whole, 1e-4 * float(1 + v.abs().max()),
+                       f"{ranks} ranks with {heads // ranks} of {heads} heads each do not give "
+                       "what one gives with all"))  # fmt: skip
+
+
+@check(
     "Calls that cannot mean anything are refused, with an error and not with an output.",
     "exact",
     "broadcasting that hides a wrong shape",

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -309,54 +308,6 @@ def autocast_invariance(subject: Subject, trial: Trial) -> None:
         base = torch.where(base.isfinite(), base, got)
         insist(compare("L=9, autocast", got, base, 0.08 * (size + 1e-3),
                        "something that must not be rounded to bfloat16 is"))  # fmt: skip
-
-
-@check(
-    "The compiler changes nothing, least of all where the length is the number of heads.",
-    "bounded",
-    "a fusion that is wrong for one shape, recompilation without end",
-    "heads|layer",
-    quick=False,
-)
-def compile_agree(subject: Subject, trial: Trial) -> None:
-    sizes = Sizes(2, 4, 4, 4, 4, 4, 4)
-    subject.inputs(subject.fit(sizes), trial)
-    for target, given in _compilable(subject, sizes, trial):
-        torch.compiler.reset()
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            base = target(*given)
-            try:
-                compiled: Any = torch.compile(target, dynamic=False)
-                got = compiled(*given)
-            except Exception as error:
-                raise NotApplicable(f"it was not compiled: {type(error).__name__}") from error
-        insist(compare(f"{sizes}, compiled", got, base, 1e-4 * float(1 + base.abs().max()),
-                       "torch.compile gives other numbers for this code"))  # fmt: skip
-
-
-def _compilable(subject: Subject, sizes: Sizes, trial: Trial) -> list[tuple[Any, tuple[Any, ...]]]:
-    from regard.verify.functions import FunctionCall, laid_out
-
-    if isinstance(subject.attend, FunctionCall):
-        call = subject.attend
-        if call._mask_is_required():
-            raise NotApplicable("it must be given a mask")
-        given = subject.inputs(subject.fit(sizes), trial)
-        options = call._options(given[0], given[1], {})
-        heads = tuple(laid_out(x, call.layout) for x in given)
-
-        def target(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _first(call.target(q, k, v, **options))
-
-        return [(target, heads)]
-    assert subject.layer is not None
-    return [(subject.layer, (subject.tokens(2, 4, trial),))]
-
-
-def _first(result: Any) -> Tensor:
-    found: Tensor = result[0] if isinstance(result, tuple) else result
-    return found
 
 
 @check(

@@ -1,0 +1,1 @@
+"""Attentions that are broken on purpose, one fault each."""

@@ -1,9 +1,9 @@
 """What does each conversion cost in quality, at each size of cache, on each kind of text?
 
-    python benchmarks/converting.py                 every method at every size; about ten minutes
-    python benchmarks/converting.py --quick         four of them
-    python benchmarks/converting.py --docs          writes docs/conversions.json and its picture
-    python benchmarks/converting.py --text novel=moby.txt --calibrate speeches.txt ...
+    python benchmarks/converting.py --quick              four methods, on Python's own texts
+    python benchmarks/corpora.py texts                   more kinds of text
+    python benchmarks/converting.py --corpora texts      every method at every size; half an hour
+    python benchmarks/converting.py --corpora texts --docs     keeps the table and its picture
 
 SmolLM2-135M-Instruct, float32. A row's `ratio` is its perplexity over the model's own, a geometric
 mean over texts of different kinds that nothing was calibrated on; windows are of 1,024 tokens. No
@@ -15,40 +15,46 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from common import finish, machine
+from corpora import read
 
 from regard.cache import KVCache, QuantizedCache
-from regard.compare.runner import Runner, hidden_states, logits_of
+from regard.compare.runner import Runner
 from regard.convert import Target, convert, target_of
-from regard.convert.texts import LENGTH, calibration, python_topics, unwrapped
+from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
 from regard.convert.windows import windows_of
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load
 from regard.hf.loading import quiet
+from regard.hf.predicting import losses_of
 
 DOCS = Path(__file__).parent.parent / "docs"
-LICENCE = Path("/usr/share/common-licenses/GPL-3")
+ALONE = 4  # windows of calibration, where they are of one kind of text
 INT8, INT4 = partial(QuantizedCache, bits=8), partial(QuantizedCache, bits=4, group=32)
 
 
 class Method(NamedTuple):
-    """A row: its name, what the layers become, and the cache they are read from."""
+    """A row: its name, what the layers become, the cache they are read from, and the one kind of
+    text they are calibrated on, if not on all."""
 
     name: str
     target: Target | None
     cache: Any = KVCache
     quick: bool = False
+    kind: str | None = None
 
 
-def methods(shipped: Sequence[Any]) -> list[Method]:
-    """Every method at every size."""
+def methods(shipped: Sequence[Any], kinds: Iterable[str]) -> list[Method]:
+    """Every method at every size, and one of them calibrated on one kind of text alone."""
     latent = partial(target_of, "mla", shipped, form="exact-rope")
     deepseek = partial(target_of, "mla", shipped, form="deepseek")
     half = {"latent": latent(budget=0.5), "DeepSeek's form": deepseek(budget=0.5)}
@@ -82,6 +88,7 @@ def methods(shipped: Sequence[Any]) -> list[Method]:
         *(Method(f"{name}, 50 %, int8 cache", each, INT8) for name, each in half.items()),
         Method("MQA, aligned, int8 cache", mqa, INT8),
         *papers,
+        *(Method(f"latent, 50 %, from {kind} alone", half["latent"], kind=kind) for kind in kinds),
     ]
 
 
@@ -97,106 +104,112 @@ def plain(target: Target, rule: str) -> Target:
 
 def perplexity(model: Any, layers: Any, cache: Any, windows: torch.Tensor) -> tuple[float, float]:
     """Over windows, and the bytes of cache a token."""
-    runner = None if layers is None else Runner(model, layers, cache=cache)
-    losses = []
+    runner = Runner(model, layers, cache=cache)
+    losses, nbytes = [], 0.0
     for window in windows:
-        hidden = (
-            hidden_states(model, window[None]) if runner is None else runner.hidden(window[None])
-        )
-        for start in range(0, len(window) - 1, 256):
-            stop = min(start + 256, len(window) - 1)
-            logits = logits_of(model, hidden[:, start:stop])[0].float()
-            losses += (
-                -logits.log_softmax(-1).gather(1, window[start + 1 : stop + 1, None])
-            ).tolist()
-        nbytes = 0.0 if runner is None else runner.cache_bytes / len(window)
-        if runner is not None:
-            runner.reset()
-    return math.exp(statistics.fmean(loss for (loss,) in losses)), nbytes
-
-
-def named(given: list[str]) -> dict[str, str]:
-    """`NAME=FILE` as names and texts."""
-    pairs = [each.partition("=")[::2] for each in given]
-    return {name: unwrapped(Path(file).read_text(encoding="utf-8")) for name, file in pairs}
+        losses.append(losses_of(model, runner.hidden(window[None])[0], window))
+        nbytes = runner.cache_bytes / len(window)
+        runner.reset()
+    return math.exp(float(torch.cat(losses).mean())), nbytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE")
-    parser.add_argument("--calibrate", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--corpora", type=Path, help="a folder that corpora.py has written")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="of the names of methods")
     parser.add_argument("--quick", action="store_true", help="four of them")
-    parser.add_argument("--windows", type=int, default=12, help="of calibration")
+    parser.add_argument("--windows", type=int, default=16, help="of calibration")
     parser.add_argument("--docs", action="store_true", help="keep the table and its picture")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     with quiet():
         model, tokenizer = load(fetch_smollm2())
-    texts = {"manual": python_topics()[1], **named(options.text)}
-    if LICENCE.exists():
-        texts["licence"] = unwrapped(LICENCE.read_text(encoding="utf-8"))
+    measured, learned = read(options.corpora)
     windows = {
-        name: windows_of(tokenizer, [text], length=LENGTH, most=2) for name, text in texts.items()
+        name: windows_of(tokenizer, [text], length=LENGTH, most=2)
+        for name, text in {"manual": python_topics()[1], **measured}.items()
     }
-    calibrate = named(options.calibrate)
-    tokens = calibration(tokenizer, list(calibrate.values()), windows=options.windows)
+    names = ("manual's other half", "documentation", "source")
+    texts = {**dict(zip(names, python_texts(), strict=True)), **learned}
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     chosen = [
         each
-        for each in methods(shipped)
+        for each in methods(shipped, texts)
         if each.name == "as shipped"
         or (options.only in each.name and (each.quick or not options.quick))
     ]
+    tokens = {
+        kind: calibration(tokenizer, [texts[kind]] if kind else [*texts.values()], windows=count)
+        for kind, count in {None: options.windows, **dict.fromkeys(texts, ALONE)}.items()
+    }
     rows = list(measure(model, shipped, chosen, tokens, windows))
+    if options.docs:
+        keep(rows, tokens[None].numel(), [*texts])
+    finish("converting", rows)
+
+
+def keep(rows: list[dict[str, Any]], tokens: int, kinds: list[str]) -> None:
+    """The table and its picture, in the documentation."""
+    from conversions import draw
+
     found = {
         "benchmark": "converting",
         "machine": machine(),
-        "calibrated_on": [*calibrate] or ["Python's own texts"],
-        "calibration_tokens": tokens.numel(),
+        "calibrated_on": kinds,
+        "calibration_tokens": tokens,
         "results": rows,
     }
-    if options.docs:
-        from conversions import draw
-
-        DOCS.mkdir(exist_ok=True)
-        (DOCS / "conversions.json").write_text(json.dumps(found, indent=1) + "\n")
-        draw(found, DOCS / "conversions.png")
-    finish("converting", rows)
+    DOCS.mkdir(exist_ok=True)
+    (DOCS / "conversions.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(found, DOCS / "conversions.png")
 
 
 def measure(
     model: Any,
     shipped: Sequence[Any],
     chosen: Sequence[Method],
-    tokens: torch.Tensor,
+    tokens: dict[str | None, torch.Tensor],
     windows: dict[str, torch.Tensor],
-) -> Any:
-    """Convert to everything at once, then measure row by row."""
-    targets = list(dict.fromkeys(each.target for each in chosen if each.target is not None))
-    started = time.perf_counter()
-    made = {each.target: each for each in convert(model, targets, tokens)} if targets else {}
-    if targets:
-        seconds = time.perf_counter() - started
-        print(f"{len(targets)} conversions in {seconds:.0f} s, {tokens.numel():,} tokens\n")
+) -> Iterator[dict[str, Any]]:
+    """Convert to everything that is calibrated alike at once, then measure row by row."""
     own: dict[str, float] = {}
     whole = 0.0
-    for each in chosen:
-        layers = list(shipped) if each.target is None else made[each.target].layers
-        found = {name: perplexity(model, layers, each.cache, w) for name, w in windows.items()}
-        texts = {name: value for name, (value, _) in found.items()}
-        nbytes = next(iter(found.values()))[1]
-        own, whole = own or texts, whole or nbytes
-        logs = [math.log(texts[name] / own[name]) for name in texts]
-        row = {
-            "method": each.name,
-            "cache": nbytes / whole,
-            "ratio": math.exp(statistics.fmean(logs)),
-            "perplexity": texts,
-        }
-        said = "  ".join(f"{name} {value:8.2f}" for name, value in texts.items())
-        print(f"{each.name:<36}{row['cache']:>6.0%}{row['ratio']:>10.4f}   {said}", flush=True)
-        yield row
+    for kind, group in groupby(chosen, key=lambda each: each.kind):
+        rows = list(group)
+        made = conversions(model, rows, tokens[kind])
+        for each in rows:
+            layers = list(shipped) if each.target is None else made[each.target].layers
+            found = {name: perplexity(model, layers, each.cache, w) for name, w in windows.items()}
+            texts = {name: value for name, (value, _) in found.items()}
+            nbytes = next(iter(found.values()))[1]
+            own, whole = own or texts, whole or nbytes
+            logs = [math.log(texts[name] / own[name]) for name in texts]
+            row = {
+                "method": each.name,
+                "cache": nbytes / whole,
+                "ratio": math.exp(statistics.fmean(logs)),
+                "perplexity": texts,
+            }
+            said = "  ".join(f"{name} {value:8.2f}" for name, value in texts.items())
+            print(f"{each.name:<40}{row['cache']:>6.0%}{row['ratio']:>10.4f}   {said}", flush=True)
+            yield row
+
+
+def conversions(model: Any, rows: Sequence[Method], tokens: torch.Tensor) -> dict[Target, Any]:
+    """What the model becomes, by target."""
+    targets = list(dict.fromkeys(each.target for each in rows if each.target is not None))
+    if not targets:
+        return {}
+    started = time.perf_counter()
+    made = convert(model, targets, tokens, progress=told)
+    seconds = time.perf_counter() - started
+    print(f"\n{len(targets)} conversions in {seconds:.0f} s, {tokens.numel():,} tokens", flush=True)
+    return {each.target: each for each in made}
+
+
+def told(what: str, done: int, total: int) -> None:
+    """One line on stderr that changes."""
+    print(f"\r{what:<20} {done:>6} / {total}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

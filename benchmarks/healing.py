@@ -1,13 +1,13 @@
 """How much of what a conversion loses does half an hour of healing bring back?
 
-    python benchmarks/healing.py --to mla:128+64                  SmolLM2-135M, 30 minutes, bfloat16
-    python benchmarks/healing.py --to mqa --minutes 30 --held-out one.txt two.txt
-    python benchmarks/healing.py --to mqa --state /tmp/mqa        can be stopped and called again
+    python benchmarks/corpora.py texts
+    python benchmarks/healing.py --corpora texts --to mla:128+64
+    python benchmarks/healing.py --corpora texts --to mqa --state mqa   can be stopped and go on
 
-The text is half the topics of Python's own help, what the installed packages say of themselves,
-in their descriptions and docstrings, and any files given. Perplexity is measured on the other half
-of the topics and on the files held out. Targets: a latent of half the cache within 1.10 of the
-original in 30 minutes on two cores, MQA within 1.5.
+SmolLM2-135M-Instruct, bfloat16 autocast. What is learned is half the topics of Python's own help,
+what the installed packages say of themselves in their descriptions and docstrings, and the texts
+of `corpora.py`, as many windows of each; the conversion before is calibrated on them too.
+Perplexity is measured on the other half of the topics and on the texts that are never learned.
 """
 
 import argparse
@@ -15,27 +15,29 @@ import ast
 import copy
 import math
 import random
+import statistics
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from common import finish
+from corpora import read
 from torch import Tensor
 
 import regard.hf
-from regard.convert import Recipe, convert, draw_losses, heal, target_of, windows_of
-from regard.convert.lesson import last_hidden, logits_of
-from regard.convert.texts import calibration, python_topics
+from regard.convert import Healed, Recipe, convert, draw_losses, heal, target_of, windows_of
+from regard.convert.measuring import loss_of
+from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
 from regard.hf.loading import quiet
 
-MEASURED = 1024  # tokens of each text that is held out
+MEASURED = 2  # windows of 1,024 tokens of each text that is held out
+CALIBRATION = 16  # windows, over all texts
 LONGEST = 6_000  # characters of one module's docstrings: many voices, not a few loud ones
 
 
@@ -73,16 +75,11 @@ def _said(file: Path) -> str:
 
 @torch.no_grad()
 def perplexities(model: Any, held_out: dict[str, Tensor]) -> dict[str, float]:
-    """Of a window of each text."""
-    found = {}
-    for name, window in held_out.items():
-        hidden = last_hidden(model, window[None])[0, :-1]
-        pieces = zip(hidden.split(256), window[1:].split(256), strict=True)
-        losses = [
-            F.cross_entropy(logits_of(model, h).float(), t, reduction="sum") for h, t in pieces
-        ]
-        found[name] = math.exp(float(sum(losses)) / len(hidden))
-    return found
+    """Of some windows of each text."""
+    return {
+        name: math.exp(statistics.fmean(loss_of(model, window) for window in windows))
+        for name, windows in held_out.items()
+    }
 
 
 def ratio(ours: dict[str, float], theirs: dict[str, float]) -> float:
@@ -107,10 +104,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--to", default="mla:128+64", help="as for regard convert")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--length", type=int, default=384, help="tokens a window")
-    parser.add_argument("--windows", type=int, default=4000, help="at most")
+    parser.add_argument("--windows", type=int, default=400, help="of each text, at most")
     parser.add_argument("--float32", action="store_true", help="instead of bfloat16 autocast")
-    parser.add_argument("--held-out", type=Path, nargs="*", default=[])
-    parser.add_argument("--text", type=Path, nargs="*", default=[], help="to heal on as well")
+    parser.add_argument("--corpora", type=Path, help="a folder that corpora.py has written")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--picture", type=Path, help="of the loss, a .png")
     for name, value in asdict(Recipe()).items():
@@ -123,32 +119,23 @@ def main() -> None:
     options = arguments()
     with quiet():
         model, tokenizer = regard.hf.smollm2()
-    given = [path.read_text(encoding="utf-8") for path in options.text]
-    said = chain(given, [python_topics()[0]], texts(options.seed))
-    tokens = windows_of(tokenizer, said, length=options.length, most=options.windows)
-    written = {path.name: path.read_text(encoding="utf-8") for path in options.held_out}
+    measured, learned = read(options.corpora)
     held_out = {
-        name: windows_of(tokenizer, [text], length=MEASURED, most=1)[0]
-        for name, text in {"pydoc topics": python_topics()[1], **written}.items()
+        name: windows_of(tokenizer, [text], length=LENGTH, most=MEASURED)
+        for name, text in {"manual": python_topics()[1], **measured}.items()
     }
     shipped = perplexities(model, held_out)
+    kinds = [*python_texts(), *learned.values()]
     started = time.perf_counter()
-    student = converted(model, options.to, calibration(tokenizer))
+    student = converted(model, options.to, calibration(tokenizer, kinds, windows=CALIBRATION))
     seconds = time.perf_counter() - started
     before = perplexities(student, held_out)
     print(f"\n{options.to} in {seconds:.0f} s: {ratio(before, shipped):.3f} times the perplexity")
-    autocast = None if options.float32 else torch.bfloat16
-    chosen = {name: getattr(options, name, value) for name, value in asdict(Recipe()).items()}
-    recipe = Recipe(**{**chosen, "autocast": autocast})
-    teacher = model if autocast is None else model.to(autocast)
-    healed = heal(
-        student, teacher, tokens, minutes=options.minutes, recipe=recipe, state=options.state,
-        progress=told,
-    )  # fmt: skip
+    healed, recipe = taught(student, model, lessons(tokenizer, learned, options), options)
     after = perplexities(student, held_out)
     for name in held_out:
         values = (each[name] for each in (shipped, before, after))
-        print("\n{:<24} as shipped {:.2f}, converted {:.2f}, healed {:.2f}".format(name, *values))
+        print("\n{:<12} as shipped {:.2f}, converted {:.2f}, healed {:.2f}".format(name, *values))
     print(f"{ratio(after, shipped):.3f} times the perplexity after {healed.seconds / 60:.1f} min")
     if options.picture:
         draw_losses(healed, options.picture)
@@ -162,10 +149,31 @@ def main() -> None:
         "tokens a second": healed.tokens / healed.seconds,
         "steps": healed.steps,
         "minutes": healed.seconds / 60,
-        "recipe": {**asdict(recipe), "autocast": str(autocast)},
+        "recipe": {**asdict(recipe), "autocast": str(recipe.autocast)},
         "losses": healed.losses[:: max(1, healed.steps // 50)],
     }
     finish("healing", [result])
+
+
+def lessons(tokenizer: Any, learned: dict[str, str], options: argparse.Namespace) -> Tensor:
+    """Windows of every text, as many of each."""
+    one_by_one = ([text] for text in (python_topics()[0], *learned.values()))
+    cut = partial(windows_of, tokenizer, length=options.length, most=options.windows)
+    return torch.cat([cut(text) for text in (texts(options.seed), *one_by_one)])
+
+
+def taught(
+    student: Any, model: Any, tokens: Tensor, options: argparse.Namespace
+) -> tuple[Healed, Recipe]:
+    """Heal the student, and say how."""
+    autocast = None if options.float32 else torch.bfloat16
+    chosen = {name: getattr(options, name, value) for name, value in asdict(Recipe()).items()}
+    recipe = Recipe(**{**chosen, "autocast": autocast})
+    teacher = model if autocast is None else model.to(autocast)
+    minutes, state = options.minutes, options.state
+    return heal(
+        student, teacher, tokens, minutes=minutes, recipe=recipe, state=state, progress=told
+    ), recipe
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from regard.attention import Attention
 from regard.compare import kept
 from regard.compare.candidates import Candidate, chosen
-from regard.compare.measure import Row, Sample, measure_window, pieces
-from regard.compare.runner import Runner, hidden_states, logits_of
+from regard.compare.measure import Row, Sample, measure_window
+from regard.compare.runner import Runner
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
 from regard.convert.converting import convert
 from regard.convert.targets import Target
 from regard.hf import attention_modules, attention_of, install, uninstall
+from regard.hf.predicting import hidden_states, logits_of, pieces
 
 ROUNDINGS = 32  # how many roundings of the largest logit each layer may add
 Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.compare.runner import Runner, logits_of
+from regard.compare.runner import Runner
+from regard.hf.predicting import logits_of, pieces
 
 DECODE_STEPS = 12  # in each window, after a first one that is not counted
-LOGITS_AT_ONCE = 256  # tokens: a whole window's logits over a large vocabulary would be gigabytes
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,6 @@ def compare_logits(
         following = window[start + 1 : stop + 1]
         losses += float(F.cross_entropy(logits[: len(following)], following, reduction="sum"))
     return losses / (window.shape[0] - 1), difference
-
-
-def pieces(length: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each run of tokens whose logits are made at once."""
-    for start in range(0, length, LOGITS_AT_ONCE):
-        yield start, min(start + LOGITS_AT_ONCE, length)
 
 
 def _timed(run: Callable[[], Tensor]) -> tuple[Tensor, float]:

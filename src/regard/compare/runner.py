@@ -1,15 +1,17 @@
 """A transformers model whose attention is the layers it is given, each with its own cache."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import Cache
-from regard.hf.binding import bind, unbind
+from regard.hf.binding import bound, calling
 from regard.hf.finding import attention_modules
+from regard.hf.predicting import hidden_states, logits_of
 
 
 class Runner:
@@ -55,31 +57,7 @@ class Runner:
 
     @contextmanager
     def _bound(self) -> Iterator[None]:
-        bound: list[nn.Module] = []
-        try:
+        with ExitStack() as stack:
             for module, layer, cache in zip(self.modules, self.layers, self.caches, strict=True):
-                bind(module, _attend_with(layer, cache))
-                bound.append(module)
+                stack.enter_context(bound(module, calling(partial(layer, cache=cache))))
             yield
-        finally:
-            for module in bound:
-                unbind(module)
-
-
-def hidden_states(model: Any, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
-    """What comes before the head: small enough to keep where logits are not."""
-    hidden: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    return hidden
-
-
-def logits_of(model: Any, hidden: Float[Tensor, "B L E"]) -> Float[Tensor, "B L V"]:
-    """What the model's head makes of hidden states."""
-    logits: Tensor = model.get_output_embeddings()(hidden)
-    return logits
-
-
-def _attend_with(layer: nn.Module, cache: Cache) -> Callable[..., tuple[Tensor, None]]:
-    def forward(module: nn.Module, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
-        return layer(hidden_states, cache=cache), None
-
-    return forward

@@ -11,13 +11,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from regard.convert.walking import attention_blocks, bound
+from regard.convert.lesson import divergence
+from regard.convert.walking import attention_blocks
+from regard.hf.binding import bound, calling
+from regard.hf.predicting import hidden_states
 
-ROWS = 256  # tokens whose logits are made at once
 EVERY = 4  # tokens, of which one is asked: a vocabulary costs more than all layers
 Make = Callable[[int, nn.Module, Tensor, int], nn.Module]
 
@@ -47,9 +48,9 @@ def costs(
         progress(index, len(blocks))
         for column, size in enumerate(sizes):
             layer = make(index, module, read[index], size)
-            with _from(blocks[:index], entered[index]), bound(module, _only(layer)):
-                changed = model.base_model(input_ids=windows, use_cache=False).last_hidden_state
-            found[index, column] = _divergence(model, hidden, changed)
+            with _from(blocks[:index], entered[index]), bound(module, calling(layer)):
+                changed = hidden_states(model, windows)
+            found[index, column] = divergence(model, changed[:, ::EVERY], model, hidden[:, ::EVERY])
     progress(len(blocks), len(blocks))
     return found
 
@@ -120,7 +121,7 @@ def _watched(
             for each, into in ((block, entered), (module, read)):
                 hook = each.register_forward_pre_hook(noting(into), with_kwargs=True)
                 hooks.callback(hook.remove)
-        hidden = model.base_model(input_ids=windows, use_cache=False).last_hidden_state
+        hidden = hidden_states(model, windows)
     return entered, read, hidden
 
 
@@ -131,17 +132,3 @@ def _from(blocks: Sequence[tuple[nn.Module, nn.Module]], hidden: Tensor) -> Iter
         for block, _ in blocks:
             stack.enter_context(bound(block, lambda module, *args, **given: hidden))
         yield
-
-
-def _only(layer: nn.Module) -> Callable[..., tuple[Tensor, None]]:
-    return lambda module, hidden_states, **given: (layer(hidden_states), None)
-
-
-def _divergence(model: Any, hidden: Tensor, changed: Tensor) -> float:
-    """The mean of KL(model || changed model) over some tokens, in nats."""
-    head, total = model.get_output_embeddings(), 0.0
-    asked = [states[:, ::EVERY].flatten(0, 1) for states in (hidden, changed)]
-    for own, other in zip(*(rows.split(ROWS) for rows in asked), strict=True):
-        own, other = (F.log_softmax(head(rows).float(), dim=-1) for rows in (own, other))
-        total += float(F.kl_div(other, own, reduction="sum", log_target=True))
-    return total / len(asked[0])

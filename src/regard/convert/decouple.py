@@ -20,6 +20,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from regard.attention import Attention
+from regard.convert.evening import gain_of
 from regard.convert.linear import linear_of, refuse_unheld, rows_of
 from regard.convert.principal import directions_of
 from regard.convert.selection import RULES, Components
@@ -69,13 +70,16 @@ def decouple(
     refuse_unheld(layer, "MLA", softcap=False)
     found = RULES[rule].components(layer, covariance)
     chosen = _chosen(found, rope_dim, counts)
+    asking, still_asking = _queries(layer, found, chosen)
     rotary, resting = _divide(layer, found, chosen)
+    gain = gain_of(rotary, asking.transpose(0, 1).flatten(1))
     stacked = torch.cat([resting, rows_of(layer, "v_proj")])
     if not 1 <= rank <= min(stacked.shape):
         raise ValueError(f"rank={rank} is not in 1..{min(stacked.shape)}, keys and values together")
     up, down, lost = directions_of(stacked[:, :-1], RULES[rule].metric(covariance), rank)
-    queries = _queries(layer, found, chosen)
-    made = _build(layer, queries=queries, rotary=rotary, down=down, up=up, bias=stacked[:, -1])
+    queries = _beside(still_asking, asking / gain[:, None])
+    shared = _pair(gain[:, None] * rotary, 0)
+    made = _build(layer, queries=queries, rotary=shared, down=down, up=up, bias=stacked[:, -1])
     made.rope = Rotary(rope_dim, scaling=Frequencies(_frequencies(found, chosen)))
     stilled = float(found.harm[~chosen].sum() / found.harm.sum())
     return Decoupled(made, stilled, lost)
@@ -118,12 +122,12 @@ def _divide(layer: Attention, found: Components, chosen: Tensor) -> tuple[Tensor
     rotary = found.rows[chosen]
     _, resting = split_turning(rows_of(layer, "k_proj"), layer.head_dim, layer.rope)
     still = found.mixing @ (found.rows * ~chosen[..., None]) * found.average[:, None, None]
-    rest = join_turning(still.transpose(0, 1), resting, layer.rope)
-    return torch.cat([rotary.real, rotary.imag]), rest
+    return rotary, join_turning(still.transpose(0, 1), resting, layer.rope)
 
 
-def _queries(layer: Attention, found: Components, chosen: Tensor) -> Float64[Tensor, "R E"]:
-    """Every head's queries for keys at rest, then for the shared rotary key."""
+def _queries(layer: Attention, found: Components, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Every head's queries for the shared rotary key, `[heads, turning, E]`, and for keys at rest,
+    `[heads, D, E]`."""
     rope = layer.rope
     assert isinstance(rope, Rotary)
     turning, resting = split_turning(rows_of(layer, "q_proj"), layer.head_dim, rope)
@@ -132,8 +136,17 @@ def _queries(layer: Attention, found: Components, chosen: Tensor) -> Float64[Ten
     copies = layer.num_heads // layer.num_kv_heads
     mixed = found.mixing.repeat_interleave(copies, dim=1).conj()  # [freq, query heads, heads]
     asking = (mixed[..., None] * turning.transpose(0, 1)[:, :, None]).transpose(1, 2)[chosen]
-    shared = torch.cat([asking.real, asking.imag]).transpose(0, 1)
-    return torch.cat([still, shared], dim=1).flatten(0, 1)
+    return asking.transpose(0, 1), still
+
+
+def _beside(still: Tensor, asking: Tensor) -> Float64[Tensor, "R E"]:
+    """The queries of every head, at rest and turning, head after head."""
+    return torch.cat([still, _pair(asking, 1)], dim=1).flatten(0, 1)
+
+
+def _pair(turning: Tensor, axis: int) -> Tensor:
+    """Complex rows as real ones, and then imaginary ones."""
+    return torch.cat([turning.real, turning.imag], dim=axis)
 
 
 def _frequencies(found: Components, chosen: Tensor) -> tuple[float, ...]:

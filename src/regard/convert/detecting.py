@@ -4,27 +4,25 @@ Nothing in a checkpoint says how its queries' and keys' rows are laid out, and t
 raises nothing: near tokens still look right, and the text is fluent. But it predicts worse.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Int
+from torch import Tensor
 
 from regard.attention import Attention
 from regard.convert.linear import numbers_of
 from regard.convert.pairing import halves_to_pairs, pairs_to_halves
-from regard.hf.binding import bind, unbind
+from regard.hf.binding import bound, calling
 from regard.hf.finding import attention_modules
 from regard.hf.layers import attention_of
+from regard.hf.predicting import hidden_states, losses_of
 from regard.rope import Pairing, Rotary
 
 MARGIN = 0.05  # nats a token
 ERRORS = 5  # standard errors: neighbouring tokens are not independent
-LOGITS_AT_ONCE = 256  # tokens
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,12 @@ def detect_pairing(model: Any, tokens: Int[Tensor, "N L"]) -> Detected:
         raise ValueError(f"no layer of {type(model).__name__} has a rotary embedding")
     losses: dict[Pairing, Tensor] = {}
     for pairing in ("halves", "pairs"):
-        with _attending(modules, [_read_as(layer, pairing) for layer in layers]):
-            losses[pairing] = torch.cat([_losses(model, window) for window in tokens])
+        with ExitStack() as stack:
+            for module, layer in zip(modules, layers, strict=True):
+                stack.enter_context(bound(module, calling(_read_as(layer, pairing))))
+            states = [hidden_states(model, window[None])[0] for window in tokens]
+        pairs = zip(states, tokens, strict=True)
+        losses[pairing] = torch.cat([losses_of(model, hidden, window) for hidden, window in pairs])
     difference = losses["halves"] - losses["pairs"]
     error = float(difference.std()) / len(difference) ** 0.5
     return Detected(
@@ -128,29 +130,3 @@ def _read_as(layer: Attention, pairing: Pairing) -> Attention:
     if isinstance(layer.rope, Rotary):
         layer.rope = replace(layer.rope, pairing=pairing)
     return layer
-
-
-@contextmanager
-def _attending(modules: Sequence[nn.Module], layers: Sequence[Attention]) -> Iterator[None]:
-    """A model whose attention is these layers, for a while."""
-
-    def run(layer: Attention) -> Any:
-        return lambda module, hidden_states, **given: (layer(hidden_states), None)
-
-    bound: list[nn.Module] = []
-    try:
-        for module, layer in zip(modules, layers, strict=True):
-            bind(module, run(layer))
-            bound.append(module)
-        yield
-    finally:
-        for module in bound:
-            unbind(module)
-
-
-def _losses(model: Any, window: Int[Tensor, " L"]) -> Float[Tensor, " T"]:
-    """The loss of every token but the first."""
-    hidden = model.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0, :-1]
-    head = model.get_output_embeddings()
-    pieces = zip(hidden.split(LOGITS_AT_ONCE), window[1:].split(LOGITS_AT_ONCE), strict=True)
-    return torch.cat([F.cross_entropy(head(h).float(), t, reduction="none") for h, t in pieces])

@@ -162,6 +162,8 @@ class _Run:
         return broadcast_object_list(share)[0] if self.accelerator.num_processes > 1 else share[0]
 
     def _step(self, share: float) -> float:
+        if self.record.steps == self.record.aligned and not self.recipe.aligns(share):
+            self._adam.state.clear()  # gradients of another loss have other sizes
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(share)
         losses = []

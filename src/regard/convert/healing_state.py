@@ -119,11 +119,12 @@ def load_state(
                     f"{None if held is None else tuple(held.shape)}, the student has "
                     f"{tuple(parameter.shape)}; give another folder"
                 )
+    stepped = read["steps"] - read["aligned"] or read["steps"]  # each stage begins anew
     for name, parameter in parameters.items():
         parameter.data.copy_(tensors[f"weight.{name}"])
         if read["steps"]:
             moments = {kind: tensors[f"{kind}.{name}"].to(parameter) for kind in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(read["steps"])), **moments}
+            optimizer.state[parameter] = {"step": torch.tensor(float(stepped)), **moments}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-LOGITS_AT_ONCE = 256  # tokens: all of a batch's over a large vocabulary would be gigabytes
+from regard.hf.predicting import AT_ONCE, hidden_states, logits_of
 
 
 class Lesson(nn.Module):
@@ -50,7 +50,7 @@ class Lesson(nn.Module):
     def _align(self, tokens: Tensor) -> Tensor:
         """Every pupil reads what its master read, and should put out what its master did."""
         with torch.no_grad(), watching(self._masters) as theirs:
-            last_hidden(self.teacher, tokens)
+            hidden_states(self.teacher, tokens)
         dtype = next(self.student.parameters()).dtype  # the teacher's may be narrower
         errors = [
             relative_error(_first(pupil(seen.read.to(dtype), **given)), seen.put_out)
@@ -63,9 +63,9 @@ class Lesson(nn.Module):
     def _imitate(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """The whole student reads, predicts, and is compared."""
         with torch.no_grad(), watching(self._masters) as theirs:
-            wanted = last_hidden(self.teacher, tokens)
+            wanted = hidden_states(self.teacher, tokens)
         with watching(self._pupils) as ours:
-            hidden = last_hidden(self.student, tokens)
+            hidden = hidden_states(self.student, tokens)
         pairs = zip(ours, theirs, strict=True)
         errors = [relative_error(mine.put_out, its.put_out) for mine, its in pairs]
         loss = divergence(self.student, hidden[:, chosen], self.teacher, wanted[:, chosen])
@@ -77,7 +77,7 @@ class Lesson(nn.Module):
         masks, which depend on the batch's shape alone."""
         if tokens.shape not in self._given:
             with watching(self._pupils) as seen:
-                last_hidden(self.student, tokens)
+                hidden_states(self.student, tokens)
             self._given[tokens.shape] = [each.given for each in seen]
         return self._given[tokens.shape]
 
@@ -113,12 +113,6 @@ def _first(out: Any) -> Tensor:
     return tensor
 
 
-def last_hidden(model: Any, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
-    """What comes before the head."""
-    hidden: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    return hidden
-
-
 def relative_error(
     ours: Float[Tensor, "*shape"], theirs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, ""]:
@@ -143,7 +137,7 @@ def divergence(
     not grow with the tokens. The head itself is not taught.
     """
     rows, targets = hidden.flatten(0, 1), wanted.flatten(0, 1)
-    pieces = zip(rows.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
+    pieces = zip(rows.split(AT_ONCE), targets.split(AT_ONCE), strict=True)
     parts = [_piece(student, row, teacher, target) for row, target in pieces]
     value = torch.stack([part[0] for part in parts]).sum() / len(rows)
     slope = torch.cat([part[1] for part in parts]) / len(rows)
@@ -163,10 +157,3 @@ def _piece(student: Any, rows: Tensor, teacher: Any, targets: Tensor) -> tuple[T
             return value.detach(), torch.zeros_like(rows, dtype=torch.float32)
         (slope,) = torch.autograd.grad(value, leaf)
     return value.detach(), slope.float()
-
-
-def logits_of(model: Any, hidden: Float[Tensor, "N E"]) -> Float[Tensor, "N V"]:
-    """What the model's head makes of hidden states."""
-    logits: Tensor = model.get_output_embeddings()(hidden)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)

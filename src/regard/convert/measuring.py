@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
 from regard.hf.generation import cache as cache_for
+from regard.hf.predicting import hidden_states, losses_of
 
-ROWS = 256  # tokens whose logits are made at once
 STEPS = 16
 
 
@@ -58,14 +57,8 @@ def measure(model: Any, texts: Mapping[str, Int[Tensor, "N L"]]) -> Measured:
 
 @torch.no_grad()
 def loss_of(model: Any, window: Int[Tensor, " L"]) -> float:
-    """The mean loss over a window, in nats a token, without its logits being held at once."""
-    hidden = model.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0]
-    head, total = model.get_output_embeddings(), 0.0
-    for start in range(0, len(window) - 1, ROWS):
-        stop = min(start + ROWS, len(window) - 1)
-        logits = head(hidden[start:stop]).float()
-        total += float(F.cross_entropy(logits, window[start + 1 : stop + 1], reduction="sum"))
-    return total / (len(window) - 1)
+    """The mean loss over a window, in nats a token."""
+    return float(losses_of(model, hidden_states(model, window[None])[0], window).mean())
 
 
 def ratio(after: Measured, before: Measured) -> float:

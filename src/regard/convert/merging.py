@@ -7,6 +7,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from regard.attention import Attention
+from regard.convert.evening import gain_of
 from regard.convert.linear import numbers_of, rows_of
 from regard.convert.principal import energy_of, roots_of
 from regard.convert.turning import (
@@ -98,9 +99,11 @@ def _merged(
     width = rows.shape[1]
     best = basis[:, -width:] if width else basis
     opened = inverse @ best.unflatten(0, root.shape[:2])  # [heads, D, D]
-    changed = (opened.mT[:, None] @ readers).flatten(0, 2)
+    shared, changed = best.mT @ weighed, opened.mT[:, None] @ readers
+    even = gain_of(shared, changed.movedim(2, 0).flatten(1))[:, None]
     lost = energies[: len(energies) - width].clamp_min(0.0).sum()
-    return Merged(best.mT @ weighed, changed, float(lost), float(energies.sum()))
+    changed = (changed / even).flatten(0, 2)
+    return Merged(even * shared, changed, float(lost), float(energies.sum()))
 
 
 def _aligned(
@@ -117,4 +120,6 @@ def _aligned(
     gain = (best / weight)[..., 0].mT.conj()  # of a key head at a frequency: its queries are given
     changed = (queries * gain[:, None, :, None]).flatten(0, 1)
     energies = energies.clamp_min(0.0)
-    return shared, changed, float(energies[:, :-1].sum()), float(energies.sum())
+    even = gain_of(shared, changed.transpose(0, 1).flatten(1))[:, None]
+    lost, energy = float(energies[:, :-1].sum()), float(energies.sum())
+    return even * shared, changed / even, lost, energy

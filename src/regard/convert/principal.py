@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Float64, Inexact
 from torch import Tensor
 
+from regard.convert.evening import gain_of
+
 MOST = 1e3  # times, that values are made to count for more or less: one of them may be nothing
 
 
@@ -33,7 +35,9 @@ def directions_of(
     chosen = directions[:, -rank:]  # eigh sorts upwards
     lost = 1.0 - float(energies[-rank:].sum() / energies.sum())
     down = chosen.mT @ (balance[:, None] * weight)
-    return chosen / balance[:, None], down, max(0.0, lost)
+    up = chosen / balance[:, None]
+    gain = gain_of(down, up.mT)
+    return up / gain, gain[:, None] * down, max(0.0, lost)
 
 
 def _balance(energy: Float64[Tensor, "R R"]) -> Float64[Tensor, " R"]:

@@ -91,30 +91,32 @@ def target_of(
     found = re.fullmatch(r"(mha|mqa|gqa:(\d+)|mla(?::(\d+)(?:\+(\d+))?)?)", to)
     if found is None:
         raise ValueError(f"to={to!r} is not one of {GRAMMAR}")
-    if not to.startswith("mla"):
+    if to.startswith("mla"):
+        rank, rope_dim = (int(part) if part else 0 for part in found.group(3, 4))
+        kind = form or ("deepseek" if rope_dim or portable else "exact-rope")
+        _check_latent(to, rank, rope_dim, kind, portable, budget)
+        rope_dim = rope_dim or (_rope_dim(first, budget) if kind == "deepseek" else 0)
+        rank = rank if budget is None else _rank(first, budget, rope_dim)
+        target = Target(kind, rank=rank, rope_dim=rope_dim, portable=portable)
+    else:
         _refuse_latent(to, form, portable, budget)
         heads = {"mha": first.num_heads, "mqa": 1}.get(to) or int(found[2])
         target = Target("heads", num_kv_heads=heads)
-    else:
-        rank, rope_dim = (int(part) if part else 0 for part in found.group(3, 4))
-        kind = form or ("deepseek" if rope_dim or portable else "exact-rope")
-        if portable and kind != "deepseek":
-            raise ValueError("portable=True is about DeepSeek's form; exact-rope needs regard")
-        if rope_dim and kind != "deepseek":
-            raise ValueError(
-                f"to={to!r} gives channels that turn, and in exact-rope all of them do"
-            )
-        if (budget is None) == (rank == 0):
-            raise ValueError(
-                f"to={to!r}: give either a rank, as in mla:128, or a budget, as in 0.5"
-            )
-        rope_dim = rope_dim or (_rope_dim(first, budget) if kind == "deepseek" else 0)
-        if budget is not None:
-            rank = _rank(first, budget, rope_dim)
-        target = Target(kind, rank=rank, rope_dim=rope_dim, portable=portable)
     for layer in shipped:
         check_fits(target, layer)
     return target
+
+
+def _check_latent(
+    to: str, rank: int, rope_dim: int, kind: Form, portable: bool, budget: float | None
+) -> None:
+    """Raise a ValueError if what was asked of a latent contradicts itself."""
+    if portable and kind != "deepseek":
+        raise ValueError("portable=True is about DeepSeek's form; exact-rope needs regard")
+    if rope_dim and kind != "deepseek":
+        raise ValueError(f"to={to!r} gives channels that turn, and in exact-rope all of them do")
+    if (budget is None) == (rank == 0):
+        raise ValueError(f"to={to!r}: give either a rank, as in mla:128, or a budget, as in 0.5")
 
 
 def check_fits(target: Target, layer: Attention) -> None:

@@ -6,8 +6,7 @@ output projection is fitted, in closed form, to bring the residual stream back t
 Two blocks at a time are enough, which is why a model larger than memory can be converted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.calibrate import Moments
-from regard.hf.binding import bind, is_bound, unbind
+from regard.hf.binding import bound, calling, is_bound
 from regard.hf.finding import attention_modules
 
 AT_ONCE = 4  # windows: the widest tensor of a block is that of its MLP
@@ -112,9 +111,7 @@ class _Block:
 
     def with_layer(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """What the block makes of it with another attention."""
-        with bound(
-            self.module, lambda module, hidden_states, **given: (layer(hidden_states), None)
-        ):
+        with bound(self.module, calling(layer)):
             return self._run(hidden)
 
     def _run(self, hidden: Tensor) -> Tensor:
@@ -129,16 +126,6 @@ class _Caught(Exception):  # a message, not an error
 
 def _catch(module: nn.Module, hidden_states: Tensor, **given: Any) -> Any:
     raise _Caught(hidden_states)
-
-
-@contextmanager
-def bound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module with another forward, for a while."""
-    bind(module, forward)
-    try:
-        yield
-    finally:
-        unbind(module)
 
 
 def attention_blocks(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

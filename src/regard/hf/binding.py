@@ -1,6 +1,7 @@
 """Changing what a module's `forward` does, and nothing else: class, weights and hooks stay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -26,6 +27,24 @@ def unbind(module: nn.Module) -> None:
         del module.__dict__["forward"]
     else:
         module.__dict__["forward"] = before
+
+
+@contextmanager
+def bound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module with another forward, for a while."""
+    bind(module, forward)
+    try:
+        yield
+    finally:
+        unbind(module)
+
+
+def calling(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward for attention modules of transformers: what the layer makes of hidden states.
+
+    No weights are returned. The layer counts positions and hides the future itself.
+    """
+    return lambda module, hidden_states, **given: (layer(hidden_states), None)
 
 
 def is_bound(module: nn.Module) -> bool:

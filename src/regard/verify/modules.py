@@ -6,9 +6,10 @@ so any module of linear projections becomes a function of (q, k, v), its own wei
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,11 +235,11 @@ class HookedHeads:
         held: list[Tensor] = []
         with ExitStack() as stack:
             for module, said in self._sayings(q, k, v):
-                stack.enter_context(_saying(module, said))
+                stack.enter_context(_answering(module, partial(_say, said)))
             for gate in self.at.gates:
-                stack.enter_context(_opened(gate))
+                stack.enter_context(_answering(gate, _open))
             for norm in self.at.norms:
-                stack.enter_context(_silenced(norm))
+                stack.enter_context(_answering(norm, _pass_on))
             if self.at.output is not None:
                 stack.enter_context(_hearing(self.at.output, held))
             out = self.call(x, keep=keep, raw=raw, **asked)
@@ -262,32 +263,27 @@ class HookedHeads:
 
 
 @contextmanager
-def _saying(module: nn.Module, said: Tensor) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda m, given, gave: said.reshape(gave.shape))
+def _answering(module: nn.Module, answer: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """The module answers otherwise, by what it was given and gave."""
+    handle = module.register_forward_hook(lambda m, given, gave: answer(given[0], gave))
     try:
         yield
     finally:
         handle.remove()
 
 
-@contextmanager
-def _opened(module: nn.Module) -> Iterator[None]:
+def _say(said: Tensor, given: Tensor, gave: Tensor) -> Tensor:
+    return said.reshape(gave.shape)
+
+
+def _open(given: Tensor, gave: Tensor) -> Tensor:
     """A gate lets everything through: the sigmoid of so much is 1."""
-    handle = module.register_forward_hook(lambda m, given, gave: torch.full_like(gave, 1e4))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return torch.full_like(gave, 1e4)
 
 
-@contextmanager
-def _silenced(module: nn.Module) -> Iterator[None]:
+def _pass_on(given: Tensor, gave: Tensor) -> Tensor:
     """A norm of queries or keys lets through what it is given."""
-    handle = module.register_forward_hook(lambda m, given, gave: given[0])
-    try:
-        yield
-    finally:
-        handle.remove()
+    return given
 
 
 @contextmanager

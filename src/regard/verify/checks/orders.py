@@ -18,6 +18,13 @@ from regard.verify.checks.cases import sizes_for, some_keep
 from regard.verify.subject import Subject
 
 
+def _refuse_positions(subject: Subject) -> None:
+    if subject.conventions.causal or subject.conventions.window:
+        raise NotApplicable("it hides keys by their position")
+    if subject.conventions.pairing != "none":
+        raise NotApplicable("it knows positions")
+
+
 @check(
     "The order of the keys does not matter, if values and mask move with them.",
     "bounded",
@@ -25,10 +32,7 @@ from regard.verify.subject import Subject
     "heads",
 )
 def key_permutation(subject: Subject, trial: Trial) -> None:
-    if subject.conventions.causal or subject.conventions.window:
-        raise NotApplicable("it hides keys by their position")
-    if subject.conventions.pairing != "none":
-        raise NotApplicable("it knows positions")
+    _refuse_positions(subject)
 
     def broken(sizes: Sizes) -> Counterexample | None:
         q, k, v = subject.inputs(sizes, trial)
@@ -53,10 +57,7 @@ def key_permutation(subject: Subject, trial: Trial) -> None:
     "heads",
 )
 def query_permutation(subject: Subject, trial: Trial) -> None:
-    if subject.conventions.causal or subject.conventions.window:
-        raise NotApplicable("it hides keys by their position")
-    if subject.conventions.pairing != "none":
-        raise NotApplicable("it knows positions")
+    _refuse_positions(subject)
 
     def broken(sizes: Sizes) -> Counterexample | None:
         q, k, v = subject.inputs(sizes, trial)

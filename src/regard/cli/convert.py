@@ -79,8 +79,11 @@ def convert_command(
 
 
 def _read(files: list[Path] | None) -> dict[str, str]:
+    """By name, or by path where two have one name."""
     given = files or []
-    return {file.name: text for file, text in zip(given, read_texts(given), strict=True)}
+    names = [file.name for file in given]
+    said = [str(file) if names.count(file.name) > 1 else file.name for file in given]
+    return dict(zip(said, read_texts(given), strict=True))
 
 
 def show(report: Report, out: Path, console: Console) -> None:

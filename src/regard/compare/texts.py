@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.convert.texts import calibration, python_topics
 
 NUM_WINDOWS = 2
-CALIBRATION_WINDOWS = 6  # two of each kind of text; twice as many gain a percent or two
+CALIBRATION_WINDOWS = 6  # two of each kind of text: minutes for ten rows; `convert` reads more
 CALIBRATION_LENGTH = 1024
 CHARACTERS = 16  # a token has fewer of them on average, in any text worth measuring on
 

@@ -12,9 +12,7 @@ from torch import Tensor
 MOST = 1e6  # times: a channel that nobody writes, or nobody reads, stays as it is
 
 
-def gain_of(
-    written: Inexact[Tensor, "R W"], read: Inexact[Tensor, "R V"]
-) -> Float64[Tensor, " R"]:
+def gain_of(written: Inexact[Tensor, "R W"], read: Inexact[Tensor, "R V"]) -> Float64[Tensor, " R"]:
     """What to multiply the writers' rows by, and divide the readers' by; a row is a channel.
 
     >>> gain_of(torch.tensor([[8.0, 8.0]]).double(), torch.tensor([[2.0]]).double())

@@ -11,8 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that changes what healing makes of a student. The defaults are for a model of
-    100M parameters, windows of 256 to 512 tokens, half an hour and two cores.
+    """Everything that changes what healing makes of a student.
+
+    The defaults are those that `benchmarks/healing.py` measures: a model of 135M parameters,
+    windows of 384 tokens, half an hour and two cores.
 
     Healing has two stages. First each attention layer is *aligned* by itself: it reads what the
     teacher's layer reads, and learns to put out the same; that takes no MLP, no head and half the

@@ -41,7 +41,7 @@ class Job:
         out: the folder to make.
         form, portable, budget: see `target_of`.
         by_layer: whether latents get ranks layer by layer, as the model misses them.
-        calibrate: text to calibrate on; Python's own if there is none.
+        calibrate: text to calibrate on, with that to heal on; Python's own if there is none.
         heal: text to learn from the original on; no healing if there is none.
         minutes: of healing.
         held_out: text to measure on, besides a half of Python's reference.
@@ -79,7 +79,8 @@ def run_job(
     progress("loading", 0, 0)
     model, tokenizer = load(job.model, low_memory=job.low_memory)
     target, was = _target(job, model)
-    tokens = calibration(tokenizer, list(job.calibrate.values()), length=_length(model))
+    read = [*job.calibrate.values(), *job.heal.values()]
+    tokens = calibration(tokenizer, read, length=_length(model))
     lessons = _lessons(job, tokenizer, _length(model))
     texts = _texts(job, tokenizer, _length(model))
     progress("measuring as shipped", 0, 0)
@@ -96,7 +97,7 @@ def run_job(
         was=was,
         target=target,
         stock=not hosts(made),
-        calibrated_on=tuple(job.calibrate) or (OWN,),
+        calibrated_on=tuple(dict.fromkeys([*job.calibrate, *job.heal])) or (OWN,),
         calibration_tokens=tokens.numel(),
         before=before,
         after=measure(made, texts),
@@ -114,9 +115,13 @@ def run_job(
 def _target(job: Job, model: Any) -> tuple[Target, str]:
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     target = target_of(job.to, shipped, form=job.form, portable=job.portable, budget=job.budget)
+    if job.by_layer and target.kind != "exact-rope":
+        raise ValueError(
+            f"by_layer deals out ranks of a joint latent whose rotation is exact; {target} has none"
+        )
     first = shipped[0]
     was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
-    return replace(target, by_layer=job.by_layer and target.kind == "exact-rope"), was
+    return replace(target, by_layer=job.by_layer), was
 
 
 def _length(model: Any) -> int:

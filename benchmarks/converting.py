@@ -77,7 +77,7 @@ def methods(shipped: Sequence[Any], kinds: Iterable[str]) -> list[Method]:
         *(Method(f"latent, {s:.0%}", latent(budget=s), quick=s == 0.5) for s in (0.75, 0.5, 0.25)),
         *(
             Method(f"latent by layer, {s:.0%}", replace(latent(budget=s), by_layer=True))
-            for s in (0.5, 0.25)
+            for s in (0.25,)
         ),
         *(Method(f"DeepSeek's form, {s:.0%}", deepseek(budget=s)) for s in (1.0, 0.75, 0.5)),
         *(

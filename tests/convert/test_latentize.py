@@ -6,6 +6,7 @@ import torch
 from layers import WIDTH, attention
 from regard import KVCache
 from regard.convert import Moments, as_latent, latentize, watch
+from regard.convert.principal import VALUES
 
 SHAPES = {
     "GQA": {"num_kv_heads": 2},
@@ -62,7 +63,9 @@ def test_what_it_says_is_lost_is_what_is_lost():
     wanted = torch.cat([layer.k_proj(x), layer.v_proj(x)], -1)
     keys, values = (wanted - rebuilt).square().sum((0, 1)).chunk(2)
     all_keys, all_values = wanted.square().sum((0, 1)).chunk(2)
-    share = (keys.sum() / all_keys.sum() + values.sum() / all_values.sum()) / 2
+    count = VALUES**2
+    share = keys.sum() / all_keys.sum() + count * values.sum() / all_values.sum()
+    share = share / (1 + count)
     assert made.lost == pytest.approx(float(share))
 
 

@@ -264,6 +264,9 @@ MASKS = [
         "mask filled with -1e4", "extreme_scores", softmax=filled(-1e4), after="transformers#17306"
     ),
     mutant("mask filled with -1e9", "fully_masked_forward", softmax=filled(-1e9)),
+    mutant(
+        "scores under the fill", "extreme_scores", softmax=filled(-3e5), after="flashinfer#4267"
+    ),
     mutant("mask transposed", "visible_set_probe", visible=rule(mask=transposed)),
     mutant(
         "mask of the first row",
@@ -465,6 +468,22 @@ HEADS = [
     ),
     mutant("values tiled, keys not", "gqa_order", expand_values=modulo),
     mutant(
+        "few key heads read the next value",
+        "gqa_limits",
+        after="pytorch#193893",
+        expand_values=lambda v, heads: good.expand(v if v.shape[1] > 2 else v.roll(1, 2), heads),
+    ),
+    mutant(
+        "blind rows see under one key head",
+        "fully_masked_forward",
+        after="pytorch#177842",
+        before=lambda q, k, v, m: (
+            (q, k, v, m)
+            if m is None or m.dtype != torch.bool or k.shape[1] > 1
+            else (q, k, v, m | ~m.any(-1, keepdim=True))
+        ),
+    ),
+    mutant(
         "heads mixed after attending",
         "head_permutation",
         "oracle_forward",
@@ -541,6 +560,20 @@ def dropped_badly(q, k, v, mask=None, dropout_p=0.0):
     )
     keep = torch.ones_like(s).bool() if mask is None else mask.expand_as(s)
     return good.softmax(s, keep) @ good.expand(v, q.shape[1])
+
+
+class NaNBackward(torch.autograd.Function):
+    """The first query's gradient is no number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[:, :, :1] = torch.nan
+        return grad
 
 
 class WrongBackward(torch.autograd.Function):
@@ -660,6 +693,12 @@ RUNS = [
         "oracle_gradient",
         "gradcheck_tiny",
         before=lambda q, k, v, m: (q, WrongBackward.apply(k), v, m),
+    ),
+    mutant(
+        "NaN gradients of queries under a mask",
+        "oracle_gradient",
+        after="pytorch#196678",
+        before=lambda q, k, v, m: (q if m is None else NaNBackward.apply(q), k, v, m),
     ),
     mutant(
         "gradient lost behind a mask",

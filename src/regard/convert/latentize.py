@@ -3,7 +3,7 @@
 Stack the key and value projections as W, `[2*G*D, E]`. A latent of rank R is `W ~ B A`, where the
 cache holds `A x` and B opens it on reading; rotation comes after, so it stays exact. At full rank
 nothing is lost. Below, the rank is spent where the inputs are: the principal directions of `W x`
-over calibration text, with values rescaled to weigh as much as keys in all.
+over calibration text, with values rescaled to weigh less than keys in all.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from regard.latent_kv import LatentKVAttention
 class Latentized:
     """A layer, and the share of its keys' and values' energy that its latent no longer carries.
 
-    Both halves count alike, and the share is of the calibration text's own; 0.01 is 1 %.
+    Values count for less, as where directions are chosen. Of the calibration text; 0.01 is 1 %.
     """
 
     layer: LatentKVAttention

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from regard.convert.evening import gain_of
 
+VALUES = 0.65  # of what keys count: the fit of the output mends values, and nothing mends scores
 MOST = 1e3  # times, that values are made to count for more or less: one of them may be nothing
 
 
@@ -27,7 +28,7 @@ def directions_of(
 ) -> tuple[Float64[Tensor, "R rank"], Float64[Tensor, "rank E"], float]:
     """The best `up @ down` of that rank for keys stacked on values, and the share of energy lost.
 
-    Values count as much in all as keys: they are rescaled to have the same energy.
+    Values are rescaled to have a fixed share of the keys' energy, whatever their own.
     """
     energy = energy_of(weight, covariance)
     balance = _balance(energy)
@@ -41,9 +42,9 @@ def directions_of(
 
 
 def _balance(energy: Float64[Tensor, "R R"]) -> Float64[Tensor, " R"]:
-    """What to multiply rows by, so that values have as much energy in all as keys."""
+    """What to multiply rows by, so that values count in all as they should beside keys."""
     keys, values = energy.diagonal().chunk(2)
-    share = (keys.sum() / values.sum()).sqrt().nan_to_num(1.0).clamp(1 / MOST, MOST)
+    share = VALUES * (keys.sum() / values.sum()).sqrt().nan_to_num(1.0).clamp(1 / MOST, MOST)
     return torch.cat([torch.ones_like(keys), share.expand_as(values)])
 
 

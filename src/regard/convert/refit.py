@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from regard.convert.linear import linear_of, numbers_of
 
-RIDGE = 1e-2  # of the mean energy of a channel: how strongly the old projection is held on to
+RIDGE = 0.1  # of the mean energy of a channel: how strongly the old projection is held on to
 
 
 @torch.no_grad()

@@ -40,7 +40,13 @@ def _blind(subject: Subject, sizes: Sizes) -> tuple[Tensor, Tensor]:
 def fully_masked_forward(subject: Subject, trial: Trial) -> None:
     if subject.attend is None:
         return _blind_layer(subject, trial)
-    sizes = subject.fit(Sizes(2, 2, 2, 3, 3, 4, 4))
+    asked = (Sizes(2, 2, 2, 3, 3, 4, 4), Sizes(2, 4, 1, 3, 3, 4, 4))
+    for sizes in dict.fromkeys(subject.fit(each) for each in asked):
+        _blind_query(subject, sizes, trial)
+    return None
+
+
+def _blind_query(subject: Subject, sizes: Sizes, trial: Trial) -> None:
     q, k, v = subject.inputs(sizes, trial)
     keep, blind = _blind(subject, sizes)
     out = subject.run(q, k, v, keep=keep)
@@ -54,7 +60,6 @@ def fully_masked_forward(subject: Subject, trial: Trial) -> None:
     base = torch.where(row, out, subject.run(q, k, v))
     cause = "a query that sees nothing changed another query's output"
     insist(compare(shape, out, base, 1e-5, cause))
-    return None
 
 
 def _blind_layer(subject: Subject, trial: Trial) -> None:

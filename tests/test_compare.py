@@ -12,6 +12,7 @@ from regard.cli.compare import _table, show
 from regard.compare import CANDIDATES, Runner, Texts, chosen, compare, kept, prove, texts_for
 from regard.compare.measure import Row
 from regard.compare.verdict import verdict
+from regard.convert import target_of
 from regard.hf import attention_modules, attention_of
 from tiny import VOCABULARY, tiny, tokens
 
@@ -113,6 +114,16 @@ def test_rows_are_chosen_by_their_keys(texts):
     assert [each.key for each in chosen(["mqa", "int8"])] == ["shipped", "int8", "mqa"]
     with pytest.raises(ValueError, match=r"nothing: attentions to compare are shipped, int8"):
         chosen(["nothing"])
+
+
+def test_what_other_code_converted_is_not_found(texts, monkeypatch, tmp_path):
+    model = tiny("llama")
+    shipped = [attention_of(module) for module in attention_modules(model).values()]
+    given = (target_of("mqa", shipped), shipped, texts.calibration)
+    before = kept.name_of(*given)
+    monkeypatch.setattr(kept, "CODE", tmp_path)
+    (tmp_path / "other.py").write_text("RIDGE = 2")
+    assert kept.name_of(*given) != before
 
 
 def test_what_was_converted_is_kept_and_found_again(texts, monkeypatch):

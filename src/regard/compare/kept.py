@@ -1,7 +1,7 @@
 """Converted layers kept between runs, so that a second comparison need not convert again.
 
 A file holds one conversion's attention, as safetensors; its name is a digest of everything that the
-conversion came of: the model's attention weights, the text, the target and the version of regard.
+conversion came of: the model's attention weights, the text, the target and the code that converts.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard import convert
 from regard.attention import Attention
 from regard.convert.linear import linear_of
 from regard.convert.regroup import outline
@@ -22,6 +23,7 @@ from regard.convert.targets import Target
 from regard.hf.describing import described, layer_from
 
 FOLDER = "REGARD_CACHE"
+CODE = Path(convert.__file__).parent
 MOST = 1 << 30  # bytes kept at most: the oldest files go first
 
 
@@ -33,6 +35,8 @@ def folder() -> Path:
 def name_of(target: Target, shipped: Sequence[Attention], tokens: Tensor) -> str:
     """The digest of everything that a conversion comes of."""
     digest = hashlib.sha256(repr((regard.__version__, target, len(shipped))).encode())
+    for source in sorted(CODE.glob("*.py")):
+        digest.update(source.read_bytes())
     for layer in shipped:
         digest.update(repr(layer).encode())
         for parameter in layer.parameters():

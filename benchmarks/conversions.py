@@ -39,7 +39,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         _line(axes, [row for name, row in rows.items() if _starts(name, start)], label, colour)
     for name, colour in POINTS.items():
         if name in rows:
-            _point(axes, rows[name], name, colour)
+            _point(axes, rows[name], name.partition(" (")[0], colour)
     both = [row for name, row in rows.items() if name.endswith("int8 cache") and ", " in name]
     for row in both:
         _point(axes, row, row["method"].replace(", int8 cache", " + int8"), "#d0872c")
@@ -71,7 +71,8 @@ def _line(axes: Axes, rows: list[dict[str, Any]], label: str, colour: str) -> No
 def _point(axes: Axes, row: dict[str, Any], name: str, colour: str) -> None:
     x, y = 100 * row["cache"], _above(row)
     axes.plot([x], [y], "D", color=colour, ms=6, zorder=5)
-    axes.annotate(name, (x, y), textcoords="offset points", xytext=(7, 4), fontsize=8, color="#333")
+    beside = (8, 4) if y < 2 * LEAST else (8, -9)
+    axes.annotate(name, (x, y), textcoords="offset points", xytext=beside, fontsize=8, color="#333")
 
 
 def _dress(axes: Axes, found: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from regard.convert.lesson import divergence
 from regard.hf.predicting import hidden_states, logits_of, losses_of
 
 SIZES = {
@@ -43,6 +44,16 @@ def test_two_halves_are_the_whole(name):
     with torch.no_grad():
         again = model(input_ids=tokens, use_cache=False).logits
     assert torch.equal(again, whole)  # the model is as it was
+
+
+def test_a_cap_on_the_logits_counts_when_a_student_is_compared():
+    student, teacher = model_of("capped"), model_of("capped")
+    ours, theirs = torch.randn(2, 1, 3, SIZES["hidden_size"])
+    for model in (student, teacher):
+        model.lm_head.weight.data.mul_(50.0)
+    capped = divergence(student, ours, teacher, theirs)
+    student.config.final_logit_softcapping = teacher.config.final_logit_softcapping = None
+    assert 0 < capped < 0.5 * divergence(student, ours, teacher, theirs)
 
 
 @pytest.mark.parametrize("length", [2, 257, 300])

@@ -18,8 +18,8 @@ class Recipe:
 
     The student imitates the teacher's predictions and, layer by layer, what its attention puts out.
     A share of the run may first *align* each attention layer by itself: it reads what the teacher's
-    layer reads, and learns to put out the same. That takes no head and two thirds of the time of a
-    whole step; a calibrated conversion gains more from imitating at once.
+    layer reads, and learns to put out the same, which takes no head and less time a step. A
+    calibrated conversion needs none of it: see `benchmarks/healing.py --aligning`.
 
     Args:
         batch: windows a step.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard.convert.evening import gain_of
 
-VALUES = 0.65  # of what keys count: the fit of the output mends values, and nothing mends scores
+VALUES = 0.65  # of what keys count: the fit of the output can mend values, nothing mends scores
 MOST = 1e3  # times, that values are made to count for more or less: one of them may be nothing
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from regard.convert.windows import windows_of
 
 LENGTH = 1024  # tokens of a window
-WINDOWS = 18  # of calibration: a hundred seconds of a model of 135M parameters, on two cores
+WINDOWS = 18  # of calibration; `benchmarks/converting.py --windows` says what more take and give
 CHARACTERS = 8  # a token has fewer on average: what is beyond is not even read
 DOCUMENTED = (
     "argparse asyncio collections contextlib csv datetime decimal difflib email.message fractions "

@@ -32,6 +32,7 @@ from torch import Tensor
 
 import regard.hf
 from regard.convert import Healed, Recipe, convert, draw_losses, heal, target_of, windows_of
+from regard.convert.freed_memory import keep_freed_memory
 from regard.convert.measuring import loss_of
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
 from regard.hf.loading import quiet
@@ -103,7 +104,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", default="mla:128+64", help="as for regard convert")
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--length", type=int, default=384, help="tokens a window")
+    parser.add_argument("--length", type=int, default=768, help="tokens a window")
     parser.add_argument("--windows", type=int, default=400, help="of each text, at most")
     parser.add_argument("--float32", action="store_true", help="instead of bfloat16 autocast")
     parser.add_argument("--corpora", type=Path, help="a folder that corpora.py has written")
@@ -117,6 +118,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    keep_freed_memory()
     with quiet():
         model, tokenizer = regard.hf.smollm2()
     measured, learned = read(options.corpora)

@@ -351,6 +351,42 @@ def test_fast_gradients_are_near_strict_ones(blocks):
         torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "nothing"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_fast_gradients_err_no_more_than_plain_ones(blocks, mask, heads):
+    """Not more than three times those of attention written down in bfloat16."""
+    if blocked.BLOCK == 1:
+        pytest.skip("sums over as many blocks as queries are rounded as often")
+    torch.manual_seed(4)
+    q, k, v = tensors(dtype=torch.bfloat16)
+    inputs = q, k[:, :1].expand(-1, heads, -1, -1), v[:, :1].expand(-1, heads, -1, -1)
+    cotangent = torch.randn(q.shape[:3] + v.shape[-1:]).bfloat16()
+
+    def gradients(of, dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        return torch.autograd.grad(of(*leaves), leaves, cotangent.to(dtype))
+
+    def fast(q, k, v):
+        return attend(q, k, v, mask=MASKS[mask], precision="fast", backend="blocked")
+
+    def exact(q, k, v):
+        return attend(q, k, v, mask=MASKS[mask], backend="eager")
+
+    def plain(q, k, v):
+        k, v = (x.repeat_interleave(4 // heads, 1) for x in (k, v))
+        at = torch.meshgrid(*map(torch.arange, (2, 4, 23, 23)), indexing="ij")
+        keep = MASKS[mask](*at)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~keep, -torch.inf)
+        return scores.softmax(-1).nan_to_num() @ v
+
+    wants = gradients(exact, torch.float64)
+    for got, near, want in zip(
+        gradients(fast, torch.bfloat16), gradients(plain, torch.bfloat16), wants, strict=True
+    ):
+        allowed = 3 * (near.double() - want).abs().max() + 1e-6
+        assert (got.double() - want).abs().max() <= allowed
+
+
 def test_what_fast_gives_up_is_said():
     made = call(mask=Causal(), dtype=torch.bfloat16, precision="fast")
     assert "scores and weights are kept in bfloat16" in explain(made)

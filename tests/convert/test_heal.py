@@ -16,6 +16,7 @@ from regard.convert import Healed, Recipe, draw_losses, heal, windows_of
 from regard.convert.healing_recipe import positions_of, rows_of
 from regard.convert.lesson import divergence, relative_error
 from regard.hf import attention_modules, attention_of
+from regard.hf.attending import precision_of
 from session import LONG
 from tiny import VOCABULARY, tiny, tokens
 
@@ -244,6 +245,30 @@ def test_autocast_and_a_teacher_in_half_precision():
     heal(student, half, WINDOWS, steps=16, recipe=recipe)
     assert all(each.dtype == torch.float32 for each in student.parameters())
     assert distance(student, teacher) < 0.7 * before
+
+
+def test_while_it_learns_the_rest_is_narrow_and_attention_quick():
+    """Afterwards the very same tensors are in their places, and transformers' own attention."""
+    student, teacher = pair()
+    was = {name: each.data_ptr() for name, each in student.named_parameters()}
+    half = copy.deepcopy(teacher).to(torch.bfloat16)
+    recipe = Recipe(**{**vars(QUICK), "autocast": torch.bfloat16})
+    seen = []
+
+    def progress(*told):
+        wide = {name for name, each in student.named_parameters() if each.dtype == torch.float32}
+        modules = attention_modules(student).values()
+        seen.append((wide, [precision_of(module) for module in modules]))
+
+    heal(student, half, WINDOWS, steps=1, recipe=recipe, progress=progress)
+    ((wide, precisions),) = seen
+    assert wide == {name for name in was if ".self_attn." in name}
+    assert set(precisions) == {"fast"}
+    assert was == {name: each.data_ptr() for name, each in student.named_parameters()}
+    for model in (student, half):
+        for module in attention_modules(model).values():
+            assert "forward" not in vars(module)
+            assert precision_of(module) == "strict"
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 300])

@@ -14,7 +14,8 @@ import transformers
 from torch import nn
 
 import regard.hf
-from regard.hf import attention_modules, versions
+from regard.attend import prepare
+from regard.hf import attending, attention_modules, versions
 from regard.hf.visible import visible
 from zoo import ZOO, inputs, result, tokens
 
@@ -36,6 +37,27 @@ def test_a_forward_that_someone_else_bound_comes_back():
     assert attention.forward is not theirs
     regard.hf.uninstall(model)
     assert attention.forward is theirs
+
+
+def test_the_precision_is_that_of_every_layer_until_it_is_taken_back():
+    model = ZOO["llama"].build().to(torch.bfloat16)
+    with pytest.raises(ValueError, match="precision is 'strict' or 'fast', got 'quick'"):
+        regard.hf.install(model, precision="quick")
+    assert all("forward" not in vars(each) for each in attention_modules(model).values())
+    layers = regard.hf.install(model, precision="fast").layers
+    assert {layer.prefill for layer in layers} == {"blocked"}
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            attending, "prepare", lambda *a, **given: seen.append(given) or prepare(*a, **given)
+        )
+        run(model, inputs("llama"))
+        assert {given["precision"] for given in seen} == {"fast"}
+        regard.hf.uninstall(model)
+        regard.hf.install(model)
+        seen.clear()
+        run(model, inputs("llama"))
+    assert {given["precision"] for given in seen} == {"strict"}
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -28,6 +28,7 @@ SCORES = 1 << 22  # that a block may hold where they are written out: about a ca
 GAP = 128  # unseen keys between seen ones that are cheaper to compute than to cut out
 _OPERATORS = 60  # that start for a block
 _ONE_BLOCK = 10  # that start around another's, where there is nothing to cut
+_SMALLER = 1.2  # products of a block are smaller than torch's kernel likes them
 _AGAIN = 1.35  # with gradients each block is computed once more: a fourth time, where others take 3
 
 
@@ -63,7 +64,7 @@ def estimate(call: Call) -> float:
     if blocks > 1:
         cells = sum(block.cells for block in plan(call))
     heads, width = call.batch * call.num_heads, call.head_dim + call.v_head_dim
-    each = 2 * width / SPEED.products
+    each = _SMALLER * 2 * width / SPEED.products
     if half.suits(call):
         each = half.per_cell(call)
     elif _writes_scores(call):
@@ -72,7 +73,7 @@ def estimate(call: Call) -> float:
     if not is_plain(call):
         of_heads, passes = sdpa.dense_passes(call)
         seconds += passes / 2 * cells * of_heads / SPEED.elements  # of a block, from the cache
-    return seconds * (_AGAIN if call.needs_grad else 1.0)
+    return seconds * (_AGAIN if _again(call) else 1.0)
 
 
 def note(call: Call) -> str | None:
@@ -95,13 +96,18 @@ def run(
         def attended(rows: Tensor, block: Block = block) -> Tensor:
             return _attend(call, block, rows, keys, values)
 
-        if call.needs_grad:
+        if _again(call):
             random = call.dropout > 0
             out = checkpoint(attended, rows, use_reentrant=False, preserve_rng_state=random)
         else:
             out = attended(rows)
         outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs[::-1], 2)
+
+
+def _again(call: Call) -> bool:
+    """Whether blocks are computed once more on the way back, since they keep their inputs alone."""
+    return call.needs_grad and not half.keeps_inputs_only(call)
 
 
 def plan(call: Call) -> Iterator[Block]:

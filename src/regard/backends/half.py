@@ -5,9 +5,13 @@ float32, but its sums come back rounded; torch's own kernel, which keeps float32
 from half precision there. Not a backend: `blocked` asks for it where it is allowed.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from regard.call import Call, is_everything
 from regard.heads import fold_heads, unfold_heads
@@ -43,13 +47,21 @@ def run(
     if not is_everything(call.mask):
         k, v = call.clean(k, v, call.keep())
     rows = fold_heads(q * call.scale, call.num_kv_heads)
-    if _simple(call):
-        out = _simply(call, rows, k, v)
-    else:
+    if not _simple(call):
         scores = shaped(call, unfold_heads((rows @ k.mT).float(), call.num_queries))
         weights = weigh(scores, call.sinks, plain=is_plain(call)).to(call.dtype)
-        out = fold_heads(weights, call.num_kv_heads) @ v
-    return unfold_heads(out, call.num_queries)
+        return unfold_heads(fold_heads(weights, call.num_kv_heads) @ v, call.num_queries)
+    edges, blind = _edges(call)
+    if call.needs_grad:
+        out = _learned(call, rows, k, v, edges)
+    else:
+        out = _head_by_head(call, rows, k, v, edges)
+    return unfold_heads(out if blind is None else out.masked_fill(blind, 0.0), call.num_queries)
+
+
+def keeps_inputs_only(call: Call) -> bool:
+    """Whether the way back computes weights again by itself."""
+    return suits(call) and _simple(call)
 
 
 def _simple(call: Call) -> bool:
@@ -57,36 +69,93 @@ def _simple(call: Call) -> bool:
     return call.softcap is None and call.sinks is None and call.score_bias is None
 
 
-def _simply(
+class Edge(NamedTuple):
+    """Keys that not every query sees, and what is added to their scores, for N heads in a group."""
+
+    start: int
+    stop: int
+    added: Float[Tensor, "B G N L W"]
+
+
+def _head_by_head(
     call: Call,
     rows: Float[Tensor, "B G M D"],
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
+    edges: list[Edge],
 ) -> Float[Tensor, "B G M Dv"]:
-    """One key head at a time, so that scores stay in the cache; masked only at the edges."""
-    mask, blind, edges = _edges(call)
+    """One key head at a time, so that scores stay in the cache."""
     outs = []
     for index in range(call.batch * call.num_kv_heads):
         b, g = divmod(index, call.num_kv_heads)
-        scores = (rows[b, g] @ k[b, g].mT).unflatten(0, (call.group, call.num_queries))
-        for start, stop in edges:
-            heads = slice(g * call.group, (g + 1) * call.group)
-            scores[..., start:stop] += mask[b, heads, :, start:stop]
-        outs.append(scores.softmax(-1).flatten(0, 1) @ v[b, g])
-    out = torch.stack(outs).unflatten(0, (call.batch, call.num_kv_heads))
-    return out if blind is None else out.masked_fill(blind, 0.0)
+        here = [Edge(start, stop, added[b, g]) for start, stop, added in edges]
+        outs.append(_weights(call, rows[b, g], k[b, g], here) @ v[b, g])
+    return torch.stack(outs).unflatten(0, (call.batch, call.num_kv_heads))
 
 
-def _edges(call: Call) -> tuple[Tensor, Tensor | None, list[tuple[int, int]]]:
-    """What is added to scores, which folded rows are blind, and where keys are not seen by all."""
-    nothing = torch.zeros((), dtype=call.dtype, device=call.device)
+def _learned(
+    call: Call,
+    rows: Float[Tensor, "B G M D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    edges: list[Edge],
+) -> Float[Tensor, "B G M Dv"]:
+    """All heads at once, with a gradient."""
+
+    def weights_of(rows: Tensor, k: Tensor) -> Tensor:
+        return _weights(call, rows, k, edges)
+
+    out: Tensor = _Learned.apply(rows, k, v, weights_of)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Learned(torch.autograd.Function):
+    """Keeps its inputs alone, and makes the weights again on the way back, as FlashAttention does
+    (arXiv:2205.14135): they would be as large as queries by keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, k: Tensor, v: Tensor, weights_of: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(rows, k, v)
+        ctx.weights_of = weights_of
+        return weights_of(rows, k) @ v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        rows, k, v = ctx.saved_tensors
+        weights = ctx.weights_of(rows, k)
+        scores = torch.ops.aten._softmax_backward_data(slope @ v.mT, weights, -1, weights.dtype)
+        return scores @ k, scores.mT @ rows, weights.mT @ slope, None
+
+
+def _weights(
+    call: Call, rows: Float[Tensor, "*BG M D"], k: Float[Tensor, "*BG S D"], edges: list[Edge]
+) -> Float[Tensor, "*BG M S"]:
+    """Scores, masked only where not all is seen, and their softmax."""
+    scores = (rows @ k.mT).unflatten(-2, (call.group, call.num_queries))
+    for start, stop, added in edges:
+        scores[..., start:stop] += added
+    return scores.softmax(-1).flatten(-3, -2)
+
+
+def _edges(call: Call) -> tuple[list[Edge], Tensor | None]:
+    """Where keys are not seen by all, and which folded rows are blind."""
     if is_everything(call.mask):
-        return nothing, None, []
+        return [], None
     keep = call.keep()
     hidden = ~keep.any(-1, keepdim=True)
     keep = keep | hidden
     unseen = ~keep.flatten(0, -2).all(0)
-    mask = torch.where(keep, nothing, -torch.inf)
-    mask = mask.expand(call.batch, call.num_heads, call.num_queries, call.num_keys)
     blind = hidden.expand(call.batch, call.num_heads, call.num_queries, 1)
-    return mask, fold_heads(blind, call.num_kv_heads), bridged(true_runs(unseen.tolist()), 64)
+    runs = bridged(true_runs(unseen.tolist()), 64)
+    edges = [Edge(start, stop, _added(call, keep[..., start:stop])) for start, stop in runs]
+    return edges, fold_heads(blind, call.num_kv_heads)
+
+
+def _added(call: Call, keep: Bool[Tensor, "*some L W"]) -> Float[Tensor, "B G N L W"]:
+    nothing = torch.zeros((), dtype=call.dtype, device=call.device)
+    added = torch.where(keep, nothing, -torch.inf)
+    added = added.expand(call.batch, call.num_heads, -1, -1)
+    return added.unflatten(1, (call.num_kv_heads, call.group))

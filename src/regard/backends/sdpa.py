@@ -13,6 +13,7 @@ from regard.scores import is_plain
 from regard.speed import SPEED
 
 _BLOCK = 32  # rows of queries for which torch's CPU kernel streams the keys once
+_KEYS = 512  # keys that it takes at once, and so computes whole where the diagonal crosses them
 _KEPT = 1 << 24  # numbers of a mask; more are not kept for the way back if there is another way
 
 
@@ -29,17 +30,18 @@ def objection(call: Call) -> str | None:
 def estimate(call: Call) -> float:
     """Every query head streams its keys, once for each block of queries."""
     half = call.dtype.itemsize < 4
-    width = call.head_dim + call.v_head_dim
+    width = 2 * max(call.head_dim, call.v_head_dim)
     cells = call.batch * call.num_heads * call.num_queries * call.num_keys
-    share = 0.5 if _is_causal(call) else 1.0
+    share = min(1.0, 0.5 + _KEYS / 2 / call.num_keys) if _is_causal(call) else 1.0
     streams = call.batch * call.num_heads * (1 + (call.num_queries - 1) // _BLOCK)
     streamed = streams * call.num_keys * width / (SPEED.row_half if half else SPEED.row_float)
     streamed += streams * SPEED.call / 8 if half else 0.0  # buffers for what is converted
     if call.num_queries >= _BLOCK:
         streamed = 0.0
-    operators = 35 if share == 1.0 and not is_everything(call.mask) else 3
+    masked = not (_is_causal(call) or is_everything(call.mask))
+    operators = 35 if masked else 3
     seconds = SPEED.call * operators + share * (2 * cells * width / SPEED.products + streamed)
-    if share == 1.0 and not is_plain(call):  # the mask as a tensor, from memory and to it
+    if not (_is_causal(call) or is_plain(call)):  # the mask as a tensor, from memory and to it
         heads, passes = dense_passes(call)
         numbers = heads * call.num_queries * call.num_keys
         kept = 2 if call.needs_grad and numbers > _KEPT else 1  # memory is charged for as well

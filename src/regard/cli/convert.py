@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from regard.cli.compare import WIDTH, progress_bar
+from regard.convert.freed_memory import keep_freed_memory
 from regard.convert.job import Job, run_job
 from regard.convert.report import Report
 from regard.convert.targets import GRAMMAR
@@ -70,6 +71,8 @@ def convert_command(
         held_out=_read(text),
         low_memory=low_memory,
     )
+    if heal:
+        keep_freed_memory()
     with quiet(), progress_bar() as progress:
         report = run_job(job, progress=progress)
     if as_json:

@@ -6,7 +6,7 @@ every token says what every layer should have put out. Attention learns, the res
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.convert.healing_recipe import Budget, Recipe, positions_of, rows_of
+from regard.convert.healing_setting import attention_in, only_these_learn, rest_in
 from regard.convert.healing_state import (
     Record,
     fingerprint,
@@ -96,9 +97,11 @@ def heal(
     lesson = Lesson(student, teacher, pupils, masters, layer_weight=recipe.layer_weight)
     task = _task(recipe, budget, tokens, learning)
     record = Record(task) if state is None else load_record(Path(state), task)
-    with _only_these_learn(student, teacher, learning):
+    dtype = recipe.autocast
+    with only_these_learn(student, teacher, learning), rest_in(dtype, student, learning):
         run = _Run(lesson, tokens, recipe, budget, record, learning, state, progress)
-        run.to_the_end()
+        with attention_in(dtype, run.accelerator.device, student, teacher):
+            run.to_the_end()
     return Healed(
         tuple(record.losses),
         record.aligned,
@@ -126,7 +129,7 @@ class _Run:
         self.state = None if state is None else Path(state)
         self.accelerator = _accelerator(recipe)
         adam = torch.optim.AdamW(
-            learning.values(), betas=recipe.betas, weight_decay=recipe.weight_decay
+            learning.values(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True
         )
         self.lesson, self.optimizer = self.accelerator.prepare(lesson, adam)
         if self.state is not None and record.steps:
@@ -252,32 +255,6 @@ def learning_parameters(
     ends = (student.get_input_embeddings(), student.get_output_embeddings())
     fixed = {id(each) for module in ends for each in module.parameters()}
     return {name: each for name, each in student.named_parameters() if id(each) not in fixed}
-
-
-@contextmanager
-def _only_these_learn(
-    student: nn.Module, teacher: nn.Module, learning: dict[str, nn.Parameter]
-) -> Iterator[None]:
-    """Gradients for these parameters alone, and no dropout; afterwards all is as it was."""
-    models = (student, teacher)
-    flags = [(each, each.requires_grad) for model in models for each in model.parameters()]
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    chosen = {id(each) for each in learning.values()}
-    places = [next(model.parameters()).device for model in models]
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(id(parameter) in chosen)
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-            parameter.grad = None
-        for module, mode in modes:
-            module.training = mode
-        for model, place in zip(models, places, strict=True):
-            model.to(place)
 
 
 def _budget(steps: int | None, minutes: float | None) -> Budget:

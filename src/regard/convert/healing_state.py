@@ -124,7 +124,8 @@ def load_state(
         parameter.data.copy_(tensors[f"weight.{name}"])
         if read["steps"]:
             moments = {kind: tensors[f"{kind}.{name}"].to(parameter) for kind in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(stepped)), **moments}
+            step = torch.tensor(float(stepped), device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **moments}
 
 
 def _read(path: Path) -> dict[str, Any]:

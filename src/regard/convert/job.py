@@ -140,7 +140,7 @@ def _texts(job: Job, tokenizer: Any, length: int) -> dict[str, Int[Tensor, "N L"
 def _lessons(job: Job, tokenizer: Any, length: int) -> Int[Tensor, "N L"] | None:
     if not job.heal:
         return None
-    return windows_of(tokenizer, job.heal.values(), length=length // 2)
+    return windows_of(tokenizer, job.heal.values(), length=3 * length // 4)
 
 
 def _placed(job: Job, model: Any, converted: Converted) -> Any:
@@ -152,6 +152,8 @@ def _placed(job: Job, model: Any, converted: Converted) -> Any:
 
 def _healed(job: Job, student: Any, lessons: Tensor, recipe: Recipe, progress: Progress) -> Healing:
     teacher, _ = load(job.model)
+    if recipe.autocast is not None:
+        teacher = teacher.to(recipe.autocast)
     state = _state(job)
     done = heal(
         student,

@@ -62,13 +62,16 @@ class Lesson(nn.Module):
 
     def _imitate(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """The whole student reads, predicts, and is compared."""
-        with torch.no_grad(), watching(self._masters) as theirs:
+        both = bool(self.layer_weight)
+        with torch.no_grad(), watching(self._masters if both else ()) as theirs:
             wanted = hidden_states(self.teacher, tokens)
-        with watching(self._pupils) as ours:
+        with watching(self._pupils if both else ()) as ours:
             hidden = hidden_states(self.student, tokens)
+        loss = divergence(self.student, hidden[:, chosen], self.teacher, wanted[:, chosen])
+        if not both:
+            return loss
         pairs = zip(ours, theirs, strict=True)
         errors = [relative_error(mine.put_out, its.put_out) for mine, its in pairs]
-        loss = divergence(self.student, hidden[:, chosen], self.teacher, wanted[:, chosen])
         return loss + self.layer_weight * torch.stack(errors).mean()
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from regard.hf.families import Family, family_of
 from regard.hf.visible import visible
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_table")
+PRECISION = "_precision_of_regard"  # an attribute of modules
 FROM_THE_MODULE = ("softcap", "s_aux")  # as arguments of a model, they would be overlooked
 
 
@@ -59,6 +60,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         softcap=family.softcap(self),
         sinks=family.sinks(self),
         dropout=family.dropout(self) if self.training else 0.0,
+        precision=precision_of(self),
     )
     parts = (Part(0, k.shape[2], (k, v)),)
     out = family.output(self, merge_heads(call.run(q, parts)))
@@ -107,6 +109,11 @@ def total(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first + second
+
+
+def precision_of(module: nn.Module) -> str:
+    """What `install` was asked for."""
+    return str(module.__dict__.get(PRECISION, "strict"))
 
 
 def known(module: nn.Module) -> Family:

@@ -14,7 +14,15 @@ from regard.attend import prepare
 from regard.cache import Part
 from regard.explain import weights_of
 from regard.heads import merge_heads
-from regard.hf.attending import FROM_THE_MODULE, known, named, refuse, total, weights_wanted
+from regard.hf.attending import (
+    FROM_THE_MODULE,
+    known,
+    named,
+    precision_of,
+    refuse,
+    total,
+    weights_wanted,
+)
 from regard.hf.visible import visible
 from regard.latent_forms import ABSORBED, Form, absorb_queries, choose_form, project_latent
 from regard.partial import accumulator
@@ -56,6 +64,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         scale=scale,
         score_bias=total(added, bias),
         dropout=family.dropout(self) if self.training else 0.0,
+        precision=precision_of(self),
     )
     out = family.output(self, merge_heads(form.read(self, call.run(q, parts))))
     return out, weights_of(call, q, parts) if weights_wanted(given) else None

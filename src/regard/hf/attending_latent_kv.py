@@ -15,7 +15,7 @@ from regard.cache import Part
 from regard.explain import weights_of
 from regard.heads import merge_heads, split_heads
 from regard.hf import positions
-from regard.hf.attending import FROM_THE_MODULE, known, named, refuse, weights_wanted
+from regard.hf.attending import FROM_THE_MODULE, known, named, precision_of, refuse, weights_wanted
 from regard.hf.attending_latent import from_zero
 from regard.hf.visible import visible
 
@@ -47,6 +47,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         score_bias=added,
         softcap=family.softcap(self),
         dropout=family.dropout(self) if self.training else 0.0,
+        precision=precision_of(self),
     )
     out = family.output(self, merge_heads(call.run(q, parts)))
     return out, weights_of(call, q, parts) if weights_wanted(given) else None

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.attend import prepare
+from regard.attend import Precision, prepare
+from regard.check import check_options
 from regard.hf import attending, attending_latent
 from regard.hf.binding import bind, is_bound, unbind
 from regard.hf.families import Family, family_of, is_hosted
@@ -64,26 +65,33 @@ class Installation:
         return "\n".join(lines)
 
 
-def install(model: nn.Module) -> Installation:
+def install(model: nn.Module, *, precision: Precision = "strict") -> Installation:
     """Run the attention of a transformers model on regard. Installing twice is installing once.
 
     Classes, children, parameters and hooks stay; `uninstall` restores. Attention that regard does
     not know is left alone, and the report says so. `output_attentions=True` works under every
     implementation: those weights are then computed, and only then.
 
+    Args:
+        model: one with attention of a known family.
+        precision: of `attend`, in every layer; `"fast"` keeps scores and weights in bfloat16 where
+            hidden states are, on CPUs.
+
     Raises:
         ValueError: if regard knows none of the model's attention, or the model reads masks that are
-            not tensors (`attn_implementation` must be "sdpa", "eager" or "regard"). Nothing is
-            then changed.
+            not tensors (`attn_implementation` must be "sdpa", "eager" or "regard"), or there is no
+            such precision. Nothing is then changed.
     """
     check_version()
+    check_options(dropout=0.0, softcap=None, precision=precision, scale=None)
     found = find(model)
     if not found.known:
         raise ValueError(unknown_attention(model, found))
     for module in found.known.values():
         _check_readable(module)
-    layers = tuple(_describe(name, module) for name, module in found.known.items())
+    layers = tuple(_describe(name, module, precision) for name, module in found.known.items())
     for module in found.known.values():
+        module.__dict__[attending.PRECISION] = precision
         if not is_hosted(module):  # those run on regard as they are
             bind(module, _forward_of(module))
     return Installation(
@@ -98,6 +106,7 @@ def uninstall(model: nn.Module) -> None:
     for module in model.modules():
         if is_bound(module):
             unbind(module)
+        module.__dict__.pop(attending.PRECISION, None)
 
 
 def _forward_of(module: nn.Module) -> Any:
@@ -118,7 +127,7 @@ def _check_readable(module: nn.Module) -> None:
         )
 
 
-def _describe(name: str, module: Any) -> InstalledLayer:
+def _describe(name: str, module: Any, precision: Precision) -> InstalledLayer:
     family = family_of(module)
     assert family is not None
     kind, heads, cached_heads, width = _cached(family, module)
@@ -130,8 +139,8 @@ def _describe(name: str, module: Any) -> InstalledLayer:
         width,
         family.window_of(module),
         tuple(_rules(family, module)),
-        _runs(family, module, PREFILL),
-        _runs(family, module, DECODE),
+        _runs(family, module, PREFILL, precision),
+        _runs(family, module, DECODE, precision),
     )
 
 
@@ -160,7 +169,7 @@ def _rules(family: Family, module: Any) -> list[str]:
     return rules
 
 
-def _runs(family: Family, module: Any, span: Span) -> str:
+def _runs(family: Family, module: Any, span: Span, precision: Precision) -> str:
     """The backend that a call of this span would get, found from shapes alone."""
     window = family.window_of(module)
     mask: Mask = Causal() if getattr(module, "is_causal", True) else EVERYTHING
@@ -182,7 +191,9 @@ def _runs(family: Family, module: Any, span: Span) -> str:
     v = one.expand(1, kv_heads, span.num_keys, value_width)
     softcap, sinks = family.softcap(module), family.sinks(module)
     with torch.no_grad():
-        call = prepare(q, k, v, mask=mask, span=span, softcap=softcap, sinks=sinks)
+        call = prepare(
+            q, k, v, mask=mask, span=span, softcap=softcap, sinks=sinks, precision=precision
+        )
     return form + call.name
 
 

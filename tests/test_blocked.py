@@ -210,12 +210,14 @@ LONG_FEATURES = {
     "sinks": {"sinks": torch.zeros(2)},
     "bias": {"score_bias": Alibi.for_heads(2)},
     "dropout": {"dropout": 0.5},
+    "fast": {"precision": "fast"},
 }
 
 
 def cost(length: int, mask: str, feature: str) -> tuple[int, int]:
     """Numbers kept for the way back, and the largest tensor of both ways."""
-    q, k, v = (x.requires_grad_() for x in tensors(length, 1, 2, 1, 8, 8, torch.float32))
+    dtype = torch.bfloat16 if feature == "fast" else torch.float32
+    q, k, v = (x.requires_grad_() for x in tensors(length, 1, 2, 1, 8, 8, dtype))
     kept: dict[int, int] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -287,6 +289,23 @@ def test_hidden_keys_may_hold_anything(blocks):
         assert (v.grad[1, :, 8:] == 0).all()
     for x, y in zip(inputs, before, strict=True):  # nor are they touched
         torch.testing.assert_close(x.detach(), y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_fast_gradients_do_not_look_at_hidden_keys(blocks):
+    """Nor do queries that see nothing give any, whatever stands behind them."""
+    inputs = q, k, v = tuple(x.requires_grad_() for x in tensors(dtype=torch.bfloat16))
+    with torch.no_grad():
+        k[1, :, 8:], v[1, :, 8:] = torch.nan, torch.inf
+        k[:, :, :3], v[:, :, :3] = torch.inf, torch.nan
+    mask = Causal() & Padding.from_lengths([23, 8]) & Dense((torch.arange(23) > 2).expand(23, 23))
+    out = attend(q, k, v, mask=mask, precision="fast", backend="blocked")
+    out.sum().backward()
+    assert (out[:, :, :3] == 0).all()
+    assert (q.grad[:, :, :3] == 0).all()
+    for grad in (k.grad, v.grad):
+        assert (grad[:, :, :3] == 0).all()
+        assert (grad[1, :, 8:] == 0).all()
+    assert all(x.grad.isfinite().all() for x in inputs)
 
 
 def test_queries_that_see_nothing_give_zeros_and_no_gradient(blocks):

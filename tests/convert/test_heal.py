@@ -22,7 +22,7 @@ from tiny import VOCABULARY, tiny, tokens
 
 healing = importlib.import_module("regard.convert.heal")  # there is a function of that name too
 WINDOWS = tokens(6, 17)
-QUICK = Recipe(batch=2, aligning=0.5, lr=2e-3, aligning_lr=4e-3, positions=1.0)
+QUICK = Recipe(batch=2, aligning=0.5, lr=2e-3, aligning_lr=4e-3, layer_weight=1.0, positions=1.0)
 
 
 class Interrupted(Exception):

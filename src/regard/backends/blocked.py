@@ -157,11 +157,14 @@ def _attend(call: Call, block: Block, rows: Tensor, keys: Tiles, values: Tiles) 
     """One block, as a call of its own."""
     runs = block.runs or [(call.span.kv_start,) * 2]
     part = _part(call, block, runs)
-    k, v = keys.take(runs), values.take(runs)
+
+    def taken() -> tuple[Tensor, Tensor]:
+        return keys.take(runs), values.take(runs)
+
     if half.suits(call) and part.num_keys:
-        return half.run(part, rows, k, v)
+        return half.run(part, rows, taken)
     backend = sdpa if sdpa.objection(part) is None else eager
-    return backend.run(part, rows, k, v)
+    return backend.run(part, rows, *taken())
 
 
 def _part(call: Call, block: Block, runs: Runs) -> Call:

@@ -6,6 +6,7 @@ from half precision there. Not a backend: `blocked` asks for it where it is allo
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,24 +40,25 @@ def per_cell(call: Call) -> float:
 
 
 def run(
-    call: Call,
-    q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G S D"],
-    v: Float[Tensor, "B G S Dv"],
+    call: Call, q: Float[Tensor, "B H L D"], taken: Callable[[], tuple[Tensor, Tensor]]
 ) -> Float[Tensor, "B H L Dv"]:
-    if not is_everything(call.mask):
-        k, v = call.clean(k, v, call.keep())
+    """Attention to the keys and values that are `taken`; with gradients, twice."""
     rows = fold_heads(q * call.scale, call.num_kv_heads)
     if not _simple(call):
+        k, v = _cleaned(call, *taken())
         scores = shaped(call, unfold_heads((rows @ k.mT).float(), call.num_queries))
         weights = weigh(scores, call.sinks, plain=is_plain(call)).to(call.dtype)
         return unfold_heads(fold_heads(weights, call.num_kv_heads) @ v, call.num_queries)
     edges, blind = _edges(call)
     if call.needs_grad:
-        out = _learned(call, rows, k, v, edges)
+        out = _learned(call, rows, taken, edges)
     else:
-        out = _head_by_head(call, rows, k, v, edges)
+        out = _head_by_head(call, rows, *_cleaned(call, *taken()), edges)
     return unfold_heads(out if blind is None else out.masked_fill(blind, 0.0), call.num_queries)
+
+
+def _cleaned(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return (k, v) if is_everything(call.mask) else call.clean(k, v, call.keep())
 
 
 def keeps_inputs_only(call: Call) -> bool:
@@ -93,39 +95,43 @@ def _head_by_head(
     return torch.stack(outs).unflatten(0, (call.batch, call.num_kv_heads))
 
 
+class Way(NamedTuple):
+    """What the way there and the way back have in common."""
+
+    taken: Callable[[], tuple[Tensor, Tensor]]
+    cleaned: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    weights: Callable[[Tensor, Tensor], Tensor]
+
+
 def _learned(
     call: Call,
     rows: Float[Tensor, "B G M D"],
-    k: Float[Tensor, "B G S D"],
-    v: Float[Tensor, "B G S Dv"],
+    taken: Callable[[], tuple[Tensor, Tensor]],
     edges: list[Edge],
 ) -> Float[Tensor, "B G M Dv"]:
     """All heads at once, with a gradient."""
-
-    def weights_of(rows: Tensor, k: Tensor) -> Tensor:
-        return _weights(call, rows, k, edges)
-
-    out: Tensor = _Learned.apply(rows, k, v, weights_of)  # type: ignore[no-untyped-call]
+    way = Way(taken, partial(_cleaned, call), partial(_weights, call, edges=edges))
+    out: Tensor = _Learned.apply(rows, *taken(), way)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Learned(torch.autograd.Function):
-    """Keeps its inputs alone, and makes the weights again on the way back, as FlashAttention does
-    (arXiv:2205.14135): they would be as large as queries by keys."""
+    """Keeps its queries alone: keys are joined and weights made again on the way back, as
+    FlashAttention does (arXiv:2205.14135), since over all blocks both grow with queries by keys."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, k: Tensor, v: Tensor, weights_of: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        ctx.save_for_backward(rows, k, v)
-        ctx.weights_of = weights_of
-        return weights_of(rows, k) @ v
+    def forward(ctx: Any, rows: Tensor, k: Tensor, v: Tensor, way: Way) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.way = way
+        k, v = way.cleaned(k, v)
+        return way.weights(rows, k) @ v
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        rows, k, v = ctx.saved_tensors
-        weights = ctx.weights_of(rows, k)
+        (rows,) = ctx.saved_tensors
+        k, v = ctx.way.cleaned(*ctx.way.taken())
+        weights = ctx.way.weights(rows, k)
         scores = torch.ops.aten._softmax_backward_data(slope @ v.mT, weights, -1, weights.dtype)
         return scores @ k, scores.mT @ rows, weights.mT @ slope, None
 

@@ -44,8 +44,7 @@ def test_the_precision_is_that_of_every_layer_until_it_is_taken_back():
     with pytest.raises(ValueError, match="precision is 'strict' or 'fast', got 'quick'"):
         regard.hf.install(model, precision="quick")
     assert all("forward" not in vars(each) for each in attention_modules(model).values())
-    layers = regard.hf.install(model, precision="fast").layers
-    assert {layer.prefill for layer in layers} == {"blocked"}
+    regard.hf.install(model, precision="fast")
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

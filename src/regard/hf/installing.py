@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.attend import Precision, prepare
+from regard.attend import prepare
 from regard.check import check_options
 from regard.hf import attending, attending_latent
 from regard.hf.binding import bind, is_bound, unbind
@@ -65,7 +65,7 @@ class Installation:
         return "\n".join(lines)
 
 
-def install(model: nn.Module, *, precision: Precision = "strict") -> Installation:
+def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     """Run the attention of a transformers model on regard. Installing twice is installing once.
 
     Classes, children, parameters and hooks stay; `uninstall` restores. Attention that regard does
@@ -127,7 +127,7 @@ def _check_readable(module: nn.Module) -> None:
         )
 
 
-def _describe(name: str, module: Any, precision: Precision) -> InstalledLayer:
+def _describe(name: str, module: Any, precision: str) -> InstalledLayer:
     family = family_of(module)
     assert family is not None
     kind, heads, cached_heads, width = _cached(family, module)
@@ -169,7 +169,7 @@ def _rules(family: Family, module: Any) -> list[str]:
     return rules
 
 
-def _runs(family: Family, module: Any, span: Span, precision: Precision) -> str:
+def _runs(family: Family, module: Any, span: Span, precision: str) -> str:
     """The backend that a call of this span would get, found from shapes alone."""
     window = family.window_of(module)
     mask: Mask = Causal() if getattr(module, "is_causal", True) else EVERYTHING

@@ -8,9 +8,9 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed; elsewhere nothing happens.
 
-    It hands large blocks back to the system and takes them anew, and a step of training on a CPU
-    then spends a quarter of its time on fresh pages. It holds for the whole process, so that only
-    programs call this, and no function of the library.
+    It hands large blocks back to the system and takes them anew, so that every step of training on
+    a CPU begins with fresh pages, which the system fills with zeros first. The setting holds
+    for the whole process: programs call this, and no function of the library does.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

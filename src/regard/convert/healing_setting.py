@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from regard.hf.binding import is_bound
 from regard.hf.finding import find
-from regard.hf.installing import READABLE, install, uninstall
+from regard.hf.installing import install, is_readable, uninstall
 
 
 @contextmanager
@@ -57,7 +56,9 @@ def rest_in(
 
 
 @contextmanager
-def attention_in(dtype: torch.dtype | None, device: torch.device, *models: Any) -> Iterator[None]:
+def attention_in(
+    dtype: torch.dtype | None, device: torch.device, *models: nn.Module
+) -> Iterator[None]:
     """Attention whose products are in bfloat16 as all others are then: on a CPU torch's own is
     twice as slow, and slower still where keys and values differ in width."""
     with ExitStack() as stack:
@@ -68,8 +69,7 @@ def attention_in(dtype: torch.dtype | None, device: torch.device, *models: Any) 
         yield
 
 
-def _may_install(model: Any) -> bool:
+def _may_install(model: nn.Module) -> bool:
     """Whether regard knows the attention, nothing runs in its place, and its masks are tensors."""
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     known = find(model).known.values()
-    return bool(known) and implementation in READABLE and not any(map(is_bound, known))
+    return bool(known) and all(is_readable(each) and not is_bound(each) for each in known)

@@ -118,9 +118,14 @@ def _no_row(module: nn.Module) -> str:
     return f"{type(module).__name__} has no row in regard.hf.families"
 
 
-def _check_readable(module: nn.Module) -> None:
-    implementation = getattr(module.config, "_attn_implementation", None)
-    if implementation not in READABLE:
+def is_readable(module: Any) -> bool:
+    """Whether masks come to this attention as tensors, or not at all."""
+    return getattr(module.config, "_attn_implementation", None) in READABLE
+
+
+def _check_readable(module: Any) -> None:
+    if not is_readable(module):
+        implementation = getattr(module.config, "_attn_implementation", None)
         raise ValueError(
             f"attn_implementation={implementation!r} hands out masks that regard does not "
             'read; call model.set_attn_implementation("sdpa") first'

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, StaticCache
 import regard.hf
 from joined import joined, random_mla
 from regard import NO_CACHE, Alibi, Causal, LatentKVAttention, Rotary, SlidingWindow
+from regard.attend import prepare
 from regard.convert import as_latent, spell_out
-from regard.hf import attention_modules, attention_of
+from regard.hf import attending_latent, attending_latent_kv, attention_modules, attention_of
 from regard.hf.hosting import HostedLatent, HostedLatentKV, hosts, place
 from tiny import tiny, tokens
 
@@ -53,6 +54,27 @@ def logits(model, **given):
 def write(model, given, **options):
     settings = {"max_new_tokens": 8, "do_sample": False, "disable_compile": True, **options}
     return model.generate(**given, **settings)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_installing_says_how_precisely_hosted_layers_attend(form, monkeypatch):
+    module = {"latent kv": attending_latent_kv, "mla": attending_latent}[form]
+    _, model = hosted("llama", form)
+    asked = []
+    monkeypatch.setattr(
+        module,
+        "prepare",
+        lambda *given, **named: asked.append(named["precision"]) or prepare(*given, **named),
+    )
+    for change in (
+        lambda: regard.hf.install(model, precision="fast"),
+        lambda: regard.hf.uninstall(model),
+    ):
+        change()
+        logits(model, input_ids=tokens(1, 5))
+    half = len(asked) // 2
+    assert asked == ["fast"] * half + ["strict"] * half
+    assert half == len(attention_modules(model))
 
 
 @pytest.mark.parametrize("form", FORMS)

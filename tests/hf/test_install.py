@@ -15,7 +15,7 @@ from torch import nn
 
 import regard.hf
 from regard.attend import prepare
-from regard.hf import attending, attention_modules, versions
+from regard.hf import attending, attending_latent, attention_modules, versions
 from regard.hf.visible import visible
 from zoo import ZOO, inputs, result, tokens
 
@@ -39,8 +39,11 @@ def test_a_forward_that_someone_else_bound_comes_back():
     assert attention.forward is theirs
 
 
-def test_the_precision_is_that_of_every_layer_until_it_is_taken_back():
-    model = ZOO["llama"].build().to(torch.bfloat16)
+@pytest.mark.parametrize(
+    ("name", "module"), [("llama", attending), ("deepseek-v3", attending_latent)]
+)
+def test_the_precision_is_that_of_every_layer_until_it_is_taken_back(name, module):
+    model = ZOO[name].build().to(torch.bfloat16)
     with pytest.raises(ValueError, match="precision is 'strict' or 'fast', got 'quick'"):
         regard.hf.install(model, precision="quick")
     assert all("forward" not in vars(each) for each in attention_modules(model).values())
@@ -48,14 +51,14 @@ def test_the_precision_is_that_of_every_layer_until_it_is_taken_back():
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            attending, "prepare", lambda *a, **given: seen.append(given) or prepare(*a, **given)
+            module, "prepare", lambda *a, **given: seen.append(given) or prepare(*a, **given)
         )
-        run(model, inputs("llama"))
+        run(model, inputs(name))
         assert {given["precision"] for given in seen} == {"fast"}
         regard.hf.uninstall(model)
         regard.hf.install(model)
         seen.clear()
-        run(model, inputs("llama"))
+        run(model, inputs(name))
     assert {given["precision"] for given in seen} == {"strict"}
 
 

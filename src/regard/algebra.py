@@ -116,7 +116,7 @@ class Mask:
         return f"query {q} {may} see key {k}: {self._because(b, h, q, k)}"
 
     def _shows(self, b: int, h: int, q: int, k: int) -> bool:
-        return bool(self(*(torch.tensor(i) for i in (b, h, q, k))))
+        return bool(self(*(torch.tensor(i, device="cpu") for i in (b, h, q, k))))
 
     def _because(self, b: int, h: int, q: int, k: int) -> str:
         shows = self._shows(b, h, q, k)

@@ -25,6 +25,7 @@ from regard.check import (
 from regard.choose import choose
 from regard.masks import EVERYTHING, Mask, Span
 from regard.partial import Partial
+from regard.tracing import is_immediate
 
 Precision = Literal["strict", "fast"]
 
@@ -177,7 +178,7 @@ def prepare(
             f"q has {q.shape[2]} queries where span={whole} holds {whole.num_queries}; "
             f"give Span(past, past + {q.shape[2]}, 0, S)"
         )
-    check_bias(score_bias, (*q.shape[:3], whole.num_keys))
+    check_bias(score_bias, (*q.shape[:3], whole.num_keys), q.device)
     check_mask_sizes(mask, q.shape[0], q.shape[1])
     placed = mask.within(whole)
     seen = narrowed(whole, placed)
@@ -201,6 +202,7 @@ def prepare(
         dropout=dropout,
         precision=precision,
         needs_grad=torch.is_grad_enabled() and any(map(_wants_grad, [*tensors, score_bias])),
+        immediate=is_immediate(*tensors),
     )
     name = choose(call, backend, partial=partial)
     object.__setattr__(call, "name", name)  # nobody has seen it yet; a copy would cost as much

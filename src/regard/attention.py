@@ -8,6 +8,7 @@
 import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from jaxtyping import Float, Int
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from regard.attend import prepare
 from regard.bias import ScoreBias
 from regard.cache import NO_CACHE, Cache
+from regard.cache_use import check_use, tracked, used_by
 from regard.call import Call
-from regard.check import check_decodable, check_mask, check_options
+from regard.check import check_mask, check_options
 from regard.construct import (
     Norm,
     biased_projections,
@@ -46,7 +48,13 @@ class Memory:
 
     def reorder(self, rows: Int[Tensor, " N"]) -> "Memory":
         """The memory of these batch rows: beams, selection, repetition."""
-        return Memory(self.k[rows], self.v[rows])
+        chosen = Memory(self.k[rows], self.v[rows])
+        if self in _REMEMBERED_BY:
+            _REMEMBERED_BY[chosen] = _REMEMBERED_BY[self]
+        return chosen
+
+
+_REMEMBERED_BY: WeakKeyDictionary[Memory, "ref[nn.Module]"] = WeakKeyDictionary()
 
 
 class Attention(nn.Module):
@@ -175,8 +183,9 @@ class Attention(nn.Module):
                 `context` meets a cache or a rope. The cache is then as it was.
         """
         call, q, k, v = self._prepare(x, context, mask, cache, positions)
-        out = call.run(q, cache.update(k, v))
-        return self._output(merge_heads(self._gated(x, out)))
+        with used_by(self, cache, mask):
+            out = call.run(q, cache.update(*tracked(call.needs_grad, k, v)))
+            return self._output(merge_heads(self._gated(x, out)))
 
     def weights(
         self,
@@ -211,7 +220,10 @@ class Attention(nn.Module):
         """
         self._refuse_rope()
         check_width("context", context, self.context_size, self.k_proj)
-        return Memory(*self._keys_values(context))
+        memory = Memory(*self._keys_values(context))
+        if not torch.compiler.is_compiling():
+            _REMEMBERED_BY[memory] = ref(self)
+        return memory
 
     def project(
         self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
@@ -239,8 +251,7 @@ class Attention(nn.Module):
             self._check_context(x, context, cache)
         q, k, v = self.project(x, context)
         span = cache.span(x.shape[1]) if context is None else Span(0, x.shape[1], 0, k.shape[2])
-        if cache is not NO_CACHE:
-            check_decodable(self.mask & mask, span)
+        check_use(self, cache, mask, span)
         q, k = self.rope(q, k, span.positions(x.device) if positions is None else positions)
         call = prepare(
             q,
@@ -271,6 +282,7 @@ class Attention(nn.Module):
                     f"context was remembered by a layer of (num_kv_heads, head_dim) = {got}, this "
                     f"one has {want}; call remember() on this layer"
                 )
+            self._check_own(context)
         else:
             check_width("context", context, self.context_size, self.k_proj)
         rows = context.k.shape[0] if isinstance(context, Memory) else context.shape[0]
@@ -278,6 +290,16 @@ class Attention(nn.Module):
             raise ValueError(
                 f"context has a batch of {rows}, x of {x.shape[0]}; expand one of them, or "
                 "memory.reorder(rows)"
+            )
+
+    def _check_own(self, memory: Memory) -> None:
+        """Another layer's keys and values may have the same sizes, and another meaning."""
+        if torch.compiler.is_compiling() or memory not in _REMEMBERED_BY:
+            return
+        if _REMEMBERED_BY[memory]() not in (self, None):
+            raise ValueError(
+                "context was remembered by another layer of the same sizes; call remember() on "
+                "this layer, or, where both have the same weights, give Memory(memory.k, memory.v)"
             )
 
     def _refuse_rope(self) -> None:

@@ -6,6 +6,7 @@ from regard.span import Span
 from regard.streams import (
     Lengths,
     Part,
+    Stored,
     appended,
     bytes_a_token,
     check_rows,
@@ -20,7 +21,7 @@ from regard.streams import (
 _FIRST_CAPACITY = 256  # tokens: decoding a while from an empty cache copies nothing
 
 
-class KVCache:
+class KVCache(Stored):
     """Grows as needed, by doubling; by concatenation while gradients are wanted.
 
     >>> import torch
@@ -102,7 +103,7 @@ class KVCache:
         return "KVCache()"
 
 
-class StaticCache:
+class StaticCache(Stored):
     """Fixed buffers for `max_length` tokens: nothing is allocated after the first update.
 
     For `torch.compile`. Takes no gradients.

@@ -28,7 +28,11 @@ __all__ = [
 
 @runtime_checkable
 class Cache(Protocol):
-    """What a layer asks of a cache. What `update` returns is read-only until the next call."""
+    """What a layer asks of a cache. What `update` returns is read-only until the next call.
+
+    A cache may also have `snapshot()` and `restore(snapshot)`; then a layer whose call fails after
+    its update leaves the cache as it was.
+    """
 
     @property
     def length(self) -> int:

@@ -1,6 +1,7 @@
 """A call of attention, described before anything is computed, and run on keys in parts."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -40,7 +41,8 @@ class Call:
     """Everything a backend may look at. Made by `prepare`, from shapes; run on the keys in parts.
 
     `mask` is what was asked, simplified inside `span`; `span` holds only the keys that some query
-    may see; `whole` is the rectangle as it came.
+    may see; `whole` is the rectangle as it came. `immediate` says that numbers are computed now, on
+    plain tensors: nothing is traced, transformed or differentiated forward.
     """
 
     batch: int
@@ -61,6 +63,7 @@ class Call:
     dropout: float
     precision: str
     needs_grad: bool
+    immediate: bool
     joined: bool = False
     name: str = ""
     backend: Backend | None = None
@@ -85,7 +88,11 @@ class Call:
         columns are the values.
         """
         assert self.backend is not None, "prepare() chooses the backend"
-        visible = self.cut(parts)
+        with without_autocast(self.device):
+            return self._run(q, self.cut(parts))
+
+    def _run(self, q: Float[Tensor, "B H L D"], visible: list[Part]) -> Float[Tensor, "B H L Dv"]:
+        assert self.backend is not None
         if len(visible) > 1 and (self.backend.partial is None or self.dropout):
             visible = [join(visible)]
         if len(visible) == 1:
@@ -95,15 +102,19 @@ class Call:
                 return self.backend.coded(call, q, streams.coded)
             call, k, v = self.at(visible[0])
             return self.backend.run(call, q, k, v)
-        return self.partial(q, visible).out.to(self.dtype)
+        return self._partial(q, visible).out.to(self.dtype)
 
     def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         """The same, unfinished: the output so far and the log-sum-exp of the scores."""
+        with without_autocast(self.device):
+            return self._partial(q, self.cut(parts))
+
+    def _partial(self, q: Float[Tensor, "B H L D"], visible: list[Part]) -> Partial:
         assert self.backend is not None and self.backend.partial is not None
         pieces = [Partial.nothing(q.device)]
         if self.sinks is not None:
             pieces.append(Partial.of_sinks(self.sinks))
-        for part in self.cut(parts):
+        for part in visible:
             call, k, v = replace(self, sinks=None).at(part)
             pieces.append(self.backend.partial(call, q, k, v))
         out, lse = merge(*pieces)
@@ -149,21 +160,21 @@ class Call:
         )
 
     def bias(self) -> Float[Tensor, "..."] | None:
-        """What is added to the scores of this span's keys; broadcasts to `[B, H, L, S]`."""
-        bias = self.score_bias
+        """What is added to the scores of this span's keys, in their dtype: float32, or float64 for
+        float64 queries. Broadcasts to `[B, H, L, S]`."""
+        bias, dtype = self.score_bias, accumulator(self.dtype)
         if bias is None:
             return None
         if not isinstance(bias, Tensor):
-            return bias.bias(self.span, device=self.device, dtype=accumulator(self.dtype))
+            return bias.bias(self.span, device=self.device, dtype=dtype)
         if bias.dim() and bias.shape[-1] != 1:
             bias = bias.narrow(-1, self.span.kv_start - self.whole.kv_start, self.num_keys)
-        return bias
+        return bias.to(dtype)
 
     def may_look(self) -> bool:
-        """Whether looking at a result for what leaked is cheaper than `clean`, and allowed: with no
-        graph and no device that would have to be waited for."""
-        compiling = torch.compiler.is_compiling()
-        return not (self.needs_grad or compiling) and self.device.type == "cpu"
+        """Whether the call may run first and check its result for NaN, which is cheaper than
+        `clean`: on plain CPU tensors without a graph, where reading a number waits for nothing."""
+        return self.immediate and not self.needs_grad and self.device.type == "cpu"
 
     def clean(
         self, k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"], keep: Tensor
@@ -178,6 +189,14 @@ class Call:
         else:
             unseen = ~group_heads(seen.unsqueeze(-1), self.num_kv_heads).any(2)
         return k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Attention chooses its own precision: autocast would round float32 products to half."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def join(parts: list[Part]) -> Part:

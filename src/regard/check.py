@@ -1,13 +1,24 @@
 """What a call may not be. Each check states the rule, the values that came, and the way out."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from regard.bias import ScoreBias
-from regard.masks import AllOf, AnyOf, Dense, Everything, Mask, Not, Nothing, Padding, Span
+from regard.masks import (
+    AllOf,
+    AnyOf,
+    BeyondData,
+    Dense,
+    Everything,
+    Mask,
+    Not,
+    Nothing,
+    Padding,
+    Span,
+)
+from regard.tracing import holds_numbers
 
+LARGEST_SCALE = 1e38  # of scores: kernels multiply it by log2(e) in float32, which ends at 3.4e38
 POLARITIES = (
     "In torch's scaled_dot_product_attention and FlexAttention True means 'may look', in "
     "nn.MultiheadAttention it means 'hidden'; Hugging Face's 2-D masks hold 1 for 'keep'."
@@ -18,8 +29,19 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
+def refuse_jit_trace() -> None:
+    """A program traced by `torch.jit.trace` would keep this call's lengths, mask and backend."""
+    if torch._C._get_tracing_state() is not None:
+        raise ValueError(
+            "torch.jit.trace keeps the lengths, the mask and the backend of one call for all "
+            "others; use torch.export.export or torch.compile (for ONNX: torch.onnx.export(..., "
+            "dynamo=True))"
+        )
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Queries, keys and values that belong together."""
+    refuse_jit_trace()
     if not _fit(q, k, v):
         _explain_tensors(q, k, v)
 
@@ -126,8 +148,11 @@ def check_options(
         raise ValueError(f"softcap is above 0, got {softcap}; None leaves scores as they are")
     if precision not in ("strict", "fast"):
         raise ValueError(f"precision is 'strict' or 'fast', got {precision!r}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale is finite, got {scale}; None means head_dim ** -0.5")
+    if scale is not None and not -LARGEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"scale is finite in float32, at most {LARGEST_SCALE:g} in size, got {scale}; None "
+            "means head_dim ** -0.5"
+        )
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -142,7 +167,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks are on {sinks.device}, q is on {q.device}; move one of them")
 
 
-def check_bias(bias: object, shape: tuple[int, int, int, int]) -> None:
+def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.device) -> None:
     """A tensor that broadcasts to `[B, H, L, S]`, or a rule that can make one."""
     if bias is None:
         return
@@ -156,6 +181,8 @@ def check_bias(bias: object, shape: tuple[int, int, int, int]) -> None:
         raise ValueError(
             f"score_bias is added to the scores, got {bias.dtype}; a mask goes in mask=Dense(keep)"
         )
+    if bias.device != device and bias.dim():
+        raise ValueError(f"score_bias is on {bias.device}, q is on {device}; move one of them")
     sizes = tuple(bias.shape)
     target = shape[4 - len(sizes) :] if len(sizes) <= 4 else ()
     if len(sizes) > 4 or any(
@@ -221,9 +248,21 @@ def check_decodable(mask: Mask, span: Span) -> None:
 
 def _shows(mask: Mask, span: Span, start: int, stop: int) -> bool:
     """Whether any cell outside the span is visible; a rule that can be analysed needs no look."""
-    if not mask.opaque or torch.compiler.is_compiling():
-        return not mask.opaque
-    if start >= stop:
+    if not mask.opaque:
+        return True
+    if torch.compiler.is_compiling() or start >= stop:
         return False
+    try:
+        return _any_visible(mask, span, start, stop)
+    except (
+        BeyondData
+    ):  # the function's data ends among these keys: those before its end still count
+        return stop - start > 1 and any(
+            _shows(mask, span, slot, slot + 1) for slot in range(start, stop)
+        )
+
+
+def _any_visible(mask: Mask, span: Span, start: int, stop: int) -> bool:
     outside = Span(span.first_query, span.last_query + 1, start, stop)
-    return bool(mask.dense(outside, batch=mask.batch or 1).any())
+    cells = mask.dense(outside, batch=mask.batch or 1, heads=mask.heads or 1, device="cpu")
+    return holds_numbers(cells) and bool(cells.any())

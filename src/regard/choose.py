@@ -34,7 +34,7 @@ def choose(call: Call, backend: str = "auto", *, partial: bool = False) -> str:
     if torch.compiler.is_exporting():  # one program for every length: what can, not what is cheap
         able = (name for name in BACKENDS if BACKENDS[name].any_length)
         return next(name for name in able if objection_of(call, name, partial=partial) is None)
-    if call.score_bias is not None or not is_everything(call.mask) or torch.compiler.is_compiling():
+    if call.score_bias is not None or not is_everything(call.mask) or not call.immediate:
         return _cheapest(call, partial=partial)
     alike = (*_looked_at(call), call.sinks is None, partial, SPEED.turn)
     name = _CHOSEN.get(alike)

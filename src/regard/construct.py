@@ -110,6 +110,18 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return result.to(x.dtype)
 
 
+def matrix_objection(module: nn.Module) -> str | None:
+    """Why calling a module may do more than multiply by its weight and add its bias; None if it
+    does just that. Hooks, accelerate's offloading, adapters and quantisation all do more."""
+    if type(module) is not nn.Linear:
+        return f"is a {type(module).__name__}, not a plain nn.Linear"
+    if "forward" in vars(module) or hasattr(module, "_hf_hook"):
+        return "has a forward of its own, as accelerate's hooks give it"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks"
+    return None
+
+
 def build_gate(kind: str | None, hidden_size: int, num_heads: int, width: int) -> nn.Linear | None:
     if kind is None:
         return None

@@ -17,7 +17,7 @@ SIZE = 8  # of a picture, where the mask holds no data to go by
 def picture(mask: "Mask", span: Span, b: int, h: int) -> str:
     """The mask's code, a line of key slots, then a line for each query slot."""
     cells = grid(mask, span, b, h).tolist()
-    slots = span.positions().reshape(-1, span.num_queries)
+    slots = span.positions("cpu").reshape(-1, span.num_queries)
     queries = slots[b if len(slots) > 1 else 0].tolist()
     keys = range(span.kv_start, span.kv_stop)
     margin, width = _digits(queries), _digits(keys)
@@ -32,7 +32,7 @@ def grid(mask: "Mask", span: Span, b: int, h: int) -> Bool[Tensor, "L S"]:
     """What one row of the batch sees with one head."""
     rows = len(span.q_start) if isinstance(span.q_start, Tensor) else 1
     batch, heads = max(b + 1, rows, mask.batch or 1), max(h + 1, mask.heads or 1)
-    seen = mask.within(span).dense(span, batch=batch, heads=heads)
+    seen = mask.within(span).dense(span, batch=batch, heads=heads, device="cpu")
     return seen.expand(batch, heads, span.num_queries, span.num_keys)[b, h]
 
 

@@ -12,7 +12,7 @@ from regard.attend import prepare
 from regard.backends import BACKENDS
 from regard.bias import ScoreBias
 from regard.cache import Part
-from regard.call import Call, is_everything, join
+from regard.call import Call, is_everything, join, without_autocast
 from regard.choose import objection_of
 from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.partial import accumulator
@@ -118,7 +118,8 @@ def attention_weights(
         )
     whole = replace(call, span=call.whole, mask=mask.within(call.whole))
     rows = [whole] if queries is None else [_row(whole, index) for index in queries]
-    chosen = [_chosen(row, q, k, heads) for row in rows]
+    with without_autocast(q.device):
+        chosen = [_chosen(row, q, k, heads) for row in rows]
     if not chosen:
         return q.new_zeros(q.shape[0], len(heads or range(q.shape[1])), 0, k.shape[2])
     return torch.cat(chosen, dim=2)
@@ -198,6 +199,7 @@ def weights_of(
     call, k, _ = call.at(join(call.cut(parts)))
     if not is_everything(call.mask):
         k = call.clean(k, k, call.keep())[0]
-    weights = weigh(scores(call, q, k), call.sinks, plain=is_plain(call)).to(call.dtype)
+    with without_autocast(call.device):
+        weights = weigh(scores(call, q, k), call.sinks, plain=is_plain(call)).to(call.dtype)
     before = call.span.kv_start - call.whole.kv_start
     return F.pad(weights, (before, call.whole.kv_stop - call.span.kv_stop))

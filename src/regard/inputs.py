@@ -3,9 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from regard.check import refuse_jit_trace
+from regard.construct import matrix_objection
+
 
 def check_width(name: str, x: object, width: int, projection: nn.Module) -> None:
     """A batch of sequences of the right width, in the dtype of the weights that will meet it."""
+    refuse_jit_trace()
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a tensor [B, L, {width}], got {type(x).__name__}")
     if x.dim() != 3:
@@ -18,9 +22,10 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
             f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "
             "is it the output of another layer, or transposed?"
         )
-    if type(projection) is not nn.Linear or hasattr(projection, "_hf_hook"):
-        return  # accelerate's hooks bring weights and inputs together
+    if matrix_objection(projection) is not None:
+        return  # it may bring weights and inputs together itself
     weight = projection.weight
+    assert isinstance(weight, Tensor)
     if weight.dtype != x.dtype and not _casts(x.device.type):
         raise ValueError(
             f"{name} is {x.dtype}, the layer's weights are {weight.dtype}; cast one with "
@@ -36,6 +41,11 @@ def _casts(device: str) -> bool:
 
 
 def check_cache(cache: object) -> None:
+    if isinstance(cache, type):
+        raise TypeError(
+            f"cache is an object, got the class {cache.__name__}; make one for each layer: "
+            f"cache={cache.__name__}(...)"
+        )
     if not all(callable(getattr(cache, verb, None)) for verb in ("span", "update", "peek")):
         raise TypeError(
             f"cache is a Cache such as KVCache() or NO_CACHE, one for each layer, "

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from regard.attend import prepare
 from regard.bias import ScoreBias
 from regard.cache import NO_CACHE, Cache
+from regard.cache_use import check_use, tracked, trains, used_by
 from regard.call import Call
-from regard.check import check_decodable, check_mask, check_options
+from regard.check import check_mask, check_options
 from regard.construct import constructor_code
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads
@@ -142,10 +143,12 @@ class MultiHeadLatentAttention(nn.Module):
         """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
         `context` is refused, because the rotary key ties keys to the positions of `x`."""
         plan = self._prepare(x, context, mask, cache, positions)
-        parts = plan.form.parts(self, cache.update(plan.joined))
-        out = plan.form.read(self, plan.call.run(plan.q, parts))
-        result: Tensor = self.o_proj(merge_heads(out))
-        return result
+        needs_grad = plan.call.needs_grad or trains(self.kv_b_proj)
+        with used_by(self, cache, mask):
+            parts = plan.form.parts(self, cache.update(*tracked(needs_grad, plan.joined)))
+            out = plan.form.read(self, plan.call.run(plan.q, parts))
+            result: Tensor = self.o_proj(merge_heads(out))
+            return result
 
     def weights(
         self,
@@ -189,8 +192,7 @@ class MultiHeadLatentAttention(nn.Module):
         check_cache(cache)
         check_positions(positions, x)
         span = cache.span(x.shape[1])
-        if cache is not NO_CACHE:
-            check_decodable(self.mask & mask, span)
+        check_use(self, cache, mask, span)
         form, why = self.choose(span)
         q_nope, q_rope, latent, k_rope = self.project(x)
         where = span.positions(x.device) if positions is None else positions

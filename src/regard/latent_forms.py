@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.cache import Part
-from regard.construct import normed
+from regard.construct import matrix_objection, normed
 from regard.heads import split_heads
 from regard.masks import Span
 
@@ -97,10 +97,8 @@ def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]
 def absorption_objection(layer: Any) -> str | None:
     """Why `kv_b_proj` cannot be read as a matrix; None if it can."""
     up = layer.kv_b_proj
-    if type(up) is not nn.Linear:
-        return f"kv_b_proj is a {type(up).__name__}, not a plain nn.Linear"
-    if up._forward_hooks or up._forward_pre_hooks:
-        return "kv_b_proj has forward hooks"
+    if (objection := matrix_objection(up)) is not None:
+        return f"kv_b_proj {objection}"
     if type(up.weight) not in (nn.Parameter, Tensor) or up.bias is not None:
         return "kv_b_proj.weight is not a full tensor, or has a bias"
     return None

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from regard.attend import prepare
 from regard.bias import ScoreBias
 from regard.cache import NO_CACHE, Cache, Part
+from regard.cache_use import check_use, tracked, trains, used_by
 from regard.call import Call
-from regard.check import check_decodable, check_mask, check_options, divisors
+from regard.check import check_mask, check_options, divisors
 from regard.construct import constructor_code
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
@@ -106,9 +107,12 @@ class LatentKVAttention(nn.Module):
         """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
         `context` is refused."""
         call, q, latent, where = self._prepare(x, context, mask, cache, positions)
-        out = call.run(q, self.rebuild(cache.update(latent, where)))
-        result: Tensor = self.o_proj(merge_heads(out))
-        return result
+        needs_grad = call.needs_grad or trains(self.kv_b_proj)
+        with used_by(self, cache, mask):
+            parts = cache.update(*tracked(needs_grad, latent, where))
+            out = call.run(q, self.rebuild(parts))
+            result: Tensor = self.o_proj(merge_heads(out))
+            return result
 
     def weights(
         self,
@@ -154,8 +158,7 @@ class LatentKVAttention(nn.Module):
         check_cache(cache)
         check_positions(positions, x)
         span = cache.span(x.shape[1])
-        if cache is not NO_CACHE:
-            check_decodable(self.mask & mask, span)
+        check_use(self, cache, mask, span)
         batch, length = x.shape[:2]
         where = span.positions(x.device) if positions is None else positions
         q = self.rope.rotate(split_heads(self.q_proj(x), self.head_dim), where)

@@ -21,14 +21,25 @@ from regard.algebra import (
     Reach,
 )
 from regard.masks_data import Chunked, Documents, Padding, Prefix
-from regard.rows import TOKENS_SAY, clip, code, kind, positive, row
+from regard.rows import (
+    TOKENS_SAY,
+    check_unchanged,
+    clip,
+    code,
+    kind,
+    lasting,
+    positive,
+    row,
+)
 from regard.span import Span
+from regard.versions import Versions
 
 __all__ = [
     "EVERYTHING",
     "NOTHING",
     "AllOf",
     "AnyOf",
+    "BeyondData",
     "Causal",
     "Chunked",
     "Dense",
@@ -43,6 +54,11 @@ __all__ = [
     "Span",
     "Where",
 ]
+
+
+class BeyondData(ValueError):
+    """A rule was asked about slots that its data does not cover."""
+
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 HIDDEN_BELOW = -1e4  # a mask's "minus infinity" may be its dtype's lowest number, or this
@@ -140,6 +156,7 @@ class Dense(Mask):
 
     keep: Tensor
     place: Span | None = field(default=None, kw_only=True)
+    read: Versions = field(init=False)
 
     def __post_init__(self) -> None:
         keep = self.keep
@@ -154,8 +171,8 @@ class Dense(Mask):
                 "Dense takes [L, S], [B, L, S] or [B, H, L, S], "
                 f"got shape {tuple(keep.shape)}; a mask of tokens is Padding(valid)"
             )
-        if keep.dim() == 3:
-            object.__setattr__(self, "keep", keep.unsqueeze(1))
+        object.__setattr__(self, "keep", lasting(keep.unsqueeze(1) if keep.dim() == 3 else keep))
+        object.__setattr__(self, "read", Versions(self.keep))
 
     @classmethod
     def from_additive(cls, t: Tensor) -> "Dense":
@@ -170,7 +187,9 @@ class Dense(Mask):
                 f"an additive mask is floating point, got {kind(t)}; Dense(keep) takes booleans, "
                 "True where a query may look"
             )
-        hidden = t <= torch.tensor(HIDDEN_BELOW, dtype=t.dtype)  # bfloat16 holds -9984 for it
+        hidden = t <= torch.tensor(
+            HIDDEN_BELOW, dtype=t.dtype, device="cpu"
+        )  # bfloat16 holds -9984 for it
         if not bool((hidden | (t == 0)).all()):
             raise ValueError(
                 "an additive mask holds 0 (visible) or -1e4 and below (hidden), got other values "
@@ -193,6 +212,7 @@ class Dense(Mask):
         return Span(0, self.keep.shape[-2], 0, self.keep.shape[-1])
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        check_unchanged(self, self.read)
         keep, extent = self.keep.to(kv_idx.device), self.extent
         first = extent.q_start
         rows = q_idx - (row(first, b) if isinstance(first, Tensor) else first)
@@ -205,6 +225,7 @@ class Dense(Mask):
         return inside & keep[tuple(index)]
 
     def within(self, span: Span) -> Mask:
+        check_unchanged(self, self.read)
         if self.place is not None:
             return self
         want, got = (span.num_queries, span.num_keys), tuple(self.keep.shape[-2:])
@@ -222,6 +243,7 @@ class Dense(Mask):
         self, span: Span, batch: int, heads: int, device: torch.device | str | None
     ) -> Tensor:
         """Slices of the rectangle where it holds the span, so that nothing is looked up."""
+        check_unchanged(self, self.read)
         extent, keep = self.extent, self.keep if device is None else self.keep.to(device)
         first = _first_row(extent, span)
         column = span.kv_start - extent.kv_start
@@ -266,6 +288,7 @@ class Where(Mask):
 
     Raises:
         TypeError: if it is not a function, or answers with something other than booleans.
+        BeyondData: a `ValueError`, when it is asked about slots that its data does not reach.
 
     >>> def every_other(b, h, q_idx, kv_idx):
     ...     return (q_idx - kv_idx) % 2 == 0
@@ -292,7 +315,13 @@ class Where(Mask):
         return True
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen: object = self.mask_mod(b, h, q_idx, kv_idx)
+        try:
+            seen: object = self.mask_mod(b, h, q_idx, kv_idx)
+        except IndexError as error:
+            raise BeyondData(
+                f"{self!r} indexes data that does not reach these slots ({error}); with a cache, "
+                "slots count from its first token: give the data of every slot there will be"
+            ) from error
         if isinstance(seen, bool):
             return (kv_idx == kv_idx) & seen
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:

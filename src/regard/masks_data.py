@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -10,13 +11,16 @@ from torch import Tensor
 from regard.algebra import EVERYTHING, NOTHING, Mask, Reach
 from regard.rows import (
     bounds,
+    check_unchanged,
     chunk,
     code,
     distinct,
     equal,
     first_true,
+    index,
     is_whole,
     last_true,
+    lasting,
     positive,
     row,
     row_index,
@@ -25,6 +29,7 @@ from regard.rows import (
     zero_or_one,
 )
 from regard.span import Span
+from regard.versions import Versions
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,21 +56,26 @@ class Chunked(Mask):
     size: int
     start: Tensor | None = None
     starts: tuple[int, ...] | None = field(init=False, default=None)  # those that occur
+    read: Versions = field(init=False)
 
     def __post_init__(self) -> None:
         positive("Chunked", "it counts the keys of a chunk", self.size)
         vector("start", self.start)
+        object.__setattr__(self, "start", _lasting(self.start))
         object.__setattr__(self, "starts", (0,) if self.start is None else distinct(self.start))
+        object.__setattr__(self, "read", _read(self.start))
 
     @property
     def batch(self) -> int | None:
         return None if self.start is None else self.start.shape[0]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        check_unchanged(self, self.read)
         start = 0 if self.start is None else row(self.start, b)
         return chunk(q_idx - start, self.size) == chunk(kv_idx - start, self.size)
 
     def within(self, span: Span) -> Mask:
+        check_unchanged(self, self.read)
         if not self.starts or torch.compiler.is_exporting():
             return self
         slots = (span.first_query, span.last_query, span.kv_start, span.kv_stop - 1)
@@ -84,7 +94,7 @@ class Chunked(Mask):
         return max(0, low), high + size - 1
 
     def _hides(self, b: int, q: int, k: int) -> str:
-        start = 0 if self.start is None else int(row(self.start, torch.tensor(b)))
+        start = 0 if self.start is None else int(row(self.start, index(b)))
         mine, its = (q - start) // self.size, (k - start) // self.size
         return f"keys of other chunks (key in chunk {its}, query in {mine})"
 
@@ -124,19 +134,22 @@ class Prefix(Mask):
     end: int | Tensor = field(init=False)
     ends: tuple[int, int] | None = field(init=False, default=None)
     begins: tuple[int, int] | None = field(init=False, default=None)
+    read: Versions = field(init=False)
 
     def __post_init__(self) -> None:
         lengths = self.lengths
         if isinstance(lengths, Sequence):
             object.__setattr__(self, "lengths", tuple(lengths))
             lengths = torch.tensor(
-                lengths, device=None if self.start is None else self.start.device
+                lengths, device="cpu" if self.start is None else self.start.device
             )
         elif not isinstance(lengths, Tensor | int | torch.SymInt):
             raise TypeError(f"Prefix takes lengths as whole numbers, got {type(lengths).__name__}")
         vector("lengths", lengths if isinstance(lengths, Tensor) else None)
         vector("start", self.start)
         self._agree(lengths)
+        lengths = _lasting(lengths)
+        object.__setattr__(self, "start", _lasting(self.start))
         known = bounds(lengths)
         if known is not None and known[0] < 0:
             raise ValueError(f"Prefix has lengths of 0 or more, got {self.lengths!r}; 0 is none")
@@ -144,6 +157,7 @@ class Prefix(Mask):
         object.__setattr__(self, "end", end)
         object.__setattr__(self, "ends", bounds(end))
         object.__setattr__(self, "begins", bounds(0 if self.start is None else self.start))
+        object.__setattr__(self, "read", _read(lengths, self.start))
 
     def _agree(self, lengths: int | Tensor) -> None:
         if not isinstance(lengths, Tensor) or self.start is None:
@@ -159,10 +173,12 @@ class Prefix(Mask):
         return self.end.shape[0] if isinstance(self.end, Tensor) else None
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        check_unchanged(self, self.read)
         inside = kv_idx < (row(self.end, b) if isinstance(self.end, Tensor) else self.end)
         return inside if self.start is None else inside & (kv_idx >= row(self.start, b))
 
     def within(self, span: Span) -> Mask:
+        check_unchanged(self, self.read)
         if self.ends is None or self.begins is None or torch.compiler.is_exporting():
             return self
         if span.kv_stop <= self.ends[0] and span.kv_start >= self.begins[1]:
@@ -177,7 +193,7 @@ class Prefix(Mask):
 
     def _hides(self, b: int, q: int, k: int) -> str:
         start, end = (
-            int(row(x, torch.tensor(b))) if isinstance(x, Tensor) else x or 0
+            int(row(x, index(b))) if isinstance(x, Tensor) else x or 0
             for x in (self.start, self.end)
         )
         return f"keys outside the prefix ({start} <= key < {end})"
@@ -214,6 +230,7 @@ class Documents(Mask):
 
     ids: Tensor
     last_start: int | None = field(init=False, default=None)  # where every row is in its last one
+    read: Versions = field(init=False)
 
     def __post_init__(self) -> None:
         ids = rows("Documents", "ids", self.ids)
@@ -227,8 +244,9 @@ class Documents(Mask):
                 f"Documents continues a row's last id, got rows of none: shape {tuple(ids.shape)}; "
                 "give one id at least, or leave the mask out"
             )
-        object.__setattr__(self, "ids", ids)
+        object.__setattr__(self, "ids", lasting(ids))
         object.__setattr__(self, "last_start", last_true(ids != ids[:, -1:]))
+        object.__setattr__(self, "read", _read(self.ids))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Int[Tensor, " documents_and_1"]) -> "Documents":
@@ -263,6 +281,7 @@ class Documents(Mask):
         return Span(0, self.ids.shape[1], 0, self.ids.shape[1])
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        check_unchanged(self, self.read)
         return self._at(b, q_idx) == self._at(b, kv_idx)
 
     def _at(self, b: Tensor, slot: Tensor) -> Tensor:
@@ -270,13 +289,14 @@ class Documents(Mask):
         return ids[row_index(ids, b), slot.clamp(0, ids.shape[1] - 1)]
 
     def within(self, span: Span) -> Mask:
+        check_unchanged(self, self.read)
         start = self.last_start
         if start is not None and span.first_query >= start and span.kv_start >= start:
             return EVERYTHING
         return self
 
     def _hides(self, b: int, q: int, k: int) -> str:
-        mine, its = (int(self._at(torch.tensor(b), torch.tensor(slot))) for slot in (q, k))
+        mine, its = (int(self._at(index(b), index(slot))) for slot in (q, k))
         return f"other documents (key in {its}, query in {mine})"
 
     def __repr__(self) -> str:
@@ -304,15 +324,17 @@ class Padding(Mask):
     hidden_stop: int | None = field(init=False, default=None)  # keys from here on are all visible
     shown_start: int | None = field(init=False, default=None)  # keys before are all hidden
     start: Tensor = field(init=False)
+    read: Versions = field(init=False)
 
     def __post_init__(self) -> None:
-        valid = zero_or_one(rows("Padding", "valid", self.valid))
+        valid = lasting(zero_or_one(rows("Padding", "valid", self.valid)))
         object.__setattr__(self, "valid", valid)
         object.__setattr__(self, "hidden_stop", last_true(~valid))
         object.__setattr__(self, "shown_start", first_true(valid))
         beyond = valid.new_ones(valid.shape[0], 1)
         first = torch.cat([valid, beyond], dim=1).to(torch.int8).argmax(dim=1)
         object.__setattr__(self, "start", first)
+        object.__setattr__(self, "read", _read(valid))
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int], total: int | None = None) -> "Padding":
@@ -345,6 +367,7 @@ class Padding(Mask):
         return Span(0, self.valid.shape[1], 0, self.valid.shape[1])
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        check_unchanged(self, self.read)
         valid = self.valid.to(kv_idx.device)
         size = valid.shape[1]
         if size == 0:
@@ -352,6 +375,7 @@ class Padding(Mask):
         return valid[row_index(valid, b), kv_idx.clamp(0, size - 1)] | (kv_idx >= size)
 
     def within(self, span: Span) -> Mask:
+        check_unchanged(self, self.read)
         stop = self.valid.shape[1] if self.hidden_stop is None else self.hidden_stop
         if span.kv_start >= stop:
             return EVERYTHING
@@ -365,3 +389,11 @@ class Padding(Mask):
 
     def __repr__(self) -> str:
         return code("Padding", valid=self.valid)
+
+
+def _lasting(value: Any) -> Any:
+    return lasting(value) if isinstance(value, Tensor) else value
+
+
+def _read(*data: object) -> Versions:
+    return Versions(*(each for each in data if isinstance(each, Tensor)))

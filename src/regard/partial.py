@@ -28,8 +28,8 @@ class Partial(NamedTuple):
     def nothing(cls, device: torch.device | None = None) -> "Partial":
         """The neutral element: no key was seen."""
         return cls(
-            torch.zeros(1, 1, 1, 1, device=device),
-            torch.full((1, 1, 1), -torch.inf, device=device),
+            torch.zeros(1, 1, 1, 1, device=device, dtype=torch.float32),
+            torch.full((1, 1, 1), -torch.inf, device=device, dtype=torch.float32),
         )
 
     @classmethod

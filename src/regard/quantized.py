@@ -9,10 +9,10 @@ from torch import Tensor
 from regard.buffered import KVCache
 from regard.coded import Coded, CodedStreams, quantize
 from regard.span import Span
-from regard.streams import Part, check_streams, check_whole, chosen, wants_grad
+from regard.streams import Part, Stored, check_streams, check_whole, chosen, wants_grad
 
 
-class QuantizedCache:
+class QuantizedCache(Stored):
     """Holds floating streams as codes of `bits`, integer streams exactly. Grows by doubling.
 
     Codes are asymmetric: `value = zero + scale * code`, both in bfloat16, for each `group` channels
@@ -77,6 +77,14 @@ class QuantizedCache:
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         return self._decoded(self._store.peek(*self._coded(new)), new)
+
+    def snapshot(self) -> object:
+        return self._like, self._store.snapshot()
+
+    def restore(self, snapshot: object) -> None:
+        assert isinstance(snapshot, tuple)
+        self._like, store = snapshot
+        self._store.restore(store)
 
     def truncate(self, length: int | Tensor) -> None:
         self._store.truncate(length)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from regard.algebra import Mask
+from regard.tracing import holds_numbers
+from regard.versions import ChangedInPlace, Versions
 
 TOKENS_SAY = (
     "for tokens, True or 1 is a real one and False or 0 is padding, as in Hugging Face's "
@@ -66,9 +68,24 @@ def vector(name: str, value: Tensor | None) -> None:
         )
 
 
+def lasting(value: Tensor) -> Tensor:
+    """The tensor itself where a later write in place is noticed, else a copy."""
+    inference = not torch.compiler.is_compiling() and value.is_inference()
+    return value.clone() if inference else value
+
+
+def check_unchanged(mask: Mask, read: Versions) -> None:
+    """Raise if the data of a mask was written after the mask had read it."""
+    if read.changed:
+        raise ChangedInPlace(
+            f"the tensor of {mask!r} was written in place after the mask had read it; make a new "
+            "mask of it, or give the mask a clone()"
+        )
+
+
 def readable(value: Tensor) -> bool:
-    """Whether a tensor's values can be known now; never inside a compiled or exported graph."""
-    return not (torch.compiler.is_compiling() or value.is_meta or type(value) is not Tensor)
+    """Whether a tensor's values can be known now; never while torch traces or transforms it."""
+    return not value.is_meta and holds_numbers(value)
 
 
 def distinct(value: Tensor) -> tuple[int, ...] | None:
@@ -99,6 +116,11 @@ def first_true(rows: Tensor) -> int | None:
         return None
     columns = rows.any(dim=0).nonzero()
     return int(columns[0]) if len(columns) else rows.shape[1]
+
+
+def index(number: int) -> Tensor:
+    """A batch row or a slot as masks take it, on the CPU whatever the default device."""
+    return torch.tensor(number, device="cpu")
 
 
 def row_index(data: Tensor, b: Tensor) -> int | Tensor:

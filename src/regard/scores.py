@@ -27,7 +27,7 @@ def shaped(call: Call, raw: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"
     if call.softcap is not None:
         raw = call.softcap * torch.tanh(raw / call.softcap)
     if (bias := call.bias()) is not None:
-        raw = raw + bias.to(raw.dtype)
+        raw = raw + bias
     if not is_everything(call.mask):
         raw = raw.masked_fill(~call.keep(), -torch.inf)
     return raw

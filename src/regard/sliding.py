@@ -6,6 +6,7 @@ from torch import Tensor
 from regard.span import Span
 from regard.streams import (
     Part,
+    Stored,
     check_rows,
     check_streams,
     check_whole,
@@ -15,7 +16,7 @@ from regard.streams import (
 )
 
 
-class SlidingCache:
+class SlidingCache(Stored):
     """Keeps a window of `size` keys, counting the query's own, and `rollback` more for truncation.
 
     Storage is at most 1.25 times the window, plus a chunk, plus the rollback. The layer's mask must

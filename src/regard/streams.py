@@ -1,7 +1,7 @@
 """What grows along dim 2: streams, how many tokens each row holds, and where new ones go."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,41 @@ class Part(NamedTuple):
         if isinstance(self.streams, CodedStreams):
             return Part(start, stop, self.streams.narrow(begin, size))
         return Part(start, stop, tuple(each.narrow(2, begin, size) for each in self.streams))
+
+
+class Stored:
+    """What caches have in common: independent copies, and going back after a call that failed.
+
+    An update binds attributes anew and writes buffers only behind the tokens held, so that the
+    attributes alone are the state.
+    """
+
+    def __copy__(self) -> "Stored":
+        new = type(self).__new__(type(self))
+        vars(new).update({name: _copied(value) for name, value in vars(self).items()})
+        return new
+
+    def __deepcopy__(self, memo: object) -> "Stored":
+        return self.__copy__()
+
+    def snapshot(self) -> object:
+        """The state now."""
+        return dict(vars(self))
+
+    def restore(self, snapshot: object) -> None:
+        """Go back to a state that `snapshot` gave, with nothing but updates since."""
+        assert isinstance(snapshot, dict)
+        vars(self).update(snapshot)
+
+
+def _copied(value: Any) -> Any:
+    """Tensors cloned, with their graph: caches that shared a buffer would overwrite each other."""
+    if isinstance(value, Tensor):
+        return _writable(value.clone)
+    if isinstance(value, tuple):
+        each = [_copied(one) for one in value]
+        return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
+    return value.__copy__() if isinstance(value, Stored) else value
 
 
 class Lengths(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.backends import eager, half, sdpa
@@ -22,6 +22,8 @@ from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.scores import is_plain
 from regard.sight import Runs, bridged, covers, meet, sight
 from regard.speed import SPEED
+from regard.tracing import is_forward_mode
+from regard.versions import ChangedInPlace, Versions
 
 BLOCK = 256  # queries; fewer see fewer keys in vain, more are fewer operators
 SCORES = 1 << 22  # that a block may hold where they are written out: about a cache of them
@@ -50,6 +52,11 @@ def objection(call: Call) -> str | None:
         return "blocked needs at least one query and one visible key"
     if torch.compiler.is_compiling():
         return "blocked plans for the lengths of one call, outside of graphs"
+    if is_forward_mode() or (call.needs_grad and not call.immediate):
+        return (
+            "blocked computes its blocks again in the backward pass, which torch.func transforms, "
+            "dispatch modes and forward-mode derivatives do not follow"
+        )
     return None
 
 
@@ -89,12 +96,13 @@ def run(
 ) -> Float[Tensor, "B H L Dv"]:
     queries = q.split(_size(call), 2)  # once, as is what tiles() does: a view for each block would
     keys, values = Tiles(call, k), Tiles(call, v)  # have a gradient as long as the sequence
+    again = _read_again(call, k, v)
     outs: list[Tensor] = []
     blocks = list(zip(plan(call), queries, strict=True))
     for block, rows in reversed(blocks):  # mostly the widest first: memory it frees fits the others
 
         def attended(rows: Tensor, block: Block = block) -> Tensor:
-            return _attend(call, block, rows, keys, values)
+            return _attend(call, block, rows, keys, values, again)
 
         if _again(call):
             random = call.dropout > 0
@@ -153,12 +161,30 @@ def _writes_scores(call: Call) -> bool:
     return sdpa.objection(call) is not None or call.dropout > 0 or learned
 
 
-def _attend(call: Call, block: Block, rows: Tensor, keys: Tiles, values: Tiles) -> Tensor:
+def _read_again(call: Call, k: Tensor, v: Tensor) -> Versions:
+    """What the backward pass reads once more, past autograd's own check of saved tensors."""
+    if not call.needs_grad:
+        return Versions()
+    bias = call.score_bias
+    learned = list(bias.parameters()) if isinstance(bias, nn.Module) else [bias]
+    read = (k, v, call.sinks, *learned)
+    return Versions(*(each for each in read if isinstance(each, Tensor)))
+
+
+def _attend(
+    call: Call, block: Block, rows: Tensor, keys: Tiles, values: Tiles, again: Versions
+) -> Tensor:
     """One block, as a call of its own."""
     runs = block.runs or [(call.span.kv_start,) * 2]
     part = _part(call, block, runs)
 
     def taken() -> tuple[Tensor, Tensor]:
+        if again.changed:
+            raise ChangedInPlace(
+                "keys, values, score_bias or sinks were written in place between the forward and "
+                "the backward pass, which reads them again; write to a clone(), or call backward() "
+                "first"
+            )
         return keys.take(runs), values.take(runs)
 
     if half.suits(call) and part.num_keys:

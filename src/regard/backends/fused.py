@@ -31,9 +31,9 @@ def objection(call: Call) -> str | None:
     if call.device.type != "cpu" or call.dtype not in DTYPES:
         return f"fused is for float32 and bfloat16 on a CPU, got {call.dtype} on {call.device}"
     if call.needs_grad:
-        return "fused has no gradient"
+        return "fused has no gradient; call it under torch.no_grad() or torch.inference_mode()"
     if call.dropout or call.softcap is not None:
-        return f"fused has neither dropout (got {call.dropout}) nor softcap (got {call.softcap})"
+        return "fused has neither dropout nor softcap"
     if call.head_dim % _LANES or call.v_head_dim % _whole(call):
         return (
             f"fused takes head dims in multiples of {_LANES} (values of {_whole(call)}), got "
@@ -41,6 +41,11 @@ def objection(call: Call) -> str | None:
         )
     if torch.compiler.is_compiling():
         return "a compiled graph does not hold fused"
+    if not call.immediate:
+        return (
+            "fused takes plain tensors: no torch.func transform, dispatch mode, tensor subclass or "
+            "forward-mode derivative"
+        )
     return None if is_there() else "fused needs numba: python -m pip install 'regard[cpu]'"
 
 

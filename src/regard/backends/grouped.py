@@ -31,7 +31,7 @@ def objection(call: Call) -> str | None:
     if rows > _MAX_ROWS:
         return f"grouped is for few queries: {rows} rows a key head, more than {_MAX_ROWS}"
     if call.dropout:
-        return f"grouped has no dropout (got {call.dropout})"
+        return "grouped has no dropout"
     if call.needs_grad and call.dtype.itemsize < 4:
         return "grouped has no gradient in half precision"
     return None
@@ -109,7 +109,7 @@ def _safely(
     result is cheaper than copying every key, only if something has leaked."""
     if is_everything(call.mask):
         return compute(k, v)
-    if not (call.needs_grad or torch.compiler.is_compiling()) and call.device.type == "cpu":
+    if call.may_look():
         out = compute(k, v)
         if bool(out.isfinite().all()):
             return out
@@ -149,6 +149,8 @@ def _fused(call: Call) -> bool:
     and faster: in half precision its products are the only ones with float32 sums, but a single
     row is converted key by key; in float32 it wins where one key head must feed every core."""
     if call.softcap is not None or call.needs_grad or call.device.type != "cpu":
+        return False
+    if not (call.immediate or torch.compiler.is_compiling()):
         return False
     if not call.joined and call.head_dim != call.v_head_dim:
         return False
@@ -191,9 +193,9 @@ def _additive(call: Call) -> tuple[Tensor | None, Tensor | None]:
     if is_everything(call.mask) and bias is None:
         return None, None
     shape = (1, call.num_heads, call.num_queries, call.num_keys)
-    total = torch.zeros((), dtype=accumulator(call.dtype), device=call.device)
-    if bias is not None:
-        total = total + bias
+    total = bias
+    if total is None:
+        total = torch.zeros((), dtype=accumulator(call.dtype), device=call.device)
     blind = None
     if not is_everything(call.mask):
         keep = call.keep()

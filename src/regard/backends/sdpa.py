@@ -11,6 +11,7 @@ from regard.call import Call, is_empty, is_everything
 from regard.masks import Causal
 from regard.scores import is_plain
 from regard.speed import SPEED
+from regard.tracing import is_forward_mode, is_vmapped
 
 _BLOCK = 32  # rows of queries for which torch's CPU kernel streams the keys once
 _KEYS = 512  # keys that it takes at once, and so computes whole where the diagonal crosses them
@@ -21,9 +22,13 @@ def objection(call: Call) -> str | None:
     if is_empty(call):
         return "scaled_dot_product_attention needs at least one query and one visible key"
     if call.softcap is not None:
-        return f"scaled_dot_product_attention has no softcap (got {call.softcap})"
+        return "scaled_dot_product_attention has no softcap"
     if call.sinks is not None:
         return "scaled_dot_product_attention has no sinks"
+    if is_forward_mode():
+        return "scaled_dot_product_attention has no forward-mode derivative"
+    if is_vmapped():
+        return "scaled_dot_product_attention has no batching rule for torch.func.vmap"
     return None
 
 
@@ -69,7 +74,7 @@ def run(
         return _kernel(call, q, k, v, is_causal=True)
     if is_everything(call.mask):
         assert bias is not None
-        return _kernel(call, q, k, v, attn_mask=_four(bias.to(_mask_dtype(call)), call))
+        return _kernel(call, q, k, v, attn_mask=_four(bias, call))
     keep = call.keep()
     mask, blind = _dense(call, bias, keep)
     if call.may_look():
@@ -94,10 +99,11 @@ def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor
 
 
 def _is_causal(call: Call) -> bool:
-    """`is_causal` aligns the first query with the first key: right only where they are one slot."""
+    """`is_causal` aligns the first query with the first key: right only where they are one slot.
+    It masks before it scales: -inf times 0 is NaN, and times a negative scale +inf."""
     if not isinstance(call.mask, Causal) or isinstance(call.span.q_start, Tensor):
         return False
-    if call.score_bias is not None:
+    if call.score_bias is not None or call.scale <= 0:
         return False
     return bool(call.span.q_start == call.span.kv_start)
 
@@ -112,8 +118,7 @@ def _dense(call: Call, bias: Tensor | None, keep: Tensor) -> tuple[Tensor, Tenso
     keep = keep | blind
     if bias is None:
         return _four(keep, call), blind
-    bias = bias.to(_mask_dtype(call)).masked_fill(~keep, -torch.inf)
-    return _four(bias, call), blind
+    return _four(bias.masked_fill(~keep, -torch.inf), call), blind
 
 
 def _tame(x: Tensor) -> Tensor:
@@ -125,10 +130,6 @@ def _tame(x: Tensor) -> Tensor:
         return x  # its products fit float32
     limit = 1e150 if x.dtype == torch.float64 else 1e15
     return x.clamp(-limit, limit)
-
-
-def _mask_dtype(call: Call) -> torch.dtype:
-    return torch.float64 if call.dtype == torch.float64 else torch.float32
 
 
 def _four(mask: Tensor, call: Call) -> Tensor:

@@ -1,0 +1,63 @@
+"""How torch runs the present call: at once on plain tensors, or traced, transformed, differentiated
+forward.
+
+Compiled kernels and decisions that read data need plain tensors. Everything else gets the
+operators that torch can trace and transform.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+
+def is_immediate(*tensors: Tensor) -> bool:
+    """Whether operators on these tensors compute numbers now, and nothing records or transforms
+    them: no compiled graph, no `torch.func` transform, no dispatch mode (`make_fx`, fake tensors,
+    FLOP counters), no tensor subclass, no forward-mode derivative."""
+    if torch.compiler.is_compiling() or is_transformed() or is_forward_mode() or has_modes():
+        return False
+    return all(type(each) in _PLAIN for each in tensors)
+
+
+def holds_numbers(value: Tensor) -> bool:
+    """Whether a tensor's numbers can be read now: neither it nor the program is traced, fake or
+    transformed."""
+    if torch.compiler.is_compiling() or type(value) not in _PLAIN:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return False
+    return not any(torch._C._get_dispatch_mode(mode) for mode in _TRACERS)
+
+
+def is_transformed() -> bool:
+    """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`...) is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_vmapped() -> bool:
+    """Whether a `torch.func.vmap` is active."""
+    if torch.compiler.is_compiling() or not is_transformed():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode derivatives may be carried by tensors."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def has_modes() -> bool:
+    """Whether a `TorchDispatchMode` is active, before or after autograd."""
+    return bool(
+        torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    )
+
+
+def in_backward() -> bool:
+    """Whether this runs inside a backward pass, as recomputed activations do."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+_PLAIN = (Tensor, nn.Parameter)
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)

@@ -33,11 +33,15 @@ from regard import (
     prepare,
 )
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [
+    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning"),
+]
 
 Q = torch.randn(2, 6, 3, 8)
 K = torch.randn(2, 2, 3, 8)
 X = torch.randn(2, 3, 48)
+SHORT, LONG = torch.zeros(3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
 
 
 def mha(**options):
@@ -72,6 +76,16 @@ def hooked():
 
 
 OF_ATTEND = {
+    "tracing one call for all": (
+        lambda: torch.jit.trace(lambda q: attend(q, K, K), Q),
+        ValueError,
+        ["torch.jit.trace keeps the lengths", r"dynamo=True"],
+    ),
+    "a bias on another device": (
+        lambda: attend(Q, K, K, score_bias=torch.zeros(3, 3, device="meta")),
+        ValueError,
+        ["score_bias is on meta", "q is on cpu"],
+    ),
     "a tensor as mask": (
         lambda: attend(Q, K, K, mask=torch.ones(3, 3).bool()),
         TypeError,
@@ -201,6 +215,16 @@ OF_ATTEND = {
 }
 
 OF_LAYERS = {
+    "tracing that keeps one call for all": (
+        lambda: torch.jit.trace(mha(), X),
+        ValueError,
+        ["torch.jit.trace keeps the lengths", "torch.export.export"],
+    ),
+    "a class as a cache": (
+        lambda: mha()(X, cache=KVCache),
+        TypeError,
+        ["got the class KVCache", "one for each layer"],
+    ),
     "heads that do not divide the width": (
         lambda: MultiHeadAttention(50, 6),
         ValueError,
@@ -395,6 +419,16 @@ WITH_CACHES = {
         lambda c: causal(softcap=3.0, backend="sdpa")(X, cache=c),
         KVCache,
         ["softcap"],
+    ),
+    "data that ends before the cache": (
+        lambda c: causal()(X[:, :1], cache=c, mask=Where(lambda b, h, q, k: SHORT[q] == SHORT[k])),
+        KVCache,
+        [r"Where\(<lambda>\) indexes data that does not reach", "every slot there will be"],
+    ),
+    "documents that go on": (
+        lambda c: mha()(X[:, :1], cache=c, mask=Where(lambda b, h, q, k: LONG[q] == LONG[k])),
+        KVCache,
+        ["shows queries 3..3 keys from slot 4 on", r"Causal\(\)"],
     ),
     "a truncation to more": (lambda c: c.truncate(4), KVCache, ["length=4", r"0\.\.3"]),
     "a reorder of rows that are not there": (

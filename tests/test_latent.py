@@ -69,3 +69,38 @@ def test_its_code_names_the_biases():
 def test_a_bias_of_no_projection_is_refused(bias, rank, message):
     with pytest.raises(ValueError, match=message):
         mla(bias, rank)
+
+
+class Doubled:
+    """A projection whose `forward` was replaced on the instance, as accelerate's hooks do."""
+
+    def __init__(self, module):
+        self.before = module.forward
+
+    def __call__(self, x):
+        return 2 * self.before(x)
+
+
+def test_a_replaced_forward_of_the_up_projection_is_called():
+    layer, x = mla(False).double(), torch.randn(1, 5, 10, dtype=torch.float64)
+    layer.kv_b_proj.forward = Doubled(layer.kv_b_proj)
+    cache = KVCache()
+    pieces = [layer(piece, cache=cache) for piece in x.split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), layer(x))
+    assert "kv_b_proj has a forward of its own" in layer.explain(x[:, :1])
+    layer.form = "absorbed"
+    with pytest.raises(ValueError, match=r"form='absorbed' reads kv_b_proj.weight, but kv_b_proj"):
+        layer(x)
+
+
+@pytest.mark.parametrize("name", ["kv_a_proj_with_mqa", "kv_b_proj"])
+def test_accelerates_hooks_and_offloading_change_nothing(name):
+    accelerate = pytest.importorskip("accelerate")
+    layer, x = mla(False).double().eval(), torch.randn(1, 5, 10, dtype=torch.float64)
+    with torch.no_grad():
+        expected = layer(x)
+        accelerate.cpu_offload(layer.get_submodule(name), "cpu")
+        assert layer.get_parameter(f"{name}.weight").is_meta
+        cache = KVCache()
+        pieces = [layer(piece, cache=cache) for piece in x.split([3, 1, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), expected)

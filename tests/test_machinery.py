@@ -85,7 +85,7 @@ def test_decoding_compiles_to_two_graphs_and_three_when_a_window_binds(traced):
 
 def test_compiled_layers_train_as_eager_ones(traced):
     trained = {name: each for name, each in traced.items() if "trained" in name}
-    assert len(trained) == 4
+    assert len(trained) == 8
     assert max(trained.values()) <= 1e-5
 
 

@@ -8,11 +8,13 @@ import torch
 from regard import (
     EVERYTHING,
     NOTHING,
+    Attention,
     Causal,
     Chunked,
     Dense,
     Documents,
     Everything,
+    KVCache,
     Nothing,
     Padding,
     Prefix,
@@ -295,3 +297,20 @@ def test_a_ragged_span_knows_its_bounds():
     span = Span(torch.tensor([3, 1]), torch.tensor([5, 3]), 0, 5)
     assert (span.num_queries, span.first_query, span.last_query) == (2, 1, 4)
     assert span.positions().tolist() == [[3, 4], [1, 2]]
+
+
+def test_a_function_with_the_data_of_the_tokens_alone_decodes():
+    """FlexAttention's document masks end where the documents do; the look ahead goes beyond."""
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    mask = Where(lambda b, h, q, k: documents[q] == documents[k])
+    layer = Attention(12, 4, mask=Causal())
+    x, cache = torch.randn(2, 7, 12), KVCache()
+    steps = torch.cat([layer(token, mask=mask, cache=cache) for token in x.split(1, 1)], 1)
+    assert torch.allclose(steps, layer(x, mask=mask), atol=1e-5)
+
+
+def test_planes_of_heads_beside_a_function_decode():
+    layer, cache = Attention(12, 4, mask=Causal()), KVCache()
+    planes = Dense(torch.rand(1, 4, 3, 3) > 0.5) & Where(lambda b, h, q, k: q >= k)
+    layer(torch.randn(2, 3, 12), mask=planes, cache=cache)
+    assert cache.length == 3

@@ -75,10 +75,10 @@ def decode(layer, cache, other, steps=64, past=5):
     return {"graphs": counter.frame_count, "gap": worst}
 
 
-def trained(layer):
+def trained(layer, dynamic=None):
     """Whole and backward, where batch, heads and length are the same number."""
     torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     worst = 0.0
     for batch, length in ((4, 4), (2, 7)):
         x = torch.randn(batch, length, 32)
@@ -123,6 +123,7 @@ def main():
         layer = make(Causal()).eval()
         found[f"{name}: decode, static"] = decode(layer, StaticCache(80), StaticCache(80))
         found[f"{name}: trained"] = trained(make(Causal()).train())
+        found[f"{name}: trained, dynamic"] = trained(make(Causal()).train(), dynamic=True)
         found[f"{name}: exported"] = exported(make(window).eval(), strict=False)
     for name in ("gqa", "mla"):
         layer = LAYERS[name](window).eval()

@@ -1,7 +1,6 @@
 """A call of attention, described before anything is computed, and run on keys in parts."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from regard.coded import Coded, CodedStreams
 from regard.heads import group_heads
 from regard.masks import EVERYTHING, Mask, Span
 from regard.partial import Partial, accumulator, merge
+from regard.tracing import without_autocast
 
 
 class Backend(NamedTuple):
@@ -191,14 +191,6 @@ class Call:
         return k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Attention chooses its own precision: autocast would round float32 products to half."""
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
-
-
 def join(parts: list[Part]) -> Part:
     """One part out of several that follow one another."""
     if len(parts) == 1:
@@ -221,6 +213,11 @@ def narrowed(span: Span, mask: Mask) -> Span:
     if (start, stop) == (span.kv_start, span.kv_stop):
         return span
     return replace(span, kv_start=start, kv_stop=stop)
+
+
+def shown(value: float | None) -> str:
+    """A number in a message; inside a compiled graph it may be symbolic, and has no digits."""
+    return "a number" if torch.compiler.is_compiling() else str(value)
 
 
 def is_everything(mask: Mask) -> bool:

@@ -12,11 +12,12 @@ from regard.attend import prepare
 from regard.backends import BACKENDS
 from regard.bias import ScoreBias
 from regard.cache import Part
-from regard.call import Call, is_everything, join, without_autocast
+from regard.call import Call, is_everything, join
 from regard.choose import objection_of
 from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.partial import accumulator
 from regard.scores import is_plain, scores, weigh
+from regard.tracing import without_autocast
 
 
 def explain(
@@ -118,11 +119,10 @@ def attention_weights(
         )
     whole = replace(call, span=call.whole, mask=mask.within(call.whole))
     rows = [whole] if queries is None else [_row(whole, index) for index in queries]
-    with without_autocast(q.device):
-        chosen = [_chosen(row, q, k, heads) for row in rows]
-    if not chosen:
+    if not rows:
         return q.new_zeros(q.shape[0], len(heads or range(q.shape[1])), 0, k.shape[2])
-    return torch.cat(chosen, dim=2)
+    with without_autocast(q.device):
+        return torch.cat([_chosen(row, q, k, heads) for row in rows], dim=2)
 
 
 def _row(call: Call, index: int) -> Call:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from regard.frequencies import constant, paste, plain_frequencies, require_positive
 from regard.scaling import Scaling
+from regard.tracing import without_autocast
 
 Pairing = Literal["halves", "pairs"]
 Positions = Shaped[Tensor, "..."]  # [L] or [B, L]; `_require_positions` says so in words
@@ -110,14 +111,16 @@ class Rotary:
         """
         for x in (q, k):
             self._require_fit(x, positions)
-        cos, sin = self._cos_sin(positions, _angle_dtype(q, k))
-        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+        with without_autocast(q.device):
+            cos, sin = self._cos_sin(positions, _angle_dtype(q, k))
+            return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def rotate(self, x: Float[Tensor, "B H L D"], positions: Positions) -> Float[Tensor, "B H L D"]:
         """Queries, or keys, at `positions`, `[L]` or `[B, L]`; raises as calling does."""
         self._require_fit(x, positions)
-        cos, sin = self._cos_sin(positions, _angle_dtype(x))
-        return self._turn(x, cos, sin)
+        with without_autocast(x.device):
+            cos, sin = self._cos_sin(positions, _angle_dtype(x))
+            return self._turn(x, cos, sin)
 
     def angles(
         self, positions: Positions, dtype: torch.dtype = torch.float32

@@ -5,6 +5,8 @@ Compiled kernels and decisions that read data need plain tensors. Everything els
 operators that torch can trace and transform.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -57,6 +59,14 @@ def has_modes() -> bool:
 def in_backward() -> bool:
     """Whether this runs inside a backward pass, as recomputed activations do."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which autocast is off: it would round float32 products to half precision."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 _PLAIN = (Tensor, nn.Parameter)

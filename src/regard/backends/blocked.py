@@ -22,7 +22,7 @@ from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.scores import is_plain
 from regard.sight import Runs, bridged, covers, meet, sight
 from regard.speed import SPEED
-from regard.tracing import is_forward_mode
+from regard.tracing import is_forward_mode, is_transformed
 from regard.versions import ChangedInPlace, Versions
 
 BLOCK = 256  # queries; fewer see fewer keys in vain, more are fewer operators
@@ -52,10 +52,10 @@ def objection(call: Call) -> str | None:
         return "blocked needs at least one query and one visible key"
     if torch.compiler.is_compiling():
         return "blocked plans for the lengths of one call, outside of graphs"
-    if is_forward_mode() or (call.needs_grad and not call.immediate):
+    if is_forward_mode() or (call.needs_grad and is_transformed()):
         return (
-            "blocked computes its blocks again in the backward pass, which torch.func transforms, "
-            "dispatch modes and forward-mode derivatives do not follow"
+            "blocked computes its blocks again in the backward pass, which neither torch.func "
+            "transforms nor forward-mode derivatives follow"
         )
     return None
 

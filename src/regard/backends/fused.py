@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.call import Call, is_empty, is_everything
+from regard.call import Call, is_empty, is_everything, shown
 from regard.heads import fold_heads, unfold_heads
 from regard.partial import Partial, merge
 from regard.speed import SPEED
@@ -33,7 +33,8 @@ def objection(call: Call) -> str | None:
     if call.needs_grad:
         return "fused has no gradient; call it under torch.no_grad() or torch.inference_mode()"
     if call.dropout or call.softcap is not None:
-        return "fused has neither dropout nor softcap"
+        given = f"(got {shown(call.dropout)} and {shown(call.softcap)})"
+        return f"fused has neither dropout nor softcap {given}"
     if call.head_dim % _LANES or call.v_head_dim % _whole(call):
         return (
             f"fused takes head dims in multiples of {_LANES} (values of {_whole(call)}), got "

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.call import Call, is_empty, is_everything
+from regard.call import Call, is_empty, is_everything, shown
 from regard.coded import Coded
 from regard.heads import fold_heads, unfold_heads
 from regard.partial import Partial, accumulator, merge
@@ -31,7 +31,7 @@ def objection(call: Call) -> str | None:
     if rows > _MAX_ROWS:
         return f"grouped is for few queries: {rows} rows a key head, more than {_MAX_ROWS}"
     if call.dropout:
-        return "grouped has no dropout"
+        return f"grouped has no dropout (got {shown(call.dropout)})"
     if call.needs_grad and call.dtype.itemsize < 4:
         return "grouped has no gradient in half precision"
     return None

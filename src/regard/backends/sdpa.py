@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.call import Call, is_empty, is_everything
+from regard.call import Call, is_empty, is_everything, shown
 from regard.masks import Causal
 from regard.scores import is_plain
 from regard.speed import SPEED
@@ -22,7 +22,7 @@ def objection(call: Call) -> str | None:
     if is_empty(call):
         return "scaled_dot_product_attention needs at least one query and one visible key"
     if call.softcap is not None:
-        return "scaled_dot_product_attention has no softcap"
+        return f"scaled_dot_product_attention has no softcap (got {shown(call.softcap)})"
     if call.sinks is not None:
         return "scaled_dot_product_attention has no sinks"
     if is_forward_mode():

@@ -1,0 +1,242 @@
+"""One cache, one layer: shared, copied, differentiated, left half way, checkpointed."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from layers import CACHES, LAYERS, PAIRS, assert_same, inputs, make, run_in_pieces, scattered
+from regard import KVCache, Memory, MultiHeadAttention, Padding
+from regard.cache_use import tracked
+
+KINDS = [*LAYERS]
+EXACT = [(layer, cache) for layer, cache in PAIRS if not cache.startswith("int")]
+
+
+class Foreign:
+    """A cache of somebody else's that can neither be copied nor go back."""
+
+    def __init__(self):
+        self.inner = KVCache()
+
+    def __getattr__(self, name):
+        if name in ("snapshot", "restore", "inner"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+# ---- one cache a layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_another_layer_is_refused(kind):
+    one, other, cache = make(kind), make(kind), KVCache()
+    x = inputs(2, 4)
+    one(x, cache=cache)
+    for call in (other, other.weights, other.explain):
+        with pytest.raises(ValueError, match="holds 4 tokens of another layer; one cache a layer"):
+            call(x[:, :1], cache=cache)
+    assert cache.length == 4
+    assert_same(one(x[:, :1], cache=cache), make(kind)(torch.cat([x, x[:, :1]], 1))[:, 4:])
+
+
+def test_a_cache_of_nothing_belongs_to_nobody():
+    one, other, cache = make("MHA"), make("MHA"), KVCache()
+    x = inputs(1, 4)
+    one(x, cache=cache)
+    cache.truncate(0)
+    other(x, cache=cache)
+    refused = KVCache()
+    with pytest.raises(ValueError, match="12 wide"):
+        one(x[..., :5], cache=refused)
+    other(x, cache=refused)
+
+
+def test_a_cache_outlives_its_layer():
+    cache, x = KVCache(), inputs(1, 4)
+    make("MHA")(x, cache=cache)
+    make("MHA")(x, cache=cache)
+    assert cache.length == 8
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copy_goes_its_own_way(name, how):
+    layer, x = make("window"), inputs(2, 9)
+    with torch.no_grad():
+        cache = CACHES[name]()
+        layer(x[:, :4], cache=cache)
+        fork = how(cache)
+        alone = copy.deepcopy(cache)
+        expected = layer(x[:, 4:7], cache=alone)
+        layer(x[:, 6:9], cache=fork)  # must not write where the first will
+        assert_same(layer(x[:, 4:7], cache=cache), expected)
+
+
+def test_a_copy_keeps_the_graph():
+    layer, x = make("MHA"), inputs(1, 5)
+    cache = KVCache()
+    layer(x[:, :3], cache=cache)
+    out = layer(x[:, 3:], cache=copy.deepcopy(cache))
+    out.square().sum().backward()
+    found = layer.k_proj.weight.grad.clone()
+    layer.zero_grad()
+    layer(x)[:, 3:].square().sum().backward()
+    assert_same(found, layer.k_proj.weight.grad)
+
+
+# ---- gradients of the queries alone
+
+
+@pytest.mark.parametrize(("kind", "name"), EXACT)
+def test_every_single_parameter_trains_over_chunks(kind, name):
+    layer, x = make(kind), inputs(2, 7)
+    for trained in dict(layer.named_parameters()):
+        for each, parameter in layer.named_parameters():
+            parameter.requires_grad_(each == trained)
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        parameter = layer.get_parameter(trained)
+        expected = parameter.grad.clone()
+        layer.zero_grad()
+        cache = CACHES[name]()
+        if name == "static" and trained not in AFTER_ATTENTION:
+            with pytest.raises(ValueError, match="StaticCache writes in place, which gradients"):
+                layer(x[:, :3], cache=cache)
+            assert cache.length == 0
+            continue
+        run_in_pieces(layer, x, cache, [3, 5]).square().sum().backward()
+        assert_same(parameter.grad, expected)
+
+
+AFTER_ATTENTION = ("o_proj.weight", "o_proj.bias", "gate_proj.weight")
+
+
+def test_streams_are_tracked_only_for_gradients():
+    k = torch.ones(1, 1, 2, 2)
+    assert tracked(False, k, k)[0] is k
+    first, second = tracked(True, k, k)
+    assert first.requires_grad
+    assert second is k
+    own = k.clone().requires_grad_()
+    assert tracked(True, k, own)[0] is k
+
+
+# ---- calls that fail
+
+
+class Stop(KeyboardInterrupt):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+@pytest.mark.parametrize("held", [0, 4])
+def test_a_call_that_fails_leaves_the_cache_as_it_was(kind, name, held):
+    layer, x, cache = make(kind), inputs(3, 9), CACHES[name]()
+    with torch.no_grad():
+        if held:
+            layer(x[:, :held], cache=cache)
+        untouched = copy.deepcopy(cache)
+        handle = layer.o_proj.register_forward_hook(interrupt)
+        with pytest.raises(Stop):
+            layer(x[:, held : held + 3] * 2, cache=cache)
+        handle.remove()
+        assert cache.length == held
+        assert cache.nbytes == untouched.nbytes
+        assert_same(
+            run_in_pieces(layer, x[:, held:], cache, [1]),
+            run_in_pieces(layer, x[:, held:], untouched, [1]),
+        )
+
+
+def test_after_a_failed_prefill_a_smaller_batch_fits():
+    layer, x, cache = make("MHA"), inputs(3, 4), KVCache()
+    handle = layer.o_proj.register_forward_hook(interrupt)
+    with pytest.raises(Stop):
+        layer(x, cache=cache)
+    handle.remove()
+    assert_same(layer(x[:1], cache=cache), layer(x[:1]))
+
+
+def test_the_error_says_if_a_cache_cannot_go_back():
+    layer, x, cache = make("MHA"), inputs(1, 4), Foreign()
+    handle = layer.o_proj.register_forward_hook(interrupt)
+    with pytest.raises(Stop) as caught:
+        layer(x, cache=cache)
+    handle.remove()
+    assert "cache=Foreign may hold the tokens of this call already" in caught.value.__notes__[0]
+    assert cache.length == 4
+
+
+def interrupt(module, given, out):
+    raise Stop
+
+
+# ---- recomputation
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", ["MHA", "MLA", "latent KV"])
+def test_checkpointed_activations_are_not_appended_twice(reentrant, kind):
+    layer, x, cache = make(kind), inputs(1, 4).requires_grad_(), KVCache()
+    out = checkpoint(lambda x: layer(x, cache=cache), x, use_reentrant=reentrant)
+    with pytest.raises(
+        ValueError, match=r"runs in a backward pass.*appended twice; leave the cache"
+    ):
+        out.sum().backward()
+    assert cache.length == 4
+    checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+
+
+# ---- padding that speaks of other slots
+
+
+def test_padding_of_the_new_tokens_alone_is_refused():
+    layer, x, cache = make("MHA"), inputs(2, 9), KVCache()
+    layer(x[:, :5], cache=cache)
+    new = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(ValueError, match=r"slots count from the first token.*give \[B, 8\]"):
+        layer(x[:, 5:8], cache=cache, mask=Padding(new))
+    assert cache.length == 5
+    whole = torch.cat([torch.ones(2, 5, dtype=torch.int64), new], 1)
+    out = layer(x[:, 5:8], cache=cache, mask=Padding(whole))
+    assert_same(out, layer(x[:, :8], mask=Padding(whole))[:, 5:])
+
+
+@pytest.mark.parametrize("again", [lambda mask: mask, lambda mask: Padding(mask.valid.clone())])
+def test_padding_of_the_prompt_may_be_given_again(again):
+    layer, x, cache = make("MHA"), inputs(2, 9), KVCache()
+    prompt = Padding(torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    pieces = [layer(x[:, :3], cache=cache, mask=prompt)]
+    pieces += [layer(x[:, i : i + 3], cache=cache, mask=again(prompt)) for i in (3, 6)]
+    assert_same(torch.cat(pieces, 1), layer(x, mask=prompt))
+
+
+def test_padding_on_the_right_is_refused_once_rows_are_cut():
+    layer, x, cache = make("MHA"), inputs(2, 9), KVCache()
+    valid = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    layer(x[:, :4], cache=cache, mask=Padding(valid))
+    cache.truncate(valid.sum(1))
+    longer = torch.cat([valid, torch.ones(2, 1, dtype=torch.int64)], 1)
+    with pytest.raises(ValueError, match=r"hides slots that truncate\(\[B\]\) has given"):
+        layer(x[:, 4:5], cache=cache, mask=Padding(longer))
+    out = layer(x[:, 4:5], cache=cache)
+    alone = layer(torch.cat([x[:1, :2], x[:1, 4:5]], 1))[:, 2:]
+    assert_same(out[:1], alone)
+
+
+# ---- memories
+
+
+def test_a_memory_of_another_layer_is_refused():
+    torch.manual_seed(0)
+    one, other = (scattered(MultiHeadAttention(12, 4)).double() for _ in range(2))
+    x, memory = inputs(2, 3), one.remember(inputs(2, 5, seed=1))
+    for each in (memory, memory.reorder(torch.tensor([1, 0]))):
+        one(x, context=each)
+        with pytest.raises(ValueError, match="remembered by another layer of the same sizes"):
+            other(x, context=each)
+    assert_same(one(x, context=Memory(memory.k, memory.v)), one(x, context=memory))
+    assert pickle.loads(pickle.dumps(memory)).k.shape == memory.k.shape

@@ -1,0 +1,174 @@
+"""Calls that torch traces, transforms or differentiates forward: right, or refused in words."""
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from oracle import wide_attention
+from regard import Causal, Padding, Span, attend, prepare
+from regard.backends import BACKENDS
+from regard.choose import objection_of
+from regard.tracing import holds_numbers, in_backward, is_forward_mode, is_immediate, is_vmapped
+
+pytestmark = [  # of torch's own: what loads its derivatives of forward mode, and slow batching
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
+DECODE = Span(39, 40, 0, 40)
+VALID = torch.arange(40)[None] < 30
+BY_NAME = ["auto", *BACKENDS]
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, 4, 1, 16, generator=generator)
+    k, v = (torch.randn(1, 2, 40, 16, generator=generator) for _ in range(2))
+    return q, k, v
+
+
+def judged(q, k, v, keep=True):
+    return torch.from_numpy(
+        wide_attention(*(x.double().numpy() for x in (q, k, v)), keep=np.asarray(keep))[0]
+    )
+
+
+def close(out, expected):
+    return (out.double() - expected).abs().max() < 1e-5
+
+
+def run(q, k, v, name, mask):
+    """The output, or None where the backend named objects in a sentence."""
+    if name != "auto" and prepare_objects(q, k, v, name, mask):
+        with pytest.raises(ValueError, match=f"backend='{name}' cannot run this call: "):
+            attend(q, k, v, mask=mask, span=DECODE, backend=name)
+        return None
+    return attend(q, k, v, mask=mask, span=DECODE, backend=name)
+
+
+def prepare_objects(q, k, v, name, mask):
+    return objection_of(prepare(q, k, v, mask=mask, span=DECODE), name) is not None
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("mask", [Causal(), Padding(VALID)], ids=["causal", "padding"])
+def test_forward_mode_gives_the_derivative_or_objects(name, mask):
+    q, k, v = tensors()
+    step = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    with forward_ad.dual_level():
+        assert is_forward_mode()
+        out = run(forward_ad.make_dual(q, step), k, v, name, mask)
+        if out is None:
+            return
+        tangent = forward_ad.unpack_dual(out).tangent
+    keep = VALID.numpy() if isinstance(mask, Padding) else True
+    ahead, behind = (judged(q.double() + h * step, k, v, keep) for h in (1e-5, -1e-5))
+    assert close(tangent, (ahead - behind) / 2e-5)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("mask", [Causal(), Padding(VALID)], ids=["causal", "padding"])
+def test_vmap_gives_each_its_own(name, mask):
+    q, k, v = tensors()
+    more = torch.stack([q, 2 * q])
+    objected = []
+
+    def alone(q):
+        out = run(q, k, v, name, mask)
+        objected.append(out is None)
+        return q if out is None else out
+
+    out = torch.func.vmap(alone)(more)
+    if objected == [True]:
+        assert name in ("fused", "sdpa")
+        return
+    keep = VALID.numpy() if isinstance(mask, Padding) else True
+    for one, each in zip(out, more, strict=True):
+        assert close(one, judged(each, k, v, keep))
+
+
+def test_vmap_over_the_data_of_a_mask():
+    q, k, v = tensors()
+    valid = torch.stack([VALID, ~VALID])
+    out = torch.func.vmap(lambda each: attend(q, k, v, mask=Padding(each), span=DECODE))(valid)
+    for one, each in zip(out, valid, strict=True):
+        assert close(one, judged(q, k, v, each.numpy()))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_recorded_program_computes_for_other_inputs(name):
+    q, k, v = tensors()
+    if name == "fused":
+        with pytest.raises(ValueError, match="fused takes plain tensors"):
+            make_fx(lambda q: attend(q, k, v, backend="fused"))(q)
+        return
+    mask = Causal() & Padding(VALID)
+    program = make_fx(lambda q, k, v: run(q, k, v, name, mask))(q, k, v)
+    others = tensors(seed=3)
+    assert close(program(*others), judged(*others, VALID.numpy()))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_fake_tensors_have_shapes_alone(name):
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x) for x in tensors())
+        out = run(q, k, v, name, Causal())
+    assert out is None or out.shape == (1, 4, 1, 16)
+    assert (out is None) == (name == "fused")
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_torch_func_differentiates_long_windows(transform):
+    """Queries in blocks would be computed again in the backward pass, which torch.func forbids."""
+    x = torch.randn(1, 1, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def through(name):
+        return lambda x: attend(x, x, x, mask=Causal(), backend=name).square().sum()
+
+    expected = transform(through("eager"))(x)
+    assert torch.allclose(transform(through("auto"))(x), expected, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="blocked computes its blocks again"):
+        transform(through("blocked"))(x)
+
+
+def test_what_is_immediate():
+    x = torch.ones(2)
+    assert is_immediate(x, torch.nn.Parameter(x))
+    assert not is_immediate(x, torch.nn.parameter.UninitializedParameter())
+    seen = []
+    torch.func.vmap(lambda y: seen.append((is_immediate(x), holds_numbers(y), is_vmapped())) or y)(
+        x
+    )
+    torch.func.jvp(lambda y: seen.append((is_immediate(x), holds_numbers(x), is_vmapped())) or y,
+                   (x,), (x,))  # fmt: skip
+    assert seen == [(False, False, True), (False, True, False)]
+    with FlopCounterMode(display=False):
+        assert not is_immediate(x)  # nothing may run that it cannot count
+        assert holds_numbers(x)
+    with FakeTensorMode():
+        assert not holds_numbers(x)
+    with TorchDispatchMode():
+        assert not is_immediate(x)
+    make_fx(lambda y: seen.append(is_immediate(y)) or y, pre_dispatch=True)(x)
+    assert seen[-1] is False
+
+
+def test_a_flop_counter_counts_decoding():
+    q, k = torch.zeros(1, 32, 1, 64), torch.zeros(1, 8, 4096, 64)
+    assert prepare(q, k, k).name == "fused"
+    with FlopCounterMode(display=False) as counter:
+        attend(q, k, k)
+    assert counter.get_total_flops() == 2 * 2 * 32 * 4096 * 64
+
+
+def test_inside_a_backward_pass():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda slope: seen.append(in_backward()))
+    assert not in_backward()
+    x.sum().backward()
+    assert seen == [True]

@@ -1,0 +1,162 @@
+"""Tensors that are written in place after they were read: noticed, never half used."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from regard import (
+    Attention,
+    Causal,
+    Chunked,
+    Dense,
+    Documents,
+    KVCache,
+    Padding,
+    Prefix,
+    RelativeBias,
+    SlidingWindow,
+    Span,
+    StaticCache,
+    attend,
+)
+from regard.versions import Versions
+
+REFUSED = {  # where a tensor is read again as it came; the others read copies
+    ("sdpa", "strict", "q"),
+    *(("blocked", "strict", which) for which in "qkv"),
+    *(("blocked", "fast", which) for which in "kv"),
+}
+WINDOW = Causal() & SlidingWindow(64)
+
+
+def inputs(dtype=torch.float32, length=300):
+    generator = torch.Generator().manual_seed(0)
+    made = (torch.randn(1, 2, length, 16, dtype=dtype, generator=generator) for _ in range(3))
+    return [x.requires_grad_() for x in made]
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "dtype"),
+    [
+        ("sdpa", "strict", torch.float32),
+        ("grouped", "strict", torch.float32),
+        ("blocked", "strict", torch.float32),
+        ("blocked", "fast", torch.bfloat16),
+        ("eager", "strict", torch.float32),
+    ],
+)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_inputs_changed_before_backward_give_the_right_gradient_or_an_error(
+    backend, precision, dtype, which
+):
+    length = 100 if backend == "grouped" else 300
+    leaves = inputs(dtype, length)
+
+    def gradients():
+        q, k, v = (1 * x for x in leaves)
+        out = attend(q, k, v, mask=WINDOW, backend=backend, precision=precision)
+        with torch.no_grad():
+            {"q": q, "k": k, "v": v}[which].mul_(0.5)
+        return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    untouched = attend(*leaves, mask=WINDOW, backend=backend, precision=precision)
+    expected = torch.autograd.grad(untouched.float().square().sum(), leaves)
+    if (backend, precision, which) in REFUSED:
+        with pytest.raises(RuntimeError, match=r"written in place|modified .*inplace"):
+            gradients()
+        return
+    found = gradients()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("which", ["bias", "sinks", "module"])
+def test_biases_and_sinks_changed_before_backward(which):
+    q, k, v = inputs()
+    module = RelativeBias(2)
+    learned = {
+        "bias": torch.zeros(2, 300, 300, requires_grad=True),
+        "sinks": torch.zeros(2, requires_grad=True),
+        "module": module,
+    }[which]
+    options = {"sinks": learned} if which == "sinks" else {"score_bias": learned}
+    out = attend(q, k, v, mask=WINDOW, backend="blocked", **options)
+    changed = module.relative_attention_bias.weight if which == "module" else learned
+    with torch.no_grad():
+        changed.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"written in place between|modified by an inplace"):
+        out.sum().backward()
+
+
+def test_a_static_cache_filled_again_before_backward():
+    """The queries alone have gradients; what the cache holds is read again in the backward pass."""
+    torch.manual_seed(0)
+    layer = Attention(32, 2, mask=WINDOW)
+    layer.k_proj.requires_grad_(False)
+    layer.v_proj.requires_grad_(False)
+    cache = StaticCache(700)
+    with pytest.raises(ValueError, match="StaticCache writes in place"):
+        layer(torch.randn(1, 600, 32), cache=cache)
+    assert cache.length == 0
+    growing, first = KVCache(), torch.randn(1, 600, 32)
+    out = layer(first, cache=growing)
+    growing.truncate(0)
+    layer(torch.randn(1, 600, 32), cache=growing)
+    out.square().sum().backward()
+    found = layer.q_proj.weight.grad.clone()
+    layer.zero_grad()
+    layer(first).square().sum().backward()
+    assert torch.allclose(found, layer.q_proj.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+MASKS = {
+    "Padding": lambda: Padding(torch.tensor([[0, 1, 1, 1, 1]] * 2).bool()),
+    "Documents": lambda: Documents(torch.tensor([[0, 0, 1, 1, 1]] * 2)),
+    "Dense": lambda: Dense(torch.ones(2, 1, 5, 5, dtype=torch.bool)),
+    "Chunked": lambda: Chunked(2, start=torch.tensor([0, 1])),
+    "Prefix": lambda: Prefix(torch.tensor([1, 2])),
+}
+DATA = {"Padding": "valid", "Documents": "ids", "Dense": "keep", "Chunked": "start",
+        "Prefix": "lengths"}  # fmt: skip
+COPIES = {
+    "itself": lambda mask: mask,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "part": lambda mask: Causal() & mask,
+    "not": lambda mask: ~mask,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "blocked"])
+def test_a_mask_whose_tensor_was_written_is_refused(name, how, backend):
+    q = torch.randn(2, 2, 5, 8)
+    mask = COPIES[how](MASKS[name]())
+    inner = mask.parts[1] if how == "part" else mask.mask if how == "not" else mask
+    attend(q, q, q, mask=mask, backend=backend)
+    getattr(inner, DATA[name])[0] = 1 - 1 * getattr(inner, DATA[name])[0].int()
+    with pytest.raises(ValueError, match=f"the tensor of {name}.*make a new mask"):
+        attend(q, q, q, mask=mask, backend=backend)
+    with pytest.raises(ValueError, match="written in place"):
+        mask.dense(Span(0, 5, 0, 5), batch=2)
+
+
+def test_a_mask_made_of_inference_tensors_has_a_copy():
+    with torch.inference_mode():
+        valid = torch.ones(1, 4, dtype=torch.bool)
+        mask = Padding(valid)
+        valid.zero_()
+        assert mask.dense(Span(0, 4, 0, 4)).all()
+
+
+def test_versions_speak_of_their_tensors():
+    x = torch.zeros(2)
+    read = Versions(x)
+    assert not read.changed
+    x.add_(1)
+    assert read.changed
+    assert not copy.deepcopy(read).changed
+    assert not Versions().changed

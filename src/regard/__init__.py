@@ -4,7 +4,6 @@ from regard.attend import attend, attend_partial, prepare
 from regard.attention import (
     Attention,
     GroupedQueryAttention,
-    Memory,
     MultiHeadAttention,
     MultiQueryAttention,
     SelfAttention,
@@ -38,6 +37,7 @@ from regard.masks import (
     Span,
     Where,
 )
+from regard.memory import Memory
 from regard.partial import Partial, merge
 from regard.rope import NO_ROPE, Rotary
 from regard.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn

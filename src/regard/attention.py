@@ -6,9 +6,7 @@
 """
 
 import inspect
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from jaxtyping import Float, Int
@@ -33,28 +31,8 @@ from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width
 from regard.masks import EVERYTHING, Mask, Span
+from regard.memory import Memory, check_own, remembered_by
 from regard.rope import NO_ROPE, NoRotary, Rotary
-
-
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """Another sequence's keys and values, projected once and read at every step.
-
-    Made by `layer.remember(context)`; `k` and `v` are `[B, G, S, D]`.
-    """
-
-    k: Float[Tensor, "B G S D"]
-    v: Float[Tensor, "B G S D"]
-
-    def reorder(self, rows: Int[Tensor, " N"]) -> "Memory":
-        """The memory of these batch rows: beams, selection, repetition."""
-        chosen = Memory(self.k[rows], self.v[rows])
-        if self in _REMEMBERED_BY:
-            _REMEMBERED_BY[chosen] = _REMEMBERED_BY[self]
-        return chosen
-
-
-_REMEMBERED_BY: WeakKeyDictionary[Memory, "ref[nn.Module]"] = WeakKeyDictionary()
 
 
 class Attention(nn.Module):
@@ -220,10 +198,7 @@ class Attention(nn.Module):
         """
         self._refuse_rope()
         check_width("context", context, self.context_size, self.k_proj)
-        memory = Memory(*self._keys_values(context))
-        if not torch.compiler.is_compiling():
-            _REMEMBERED_BY[memory] = ref(self)
-        return memory
+        return remembered_by(self, Memory(*self._keys_values(context)))
 
     def project(
         self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
@@ -282,7 +257,7 @@ class Attention(nn.Module):
                     f"context was remembered by a layer of (num_kv_heads, head_dim) = {got}, this "
                     f"one has {want}; call remember() on this layer"
                 )
-            self._check_own(context)
+            check_own(self, context)
         else:
             check_width("context", context, self.context_size, self.k_proj)
         rows = context.k.shape[0] if isinstance(context, Memory) else context.shape[0]
@@ -290,16 +265,6 @@ class Attention(nn.Module):
             raise ValueError(
                 f"context has a batch of {rows}, x of {x.shape[0]}; expand one of them, or "
                 "memory.reorder(rows)"
-            )
-
-    def _check_own(self, memory: Memory) -> None:
-        """Another layer's keys and values may have the same sizes, and another meaning."""
-        if torch.compiler.is_compiling() or memory not in _REMEMBERED_BY:
-            return
-        if _REMEMBERED_BY[memory]() not in (self, None):
-            raise ValueError(
-                "context was remembered by another layer of the same sizes; call remember() on "
-                "this layer, or, where both have the same weights, give Memory(memory.k, memory.v)"
             )
 
     def _refuse_rope(self) -> None:

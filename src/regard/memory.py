@@ -1,0 +1,47 @@
+"""Another sequence's keys and values, projected once, and the layer that they belong to."""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Another sequence's keys and values, projected once and read at every step.
+
+    Made by `layer.remember(context)`, for that layer; `k` and `v` are `[B, G, S, D]`.
+    """
+
+    k: Float[Tensor, "B G S D"]
+    v: Float[Tensor, "B G S D"]
+
+    def reorder(self, rows: Int[Tensor, " N"]) -> "Memory":
+        """The memory of these batch rows: beams, selection, repetition."""
+        chosen = Memory(self.k[rows], self.v[rows])
+        if self in _LAYER_OF:
+            _LAYER_OF[chosen] = _LAYER_OF[self]
+        return chosen
+
+
+_LAYER_OF: WeakKeyDictionary[Memory, "ref[nn.Module]"] = WeakKeyDictionary()
+
+
+def remembered_by(layer: nn.Module, memory: Memory) -> Memory:
+    """The memory, known to belong to `layer` from now on."""
+    if not torch.compiler.is_compiling():
+        _LAYER_OF[memory] = ref(layer)
+    return memory
+
+
+def check_own(layer: nn.Module, memory: Memory) -> None:
+    """Another layer's keys and values may have the same sizes, and another meaning."""
+    if torch.compiler.is_compiling() or memory not in _LAYER_OF:
+        return
+    if _LAYER_OF[memory]() not in (layer, None):
+        raise ValueError(
+            "context was remembered by another layer of the same sizes; call remember() on this "
+            "layer, or, where both have the same weights, give Memory(memory.k, memory.v)"
+        )

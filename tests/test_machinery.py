@@ -207,7 +207,16 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
     name: level
     for level, names in enumerate(
         [
-            ["span", "heads", "partial", "frequencies", "coded", "memory", "tracing"],
+            [
+                "span",
+                "heads",
+                "partial",
+                "frequencies",
+                "coded",
+                "memory",
+                "tracing",
+                "first_calls",
+            ],
             ["scaling", "versions"],
             ["rope", "algebra", "streams"],
             ["rows", "draw", "buffered", "sliding"],

@@ -20,6 +20,7 @@ from regard.cache import (
 )
 from regard.call import Call
 from regard.explain import attention_weights, explain
+from regard.first_calls import call_vector_functions as _call_vector_functions
 from regard.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.masks import (
     EVERYTHING,
@@ -43,6 +44,8 @@ from regard.rope import NO_ROPE, Rotary
 from regard.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
 
 __version__ = "0.1.0"
+
+_call_vector_functions()
 
 __all__ = [
     "EVERYTHING",

@@ -1,14 +1,24 @@
 """The decoding kernel against float64: every tile of rows, width, stride, mask, and merge."""
 
+import itertools
+import os
+import platform
+import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("numba")
 
-from regard.kernels.lanes import W
+from regard.kernels.decoding import compiled
+from regard.kernels.lanes import machine_lanes
 from regard.kernels.launching import _launch, _openmp, decode
+from session import LONG
 
 UNIT = torch.finfo(torch.float32).eps / 2
 
@@ -22,16 +32,103 @@ def judge(q, k, v, scale, bias=None):
     return weights @ v, scores.logsumexp(-1), 2 * UNIT * v.abs().max().item() * (1 + sizes)
 
 
-def check(q, k, v, bias=None, joined=False):
+def check(q, k, v, bias=None, joined=False, lanes=None):
     scale = q.shape[-1] ** -0.5
     given = {"width": v.shape[-1]} if joined else {"v": v}
-    out, lse = decode(q, k, scale=scale, bias=bias, **given)
+    out, lse = decode(q, k, scale=scale, bias=bias, lanes=lanes, **given)
     wanted, sums, bound = judge(q, k, v, scale, bias)
     assert (out.double() - wanted).abs().max() <= bound
     seen = sums > -torch.inf
     assert lse[~seen].eq(-torch.inf).all()
     assert out[~seen].eq(0).all()
     torch.testing.assert_close(lse[seen].double(), sums[seen], rtol=0, atol=2e-5)
+
+
+class Tile(NamedTuple):
+    """What `compiled` chooses a kernel by: lanes of a vector, rows of a tile, widths of keys and
+    values, and whether values are the first columns of keys."""
+
+    lanes: int
+    rows: int
+    width: int
+    values: int
+    joined: bool
+    half: bool
+    biased: bool
+
+    def check(self):
+        """The kernel against float64, for two or more tiles of rows, and keys in several blocks."""
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if self.half else torch.float32
+        count = {1: 7, 2: 14, 3: 9}.get(self.rows, 2 * self.rows)
+        given = count, self.width, self.values, self.half, self.joined, self.biased
+        assert compiled(*given, self.lanes)[0] == self.rows
+        q, k = torch.randn(1, 2, count, self.width), torch.randn(1, 2, 517, self.width)
+        v = k[..., : self.values] if self.joined else torch.randn(1, 2, 517, self.values)
+        bias = None
+        if self.biased:
+            bias = torch.randn(1, 2, count, 517)
+            bias = bias.masked_fill(torch.rand(bias.shape) < 0.3, -torch.inf)
+            bias[0, 0, 0] = -torch.inf
+        check(q.to(dtype), k.to(dtype), v.to(dtype), bias, self.joined, self.lanes)
+
+
+ROWS = {16: range(1, 7), 8: range(1, 3), 4: range(1, 7)}
+WIDTHS = [  # keys, values, joined: one vector, odd numbers of vectors, long loops, narrower values
+    (16, 16, False), (64, 64, False), (96, 64, True), (80, 80, False), (192, 128, False),
+    (32, 32, True), (48, 48, False), (128, 128, False), (96, 32, True), (256, 256, False),
+    (48, 16, True), (64, 16, False), (112, 112, False), (576, 512, True),
+]  # fmt: skip
+EVERY = [
+    Tile(lanes, rows, *widths, half, biased)
+    for lanes, tiles in ROWS.items()
+    for rows, widths, half, biased in itertools.product(tiles, WIDTHS, (False, True), (False, True))
+    if rows <= 4 or not half or widths[1] % (2 * lanes) == 0  # no wider tile is chosen for those
+]
+
+
+def some(lanes=tuple(ROWS), seed=0):
+    """A tile of each number of lanes and rows, of each pair of widths, and of each way to read."""
+    found = {}
+    for tile in random.Random(seed).sample(EVERY, len(EVERY)):
+        if tile.lanes in lanes:
+            for key in (tile[:2], tile[2:5], (tile.lanes, *tile[4:])):
+                found.setdefault(key, tile)
+    return sorted(set(found.values()))
+
+
+@pytest.mark.parametrize("tile", EVERY if LONG else some(), ids=str)
+def test_every_tile_at_every_number_of_lanes(tile):
+    tile.check()
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names of x86 processors")
+@pytest.mark.parametrize(
+    ("name", "features", "lanes"), [("haswell", "+avx2,+fma", 8), ("generic", "", 4)]
+)
+def test_code_for_processors_without_wide_vectors(name, features, lanes):
+    """What such a machine compiles, without the instructions that it lacks, run on this one."""
+    if lanes > machine_lanes():
+        pytest.skip("this machine has no vectors of 8 numbers")
+    code = (
+        "import test_kernels as t\n"
+        f"assert t.machine_lanes() == {lanes}\n"
+        f"for tile in [each for each in t.EVERY if each.lanes == {lanes}][{0 if LONG else 5}"
+        f"::{1 if LONG else 83}]:\n    tile.check()"
+    )
+    chosen = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    run_python(code, **chosen)
+
+
+def run_python(code, **environment):
+    """Run code in a fresh process, with the library and the tests at hand."""
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,4 +239,4 @@ def test_without_torchs_threads_pythons_serve(monkeypatch):
 
 def test_torchs_own_threads_are_found():
     assert _openmp() is not None
-    assert W in (4, 8, 16)
+    assert machine_lanes() in (4, 8, 16)

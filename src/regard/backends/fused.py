@@ -109,7 +109,9 @@ def _addend(call: Call) -> Tensor | None:
             return None
         total = bias.float()
     else:
-        total = torch.where(call.keep(), 0.0 if bias is None else bias.float(), -torch.inf)
+        keep = call.keep()
+        shown = torch.zeros((), dtype=torch.float32, device=keep.device)
+        total = torch.where(keep, shown if bias is None else bias.float(), -torch.inf)
     total = total[(None,) * (4 - total.dim())]
     if total.shape[1] == total.shape[2] == 1:
         return _columns_together(total.expand(*total.shape[:3], call.num_keys))
@@ -118,7 +120,8 @@ def _addend(call: Call) -> Tensor | None:
 
 
 def _columns_together(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The same numbers, those of the last dimension next to each other and as memory holds them."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
 
 
 def _whole(call: Call) -> int:

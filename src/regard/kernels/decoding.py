@@ -8,16 +8,13 @@ fixed order. FlashAttention's online softmax (arXiv:2205.14135) with Flash-Decod
 import functools
 import math
 import struct
-import zlib
-from pathlib import Path
 from typing import no_type_check
 
 import numpy as np
-from numba import carray, cfunc, types
+from numba import carray, types
 
+from regard.kernels.compiling import compiled_from
 from regard.kernels.lanes import (
-    SUMS,
-    W,
     claim,
     dots,
     fetch,
@@ -25,6 +22,7 @@ from regard.kernels.lanes import (
     gather,
     peak,
     power,
+    sums_in_registers,
     tidy,
     weigh,
     widen,
@@ -40,28 +38,21 @@ HIDDEN = np.float32(-math.inf)
 ARGUMENTS = struct.Struct("27qf4x")
 
 
-STAMP = zlib.crc32(Path(__file__).with_name("lanes.py").read_bytes())
-
-
 @functools.cache
 @no_type_check
-def kernel(rows, D, Dv, half, joined, biased, room, stamp=STAMP):
-    """For tiles of `rows` queries and blocks of `room` keys; `joined`: v is k[..., :Dv].
-
-    numba keeps what it compiles on disk, by the numbers that `run` closes over and the date of this
-    file; the stamp is there to tell it of changes in the other.
-    """
+def kernel(rows, D, Dv, half, joined, biased, room, W):
+    """For tiles of `rows` queries, blocks of `room` keys and vectors of W lanes; `joined`: v is
+    k[..., :Dv]."""
     size = 2 if half else 4
     keys = min(W, 16 if rows == 1 else 8 if rows < 4 and W != 8 else 4)
-    fits = [c for c in range(W, Dv + 1, W) if Dv % c == 0 and c * rows <= SUMS * W]
+    fits = [c for c in range(W, Dv + 1, W) if Dv % c == 0 and c * rows <= sums_in_registers(W) * W]
     strip = max([c for c in fits if not half or c == Dv or c % (2 * W) == 0], default=Dv)
     strips = Dv // strip
     pieces = 2 * strips if joined else 1  # the next keys are asked for during so many gathers
     soon, vbytes = -(-D * size // pieces // 64) * 64, Dv * size
 
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
     def run(data):
-        a = carray(data, 28 + 0 * stamp)
+        a = carray(data, 28)
         scale = a.view(np.float32)[2 * SCALE]
         mp = (a[M] + rows - 1) // rows * rows
         part_size = 4 * mp * (Dv + 2 * W)  # a task's sums, maxima and totals
@@ -87,7 +78,7 @@ def kernel(rows, D, Dv, half, joined, biased, room, stamp=STAMP):
             for i in range(mp):
                 tops[i] = LOW
                 row = a[Q] + size * (batch * a[QB] + head * a[QG] + min(i, a[M] - 1) * a[QM])
-                widen(D, half, row, q + 4 * i * D, scale)
+                widen(W, D, half, row, q + 4 * i * D, scale)
 
             for j in range(start, stop, room):
                 n = min(room, stop - j)
@@ -104,7 +95,7 @@ def kernel(rows, D, Dv, half, joined, biased, room, stamp=STAMP):
                         if r == 0 and not joined:
                             for u in range(i, min(n, i + keys)):
                                 fetch(vbytes, v + (j + u) * vs)
-                        dots(rows, keys, D, half, room, q + 4 * r * D, k + j * ks, ks, i, n - 1,
+                        dots(W, rows, keys, D, half, room, q + 4 * r * D, k + j * ks, ks, i, n - 1,
                              s + 4 * r * room)  # fmt: skip
 
                 for i in range(a[M]):
@@ -116,23 +107,23 @@ def kernel(rows, D, Dv, half, joined, biased, room, stamp=STAMP):
                             si[u] += bias[u] * LOG2E
                     for u in range(n, room):
                         si[u] = HIDDEN
-                    old, tops[i] = tops[i], peak(room, at, tops[i])
+                    old, tops[i] = tops[i], peak(W, room, at, tops[i])
                     if tops[i] != old:
-                        shrink = power(old - tops[i])
+                        shrink = power(W, old - tops[i])
                         totals[i] *= shrink
                         for d in range(Dv):
                             sums[i * Dv + d] *= shrink
-                    totals[i] += weigh(room, at, tops[i])
+                    totals[i] += weigh(W, room, at, tops[i])
 
                 ahead, piece = k + (j + room) * ks, 0
                 for r in range(0, mp, rows):
                     for c in range(0, Dv, strip):
                         at, to, p = v + j * vs + size * c, part + 4 * (r * Dv + c), s + 4 * r * room
                         if piece < pieces:
-                            gather(rows, strip, Dv, half, room, soon, n, p, at, vs, to,
+                            gather(W, rows, strip, Dv, half, room, soon, n, p, at, vs, to,
                                    ahead + piece * soon, ks)  # fmt: skip
                         else:
-                            gather(rows, strip, Dv, half, room, 0, n, p, at, vs, to, ahead, ks)
+                            gather(W, rows, strip, Dv, half, room, 0, n, p, at, vs, to, ahead, ks)
                         piece += 1
 
             if claim(a[COUNTERS] + 16 + 8 * pair) < splits - 1:
@@ -144,27 +135,28 @@ def kernel(rows, D, Dv, half, joined, biased, room, stamp=STAMP):
                     top = max(top, floats(part + p * part_size + tops_at)[i])
                 for p in range(splits):
                     at = part + p * part_size
-                    total += floats(at + totals_at)[i] * power(floats(at + tops_at)[i] - top)
+                    total += floats(at + totals_at)[i] * power(W, floats(at + tops_at)[i] - top)
                 sums = floats(part + 4 * i * Dv)
                 for p in range(splits):
                     at = part + p * part_size
-                    c = power(floats(at + tops_at)[i] - top)
+                    c = power(W, floats(at + tops_at)[i] - top)
                     c = c / total if total != 0 else np.float32(0)
                     these = floats(at + 4 * i * Dv)
                     for d in range(Dv):
                         sums[d] = c * these[d] + (sums[d] if p else np.float32(0))
                 lse = floats(a[LSE] + 4 * (pair * a[M] + i))
                 lse[0] = (top + np.float32(math.log2(total))) / LOG2E if total != 0 else HIDDEN
-                tidy(Dv, half, part + 4 * i * Dv, a[OUT] + 4 * (pair * a[M] + i) * Dv)
+                tidy(W, Dv, half, part + 4 * i * Dv, a[OUT] + 4 * (pair * a[M] + i) * Dv)
 
-    return run
+    return compiled_from(run, types.void(types.CPointer(types.int64)))
 
 
 @functools.cache
-def compiled(m, d, dv, half, joined, biased):
-    """The kernel for `m` rows: tiles with least padding, then the greatest; blocks of at least 4
-    KiB of keys. Gives the rows of a tile, the keys of a block, and the kernel's address."""
-    most = 2 if W == 8 else 4 if half and dv % (2 * W) else 6
+def compiled(m, d, dv, half, joined, biased, lanes):
+    """The kernel for `m` rows and vectors of so many lanes: tiles with least padding, then the
+    greatest; blocks of at least 4 KiB of keys. Gives the rows of a tile, the keys of a block, and
+    the kernel's address."""
+    most = 2 if lanes == 8 else 4 if half and dv % (2 * lanes) else 6
     rows = min(range(1, most + 1), key=lambda r: (-(-m // r) * r, -r))
     room = next(x for x in (16, 32, 64) if x == 64 or x * d * (2 if half else 4) >= 4096)
-    return rows, room, kernel(rows, d, dv, int(half), joined, biased, room).address
+    return rows, room, kernel(rows, d, dv, int(half), joined, biased, room, lanes).address

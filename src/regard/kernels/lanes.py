@@ -1,126 +1,158 @@
 """Loops over the lanes of vectors, emitted for LLVM as numba intrinsics.
 
-Nothing is left to an auto-vectoriser; LLVM splits a vector where the machine's are narrower. What
+Nothing is left to an auto-vectoriser. Each intrinsic's first argument is the number of lanes of a
+vector, which need not be the machine's: LLVM splits a vector where the machine's are narrower. What
 numba compiles is marked `no_type_check`: its types are LLVM's.
 """
 
 import functools
 from typing import no_type_check
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 F, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-FEATURES = llvm.get_host_cpu_features()
-W = 16 if FEATURES.get("avx512f") else 8 if FEATURES.get("avx2") else 4  # lanes of a vector
-SUMS = 12 if W == 8 else 24  # vectors of sums that stay in registers
-VEC, WORDS = ir.VectorType(F, W), ir.VectorType(I32, W)
 EXP2 = [  # 2**f on [-1/2, 1/2], minimax, relative error 2**-28.9
     1.0, 0.6931472028550832, 0.24022647913626496, 0.05550332471100074,
     0.009618437357826595, 0.0013398874422279362, 0.0001535336188694808,
 ]  # fmt: skip
 
-# ---- emitting: b is llvmlite's builder, addresses are int64 -----------------------------------
+
+@functools.cache
+def machine_lanes() -> int:
+    """Lanes of float32 in a vector of the processor that numba compiles for (`NUMBA_CPU_NAME` and
+    `NUMBA_CPU_FEATURES` may choose another than this machine's): 16, 8 or 4."""
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
 
 
-def _all(x, kind=VEC):
-    return ir.Constant(kind, [x] * W)
+def sums_in_registers(lanes: int) -> int:
+    """Vectors of sums that stay in registers: AVX2 has 16 of them, AVX-512 and NEON have 32."""
+    return 12 if lanes == 8 else 24
 
 
-def _at(b, kind, address, offset=0):
-    place = b.add(address, offset if isinstance(offset, ir.Value) else I64(offset))
-    return b.inttoptr(place, kind.as_pointer())
+# ---- emitting: e holds llvmlite's builder, addresses are int64 --------------------------------
 
 
-def _read(b, address, offset=0):
-    return b.load(_at(b, VEC, address, offset), align=4)
+class Emitter:
+    """llvmlite's builder, and the types of vectors of so many lanes."""
+
+    def __init__(self, builder, lanes):
+        self.builder, self.lanes = builder, lanes
+        self.floats, self.words = ir.VectorType(F, lanes), ir.VectorType(I32, lanes)
+
+    def __getattr__(self, name):
+        return getattr(self.builder, name)
+
+    def all(self, x):
+        """A vector with the float x in every lane."""
+        return ir.Constant(self.floats, [x] * self.lanes)
+
+    def all_words(self, x):
+        """A vector with the int32 x in every lane."""
+        return ir.Constant(self.words, [x] * self.lanes)
 
 
-def _write(b, x, address, offset=0):
-    b.store(x, _at(b, x.type, address, offset), align=4)
+def _at(e, kind, address, offset=0):
+    place = e.add(address, offset if isinstance(offset, ir.Value) else I64(offset))
+    return e.inttoptr(place, kind.as_pointer())
 
 
-def _fma(b, x, y, z):
-    kind = ir.FunctionType(VEC, [VEC] * 3)
-    return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{W}f32"), [x, y, z])
+def _read(e, address, offset=0):
+    return e.load(_at(e, e.floats, address, offset), align=4)
 
 
-def _shuffle(b, x, y, lanes):
-    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+def _write(e, x, address, offset=0):
+    e.store(x, _at(e, x.type, address, offset), align=4)
 
 
-def _spread(b, scalar):
-    none = ir.Constant(VEC, ir.Undefined)
-    return _shuffle(b, b.insert_element(none, scalar, I32(0)), none, [0] * W)
+def _fma(e, x, y, z):
+    """x y + z; rounded once where the machine has an instruction for it, never by a library."""
+    kind, name = ir.FunctionType(e.floats, [e.floats] * 3), f"llvm.fmuladd.v{e.lanes}f32"
+    return e.call(cgutils.get_or_insert_function(e.module, kind, name), [x, y, z])
 
 
-def _row(b, address, lanes, half):
-    """W or 2 W elements as float32 vectors; of 2 W bfloat16 the even ones first, then the odd."""
+def _shuffle(e, x, y, lanes):
+    return e.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def _spread(e, scalar):
+    none = ir.Constant(e.floats, ir.Undefined)
+    return _shuffle(e, e.insert_element(none, scalar, I32(0)), none, [0] * e.lanes)
+
+
+def _row(e, address, count, half):
+    """One or two vectors of elements as float32; of two of bfloat16 the even elements first, then
+    the odd."""
     if not half:
-        return [_read(b, address, 4 * i) for i in range(0, lanes, W)]
-    if lanes == W:
-        x = b.zext(b.load(_at(b, ir.VectorType(I16, W), address), align=2), WORDS)
-        return [b.bitcast(b.shl(x, _all(16, WORDS)), VEC)]
-    x = b.load(_at(b, WORDS, address), align=2)
-    return [b.bitcast(y, VEC) for y in (b.shl(x, _all(16, WORDS)), b.and_(x, _all(-65536, WORDS)))]
+        return [_read(e, address, 4 * i) for i in range(0, count, e.lanes)]
+    if count == e.lanes:
+        x = e.load(_at(e, ir.VectorType(I16, e.lanes), address), align=2)
+        return [e.bitcast(e.shl(e.zext(x, e.words), e.all_words(16)), e.floats)]
+    x = e.load(_at(e, e.words, address), align=2)
+    even, odd = e.shl(x, e.all_words(16)), e.and_(x, e.all_words(-65536))
+    return [e.bitcast(y, e.floats) for y in (even, odd)]
 
 
-def _columns(b, width, body):
-    """body(first element, elements) over a row: steps of 2 W, in a loop if many, then W."""
-    pairs, rest = divmod(width, 2 * W)
+def _columns(e, width, body):
+    """body(first element, elements) over a row: two vectors a step, in a loop if many, then one."""
+    pairs, rest = divmod(width, 2 * e.lanes)
     unroll = next(u for u in (4, 3, 2, 1) if pairs % u == 0) if pairs > 4 else max(pairs, 1)
-    with cgutils.for_range(b, I64(pairs // unroll)) as loop:
+    with cgutils.for_range(e.builder, I64(pairs // unroll)) as loop:
         for u in range(unroll if pairs else 0):
-            body(b.add(b.mul(loop.index, I64(unroll * 2 * W)), I64(u * 2 * W)), 2 * W)
+            first = e.mul(loop.index, I64(unroll * 2 * e.lanes))
+            body(e.add(first, I64(u * 2 * e.lanes)), 2 * e.lanes)
     if rest:
-        body(I64(pairs * 2 * W), rest)
+        body(I64(pairs * 2 * e.lanes), rest)
 
 
-def _totals(b, xs):
+def _totals(e, xs):
     """The lane sums of n = 2**i vectors as one vector of n lanes, by a tree of shuffles."""
-    n, part = len(xs), W
+    n, part = len(xs), e.lanes
     while len(xs) > 1:
         part //= 2
-        low = [g + i for g in range(0, W, 2 * part) for i in range(part)]
-        low += [W + i for i in low]
+        low = [g + i for g in range(0, e.lanes, 2 * part) for i in range(part)]
+        low += [e.lanes + i for i in low]
         halves = [low, [i + part for i in low]]
-        xs = [b.fadd(*[_shuffle(b, x, y, h) for h in halves])
+        xs = [e.fadd(*[_shuffle(e, x, y, h) for h in halves])
               for x, y in zip(xs[::2], xs[1::2], strict=True)]  # fmt: skip
-    x = _fold(b, xs[0], b.fadd, part)
-    return _shuffle(b, x, x, list(range(0, W, W // n)))
+    x = _fold(e, xs[0], e.fadd, part)
+    return _shuffle(e, x, x, list(range(0, e.lanes, e.lanes // n)))
 
 
-def _fold(b, x, join, part=W):
+def _fold(e, x, join, part=None):
+    """Join neighbouring lanes, in groups of `part` (all of them, if not given)."""
+    part = e.lanes if part is None else part
     while part > 1:
         part //= 2
-        x = join(x, _shuffle(b, x, x, [i ^ part for i in range(W)]))
+        x = join(x, _shuffle(e, x, x, [i ^ part for i in range(e.lanes)]))
     return x
 
 
-def _greater(b, x, y):  # y where that is NaN
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
+def _greater(e, x, y):  # y where that is NaN
+    return e.select(e.fcmp_ordered(">", x, y), x, y)
 
 
-def _exp2(b, x):
+def _exp2(e, x):
     """2**x of x <= 0, to about an ulp; 0 below -127."""
-    x, magic = _greater(b, _all(-127.0), x), _all(12582912.0)  # 1.5 * 2**23: rounds
-    whole = b.fadd(x, magic)
-    f, y = b.fsub(x, b.fsub(whole, magic)), _all(EXP2[-1])
+    x, magic = _greater(e, e.all(-127.0), x), e.all(12582912.0)  # 1.5 * 2**23: rounds
+    whole = e.fadd(x, magic)
+    f, y = e.fsub(x, e.fsub(whole, magic)), e.all(EXP2[-1])
     for c in EXP2[-2::-1]:
-        y = _fma(b, y, f, _all(c))
-    bits = b.add(b.bitcast(whole, WORDS), _all(127 - 0x4B400000, WORDS))
-    return b.fmul(y, b.bitcast(b.shl(bits, _all(23, WORDS)), VEC))
+        y = _fma(e, y, f, e.all(c))
+    bits = e.add(e.bitcast(whole, e.words), e.all_words(127 - 0x4B400000))
+    return e.fmul(y, e.bitcast(e.shl(bits, e.all_words(23)), e.floats))
 
 
-def _ask(b, nbytes, address):
+def _ask(e, nbytes, address):
     byte = ir.IntType(8)
     kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), I32, I32, I32])
-    ask = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    ask = cgutils.get_or_insert_function(e.module, kind, "llvm.prefetch.p0")
     for i in range(0, nbytes, 64):
-        b.call(ask, [_at(b, byte, address, i), I32(0), I32(3), I32(1)])
+        e.call(ask, [_at(e, byte, address, i), I32(0), I32(3), I32(1)])
 
 
 def _emitted(result, constants):
@@ -145,112 +177,121 @@ def _emitted(result, constants):
     return wrap
 
 
-@_emitted(types.void, 5)
-@no_type_check
-def dots(b, rows, keys, width, half, room, q, k, stride, j, last, s):
-    """s[m, j + i] = q[m] . k[j + i] for `rows` m and `keys` i; keys past `last` repeat it."""
-    cells = [cgutils.alloca_once(b, VEC) for _ in range(rows * keys)]
-    for cell in cells:
-        b.store(_all(0.0), cell)
-    nexts = [b.add(j, I64(i)) for i in range(keys)]
-    nexts = [b.select(b.icmp_signed("<", i, last), i, last) for i in nexts]
-    at = [b.add(k, b.mul(i, stride)) for i in nexts]
-
-    def body(start, lanes):
-        xs = [_row(b, b.add(a, b.mul(start, I64(2 if half else 4))), lanes, half) for a in at]
-        for m in range(rows):
-            ys = _row(b, b.add(b.add(q, I64(4 * width * m)), b.mul(start, I64(4))), lanes, False)
-            for x, cell in zip(xs, cells[m * keys : (m + 1) * keys], strict=True):
-                for u, y in zip(x, ys, strict=True):
-                    b.store(_fma(b, u, y, b.load(cell)), cell)
-
-    _columns(b, width, body)
-    for m in range(rows):
-        x = _totals(b, [b.load(c) for c in cells[m * keys : (m + 1) * keys]])
-        _write(b, x, b.add(s, b.mul(j, I64(4))), 4 * room * m)
-
-
 @_emitted(types.void, 6)
 @no_type_check
-def gather(b, rows, lanes, width, half, room, soon, n, p, v, stride, acc, ahead, pace):
-    """acc[m, :lanes] += sum over j < n of p[m, j] v[j, :lanes].
+def dots(b, lanes, rows, keys, width, half, room, q, k, stride, j, last, s):
+    """s[m, j + i] = q[m] . k[j + i] for `rows` m and `keys` i; keys past `last` repeat it."""
+    e = Emitter(b, lanes)
+    cells = [cgutils.alloca_once(e.builder, e.floats) for _ in range(rows * keys)]
+    for cell in cells:
+        e.store(e.all(0.0), cell)
+    nexts = [e.add(j, I64(i)) for i in range(keys)]
+    nexts = [e.select(e.icmp_signed("<", i, last), i, last) for i in nexts]
+    at = [e.add(k, e.mul(i, stride)) for i in nexts]
+
+    def body(start, count):
+        xs = [_row(e, e.add(a, e.mul(start, I64(2 if half else 4))), count, half) for a in at]
+        for m in range(rows):
+            ys = _row(e, e.add(e.add(q, I64(4 * width * m)), e.mul(start, I64(4))), count, False)
+            for x, cell in zip(xs, cells[m * keys : (m + 1) * keys], strict=True):
+                for u, y in zip(x, ys, strict=True):
+                    e.store(_fma(e, u, y, e.load(cell)), cell)
+
+    _columns(e, width, body)
+    for m in range(rows):
+        x = _totals(e, [e.load(c) for c in cells[m * keys : (m + 1) * keys]])
+        _write(e, x, e.add(s, e.mul(j, I64(4))), 4 * room * m)
+
+
+@_emitted(types.void, 7)
+@no_type_check
+def gather(b, lanes, rows, count, width, half, room, soon, n, p, v, stride, acc, ahead, pace):
+    """acc[m, :count] += sum over j < n of p[m, j] v[j, :count].
 
     Meanwhile `soon` bytes of each row at `ahead`, `pace` apart, are asked for from memory.
     """
-    places = [4 * (width * m + c) for m in range(rows) for c in range(0, lanes, W)]
-    cells = [cgutils.alloca_once(b, VEC) for _ in places]
+    e = Emitter(b, lanes)
+    places = [4 * (width * m + c) for m in range(rows) for c in range(0, count, lanes)]
+    cells = [cgutils.alloca_once(e.builder, e.floats) for _ in places]
     for cell, place in zip(cells, places, strict=True):
-        b.store(_read(b, acc, place), cell)
-    with cgutils.for_range(b, n) as loop:
-        _ask(b, soon, b.add(ahead, b.mul(loop.index, pace)))
-        row, weight, xs = b.add(v, b.mul(loop.index, stride)), b.mul(loop.index, I64(4)), []
-        for e in range(0, lanes, 2 * W):
-            at = b.add(row, I64(e * (2 if half else 4)))
-            xs += _row(b, at, min(2 * W, lanes - e), half)
+        e.store(_read(e, acc, place), cell)
+    with cgutils.for_range(e.builder, n) as loop:
+        _ask(e, soon, e.add(ahead, e.mul(loop.index, pace)))
+        row, weight, xs = e.add(v, e.mul(loop.index, stride)), e.mul(loop.index, I64(4)), []
+        for c in range(0, count, 2 * lanes):
+            at = e.add(row, I64(c * (2 if half else 4)))
+            xs += _row(e, at, min(2 * lanes, count - c), half)
         for m in range(rows):
-            w = _spread(b, b.load(_at(b, F, b.add(p, weight), 4 * room * m), align=4))
+            w = _spread(e, e.load(_at(e, F, e.add(p, weight), 4 * room * m), align=4))
             for x, cell in zip(xs, cells[m * len(xs) : (m + 1) * len(xs)], strict=True):
-                b.store(_fma(b, x, w, b.load(cell)), cell)
+                e.store(_fma(e, x, w, e.load(cell)), cell)
     for cell, place in zip(cells, places, strict=True):
-        _write(b, b.load(cell), acc, place)
+        _write(e, e.load(cell), acc, place)
 
 
-@_emitted(types.float32, 1)
+@_emitted(types.float32, 2)
 @no_type_check
-def peak(b, n, s, least):
+def peak(b, lanes, n, s, least):
     """The greatest of `least` and s[:n]."""
-    x = _spread(b, least)
-    for i in range(0, n, W):
-        x = _greater(b, _read(b, s, 4 * i), x)
-    return b.extract_element(_fold(b, x, functools.partial(_greater, b)), I32(0))
+    e = Emitter(b, lanes)
+    x = _spread(e, least)
+    for i in range(0, n, lanes):
+        x = _greater(e, _read(e, s, 4 * i), x)
+    return e.extract_element(_fold(e, x, functools.partial(_greater, e)), I32(0))
+
+
+@_emitted(types.float32, 2)
+@no_type_check
+def weigh(b, lanes, n, s, top):
+    """s[:n] = 2 ** (s[:n] - top); their sum."""
+    e = Emitter(b, lanes)
+    top, total = _spread(e, top), e.all(0.0)
+    for i in range(0, n, lanes):
+        x = _exp2(e, e.fsub(_read(e, s, 4 * i), top))
+        _write(e, x, s, 4 * i)
+        total = e.fadd(total, x)
+    return e.extract_element(_fold(e, total, e.fadd), I32(0))
 
 
 @_emitted(types.float32, 1)
 @no_type_check
-def weigh(b, n, s, top):
-    """s[:n] = 2 ** (s[:n] - top); their sum."""
-    top, total = _spread(b, top), _all(0.0)
-    for i in range(0, n, W):
-        x = _exp2(b, b.fsub(_read(b, s, 4 * i), top))
-        _write(b, x, s, 4 * i)
-        total = b.fadd(total, x)
-    return b.extract_element(_fold(b, total, b.fadd), I32(0))
-
-
-@_emitted(types.float32, 0)
-@no_type_check
-def power(b, x):
+def power(b, lanes, x):
     """2**x of x <= 0."""
-    return b.extract_element(_exp2(b, _spread(b, x)), I32(0))
+    e = Emitter(b, lanes)
+    return e.extract_element(_exp2(e, _spread(e, x)), I32(0))
 
 
-@_emitted(types.void, 2)
+@_emitted(types.void, 3)
 @no_type_check
-def widen(b, width, half, source, target, scale):
+def widen(b, lanes, width, half, source, target, scale):
     """A row of queries, scaled, in the order of _row."""
+    e = Emitter(b, lanes)
 
-    def body(start, lanes):
-        at = b.add(source, b.mul(start, I64(2 if half else 4)))
-        for i, x in enumerate(_row(b, at, lanes, half)):
-            _write(b, b.fmul(x, _spread(b, scale)), b.add(target, b.mul(start, I64(4))), 4 * W * i)
+    def body(start, count):
+        at = e.add(source, e.mul(start, I64(2 if half else 4)))
+        for i, x in enumerate(_row(e, at, count, half)):
+            _write(
+                e, e.fmul(x, _spread(e, scale)), e.add(target, e.mul(start, I64(4))), 4 * lanes * i
+            )
 
-    _columns(b, width, body)
+    _columns(e, width, body)
 
 
-@_emitted(types.void, 2)
+@_emitted(types.void, 3)
 @no_type_check
-def tidy(b, width, half, source, target):
+def tidy(b, lanes, width, half, source, target):
     """A row of sums, back in the order of the model."""
+    e = Emitter(b, lanes)
 
-    def body(start, lanes):
-        at = b.mul(start, I64(4))
-        xs = _row(b, b.add(source, at), lanes, False)
-        if half and lanes == 2 * W:
-            xs = [_shuffle(b, *xs, [i // 2 + W * (i % 2) for i in range(2 * W)])]
+    def body(start, count):
+        at = e.mul(start, I64(4))
+        xs = _row(e, e.add(source, at), count, False)
+        if half and count == 2 * lanes:
+            xs = [_shuffle(e, *xs, [i // 2 + lanes * (i % 2) for i in range(2 * lanes)])]
         for i, x in enumerate(xs):
-            _write(b, x, b.add(target, at), 4 * W * i)
+            _write(e, x, e.add(target, at), 4 * lanes * i)
 
-    _columns(b, width, body)
+    _columns(e, width, body)
 
 
 @_emitted(types.void, 1)

@@ -207,17 +207,9 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
     name: level
     for level, names in enumerate(
         [
-            [
-                "span",
-                "heads",
-                "partial",
-                "frequencies",
-                "coded",
-                "memory",
-                "tracing",
-                "first_calls",
-            ],
-            ["scaling", "versions"],
+            ["span", "heads", "partial", "coded", "memory", "tracing", "first_calls"],
+            ["frequencies", "versions"],
+            ["scaling"],
             ["rope", "algebra", "streams"],
             ["rows", "draw", "buffered", "sliding"],
             ["quantized", "masks_data"],

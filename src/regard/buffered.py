@@ -14,6 +14,7 @@ from regard.streams import (
     check_whole,
     chosen,
     empty_like,
+    is_followed,
     wants_grad,
     write,
 )
@@ -60,7 +61,7 @@ class KVCache(Stored):
             ValueError: if the streams do not fit each other or those held.
         """
         added = check_streams(new, self._held)
-        if wants_grad(new, self._held):
+        if is_followed(new, self._held):
             self._held = appended(self._held, new, self._lengths)
         else:
             self._held = self._reserve(new, self.length + added)

@@ -10,31 +10,29 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
+from regard.tracing import is_immediate
+
 P = ParamSpec("P")
 
 Device = torch.device | str | None
 
 
 def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Keep the tensors `make` returned, by its arguments, where that is safe.
+    """Memoise the tensors that `make` returns by its arguments, where that is safe.
 
-    Traced programs compute theirs afresh, since a kept tensor would be baked in as an input; so do
-    programs that run on fake tensors, whose results must not outlive them.
+    Traced programs compute theirs afresh, since a memoised tensor would be baked in as an input; so
+    do `torch.func` transforms and fake tensors, whose tensors must not outlive them.
     """
     kept = lru_cache(maxsize=128)(make)
 
     @wraps(make)
     def look_up(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        if torch.compiler.is_compiling() or not _makes_plain_tensors() or _is_capturing():
+        if not is_immediate() or _is_capturing():
             return make(*args, **kwargs)
         with torch.inference_mode(False):  # an inference tensor could not be used in training later
             return kept(*args, **kwargs)  # type: ignore[arg-type]  # hashable, by contract
 
     return look_up
-
-
-def _makes_plain_tensors() -> bool:
-    return type(torch.empty(0, device="cpu")) is Tensor
 
 
 def _is_capturing() -> bool:

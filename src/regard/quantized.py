@@ -9,7 +9,7 @@ from torch import Tensor
 from regard.buffered import KVCache
 from regard.coded import Coded, CodedStreams, quantize
 from regard.span import Span
-from regard.streams import Part, Stored, check_streams, check_whole, chosen, wants_grad
+from regard.streams import Part, Stored, check_streams, check_whole, chosen, is_followed
 
 
 class QuantizedCache(Stored):
@@ -95,7 +95,7 @@ class QuantizedCache(Stored):
 
     def _coded(self, new: tuple[Tensor, ...]) -> list[Tensor]:
         check_streams(new, self._like)
-        if wants_grad(new, ()):
+        if is_followed(new, ()):
             raise ValueError(
                 "QuantizedCache rounds, which gradients cannot follow; use KVCache(), or "
                 "torch.no_grad()"

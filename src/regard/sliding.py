@@ -12,7 +12,7 @@ from regard.streams import (
     check_whole,
     chosen,
     empty_like,
-    wants_grad,
+    is_followed,
 )
 
 
@@ -73,10 +73,10 @@ class SlidingCache(Stored):
         start, stop = self._needed(), self._length + added
         keep = max(self._first, stop - self.size + 1 - self.rollback, 0)
         used = self._length - self._first
-        if not self._held or wants_grad(new, self._held) or not self._fits(used + added):
+        if not self._held or is_followed(new, self._held) or not self._fits(used + added):
             whole = self._joined(new)
             part = self._view(whole, self._first, start, stop)
-            self._store(whole, keep, stop, wants_grad(new, self._held))
+            self._store(whole, keep, stop, is_followed(new, self._held))
         else:
             for held, each in zip(self._held, new, strict=True):
                 held.narrow(2, used, added).copy_(each.detach())

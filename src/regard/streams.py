@@ -8,6 +8,7 @@ from torch import Tensor
 
 from regard.coded import CodedStreams
 from regard.span import Span
+from regard.tracing import is_forward_mode
 
 
 class Part(NamedTuple):
@@ -184,6 +185,11 @@ def check_rows(rows: object, held: Sequence[Tensor]) -> None:
     batch = held[0].shape[0] if held else None
     if batch is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
         raise ValueError(f"rows={rows.tolist()} are not all among the {batch} rows held")
+
+
+def is_followed(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
+    """Whether derivatives, backward or forward, may follow what a cache returns."""
+    return wants_grad(new, held) or is_forward_mode()
 
 
 def wants_grad(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:

@@ -24,9 +24,7 @@ def is_immediate(*tensors: Tensor) -> bool:
 def holds_numbers(value: Tensor) -> bool:
     """Whether a tensor's numbers can be read now: neither it nor the program is traced, fake or
     transformed."""
-    if torch.compiler.is_compiling() or type(value) not in _PLAIN:
-        return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if torch.compiler.is_compiling() or is_transformed() or type(value) not in _PLAIN:
         return False
     return not any(torch._C._get_dispatch_mode(mode) for mode in _TRACERS)
 

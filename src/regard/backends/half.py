@@ -19,6 +19,7 @@ from regard.heads import fold_heads, unfold_heads
 from regard.scores import is_plain, shaped, weigh
 from regard.sight import bridged, true_runs
 from regard.speed import SPEED
+from regard.tracing import holds_numbers
 
 NOTE = (
     "scores and weights are kept in bfloat16: "
@@ -155,7 +156,9 @@ def _edges(call: Call) -> tuple[list[Edge], Tensor | None]:
     keep = keep | hidden
     unseen = ~keep.flatten(0, -2).all(0)
     blind = hidden.expand(call.batch, call.num_heads, call.num_queries, 1)
-    runs = bridged(true_runs(unseen.tolist()), 64)
+    runs = [(0, call.num_keys)]
+    if holds_numbers(unseen):
+        runs = bridged(true_runs(unseen.tolist()), 64)
     edges = [Edge(start, stop, _added(call, keep[..., start:stop])) for start, stop in runs]
     return edges, fold_heads(blind, call.num_kv_heads)
 

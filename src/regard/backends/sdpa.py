@@ -93,7 +93,7 @@ def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor
         v,
         dropout_p=call.dropout,
         scale=call.scale,
-        enable_gqa=call.group > 1,
+        enable_gqa=bool(call.group > 1),
         **flags,
     )[..., : call.v_head_dim]
 

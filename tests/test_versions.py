@@ -90,6 +90,19 @@ def test_biases_and_sinks_changed_before_backward(which):
         out.sum().backward()
 
 
+def test_parameters_swapped_in_for_one_call():
+    torch.manual_seed(0)
+    bias = RelativeBias(2, num_buckets=8, max_distance=20)
+    layer = Attention(12, 2, mask=Causal() & SlidingWindow(40), score_bias=bias).double()
+    others = {name: (3 * p.detach() + 0.5).requires_grad_() for name, p in layer.named_parameters()}
+    x, slopes = torch.randn(1, 300, 12).double(), []
+    for layer.backend in ("blocked", "eager"):
+        out = torch.func.functional_call(layer, others, (x,))
+        slopes.append(torch.autograd.grad(out.square().sum(), list(others.values())))
+    for found, expected in zip(*slopes, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_a_static_cache_filled_again_before_backward():
     """The queries alone have gradients; what the cache holds is read again in the backward pass."""
     torch.manual_seed(0)

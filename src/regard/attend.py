@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.backends import BACKENDS
 from regard.bias import ScoreBias
@@ -183,6 +183,8 @@ def prepare(
     placed = mask.within(whole)
     seen = narrowed(whole, placed)
     tensors = [t for t in (q, k, v, sinks, score_bias) if isinstance(t, Tensor)]
+    if isinstance(score_bias, nn.Module):
+        tensors += score_bias.parameters()
     call = Call(
         batch=q.shape[0],
         num_heads=q.shape[1],
@@ -201,18 +203,10 @@ def prepare(
         sinks=sinks,
         dropout=dropout,
         precision=precision,
-        needs_grad=torch.is_grad_enabled() and any(map(_wants_grad, [*tensors, score_bias])),
+        needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
         immediate=is_immediate(*tensors),
     )
     name = choose(call, backend, partial=partial)
     object.__setattr__(call, "name", name)  # nobody has seen it yet; a copy would cost as much
     object.__setattr__(call, "backend", BACKENDS[name])  # as all of this
     return call
-
-
-def _wants_grad(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    if isinstance(value, torch.nn.Module):
-        return any(p.requires_grad for p in value.parameters())
-    return False

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from regard.backends import eager, half, sdpa
@@ -96,7 +97,7 @@ def run(
 ) -> Float[Tensor, "B H L Dv"]:
     queries = q.split(_size(call), 2)  # once, as is what tiles() does: a view for each block would
     keys, values = Tiles(call, k), Tiles(call, v)  # have a gradient as long as the sequence
-    again = _read_again(call, k, v)
+    again, call = _read_again(call, k, v), _with_present_bias(call)
     outs: list[Tensor] = []
     blocks = list(zip(plan(call), queries, strict=True))
     for block, rows in reversed(blocks):  # mostly the widest first: memory it frees fits the others
@@ -169,6 +170,32 @@ def _read_again(call: Call, k: Tensor, v: Tensor) -> Versions:
     learned = list(bias.parameters()) if isinstance(bias, nn.Module) else [bias]
     read = (k, v, call.sinks, *learned)
     return Versions(*(each for each in read if isinstance(each, Tensor)))
+
+
+def _with_present_bias(call: Call) -> Call:
+    """A learned rule as it is now: `functional_call` gives it other parameters for a while."""
+    if call.needs_grad and isinstance(call.score_bias, nn.Module):
+        return replace(call, score_bias=_PresentBias(call.score_bias))
+    return call
+
+
+class _PresentBias(nn.Module):
+    """A learned rule for score biases, with the parameters that it had when this was made."""
+
+    def __init__(self, rule: nn.Module) -> None:
+        super().__init__()
+        self.rule = rule
+        self._present = dict(self.named_parameters()) | dict(self.named_buffers())
+
+    def bias(
+        self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
+    ) -> Tensor:
+        bias: Tensor = functional_call(self, self._present, (span, device, dtype))
+        return bias
+
+    def forward(self, span: Span, device: torch.device, dtype: torch.dtype) -> Tensor:
+        bias: Tensor = self.rule.bias(span, device=device, dtype=dtype)  # type: ignore[operator]
+        return bias
 
 
 def _attend(

@@ -17,7 +17,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("page", "least"), [*((page, 3) for page in PAGES), ("docs/convert.md", 1)]
+    ("page", "least"),
+    [*((page, 3) for page in PAGES), ("docs/convert.md", 1), ("docs/callers.md", 1)],
 )
 def test_every_snippet_runs(page, least):
     snippets = blocks(page, "python")

@@ -1,0 +1,170 @@
+"""Kernels on disk: found again, never mixed up, and done without where nothing can be written."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+import numba
+from numba import carray, types
+from numba.core import ccallback, config
+from numba.core.caching import IndexDataCacheFile
+
+from regard.kernels.compiling import compiled_from
+
+SOURCES = Path(__file__).parent.parent / "src"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where numba keeps what it compiles, during a test."""
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """What was compiled here, not found on disk."""
+    done = []
+    compile = ccallback.CFunc._compile_uncached
+    monkeypatch.setattr(
+        ccallback.CFunc, "_compile_uncached", lambda self: done.append(self) or compile(self)
+    )
+    return done
+
+
+def use(number):
+    """Compile or find a function, as every process does once, and call it."""
+
+    def run(data):
+        carray(data, 1)[0] = number
+
+    compiled = compiled_from(run, types.void(types.CPointer(types.int64)))
+    found = ctypes.c_int64()
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)(ctypes.addressof(found))
+    assert found.value == number
+
+
+def files_of(folder, suffix):
+    return sorted(folder.rglob(f"*.{suffix}"))
+
+
+def test_what_one_process_compiled_the_next_one_finds(folder, compiles):
+    use(1)
+    use(1)
+    assert len(compiles) == 1
+
+
+def test_every_function_and_processor_has_files_of_its_own(folder, compiles, monkeypatch):
+    """Under one name, two processes that save at once can leave an index that names the other's
+    code."""
+    use(1)
+    use(2)
+    codegen = ccallback.registry.cpu_target.target_context.codegen()
+    other = (*codegen.magic_tuple()[:2], "+another")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(codegen), "magic_tuple", lambda self: other)
+        use(1)
+    assert len(files_of(folder, "nbi")) == len(files_of(folder, "nbc")) == len(compiles) == 3
+    use(1)
+    use(2)
+    assert len(compiles) == 3
+
+
+def test_the_race_of_two_processes_that_save_at_once(folder, monkeypatch):
+    """Each reads an index without the other's entry, and then writes its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "_load_index", lambda self: {})
+        use(1)
+        use(2)
+    use(1)
+    use(2)
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [0, 7, 100])
+def test_damaged_files_are_replaced(folder, compiles, suffix, left):
+    use(1)
+    for file in files_of(folder, suffix):
+        file.write_bytes(file.read_bytes()[:left])
+    use(1)  # in memory; the damaged index is emptied
+    use(1)
+    before = len(compiles)
+    use(1)
+    assert len(compiles) == before == 3
+
+
+def test_a_process_stopped_between_index_and_code_leaves_nothing_wrong(folder, compiles):
+    use(1)
+    for code in files_of(folder, "nbc"):
+        code.unlink()
+    use(1)
+    use(1)
+    assert len(compiles) == 2
+
+
+@pytest.mark.parametrize("what", ["_save_data", "_save_index"])
+def test_a_full_disk(folder, compiles, monkeypatch, what, recwarn):
+    def refuse(self, *given):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, what, refuse)
+        use(1)
+    use(1)
+    before = len(compiles)
+    use(1)
+    assert len(compiles) == before
+    assert not recwarn.list
+
+
+def test_a_chosen_folder_that_cannot_be_written(compiles, monkeypatch):
+    monkeypatch.setattr(config, "CACHE_DIR", "/proc/nowhere")
+    use(-1)  # in numba's other folders, if it can write those
+
+
+def test_code_that_cannot_be_compiled_is_an_error(folder):
+    def run(data):
+        return undefined(data)
+
+    with pytest.raises(numba.TypingError, match="undefined"):
+        compiled_from(run, types.void(types.CPointer(types.int64)))
+
+
+DECODE = """
+import sys, warnings, torch
+warnings.simplefilter("error")
+import regard
+from regard.kernels import decoding
+assert regard.__file__.startswith({sources!r})
+q, k = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 300, 32)
+for _ in range(3):
+    out = regard.attend(q, k, k, backend="fused")
+    assert (out - regard.attend(q, k, k, backend="eager")).abs().max() < 1e-5
+assert decoding.kernel.cache_info().misses == 1
+"""
+
+
+@pytest.mark.parametrize("zipped", [False, True], ids=["a folder", "a zip file"])
+def test_without_a_folder_to_write_a_process_compiles_for_itself(tmp_path, zipped):
+    sources = tmp_path / "sources"
+    shutil.copytree(SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    if zipped:
+        sources = Path(shutil.make_archive(str(tmp_path / "zipped"), "zip", sources))
+    else:  # a file in place of the folder: root may write whatever the permissions are
+        (sources / "regard/kernels/__pycache__").write_text("")
+    paths = [str(sources), *(each for each in sys.path if each and each != str(SOURCES))]
+    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"), "/proc/nowhere")
+    environment = {**os.environ, **nowhere, "PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    code = DECODE.format(sources=str(sources))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")

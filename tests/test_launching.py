@@ -1,0 +1,212 @@
+"""How a kernel is started: threads, children, torch's defaults, and memory it must not touch."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from regard.kernels.lanes import machine_lanes
+from regard.kernels.launching import _launch, _openmp, decode
+from test_kernels import check, run_python
+
+
+def test_callers_in_several_threads_do_not_meet():
+    q, k = torch.randn(4, 1, 2, 3, 32), torch.randn(4, 1, 2, 700, 32)
+    wanted = [decode(a, b, b, scale=0.2)[0] for a, b in zip(q, k, strict=True)]
+    found: list = [None] * 4
+
+    def work(at):
+        for _ in range(20):
+            found[at] = decode(q[at], k[at], k[at], scale=0.2)[0]
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_callers_with_other_sizes_and_numbers_of_threads_do_not_meet():
+    """Each thread of the caller has a workspace of its own, which grows with what it is asked."""
+    torch.set_num_threads(2)
+    found: list = []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for turn in range(15):
+            torch.set_num_threads(1 + (seed + turn) % 3)
+            keys, rows = 1 + 397 * ((seed + turn) % 4), (1, 3, 12)[(seed * turn) % 3]
+            q, k = (torch.randn(1, 2, n, 32, generator=generator) for n in (rows, keys))
+            check(q, k, k)
+        found.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 1, 2, 3]
+
+
+def test_without_torchs_threads_pythons_serve(monkeypatch):
+    q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
+    torch.set_num_threads(2)
+    wanted = decode(q, k, k, scale=0.1)[0]
+    monkeypatch.setitem(_launch.__globals__, "_openmp", lambda: None)
+    assert decode(q, k, k, scale=0.1)[0].equal(wanted)
+
+
+def test_torchs_own_threads_are_found():
+    assert _openmp() is not None
+    assert machine_lanes() in (4, 8, 16)
+
+
+FORKS = """
+import multiprocessing, os, signal, sys, threading, torch
+from regard.kernels.launching import decode
+
+torch.set_num_threads(2)
+q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
+wanted = decode(q, k, k, scale=0.1)[0]  # with OpenMP's threads, which no child has
+torch.randn(300, 300) @ torch.randn(300, 300)
+
+def same(*ignored):  # a loader's worker has one thread, and so another order of sums
+    return all(torch.allclose(decode(q, k, k, scale=0.1)[0], wanted, atol=1e-6) for _ in range(5))
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a child that waits for ever is killed
+        os._exit(0 if work() else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+def in_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(same()))
+    thread.start()
+    thread.join()
+    return found == [True]
+
+assert in_child(same), "a forked child"
+assert in_child(lambda: same() and in_child(same)), "a child of a child, after it has decoded"
+assert in_child(in_thread), "a thread of a child"
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert pool.map_async(same, range(4)).get(60) == [True] * 4
+loader = torch.utils.data.DataLoader(range(4), num_workers=2, collate_fn=same, timeout=60)
+assert list(loader) == [True] * 4
+assert same(), "the parent, afterwards"
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_forked_children_neither_wait_for_ever_nor_crash():
+    run_python(FORKS)
+
+
+SPAWN = """
+import multiprocessing, torch
+from test_kernels import check
+
+def work(seed):
+    torch.manual_seed(seed)
+    check(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 2, 600, 32))
+    return seed
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    work(7)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map_async(work, range(3)).get(600) == [0, 1, 2]
+"""
+
+
+def test_spawned_children_decode_too(tmp_path):
+    file = tmp_path / "spawning.py"
+    file.write_text(SPAWN)
+    run_python(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
+
+
+def plain(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype)
+
+
+Q, K = plain(1, 2, 3, 32), plain(1, 2, 40, 32)
+REFUSED = {
+    "another dtype": ({"q": Q.double(), "k": K.double(), "v": K.double()}, "float32 or bfloat16"),
+    "queries of another dtype": ({"q": Q.bfloat16()}, "q is to be torch.float32"),
+    "values of another dtype": ({"v": K.bfloat16()}, "v is to be torch.float32"),
+    "a bias in double precision": ({"bias": torch.zeros(40).double()}, "bias is to be .*float32"),
+    "another number of keys": ({"v": plain(1, 2, 39, 32)}, r"v is to be .* \(1, 2, 40, 32\)"),
+    "another number of heads": ({"k": plain(1, 1, 40, 32)}, "k is to be"),
+    "another width": ({"k": plain(1, 2, 40, 48)}, "k is to be"),
+    "an odd width": ({"q": Q[..., :20], "k": K[..., :20]}, "multiples of 16, got 20 and 32"),
+    "odd values": ({"v": K[..., :20]}, "multiples of 16, got 32 and 20"),
+    "columns apart": ({"k": plain(1, 2, 40, 64)[..., ::2]}, "2 apart, not 1"),
+    "a bias repeated": ({"bias": torch.zeros(1, 1, 1, 1)}, "dimension of bias are 0 apart"),
+    "no keys": ({"k": K[:, :, :0], "v": K[:, :, :0]}, "needs a key"),
+    "no queries": ({"q": Q[:, :, :0]}, "has no memory"),
+    "values wider than keys": ({"v": None, "width": 48}, "no wider than these, got 48 of 32"),
+    "another device": ({"k": K.to("meta")}, "Tensor on meta"),
+    "a subclass": ({"k": K.as_subclass(type("Mine", (torch.Tensor,), {}))}, "but a Mine on cpu"),
+    "a lazy minus sign": ({"k": torch._neg_view(K)}, "k is no plain tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_memory_that_the_kernel_must_not_touch_is_refused(case):
+    given, message = REFUSED[case]
+    given = {"q": Q, "k": K, "v": K, "scale": 1.0, "lanes": 16, **given}
+    with pytest.raises(AssertionError, match=message):
+        decode(given.pop("q"), given.pop("k"), **given)
+
+
+def refused_or_raised(call):
+    with pytest.raises(
+        (AssertionError, RuntimeError), match=r"no plain tensor|no memory|data pointer|data_ptr"
+    ):
+        call()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own jvp calls it
+def test_tensors_without_memory_of_their_own_are_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    refused_or_raised(lambda: torch.func.vmap(lambda q: decode(q, K, K, scale=1.0)[0])(Q[None]))
+    refused_or_raised(lambda: torch.func.vmap(lambda k: decode(Q, k, k, scale=1.0)[0])(K[None]))
+    tangents = torch.ones_like(Q)
+    refused_or_raised(
+        lambda: torch.func.jvp(lambda q: decode(q, K, K, scale=1.0)[0], (Q,), (tangents,))
+    )
+    refused_or_raised(lambda: torch.func.functionalize(lambda q: decode(q, K, K, scale=1.0)[0])(Q))
+    refused_or_raised(lambda: decode(Q, K.to_mkldnn(), K, scale=1.0))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        refused_or_raised(lambda: decode(Q, K, K, scale=1.0))  # the output would be fake
+        fake = mode.from_tensor(K)
+    refused_or_raised(lambda: decode(Q, fake, fake, scale=1.0))
+    check(Q, K, K)  # nothing of theirs is left in the workspace
+
+
+def test_parameters_are_plain_memory():
+    with torch.no_grad():
+        q, k = torch.nn.Parameter(Q), torch.nn.Parameter(K)
+        assert decode(q, k, k, scale=0.1)[0].equal(decode(Q, K, K, scale=0.1)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_torchs_defaults_have_no_part_in_it(dtype, device):
+    bias = torch.randn(40)
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        out, lse = decode(Q, K, K, scale=0.1, bias=bias)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert out.dtype == lse.dtype == torch.float32
+    wanted = decode(Q, K, K, scale=0.1, bias=bias)
+    assert out.equal(wanted[0]) and lse.equal(wanted[1])

@@ -85,6 +85,17 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         rope=Rotary(6),
         mask=Causal(),
     ),
+    "latent KV, normed": lambda: LatentKVAttention(
+        WIDTH,
+        4,
+        num_kv_heads=2,
+        head_dim=6,
+        kv_lora_rank=7,
+        rope=Rotary(6),
+        mask=Causal(),
+        qk_norm="head",
+        norm_eps=0.1,
+    ),
 }
 WINDOWED = ("window", "everything", "MLA window")
 

@@ -1,7 +1,7 @@
-"""GQA that remembers one joint latent, and rebuilds and rotates its keys on reading.
+"""GQA whose cache holds one joint latent: keys are rebuilt, normed and rotated when they are read.
 
-What GQA becomes when only memory matters: rotation stays exact, because it happens after the latent
-is opened, and costs its price at every step. The idea is Palu's (arXiv:2407.21118).
+What GQA becomes when only memory matters. Rotation is exact, because it is applied to the rebuilt
+keys; rebuilding costs time at every step. The idea is Palu's (arXiv:2407.21118).
 """
 
 import inspect
@@ -16,7 +16,7 @@ from regard.cache import NO_CACHE, Cache, Part
 from regard.cache_use import check_use, tracked, trains, used_by
 from regard.call import Call
 from regard.check import check_mask, check_options, divisors
-from regard.construct import constructor_code
+from regard.construct import Norm, build_norm, constructor_code, normed
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width, refuse_context
@@ -27,9 +27,10 @@ from regard.rope import NO_ROPE, NoRotary, Rotary
 class LatentKVAttention(nn.Module):
     """GQA over a joint latent of keys and values, with exact rotary embedding.
 
-    `kv_b_proj(kv_a_proj(x))` are the keys of all `num_kv_heads`, then their values. The cache holds
-    two streams: the latent, `kv_lora_rank` numbers a token, and its position, one int32. With
-    `kv_lora_rank >= 2 * num_kv_heads * head_dim` any GQA layer can be written so, exactly.
+    `kv_b_proj(kv_a_proj(x))` are the keys of all `num_kv_heads`, then their values; keys are then
+    normed (`qk_norm`) and rotated. The cache holds two streams: the latent, `kv_lora_rank` numbers a
+    token, and its position, one int64. With `kv_lora_rank >= 2 * num_kv_heads * head_dim` any GQA
+    layer can be written so, exactly.
 
     Args:
         hidden_size: width of the input and the output.
@@ -41,6 +42,7 @@ class LatentKVAttention(nn.Module):
         bias: whether `q_proj` and `kv_b_proj` have biases.
         out_bias: whether `o_proj` has one.
         dropout: probability of dropping a weight, in training only.
+        qk_norm, norm_eps: norms of queries and of rebuilt keys, before rotation; as for `Attention`.
         mask, scale, score_bias, softcap, backend: as for `Attention`.
 
     Raises:
@@ -53,7 +55,7 @@ class LatentKVAttention(nn.Module):
     >>> cache = KVCache()
     >>> layer(torch.randn(1, 5, 64), cache=cache).shape
     torch.Size([1, 5, 64])
-    >>> cache.nbytes == 5 * (16 * 4 + 4)
+    >>> cache.nbytes == 5 * (16 * 4 + 8)
     True
     """
 
@@ -71,6 +73,8 @@ class LatentKVAttention(nn.Module):
         bias: bool = False,
         out_bias: bool = False,
         dropout: float = 0.0,
+        qk_norm: Norm = None,
+        norm_eps: float = 1e-6,
         mask: Mask = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
@@ -91,6 +95,9 @@ class LatentKVAttention(nn.Module):
         self.kv_a_proj = nn.Linear(hidden_size, kv_lora_rank, bias=False)
         self.kv_b_proj = nn.Linear(kv_lora_rank, 2 * num_kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=out_bias)
+        self.norm_width = qk_norm == "width"
+        self.q_norm = build_norm(qk_norm, head_dim, num_heads * head_dim, norm_eps)
+        self.k_norm = build_norm(qk_norm, head_dim, num_kv_heads * head_dim, norm_eps)
         self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
         self.scale = head_dim**-0.5 * rope.softmax_factor if scale is None else scale
         self.score_bias, self.backend = score_bias, backend
@@ -105,7 +112,7 @@ class LatentKVAttention(nn.Module):
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
         """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
-        `context` is refused."""
+        `context` is refused, and so are positions that are not integers (`TypeError`)."""
         call, q, latent, where = self._prepare(x, context, mask, cache, positions)
         needs_grad = call.needs_grad or trains(self.kv_b_proj)
         with used_by(self, cache, mask):
@@ -140,14 +147,24 @@ class LatentKVAttention(nn.Module):
         return explain(self._prepare(x, context, mask, cache, positions)[0])
 
     def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """Keys, rotated, and values out of the latents and positions of each part."""
+        """Keys, normed and rotated, and values from the latents and positions of each part."""
         rebuilt = []
-        for start, stop, (latent, where) in parts:
-            heads = split_heads(self.kv_b_proj(latent.squeeze(1)), self.head_dim)
-            k, v = heads.split(self.num_kv_heads, dim=1)
-            k = self.rope.rotate(k, where[:, 0, :, 0])
-            rebuilt.append(Part(start, stop, (k, v)))
+        for start, stop, (latent, stream) in parts:
+            k, v = self.kv_b_proj(latent.squeeze(1)).chunk(2, dim=-1)
+            k = self.rope.rotate(self._heads(k, self.k_norm), stream[:, 0, :, 0])
+            rebuilt.append(Part(start, stop, (k, split_heads(v, self.head_dim))))
         return tuple(rebuilt)
+
+    def queries(self, x: Float[Tensor, "B L E"]) -> Float[Tensor, "B H L D"]:
+        """Queries of every head, normed, before rotation."""
+        return self._heads(self.q_proj(x), self.q_norm)
+
+    def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
+        if norm is None:
+            return split_heads(flat, self.head_dim)
+        if self.norm_width:
+            return split_heads(normed(norm, flat), self.head_dim)
+        return normed(norm, split_heads(flat, self.head_dim))
 
     def _prepare(
         self, x: Tensor, context: None, mask: Mask, cache: Cache, positions: Tensor | None
@@ -157,11 +174,13 @@ class LatentKVAttention(nn.Module):
         check_width("x", x, self.hidden_size, self.q_proj)
         check_cache(cache)
         check_positions(positions, x)
+        check_counted(positions)
         span = cache.span(x.shape[1])
         check_use(self, cache, mask, span)
         batch, length = x.shape[:2]
         where = span.positions(x.device) if positions is None else positions
-        q = self.rope.rotate(split_heads(self.q_proj(x), self.head_dim), where)
+        where = where.to(torch.int64)
+        q = self.rope.rotate(self.queries(x), where)
         latent = self.kv_a_proj(x).unsqueeze(1)
         outline = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)
         call = prepare(
@@ -176,8 +195,7 @@ class LatentKVAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
-        stream = where.to(torch.int32).expand(batch, length)[:, None, :, None]
-        return call, q, latent, stream
+        return call, q, latent, where.expand(batch, length)[:, None, :, None]
 
     def __repr__(self) -> str:
         of = LatentKVAttention.__init__
@@ -186,6 +204,23 @@ class LatentKVAttention(nn.Module):
 
 
 _OPTIONS = tuple(inspect.signature(LatentKVAttention.__init__).parameters)[1:]
+
+
+def check_counted(positions: Tensor | None) -> None:
+    """Raise a TypeError unless positions are integers that int64 holds: keys are rotated when they
+    are read, at positions from an int64 stream of the cache, and queries at the same numbers."""
+    if positions is not None and positions.dtype not in _COUNTED:
+        raise TypeError(
+            "positions of a layer that caches them must be integers: keys are rotated at positions "
+            f"read from the cache, which holds them in int64, got {positions.dtype}; use "
+            "torch.arange(length), or Attention, which rotates keys before they are cached"
+        )
+
+
+_COUNTED = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32),
+)
 
 
 def _check_sizes(given: dict[str, object]) -> None:

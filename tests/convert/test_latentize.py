@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from layers import WIDTH, attention
+from layers import WIDTH, attention, scattered
 from regard import KVCache
 from regard.convert import Moments, as_latent, latentize, watch
 from regard.convert.principal import VALUES
@@ -14,6 +14,9 @@ SHAPES = {
     "MHA, more rows than columns": {},
     "biases": {"num_kv_heads": 2, "bias": True},
     "key bias alone": {"num_kv_heads": 2, "bias": {"k_proj"}},
+    "QK-norm of heads": {"num_kv_heads": 2, "qk_norm": "head", "norm_eps": 0.1},
+    "QK-norm of the width": {"num_kv_heads": 2, "qk_norm": "width", "bias": True},
+    "QK-norm of ones own": {"num_kv_heads": 2, "qk_norm": torch.nn.LayerNorm},
 }
 
 
@@ -30,14 +33,14 @@ def covariance_of(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_latent_of_full_rank_is_the_same_attention(name):
-    layer = attention(4, **SHAPES[name]).double()
+    layer = scattered(attention(4, **SHAPES[name])).double()
     latent = as_latent(layer)
     assert latent.kv_lora_rank == min(WIDTH, 2 * layer.num_kv_heads * layer.head_dim)
     x, cache = torch.randn(2, 7, WIDTH, dtype=torch.float64), KVCache()
     torch.testing.assert_close(latent(x), layer(x), atol=1e-12, rtol=1e-12)
     chunks = [latent(chunk, cache=cache) for chunk in x.split(3, dim=1)]
     torch.testing.assert_close(torch.cat(chunks, 1), layer(x), atol=1e-12, rtol=1e-12)
-    assert cache.nbytes == 2 * 7 * (8 * latent.kv_lora_rank + 4)
+    assert cache.nbytes == 2 * 7 * (8 * latent.kv_lora_rank + 8)
 
 
 def test_calibrated_at_full_rank_nothing_is_lost():
@@ -106,8 +109,8 @@ def test_moments_of_nothing_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"qk_norm": "head"}, "has no place for qk_norm"),
-        ({"gate": "head", "sinks": True}, "has no place for gate, sinks"),
+        ({"gate": "head", "sinks": True}, "no place for gate, sinks, which .* a quantised cache"),
+        ({"qk_norm": "head", "sinks": True}, "has no place for sinks, which this layer has"),
     ],
 )
 def test_what_a_latent_cannot_hold_is_refused(options, message):

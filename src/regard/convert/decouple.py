@@ -67,7 +67,7 @@ def decouple(
         ValueError: if the layer has no plain rotary embedding, norms its keys, gates or has sinks,
             or the sizes do not fit.
     """
-    refuse_unheld(layer, "MLA", softcap=False)
+    refuse_unheld(layer, "DeepSeek's MLA")
     found = RULES[rule].components(layer, covariance)
     chosen = _chosen(found, rope_dim, counts)
     asking, still_asking = _queries(layer, found, chosen)

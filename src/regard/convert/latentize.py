@@ -1,19 +1,21 @@
 """Keys and values through one joint latent: exact at full rank, below it as calibration finds best.
 
 Stack the key and value projections as W, `[2*G*D, E]`. A latent of rank R is `W ~ B A`, where the
-cache holds `A x` and B opens it on reading; rotation comes after, so it stays exact. At full rank
-nothing is lost. Below, the rank is spent where the inputs are: the principal directions of `W x`
-over calibration text, with values rescaled to weigh less than keys in all.
+cache holds `A x` and B rebuilds keys and values on reading; keys are normed (where the layer norms
+them) and rotated after that, so both stay exact. At full rank nothing is lost. Below, the rank is
+spent where the inputs are: the principal directions of `W x` over calibration text, with values
+rescaled to weigh less than keys in all.
 """
 
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.convert.linear import linear_of, numbers_of, refuse_unheld
+from regard.convert.linear import JOINT_LATENT, linear_of, numbers_of, refuse_unheld
+from regard.convert.norms import plain_norm
 from regard.convert.principal import directions_of
 from regard.latent_kv import LatentKVAttention
 
@@ -35,8 +37,8 @@ def as_latent(layer: Attention) -> LatentKVAttention:
     The rank is `min(hidden_size, 2 * num_kv_heads * head_dim)`. `q_proj` and `o_proj` are shared.
 
     Raises:
-        ValueError: if the layer norms its keys, gates, has sinks or reads another width: a joint
-            latent of keys and values does not hold those.
+        ValueError: if the layer gates, has sinks or reads another width: a joint latent of keys
+            and values does not hold those.
 
     >>> import torch
     >>> from regard import Causal, GroupedQueryAttention, Rotary
@@ -77,7 +79,7 @@ def latentize(layer: Attention, *, rank: int, covariance: Float[Tensor, "E E"]) 
 
 def _stacked(layer: Attention) -> Float[Tensor, "R E"]:
     """Key rows, then value rows, in float64."""
-    refuse_unheld(layer, "a joint latent of keys and values")
+    refuse_unheld(layer, JOINT_LATENT)
     rows = [numbers_of(layer, name)[0] for name in ("k_proj", "v_proj")]
     return torch.cat(rows).double()
 
@@ -85,6 +87,11 @@ def _stacked(layer: Attention) -> Float[Tensor, "R E"]:
 def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
     q_bias, o_bias = (numbers_of(layer, name)[1] for name in ("q_proj", "o_proj"))
     kv_biases = [numbers_of(layer, name)[1] for name in ("k_proj", "v_proj")]
+    norms = {
+        name: plain_norm(norm)
+        for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm))
+        if norm is not None
+    }
     biased = any(bias is not None for bias in (q_bias, *kv_biases))
     with torch.device("meta"):  # all of it is replaced
         latent = LatentKVAttention(
@@ -97,6 +104,8 @@ def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
             bias=biased,
             out_bias=o_bias is not None,
             dropout=layer.dropout,
+            qk_norm=layer._given["qk_norm"],
+            norm_eps=next((norm.eps for norm in norms.values() if type(norm) is nn.RMSNorm), None) or 1e-6,
             mask=layer.mask,
             scale=layer.scale,
             score_bias=layer.score_bias,
@@ -104,6 +113,8 @@ def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
             backend=layer.backend,
         )
     latent.q_proj, latent.o_proj = layer.q_proj, layer.o_proj  # type: ignore[assignment]
+    for name, norm in norms.items():
+        setattr(latent, name, norm)
     dtype = layer.q_proj.weight.dtype
     half = up.shape[0] // 2
     bias = torch.cat([up.new_zeros(half) if b is None else b for b in kv_biases]).to(dtype)

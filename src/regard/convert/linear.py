@@ -45,15 +45,32 @@ def rows_of(layer: nn.Module, name: str) -> Float64[Tensor, "R E1"]:
     return torch.cat([weight, column[:, None]], dim=1).double()
 
 
-def refuse_unheld(layer: Attention, target: str, *, softcap: bool = True) -> None:
-    """Raise a ValueError if the layer has what `target` has no place for; `softcap`: it has one."""
-    unheld = {
+JOINT_LATENT = "a joint latent of keys and values"
+HELD = {  # by target: the features that it has a place for
+    JOINT_LATENT: {"qk_norm", "softcap"},
+    "DeepSeek's MLA": set(),
+    "an aligned merge": {"softcap"},
+}
+
+
+def refuse_unheld(layer: Attention, target: str) -> None:
+    """Raise a ValueError if the layer has a feature that `target`, a key of `HELD`, has no place
+    for. The error names what can be done instead."""
+    has = {
         "qk_norm": layer.k_norm is not None,
         "gate": layer.gate_proj is not None,
         "sinks": layer.sinks is not None,
         "context_size": layer.context_size != layer.hidden_size,
-        "softcap": layer.softcap is not None and not softcap,
+        "softcap": layer.softcap is not None,
     }
-    if any(unheld.values()):
-        names = ", ".join(name for name, given in unheld.items() if given)
-        raise ValueError(f"{target} has no place for {names}, which this layer has")
+    features = {name for name, given in has.items() if given}
+    unheld = features - HELD[target]
+    if not unheld:
+        return
+    out = "a quantised cache does: regard.hf.cache(model, 'quantized', bits=8)"
+    if features <= HELD[JOINT_LATENT]:
+        out = f"{JOINT_LATENT} does: to='mla' with a budget, or to='mla:RANK'; {out}"
+    names = ", ".join(name for name in has if name in unheld)
+    raise ValueError(
+        f"{target} has no place for {names}, which this layer has; to save memory, {out}"
+    )

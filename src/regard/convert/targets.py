@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from regard.attention import Attention
-from regard.convert.linear import refuse_unheld
+from regard.convert.linear import JOINT_LATENT, refuse_unheld
 
 Form = Literal["exact-rope", "deepseek"]
 GRAMMAR = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
+FORMS = {"exact-rope": JOINT_LATENT, "deepseek": "DeepSeek's MLA"}
 WIDE = 0.9  # of the cache: above it, half as many channels again as a head has may turn
 
 
@@ -95,6 +96,8 @@ def target_of(
         rank, rope_dim = (int(part) if part else 0 for part in found.group(3, 4))
         kind = form or ("deepseek" if rope_dim or portable else "exact-rope")
         _check_latent(to, rank, rope_dim, kind, portable, budget)
+        for layer in shipped:  # before sizes: no other budget helps a layer that cannot be held
+            refuse_unheld(layer, FORMS[kind])
         rope_dim = rope_dim or (_rope_dim(first, budget) if kind == "deepseek" else 0)
         rank = rank if budget is None else _rank(first, budget, rope_dim)
         target = Target(kind, rank=rank, rope_dim=rope_dim, portable=portable)
@@ -132,8 +135,7 @@ def check_fits(target: Target, layer: Attention) -> None:
         if wanted < have and target.method == "aligned":
             refuse_unheld(layer, "an aligned merge")
         return
-    held = target.kind == "exact-rope"
-    refuse_unheld(layer, "a joint latent of keys and values" if held else "MLA", softcap=held)
+    refuse_unheld(layer, FORMS[target.kind])
     width = 2 * layer.num_kv_heads * layer.head_dim
     full = min(width, layer.hidden_size)
     if not 1 <= target.rank <= full:

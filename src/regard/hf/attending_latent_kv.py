@@ -1,4 +1,4 @@
-"""The same for a joint latent of keys and values: it is cached, and opened and turned on reading.
+"""The same for a joint latent: it is cached; keys are rebuilt, normed and rotated when read.
 
 regard's caches hold the latent and its positions, exactly. transformers' own hold the latent where
 keys go and nothing where values go; positions are then counted from the slots.
@@ -13,11 +13,12 @@ from torch import Tensor
 from regard.attend import prepare
 from regard.cache import Part
 from regard.explain import weights_of
-from regard.heads import merge_heads, split_heads
+from regard.heads import merge_heads
 from regard.hf import positions
 from regard.hf.attending import FROM_THE_MODULE, known, named, precision_of, refuse, weights_wanted
 from regard.hf.attending_latent import from_zero
 from regard.hf.visible import visible
+from regard.latent_kv import check_counted
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
@@ -26,9 +27,10 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     given = named(self, args, given)
     refuse(given, also=FROM_THE_MODULE)
     cache = given.get(family.cache)
+    check_counted(given.get("position_ids"))
     where = positions.of_queries(hidden_states, given.get("position_ids"), cache, self.layer_idx)
-    q = split_heads(self.q_proj(hidden_states), self.head_dim)
-    q = family.rotate(self, q, where)
+    where = where.to(torch.int64)
+    q = family.rotate(self, self.queries(hidden_states), where)
     parts = self.rebuild(_held(cache, self.layer_idx, self.kv_a_proj(hidden_states), where))
     mask, added, span = visible(
         self,
@@ -62,7 +64,7 @@ def _held(
         return (Part(0, latent.shape[2], (latent, _stream(where))),)
     append = getattr(cache, "append", None)
     if append is not None:
-        stream = _stream(where.to(torch.int32).expand(latent.shape[0], -1))
+        stream = _stream(where.expand(latent.shape[0], -1))
         return from_zero(append(layer, latent, stream))
     stream = _stream(positions.of_keys(where, cache, layer))
     latents, _ = cache.update(latent, latent[..., :0], layer)

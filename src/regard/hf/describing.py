@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from regard.hf.families import HOSTED
@@ -51,12 +52,37 @@ def arguments_of(layer: Latent) -> dict[str, Any]:
     }
     if isinstance(layer, LatentKVAttention):
         given |= {"bias": bool(biased - {"o_proj"}), "out_bias": "o_proj" in biased}
+        given |= {"qk_norm": _norm_of(layer), "norm_eps": _eps_of(layer.k_norm)}
     else:
         norm = layer.kv_a_layernorm
         normed = not isinstance(norm, nn.Identity)
         eps = getattr(norm, "eps", None) if normed else None
         given |= {"bias": biased, "latent_norm": normed, "norm_eps": eps or 1e-6}
     return given | {"mask": layer.mask}
+
+
+def _norm_of(layer: LatentKVAttention) -> str | None:
+    if layer.k_norm is None:
+        return None
+    return "width" if layer.norm_width else "head"
+
+
+def _eps_of(norm: Any) -> float:
+    """The epsilon of an RMS norm; that of its dtype where it is left to torch, 1e-6 without one."""
+    if not isinstance(norm, nn.RMSNorm):
+        return 1e-6
+    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+
+
+def _check_norms(layer: Latent) -> None:
+    """Raise a ValueError if queries or keys are normed by a module that a file does not describe."""
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(layer, name, None)
+        if norm is not None and (type(norm) is not nn.RMSNorm or norm.weight is None):
+            raise ValueError(
+                f"{name} is {norm!r}, and only an nn.RMSNorm with a weight can be saved: exchange "
+                f"layer.{name}, or build the layer with qk_norm='head' or 'width'"
+            )
 
 
 def pattern_of(window: int | None) -> Mask:
@@ -77,6 +103,7 @@ def described(layer: Latent) -> dict[str, Any]:
     >>> described(layer)["rope"]
     {'dim': 8, 'theta': 10000.0, 'pairing': 'halves', 'scaling': None}
     """
+    _check_norms(layer)
     given = arguments_of(layer)
     rows = KINDS[layer.kind].fields
     given["window"] = HOSTED["HostedLatent"].window_of(layer)
@@ -93,6 +120,7 @@ def layer_from(entry: Any, file: Path) -> Latent:
     if not isinstance(kind, str) or kind not in KINDS:
         raise refused(file, f"a layer must have a kind out of {', '.join(KINDS)}", entry)
     made_by, rows = KINDS[kind]
+    entry = ADDED.get(kind, {}) | entry
     if set(entry) != {"kind", *rows}:
         raise refused(file, f"a layer of kind {kind!r} must have {', '.join(rows)}", sorted(entry))
     given = {name: _read(rows[name], name, entry[name], file) for name in rows}
@@ -142,6 +170,13 @@ def _biases(value: Any) -> set[str]:
     if not isinstance(value, list) or not all(name in MLA_BIASES for name in value):
         raise ValueError(repr(value))
     return set(value)
+
+
+def _norm(value: Any) -> str | None:
+    if value not in (None, "head", "width"):
+        raise ValueError(repr(value))
+    norm: str | None = value
+    return norm
 
 
 def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -225,7 +260,8 @@ KINDS = {
         LatentKVAttention,
         COMMON
         | {"num_kv_heads": SIZE, "head_dim": SIZE, "softcap": OPTIONAL_NUMBER}
-        | {"bias": FLAG, "out_bias": FLAG},
+        | {"bias": FLAG, "out_bias": FLAG}
+        | {"qk_norm": Field("null, 'head' or 'width'", _norm), "norm_eps": NUMBER},
     ),
     "MLA": Kind(
         MultiHeadLatentAttention,
@@ -235,4 +271,5 @@ KINDS = {
         | {"bias": Field(f"a list of {', '.join(MLA_BIASES)}", _biases, sorted)},
     ),
 }
-_DERIVED = ("window", "bias", "out_bias", "latent_norm", "norm_eps")
+ADDED = {"LatentKV": {"qk_norm": None, "norm_eps": 1e-6}}  # folders written earlier lack these
+_DERIVED = ("window", "bias", "out_bias", "latent_norm", "norm_eps", "qk_norm")

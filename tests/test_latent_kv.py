@@ -95,9 +95,7 @@ def test_keys_are_rebuilt_then_normed_then_rotated(norm):
     q, k = plain.heads(plain.linear(w, "q_proj", given), 6), plain.heads(opened[..., :12], 6)
     q, k = (plain.normed(y, w[f"{n}_norm.weight"], 0.3) for n, y in (("q", q), ("k", k)))
     v = plain.heads(opened[..., 12:], 6)
-    out, weights = plain.attention(
-        plain.rotate(q, turns), plain.rotate(k, turns), v, plain.causal
-    )
+    out, weights = plain.attention(plain.rotate(q, turns), plain.rotate(k, turns), v, plain.causal)
     wanted = torch.from_numpy(plain.linear(w, "o_proj", plain.side_by_side(out)))
     assert_same(layer(x), wanted)
     assert_same(layer.weights(x), torch.from_numpy(weights))

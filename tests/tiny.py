@@ -2,10 +2,14 @@
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -33,6 +37,14 @@ BUILDERS = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+        )
+    ),
+    "olmo2": lambda: Olmo2ForCausalLM(
+        Olmo2Config(**{name: size for name, size in SIZES.items() if name != "head_dim"})
+    ),
 }
 LLAMA3 = {
     "rope_type": "llama3",

@@ -28,8 +28,8 @@ class LatentKVAttention(nn.Module):
     """GQA over a joint latent of keys and values, with exact rotary embedding.
 
     `kv_b_proj(kv_a_proj(x))` are the keys of all `num_kv_heads`, then their values; keys are then
-    normed (`qk_norm`) and rotated. The cache holds two streams: the latent, `kv_lora_rank` numbers a
-    token, and its position, one int64. With `kv_lora_rank >= 2 * num_kv_heads * head_dim` any GQA
+    normed (`qk_norm`) and rotated. The cache holds two streams: the latent, `kv_lora_rank` numbers
+    a token, and its position, one int64. With `kv_lora_rank >= 2 * num_kv_heads * head_dim` any GQA
     layer can be written so, exactly.
 
     Args:
@@ -42,7 +42,7 @@ class LatentKVAttention(nn.Module):
         bias: whether `q_proj` and `kv_b_proj` have biases.
         out_bias: whether `o_proj` has one.
         dropout: probability of dropping a weight, in training only.
-        qk_norm, norm_eps: norms of queries and of rebuilt keys, before rotation; as for `Attention`.
+        qk_norm, norm_eps: norms of queries and of rebuilt keys, before rotation; as `Attention`'s.
         mask, scale, score_bias, softcap, backend: as for `Attention`.
 
     Raises:

@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SIZES = {
     "vocab_size": 61,
@@ -72,8 +73,25 @@ def tiny(kind: str):
     return made_by(made_by.config_class(**sizes)).eval()
 
 
-def write_gguf(path) -> np.ndarray:
-    """A Llama of one layer in float32; its embedding."""
+LETTERS = "etaoinshrdlu"
+
+
+def add_words(writer, count: int) -> None:
+    """A byte-level vocabulary of so many words, most of them made by merges, and an end of text."""
+    singles = list(bytes_to_unicode().values())
+    merged = [first + second for first in LETTERS for second in singles]
+    merged += [first + pair for first in LETTERS for pair in merged]
+    made = merged[: count - len(singles) - 1]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*singles, *made, "<|end|>"])
+    writer.add_token_types([1] * (count - 1) + [3])
+    writer.add_token_merges([f"{word[0]} {word[1:]}" for word in made])
+    writer.add_bos_token_id(count - 1)
+    writer.add_eos_token_id(count - 1)
+
+
+def write_gguf(path, words: int = 0, kind=np.float32) -> np.ndarray:
+    """A Llama of one layer, with a tokenizer of so many words if there are any; its embedding."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_block_count(1)
@@ -84,16 +102,19 @@ def write_gguf(path) -> np.ndarray:
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(16)
+    writer.add_vocab_size(words or 16)
     writer.add_array("general.languages", ["en", "de"])
-    shapes = {"token_embd": (16, 32), "output_norm": (32,)}
+    if words:
+        add_words(writer, words)
+    shapes = {"token_embd": (words or 16, 32), "output_norm": (32,)}
     shapes |= {"blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
     shapes |= {"blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
     for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
         shapes[f"blk.0.{name}"] = (32, 32)
     numbers = np.random.default_rng(0)
     tensors = {
-        name: numbers.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+        name: numbers.standard_normal(shape).astype(kind if len(shape) > 1 else np.float32)
+        for name, shape in shapes.items()
     }
     for name, tensor in tensors.items():
         writer.add_tensor(f"{name}.weight", tensor)

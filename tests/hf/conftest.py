@@ -3,6 +3,8 @@
 import pytest
 import transformers
 
+from regard.hf import gguf_copies
+
 
 @pytest.fixture(autouse=True)
 def _quiet():
@@ -10,3 +12,11 @@ def _quiet():
     transformers.logging.set_verbosity_error()
     yield
     transformers.logging.set_verbosity(level)
+
+
+@pytest.fixture(autouse=True)
+def copies(tmp_path_factory, monkeypatch):
+    """Where copies of GGUF files go: not where the user's are."""
+    root = tmp_path_factory.mktemp("copies") / "gguf"
+    monkeypatch.setattr(gguf_copies, "_root", lambda: root)
+    return root

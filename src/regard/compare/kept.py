@@ -7,6 +7,7 @@ conversion came of: the model's attention weights, the text, the target and the 
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,15 @@ from regard.convert.linear import linear_of
 from regard.convert.regroup import outline
 from regard.convert.targets import Target
 from regard.hf.describing import described, layer_from
+from regard.hf.gguf_copies import FOLDER, cache_folder
 
-FOLDER = "REGARD_CACHE"
 CODE = Path(convert.__file__).parent
 MOST = 1 << 30  # bytes kept at most: the oldest files go first
 
 
 def folder() -> Path:
-    """Where they are kept: `$REGARD_CACHE`, else `~/.cache/regard`."""
-    return Path(os.environ.get(FOLDER) or Path.home() / ".cache" / "regard") / "compare"
+    """Where they are kept, in the user's cache."""
+    return cache_folder() / "compare"
 
 
 def name_of(target: Target, shipped: Sequence[Attention], tokens: Tensor) -> str:
@@ -49,6 +50,7 @@ def name_of(target: Target, shipped: Sequence[Attention], tokens: Tensor) -> str
 
 def keep(name: str, layers: Sequence[nn.Module]) -> None:
     """Write the layers; what cannot be described is not kept."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
@@ -60,27 +62,34 @@ def keep(name: str, layers: Sequence[nn.Module]) -> None:
         for index, layer in enumerate(layers)
         for key, value in layer.state_dict().items()
     }
-    folder().mkdir(parents=True, exist_ok=True)
-    path = folder() / f"{name}.safetensors"
-    beside = path.with_suffix(f".{os.getpid()}")
-    save_file(tensors, beside, metadata={"layers": json.dumps(said)})
-    beside.rename(path)
-    _forget_the_oldest()
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        path = folder() / f"{name}.safetensors"
+        beside = path.with_suffix(f".{os.getpid()}")
+        save_file(tensors, beside, metadata={"layers": json.dumps(said)})
+        beside.rename(path)
+        _forget_the_oldest()
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, one that is read-only
+        warnings.warn(
+            f"converted layers are not kept for the next comparison: {error}; set {FOLDER} to a "
+            "folder that can be written",
+            stacklevel=2,
+        )
 
 
 def find(name: str, shipped: Sequence[Attention]) -> list[nn.Module] | None:
     """The layers of that name, if they are kept."""
     from safetensors import SafetensorError, safe_open
 
-    path = folder() / f"{name}.safetensors"
-    if not path.exists():
-        return None
     try:
+        path = folder() / f"{name}.safetensors"
+        if not path.exists():
+            return None
         with safe_open(path, framework="pt") as file:
             said = json.loads(file.metadata()["layers"])
             state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         return _layers(said, state, shipped, path)
-    except (SafetensorError, ValueError, KeyError, RuntimeError):
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError):
         return None  # another version's, or half a file: it is made again
 
 

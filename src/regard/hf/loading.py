@@ -5,7 +5,9 @@ skeleton is held against the headers of the weights before any weight is given m
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partialmethod
 from importlib.util import find_spec
@@ -16,7 +18,8 @@ from weakref import finalize
 
 import torch
 
-from regard.hf import loading_hosted
+from regard.hf import gguf_copies, loading_hosted
+from regard.hf.reading_gguf import read_once
 from regard.hf.skeleton import MEND, check_report, check_skeleton, model_class
 from regard.hf.untrusted import (
     INDEX,
@@ -31,6 +34,8 @@ from regard.hf.untrusted import (
 from regard.hf.untrusted_gguf import check_gguf
 from regard.hf.untrusted_weights import Contents, check_weights
 
+SLOW = 10.0  # seconds of reading a GGUF after which a copy is missed
+Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all
 NEEDED = "a folder with config.json and *.safetensors, or a .gguf file"
 TOKENIZERS = (
     "tokenizer.json",
@@ -50,6 +55,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     low_memory: bool = False,
+    progress: Progress = lambda what, done, total: None,
 ) -> tuple[Any, Any]:
     """A model in eval mode and its tokenizer, offline; None for a tokenizer that is not there.
 
@@ -57,12 +63,17 @@ def load(
     that comes with a checkpoint are refused. The model's class is the first of the configuration's
     `architectures` that transformers has.
 
+    Reading a GGUF takes long, so a safetensors copy of what was read is kept in `$REGARD_CACHE`,
+    `$XDG_CACHE_HOME/regard` or `~/.cache/regard`, and read the next time. Where none can be kept,
+    and reading took more than ten seconds, a warning says so.
+
     Args:
         path: of a folder, or of a GGUF file.
         dtype: of the weights.
         device: where they go.
         low_memory: leave the weights in their safetensors, and fetch each when it is read: for
             models larger than the memory. They run on the CPU, slowly.
+        progress: called with what is done, steps done and steps in all, while a GGUF is read.
 
     Raises:
         FileNotFoundError: if there is nothing at `path`, or the folder lacks a file.
@@ -82,10 +93,62 @@ def load(
             model, config = loading_hosted.load_hosted(path, dtype)
             tokenizer = _tokenizer(_pretrained(path), config=config) if _speaks(path) else None
             return model.to(device).eval(), tokenizer
-        source, contents, has_tokenizer = _folder(path) if path.is_dir() else _gguf(path)
-        tokenizer = _tokenizer(source) if has_tokenizer else None
-        model = _model(source, contents, path, dtype, low_memory)
+        if path.is_dir():
+            model, tokenizer = _from_folder(path, dtype, low_memory)
+        else:
+            model, tokenizer = _from_gguf(path, dtype, progress)
     return (model if low_memory else model.to(device)).eval(), tokenizer
+
+
+def _from_folder(path: Path, dtype: torch.dtype, low_memory: bool = False) -> tuple[Any, Any]:
+    source, contents, has_tokenizer = _folder(path)
+    tokenizer = _tokenizer(source) if has_tokenizer else None
+    return _model(source, contents, path, dtype, low_memory), tokenizer
+
+
+def _from_gguf(path: Path, dtype: torch.dtype, progress: Progress) -> tuple[Any, Any]:
+    """From the copy of this file, if there is a sound one; else the file, and a copy is kept."""
+    checked = sound_gguf(path)
+    name = gguf_copies.name_of(path, dtype)
+    copy = gguf_copies.find(name)
+    if copy is not None:
+        model, tokenizer = _from_folder(copy, dtype)
+        model.config.name_or_path = str(path.parent)
+        return model, tokenizer
+    started = time.perf_counter()
+    model, tokenizer = read_gguf(path, checked, dtype, progress)
+    seconds = time.perf_counter() - started
+    progress("keeping a copy", 2, 3)
+    with quiet():
+        missing = gguf_copies.keep(name, model, tokenizer)
+    progress("read", 3, 3)
+    if missing is not None and seconds > SLOW:
+        warnings.warn(
+            f"reading {path} took {seconds:.0f} s, and will again: no copy could be kept, because "
+            f"{missing}; set {gguf_copies.FOLDER} to a folder that can be written",
+            stacklevel=4,
+        )
+    return model, tokenizer
+
+
+def read_gguf(
+    path: Path,
+    checked: tuple[dict[str, Any], Contents, bool],
+    dtype: torch.dtype,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[Any, Any]:
+    """The model and the tokenizer of a GGUF that `sound_gguf` found sound, from the file itself."""
+    source, contents, has_tokenizer = checked
+    with read_once():
+        progress("reading the vocabulary", 0, 3)
+        tokenizer = _tokenizer(source) if has_tokenizer else None
+        progress("reading weights", 1, 3)
+        model = _model(source, contents, path, dtype)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:  # weights are plain numbers now, which can be saved
+        quantizer.remove_quantization_config(model)
+    vars(model.config).pop("quantization_config", None)
+    return model, tokenizer
 
 
 def _folder(path: Path) -> tuple[dict[str, Any], Contents, bool]:
@@ -111,7 +174,7 @@ def _speaks(path: Path) -> bool:
     return any((path / name).exists() for name in TOKENIZERS)
 
 
-def _gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
+def sound_gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
     """As `_folder`. The JSON that lies beside a GGUF is read too, where there is any."""
     checked = check_gguf(path)
     check_json_files(path.parent)

@@ -69,6 +69,21 @@ class _Cursor:
         size = struct.calcsize(f"<{format}")
         return struct.unpack_from(f"<{format}", self.data, self.skip(size, what))[0]
 
+    def skip_strings(self, count: int, key: str) -> None:
+        """Go on by so many strings, each behind its length: a million of them in a third of a
+        second."""
+        read, at, end = struct.Struct("<Q").unpack_from, self.at, len(self.data)
+        for _ in range(count):
+            self.at = at
+            if end - at < 8:
+                self.number("Q", f"a length in {key!r}")  # refuses
+            (size,) = read(self.data, at)
+            if size > end - at - 8:
+                self.at = at + 8
+                self.skip(size, f"an item of {key!r}")  # refuses
+            at += 8 + size
+        self.at = at
+
     def text(self, limit: int, what: str) -> str:
         length = self.number("Q", f"the length of {what}")
         if length > limit:
@@ -152,8 +167,7 @@ def _skip_array(cursor: _Cursor, key: str) -> int:
     if cursor.items > ITEMS:
         raise refused(cursor.file, f"its arrays may have {ITEMS} items", cursor.items)
     if kind == STRING:
-        for _ in range(length):
-            cursor.skip(cursor.number("Q", f"a length in {key!r}"), f"an item of {key!r}")
+        cursor.skip_strings(length, key)
     else:
         cursor.skip(length * struct.calcsize(f"<{FORMATS[kind]}"), f"the items of {key!r}")
     return int(length)

@@ -17,8 +17,8 @@ from regard.backends import BACKENDS
 from regard.bench import Tuning, bench
 from regard.bench.short import TORCH, shapes
 from regard.bench.timing import Cold, Store, interleave, product_rate, read_bandwidth, summary
-from regard.cli.app import run
 from regard.speed import DEFAULT, SPEED, Speed, read_speed
+from regard_cli.app import run
 
 ROOT = Path(__file__).parent.parent
 TINY = {"heads": 4, "kv_heads": 2, "head_dim": 8, "keys": 32}
@@ -118,6 +118,9 @@ def test_every_shape_is_measured_against_torch(dtype):
         assert measured.entries[0].ratio == 1.0
         assert all(entry.milliseconds > 0 and entry.of_limit > 0 for entry in measured.entries)
         assert measured.limit in ("reads", "products")
+        ran = {measured.chosen, *(name.removeprefix("backend ") for name in names[2:])}
+        assert ran | set(measured.absent) == set(BACKENDS)
+        assert not ran & set(measured.absent)
 
 
 def test_work_is_counted():
@@ -153,7 +156,7 @@ def test_bench_prints_json_alone(monkeypatch, capsys):
     assert result["dtype"] == "bfloat16"
     for measured in result["shapes"]:
         assert measured.keys() == {
-            "shape", "dtype", "chosen", "limit", "limit_milliseconds", "entries",
+            "shape", "dtype", "chosen", "limit", "limit_milliseconds", "entries", "absent",
         }  # fmt: skip
         for entry in measured["entries"]:
             assert entry.keys() == {"name", "milliseconds", "ratio", "low", "high", "of_limit"}
@@ -163,7 +166,7 @@ def test_bench_prints_json_alone(monkeypatch, capsys):
 def test_bench_prints_a_table_for_people(monkeypatch, capsys):
     assert command(monkeypatch, "bench", *SIZES, "--threads", 1) == 0
     out = capsys.readouterr().out
-    assert "1 threads" in out
+    assert "1 thread\n" in out
     for shape in shapes(*TINY.values()):
         assert shape.name in out
     assert max(map(len, out.splitlines())) <= 100

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import regard.compare.comparing as comparing
-from regard.cli.app import run
-from regard.cli.compare import _table, show
-from regard.compare import CANDIDATES, Runner, Texts, chosen, compare, kept, texts_for
-from regard.compare.measure import Row
-from regard.compare.verdict import verdict
+from regard.backends import BACKENDS
+from regard.compare import CANDIDATES, Runner, Texts, chosen, compare, kept, prove, texts_for
 from regard.convert import target_of
 from regard.hf import attention_modules, attention_of
+from regard_cli.app import run
 from tiny import VOCABULARY, tiny, tokens
 
 CONTEXT = 40
@@ -192,29 +190,10 @@ def test_calibration_text_is_not_measured_on():
         texts_for(Words(), context=11, text="ab" * 10)
 
 
-def test_the_verdict_says_what_the_numbers_say():
-    def row(name, size, perplexity, speed):
-        return Row(
-            name, False, cache_bytes_per_token=size, perplexity=perplexity,
-            decode_tokens_per_second=speed,
-        )  # fmt: skip
-
-    shipped, int8 = row("shipped", 100.0, 10.0, 20.0), row("int8", 27.0, 10.01, 18.0)
-    latent = row("joint latent", 75.0, 11.0, 5.0)
-    said = verdict([shipped, int8, latent, Row("other", False, remark="no")], "float32")
-    assert "int8 is the best of these: 27% of the shipped float32 cache at +0.1% perplexity" in said
-    assert "keeps 75% of it at +10.0% perplexity and decodes at 0.25x" in said
-    assert "nothing here beats" in verdict([shipped, row("worse", 27.0, 12.0, 1.0)])
-
-
-def test_the_table_reads_well_in_100_columns(result, capsys):
-    from rich.console import Console
-
-    show(result, Console(width=100, highlight=False))
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert sum("(exact)" in line for line in lines) == 3
-    assert _table(result).row_count == 10
+def test_rows_say_which_backends_ran(result):
+    for row in result.rows:
+        assert set(row.prefill_backend.split(", ")) <= set(BACKENDS)
+        assert set(row.decode_backend.split(", ")) <= set(BACKENDS)
 
 
 @pytest.fixture
@@ -244,7 +223,8 @@ def test_json_alone_on_stdout(folder, monkeypatch, capsys):
         "rows", "verdict", "seconds",
     }  # fmt: skip
     assert set(result["proof"]) == {"largest_difference", "tolerance", "largest_logit"}
-    assert all(set(row) == COLUMNS | {"name", "exact", "remark"} for row in result["rows"])
+    ran = {"prefill_backend", "decode_backend"}
+    assert all(set(row) == COLUMNS | ran | {"name", "exact", "remark"} for row in result["rows"])
     assert result["context"] == 20
 
 

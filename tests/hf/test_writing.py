@@ -1,13 +1,15 @@
 """regard generate: the same text under each attention and cache, its cost, and honest errors."""
 
 import json
+import re
 
 import pytest
 import torch
 
 import regard.hf
-from regard.cli.app import run
+from regard.backends import BACKENDS
 from regard.hf.writing import ATTENTIONS, CACHES, Written, _size
+from regard_cli.app import run
 from zoo import VOCABULARY, ZOO
 
 PROMPT = "to be or not to be"
@@ -73,6 +75,17 @@ def test_what_it_cost_is_what_was_kept(lent, cache):
     assert written.decode_tokens_per_second > 0
     assert written.peak_memory > 50 << 20
     assert f"cache {_size(written.cache_bytes)}, peak memory" in str(written)
+    assert set(written.prefill_backend.split(", ")) <= set(BACKENDS)
+    assert set(written.decode_backend.split(", ")) <= set(BACKENDS)
+    assert f"/s on {written.decode_backend}, cache" in str(written)
+
+
+def test_transformers_own_attention_is_named_as_it_names_it(lent):
+    options = {"attention": "transformers", "cache": "transformers", "max_new_tokens": 3}
+    written = regard.hf.write(*lent, PROMPT, **options)
+    assert (written.prefill_backend, written.decode_backend) == ("sdpa", "sdpa")
+    (one,) = {regard.hf.write(*lent, PROMPT, max_new_tokens=1).decode_backend}
+    assert one == ""  # the prompt alone was read
 
 
 def test_pieces_are_shown_as_they_come(lent):
@@ -129,19 +142,25 @@ def command(monkeypatch, *arguments):
 
 def test_the_command_ends_with_a_line(folder, monkeypatch, capsys):
     assert command(monkeypatch, folder, "--prompt", PROMPT, "--max-new-tokens", 8) == 0
-    text, line = capsys.readouterr().out.rsplit("\n\n", 1)
+    text, cost = capsys.readouterr().out.rsplit("\n\n", 1)
     assert text
-    assert line.startswith("regard, growing cache: prefill 18 tokens at ")
-    assert line.count("\n") == 1
+    assert cost.startswith("regard, growing cache: prefill 18 tokens at ")
+    assert len(cost.splitlines()) <= 2
+
+
+def sentences(out):
+    """What a run ends with, each sentence on one line again."""
+    last = " ".join(out.rsplit("\n\n", 1)[1].split())
+    return re.split(r" (?=transformers, |the same text)", last)
 
 
 def test_the_command_runs_transformers_too(folder, monkeypatch, capsys):
     options = ["--prompt", PROMPT, "--max-new-tokens", 8, "--against", "transformers"]
     assert command(monkeypatch, folder, *options, "--no-stream", "--chat") == 0
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[-3].startswith("regard, growing cache: prefill 19 tokens")
-    assert lines[-2].startswith("transformers, transformers cache: prefill 19 tokens")
-    assert lines[-1].startswith("the same text; ")
+    mine, theirs, same = sentences(capsys.readouterr().out)
+    assert mine.startswith("regard, growing cache: prefill 19 tokens")
+    assert theirs.startswith("transformers, transformers cache: prefill 19 tokens")
+    assert same.startswith("the same text; ")
 
 
 def test_json_alone_on_stdout(folder, monkeypatch, capsys):

@@ -3,7 +3,6 @@
 shape -> entries that compute the same -> interleave -> ratios, and the share of the machine's limit
 """
 
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,8 +23,10 @@ from regard.bench.timing import (
     quartiles,
     read_bandwidth,
 )
+from regard.call import Call
 from regard.choose import objection_of
 from regard.masks import Causal, Span
+from regard.words import counted
 
 TORCH = "torch sdpa"
 ROUNDS = 9
@@ -77,7 +78,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape; `limit` says what bounds it and takes `limit_milliseconds` at least."""
+    """One shape; `limit` says what bounds it and takes `limit_milliseconds` at least. `absent` says
+    of every backend that was not measured why."""
 
     shape: Shape
     dtype: str
@@ -85,6 +87,7 @@ class Measured:
     limit: str
     limit_milliseconds: float
     entries: list[Entry]
+    absent: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -105,15 +108,16 @@ def shapes(heads: int, kv_heads: int, head_dim: int, keys: int) -> list[Shape]:
     def shape(name: str, queries: int, keys: int, batch: int = 1) -> Shape:
         return Shape(name, heads, kv_heads, head_dim, queries, keys, batch)
 
-    few, some = max(1, keys // 4), max(1, keys // 8)
-    return [
-        shape(f"decode, {few:,} keys", 1, few),
-        shape(f"decode, {keys:,} keys", 1, keys),
-        shape(f"decode, {few:,} keys, batch of 4", 1, few, batch=4),
-        shape(f"8 queries, {keys:,} keys", min(8, keys), keys),
-        shape(f"prefill, {some:,} tokens", some, some),
-        shape(f"prefill, {few:,} tokens", few, few),
+    few, some, most = max(1, keys // 4), max(1, keys // 8), min(8, keys)
+    found = [
+        shape(f"decode, {counted(few, 'key')}", 1, few),
+        shape(f"decode, {counted(keys, 'key')}", 1, keys),
+        shape(f"decode, {counted(few, 'key')}, batch of 4", 1, few, batch=4),
+        shape(f"{counted(most, 'query', 'queries')}, {counted(keys, 'key')}", most, keys),
+        shape(f"prefill, {counted(some, 'token')}", some, some),
+        shape(f"prefill, {counted(few, 'token')}", few, few),
     ]
+    return list(dict.fromkeys(found))  # of very few keys, some are the same
 
 
 def bench(
@@ -160,7 +164,7 @@ def bench(
 def _measured(
     shape: Shape, dtype: torch.dtype, store: Store, rounds: int, machine: Bench
 ) -> Measured:
-    variants, chosen = _variants(shape, store)
+    variants, chosen, absent = _variants(shape, store)
     times = interleave(variants, rounds=rounds, limit=SECONDS)
     reading = shape.nbytes(dtype) / machine.read_bandwidth
     computing = shape.flops / machine.product_rate
@@ -171,11 +175,12 @@ def _measured(
         middle = statistics.median(seconds)
         entries.append(Entry(name, 1e3 * middle, ratio, low, high, least / middle))
     limit = "reads" if reading > computing else "products"
-    return Measured(shape, machine.dtype, chosen, limit, 1e3 * least, entries)
+    return Measured(shape, machine.dtype, chosen, limit, 1e3 * least, entries, absent)
 
 
-def _variants(shape: Shape, store: Store) -> tuple[Variants, str]:
-    """Torch's own, regard's choice, and every other backend that can and is not far too slow."""
+def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]]:
+    """Torch's own, regard's choice, and every other backend that can and is not far too slow; which
+    was chosen; and why the others are absent."""
     key_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
     k, v = store(*key_shape), store(*key_shape)
@@ -188,14 +193,26 @@ def _variants(shape: Shape, store: Store) -> tuple[Variants, str]:
         return run
 
     call = prepare(q, k, v, mask=Causal(), span=shape.span)
-    able = {n: b.estimate(call) for n, b in BACKENDS.items() if objection_of(call, n) is None}
-    best = min(able.values(), default=math.inf)
+    absent = _absent(call)
     variants: Variants = {TORCH: _torch(shape, q, store, key_shape)}
     variants[f"regard: {call.name}"] = through("auto")
-    for name, seconds in able.items():
-        if name != call.name and seconds <= SLOW * best:
+    for name in BACKENDS:
+        if name != call.name and name not in absent:
             variants[f"backend {name}"] = through(name)
-    return variants, call.name
+    return variants, call.name, absent
+
+
+def _absent(call: Call) -> dict[str, str]:
+    """Why backends are not measured: their objections, or that they would be far too slow."""
+    found = {name: objection_of(call, name) for name in BACKENDS}
+    absent = {name: objection for name, objection in found.items() if objection is not None}
+    able = {name: BACKENDS[name].estimate(call) for name in BACKENDS if name not in absent}
+    best = min(able.values())
+    slow = {name: seconds / best for name, seconds in able.items() if seconds > SLOW * best}
+    return absent | {
+        name: f"{name} would take about {times:,.0f} times as long as the quickest backend"
+        for name, times in slow.items()
+    }
 
 
 def _torch(

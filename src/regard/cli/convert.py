@@ -2,74 +2,54 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
-from regard.cli.compare import WIDTH, progress_bar
+from regard.cli.layout import Column, tabulate
+from regard.cli.terminal import progress_bar, say, stdout
 from regard.convert.freed_memory import keep_freed_memory
 from regard.convert.job import Job, run_job
+from regard.convert.measuring import Measured
 from regard.convert.report import Report
-from regard.convert.targets import GRAMMAR
 from regard.convert.texts import read_texts
 from regard.hf.loading import quiet
 
+COLUMNS = (Column("", words=True), Column("before"), Column("after"))
+NUMBERS = (
+    ("cache bytes a token", "cache_bytes_per_token", ",.0f"),
+    ("prefill tokens/s", "prefill_tokens_per_second", ",.0f"),
+    ("decode tokens/s", "decode_tokens_per_second", ",.1f"),
+)
 
-def convert_command(
-    model: Annotated[Path, typer.Argument(help="A folder with *.safetensors, or a .gguf.")],
-    to: Annotated[str, typer.Option(help=f"{GRAMMAR}.")],
-    out: Annotated[Path, typer.Option(help="The folder to make.")],
-    form: Annotated[
-        Literal["exact-rope", "deepseek"] | None,
-        typer.Option(help="Of mla: keys rotated on reading, or DeepSeek's, which can be absorbed."),
-    ] = None,
-    portable: Annotated[
-        bool, typer.Option("--portable", help="As a stock deepseek_v3 checkpoint.")
-    ] = False,
-    budget: Annotated[
-        float | None, typer.Option(help="Of the shipped cache, for --to mla: 0.5 is half.")
-    ] = None,
-    by_layer: Annotated[
-        bool, typer.Option("--by-layer", help="Deal out ranks to the layers that need them.")
-    ] = False,
-    calibrate: Annotated[
-        list[Path] | None, typer.Option(help="Text like what it will read; Python's own if none.")
-    ] = None,
-    heal: Annotated[
-        list[Path] | None, typer.Option(help="Text to learn from the original model on.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Of healing.")] = 30.0,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="More text to measure on; kept from the rest.")
-    ] = None,
-    low_memory: Annotated[
-        bool, typer.Option("--low-memory", help="Keep one layer at a time in memory.")
-    ] = False,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
+
+def run(
+    *,
+    model: Path,
+    to: str,
+    out: Path,
+    calibrate: Sequence[Path] | None,
+    heal: Sequence[Path] | None,
+    text: Sequence[Path] | None,
+    threads: int | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Turn a model's attention into another, say what that lost, and keep it in a folder."""
+    """Convert, keep, and print for people or for programs; `options` are those of a `Job`."""
     if threads is not None:
         torch.set_num_threads(threads)
     job = Job(
         model=model,
         to=to,
         out=out,
-        form=form,
-        portable=portable,
-        budget=budget,
-        by_layer=by_layer,
         calibrate=_read(calibrate),
         heal=_read(heal),
-        minutes=minutes,
         held_out=_read(text),
-        low_memory=low_memory,
+        **options,
     )
     if heal:
         keep_freed_memory()
@@ -78,10 +58,10 @@ def convert_command(
     if as_json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n")
     else:
-        show(report, out, Console(width=WIDTH, highlight=False))
+        show(report, out, stdout())
 
 
-def _read(files: list[Path] | None) -> dict[str, str]:
+def _read(files: Sequence[Path] | None) -> dict[str, str]:
     """By name, or by path where two have one name."""
     given = files or []
     names = [file.name for file in given]
@@ -90,25 +70,25 @@ def _read(files: list[Path] | None) -> dict[str, str]:
 
 
 def show(report: Report, out: Path, console: Console) -> None:
-    """Print what a conversion lost and gained."""
+    """Print what a conversion lost and gained, as wide as the console."""
     before, after = report.before, report.after
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in ("", "before", "after"):
-        table.add_column(head, justify="left" if not head else "right")
-    for name in after.perplexity:
-        numbers = (f"{each.perplexity[name]:,.3f}" for each in (before, after))
-        table.add_row(f"perplexity, {name}", *numbers)
-    for said, name, form in (
-        ("cache bytes a token", "cache_bytes_per_token", ",.0f"),
-        ("prefill tokens/s", "prefill_tokens_per_second", ",.0f"),
-        ("decode tokens/s", "decode_tokens_per_second", ",.1f"),
-    ):
-        table.add_row(said, *(format(getattr(each, name), form) for each in (before, after)))
-    console.print(f"[bold]{report.model}[/bold]: {report.was}, now {report.target}\n")
-    console.print(table)
+    rows = [
+        [escape(f"perplexity, {name}"), f"{before.perplexity[name]:,.3f}", f"{perplexity:,.3f}"]
+        for name, perplexity in after.perplexity.items()
+    ]
+    for said, name, form in NUMBERS:
+        rows.append([said, *(format(getattr(each, name), form) for each in (before, after))])
+    say(console, f"{report.model}: {report.was}, now {report.target}", bold=report.model)
+    console.print()
+    tabulate(console, COLUMNS, rows)
     how = "transformers loads it" if report.stock else "regard.hf.load reads it"
-    console.print(
-        f"\nPerplexity is {report.ratio:.3f} times the original's. Kept in {out}: {how}.",
-        soft_wrap=True,
-    )
-    console.print(f"[dim]Took {report.seconds:.0f} s.[/dim]")
+    console.print()
+    say(console, f"Perplexity is {report.ratio:.3f} times the original's. Kept in {out}: {how}.")
+    say(console, f"Before: {_ran(before)}. After: {_ran(after)}.", style="dim")
+    say(console, f"Took {report.seconds:.0f} s.", style="dim")
+
+
+def _ran(measured: Measured) -> str:
+    if not (measured.prefill_backend or measured.decode_backend):
+        return "transformers' own attention"
+    return f"prefill on {measured.prefill_backend}, decoding on {measured.decode_backend}"

@@ -5,74 +5,65 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import typer
+from rich.console import Console
 
-from regard.cli.compare import waiting
+from regard.cli.terminal import say, stdout, waiting
 from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
 from regard.hf.loading import quiet
+from regard.observed import kernel_objection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def generate_command(
-    prompt: Annotated[str, typer.Option(help="What to continue, or to answer with --chat.")],
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help=f"A folder with config.json and *.safetensors, or a .gguf; {SMOLLM2} if left out.",
-            show_default=False,
-        ),
-    ] = None,
-    attention: Annotated[
-        Literal["regard", "interface", "transformers"],
-        typer.Option(help="Installed, registered as an attention function, or transformers' own."),
-    ] = "regard",
-    cache: Annotated[
-        Literal["growing", "static", "sliding", "int8", "int4", "transformers"],
-        typer.Option(help="What keeps the past; transformers has its own."),
-    ] = "growing",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 for the likeliest token each time.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the dice, where the temperature is above 0.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    stream: Annotated[bool, typer.Option(help="Show the text as it comes, or at the end.")] = True,
-    against: Annotated[
-        Literal["transformers"] | None,
-        typer.Option(help="Run transformers' own attention and cache too, and compare."),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")
-    ] = "float32",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
+def run(
+    *,
+    prompt: str,
+    model: Path | None,
+    attention: str,
+    cache: str,
+    seed: int,
+    stream: bool,
+    against: str | None,
+    dtype: str,
+    threads: int | None,
+    as_json: bool,
+    **settings: Any,
 ) -> None:
-    """Write text with regard inside a transformers model, and say what it cost."""
+    """Load, write once or twice, and print; `settings` are further arguments of `write`."""
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "chat": chat}
-    shown = _show if stream and not as_json else _hide
+    shown = stream and not as_json
     with quiet():
         with waiting(f"loading {model or SMOLLM2}"):
             lent = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
         if against:  # the first run of anything is slow, and neither should be the first
             for setting in ((attention, cache), (against, against)):
                 _run(lent, prompt, setting, seed, _hide, {**settings, "max_new_tokens": 2})
-        runs = [_run(lent, prompt, (attention, cache), seed, shown, settings)]
+        runs = [_run(lent, prompt, (attention, cache), seed, _show if shown else _hide, settings)]
+        if shown:
+            _show("\n")  # before anything else is drawn on the text's last line
         if against:
             with waiting("writing it again with transformers"):
                 runs.append(_run(lent, prompt, (against, against), seed, _hide, settings))
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in runs], indent=2) + "\n")
         return
-    sys.stdout.write("\n" if stream else runs[0].text + "\n")
-    sys.stdout.write("\n".join(["", *map(str, runs), *_compared(runs), ""]))
+    if not shown:
+        _show(runs[0].text + "\n")
+    _show("\n")
+    show(runs, stdout())
+
+
+def show(runs: list[Written], console: Console) -> None:
+    """Print what each run cost, as wide as the console, and how two compare."""
+    for sentence in (*map(str, runs), *_compared(runs)):
+        say(console, sentence)
+    objection = kernel_objection()
+    if objection is not None:
+        say(console, f"fused did not run: {objection}.", style="dim")
 
 
 def _run(
@@ -90,7 +81,7 @@ def _run(
 
 
 def _hide(text: str) -> None:
-    """Text that nobody waits for."""
+    """Print nothing."""
 
 
 def _show(text: str) -> None:

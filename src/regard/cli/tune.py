@@ -3,15 +3,14 @@
 import json
 import sys
 from dataclasses import asdict, fields
-from typing import Annotated
 
 import torch
-import typer
 from rich.console import Console
-from rich.table import Table
 
 from regard.bench import Tuning, measure_speed
-from regard.cli.compare import WIDTH, waiting
+from regard.cli.layout import Column, tabulate
+from regard.cli.terminal import remarks, say, stdout, waiting
+from regard.observed import kernel_objection
 from regard.speed import DEFAULT, SPEED, Speed, forget_speed, write_speed
 
 UNITS = {
@@ -23,19 +22,18 @@ UNITS = {
     "stream": ("fused, reading", 1e-9, "GB/s"),
     "fused": ("fused, many rows", 1e-9, "GFLOP/s"),
 }
+COLUMNS = (
+    Column("rate", words=True),
+    Column("source"),
+    Column("before"),
+    Column("now"),
+    Column("", left=True),
+    Column("quartiles apart"),
+)
 
 
-def tune_command(
-    forget: Annotated[
-        bool, typer.Option("--forget", help="Remove what was kept; the source's rates again.")
-    ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="CPU threads, as your programs use; torch's choice if left out."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
-) -> None:
-    """Measure this machine once, so that the quickest backend is chosen on it."""
+def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
+    """Measure and keep, or forget; print for people or for programs."""
     if threads is not None:
         torch.set_num_threads(threads)
     if forget:
@@ -56,20 +54,24 @@ def tune_command(
         written["spread"] = tuning.spread
         sys.stdout.write(json.dumps({"path": str(path), **written}, indent=2) + "\n")
         return
-    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
-    console.print(_table(before, tuning))
-    sys.stdout.write(f"\nkept in {path}\n")
+    console = stdout()
+    show(before, tuning, console)
+    console.print()
+    say(console, f"kept in {path}")
 
 
-def _table(before: Speed, tuning: Tuning) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("rate")
-    for head in ("source", "before", "now", "", "quartiles apart"):
-        table.add_column(head, justify="right")
+def show(before: Speed, tuning: Tuning, console: Console) -> None:
+    """Print the rates for people, as wide as the console."""
+    rows, unmeasured = [], []
     for rate in fields(Speed):
         what, factor, unit = UNITS.get(rate.name, (rate.name, 1.0, ""))
         values = (getattr(speed, rate.name) for speed in (DEFAULT, before, tuning.speed))
-        cells = [f"{value * factor:.3g}" for value in values]
         apart = tuning.spread.get(rate.name)
-        table.add_row(what, *cells, unit, "" if apart is None else f"{apart:.2f}x")
-    return table
+        if apart is None:
+            unmeasured.append(what)
+        spread = "" if apart is None else f"{apart:.2f}x"
+        rows.append([what, *(f"{value * factor:.3g}" for value in values), unit, spread])
+    tabulate(console, COLUMNS, rows)
+    reason = kernel_objection() or "this machine was measured without it"
+    scaled = "its rates are the source's, as much faster as this machine is in products"
+    remarks(console, "Not measured", dict.fromkeys(unmeasured, f"{reason}; {scaled}"))

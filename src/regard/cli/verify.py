@@ -2,67 +2,45 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from regard.cli.compare import WIDTH, progress_bar
+from regard.cli.layout import Column, tabulate
+from regard.cli.terminal import progress_bar, remarks, say, stdout
 from regard.verify import CHECKS, Conventions, Outcome, Report, check
 from regard.verify.conventions import conventions_from
-from regard.verify.html import page
+from regard.verify.html import SAID, page
 
-MARKS = {
-    "passed": "[green]kept[/green]",
-    "failed": "[red]broken[/red]",
-    "advice": "[yellow]advice[/yellow]",
-}
+COLOURS = {"passed": "green", "failed": "red", "advice": "yellow"}
+LAW = Column("law", words=True)
+CLASS = Column("class", left=True)
+LISTED = (Column("check", left=True), CLASS, LAW)
+JUDGED = (Column("check", left=True), Column("", left=True), CLASS, LAW)
+GRID = 8  # queries at most of a drawn counter-example
 
 
-def verify_command(
-    subject: Annotated[
-        str | None,
-        typer.Argument(
-            help="PATH.py:NAME, package.module:NAME, or a folder with a transformers model.",
-            show_default=False,
-        ),
-    ] = None,
-    like: Annotated[
-        list[str] | None,
-        typer.Option("--like", help="A convention, name=value; may be repeated. Values are JSON."),
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", help="A check to run; may be repeated.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, no compiler.")] = False,
-    seed: Annotated[int, typer.Option(help="Of all dice.")] = 0,
-    limit: Annotated[float, typer.Option(min=1.0, help="Seconds for one check.")] = 30.0,
-    memory: Annotated[float, typer.Option(min=0.1, help="GiB the subject may take.")] = 4.0,
-    html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
-    listed: Annotated[bool, typer.Option("--list", help="List the checks and leave.")] = False,
+def run(
+    *,
+    subject: str | None,
+    like: Sequence[str] | None,
+    html: Path | None,
+    as_json: bool,
+    listed: bool,
+    **options: Any,
 ) -> None:
-    """Judge anyone's attention: what it does, which laws it breaks, and the smallest case."""
-    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+    """Judge, and print for people or for programs; `options` are further arguments of `check`."""
+    console = stdout()
     if listed:
-        console.print(_list())
+        rows = [[each.name, each.kind, escape(each.law)] for each in CHECKS.values()]
+        tabulate(console, LISTED, rows)
         return
-    if subject is None:
-        raise typer.BadParameter("give PATH.py:NAME, or --list", param_hint="SUBJECT")
     with progress_bar() as progress:
-        report = check(
-            subject,
-            conventions_of(like or []),
-            only=only,
-            quick=quick,
-            seed=seed,
-            limit=limit,
-            memory=memory,
-            progress=progress,
-        )
+        report = check(subject, conventions_of(like or []), progress=progress, **options)
     if html is not None:
         html.write_text(page(report), encoding="utf-8")
     if as_json:
@@ -73,7 +51,7 @@ def verify_command(
         raise typer.Exit(report.exit_code)
 
 
-def conventions_of(given: list[str]) -> Conventions:
+def conventions_of(given: Sequence[str]) -> Conventions:
     """Conventions from `name=value`, where a value is JSON or a plain word.
 
     Raises:
@@ -95,52 +73,54 @@ def conventions_of(given: list[str]) -> Conventions:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print a report for people, in 100 columns."""
-    console.print(f"[bold]{escape(report.subject)}[/bold] {report.kind}\n")
-    for name, said in report.inferred.items():
-        console.print(f"  [dim]{name}:[/dim] {escape(said)}")
+    """Print a report for people, as wide as the console."""
+    say(console, f"{report.subject} {report.kind}", bold=report.subject)
+    console.print()
+    for name, found in report.inferred.items():
+        say(console, f"{name}: {found}", style="dim", indent=2)
     for note in report.notes:
-        console.print(f"  [dim]{escape(note)}[/dim]")
+        say(console, note, style="dim", indent=2)
     if report.problem:
-        console.print(f"[red]Not understood.[/red] {escape(report.problem)}")
+        say(console, f"Not understood. {report.problem}", style="red")
         return
     asked = [each for each in report.outcomes if each.status != "not applicable"]
     console.print()
-    console.print(_table(asked))
+    tabulate(console, JUDGED, [_row(each) for each in asked])
     for each in asked:
         if each.example is not None:
             _counterexample(each, console)
-    _not_asked(report, console)
-    console.print(f"\n[bold]{escape(report.summary())}[/bold] [dim]({report.seconds:.0f} s)[/dim]")
-    console.print(f"[dim]{escape(report.badge())}[/dim]")
+    aside = report.having("not applicable")
+    remarks(console, "Not applicable", {each.check: each.reason for each in aside})
+    console.print()
+    say(console, f"{report.summary()} ({report.seconds:.0f} s)", bold=report.summary())
+    if len(report.badge()) <= console.width:
+        say(console, report.badge(), style="dim")
+    else:
+        say(console, "The badge for a README is in the report of --html and --json.", style="dim")
 
 
-def _table(outcomes: list[Outcome]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head, width in (("law", 21), ("", 6), ("class", 11)):
-        table.add_column(head, no_wrap=True, min_width=width)
-    table.add_column("in words", no_wrap=True, overflow="ellipsis", max_width=WIDTH - 44)
-    for each in outcomes:
-        table.add_row(each.check, MARKS[each.status], each.kind, f"[dim]{escape(each.law)}[/dim]")
-    return table
+def _row(each: Outcome) -> list[str]:
+    colour = COLOURS[each.status]
+    return [each.check, f"[{colour}]{SAID[each.status]}[/{colour}]", each.kind, escape(each.law)]
 
 
 def _counterexample(each: Outcome, console: Console) -> None:
     example = each.example
     assert example is not None
     known = f" (known: {each.known})" if each.known else ""
-    console.print(f"\n{MARKS[each.status]} [bold]{each.check}[/bold]{known}")
-    where = f" at {example.cell}" if example.cell else ""
-    if example.shape or where:
-        console.print(f"  {escape(example.shape + where)}")
-    console.print(f"  expected {escape(example.expected)}, got {escape(example.got)}")
-    console.print(f"  {escape(example.cause)}")
-    if example.expected_grid and example.actual_grid and len(example.expected_grid) <= 8:
-        console.print(_grids(example.expected_grid, example.actual_grid))
+    console.print()
+    broken = f"{SAID[each.status]} {each.check}"
+    say(console, f"{broken}{known}", bold=broken)
+    where = " at ".join(filter(None, (example.shape, example.cell)))
+    for line in (where, f"expected {example.expected}, got {example.got}", example.cause):
+        say(console, line, indent=2)
+    expected, actual = example.expected_grid, example.actual_grid
+    if expected and actual and len(expected) <= GRID and 4 * len(expected[0]) < console.width - 4:
+        console.print(_grids(expected, actual))
 
 
 def _grids(expected: list[list[bool]], actual: list[list[bool]]) -> str:
-    """Expected and actual sight side by side; wrong cells are red."""
+    """Which keys are visible, expected and actual side by side; wrong cells are red."""
     lines = ["  [dim]expected" + " " * max(2 * len(expected[0]) - 6, 2) + "actual[/dim]"]
     for right, got in zip(expected, actual, strict=True):
         first = " ".join("■" if cell else "·" for cell in right)
@@ -150,22 +130,3 @@ def _grids(expected: list[list[bool]], actual: list[list[bool]]) -> str:
         )
         lines.append(f"  {first}{' ' * max(10 - len(first), 3)}{second}")
     return "\n".join(lines)
-
-
-def _not_asked(report: Report, console: Console) -> None:
-    reasons: dict[str, list[str]] = {}
-    for each in report.having("not applicable"):
-        reasons.setdefault(each.reason, []).append(each.check)
-    if reasons:
-        console.print("\n[bold]Not applicable[/bold]")
-    for reason, checks in reasons.items():
-        console.print(f"  [dim]{escape(reason)}: {', '.join(checks)}[/dim]")
-
-
-def _list() -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in ("check", "class", "law"):
-        table.add_column(head, no_wrap=head != "law")
-    for each in CHECKS.values():
-        table.add_row(each.name, each.kind, escape(each.law))
-    return table

@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +16,15 @@ from torch import Tensor
 
 from regard.compare.runner import Runner
 from regard.hf.predicting import logits_of, pieces
+from regard.observed import backends_run, names
 
 DECODE_STEPS = 12  # in each window, after a first one that is not counted
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one attention cost and gave; where it cannot be made, a `remark` and None."""
+    """What one attention cost and gave, and on which backends; where it cannot be made, a `remark`
+    and None."""
 
     name: str
     exact: bool
@@ -31,6 +34,8 @@ class Row:
     decode_tokens_per_second: float | None = None
     perplexity: float | None = None
     largest_logit_difference: float | None = None
+    prefill_backend: str = ""
+    decode_backend: str = ""
     remark: str = ""
 
 
@@ -43,6 +48,8 @@ class Sample:
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     difference: float = 0.0
+    prefill_ran: Counter[str] = field(default_factory=Counter)
+    decode_ran: Counter[str] = field(default_factory=Counter)
 
     def row(self, name: str, exact: bool, *, context: int, memory: int) -> Row:
         """The measurements in one line: the best prefill, the median step, the mean loss."""
@@ -55,6 +62,8 @@ class Sample:
             decode_tokens_per_second=1.0 / statistics.median(self.step_seconds),
             perplexity=math.exp(statistics.fmean(self.losses)),
             largest_logit_difference=self.difference,
+            prefill_backend=names(self.prefill_ran),
+            decode_backend=names(self.decode_ran),
         )
 
 
@@ -69,15 +78,19 @@ def measure_window(
     `reference` is the hidden states that the unmodified model has for the window.
     """
     tokens = window[None]
-    hidden, seconds = _timed(partial(runner.hidden, tokens))
+    with backends_run() as ran:
+        hidden, seconds = _timed(partial(runner.hidden, tokens))
+    sample.prefill_ran += ran
     sample.prefill_seconds.append(seconds)
     sample.bytes_per_token = runner.cache_bytes / window.shape[0]
     loss, difference = compare_logits(runner.model, window, hidden, reference)
     sample.losses.append(loss)
     sample.difference = max(sample.difference, difference)
     runner.step(tokens[:, :1])
-    for token in tokens[:, 1 : 1 + DECODE_STEPS].split(1, dim=1):
-        sample.step_seconds.append(_timed(partial(runner.step, token))[1])
+    with backends_run() as ran:
+        for token in tokens[:, 1 : 1 + DECODE_STEPS].split(1, dim=1):
+            sample.step_seconds.append(_timed(partial(runner.step, token))[1])
+    sample.decode_ran += ran
     runner.reset()
 
 

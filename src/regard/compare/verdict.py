@@ -1,49 +1,76 @@
-"""The one honest sentence under the table, made from its numbers."""
+"""The sentences under the table, made from its numbers: only rows that ran are judged.
+
+A row that is named is named with all it costs: cache, perplexity and decode speed.
+"""
 
 from collections.abc import Sequence
 
 from regard.compare.measure import Row
 
 NO_WORSE = 1.01  # a perplexity within 1 % of the shipped one counts as the same quality
+SLOWER = 0.95  # of the shipped decode speed; above it a difference may be noise, and has no reason
+NOTHING_BESIDE = "Only the attention as shipped ran, so there is nothing to compare it with."
+NOTHING_SHIPPED = "The attention as shipped did not run, so there is nothing to compare with."
+REASONS = {  # why a row decodes slowly, by a part of its name
+    "latent": "its keys are rebuilt at every step",
+    "int8 cache": "its codes are dequantised at every step",
+    "int4 cache": "its codes are dequantised at every step",
+}
 
 
 def verdict(rows: Sequence[Row], dtype: str = "") -> str:
-    """What the table shows: what saves memory without loss, and what latents cost.
+    """What the rows that ran show: what saves memory without loss, and what a latent costs.
 
-    The first row is the model as shipped, whose cache is in `dtype`.
+    The row of the model as shipped has `shipped` in its name; its cache is in `dtype`.
     """
-    shipped, *others = [row for row in rows if row.perplexity is not None]
-    good = [row for row in others if _ratio(row, shipped, "perplexity") <= NO_WORSE]
-    smallest = min(good, key=_bytes, default=shipped)
-    sentence = "For memory alone, nothing here beats the attention as shipped"
-    if _bytes(smallest) < _bytes(shipped):
-        kept, change = _kept(smallest, shipped), _change(smallest, shipped)
-        sentence = (
-            f"For memory alone, {smallest.name} is the best of these: {kept} of the shipped "
-            f"{dtype} cache at {change} perplexity"
-        )
+    ran = [row for row in rows if row.perplexity is not None]
+    shipped = next((row for row in ran if "shipped" in row.name), None)
+    if shipped is None:
+        return NOTHING_SHIPPED
+    others = [row for row in ran if row is not shipped]
+    if not others:
+        return NOTHING_BESIDE
+    told, sentence = _of_memory(shipped, others, f"the shipped {dtype} cache".replace("  ", " "))
     latents = [row for row in others if "latent" in row.name]
-    if not latents:
-        return f"{sentence}."
-    least = min(latents, key=_bytes)
-    speed = _ratio(least, shipped, "decode_tokens_per_second")
-    return (
-        f"{sentence}. A {least.name} keeps {_kept(least, shipped)} of it at "
-        f"{_change(least, shipped)} perplexity and decodes at {speed:.2f}x the shipped speed, "
-        "because its keys are rebuilt at every step."
-    )
+    least = min(latents, key=_bytes, default=told)
+    if least is told:
+        return sentence
+    return f"{sentence} The {least.name} keeps {_costs(least, shipped, 'it')}."
+
+
+def _of_memory(shipped: Row, others: Sequence[Row], cache: str) -> tuple[Row, str]:
+    """The smallest of the rows that are no worse, or of all if none of those saves memory."""
+    good = [row for row in others if _ratio(row, shipped, "perplexity") <= NO_WORSE]
+    best = min(good, key=_bytes, default=shipped)
+    if _bytes(best) >= _bytes(shipped):
+        least = min(others, key=_bytes)
+        which = least.name if len(others) == 1 else f"the smallest of the others, {least.name},"
+        return least, (
+            "For memory alone, nothing here beats the attention as shipped: "
+            f"{which} keeps {_costs(least, shipped, cache)}."
+        )
+    if len(others) == 1:
+        return best, (
+            f"For memory alone, {best.name} beats the attention as shipped: "
+            f"it keeps {_costs(best, shipped, cache)}."
+        )
+    costs = _costs(best, shipped, cache)
+    return best, f"For memory alone, {best.name} is the best of these: it keeps {costs}."
+
+
+def _costs(row: Row, shipped: Row, cache: str) -> str:
+    """Cache, perplexity and decode speed against the shipped row's; why, where it is slower."""
+    kept = f"{_bytes(row) / _bytes(shipped):.0%} of {cache}"
+    more = _ratio(row, shipped, "perplexity") - 1
+    quality = f"{more:+.1%} perplexity" if abs(more) >= 5e-4 else "the same perplexity"
+    speed = _ratio(row, shipped, "decode_tokens_per_second")
+    reasons = [why for part, why in REASONS.items() if part in row.name]
+    because = f", because {' and '.join(reasons)}" if reasons and speed < SLOWER else ""
+    return f"{kept} at {quality} and decodes at {speed:.2f}x the shipped speed{because}"
 
 
 def _bytes(row: Row) -> float:
     return _value(row, "cache_bytes_per_token")
-
-
-def _kept(row: Row, shipped: Row) -> str:
-    return f"{_bytes(row) / _bytes(shipped):.0%}"
-
-
-def _change(row: Row, shipped: Row) -> str:
-    return f"{_ratio(row, shipped, 'perplexity') - 1:+.1%}"
 
 
 def _ratio(row: Row, shipped: Row, name: str) -> float:

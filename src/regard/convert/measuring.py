@@ -16,43 +16,50 @@ from torch import Tensor
 
 from regard.hf.generation import cache as cache_for
 from regard.hf.predicting import hidden_states, losses_of
+from regard.observed import backends_run, names
 
 STEPS = 16
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Perplexity by text, bytes of cache a token, and tokens a second, in and out."""
+    """Perplexity by text, bytes of cache a token, and tokens a second, in and out, with regard's
+    backends that ran; none where attention was transformers' own."""
 
     perplexity: dict[str, float]
     cache_bytes_per_token: float
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
+    prefill_backend: str = ""
+    decode_backend: str = ""
 
 
 @torch.no_grad()
 def measure(model: Any, texts: Mapping[str, Int[Tensor, "N L"]]) -> Measured:
     """Measure a causal language model on windows of each text."""
     perplexities, prefill = {}, []
-    for name, windows in texts.items():
-        losses = []
-        for window in windows:
-            started = time.perf_counter()
-            loss = loss_of(model, window)
-            prefill.append(time.perf_counter() - started)
-            losses.append(loss)
-        perplexities[name] = math.exp(statistics.fmean(losses))
+    with backends_run() as prefill_ran:
+        for name, windows in texts.items():
+            losses = []
+            for window in windows:
+                started = time.perf_counter()
+                loss = loss_of(model, window)
+                prefill.append(time.perf_counter() - started)
+                losses.append(loss)
+            perplexities[name] = math.exp(statistics.fmean(losses))
     window = next(iter(texts.values()))[:1]
     store = cache_for(model)
     model(input_ids=window[:, :-STEPS], past_key_values=store, use_cache=True, logits_to_keep=1)
     nbytes = store.nbytes / (window.shape[1] - STEPS)
     steps = []
-    for token in window[:, -STEPS:].split(1, dim=1):
-        started = time.perf_counter()
-        model(input_ids=token, past_key_values=store, use_cache=True)
-        steps.append(time.perf_counter() - started)
+    with backends_run() as decode_ran:
+        for token in window[:, -STEPS:].split(1, dim=1):
+            started = time.perf_counter()
+            model(input_ids=token, past_key_values=store, use_cache=True)
+            steps.append(time.perf_counter() - started)
     speed = 1.0 / statistics.median(steps)
-    return Measured(perplexities, nbytes, window.shape[1] / min(prefill), speed)
+    ran = names(prefill_ran), names(decode_ran)
+    return Measured(perplexities, nbytes, window.shape[1] / min(prefill), speed, *ran)
 
 
 @torch.no_grad()

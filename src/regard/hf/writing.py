@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from regard.hf.generation import cache as cache_for
 from regard.hf.installing import install, uninstall
 from regard.hf.loading import require
 from regard.hf.registering import register
+from regard.observed import backends_run, names
+from regard.words import counted
 
 ATTENTIONS = ("regard", "interface", "transformers")
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,7 +31,8 @@ OTHERS = "transformers"
 
 @dataclass(frozen=True)
 class Written:
-    """A text and what it cost. Memory is the largest the process has had so far, in bytes."""
+    """A text, what it cost, and on which backends: regard's, or transformers' own. Memory is the
+    largest the process has had so far, in bytes."""
 
     attention: str
     cache: str
@@ -39,13 +43,17 @@ class Written:
     decode_tokens_per_second: float
     cache_bytes: int
     peak_memory: int
+    prefill_backend: str
+    decode_backend: str
 
     def __str__(self) -> str:
-        decode = f"{self.decode_tokens_per_second:,.1f}"
+        decode = f"{len(self.tokens):,} at {self.decode_tokens_per_second:,.1f}/s"
+        if self.decode_backend:  # none where the prompt alone was read
+            decode = f"{decode} on {self.decode_backend}"
         return (
-            f"{self.attention}, {self.cache} cache: prefill {self.prompt_tokens:,} tokens at "
-            f"{self.prefill_tokens_per_second:,.0f}/s, decode {len(self.tokens):,} at {decode}/s, "
-            f"cache {_size(self.cache_bytes)}, peak memory {_size(self.peak_memory)}"
+            f"{self.attention}, {self.cache} cache: prefill {counted(self.prompt_tokens, 'token')} "
+            f"at {self.prefill_tokens_per_second:,.0f}/s on {self.prefill_backend}, decode {decode}"
+            f", cache {_size(self.cache_bytes)}, peak memory {_size(self.peak_memory)}"
         )
 
 
@@ -85,11 +93,11 @@ def write(
     if length == 0:
         raise ValueError("the prompt is empty, and nothing comes from nothing; give some words")
     store = _cache(model, cache, length + max_new_tokens)
-    clock = _clock(tokenizer, shown)
     options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
     if temperature > 0:
         options["temperature"] = temperature
-    with _Attending(model, attention):
+    with _Attending(model, attention), backends_run() as ran:
+        clock = _clock(tokenizer, shown, ran)
         started = time.perf_counter()
         out = model.generate(
             **inputs, past_key_values=store, streamer=clock, disable_compile=True, **options
@@ -97,6 +105,7 @@ def write(
     tokens = out[0] if model.config.is_encoder_decoder else out[0, length:]
     first, last = clock.times[0], clock.times[-1]
     steps = len(clock.times) - 1
+    own = model.config._attn_implementation if attention == OTHERS else ""
     return Written(
         attention,
         cache,
@@ -107,6 +116,8 @@ def write(
         steps / (last - first) if steps else 0.0,
         _bytes(store),
         _peak(model.device),
+        names(clock.prefill) or own,
+        names(ran - clock.prefill) or (own if steps else ""),
     )
 
 
@@ -165,17 +176,19 @@ def _cache(model: Any, name: str, length: int) -> Any:
     return cache_for(model, kind, **options)
 
 
-def _clock(tokenizer: Any, shown: Callable[[str], object]) -> Any:
-    """A streamer that shows text and notes when each token came."""
+def _clock(tokenizer: Any, shown: Callable[[str], object], ran: Counter[str]) -> Any:
+    """A streamer that shows text, and notes when each token came and what had run by the first."""
     from transformers import TextStreamer
 
     class Clock(TextStreamer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
             self.times: list[float] = []
+            self.prefill: Counter[str] = Counter()
 
         def put(self, value: Tensor) -> None:
             if not self.next_tokens_are_prompt:
+                self.prefill = self.prefill or ran.copy()
                 self.times.append(time.perf_counter())
             super().put(value)
 

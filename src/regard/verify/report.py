@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from regard.verify.checking import Check, Counterexample
+from regard.words import counted
 
 Status = Literal["passed", "failed", "advice", "not applicable"]
 NOT_UNDERSTOOD = 2
@@ -106,9 +107,11 @@ class Report:
         if self.problem:
             return f"{self.subject}: not understood. {self.problem}"
         passed, failed = len(self.having("passed")), len(self.failed)
-        also = f", {len(self.advice)} pieces of advice" if self.advice else ""
+        advice = counted(len(self.advice), "piece of advice", "pieces of advice")
+        also = f", {advice}" if self.advice else ""
         aside = len(self.having("not applicable"))
-        return f"{self.subject}: {passed} laws kept, {failed} broken{also}, {aside} not applicable"
+        kept = counted(passed, "law")
+        return f"{self.subject}: {kept} kept, {failed} broken{also}, {aside} not applicable"
 
     def badge(self) -> str:
         """A line of Markdown for a README."""

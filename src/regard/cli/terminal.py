@@ -1,0 +1,90 @@
+"""The terminal: its width, sentences that end lines between words, and progress on stderr."""
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
+
+PIPED = 100  # columns where stdout is a file or a pipe
+WIDEST = 120  # columns at most: longer lines are hard to read
+
+
+def stdout() -> Console:
+    """Stdout, as wide as its terminal."""
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDEST) if console.is_terminal else PIPED
+    return console
+
+
+def say(
+    console: Console, sentence: str, *, style: str = "", bold: str = "", indent: int = 0
+) -> None:
+    """Print a sentence that may begin with what is `bold`; lines end between words, and a word
+    longer than the line stays whole."""
+    margin = " " * indent
+    lines = [
+        line
+        for given in sentence.splitlines()
+        for line in textwrap.wrap(
+            given,
+            console.width,
+            initial_indent=margin,
+            subsequent_indent=margin,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    ]
+    if not lines:
+        return
+    text = Text("\n".join(lines), style=style)
+    text.stylize("bold", 0, indent + len(bold) if bold else 0)
+    console.print(text, soft_wrap=True)
+
+
+def remarks(console: Console, heading: str, reasons: Mapping[str, str]) -> None:
+    """Under a table: why a row is missing, by its name; rows with one reason share a sentence."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    if names:
+        console.print(f"\n[bold]{heading}[/bold]")
+    for reason, missing in names.items():
+        say(console, f"{'; '.join(missing)}: {reason.rstrip('.')}.", indent=2)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on stderr what is waited for, as long as it takes.
+
+    It is erased afterwards with the line it stands on: text on stdout ends with a newline first.
+    """
+    with _progress() as bar:
+        bar.add_task(what, total=None)
+        yield
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr that goes away when the work is done; a total of 0 is not known yet."""
+    with _progress(BarColumn(bar_width=20)) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield progress
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    """One line on stderr: what is done, shortened where it does not fit, and for how long."""
+    console = Console(stderr=True)
+    console.width = min(console.width, PIPED)
+    whole = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    what = TextColumn("{task.description}", table_column=whole)
+    return Progress(
+        what, *columns, TimeElapsedColumn(), console=console, transient=True, expand=True
+    )

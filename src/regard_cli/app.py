@@ -1,0 +1,252 @@
+"""Every verb's options. An error that a user can mend is a sentence and exit code 2."""
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+ROWS = (
+    "shipped, int8, int4, mha, gqa, mqa, latent-100, latent-75, latent-50, latent-25, "
+    "deepseek-100, deepseek-75, deepseek-50, portable-75, portable-50, latent-50-int8, "
+    "deepseek-50-int8"
+)
+TARGETS = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
+
+OptionalModel = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A folder with config.json and *.safetensors, or a .gguf; "
+        f"{DEFAULT_MODEL} if left out.",
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
+
+app = typer.Typer(
+    help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: in panels of 60 columns option names are cut
+)
+
+
+def verb(options: Callable[..., None]) -> Callable[..., None]:
+    """A verb whose options and first refusals are this function, and whose work is `run` in the
+    module of the same name in `regard.cli`, which is imported only then."""
+
+    @functools.wraps(options)
+    def run(**given: Any) -> None:
+        options(**given)
+        import_module(f"regard.cli.{options.__name__}").run(**given)
+
+    app.command(options.__name__, short_help=options.__doc__)(run)
+    return options
+
+
+@verb
+def compare(
+    model: OptionalModel = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to measure on; topics of Python's own help if left out."),
+    ] = None,
+    attention: Annotated[
+        list[str] | None, typer.Option(help=f"Rows, again and again: {ROWS}.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in each of two windows.")] = 1024,
+    memory: Annotated[
+        float, typer.Option(help="GiB for the cache, to say what context fits.")
+    ] = 1.0,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Cache, speed and perplexity of a real model under each attention it can be turned into."""
+    if memory <= 0:
+        raise typer.BadParameter(f"{memory} GiB holds nothing", param_hint="--memory")
+
+
+@verb
+def convert(
+    model: Annotated[Path, typer.Argument(help="A folder with *.safetensors, or a .gguf.")],
+    to: Annotated[str, typer.Option(help=f"{TARGETS}.")],
+    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    form: Annotated[
+        Literal["exact-rope", "deepseek"] | None,
+        typer.Option(help="Of mla: keys rotated on reading, or DeepSeek's, which can be absorbed."),
+    ] = None,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="As a stock deepseek_v3 checkpoint.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(help="Of the shipped cache, for --to mla: 0.5 is half.")
+    ] = None,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Deal out ranks to the layers that need them.")
+    ] = False,
+    calibrate: Annotated[
+        list[Path] | None, typer.Option(help="Text like what it will read; Python's own if none.")
+    ] = None,
+    heal: Annotated[
+        list[Path] | None, typer.Option(help="Text to learn from the original model on.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of healing.")] = 30.0,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="More text to measure on; kept from the rest.")
+    ] = None,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="Keep one layer at a time in memory.")
+    ] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Turn a model's attention into another, say what that lost, and keep it in a folder."""
+
+
+@verb
+def generate(
+    prompt: Annotated[str, typer.Option(help="What to continue, or to answer with --chat.")],
+    model: OptionalModel = None,
+    attention: Annotated[
+        Literal["regard", "interface", "transformers"],
+        typer.Option(help="Installed, registered as an attention function, or transformers' own."),
+    ] = "regard",
+    cache: Annotated[
+        Literal["growing", "static", "sliding", "int8", "int4", "transformers"],
+        typer.Option(help="What keeps the past; transformers has its own."),
+    ] = "growing",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 for the likeliest token each time.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the dice, where the temperature is above 0.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    stream: Annotated[bool, typer.Option(help="Show the text as it comes, or at the end.")] = True,
+    against: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(help="Run transformers' own attention and cache too, and compare."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")
+    ] = "float32",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Write text with regard inside a transformers model, and say what it cost."""
+
+
+@verb
+def bench(
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key heads; divides the query heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 128,
+    keys: Annotated[int, typer.Option(min=1, help="Tokens in the cache at most.")] = 4096,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of queries, keys and values.")
+    ] = "float32",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """How fast attention is here: decoding and prefill, regard and its backends against torch."""
+    if heads % kv_heads:
+        raise typer.BadParameter(
+            f"{kv_heads} does not divide the {heads} query heads", param_hint="--kv-heads"
+        )
+
+
+@verb
+def tune(
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Remove what was kept; the source's rates again.")
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU threads, as your programs use; torch's choice if left out."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine once, so that the quickest backend is chosen on it."""
+
+
+@verb
+def verify(
+    subject: Annotated[
+        str | None,
+        typer.Argument(
+            help="PATH.py:NAME, package.module:NAME, or a folder with a transformers model.",
+            show_default=False,
+        ),
+    ] = None,
+    like: Annotated[
+        list[str] | None,
+        typer.Option("--like", help="A convention, name=value; may be repeated. Values are JSON."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="A check to run; may be repeated.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, no compiler.")] = False,
+    seed: Annotated[int, typer.Option(help="Of all dice.")] = 0,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds for one check.")] = 30.0,
+    memory: Annotated[float, typer.Option(min=0.1, help="GiB the subject may take.")] = 4.0,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
+    as_json: Json = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the checks and leave.")] = False,
+) -> None:
+    """Judge anyone's attention: what it does, which laws it breaks, and the smallest case."""
+    if subject is None and not listed:
+        raise typer.BadParameter("give PATH.py:NAME, or --list", param_hint="SUBJECT")
+
+
+def _version(wanted: bool | None) -> None:
+    if wanted:
+        sys.stdout.write(f"regard {_installed()}\n")
+        raise typer.Exit
+
+
+def _installed() -> str:
+    """The version: of the installed distribution, else of the source on the path."""
+    try:
+        return metadata.version("regard")
+    except metadata.PackageNotFoundError:
+        import regard
+
+        return regard.__version__
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool | None,
+        typer.Option("--version", callback=_version, is_eager=True, help="Say which version."),
+    ] = None,
+) -> None:
+    """Options that come before the verb."""
+
+
+def run() -> int:
+    """Run the command line; the exit code."""
+    try:
+        app(prog_name="regard")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except (OSError, ValueError, ImportError) as error:
+        _complain(f"regard: {error}")
+        return 2
+    return 0
+
+
+def _complain(sentence: str) -> None:
+    """On stderr; a terminal gets lines that end between words."""
+    console = Console(stderr=True, highlight=False)
+    said = Text(sentence)
+    console.print(said, overflow="ignore", soft_wrap=not console.is_terminal)

@@ -21,6 +21,7 @@ LAW = Column("law", words=True)
 CLASS = Column("class", left=True)
 LISTED = (Column("check", left=True), CLASS, LAW)
 JUDGED = (Column("check", left=True), Column("", left=True), CLASS, LAW)
+NO_BADGE = "The badge for a README is wider than this terminal: --html and --json have it."
 GRID = 8  # queries at most of a drawn counter-example
 
 
@@ -36,8 +37,7 @@ def run(
     """Judge, and print for people or for programs; `options` are further arguments of `check`."""
     console = stdout()
     if listed:
-        rows = [[each.name, each.kind, escape(each.law)] for each in CHECKS.values()]
-        tabulate(console, LISTED, rows)
+        tabulate(console, LISTED, listed_checks())
         return
     with progress_bar() as progress:
         report = check(subject, conventions_of(like or []), progress=progress, **options)
@@ -49,6 +49,11 @@ def run(
         show(report, console)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def listed_checks() -> list[list[str]]:
+    """A row for each check."""
+    return [[each.name, each.kind, escape(each.law)] for each in CHECKS.values()]
 
 
 def conventions_of(given: Sequence[str]) -> Conventions:
@@ -96,7 +101,7 @@ def show(report: Report, console: Console) -> None:
     if len(report.badge()) <= console.width:
         say(console, report.badge(), style="dim")
     else:
-        say(console, "The badge for a README is in the report of --html and --json.", style="dim")
+        say(console, NO_BADGE, style="dim")
 
 
 def _row(each: Outcome) -> list[str]:

@@ -1,0 +1,130 @@
+"""Results of every verb that were never measured, and the functions that print them."""
+
+from functools import partial
+from pathlib import Path
+
+from regard.bench.short import Bench, Entry, Measured, Shape
+from regard.bench.tuning import Tuning
+from regard.cli import bench, compare, convert, generate, tune, verify
+from regard.cli.layout import tabulate
+from regard.compare import Comparison, Proof, Row
+from regard.compare.verdict import verdict
+from regard.convert import measuring
+from regard.convert.report import Report as Conversion
+from regard.convert.targets import Target
+from regard.hf.writing import Written
+from regard.speed import DEFAULT, Speed
+from regard.verify import CHECKS, Outcome, Report
+from regard.verify.checking import Counterexample
+
+REFUSAL = "this attention has no place for qk_norm; a cache of fewer bits keeps the model as it is"
+
+
+def row(name, exact=False, *, bytes=46_080.0, speed=19.7, perplexity=13.546, decoded="fused"):
+    return Row(
+        name,
+        exact,
+        cache_bytes_per_token=bytes,
+        context_in_memory=int((1 << 30) // bytes),
+        prefill_tokens_per_second=1_615.0,
+        decode_tokens_per_second=speed,
+        perplexity=perplexity,
+        largest_logit_difference=1.5e-4,
+        prefill_backend="sdpa",
+        decode_backend=decoded,
+    )
+
+
+ROWS = (
+    row("GQA, as shipped", exact=True),
+    row("GQA, int8 cache", bytes=12_240.0, speed=14.8, decoded="grouped"),
+    row("MHA, spelled out", exact=True, bytes=138_240.0, perplexity=1_013.546),
+    row("joint latent, full rank", exact=True, bytes=46_200.0, speed=8.6, decoded="blocked, sdpa"),
+    row("joint latent, 50 %", bytes=23_160.0, speed=8.6, perplexity=14.7),
+    row("DeepSeek's MLA, 50 %, int8 cache", bytes=6_120.0, perplexity=16.6, decoded="grouped"),
+    Row("joint latent, 75 %", False, remark=REFUSAL),
+    Row("joint latent, 25 %", False, remark=REFUSAL),
+    Row("MQA, aligned", False, remark="1 key head cannot become fewer"),
+)
+COMPARISON = Comparison(
+    "SmolLM2-135M-Instruct", "GQA", 30, 1_024, 1 << 30, "float32", 1, "topics of Python's help",
+    Proof(1.3e-4, 2.4e-3, 20.0), ROWS, verdict(ROWS, "float32"), 212.0,
+)  # fmt: skip
+
+
+def _measured(name, absent):
+    entries = [
+        Entry("torch sdpa", 12.345, 1.0, 1.0, 1.0, 0.16),
+        Entry("regard: grouped", 1_234.567, 12.24, 10.09, 15.75, 0.07),
+        Entry("backend blocked", 2.5, 2.2, 2.0, 2.4, 1.47),
+    ]
+    return Measured(
+        Shape(name, 32, 8, 128, 1, 64), "bfloat16", "grouped", "reads", 1.0, entries, absent
+    )
+
+
+BENCH = Bench(
+    "2.13.0+cpu", 2, "bfloat16", 1.1e10, 3.2e11,
+    [
+        _measured("decode, 1,024 keys, batch of 4", {"fused": "fused needs numba"}),
+        _measured("prefill, 512 tokens", {"fused": "fused needs numba", "eager": "eager is slow"}),
+    ],
+)  # fmt: skip
+TUNING = Tuning(DEFAULT, {"call": 1.05, "products": 39.49})
+TEXTS = ("Python's reference", "a long name of a text.txt")
+CONVERSION = Conversion(
+    "Qwen3-0.6B", "GQA, 16 heads on 8 of 128", Target("deepseek", rank=384, rope_dim=64), True,
+    ("law.txt",), 6_144,
+    measuring.Measured(dict.fromkeys(TEXTS, 1_234.5), 4e4, 615.0, 19.7),
+    measuring.Measured(dict.fromkeys(TEXTS, 1_300.0), 2e4, 600.0, 17.0, "sdpa", "fused"),
+    seconds=99.0,
+)  # fmt: skip
+JUDGED = Report(
+    "my_attention.py:MultiHeadAttention",
+    kind="module",
+    inferred={"mask": "mask= bool BHLS, true or 1 may look, as in scaled_dot_product_attention"},
+    notes=["torch.float16 is refused: it raised RuntimeError: value cannot be converted to Half"],
+    outcomes=[
+        Outcome(
+            each.name,
+            ("passed", "failed", "advice", "not applicable")[at % 4],
+            each.law,
+            each.kind,
+            each.catches,
+            reason="it has no past that was found" if at % 4 == 3 else "",
+            example=Counterexample(
+                "B=1 H=4 L=4 S=4", "[0, 2, 1, 0]", "0.818", "nan",
+                "a weight of 0 was multiplied by what is hidden, and 0 times nan is nan",
+                [[True, False], [True, True]], [[True, True], [True, True]],
+            )
+            if at % 4 == 1
+            else None,
+        )
+        for at, each in enumerate(CHECKS.values())
+    ],
+)  # fmt: skip
+WRITTEN = [
+    Written(
+        name,
+        name.replace("regard", "growing"),
+        "text",
+        (1, 2),
+        34,
+        302.0,
+        23.0,
+        7 << 20,
+        1 << 30,
+        *on,
+    )
+    for name, on in (("regard", ("sdpa", "fused")), ("transformers", ("sdpa", "sdpa")))
+]
+
+PRINTED = {
+    "compare": partial(compare.show, COMPARISON),
+    "verify": partial(verify.show, JUDGED),
+    "verify --list": lambda console: tabulate(console, verify.LISTED, verify.listed_checks()),
+    "bench": partial(bench.show, BENCH),
+    "convert": partial(convert.show, CONVERSION, Path("a folder/of mine")),
+    "tune": partial(tune.show, Speed(2e-6, 320e9, 8e9, 14e9, 4e9), TUNING),
+    "generate": partial(generate.show, WRITTEN),
+}

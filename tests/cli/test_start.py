@@ -1,0 +1,124 @@
+"""The command line before anything runs: it says what it can at once, without torch."""
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from importlib import import_module, metadata
+
+import pytest
+
+import regard_cli.app as app
+from regard.compare import CANDIDATES
+from regard.convert.job import Job
+from regard.convert.targets import GRAMMAR
+from regard.hf import SMOLLM2, write
+from regard.verify import check
+
+VERBS = [command.name for command in app.app.registered_commands]
+OTHERS = {"convert": [field.name for field in fields(Job)]} | {
+    verb: list(inspect.signature(work).parameters)
+    for verb, work in (("generate", write), ("verify", check))
+}  # where further options go
+RUN = """
+import sys
+from regard_cli import main
+sys.argv = ["regard", *sys.argv[1:]]
+try:
+    main()
+finally:
+    sys.stderr.write("<torch>" * ("torch" in sys.modules))
+"""
+
+
+def start(*arguments, entry=("-c", RUN)):
+    command = [sys.executable, *entry, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        ([], 2),
+        (["nonsense"], 2),
+        (["compare", "--what"], 2),
+        (["compare", "--memory", "0"], 2),
+        (["convert", "--to", "mqa"], 2),
+        (["generate"], 2),
+        (["bench", "--kv-heads", "3"], 2),
+        (["verify"], 2),
+        *(([verb, "--help"], 0) for verb in VERBS),
+    ],
+)
+def test_what_needs_no_torch_does_not_import_it(arguments, code):
+    done = start(*arguments)
+    assert done.returncode == code
+    assert "<torch>" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout if code == 0 else done.stderr
+
+
+def test_the_package_is_a_command_too():
+    done = start("--version", entry=("-m", "regard"))
+    assert done.stdout == f"regard {metadata.version('regard')}\n", done.stderr
+
+
+def test_the_version_is_written_twice_and_is_the_same():
+    import regard
+
+    assert app._installed() == regard.__version__
+
+
+def test_the_source_tells_its_version_where_nothing_is_installed(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(app.metadata, "version", missing)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", app._installed())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_taken_by_the_work(verb):
+    options = inspect.signature(getattr(app, verb)).parameters
+    taken = inspect.signature(import_module(f"regard.cli.{verb}").run)
+    taken.bind(**dict.fromkeys(options))
+    named = [each.name for each in taken.parameters.values() if each.kind is each.KEYWORD_ONLY]
+    assert set(options) - set(named) <= set(OTHERS.get(verb, ()))
+
+
+def test_what_the_options_list_is_what_there_is():
+    assert app.ROWS.split(", ") == [each.key for each in CANDIDATES]
+    assert app.TARGETS == GRAMMAR
+    assert app.DEFAULT_MODEL == SMOLLM2
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_breaks_no_option(verb, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    monkeypatch.setattr("sys.argv", ["regard", verb, "--help"])
+    assert app.run() == 0
+    text = capsys.readouterr().out
+    for name in inspect.signature(getattr(app, verb)).parameters:
+        option = {"as_json": "json", "listed": "list"}.get(name, name).replace("_", "-")
+        assert option in text.split() or f"--{option}" in text.split()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+
+
+def test_a_mistake_in_the_work_is_a_sentence(monkeypatch, capsys):
+    sentence = "the work says that this cannot be, in more words than one line of a terminal holds"
+    monkeypatch.setattr(
+        "regard.cli.tune.run", lambda **given: _raise(ValueError(f"{sentence} [x]"))
+    )
+    monkeypatch.setattr("sys.argv", ["regard", "tune"])
+    assert app.run() == 2
+    assert capsys.readouterr().err == f"regard: {sentence} [x]\n"
+
+
+def _raise(error):
+    raise error

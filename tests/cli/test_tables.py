@@ -1,0 +1,163 @@
+"""Tables on terminals of any width: no word is broken, nothing is cut, remarks are sentences."""
+
+import io
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from invented import BENCH, COMPARISON, PRINTED, REFUSAL, ROWS, TUNING, WRITTEN
+from rich.cells import cell_len
+from rich.console import Console
+
+import regard.cli.terminal as terminal
+from regard.cli import bench, compare, generate, tune, verify
+from regard.cli.layout import Column, tabulate
+
+WIDTHS = (60, 80, 120)
+UNWRAPPED = 2_000
+
+
+def printed(show, width):
+    """What is printed on a console of that width, as text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    show(console)
+    return console.file.getvalue()
+
+
+def sentences(text):
+    """The text with its lines joined."""
+    return " ".join(text.split())
+
+
+def words(text):
+    """How often each word comes, but for the badge, which is printed only where it fits."""
+    lines = [line for line in text.splitlines() if not line.startswith("![")]
+    return Counter(sentences("\n".join(lines)).replace(verify.NO_BADGE, "").split())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("verb", PRINTED)
+def test_every_word_is_there_and_none_is_broken(verb, width):
+    text = printed(PRINTED[verb], width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert words(text) == words(printed(PRINTED[verb], UNWRAPPED))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_remarks_are_sentences_under_the_table(width):
+    text = sentences(printed(PRINTED["compare"], width))
+    table, _, under = text.partition("Not run")
+    assert f"joint latent, 75 %; joint latent, 25 %: {REFUSAL}." in under
+    assert "MQA, aligned: 1 key head cannot become fewer." in under
+    assert REFUSAL.split()[0] not in table.split() and "MQA" not in table
+    under = sentences(printed(PRINTED["bench"], width)).partition("Not measured")[2]
+    assert "backend fused: fused needs numba." in under
+    assert "backend eager, prefill, 512 tokens: eager is slow." in under
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_row_has_its_own_numbers(width):
+    lines = printed(PRINTED["compare"], width).splitlines()
+    for row in (row for row in ROWS if not row.remark):
+        (at,) = [n for n, line in enumerate(lines) if f" {row.cache_bytes_per_token:,.0f} " in line]
+        assert any(line.startswith(row.name[:18].rstrip()) for line in lines[at - 1 : at + 1])
+
+
+def test_tables_say_which_backends_ran():
+    text = sentences(printed(PRINTED["compare"], 80))
+    assert "Prefill ran on sdpa." in text
+    grouped = "(on grouped: GQA, int8 cache; DeepSeek's MLA, 50 %, int8 cache)"
+    assert f"Decoding ran on fused {grouped} (on blocked, sdpa: joint latent, full rank)." in text
+    text = sentences(printed(PRINTED["convert"], 80))
+    assert "Before: transformers' own attention. After: prefill on sdpa, decoding on fused." in text
+    assert "at 302/s on sdpa, decode 2 at 23.0/s on fused, cache" in str(WRITTEN[0])
+
+
+@pytest.mark.parametrize("module", [compare, generate, tune])
+def test_without_the_compiled_kernel_tables_say_so(module, monkeypatch):
+    verb = module.__name__.rpartition(".")[2]
+    monkeypatch.setattr(module, "kernel_objection", lambda: "fused needs numba: install it")
+    assert "fused needs numba: install it" in sentences(printed(PRINTED[verb], 80))
+
+
+def test_the_kernels_objection_is_the_backends_own(monkeypatch):
+    from regard.backends import fused
+    from regard.observed import kernel_objection
+
+    assert kernel_objection() is None
+    monkeypatch.setattr(fused, "is_there", lambda: False)
+    assert "numba" in kernel_objection()
+
+
+def test_bench_says_of_every_backend_why_it_was_not_measured():
+    absent = bench._absent(BENCH)
+    assert absent == {
+        "backend fused": "fused needs numba",
+        "backend eager, prefill, 512 tokens": "eager is slow",
+    }
+
+
+def test_rates_that_were_not_measured_are_named():
+    text = sentences(printed(PRINTED["tune"], 80))
+    under = text.partition("Not measured")[2]
+    assert "fused, reading" in under and "fused, many rows" in under
+    assert "float32 matrix products" not in under and TUNING.spread["products"] == 39.49
+
+
+WORD = st.text(st.characters(categories=["Ll", "Nd"], max_codepoint=0x17F), min_size=1, max_size=12)
+CELL = st.lists(WORD, max_size=6).map(" ".join)
+
+
+@st.composite
+def tables(draw):
+    """Columns, rows whose first cells are all different, and a width that holds every word."""
+    columns = draw(
+        st.lists(
+            st.builds(Column, CELL, words=st.booleans(), left=st.booleans()), min_size=2, max_size=7
+        )
+    )
+    count = draw(st.integers(1, 4))
+    rows = [[f"row{at}", *(draw(CELL) for _ in columns[1:])] for at in range(count)]
+    return columns, rows, draw(st.integers(20, 140))
+
+
+@given(tables())
+def test_any_table_keeps_its_words_whole(table):
+    columns, rows, width = table
+    text = printed(lambda console: tabulate(console, columns, rows), width)
+    found = Counter(text.split())
+    cells = Counter(word for row in rows for cell in row for word in cell.split())
+    heads = Counter(word for column in columns for word in column.head.split())
+    assert not cells - found
+    assert set(found) <= set(cells) | set(heads)
+    assert max(map(cell_len, text.splitlines()), default=0) <= width
+
+
+def test_a_word_longer_than_the_line_stays_whole():
+    path = "/a/very/long/path" * 9
+    text = printed(lambda console: terminal.say(console, f"kept in {path}"), 60)
+    assert path in text.split()
+    rows = [[path, "1"], ["short", "2"]]
+    columns = [Column("", words=True), Column("before")]
+    assert path in printed(lambda console: tabulate(console, columns, rows), 60).split()
+
+
+def test_a_first_cell_is_said_once_for_rows_that_share_it():
+    columns = [Column("what", left=True), Column("by", left=True)]
+    rows = [["one shape", "a"], ["one shape", "b"], ["other", "c"]]
+    for width in (60, 10):
+        text = printed(lambda console, w=width: tabulate(console, columns, rows), width)
+        assert sentences(text.replace("by", "").replace("what", "")) == "one shape a b other c"
+
+
+def test_cells_are_not_markup_of_their_own_making():
+    from dataclasses import replace
+
+    report = replace(COMPARISON, rows=(*ROWS, replace(ROWS[1], name="GQA [bold] of mine")))
+    assert "GQA [bold] of mine" in printed(lambda console: compare.show(report, console), 120)
+
+
+def test_a_pipe_gets_a_width_of_its_own(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert terminal.stdout().width == 100

@@ -1,0 +1,123 @@
+"""On a terminal: text stays when the bar beside it is erased, and the width is followed."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+import regard.hf
+from regard.cli.terminal import stdout
+from tiny import VOCABULARY, tiny
+
+COLUMNS = 80
+
+
+def on_terminal(arguments, columns=COLUMNS):
+    """All that a command writes to a terminal of so many columns, stdout and stderr."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    unset = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment["TERM"] = "xterm"
+    command = subprocess.Popen(
+        [sys.executable, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    written = b""
+    while True:
+        try:
+            piece = os.read(ours, 1 << 16)
+        except OSError:  # so Linux says that the other side has closed
+            piece = b""
+        if not piece:
+            break
+        written += piece
+    os.close(ours)
+    assert command.wait() == 0, written
+    return written.decode()
+
+
+def screen(written, columns=COLUMNS):
+    """The lines that stay on the terminal, after cursor movements and erasures."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[\??(\d*)([A-Za-z])|([^\x1b])", written):
+        count, code, letter = token
+        if code == "A":
+            row = max(0, row - int(count or 1))
+        elif code == "K":
+            assert count in ("2", ""), "erases the line, or the rest of it"
+            lines[row] = "" if count else lines[row][:column]
+        elif letter == "\r":
+            column = 0
+        elif letter == "\n":
+            row += 1
+        elif letter:
+            if column == columns:
+                row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+            lines[row] = lines[row].ljust(column)[:column] + letter + lines[row][column + 1 :]
+            column += 1
+        lines += [""] * (row + 1 - len(lines))
+    return [line.rstrip() for line in lines]
+
+
+def test_the_screen_erases_as_a_terminal_does():
+    assert screen("abc\r\x1b[2Kx") == ["x"]
+    assert screen("ab\r\ncd\r\x1b[1A\x1b[2Ke") == ["e", "cd"]
+    assert screen("abcdef", columns=4) == ["abcd", "ef"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model as a folder, with a tokenizer whose words are letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    vocabulary = {chr(ord("@") + at): at for at in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="@"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    model = tiny("llama")
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    return path
+
+
+def test_generate_leaves_the_whole_text(folder):
+    options = ["--prompt", "to be or not", "--max-new-tokens", "60", "--against", "transformers"]
+    written = on_terminal(["-m", "regard", "generate", str(folder), *options])
+    assert "writing it again with transformers" in written  # and erased again
+    text = regard.hf.write(*regard.hf.load(folder), "to be or not", max_new_tokens=60).text
+    assert len(text.strip()) > COLUMNS
+    lines = screen(written)
+    assert text.strip() in "".join(line.ljust(COLUMNS) for line in lines)
+    assert not any("writing it again" in line for line in lines)
+    assert any(line.startswith("transformers, transformers cache: prefill") for line in lines)
+    assert any(line.startswith("the same text; ") for line in lines)
+
+
+WIDE = "from regard.cli.terminal import stdout; print(stdout().width, flush=True)"
+
+
+@pytest.mark.parametrize(("columns", "width"), [(60, 60), (80, 80), (120, 120), (250, 120)])
+def test_tables_are_as_wide_as_the_terminal(columns, width, monkeypatch):
+    import rich.console
+
+    import regard.cli.terminal as terminal
+
+    def made(**options):
+        return rich.console.Console(force_terminal=True, width=columns, **options)
+
+    monkeypatch.setattr(terminal, "Console", made)
+    assert stdout().width == width
+
+
+def test_the_width_is_the_terminals_own():
+    assert "62" in on_terminal(["-c", WIDE], columns=62).split()

@@ -1,0 +1,105 @@
+"""The closing sentences: of any rows, only those that ran are judged, with all that they cost."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.compare.measure import Row
+from regard.compare.verdict import NOTHING_BESIDE, NOTHING_SHIPPED, verdict
+
+
+def row(name, size, perplexity, speed):
+    return Row(
+        name,
+        False,
+        cache_bytes_per_token=size,
+        perplexity=perplexity,
+        decode_tokens_per_second=speed,
+    )
+
+
+SHIPPED = row("GQA, as shipped", 46_080.0, 13.546, 19.7)
+INT8 = row("GQA, int8 cache", 12_240.0, 13.538, 14.8)
+INT4 = row("GQA, int4 cache", 7_200.0, 14.463, 12.4)
+MHA = row("MHA, spelled out", 138_240.0, 13.546, 17.1)
+MQA = row("MQA, aligned", 15_360.0, 25.335, 20.0)
+FULL = row("joint latent, full rank", 46_200.0, 13.546, 8.6)
+LATENT = row("joint latent, 50 %", 23_160.0, 14.703, 11.5)
+DEEPSEEK = row("DeepSeek's MLA, 50 %, int8 cache", 6_120.0, 16.632, 12.7)
+REFUSED = Row("joint latent, 75 %", False, remark="no place for qk_norm")
+OTHERS = (INT8, INT4, MHA, MQA, FULL, LATENT, DEEPSEEK, REFUSED)
+
+
+def test_the_best_row_is_told_with_its_cache_its_perplexity_and_its_speed():
+    said = verdict([SHIPPED, *OTHERS], "float32")
+    assert said == (
+        "For memory alone, GQA, int8 cache is the best of these: it keeps 27% of the shipped "
+        "float32 cache at -0.1% perplexity and decodes at 0.75x the shipped speed, because its "
+        "codes are dequantised at every step. The joint latent, 50 % keeps 50% of it at +8.5% "
+        "perplexity and decodes at 0.58x the shipped speed, because its keys are rebuilt at every "
+        "step."
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([SHIPPED], NOTHING_BESIDE),
+        ([SHIPPED, REFUSED], NOTHING_BESIDE),
+        ([REFUSED, INT8], NOTHING_SHIPPED),
+        ([], NOTHING_SHIPPED),
+        (
+            [SHIPPED, INT8],
+            "For memory alone, GQA, int8 cache beats the attention as shipped: it keeps 27% of the "
+            "shipped cache at -0.1% perplexity and decodes at 0.75x the shipped speed, because its "
+            "codes are dequantised at every step.",
+        ),
+        (
+            [SHIPPED, MQA],
+            "For memory alone, nothing here beats the attention as shipped: MQA, aligned keeps 33% "
+            "of the shipped cache at +87.0% perplexity and decodes at 1.02x the shipped speed.",
+        ),
+        (
+            [SHIPPED, MHA],
+            "For memory alone, nothing here beats the attention as shipped: MHA, spelled out keeps "
+            "300% of the shipped cache at the same perplexity and decodes at 0.87x the shipped "
+            "speed.",
+        ),
+        (
+            [SHIPPED, MHA, LATENT],
+            "For memory alone, nothing here beats the attention as shipped: the smallest of the "
+            "others, joint latent, 50 %, keeps 50% of the shipped cache at +8.5% perplexity and "
+            "decodes at 0.58x the shipped speed, because its keys are rebuilt at every step.",
+        ),
+    ],
+)
+def test_few_rows_are_judged_by_themselves(rows, said):
+    assert verdict(rows) == said
+
+
+def test_a_row_that_is_as_quick_needs_no_reason():
+    said = verdict([SHIPPED, row("GQA, int8 cache", 12_240.0, 13.538, 19.0)])
+    assert "0.96x the shipped speed." in said and "because" not in said
+
+
+@given(
+    st.permutations(OTHERS).flatmap(lambda rows: st.integers(0, len(rows)).map(lambda n: rows[:n]))
+)
+def test_no_subset_of_rows_is_judged_by_what_did_not_run(rows):
+    said = verdict([SHIPPED, *rows], "float32")
+    ran = [each for each in rows if not each.remark]
+    named = [each for each in OTHERS if each.name in said]
+    assert set(map(id, named)) <= set(map(id, ran))
+    assert bool(named) == bool(ran)
+    assert ("is the best of these" in said) <= (len(ran) > 1)
+    assert ("latent" in said) == any("latent" in each.name for each in ran)
+    speeds = re.findall(r"decodes at ([\d.]+)x the shipped speed", said)
+    assert sorted(speeds) == sorted(f"{each.decode_tokens_per_second / 19.7:.2f}" for each in named)
+    assert said.count(" perplexity") == len(named)
+    good = [each for each in ran if each.perplexity <= 1.01 * SHIPPED.perplexity]
+    best = min((SHIPPED, *good), key=lambda each: each.cache_bytes_per_token)
+    assert best.name in said or best is SHIPPED
+    assert ("nothing here beats" in said) == (best is SHIPPED and bool(ran))
+    assert said.endswith(".") and "  " not in said

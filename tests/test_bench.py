@@ -13,7 +13,7 @@ import torch
 import regard.bench.timing as timing
 import regard.cli.bench as bench_module
 import regard.cli.tune as tune_module
-from regard.backends import BACKENDS
+from regard.backends import BACKENDS, fused
 from regard.bench import Tuning, bench
 from regard.bench.short import TORCH, shapes
 from regard.bench.timing import Cold, Store, interleave, product_rate, read_bandwidth, summary
@@ -170,6 +170,14 @@ def test_bench_prints_a_table_for_people(monkeypatch, capsys):
     for shape in shapes(*TINY.values()):
         assert shape.name in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.usefixtures("tiny")
+def test_bench_says_why_the_compiled_kernel_is_absent(monkeypatch, capsys):
+    monkeypatch.setattr(fused, "is_there", lambda: False)
+    assert command(monkeypatch, "bench", *SIZES, "--head-dim", 16, "--threads", 1) == 0
+    out = capsys.readouterr().out
+    assert "backend fused: fused needs numba: python -m pip install 'regard[cpu]'." in out
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,8 @@ def test_calibration_text_is_not_measured_on():
 
 def test_rows_say_which_backends_ran(result):
     for row in result.rows:
-        assert set(row.prefill_backend.split(", ")) <= set(BACKENDS)
-        assert set(row.decode_backend.split(", ")) <= set(BACKENDS)
+        assert set(row.prefill_backend.split(" and ")) <= set(BACKENDS)
+        assert set(row.decode_backend.split(" and ")) <= set(BACKENDS)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What the documents show is run."""
 
+import io
 import json
 import re
 import subprocess
@@ -7,6 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+import regard.hf
+from regard.cli.generate import show
+from regard.cli.terminal import PIPED
+from regard.hf import Written
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "README.zh-CN.md"]
@@ -27,6 +34,12 @@ def test_every_snippet_runs(page, least):
         exec(compile(code, page, "exec"), {})
 
 
+def test_the_first_example_decodes_without_gradients(capsys):
+    exec(compile(blocks("README.md", "python")[0], "README.md", "exec"), {})
+    explained = capsys.readouterr().out
+    assert "fused" in explained and "gradient" not in explained
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_is_there(page):
     commands = [line.split()[0] for b in blocks(page, "bash") for line in b.splitlines() if line]
@@ -40,6 +53,47 @@ def test_both_languages_show_the_same_code():
         [re.sub(r"\s*#.*", "", code) for code in blocks(page, "python")] for page in PAGES
     )
     assert first == second
+
+
+def sample(page: str) -> str:
+    """What `regard generate` prints, as a page shows it; the text first."""
+    shown = (ROOT / page).read_text().partition("regard generate --prompt")[2]
+    return shown.split("```")[1].strip()
+
+
+def shape(sentences: str) -> str:
+    """The sentences on one line, without figures, units and the names of backends."""
+    line = " ".join(sentences.split())
+    for found, said in ((r"\d[\d,.]*", "N"), ("[KMG]iB", "B"), (r" on \w+( and \w+)*", " on X")):
+        line = re.sub(found, said, line)
+    return line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_sample_of_generate_is_what_the_command_prints(page):
+    runs = [
+        Written(name, cache, "text", (1, 2), 3, 4.0, 5.0, 6 << 20, 7 << 30, "sdpa", "fused")
+        for name, cache in (("regard", "growing"), ("transformers", "transformers"))
+    ]
+    console = Console(file=io.StringIO(), width=PIPED, highlight=False)
+    show(runs, console)
+    printed = sample(page).partition("\n\n")[2]
+    assert shape(printed) == shape(console.file.getvalue())
+    assert max(map(len, printed.splitlines())) <= PIPED
+
+
+def test_the_sample_of_generate_is_of_the_default_model():
+    try:
+        model, tokenizer = regard.hf.smollm2()
+    except OSError as reason:
+        pytest.skip(str(reason))
+    shown = sample("README.md")
+    (prompt,) = set(
+        re.findall(r'regard generate --prompt "(.*?)"', (ROOT / "README.md").read_text())
+    )
+    written = regard.hf.write(model, tokenizer, prompt, chat=True, max_new_tokens=8)
+    assert shown.startswith(written.text)
+    assert f"prefill {written.prompt_tokens} tokens" in shown
 
 
 def test_every_file_of_the_tree_is_there():

@@ -51,6 +51,13 @@ def test_everything_installed_for_the_tests_is_pinned():
     assert names - {"regard"} <= set(pinned)
 
 
+def test_the_command_brings_the_compiled_kernel():
+    extras = PROJECT["optional-dependencies"]
+    (included,) = re.findall(r"regard\[(.*)\]", " ".join(extras["cli"]))
+    assert {"hf", "cpu"} == set(included.split(","))
+    assert any(each.startswith("numba") for each in extras["cpu"])
+
+
 def test_the_command_exists():
     module, _, function = PROJECT["scripts"]["regard"].partition(":")
     done = python(f"import {module}; assert callable({module}.{function})")

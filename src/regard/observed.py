@@ -38,9 +38,9 @@ def names(ran: Counter[str]) -> str:
     """The backends, the most frequent first.
 
     >>> names(Counter(fused=2, sdpa=3))
-    'sdpa, fused'
+    'sdpa and fused'
     """
-    return ", ".join(name for name, _ in ran.most_common())
+    return " and ".join(name for name, _ in ran.most_common())
 
 
 def kernel_objection() -> str | None:

@@ -39,7 +39,9 @@ ROWS = (
     row("GQA, as shipped", exact=True),
     row("GQA, int8 cache", bytes=12_240.0, speed=14.8, decoded="grouped"),
     row("MHA, spelled out", exact=True, bytes=138_240.0, perplexity=1_013.546),
-    row("joint latent, full rank", exact=True, bytes=46_200.0, speed=8.6, decoded="blocked, sdpa"),
+    row(
+        "joint latent, full rank", exact=True, bytes=46_200.0, speed=8.6, decoded="blocked and sdpa"
+    ),
     row("joint latent, 50 %", bytes=23_160.0, speed=8.6, perplexity=14.7),
     row("DeepSeek's MLA, 50 %, int8 cache", bytes=6_120.0, perplexity=16.6, decoded="grouped"),
     Row("joint latent, 75 %", False, remark=REFUSAL),

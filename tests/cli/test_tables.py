@@ -68,7 +68,9 @@ def test_tables_say_which_backends_ran():
     text = sentences(printed(PRINTED["compare"], 80))
     assert "Prefill ran on sdpa." in text
     grouped = "(on grouped: GQA, int8 cache; DeepSeek's MLA, 50 %, int8 cache)"
-    assert f"Decoding ran on fused {grouped} (on blocked, sdpa: joint latent, full rank)." in text
+    assert (
+        f"Decoding ran on fused {grouped} (on blocked and sdpa: joint latent, full rank)." in text
+    )
     text = sentences(printed(PRINTED["convert"], 80))
     assert "Before: transformers' own attention. After: prefill on sdpa, decoding on fused." in text
     assert "at 302/s on sdpa, decode 2 at 23.0/s on fused, cache" in str(WRITTEN[0])

@@ -75,8 +75,8 @@ def test_what_it_cost_is_what_was_kept(lent, cache):
     assert written.decode_tokens_per_second > 0
     assert written.peak_memory > 50 << 20
     assert f"cache {_size(written.cache_bytes)}, peak memory" in str(written)
-    assert set(written.prefill_backend.split(", ")) <= set(BACKENDS)
-    assert set(written.decode_backend.split(", ")) <= set(BACKENDS)
+    assert set(written.prefill_backend.split(" and ")) <= set(BACKENDS)
+    assert set(written.decode_backend.split(" and ")) <= set(BACKENDS)
     assert f"/s on {written.decode_backend}, cache" in str(written)
 
 

@@ -135,7 +135,12 @@ class Steps:
 
         return attention
 
-    def run(self, q, k, v, mask, is_causal, size, factor, softcap, bias, p, need_weights):
+    def run(self, *given):
+        """Under autocast too, products are in the dtype that is written here."""
+        with torch.autocast("cpu", enabled=False):
+            return self.attend(*given)
+
+    def attend(self, q, k, v, mask, is_causal, size, factor, softcap, bias, p, need_weights):
         self.refuse(q, k, v, mask)
         q, k, v, mask = self.before(q, k, v, mask)
         heads, rows, columns = q.shape[1], q.shape[2], k.shape[2]
@@ -143,7 +148,7 @@ class Steps:
             raise ValueError("more key heads than query heads")
         dtype = q.dtype
         keys, values = self.expand(k, heads), self.expand_values(v, heads)
-        if dtype in (torch.bfloat16, torch.float16):
+        if torch.float64 not in (q.dtype, keys.dtype, values.dtype):
             q, keys, values = q.float(), keys.float(), values.float()
         keep = self.visible(mask, rows, columns, is_causal, size)
         keys, values = self.clean(keys, keep), self.clean(values, keep)

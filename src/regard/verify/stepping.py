@@ -1,10 +1,10 @@
 """A layer with a past, however the past is passed: an object, a tuple given back, or inside it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.verify.checking import Trial
 from regard.verify.finding import named_beside
@@ -45,18 +45,31 @@ class Steps:
 
     def step(self, x: Tensor, past: Past) -> tuple[Tensor, Past]:
         """The output for x, which follows `past`, and the past after it."""
+        with torch.no_grad():
+            return self.follow(x.clone(), past)
+
+    def follow(self, x: Tensor, past: Past, *, columns: int = 0) -> tuple[Tensor, Past]:
+        """`step` with gradients and without a copy; its mask is `columns` keys too wide."""
         length = past.length + x.shape[1]
         given = {**self._positions(past.length, x.shape[1])}
         if self.argument:
             given[self.argument] = past.held
         if "use_cache" in parameters_of(self.call.module.forward):
             given["use_cache"] = True
-        with torch.no_grad():
-            result = self.call.raw(
-                x.clone(), keep=self.keep(past.length, x.shape[1]), before=past.length, **given
-            )
+        keep = self.keep(past.length, x.shape[1])
+        if columns:
+            keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
+        result = self.call.raw(x, keep=keep, before=past.length, **given)
         held = past.held if self.style != "tuple" else _given_back(result)
         return self.call.out(result, x), Past(held, length)
+
+    def stepper(self) -> Stepper:
+        """What the checks are given."""
+        return Stepper(self.new, self.step, self.style, self.follow, self.of)
+
+    def of(self, module: nn.Module) -> Stepper:
+        """The same way of passing a past, to another module of the same kind."""
+        return replace(self, call=replace(self.call, module=module)).stepper()
 
     def keep(self, past: int, new: int) -> Tensor | None:
         """The causal mask of a step, where the layer does not hide the future itself."""
@@ -95,7 +108,7 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
                 subject.inferred["cache"] = f"{steps.argument} could not be used: {error}"
             continue
         subject.conventions = own.found(cache=steps.argument, cache_style=steps.style)
-        subject.stepper = Stepper(steps.new, steps.step, steps.style)
+        subject.stepper = steps.stepper()
         subject.has = subject.has - {"unusable cache"} | {"cache"}
         subject.inferred["cache"] = f"{steps.argument or 'inside'}, {steps.style}"
         return

@@ -21,11 +21,21 @@ class SubjectError(Exception):
 
 @dataclass
 class Stepper:
-    """A layer with a past: `new()` makes one, `step` gives the output and the past after it."""
+    """A layer with a past.
+
+    Attributes:
+        new: makes a past.
+        step: the output for x, and the past after it; without gradients and with a copy of x.
+        style: how the past is passed: `object`, `tuple` or `internal`.
+        follow: `step` of x itself, with gradients; `columns` keys are added to its mask.
+        of: the stepper of another module of the same kind.
+    """
 
     new: Callable[[], Any]
     step: Callable[[Tensor, Any], tuple[Tensor, Any]]
-    style: str = "object"
+    style: str
+    follow: Callable[..., tuple[Tensor, Any]]
+    of: "Callable[[nn.Module], Stepper]"
 
 
 @dataclass

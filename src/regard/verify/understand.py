@@ -96,7 +96,10 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
         raise SubjectError(f"it is a {type(target).__name__}, which cannot be called")
     if own.kind != "function" and _is_factory(target):
         made, _, _ = build(target, own)
-        return _understood(made, replace(own, arguments={}), name, beside, trial)
+        subject = _understood(made, replace(own, arguments={}), name, beside, trial)
+        if isinstance(made, nn.Module):
+            subject.other["another"] = lambda: _hosted_or(build(target, own)[0], own)
+        return subject
     subject = Subject(name, "function", replace(own, kind="function"), thing=target)
     probe_function(target, subject, trial)
     return subject
@@ -104,10 +107,13 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
 
 def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
     if is_hosted(target):
-        return _module(hosted(target, dict(own.arguments)), own, name, beside, trial)
+        subject = _module(hosted(target, dict(own.arguments)), own, name, beside, trial)
+        subject.other["another"] = lambda: hosted(target, dict(own.arguments))
+        return subject
     made, arguments, said = build(target, own)
     if isinstance(made, nn.Module):
         subject = _module(_hosted_or(made, own), own, name, beside, trial)
+        subject.other["another"] = lambda: _hosted_or(build(target, own)[0], own)
     elif callable(made):
         subject = _understood(made, replace(own, kind="function"), name, beside, trial)
     else:

@@ -3,6 +3,8 @@
 from regard.verify.checking import CHECKS
 from regard.verify.checks import (
     caching,
+    callers,
+    changing,
     compiling,
     forms,
     gradients,
@@ -19,7 +21,7 @@ from regard.verify.checks import (
 # Of the report: what it computes, whom it sees, how it runs, what it keeps.
 ORDER = (
     *(numbers, orders, heads, visibility, hidden, gradients),
-    *(rotation, running, compiling, caching, paging, forms),
+    *(rotation, running, callers, changing, compiling, caching, paging, forms),
 )
 _PLACE = {module.__name__: at for at, module in enumerate(ORDER)}
 for _name in sorted(CHECKS, key=lambda name: _PLACE[CHECKS[name].run.__module__]):
@@ -28,6 +30,8 @@ for _name in sorted(CHECKS, key=lambda name: _PLACE[CHECKS[name].run.__module__]
 __all__ = [
     "CHECKS",
     "caching",
+    "callers",
+    "changing",
     "compiling",
     "forms",
     "gradients",

@@ -1,14 +1,16 @@
 """Sizes from small to odd, masks that leave something to see, and ways of asking for causality."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.verify.checking import NotApplicable, Sizes, Trial
 from regard.verify.oracle import pattern
-from regard.verify.subject import Subject
+from regard.verify.stepping import in_steps
+from regard.verify.subject import Subject, SubjectError
 
 SIZES = (
     Sizes(1, 1, 1, 1, 1, 1, 1),
@@ -56,6 +58,57 @@ def modes(subject: Subject, sizes: Sizes, trial: Trial) -> Iterator[tuple[str, d
         yield "a mask", {"keep": some_keep(subject, sizes, trial)}
     if "causal" in subject.has and not subject.module and not subject.conventions.causal:
         yield "causal", {"causal": True}
+
+
+class Way(NamedTuple):
+    """One way of calling a subject: `call` of the tensors `given`, by name."""
+
+    said: str
+    call: Callable[..., Tensor]
+    given: dict[str, Tensor]
+
+    def __call__(self, **instead: Tensor) -> Tensor:
+        """The output, without gradients, for copies of `given` or of what is given instead."""
+        with torch.no_grad():
+            return self.call(**{name: x.clone() for name, x in {**self.given, **instead}.items()})
+
+
+def ways_with_heads(subject: Subject, trial: Trial) -> list[Way]:
+    """A function of heads: plainly, masked, causally; with one query for few and for many keys."""
+    if subject.attend is None:
+        return []
+    found = []
+    few, many = Sizes(2, 4, 2, 5, 7, 4, 4), Sizes(1, 4, 2, 1, 600, 16, 16)
+    for sizes in dict.fromkeys(subject.fit(each) for each in (few, few._replace(L=1), many)):
+        given = dict(zip("qkv", subject.inputs(sizes, trial), strict=True))
+        for said, asked in modes(subject, sizes, trial):
+            said = f"{sizes}, {said}".removesuffix(", ")
+            found.append(Way(said, partial(subject.attend, **asked), given))
+    return found
+
+
+def ways_with_tokens(subject: Subject, trial: Trial, *, pieces: bool = True) -> list[Way]:
+    """A layer: at once, masked, and in pieces with a past."""
+    if subject.layer is None:
+        return []
+    given = {"x": subject.tokens(2, 6, trial)}
+    found = [Way("B=2 L=6", subject.layer, given)]
+    if "mask" in subject.has:
+        keep = pattern(6, 6, causal=True)[None, None]
+        found.append(Way("B=2 L=6, a mask", partial(subject.layer, keep=keep), given))
+    if pieces and subject.stepper is not None:
+        cut = partial(in_steps, subject, cuts=[4, 1, 1])
+        found.append(Way("B=2 L=6 in pieces of [4, 1, 1]", cut, given))
+    return found
+
+
+REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError, AssertionError)
+
+
+def refused(error: SubjectError) -> bool:
+    """Whether the subject raised an error that says no, and not one that is an accident."""
+    cause = error.__cause__
+    return isinstance(cause, REFUSALS) and not isinstance(cause, RecursionError)
 
 
 def causal_call(subject: Subject, queries: int, keys: int) -> dict[str, Any] | None:

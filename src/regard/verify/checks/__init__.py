@@ -6,6 +6,7 @@ from regard.verify.checks import (
     callers,
     changing,
     compiling,
+    failing,
     forms,
     gradients,
     heads,
@@ -21,7 +22,7 @@ from regard.verify.checks import (
 # Of the report: what it computes, whom it sees, how it runs, what it keeps.
 ORDER = (
     *(numbers, orders, heads, visibility, hidden, gradients),
-    *(rotation, running, callers, changing, compiling, caching, paging, forms),
+    *(rotation, running, callers, changing, compiling, caching, failing, paging, forms),
 )
 _PLACE = {module.__name__: at for at, module in enumerate(ORDER)}
 for _name in sorted(CHECKS, key=lambda name: _PLACE[CHECKS[name].run.__module__]):
@@ -33,6 +34,7 @@ __all__ = [
     "callers",
     "changing",
     "compiling",
+    "failing",
     "forms",
     "gradients",
     "heads",

@@ -76,7 +76,7 @@ def cache_isolation(subject: Subject, trial: Trial) -> None:
         given = [[trial.randn(1, HEADS, 2, DIM) for _ in "kv"] for _ in range(2)]
         stores[0].append(*given[0])
         k, _ = stores[1].append(*given[1])
-        _same(subject, "two caches", k, given[1][0], "a new cache holds what another was given")
+        same(subject, "two caches", k, given[1][0], "a new cache holds what another was given")
         return
     if subject.stepper.style == "internal":
         raise NotApplicable("its past is inside: there is one")
@@ -100,7 +100,7 @@ def cache_isolation(subject: Subject, trial: Trial) -> None:
     )
 
 
-def _same(subject: Subject, shape: str, got: Tensor, expected: Tensor, cause: str) -> None:
+def same(subject: Subject, shape: str, got: Tensor, expected: Tensor, cause: str) -> None:
     """Equal; for a rounding cache, as nearly as it rounds."""
     insist(compare(shape, got, expected, _allowed(subject, expected), cause))
 
@@ -176,7 +176,7 @@ def _holds(
             right = right[:, :, -min(window, right.shape[2]) :]
             mine = mine[:, :, -right.shape[2] :]
         cause = f"after {done[-1]!r} the {name} are not what was put in"
-        _same(subject, "; ".join(done), mine.to(right.dtype), right, cause)
+        same(subject, "; ".join(done), mine.to(right.dtype), right, cause)
 
 
 @check(
@@ -216,9 +216,7 @@ def _overflow(subject: Subject, trial: Trial, capacity: int) -> None:
                  "it raised, but counted the tokens first")  # fmt: skip
         k, _ = store.append(*last)
         whole = torch.cat([first[0], last[0]], 2)
-        _same(
-            subject, shape, k[:, :, : whole.shape[2]], whole, "it raised, but had written already"
-        )
+        same(subject, shape, k[:, :, : whole.shape[2]], whole, "it raised, but had written already")
         return
     fail(shape, "", "an error", "none", "what does not fit is lost or overwrites the beginning")
 
@@ -303,7 +301,7 @@ def serialise_cache(subject: Subject, trial: Trial) -> None:
     twin.append(*other)
     got = store.append(*last)[0][:, :, -5:-1]  # a window may hold less
     expected = torch.cat([first[0], one[0]], 2)[:, :, -got.shape[2] :]
-    _same(subject, "3 tokens, a copy and one token each", got, expected, "its copy writes into it")
+    same(subject, "3 tokens, a copy and one token each", got, expected, "its copy writes into it")
 
 
 @check(
@@ -320,4 +318,4 @@ def cache_no_alias(subject: Subject, trial: Trial) -> None:
     k.fill_(99.0)
     got, _ = store.append(*(trial.randn(1, HEADS, 1, DIM) for _ in "kv"))
     cause = "it holds a view of its input"
-    _same(subject, "3 tokens, then the caller writes", got[:, :, -4:-1], kept, cause)
+    same(subject, "3 tokens, then the caller writes", got[:, :, -4:-1], kept, cause)

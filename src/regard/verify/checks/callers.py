@@ -289,14 +289,16 @@ def _in_half(subject: Subject) -> Subject:
     """The subject with its weights in bfloat16; itself, if it has none."""
     if subject.module is None:
         return subject
+    attend: Any
+    layer: Any
     try:
         attend, layer = copy.deepcopy((subject.attend, subject.layer))
-        for call in (attend, layer):
-            if call is not None:
-                getattr(call, "call", call).module.bfloat16()
+        layer.module.bfloat16()
+        if attend is not None:
+            attend.call.module.bfloat16()
     except Exception as error:
         raise NotApplicable(f"it cannot be copied: {type(error).__name__}") from error
-    stepper = subject.stepper and subject.stepper.of(layer.module)
+    stepper = None if subject.stepper is None else subject.stepper.of(layer.module)
     return replace(subject, attend=attend, layer=layer, stepper=stepper)
 
 

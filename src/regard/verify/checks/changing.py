@@ -17,6 +17,8 @@ from regard.verify.subject import Stepper, Subject, SubjectError, called
 
 FEW, MORE = Sizes(2, 4, 2, 5, 7, 4, 4), Sizes(1, 2, 2, 300, 300, 8, 8)
 
+Change = Callable[[dict[str, Tensor]], None]  # of tensors by name
+
 
 class Pass(NamedTuple):
     """A forward pass that can be repeated.
@@ -31,7 +33,7 @@ class Pass(NamedTuple):
     said: str
     run: Callable[[], tuple[Tensor, dict[str, Tensor]]]
     wanted: tuple[str, ...]
-    changes: dict[str, Callable[[dict[str, Tensor]], object]]
+    changes: dict[str, Change]
 
 
 @check(
@@ -100,7 +102,7 @@ def _passes(subject: Subject, trial: Trial) -> Iterator[Pass]:
         yield from _of_steps(subject, subject.stepper.of(twin), twin, trial)
 
 
-def _changed(name: str) -> Callable[[dict[str, Tensor]], object]:
+def _changed(name: str) -> Change:
     """Writes into the tensor of this name."""
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -175,7 +177,7 @@ def _of_steps(subject: Subject, stepper: Stepper, twin: nn.Module, trial: Trial)
         pasts[:] = [past]
         return out, tensors
 
-    def again(past: Callable[[], Past]) -> Callable[[dict[str, Tensor]], None]:
+    def again(past: Callable[[], Past]) -> Change:
         def change(tensors: dict[str, Tensor]) -> None:
             with suppress(SubjectError):
                 stepper.step(y, past())

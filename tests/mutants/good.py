@@ -135,14 +135,15 @@ class Steps:
 
         return attention
 
-    def run(self, *given):
-        """Under autocast too, products are in the dtype that is written here."""
-        with torch.autocast("cpu", enabled=False):
-            return self.attend(*given)
-
-    def attend(self, q, k, v, mask, is_causal, size, factor, softcap, bias, p, need_weights):
+    def run(self, q, k, v, mask, is_causal, size, factor, softcap, bias, p, need_weights):
         self.refuse(q, k, v, mask)
         q, k, v, mask = self.before(q, k, v, mask)
+        with torch.autocast("cpu", enabled=False):  # products are in the dtype written here
+            out, w = self.attend(q, k, v, mask, is_causal, size, factor, softcap, bias, p)
+        out = self.after(out, q, k, v)
+        return (out, w) if need_weights else out
+
+    def attend(self, q, k, v, mask, is_causal, size, factor, softcap, bias, p):
         heads, rows, columns = q.shape[1], q.shape[2], k.shape[2]
         if k.shape[1] > heads:
             raise ValueError("more key heads than query heads")
@@ -160,8 +161,7 @@ class Steps:
             s = s + torch.where(mask > -1e4, mask, 0.0)
         w = self.weights(self.softmax(s, keep), keep)
         w = self.drop(w, p) if p else w
-        out = self.after(self.output(w, values).to(dtype), q, k, v)
-        return (out, w) if need_weights else out
+        return self.output(w, values).to(dtype), w
 
 
 LIKE = {

@@ -21,10 +21,10 @@ HEAD = """# Which check notices which fault
 
 def rows():
     """Each mutant with the checks that must notice it, and those that do."""
-    from mutants import functions, layers, things
+    from mutants import callers, functions, layers, things
     from regard.verify import check
 
-    for module in (functions, layers, things):
+    for module in (functions, layers, things, callers):
         for mutant in module.MUTANTS:
             report = check(mutant.make(), mutant.like, quick=not mutant.slow)
             named = check(mutant.make(), mutant.like, only=mutant.kills)

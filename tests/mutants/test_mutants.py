@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from mutants import functions, good, layers, things
+from mutants import callers, functions, good, layers, things
 from regard.verify import check
 from session import LONG
 
-MUTANTS = [*functions.MUTANTS, *layers.MUTANTS, *things.MUTANTS]
+MUTANTS = [*functions.MUTANTS, *layers.MUTANTS, *things.MUTANTS, *callers.MUTANTS]
 RIGHT = {
     "function": (good.Steps().function(), good.LIKE),
     "layer": (good.Layer, good.LAYER_LIKE),
@@ -27,6 +27,7 @@ RIGHT = {
     "allocator": (good.Allocator, {"kind": "allocator", "capacity": 16}),
     "prefixes": (good.Prefixes, {"kind": "prefix"}),
     "rotation": (good.turned, {"kind": "rope", "pairing": "halves"}),
+    **callers.RIGHT,
 }
 MADE = {"layer", "layer with dropout", "layer with a window", "reference", "MLA", "cross-attention"}
 

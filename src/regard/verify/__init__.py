@@ -1,4 +1,4 @@
-"""A conformance suite for anyone's attention: 68 laws, asked of code that is only called.
+"""A conformance suite for anyone's attention: 76 laws, asked of code that is only called.
 
     regard verify my_attention.py:MultiHeadAttention
 

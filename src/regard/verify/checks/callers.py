@@ -260,8 +260,8 @@ def autocast_precision(subject: Subject, trial: Trial) -> None:
         rounding = 1.5 * HALF * (largest or float(right.abs().max()))
         own = worst(torch.where(plain.isfinite(), plain, right), right)[1]
         insist(compare(f"{way.said}, autocast", got, right, 2 * max(own, rounding),
-                       "autocast loses more than bfloat16 does: products that are meant to be in "
-                       "float32 are cast back"))  # fmt: skip
+                       "autocast loses more than bfloat16 does, as where it casts float32 products "
+                       "back"))  # fmt: skip
     if not judged:
         raise NotApplicable("it could not be called in bfloat16")
 

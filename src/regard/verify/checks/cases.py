@@ -78,9 +78,9 @@ def ways_with_heads(subject: Subject, trial: Trial) -> list[Way]:
     if subject.attend is None:
         return []
     found = []
-    few, many = Sizes(2, 4, 2, 5, 7, 4, 4), Sizes(1, 4, 2, 1, 600, 16, 16)
+    few, many = Sizes(2, 4, 2, 17, 19, 4, 4), Sizes(1, 4, 2, 1, 600, 16, 16)
     for sizes in dict.fromkeys(subject.fit(each) for each in (few, few._replace(L=1), many)):
-        given = dict(zip("qkv", subject.inputs(sizes, trial), strict=True))
+        given = dict(zip("qkv", subject.inputs(sizes, trial, peak=2.0), strict=True))
         for said, asked in modes(subject, sizes, trial):
             said = f"{sizes}, {said}".removesuffix(", ")
             found.append(Way(said, partial(subject.attend, **asked), given))
@@ -91,14 +91,14 @@ def ways_with_tokens(subject: Subject, trial: Trial, *, pieces: bool = True) -> 
     """A layer: at once, masked, and in pieces with a past."""
     if subject.layer is None:
         return []
-    given = {"x": subject.tokens(2, 6, trial)}
-    found = [Way("B=2 L=6", subject.layer, given)]
+    given = {"x": 2.0 * subject.tokens(2, 17, trial)}
+    found = [Way("B=2 L=17", subject.layer, given)]
     if "mask" in subject.has:
-        keep = pattern(6, 6, causal=True)[None, None]
-        found.append(Way("B=2 L=6, a mask", partial(subject.layer, keep=keep), given))
+        keep = pattern(17, 17, causal=True)[None, None]
+        found.append(Way("B=2 L=17, a mask", partial(subject.layer, keep=keep), given))
     if pieces and subject.stepper is not None:
-        cut = partial(in_steps, subject, cuts=[4, 1, 1])
-        found.append(Way("B=2 L=6 in pieces of [4, 1, 1]", cut, given))
+        cut = partial(in_steps, subject, cuts=[13, 3, 1])
+        found.append(Way("B=2 L=17 in pieces of [13, 3, 1]", cut, given))
     return found
 
 

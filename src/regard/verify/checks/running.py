@@ -71,13 +71,13 @@ def _expanded_gradient(call: Any, given: dict[str, Tensor]) -> None:
     if not differentiable(call, given):
         return
     grads = []
-    for push in (torch.ones(1), torch.ones(64 * 64)):
+    for expanded in (True, False):
         ours = {n: x.clone().requires_grad_() for n, x in given.items()}
         out = call(**ours)
         if not out.requires_grad:
             return
-        whole = push.expand(out.numel()) if len(push) == 1 else push[:1].repeat(out.numel())
-        out.backward(whole.view_as(out) if len(push) > 1 else push.expand(out.shape))
+        # a sum's gradient is one number expanded; backward(gradient) would import sympy
+        (out if expanded else out * torch.ones_like(out)).sum().backward()
         grads.append([x.grad for x in ours.values()])
     for name, one, other in zip(given, *grads, strict=True):
         if one is not None and other is not None:

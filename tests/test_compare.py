@@ -8,7 +8,7 @@ import torch
 
 import regard.compare.comparing as comparing
 from regard.backends import BACKENDS
-from regard.compare import CANDIDATES, Runner, Texts, chosen, compare, kept, prove, texts_for
+from regard.compare import CANDIDATES, Runner, Texts, chosen, compare, kept, texts_for
 from regard.convert import target_of
 from regard.hf import attention_modules, attention_of
 from regard_cli.app import run
@@ -87,8 +87,8 @@ def test_cache_bytes_are_those_of_the_shapes(result):
     assert bytes_of["GQA, as shipped"] == layers * 2 * kv_heads * dim * 4
     assert bytes_of["MHA, spelled out"] == layers * 2 * heads * dim * 4
     assert bytes_of["GQA, int8 cache"] == layers * 2 * kv_heads * (dim + 4)
-    assert bytes_of["joint latent, full rank"] == layers * (24 * 4 + 8)  # the width is 24
-    assert bytes_of["joint latent, 50 %"] == layers * (16 * 4 + 8)
+    assert bytes_of["joint latent, full rank"] == layers * (24 * 4 + 4)  # the width is 24
+    assert bytes_of["joint latent, 50 %"] == layers * (16 * 4 + 4)
     assert bytes_of["DeepSeek's MLA, 50 %"] == layers * 16 * 4
     assert bytes_of["MQA, aligned"] == layers * 2 * dim * 4
     assert rows_of(result)["GQA, as shipped"].context_in_memory == (1 << 20) // 256

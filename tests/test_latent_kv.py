@@ -38,15 +38,14 @@ def x_of(batch: int = 2) -> torch.Tensor:
 
 STEPS = torch.arange(LENGTH)
 POSITIONS = {
-    "past int32": STEPS + 2**31 - 3,
-    "far past int32": STEPS * 10**12,
-    "past uint32": STEPS + 2**32 - 3,
+    "up to the end of int32": STEPS + 2**31 - LENGTH,
+    "down to its beginning": STEPS - 2**31,
     "negative": STEPS - 4,
     "one row for all": STEPS[None] + 5,
-    "a row for each sequence": torch.stack([STEPS + 2**33, 3 * STEPS - 9]),
+    "a row for each sequence": torch.stack([STEPS + 2**30, 3 * STEPS - 9]),
     "int32": STEPS.to(torch.int32) * 9,
     "uint8, up to its end": (STEPS + 249).to(torch.uint8),
-    "uint32": (STEPS + 2**32 - 9).to(torch.uint32),
+    "uint32": (STEPS + 2**31 - 9).to(torch.uint32),
 }
 
 
@@ -79,11 +78,25 @@ def test_positions_may_be_given_at_some_steps_and_counted_at_others(cache):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("call", ["forward", "weights", "explain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.uint64])
-def test_positions_that_int64_does_not_hold_are_refused(dtype, call):
+def test_positions_that_are_not_integers_are_refused(dtype, call):
     latent, x, cache = layer_of(), x_of(), KVCache()
     latent(x, cache=cache)
     with pytest.raises(TypeError, match=rf"must be integers: .* got {dtype}; use torch.arange"):
         getattr(latent, call)(x, cache=cache, positions=STEPS.to(dtype))
+    assert cache.length == LENGTH
+
+
+BEYOND = [STEPS + 2**31 - 3, STEPS - 2**31 - 1, (STEPS + 2**32 - 9).to(torch.uint32)]
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("positions", BEYOND, ids=["past int32", "before int32", "uint32"])
+def test_positions_that_do_not_fit_int32_are_refused(positions):
+    latent, x, cache = layer_of(), x_of(), KVCache()
+    latent(x, cache=cache)
+    with pytest.raises(ValueError, match=r"fit int32, which the cache holds, got .* subtract"):
+        latent(x, cache=cache, positions=positions)
     assert cache.length == LENGTH
 
 
@@ -102,7 +115,7 @@ def test_keys_are_rebuilt_then_normed_then_rotated(norm):
     with torch.no_grad():
         steps = [layer(step, cache=cache) for step in x.split(2, dim=1)]
     assert_same(torch.cat(steps, 1), wanted)
-    assert cache.nbytes == 2 * LENGTH * (5 * 8 + 8)  # nothing more than without a norm
+    assert cache.nbytes == 2 * LENGTH * (5 * 8 + 4)  # nothing more than without a norm
 
 
 def test_a_norm_of_ones_own_is_given_the_size_of_a_head():

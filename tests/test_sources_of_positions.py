@@ -239,4 +239,4 @@ def test_latent_kv_opens_its_latents_and_then_rotates():
     expected = plain.linear(w, "o_proj", plain.side_by_side(out))
     same(layer(x), expected)
     same(decode(layer, x, cache), expected)
-    assert cache.nbytes == B * L * (7 * 8 + 8)
+    assert cache.nbytes == B * L * (7 * 8 + 4)

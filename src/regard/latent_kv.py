@@ -22,6 +22,7 @@ from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width, refuse_context
 from regard.masks import EVERYTHING, Mask
 from regard.rope import NO_ROPE, NoRotary, Rotary
+from regard.tracing import holds_numbers, is_transformed
 
 
 class LatentKVAttention(nn.Module):
@@ -29,7 +30,7 @@ class LatentKVAttention(nn.Module):
 
     `kv_b_proj(kv_a_proj(x))` are the keys of all `num_kv_heads`, then their values; keys are then
     normed (`qk_norm`) and rotated. The cache holds two streams: the latent, `kv_lora_rank` numbers
-    a token, and its position, one int64. With `kv_lora_rank >= 2 * num_kv_heads * head_dim` any GQA
+    a token, and its position, one int32. With `kv_lora_rank >= 2 * num_kv_heads * head_dim` any GQA
     layer can be written so, exactly.
 
     Args:
@@ -112,7 +113,8 @@ class LatentKVAttention(nn.Module):
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
         """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
-        `context` is refused, and so are positions that are not integers (`TypeError`)."""
+        `context` is refused, and so are positions that are not integers (`TypeError`) or do not fit
+        int32 (`ValueError`)."""
         call, q, latent, where = self._prepare(x, context, mask, cache, positions)
         needs_grad = call.needs_grad or trains(self.kv_b_proj)
         with used_by(self, cache, mask):
@@ -179,7 +181,7 @@ class LatentKVAttention(nn.Module):
         check_use(self, cache, mask, span)
         batch, length = x.shape[:2]
         where = span.positions(x.device) if positions is None else positions
-        where = where.to(torch.int64)
+        where = where.to(torch.int32)
         q = self.rope.rotate(self.queries(x), where)
         latent = self.kv_a_proj(x).unsqueeze(1)
         outline = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)
@@ -206,21 +208,40 @@ class LatentKVAttention(nn.Module):
 _OPTIONS = tuple(inspect.signature(LatentKVAttention.__init__).parameters)[1:]
 
 
+_MOST = 1 << 31  # positions in int32, which is what the cache holds for each token, end before it
+
+
 def check_counted(positions: Tensor | None) -> None:
-    """Raise a TypeError unless positions are integers that int64 holds: keys are rotated when they
-    are read, at positions from an int64 stream of the cache, and queries at the same numbers."""
-    if positions is not None and positions.dtype not in _COUNTED:
+    """Refuse positions that int32 does not hold: queries are rotated at the numbers that come, keys
+    at those that the cache holds. On a GPU the numbers are checked when the device comes to them.
+
+    Raises:
+        TypeError: unless they are integers.
+        ValueError: if one does not fit.
+    """
+    if positions is None or positions.dtype in _FITTING:
+        return
+    if positions.dtype not in (torch.int64, torch.uint32):
         raise TypeError(
             "positions of a layer that caches them must be integers: keys are rotated at positions "
-            f"read from the cache, which holds them in int64, got {positions.dtype}; use "
+            f"read from the cache, which holds them in int32, got {positions.dtype}; use "
             "torch.arange(length), or Attention, which rotates keys before they are cached"
+        )
+    wide = positions.to(torch.int64)
+    fit = ((wide >= -_MOST) & (wide < _MOST)).all()
+    if not holds_numbers(positions) or positions.device.type != "cpu":
+        if not (positions.is_meta or is_transformed()):
+            torch._assert_async(fit, "positions of a layer that caches them fit int32")
+        return
+    if not bool(fit):
+        raise ValueError(
+            "positions of a layer that caches them fit int32, which the cache holds, got "
+            f"{int(wide.min())} to {int(wide.max())}; scores depend on distances alone: subtract "
+            "the same number from all"
         )
 
 
-_COUNTED = (
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32),
-)
+_FITTING = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16)
 
 
 def _check_sizes(given: dict[str, object]) -> None:

@@ -40,7 +40,7 @@ def test_a_latent_of_full_rank_is_the_same_attention(name):
     torch.testing.assert_close(latent(x), layer(x), atol=1e-12, rtol=1e-12)
     chunks = [latent(chunk, cache=cache) for chunk in x.split(3, dim=1)]
     torch.testing.assert_close(torch.cat(chunks, 1), layer(x), atol=1e-12, rtol=1e-12)
-    assert cache.nbytes == 2 * 7 * (8 * latent.kv_lora_rank + 8)
+    assert cache.nbytes == 2 * 7 * (8 * latent.kv_lora_rank + 4)
 
 
 def test_calibrated_at_full_rank_nothing_is_lost():

@@ -29,7 +29,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     cache = given.get(family.cache)
     check_counted(given.get("position_ids"))
     where = positions.of_queries(hidden_states, given.get("position_ids"), cache, self.layer_idx)
-    where = where.to(torch.int64)
+    where = where.to(torch.int32)
     q = family.rotate(self, self.queries(hidden_states), where)
     parts = self.rebuild(_held(cache, self.layer_idx, self.kv_a_proj(hidden_states), where))
     mask, added, span = visible(

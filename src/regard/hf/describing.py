@@ -75,7 +75,7 @@ def _eps_of(norm: Any) -> float:
 
 
 def _check_norms(layer: Latent) -> None:
-    """Raise a ValueError if queries or keys are normed by a module that a file does not describe."""
+    """Raise a ValueError for norms of queries or keys that a file does not describe."""
     for name in ("q_norm", "k_norm"):
         norm = getattr(layer, name, None)
         if norm is not None and (type(norm) is not nn.RMSNorm or norm.weight is None):

@@ -1,8 +1,8 @@
 """Copies of GGUF files as safetensors in the user's cache: reading them again takes a second.
 
 A copy is a folder that `save_pretrained` wrote, with a digest of each of its files, and is named by
-a digest of all it was made of. Weights are copied as they were read, to the bit. It is written under
-another name and renamed when it is whole; a copy that is incomplete or changed is made again.
+a digest of all it was made of. Weights are copied as they were read, to the bit. It is written
+under another name and renamed when it is whole; an incomplete or changed copy is made again.
 """
 
 import hashlib

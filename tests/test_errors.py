@@ -81,6 +81,11 @@ OF_ATTEND = {
         ValueError,
         ["torch.jit.trace keeps the lengths", r"dynamo=True"],
     ),
+    "a sparse tensor": (
+        lambda: attend(Q, K.to_sparse(), K),
+        ValueError,
+        ["k is a dense tensor", "torch.sparse_coo", r"k.to_dense\(\)"],
+    ),
     "a bias on another device": (
         lambda: attend(Q, K, K, score_bias=torch.zeros(3, 3, device="meta")),
         ValueError,
@@ -219,6 +224,11 @@ OF_LAYERS = {
         lambda: torch.jit.trace(mha(), X),
         ValueError,
         ["torch.jit.trace keeps the lengths", "torch.export.export"],
+    ),
+    "a tensor of another library's layout": (
+        lambda: mha()(X.to_mkldnn()),
+        ValueError,
+        ["x is a dense tensor", "_mkldnn"],
     ),
     "a class as a cache": (
         lambda: mha()(X, cache=KVCache),

@@ -60,6 +60,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.dtype == k.dtype == v.dtype
         and q.dtype.is_floating_point
         and q.device == k.device == v.device
+        and q.layout == k.layout == v.layout == torch.strided
     )
 
 
@@ -76,6 +77,8 @@ def _explain_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if not x.is_floating_point():
             raise ValueError(f"{name} is floating point, got {x.dtype}; cast it first")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
     if len({x.dtype for x in named.values()}) > 1:
         raise ValueError(
             f"q, k and v have one dtype, got {_each(named, 'dtype')}; cast them to one"

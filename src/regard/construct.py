@@ -115,9 +115,10 @@ def matrix_objection(module: nn.Module) -> str | None:
     does just that. Hooks, accelerate's offloading, adapters and quantisation all do more."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, not a plain nn.Linear"
-    if "forward" in vars(module) or hasattr(module, "_hf_hook"):
+    own = vars(module)
+    if "forward" in own or "_hf_hook" in own:
         return "has a forward of its own, as accelerate's hooks give it"
-    if module._forward_hooks or module._forward_pre_hooks:
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return "has forward hooks"
     return None
 

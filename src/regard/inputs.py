@@ -17,6 +17,8 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
             f"{name} is [B, L, {width}], got shape {tuple(x.shape)}; "
             "add or flatten axes so that there are three"
         )
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
     if x.shape[-1] != width:
         raise ValueError(
             f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "

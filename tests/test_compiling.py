@@ -78,11 +78,18 @@ def test_every_function_and_processor_has_files_of_its_own(folder, compiles, mon
 
 
 def test_the_race_of_two_processes_that_save_at_once(folder, monkeypatch):
-    """Each reads an index without the other's entry, and then writes its own."""
+    """Both read an empty index, both write theirs; the code of the first is written last."""
+    save, late = IndexDataCacheFile._save_data, []
+
+    def later(*given):
+        late.append(given) if not late else save(*given)
+
     with monkeypatch.context() as patch:
         patch.setattr(IndexDataCacheFile, "_load_index", lambda self: {})
+        patch.setattr(IndexDataCacheFile, "_save_data", later)
         use(1)
         use(2)
+    save(*late[0])
     use(1)
     use(2)
 

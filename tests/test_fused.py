@@ -4,7 +4,17 @@ import pytest
 import torch
 
 import cases
-from regard import Causal, Padding, Part, attend, choose, explain, prepare
+from regard import (
+    Causal,
+    KVCache,
+    MultiHeadAttention,
+    Padding,
+    Part,
+    attend,
+    choose,
+    explain,
+    prepare,
+)
 from regard.backends import fused
 from test_random import compare
 
@@ -98,3 +108,65 @@ def test_gradients_are_left_to_others():
         attend(q, q, q, backend="fused")
     attend(q, q, q).sum().backward()
     assert q.grad is not None
+
+
+@pytest.fixture
+def default(request):
+    """Another default dtype and device of torch, during a test."""
+    dtype, device = request.param
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+DEFAULTS = [(torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float16, "cpu")]
+
+
+@pytest.mark.parametrize("default", [*DEFAULTS, (torch.float32, "meta")], indirect=True, ids=str)
+@pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)
+@pytest.mark.parametrize("given", ["nothing", "padding", "bias", "both"])
+def test_torchs_default_dtype_and_device_have_no_part_in_it(default, dtype, given):
+    """With so many keys, a bias in half precision is read far beyond its end."""
+
+    def random(*shape):
+        return torch.randn(shape, dtype=torch.float32, device="cpu").to(dtype)
+
+    q, k, v = random(2, 8, 1, 64), random(2, 2, 700, 64), random(2, 2, 700, 64)
+    valid = torch.arange(700, device="cpu") < torch.tensor([[700], [450]], device="cpu")
+    options = {"span": cases.Span(699, 700, 0, 700)}
+    if given in ("padding", "both"):
+        options["mask"] = Padding(valid)
+    if given in ("bias", "both"):
+        options["score_bias"] = random(8, 1, 700)
+    got = attend(q, k, v, **options, backend="fused")
+    options |= {"score_bias": options["score_bias"].double()} if "score_bias" in options else {}
+    want = attend(q.double(), k.double(), v.double(), **options, backend="eager")
+    largest = (q.double().abs() @ k.double().abs().repeat_interleave(4, 1).mT).max() / 8
+    assert got.dtype == dtype
+    assert (got - want).abs().max() <= cases.bound(dtype, v.abs().max().item(), largest.item())
+
+
+@pytest.mark.parametrize("default", DEFAULTS, indirect=True, ids=str)
+def test_decoding_with_a_layer_and_a_cache_under_another_default_dtype(default):
+    layer, cache = MultiHeadAttention(64, 4, mask=Causal()).eval(), KVCache()
+    x = torch.randn(1, 12, 64)
+    with torch.no_grad():
+        whole = layer(x)
+        steps = [layer(x[:, :9], cache=cache)]
+        steps += [layer(x[:, at : at + 1], cache=cache) for at in range(9, 12)]
+    assert whole.dtype == torch.get_default_dtype()
+    error = (torch.cat(steps, 1) - whole).abs().max()
+    assert error <= 16 * torch.finfo(whole.dtype).eps * whole.abs().max()
+
+
+def test_a_lazy_minus_sign_is_carried_out():
+    numbers = torch.randn(1, 2, 50, 16, dtype=torch.complex64)
+    q, k = torch.randn(1, 2, 1, 16), numbers.conj().imag
+    assert k.is_neg()
+    for keys in (k, torch._neg_view(k.resolve_neg())):
+        plain = keys.resolve_neg().contiguous()
+        assert attend(q, keys, keys, backend="fused").equal(
+            attend(q, plain, plain, backend="fused")
+        )

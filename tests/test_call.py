@@ -77,6 +77,22 @@ def test_a_bias_of_any_dtype_is_added(name, dtype, other, heads):
     assert (out.double() - expected).abs().max() <= bound(dtype, v, size)
 
 
+class OwnRule:
+    """A rule that ignores the dtype it is asked for."""
+
+    def bias(self, span, *, device=None, dtype):
+        return torch.full((1, 1, span.num_queries, span.num_keys), 0.5, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_rule_may_answer_in_any_dtype(name, heads):
+    q, k = draw(1, 4, 3, 16), draw(1, heads, 80, 16)
+    expected = attend(q, k, k, score_bias=torch.tensor(0.5), backend="eager")
+    found = attend(q, k, k, score_bias=OwnRule(), span=Span(77, 80, 0, 80), backend=name)
+    assert (found - expected).abs().max() < 1e-5
+
+
 def test_one_long_key_head_with_a_bias_of_less_precision():
     layer = MultiQueryAttention(32, 4, score_bias=draw(4, 1, 3000)).double()
     x, memory = draw(1, 1, 32).double(), draw(1, 3000, 32).double()

@@ -81,6 +81,16 @@ OF_ATTEND = {
         ValueError,
         ["torch.jit.trace keeps the lengths", r"dynamo=True"],
     ),
+    "a softcap that is infinite": (
+        lambda: attend(Q, K, K, softcap=float("inf")),
+        ValueError,
+        ["softcap is above 0 and finite", "got inf"],
+    ),
+    "a scale that is learned": (
+        lambda: attend(Q, K, K, scale=torch.tensor(0.3)),
+        TypeError,
+        ["scale is a number", "multiply q"],
+    ),
     "a sparse tensor": (
         lambda: attend(Q, K.to_sparse(), K),
         ValueError,

@@ -63,3 +63,11 @@ def test_a_span_that_is_told_its_bounds_reads_nothing():
 def test_a_span_that_cannot_be_says_so(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()
+
+
+def test_a_ragged_span_has_a_copy_of_what_it_read():
+    starts = torch.tensor([3, 5])
+    span = Span(starts, starts + 2, 0, 7)
+    starts.zero_()
+    assert span.positions().tolist() == [[3, 4], [5, 6]]
+    assert (span.first_query, span.last_query) == (3, 6)

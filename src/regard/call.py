@@ -166,7 +166,7 @@ class Call:
         if bias is None:
             return None
         if not isinstance(bias, Tensor):
-            return bias.bias(self.span, device=self.device, dtype=dtype)
+            return bias.bias(self.span, device=self.device, dtype=dtype).to(dtype)
         if bias.dim() and bias.shape[-1] != 1:
             bias = bias.narrow(-1, self.span.kv_start - self.whole.kv_start, self.num_keys)
         return bias.to(dtype)

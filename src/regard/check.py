@@ -147,8 +147,14 @@ def check_options(
 ) -> None:
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability, 0 <= dropout < 1, got {dropout}; 0.0 is none")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is above 0, got {softcap}; None leaves scores as they are")
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if isinstance(value, Tensor):
+            raise TypeError(f"{name} is a number, got a tensor; multiply q by what is learned")
+    if softcap is not None and not 1 / LARGEST_SCALE <= softcap <= LARGEST_SCALE:
+        raise ValueError(
+            f"softcap is above 0 and finite in float32, got {softcap}; None leaves scores as they "
+            "are"
+        )
     if precision not in ("strict", "fast"):
         raise ValueError(f"precision is 'strict' or 'fast', got {precision!r}")
     if scale is not None and not -LARGEST_SCALE <= scale <= LARGEST_SCALE:

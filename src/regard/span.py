@@ -70,6 +70,8 @@ class Span:
                 f"q_stop={self.q_stop.tolist()}; give q_stop = q_start + L"
             )
         low, high = int(self.q_start.min()), int(self.q_start.max())
+        object.__setattr__(self, "q_start", self.q_start.clone())  # bounds speak of it as it is now
+        object.__setattr__(self, "q_stop", self.q_stop.clone())
         object.__setattr__(self, "queries", int(counts[0]))
         object.__setattr__(self, "bounds", (low, high))
 

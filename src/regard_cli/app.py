@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from regard_cli.sentences import wrapped
+
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 ROWS = (
     "shipped, int8, int4, mha, gqa, mqa, latent-100, latent-75, latent-50, latent-25, "
@@ -248,5 +250,6 @@ def run() -> int:
 def _complain(sentence: str) -> None:
     """On stderr; a terminal gets lines that end between words."""
     console = Console(stderr=True, highlight=False)
-    said = Text(sentence)
-    console.print(said, overflow="ignore", soft_wrap=not console.is_terminal)
+    if console.is_terminal:
+        sentence = wrapped(sentence, console.width)
+    console.print(Text(sentence), soft_wrap=True)

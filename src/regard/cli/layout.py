@@ -18,6 +18,7 @@ from regard.cli.terminal import say
 
 GAP = 2  # spaces between columns, and before what stands under a first cell
 READABLE = 20  # columns that wrapped words get at least: fewer read badly
+TALLEST = 4  # lines of a cell, about: sentences get as many columns as that takes
 
 Cells = list[list[Text]]
 
@@ -64,7 +65,7 @@ def _least(column: Column, at: int, cells: Cells) -> int:
     if not column.words:
         return max(head, longest)
     word = max((cell_len(word) for row in cells for word in row[at].plain.split()), default=0)
-    return max(head, word, min(longest, READABLE))
+    return max(head, word, min(longest, max(READABLE, -(-longest // TALLEST))))
 
 
 def _grown(columns: Sequence[Column], cells: Cells, least: Sequence[int], width: int) -> list[int]:

@@ -1,6 +1,5 @@
 """The terminal: its width, sentences that end lines between words, and progress on stderr."""
 
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -8,6 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
+
+from regard_cli.sentences import wrapped
 
 PIPED = 100  # columns where stdout is a file or a pipe
 WIDEST = 120  # columns at most: longer lines are hard to read
@@ -25,22 +26,10 @@ def say(
 ) -> None:
     """Print a sentence that may begin with what is `bold`; lines end between words, and a word
     longer than the line stays whole."""
-    margin = " " * indent
-    lines = [
-        line
-        for given in sentence.splitlines()
-        for line in textwrap.wrap(
-            given,
-            console.width,
-            initial_indent=margin,
-            subsequent_indent=margin,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    ]
+    lines = wrapped(sentence, console.width, margin=" " * indent)
     if not lines:
         return
-    text = Text("\n".join(lines), style=style)
+    text = Text(lines, style=style)
     text.stylize("bold", 0, indent + len(bold) if bold else 0)
     console.print(text, soft_wrap=True)
 

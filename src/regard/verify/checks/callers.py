@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard.verify.checking import NotApplicable, Sizes, Trial, check, compare, fail, insist, worst
-from regard.verify.checks.cases import Way, modes, refused, ways_with_heads, ways_with_tokens
+from regard.verify.checks.cases import (
+    REFUSALS,
+    Way,
+    modes,
+    refused,
+    ways_with_heads,
+    ways_with_tokens,
+)
 from regard.verify.forking import Tell, in_a_copy
 from regard.verify.stepping import in_steps
 from regard.verify.subject import Subject, SubjectError
@@ -213,7 +220,7 @@ def _is_the_slope(said: str, each: Slope, derive: Callable[[Slope], Tensor | Non
         if refused(error):
             return False
         raise
-    except NotImplementedError:
+    except REFUSALS:  # of torch itself
         return False
     cause = "the output has no tangent" if got is None else "the tangent is not the slope"
     found = torch.zeros_like(each.slope) if got is None else got
@@ -250,11 +257,11 @@ def autocast_precision(subject: Subject, trial: Trial) -> None:
     for way, half in _ways_and_halves(subject, trial):
         try:
             right, plain = way().double(), half().double()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                got = way().double()
         except SubjectError:
-            continue  # it refuses bfloat16, or other laws say so
+            continue  # it refuses bfloat16 or autocast, or other laws say so
         judged += 1
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got = way().double()
         right = torch.where(right.isfinite() & plain.isfinite(), right, got)
         largest = max((float(x.abs().max()) for n, x in way.given.items() if n == "v"), default=0.0)
         rounding = 1.5 * HALF * (largest or float(right.abs().max()))
@@ -263,7 +270,7 @@ def autocast_precision(subject: Subject, trial: Trial) -> None:
                        "autocast loses more than bfloat16 does, as where it casts float32 products "
                        "back"))  # fmt: skip
     if not judged:
-        raise NotApplicable("it could not be called in bfloat16")
+        raise NotApplicable("it could not be called in bfloat16 and under autocast")
 
 
 def _ways_and_halves(subject: Subject, trial: Trial) -> Iterator[tuple[Way, Way]]:
@@ -324,11 +331,12 @@ def autocast_dtype(subject: Subject, trial: Trial) -> None:
         ways += ways_with_heads(subject, trial)
     found: dict[str, torch.dtype] = {}
     for way, _ in _that_run(ways):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16), suppress(SubjectError):  # it may refuse
             found[way.said] = way().dtype
             given = {name: x.clone().requires_grad_() for name, x in way.given.items()}
-            with suppress(SubjectError):  # it may refuse gradients
-                found[f"{way.said}, with gradients"] = way.call(**given).dtype
+            found[f"{way.said}, with gradients"] = way.call(**given).dtype
+    if not found:
+        raise NotApplicable("it could not be called under autocast")
     first, dtype = next(iter(found.items()))
     for said, other in found.items():
         if other != dtype:

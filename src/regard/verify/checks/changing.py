@@ -119,16 +119,16 @@ def _of_heads(subject: Subject, trial: Trial) -> Iterator[Pass]:
     """All want a gradient, or one alone: that decides what is saved for the backward pass."""
     for wide in (FEW, MORE):
         sizes = subject.fit(wide)
-        given = dict(zip("qkv", subject.inputs(sizes, trial), strict=True))
+        heads = dict(zip("qkv", subject.inputs(sizes, trial), strict=True))
         for said, asked in modes(subject, sizes, trial):
+            given = heads
             if "keep" in asked:
-                mask = subject.form.encode(asked["keep"], (sizes.B, sizes.H), given["q"].dtype)
-                given, asked = {**given, "mask": mask}, {}
+                mask = subject.form.encode(asked["keep"], (sizes.B, sizes.H), heads["q"].dtype)
+                given, asked = {**heads, "mask": mask}, {}
             changes = {name: _changed(name) for name in given}
             for wanted in ("qkv", "q", "k", "v") if wide == FEW else ("qkv", "q"):
                 run = partial(_run_heads, subject, given, wanted, asked)
                 yield Pass(f"{sizes}, {said}".removesuffix(", "), run, tuple(wanted), changes)
-            given.pop("mask", None)
 
 
 def _run_heads(

@@ -130,8 +130,9 @@ def interrupted_step(subject: Subject, trial: Trial) -> None:
         raise NotApplicable("it has no past that was found")
     stepper, x = subject.stepper, subject.tokens(2, 6, trial)
     points: list[str] = []
+    _, past = stepper.step(x[:, :4], stepper.new())
     with _interrupted(subject.module, points, None):
-        stepper.step(x, stepper.new())
+        stepper.step(x[:, 4:5], past)
     last = list(enumerate(points))[-6 if trial.quick else -30 :]
     _leave_the_past(stepper, x, {
         f"an error in {said}": partial(_try_interrupted, stepper, subject.module, x[:, 4:5], at)

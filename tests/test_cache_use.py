@@ -8,7 +8,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from layers import CACHES, LAYERS, PAIRS, assert_same, inputs, make, run_in_pieces, scattered
-from regard import KVCache, Memory, MultiHeadAttention, Padding
+from regard import (
+    Attention,
+    Causal,
+    KVCache,
+    LatentKVAttention,
+    Memory,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    Padding,
+    Rotary,
+)
 from regard.cache_use import tracked
 
 KINDS = [*LAYERS]
@@ -25,6 +35,15 @@ class Foreign:
         if name in ("snapshot", "restore", "inner"):
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+class Equal(Foreign):
+    """One that compares equal to every other, and so has no hash."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return True
 
 
 # ---- one cache a layer
@@ -52,6 +71,14 @@ def test_a_cache_of_nothing_belongs_to_nobody():
     with pytest.raises(ValueError, match="12 wide"):
         one(x[..., :5], cache=refused)
     other(x, cache=refused)
+
+
+def test_caches_that_compare_equal_are_told_apart():
+    layer, x, others = make("MHA"), inputs(1, 4), (Equal(), Equal())
+    for cache in others:
+        assert_same(run_in_pieces(layer, x, cache, [2, 3]), layer(x))
+    with pytest.raises(ValueError, match="tokens of another layer"):
+        make("MHA")(x, cache=others[1])
 
 
 def test_a_cache_outlives_its_layer():
@@ -112,6 +139,41 @@ def test_every_single_parameter_trains_over_chunks(kind, name):
 
 
 AFTER_ATTENTION = ("o_proj.weight", "o_proj.bias", "gate_proj.weight")
+
+
+WIDE = {  # sizes that the compiled kernel takes, which has no gradient
+    "GQA": lambda: Attention(32, 4, num_kv_heads=2, head_dim=16, qk_norm="head", mask=Causal()),
+    "MLA": lambda: MultiHeadLatentAttention(
+        32, 2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        rope=Rotary(16), mask=Causal(), form="expanded",
+    ),
+    "latent KV": lambda: LatentKVAttention(
+        32, 4, num_kv_heads=2, head_dim=16, kv_lora_rank=16, qk_norm="head", mask=Causal()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_every_single_parameter_trains_while_the_kernel_could_decode(kind):
+    torch.manual_seed(0)
+    layer, x = WIDE[kind](), torch.randn(1, 300, 32)
+    slopes = {}
+    for trained in dict(layer.named_parameters()):
+        for each, parameter in layer.named_parameters():
+            parameter.requires_grad_(each == trained)
+        for layer.backend in ("auto", "eager"):
+            layer.zero_grad()
+            cache = KVCache()
+            with torch.no_grad():
+                layer(x[:, :-1], cache=cache)
+            layer(x[:, -1:], cache=cache).square().sum().backward()
+            slopes[layer.backend] = layer.get_parameter(trained).grad.clone()
+        assert slopes["eager"].any()
+        assert torch.allclose(slopes["auto"], slopes["eager"], rtol=1e-3, atol=1e-5), trained
+        layer.backend = "fused"
+        if trained not in AFTER_ATTENTION:
+            with pytest.raises(ValueError, match=r"fused has no gradient; call it"):
+                layer(x[:, -1:], cache=cache)
 
 
 def test_streams_are_tracked_only_for_gradients():

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,26 @@ from regard.tracing import holds_numbers, in_backward
 class _Use(NamedTuple):
     """What is remembered of a cache: its layer, and the padding that its first call had."""
 
+    cache: "ref[Cache]"
     layer: "ref[nn.Module]"
     padding: tuple[Padding, ...]
 
 
-_USES: WeakKeyDictionary[Any, _Use] = WeakKeyDictionary()
+_USES: dict[int, _Use] = {}  # by identity: caches of other classes may have no hash
+
+
+def _use_of(cache: Cache) -> _Use | None:
+    use = _USES.get(id(cache))
+    return use if use is not None and use.cache() is cache else None
+
+
+def _remember(cache: Cache, layer: nn.Module, mask: Mask) -> None:
+    number = id(cache)
+    try:
+        alive = ref(cache, lambda _: _USES.pop(number, None))
+    except TypeError:  # a class with slots has no weak references: its caches are not told apart
+        return
+    _USES[number] = _Use(alive, ref(layer), tuple(_paddings(mask)))
 
 
 def check_use(layer: nn.Module, cache: Cache, mask: Mask, span: Span) -> None:
@@ -44,7 +59,7 @@ def check_use(layer: nn.Module, cache: Cache, mask: Mask, span: Span) -> None:
             "checkpointing recomputes it: its tokens would be appended twice; leave the cache out "
             "where activations are checkpointed"
         )
-    use = _USES.get(cache) if cache.length else None
+    use = _use_of(cache) if cache.length else None
     if use is None:
         return
     if use.layer() not in (layer, None):
@@ -64,9 +79,9 @@ def used_by(layer: nn.Module, cache: Cache, mask: Mask) -> AbstractContextManage
     """
     if cache is NO_CACHE or torch.compiler.is_compiling():
         return nullcontext()
-    use = _USES.get(cache)
+    use = _use_of(cache)
     if use is None or use.layer() is not layer or not cache.length:
-        _USES[cache] = _Use(ref(layer), tuple(_paddings(mask)))
+        _remember(cache, layer, mask)
     return _Undone(cache)
 
 

@@ -143,9 +143,8 @@ class MultiHeadLatentAttention(nn.Module):
         """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
         `context` is refused, because the rotary key ties keys to the positions of `x`."""
         plan = self._prepare(x, context, mask, cache, positions)
-        needs_grad = plan.call.needs_grad or trains(self.kv_b_proj)
         with used_by(self, cache, mask):
-            parts = plan.form.parts(self, cache.update(*tracked(needs_grad, plan.joined)))
+            parts = plan.form.parts(self, cache.update(*tracked(plan.call.needs_grad, plan.joined)))
             out = plan.form.read(self, plan.call.run(plan.q, parts))
             result: Tensor = self.o_proj(merge_heads(out))
             return result
@@ -197,7 +196,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_nope, q_rope, latent, k_rope = self.project(x)
         where = span.positions(x.device) if positions is None else positions
         q_rope, k_rope = self.rope(q_rope, k_rope, where)
-        joined = torch.cat([latent, k_rope], dim=-1)
+        (joined,) = tracked(trains(self.kv_b_proj), torch.cat([latent, k_rope], dim=-1))
         q = form.queries(self, q_nope, q_rope)
         call = prepare(
             q,

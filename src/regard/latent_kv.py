@@ -116,9 +116,8 @@ class LatentKVAttention(nn.Module):
         `context` is refused, and so are positions that are not integers (`TypeError`) or do not fit
         int32 (`ValueError`)."""
         call, q, latent, where = self._prepare(x, context, mask, cache, positions)
-        needs_grad = call.needs_grad or trains(self.kv_b_proj)
         with used_by(self, cache, mask):
-            parts = cache.update(*tracked(needs_grad, latent, where))
+            parts = cache.update(*tracked(call.needs_grad, latent, where))
             out = call.run(q, self.rebuild(parts))
             result: Tensor = self.o_proj(merge_heads(out))
             return result
@@ -183,7 +182,8 @@ class LatentKVAttention(nn.Module):
         where = span.positions(x.device) if positions is None else positions
         where = where.to(torch.int32)
         q = self.rope.rotate(self.queries(x), where)
-        latent = self.kv_a_proj(x).unsqueeze(1)
+        trained = trains(self.kv_b_proj) or (self.k_norm is not None and trains(self.k_norm))
+        (latent,) = tracked(trained, self.kv_a_proj(x).unsqueeze(1))
         outline = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)
         call = prepare(
             q,

@@ -54,6 +54,14 @@ class Moments:
         )
 
 
+def moments_of(x: Float[Tensor, "N L E"]) -> Moments:
+    """Of all tokens, window by window."""
+    seen = Moments()
+    for window in x:
+        seen.add(window)
+    return seen
+
+
 @contextmanager
 def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
     """Gather the moments of what each module reads (its first argument, or `hidden_states`).

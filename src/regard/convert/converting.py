@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import Attention
 from regard.convert.allocating import allot, costs
-from regard.convert.calibrate import Moments, watch
+from regard.convert.calibrate import moments_of, watch
 from regard.convert.decouple import common_counts, decouple
 from regard.convert.latentize import as_latent, latentize
 from regard.convert.refit import refit_output
@@ -156,7 +156,7 @@ def _maker(
         )
     if target.kind == "exact-rope":
         ranks = _ranks(model, target, shipped, tokens, progress)
-        return lambda step: _latent(step.module, ranks[step.index], step.moments)
+        return lambda step: _latent(step.module, ranks[step.index], step.x)
     counts = _counts(model, target, shipped, tokens) if target.portable else None
     rank = target.rank - target.portable
     return lambda step: (
@@ -171,8 +171,10 @@ def _maker(
     )
 
 
-def _latent(module: nn.Module, rank: int, moments: Moments) -> nn.Module:
-    return latentize(attention_of(module), rank=rank, covariance=moments.covariance).layer
+def _latent(module: nn.Module, rank: int, x: Float[Tensor, "N L E"]) -> nn.Module:
+    moments = moments_of(x)
+    layer = attention_of(module)
+    return latentize(layer, rank=rank, covariance=moments.covariance, inputs=x).layer
 
 
 def _ranks(
@@ -189,9 +191,7 @@ def _ranks(
     sizes = sorted({max(1, min(full, int(target.rank * share))) for share in TRIED})
 
     def make(index: int, module: nn.Module, x: Tensor, size: int) -> nn.Module:
-        seen = Moments()
-        seen.add(x)
-        return _latent(module, size, seen)
+        return _latent(module, size, x)
 
     some = tokens[:: max(1, len(tokens) // TRIALS)][:TRIALS, :TRIAL]
     table = costs(

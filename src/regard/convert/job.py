@@ -15,7 +15,7 @@ from regard.convert.converting import Converted, convert
 from regard.convert.heal import heal
 from regard.convert.healing_recipe import Recipe
 from regard.convert.measuring import measure
-from regard.convert.portable import to_deepseek_v3
+from regard.convert.portable import check_surroundings, to_deepseek_v3
 from regard.convert.report import Healing, Report, card
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Form, Target, target_of
@@ -24,7 +24,7 @@ from regard.convert.windows import windows_of
 from regard.hf.finding import attention_modules
 from regard.hf.hosting import hosts, place
 from regard.hf.layers import attention_of
-from regard.hf.loading import load
+from regard.hf.loading import load, skeleton
 
 MEASURED = 2  # windows of each text
 OWN = "Python's own texts"
@@ -70,15 +70,17 @@ def run_job(
     Raises:
         FileExistsError, FileNotFoundError: about `out`, before any work.
         CheckpointError: if the model is not a sound checkpoint.
-        ValueError: if the model cannot become that, or a text is too short; before any work.
+        ValueError: if the model cannot become that, before its weights are read; if a text is too
+            short, before any work.
     """
     started = time.perf_counter()
     check_free(job.out)
     if job.low_memory and (job.heal or job.portable):
         raise ValueError("low_memory keeps one layer at a time; healing and portable need them all")
+    progress("reading the configuration", 0, 0)
+    target, was = _target(job, skeleton(job.model))
     progress("loading", 0, 0)
-    model, tokenizer = load(job.model, low_memory=job.low_memory)
-    target, was = _target(job, model)
+    model, tokenizer = load(job.model, low_memory=job.low_memory, progress=progress)
     read = [*job.calibrate.values(), *job.heal.values()]
     tokens = calibration(tokenizer, read, length=_length(model))
     lessons = _lessons(job, tokenizer, _length(model))
@@ -119,6 +121,8 @@ def _target(job: Job, model: Any) -> tuple[Target, str]:
         raise ValueError(
             f"by_layer deals out ranks of a joint latent whose rotation is exact; {target} has none"
         )
+    if target.portable:
+        check_surroundings(model)
     first = shipped[0]
     was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
     return replace(target, by_layer=job.by_layer), was

@@ -4,17 +4,19 @@ Stack the key and value projections as W, `[2*G*D, E]`. A latent of rank R is `W
 cache holds `A x` and B rebuilds keys and values on reading; keys are normed (where the layer norms
 them) and rotated after that, so both stay exact. At full rank nothing is lost. Below, the rank is
 spent where the inputs are: the principal directions of `W x` over calibration text, with values
-rescaled to weigh less than keys in all.
+rescaled to weigh less than keys in all. Where keys are normed, their errors count relative to the
+size of a key (`normed_keys`).
 """
 
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.attention import Attention
 from regard.convert.linear import JOINT_LATENT, linear_of, numbers_of, refuse_unheld
+from regard.convert.normed_keys import normed_directions
 from regard.convert.norms import plain_norm
 from regard.convert.principal import directions_of
 from regard.latent_kv import LatentKVAttention
@@ -52,7 +54,13 @@ def as_latent(layer: Attention) -> LatentKVAttention:
     return _build(layer, directions.mT @ weight, directions)
 
 
-def latentize(layer: Attention, *, rank: int, covariance: Float[Tensor, "E E"]) -> Latentized:
+def latentize(
+    layer: Attention,
+    *,
+    rank: int,
+    covariance: Float[Tensor, "E E"],
+    inputs: Float[Tensor, "*N E"] | None = None,
+) -> Latentized:
     """The attention over a joint latent of `rank` numbers a token, chosen by calibration.
 
     Args:
@@ -60,6 +68,8 @@ def latentize(layer: Attention, *, rank: int, covariance: Float[Tensor, "E E"]) 
         rank: of the latent; `2 * num_kv_heads * head_dim` would be all of GQA's cache.
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`). A few
             thousand tokens are enough.
+        inputs: what it is the covariance of; read where the layer norms its keys. Such a layer is
+            fitted better with them.
 
     Raises:
         ValueError: as `as_latent`, or if the rank or the covariance does not fit.
@@ -73,7 +83,11 @@ def latentize(layer: Attention, *, rank: int, covariance: Float[Tensor, "E E"]) 
             f"covariance is of inputs of width {covariance.shape[0]}, the layer reads "
             f"{layer.hidden_size}; gather it with watch([layer])"
         )
-    up, down, lost = directions_of(weight, covariance.to(weight.device), rank)
+    covariance = covariance.to(weight.device)
+    if layer.k_norm is None:
+        up, down, lost = directions_of(weight, covariance, rank)
+    else:
+        up, down, lost = normed_directions(layer, weight, covariance, rank, inputs)
     return Latentized(_build(layer, down, up), lost)
 
 
@@ -105,8 +119,7 @@ def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
             out_bias=o_bias is not None,
             dropout=layer.dropout,
             qk_norm=layer._given["qk_norm"],
-            norm_eps=next((norm.eps for norm in norms.values() if type(norm) is nn.RMSNorm), None)
-            or 1e-6,
+            norm_eps=getattr(norms.get("k_norm"), "eps", None) or 1e-6,
             mask=layer.mask,
             scale=layer.scale,
             score_bias=layer.score_bias,

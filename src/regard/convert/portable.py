@@ -97,20 +97,27 @@ def check_portable(model: Any, layers: Sequence[Any]) -> None:
     Raises:
         ValueError: naming what it cannot hold.
     """
-    config = model.config
-    if config.model_type not in LIKE_LLAMA or getattr(config, "mlp_bias", False):
-        raise ValueError(
-            f"{type(model).__name__} is not one of {', '.join(LIKE_LLAMA)} without biases in its "
-            "MLP, whose other layers are those of deepseek_v3"
-        )
-    if len(layers) != config.num_hidden_layers:
-        raise ValueError(f"the model has {config.num_hidden_layers} layers, got {len(layers)}")
+    check_surroundings(model)
+    count = model.config.num_hidden_layers
+    if len(layers) != count:
+        raise ValueError(f"the model has {count} layers, got {len(layers)}")
     for index, layer in enumerate(layers):
         found = list(_unheld(layer, layers[0]))
         if found:
             raise ValueError(
                 f"a deepseek_v3 checkpoint cannot hold layer {index}: {'; '.join(found)}"
             )
+
+
+def check_surroundings(model: Any) -> None:
+    """Raise a ValueError unless what is around the model's attention is as in a `deepseek_v3`."""
+    config = model.config
+    if config.model_type not in LIKE_LLAMA or getattr(config, "mlp_bias", False):
+        raise ValueError(
+            f"{type(model).__name__} is not one of {', '.join(LIKE_LLAMA)} without biases in its "
+            "MLP, whose other layers are those of deepseek_v3; without portable, regard.hf.load "
+            "reads what is made"
+        )
 
 
 def _unheld(layer: Any, first: Any) -> list[str]:

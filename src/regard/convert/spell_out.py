@@ -38,11 +38,7 @@ def spell_out(layer: Attention, num_kv_heads: int | None = None) -> Attention:
         )
     if wanted == layer.num_kv_heads:
         return layer
-    if layer.norm_width:
-        raise ValueError(
-            'qk_norm="width" norms all key heads at once, and copies would count again; '
-            'layers with qk_norm="head", or none, can be spelled out'
-        )
+    refuse_norm_of_width(layer)
     with torch.device("meta"):  # all of it is replaced
         mha = Attention(**{**layer._given, "num_kv_heads": wanted})
     for name, child in layer.named_children():
@@ -55,6 +51,15 @@ def spell_out(layer: Attention, num_kv_heads: int | None = None) -> Attention:
         setattr(mha, name, linear_of(_each_head_again(weight, layer, copies), again))
     mha.sinks = layer.sinks
     return mha.train(layer.training)
+
+
+def refuse_norm_of_width(layer: Attention) -> None:
+    """Raise a ValueError if keys are normed over all heads at once: copies would count twice."""
+    if layer.norm_width:
+        raise ValueError(
+            'qk_norm="width" norms all key heads at once, and copies would count again; '
+            'layers with qk_norm="head", or none, can be spelled out'
+        )
 
 
 def _each_head_again(rows: Tensor, layer: Attention, copies: int) -> Tensor:

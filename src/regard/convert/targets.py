@@ -13,6 +13,9 @@ from typing import Literal
 
 from regard.attention import Attention
 from regard.convert.linear import JOINT_LATENT, refuse_unheld
+from regard.convert.spell_out import refuse_norm_of_width
+from regard.convert.turning import frequencies_of
+from regard.masks import Causal
 
 Form = Literal["exact-rope", "deepseek"]
 GRAMMAR = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
@@ -132,6 +135,8 @@ def check_fits(target: Target, layer: Attention) -> None:
                 f"{wanted} key heads: the model has {have} for {layer.num_heads} query heads, and "
                 f"can have {', '.join(map(str, fitting))}"
             )
+        if wanted > have:
+            refuse_norm_of_width(layer)
         if wanted < have and target.method == "aligned":
             refuse_unheld(layer, "an aligned merge")
         return
@@ -141,12 +146,30 @@ def check_fits(target: Target, layer: Attention) -> None:
     if not 1 <= target.rank <= full:
         raise ValueError(f"rank={target.rank} is not in 1..{full}, keys and values together")
     if target.kind == "deepseek":
+        frequencies_of(layer.rope)
+        if target.portable:
+            _check_portable(layer)
         most = layer.num_kv_heads * layer.rope.dim
         if target.rope_dim % 2 or not 2 <= target.rope_dim <= most:
             raise ValueError(
                 f"rope_dim={target.rope_dim} is not an even number in 2..{most}: so many channels "
                 "of the keys turn"
             )
+
+
+def _check_portable(layer: Attention) -> None:
+    """Raise a ValueError if the layer has what the attention of a `deepseek_v3` has not."""
+    found = {
+        f"mask={layer.mask!r}": layer.mask != Causal(),
+        "a bias of its queries": layer.q_proj.bias is not None,
+        "a score_bias": layer.score_bias is not None,
+    }
+    if any(found.values()):
+        names = ", ".join(name for name, given in found.items() if given)
+        raise ValueError(
+            f"a deepseek_v3 checkpoint has no place for {names}, which this layer has; without "
+            "portable, regard.hf.load reads what is made"
+        )
 
 
 def _divides(wanted: int, layer: Attention) -> bool:

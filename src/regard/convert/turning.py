@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from regard.rope import Rotary
+from regard.rope import NoRotary, Rotary
 
 Turning = Complex128[Tensor, "heads freq E"]
 Resting = Float64[Tensor, "heads rest E"]
@@ -44,12 +44,17 @@ def join_turning(turning: Turning, resting: Resting, rope: Rotary) -> Float64[Te
     return torch.cat([turned, resting], dim=1).flatten(0, 1)
 
 
-def frequencies_of(rope: Rotary) -> Float64[Tensor, " freq"]:
+def frequencies_of(rope: Rotary | NoRotary) -> Float64[Tensor, " freq"]:
     """Radians a position, one for each pair of channels.
 
     Raises:
-        ValueError: if they change with the length of the text: then no mixture stays right.
+        ValueError: if there are none, or they change with the length of the text: then no mixture
+            stays right.
     """
+    if isinstance(rope, NoRotary):
+        raise ValueError(
+            "a layer without rotary embedding has no frequencies; a joint latent can be made"
+        )
     if rope.scaling is not None and rope.scaling.uses_length:
         raise ValueError(
             f"the frequencies of {rope} change with the length of the text, and what is chosen for "

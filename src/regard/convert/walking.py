@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.convert.calibrate import Moments
+from regard.convert.calibrate import Moments, moments_of
 from regard.hf.binding import bound, calling, is_bound
 from regard.hf.finding import attention_modules
 
+CHANGED = 1e-2  # of what a block adds: half precision's norms differ by less, doubling by more
 AT_ONCE = 4  # windows: the widest tensor of a block is that of its MLP
 
 
@@ -33,10 +34,7 @@ class Step:
     @property
     def moments(self) -> Moments:
         """Of what the layer reads."""
-        seen = Moments()
-        for window in self.x:
-            seen.add(window)
-        return seen
+        return moments_of(self.x)
 
 
 Make = Callable[[Step], nn.Module]  # the layer that takes a module's place
@@ -72,9 +70,10 @@ def walk(
         progress(index, len(blocks))
         run = _Block(block, module, arguments[index])
         after, put_out = run.as_it_is(hidden)
+        added = run.adds(hidden[:1], put_out[:1])
         for which, make in enumerate(makes):
             converted = students[which]
-            target = put_out + (hidden - converted)
+            target = put_out + (hidden - converted) if added else put_out
             layer = make(Step(index, module, run.reads(converted), target))
             students[which] = run.with_layer(layer, converted)
             layers[which].append(layer)
@@ -97,6 +96,20 @@ class _Block:
             return self._run(hidden), torch.cat(seen)
         finally:
             hook.remove()
+
+    def adds(self, hidden: Tensor, put_out: Tensor) -> bool:
+        """Whether the block adds what its attention puts out to the residual stream as it is.
+
+        Gemma 2 and 3 and OLMo 2 norm it first: then twice the output gives the same, and errors of
+        the stream before it cannot be mended in it.
+        """
+        once, twice = (self._returning(factor * put_out, hidden).double() for factor in (1.0, 2.0))
+        change, whole = (twice - once).norm(), (once - hidden.double()).norm()
+        return bool(change > CHANGED * whole)
+
+    def _returning(self, put_out: Tensor, hidden: Tensor) -> Tensor:
+        with bound(self.module, lambda module, *args, **given: (put_out, None)):
+            return self._run(hidden)
 
     def reads(self, hidden: Tensor) -> Tensor:
         """What the attention reads, and nothing after it."""

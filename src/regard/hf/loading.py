@@ -8,7 +8,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,10 +81,7 @@ def load(
         ValueError: if `low_memory` is asked for a GGUF file or a folder of `regard.convert.save`.
         ImportError: if transformers is missing.
     """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; give {NEEDED}")
-    require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
+    path = _existing(path)
     with _one_error(path), _offline():
         hosted = path.is_dir() and loading_hosted.is_hosted(path)
         if low_memory and (hosted or not path.is_dir()):
@@ -98,6 +95,34 @@ def load(
         else:
             model, tokenizer = _from_gguf(path, dtype, progress)
     return (model if low_memory else model.to(device)).eval(), tokenizer
+
+
+def skeleton(path: str | Path) -> Any:
+    """The model that `load` would give, on the meta device: its modules without their numbers.
+
+    Of the weights only headers are read, so that what a model's configuration forbids is known in a
+    second.
+
+    Raises:
+        FileNotFoundError, CheckpointError, ImportError: as `load`.
+    """
+    path = _existing(path)
+    with _one_error(path), _offline():
+        if path.is_dir() and loading_hosted.is_hosted(path):
+            return loading_hosted.checked_hosted(path)[2]
+        with nullcontext() if path.is_dir() else read_once():
+            source, contents, _ = _folder(path) if path.is_dir() else sound_gguf(path)
+            config = _config(source)
+        return check_skeleton(model_class(config), config, contents, path).eval()
+
+
+def _existing(path: str | Path) -> Path:
+    """The path, if something is there and what reads it is installed."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; give {NEEDED}")
+    require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
+    return path
 
 
 def _from_folder(path: Path, dtype: torch.dtype, low_memory: bool = False) -> tuple[Any, Any]:
@@ -189,6 +214,13 @@ def _tokenizer(source: Mapping[str, Any], **given: Any) -> Any:
     return AutoTokenizer.from_pretrained(**local, **given)
 
 
+def _config(source: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    local = {**source, "local_files_only": True, "trust_remote_code": False}
+    return AutoConfig.from_pretrained(**local)
+
+
 class _Refused(ValueError):
     """About the arguments, not about the checkpoint."""
 
@@ -201,10 +233,8 @@ def _model(
     low_memory: bool = False,
 ) -> Any:
     """The model, if the files hold all of its weights and it is no larger than they are."""
-    from transformers import AutoConfig
-
     local = {**source, "local_files_only": True, "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(**local)
+    config = _config(source)
     made_by = model_class(config)
     check_skeleton(made_by, config, contents, path)
     if made_by._supports_sdpa:  # else transformers knows best

@@ -41,14 +41,7 @@ def load_hosted(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         FileNotFoundError: if weights are missing.
         CheckpointError: if what is there is not a sound model.
     """
-    check_json_files(folder)
-    file = folder / "config.json"
-    said = read_json(file)
-    check_config(said, file)
-    contents = _check_weights(folder)
-    config, entries = _described(said, file)
-    made_by = _with_layers(model_class(config), entries, file)
-    check_skeleton(made_by, config, contents, folder)
+    made_by, config, _ = checked_hosted(folder)
     model, report = made_by.from_pretrained(
         None,
         config=config,
@@ -63,6 +56,22 @@ def load_hosted(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     model.config.name_or_path = str(folder)
     _add_generation_config(model, folder)
     return model, model.config
+
+
+def checked_hosted(folder: Path) -> tuple[Any, Any, Any]:
+    """The class of the model in `folder`, its configuration, and the model on the meta device.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as `load_hosted`.
+    """
+    check_json_files(folder)
+    file = folder / "config.json"
+    said = read_json(file)
+    check_config(said, file)
+    contents = _check_weights(folder)
+    config, entries = _described(said, file)
+    made_by = _with_layers(model_class(config), entries, file)
+    return made_by, config, check_skeleton(made_by, config, contents, folder)
 
 
 def _check_weights(folder: Path) -> Contents:

@@ -52,8 +52,8 @@ def model_class(config: Any) -> Any:
     raise ValueError(f"transformers has no model for {config.model_type}")
 
 
-def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) -> None:
-    """Raise unless a model of class `made_by` needs no more than the files of `file` hold.
+def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) -> Any:
+    """A model of class `made_by` on the meta device, if it needs no more than `file` holds.
 
     Raises:
         CheckpointError: if it has more modules or elements than that.
@@ -71,6 +71,7 @@ def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) ->
     buffers = sum(buffer.numel() for buffer in model.buffers())
     if buffers > held + BUFFERS:
         raise refused(file, f"its buffers may have {held + BUFFERS} elements", buffers, out)
+    return model
 
 
 def check_report(report: Mapping[str, Any], path: Path) -> None:

@@ -1,0 +1,137 @@
+"""A whole conversion as the command line asks for it: what is refused is refused first."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
+
+import regard.hf
+from regard.convert import job as jobs
+from regard.convert.job import Job, run_job
+from regard.hf import attention_modules
+from regard.hf.loading import skeleton
+from tiny import BUILDERS, SIZES, VOCABULARY, tiny
+
+
+def words():
+    known = {"[UNK]": 0} | {f"w{index}": index for index in range(1, VOCABULARY)}
+    made = Tokenizer(WordLevel(known, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+
+
+def gpt_oss():
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, rope_parameters=rope))
+
+
+def cohere():
+    from transformers import CohereConfig, CohereForCausalLM
+
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    return CohereForCausalLM(CohereConfig(**sizes))
+
+
+def smollm3():
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    return SmolLM3ForCausalLM(SmolLM3Config(**SIZES, no_rope_layers=[1, 0]))
+
+
+def dynamic():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
+
+
+MODELS = {**BUILDERS, "gpt-oss": gpt_oss, "cohere": cohere, "smollm3": smollm3, "ntk": dynamic}
+A_LATENT = "a joint latent of keys and values does: to='mla' with a budget"
+A_CACHE = r"a quantised cache does: regard.hf.cache\(model, 'quantized', bits=8\)"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("qwen3", {"to": "mqa"}, f"an aligned merge has no place for qk_norm.*{A_LATENT}"),
+        ("gemma3", {"to": "mla:8+4"}, f"DeepSeek's MLA has no place for qk_norm.*{A_LATENT}"),
+        (
+            "gemma3",
+            {"to": "mla", "budget": 0.1, "form": "deepseek"},
+            f"has no place for qk_norm.*{A_LATENT}",
+        ),
+        ("olmo2", {"to": "mha"}, "norms all key heads at once"),
+        ("gpt-oss", {"to": "mla:8"}, f"has no place for sinks.*{A_CACHE}"),
+        ("cohere", {"to": "mqa"}, "attention that regard does not know: CohereAttention"),
+        ("smollm3", {"to": "mla:8+4"}, "no frequencies; a joint latent can be made"),
+        ("ntk", {"to": "mla:8"}, "rope_type='dynamic' is not known here"),
+        ("llama", {"to": "mla:99"}, r"rank=99 is not in 1\.\.24"),
+        ("llama", {"to": "gqa:3"}, "can have 1, 2, 4"),
+        ("llama", {"to": "mla:8+4", "by_layer": True}, "by_layer deals out ranks"),
+        ("llama", {"to": "mla"}, "give either a rank"),
+        ("gemma3", {"to": "mla:8", "portable": True}, "no place for qk_norm"),
+        ("mistral", {"to": "mla:8+4", "portable": True}, "no place for mask=.*regard.hf.load"),
+        ("qwen2", {"to": "mla:8+4", "portable": True}, "no place for a bias of its queries"),
+    ],
+)
+def test_what_the_configuration_tells_is_refused_before_weights_are_read(
+    model, options, said, tmp_path, monkeypatch
+):
+    MODELS[model]().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(jobs, "load", lambda *given, **named: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=said):
+        run_job(Job(tmp_path / "model", out=tmp_path / "out", **options))
+
+
+def test_a_converted_model_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+    from regard.convert import as_latent, save
+    from regard.hf import attention_of, place
+
+    model = tiny("llama")
+    layers = [as_latent(attention_of(module)) for module in attention_modules(model).values()]
+    save(place(model, layers), None, tmp_path / "model", card="", report={})
+    monkeypatch.setattr(jobs, "load", lambda *given, **named: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match="this LatentKV layer is regard's own already"):
+        run_job(Job(tmp_path / "model", "mqa", tmp_path / "out"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_skeleton_is_the_model_without_numbers(family, tmp_path):
+    model = tiny(family)
+    model.save_pretrained(tmp_path)
+    bare = skeleton(tmp_path)
+    assert type(bare) is type(model) and not bare.training
+    assert {each.device.type for each in bare.parameters()} == {"meta"}
+    assert {n: p.shape for n, p in bare.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="needs weights"):
+        skeleton(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2"])
+@torch.no_grad()
+def test_a_model_with_qk_norm_is_converted_to_a_joint_latent(family, tmp_path):
+    torch.manual_seed(0)
+    tiny(family).save_pretrained(tmp_path / "model")
+    words().save_pretrained(tmp_path / "model")
+    text = " ".join(f"w{index}" for index in torch.randint(1, VOCABULARY, (4000,)).tolist())
+    job = Job(
+        tmp_path / "model",
+        "mla",
+        tmp_path / "out",
+        budget=0.5,
+        calibrate={"words": text},
+        held_out={"words": text},
+    )
+    report = run_job(job)
+    assert not report.stock
+    assert report.after.cache_bytes_per_token < 0.7 * report.before.cache_bytes_per_token
+    model, _ = regard.hf.load(tmp_path / "out")
+    layers = list(attention_modules(model).values())
+    assert [type(each).__name__ for each in layers] == ["HostedLatentKV"] * 2
+    assert all(each.k_norm is not None for each in layers)
+    assert all(report.still_missed < 0.5 for report in report.layers)

@@ -1,0 +1,98 @@
+"""Is the first thing that a process computes right, on a busy machine?
+
+python benchmarks/cold_starts.py --compares 20 --forks 2000 --busy 2
+
+The machine is made busy by processes that each keep a core at work. Then come cold starts of
+`regard compare` with its cheapest row, each of which begins with the proof that regard computes
+what the model does; and forks that each call one vector function for the first time, on two
+threads, without regard and after `import regard` (see regard/first_calls.py). Both have to hold
+every time; only the forks without regard may be wrong, now and then.
+"""
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from common import finish
+
+FORKS = """
+import os, signal, sys, torch
+if sys.argv[1] == "with":
+    import regard
+names = ("cos", "sin", "exp", "tanh", "sqrt", "erf")
+torch.set_num_threads(1)  # a fork would wait for ever for the parent's OpenMP threads
+x = torch.arange(200_000) * 2.0**-15  # up to 6.1, exactly
+wrong = 0
+torch.set_num_threads(2)
+for turn in range(int(sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(120)
+        name = names[turn % len(names)]
+        first = getattr(torch, name)(x)
+        again = getattr(torch, name)(x)
+        os._exit(0 if (first - again).abs().max() <= 1e-6 * again.abs().max() else 1)
+    wrong += os.waitpid(child, 0)[1] != 0
+print(wrong)
+"""
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many processes that never rest."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)
+    ]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def wrong_first_results(side: str, forks: int) -> int:
+    """Of so many forks, how many computed something else the first time than the second."""
+    command = [sys.executable, "-c", FORKS, side, str(forks)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(done.stdout)
+
+
+def compares(count: int) -> list[str]:
+    """What went wrong in so many cold starts of the main command; nothing, if all is well."""
+    command = [sys.executable, "-m", "regard.cli", "compare", "--attention", "shipped"]
+    options = ["--context", "256", "--json"]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    problems = []
+    for _ in range(count):
+        done = subprocess.run(
+            command + options, capture_output=True, text=True, check=False, env=environment
+        )
+        if done.returncode:
+            problems.append(done.stderr.strip())
+    return problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="cold starts on a busy machine")
+    for name, default in (("compares", 20), ("forks", 2000), ("busy", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    with busy(given.busy):
+        problems = compares(given.compares)
+        wrong = {side: wrong_first_results(side, given.forks) for side in ("without", "with")}
+    for problem in problems:
+        print(problem)
+    print(
+        f"regard compare: {given.compares - len(problems)} of {given.compares} cold starts held\n"
+        f"wrong first results in {given.forks} forks: {wrong['without']} without regard, "
+        f"{wrong['with']} after import regard"
+    )
+    finish("cold_starts", [{**vars(given), "failed_compares": len(problems), **wrong}])
+
+
+if __name__ == "__main__":
+    main()

@@ -103,8 +103,8 @@ def test_perplexity_is_the_models_own(result, texts):
 
 def test_a_row_that_cannot_be_made_says_why(texts):
     rows = rows_of(compare(tiny("qwen3"), texts))
-    assert "has no place for qk_norm" in rows["joint latent, 75 %"].remark
-    assert rows["joint latent, 75 %"].perplexity is None
+    assert "has no place for qk_norm" in rows["MQA, aligned"].remark
+    assert rows["MQA, aligned"].perplexity is None
     assert rows["MHA, spelled out"].perplexity == pytest.approx(rows["GQA, as shipped"].perplexity)
 
 

@@ -178,6 +178,22 @@ def test_forward_mode_follows_the_past(make):
             torch.func.jvp(lambda x: layer(x, cache=QuantizedCache()), (x,), (step,))
 
 
+@pytest.mark.parametrize("trained", [[], ["q_proj"], ["q_proj", "sinks"]])
+def test_forward_mode_beside_frozen_halves(trained):
+    layer = Attention(8, 2, mask=Causal(), sinks=True).double()
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] in trained)
+    x, step, found = torch.randn(1, 5, 8).double(), torch.randn(1, 5, 8).double(), []
+    for make in (KVCache, lambda: None):
+        given = {} if (cache := make()) is None else {"cache": cache}
+        with forward_ad.dual_level():
+            out = layer(forward_ad.make_dual(x, step), **given)
+            found.append(forward_ad.unpack_dual(out).tangent)
+    ahead, behind = (layer(x + h * step) for h in (1e-6, -1e-6))
+    for tangent in found:
+        assert torch.allclose(tangent, (ahead - behind) / 2e-6, atol=1e-7)
+
+
 def test_functionalized_documents():
     q = torch.randn(1, 2, 600, 16)
     mask = Causal() & Documents(torch.arange(600)[None] // 100)

@@ -122,8 +122,10 @@ def tracked(needs_grad: bool, *streams: Tensor) -> tuple[Tensor, ...]:
     """
     if not needs_grad or any(each.requires_grad for each in streams):
         return streams
+    if torch.compiler.is_compiling():  # a graph cannot hold it; autograd refuses the backward pass
+        return streams
     first, *rest = streams
-    return first.detach().requires_grad_(), *rest
+    return first.view_as(first).requires_grad_(), *rest  # detach() would drop a forward tangent
 
 
 def trains(module: nn.Module) -> bool:

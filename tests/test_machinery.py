@@ -89,6 +89,12 @@ def test_compiled_layers_train_as_eager_ones(traced):
     assert max(trained.values()) <= 1e-5
 
 
+def test_one_graph_takes_masks_of_any_size(traced):
+    masked = {name: each for name, each in traced.items() if "masked" in name}
+    assert len(masked) == 4
+    assert max(masked.values()) <= 1e-5
+
+
 def test_one_exported_program_serves_every_batch_and_length(traced):
     exported = {name: each for name, each in traced.items() if "exported" in name}
     assert len(exported) == 7
@@ -207,7 +213,7 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
     name: level
     for level, names in enumerate(
         [
-            ["span", "heads", "partial", "coded", "memory", "tracing", "first_calls"],
+            ["span", "heads", "partial", "coded", "memory", "tracing", "first_calls", "words"],
             ["frequencies", "versions"],
             ["scaling"],
             ["rope", "algebra", "streams"],
@@ -220,7 +226,7 @@ BELOW = {  # who may import whom, from the ground up; a module may import what s
             ["backends", "construct"],
             ["choose", "inputs", "cache_use"],
             ["attend"],
-            ["explain"],
+            ["explain", "observed"],
             ["attention", "latent_kv", "latent_forms"],
             ["latent"],
             ["__init__"],

@@ -194,6 +194,24 @@ def test_forward_mode_beside_frozen_halves(trained):
         assert torch.allclose(tangent, (ahead - behind) / 2e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("make", [KVCache, lambda: SlidingCache(3)])
+def test_torch_func_beside_frozen_halves(make):
+    layer = Attention(8, 2, mask=Causal() & SlidingWindow(3)).double().requires_grad_(False)
+    x = torch.randn(1, 5, 8).double()
+
+    def in_pieces(x, pieces=(3, 1, 1)):
+        cache = make()
+        q, rest = x[:, :3], x[:, 3:].detach()
+        tokens = torch.cat([q, rest], 1).split(pieces, 1)
+        return torch.cat([layer(token, cache=cache) for token in tokens], 1).square().sum()
+
+    expected = torch.func.grad(lambda x: in_pieces(x, (5,)))(x)
+    assert torch.allclose(torch.func.grad(in_pieces)(x), expected, atol=1e-10)
+    cross = Attention(8, 2).double().requires_grad_(False)
+    memory = cross.remember(x)
+    assert torch.func.jacrev(lambda x: cross(x, context=memory))(x).isfinite().all()
+
+
 def test_functionalized_documents():
     q = torch.randn(1, 2, 600, 16)
     mask = Causal() & Documents(torch.arange(600)[None] // 100)

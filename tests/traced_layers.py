@@ -12,9 +12,12 @@ from regard import (
     Attention,
     Causal,
     Chunked,
+    Dense,
+    Documents,
     KVCache,
     LatentKVAttention,
     MultiHeadLatentAttention,
+    Padding,
     Prefix,
     Rotary,
     SlidingWindow,
@@ -91,6 +94,19 @@ def trained(layer, dynamic=None):
     return worst
 
 
+def masked(layer):
+    """With dynamic sizes and masks that hold data."""
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    worst = 0.0
+    for batch, length in ((2, 6), (3, 9)):
+        x = torch.randn(batch, length, 32)
+        valid = torch.arange(length) >= torch.arange(batch)[:, None]
+        for mask in (Padding(valid), Documents(valid.int()), Dense(valid[:, None, None, :])):
+            worst = max(worst, gap(compiled(x, mask=mask), layer(x, mask=mask)))
+    return worst
+
+
 def exported(layer, strict):
     """One program with a dynamic batch and length, on other sizes."""
     batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=2, max=512)
@@ -124,6 +140,7 @@ def main():
         found[f"{name}: decode, static"] = decode(layer, StaticCache(80), StaticCache(80))
         found[f"{name}: trained"] = trained(make(Causal()).train())
         found[f"{name}: trained, dynamic"] = trained(make(Causal()).train(), dynamic=True)
+        found[f"{name}: masked"] = masked(make(Causal()).eval())
         found[f"{name}: exported"] = exported(make(window).eval(), strict=False)
     for name in ("gqa", "mla"):
         layer = LAYERS[name](window).eval()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.cache import NO_CACHE, Cache
 from regard.check import check_decodable
 from regard.masks import AllOf, AnyOf, Mask, Padding, Span
-from regard.tracing import holds_numbers, in_backward
+from regard.tracing import holds_numbers, in_backward, is_transformed
 
 
 class _Use(NamedTuple):
@@ -122,8 +122,8 @@ def tracked(needs_grad: bool, *streams: Tensor) -> tuple[Tensor, ...]:
     """
     if not needs_grad or any(each.requires_grad for each in streams):
         return streams
-    if torch.compiler.is_compiling():  # a graph cannot hold it; autograd refuses the backward pass
-        return streams
+    if torch.compiler.is_compiling() or is_transformed():
+        return streams  # these cannot hold it: caches append there, or autograd refuses
     first, *rest = streams
     return first.view_as(first).requires_grad_(), *rest  # detach() would drop a forward tangent
 

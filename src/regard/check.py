@@ -130,16 +130,20 @@ def check_mask(mask: object) -> None:
 
 def check_mask_sizes(mask: Mask, batch: int, heads: int) -> None:
     """A mask with a row for each sequence, or each head, has as many as there are."""
-    if mask.batch not in (None, 1, batch):
+    if not _serves(mask.batch, batch):
         raise ValueError(
             f"mask={mask!r} speaks of a batch of {mask.batch}, q of a batch of {batch}; "
             "give the mask one row for each sequence, or a single row for all"
         )
-    if mask.heads not in (None, 1, heads):
+    if not _serves(mask.heads, heads):
         raise ValueError(
             f"mask={mask!r} speaks of {mask.heads} heads, q has {heads}; "
             "give the mask one plane for each query head, or a single one for all"
         )
+
+
+def _serves(size: int | None, asked: int) -> bool:
+    return size is None or size == 1 or size == asked  # `in` does not compare symbolic sizes
 
 
 def check_options(

@@ -56,7 +56,7 @@ class LatentKVAttention(nn.Module):
     >>> cache = KVCache()
     >>> layer(torch.randn(1, 5, 64), cache=cache).shape
     torch.Size([1, 5, 64])
-    >>> cache.nbytes == 5 * (16 * 4 + 8)
+    >>> cache.nbytes == 5 * (16 * 4 + 4)
     True
     """
 

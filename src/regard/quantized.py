@@ -9,7 +9,8 @@ from torch import Tensor
 from regard.buffered import KVCache
 from regard.coded import Coded, CodedStreams, quantize
 from regard.span import Span
-from regard.streams import Part, Stored, check_streams, check_whole, chosen, is_followed
+from regard.streams import Part, Stored, check_streams, check_whole, chosen, wants_grad
+from regard.tracing import is_forward_mode
 
 
 class QuantizedCache(Stored):
@@ -95,7 +96,7 @@ class QuantizedCache(Stored):
 
     def _coded(self, new: tuple[Tensor, ...]) -> list[Tensor]:
         check_streams(new, self._like)
-        if is_followed(new, ()):
+        if wants_grad(new, ()) or is_forward_mode():
             raise ValueError(
                 "QuantizedCache rounds, which gradients cannot follow; use KVCache(), or "
                 "torch.no_grad()"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regard.coded import CodedStreams
 from regard.span import Span
-from regard.tracing import is_forward_mode
+from regard.tracing import is_forward_mode, is_transformed
 
 
 class Part(NamedTuple):
@@ -188,8 +188,8 @@ def check_rows(rows: object, held: Sequence[Tensor]) -> None:
 
 
 def is_followed(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
-    """Whether derivatives, backward or forward, may follow what a cache returns."""
-    return wants_grad(new, held) or is_forward_mode()
+    """Whether derivatives, backward or forward, or `torch.func` may follow what a cache returns."""
+    return wants_grad(new, held) or is_forward_mode() or is_transformed()
 
 
 def wants_grad(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:

@@ -31,12 +31,14 @@ def holds_numbers(value: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`...) is active."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_vmapped() -> bool:
     """Whether a `torch.func.vmap` is active."""
-    if torch.compiler.is_compiling() or not is_transformed():
+    if not is_transformed():
         return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)

@@ -61,19 +61,20 @@ def wrong_first_results(side: str, forks: int) -> int:
     return int(done.stdout)
 
 
-def compares(count: int) -> list[str]:
-    """What went wrong in so many cold starts of the main command; nothing, if all is well."""
+def compares(count: int) -> int:
+    """In how many of so many cold starts the main command failed; each is told as it ends."""
     command = [sys.executable, "-m", "regard.cli", "compare", "--attention", "shipped"]
     options = ["--context", "256", "--json"]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    problems = []
-    for _ in range(count):
+    failed = 0
+    for at in range(count):
         done = subprocess.run(
             command + options, capture_output=True, text=True, check=False, env=environment
         )
-        if done.returncode:
-            problems.append(done.stderr.strip())
-    return problems
+        failed += done.returncode != 0
+        told = done.stderr.strip() if done.returncode else "held"
+        print(f"cold start {at + 1} of {count}: {told}", flush=True)
+    return failed
 
 
 def main() -> None:
@@ -82,16 +83,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     with busy(given.busy):
-        problems = compares(given.compares)
+        failed = compares(given.compares)
         wrong = {side: wrong_first_results(side, given.forks) for side in ("without", "with")}
-    for problem in problems:
-        print(problem)
     print(
-        f"regard compare: {given.compares - len(problems)} of {given.compares} cold starts held\n"
+        f"regard compare: {given.compares - failed} of {given.compares} cold starts held\n"
         f"wrong first results in {given.forks} forks: {wrong['without']} without regard, "
         f"{wrong['with']} after import regard"
     )
-    finish("cold_starts", [{**vars(given), "failed_compares": len(problems), **wrong}])
+    finish("cold_starts", [{**vars(given), "failed_compares": failed, **wrong}])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""One cell of the matrix, run in this process: a caller, a call, a verdict."""
+
+import warnings
+import zlib
+from dataclasses import dataclass
+
+import callers_in_context
+import callers_with_gradients
+import callers_with_graphs
+import callers_with_masks
+import callers_with_objects
+import calls_of_attend
+import calls_of_layers
+import judging
+import torch
+from definition import Leaves
+from programs import Program
+from table import CALLERS, Caller, Row
+
+MODULES = (  # which enter their callers into the table
+    callers_in_context,
+    callers_with_gradients,
+    callers_with_graphs,
+    callers_with_masks,
+    callers_with_objects,
+)
+CALLS: dict[str, Row] = {**calls_of_attend.rows(), **calls_of_layers.rows()}
+
+
+@dataclass
+class Verdict:
+    """`kind` is "equal", "refused" or "wrong"; `words` say how."""
+
+    kind: str
+    words: str = ""
+
+
+def run_cell(caller_name: str, call_name: str) -> Verdict:
+    """What this caller gets of this call, judged. The world is as it was afterwards."""
+    caller, program = CALLERS[caller_name], CALLS[call_name].build()
+    torch.manual_seed(zlib.crc32(f"{caller_name}/{call_name}".encode()))
+    before, world = _copies(program), _world()
+    try:
+        verdict = _answer(caller, program)
+    finally:
+        after, changed = _world(), _changed(program, before)
+        _restore()
+    if world != after:
+        verdict = Verdict("wrong", f"the world is changed from {world} to {after}\n{verdict.words}")
+    if changed:
+        verdict = Verdict("wrong", f"changed in place: {changed}\n{verdict.words}")
+    return verdict
+
+
+def _answer(caller: Caller, program: Program) -> Verdict:
+    try:
+        with warnings.catch_warnings():
+            if caller.plain:
+                warnings.simplefilter("error")
+            found = caller.run(program)
+    except Exception as error:
+        words = judging.judge_error(caller, program, error) or _unsettled(program)
+        return Verdict("wrong", words) if words else Verdict("refused", str(error))
+    found = found if isinstance(found, list) else [found]
+    wrong = [words for each in found for words in judging.judge(program, each)]
+    wrong += filter(None, [_unsettled(program)])
+    return Verdict("wrong", "; ".join(wrong)) if wrong else Verdict("equal")
+
+
+def _unsettled(program: Program) -> str | None:
+    """Whether a cache holds more or fewer tokens than calls that succeeded have given it."""
+    length = getattr(program.cache, "length", 0)
+    if program.settled is None or length == program.settled:
+        return None
+    return f"the cache holds {length} tokens, {program.settled} were given in calls that succeeded"
+
+
+def _copies(program: Program) -> Leaves:
+    return {name: leaf.detach().clone() for name, leaf in program.leaves().items()}
+
+
+def _changed(program: Program, before: Leaves) -> list[str]:
+    """Inputs that are no longer what they were; parameters are the callers' to change."""
+    inputs = program.named_inputs
+    return [n for n, x in inputs.items() if x.device.type == "cpu" and not _same(x, before[n])]
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and bool((x == y).all())
+
+
+def _world() -> dict[str, object]:
+    """What a call must leave as it was."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _restore() -> None:
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)

@@ -157,7 +157,7 @@ faking("fake tensors, with gradients", built=False, grad=True)
 faking("fake mode, built there", built=True, grad=False)
 
 
-@caller("meta tensors", refusals=(NO_GRADIENTS,))
+@caller("meta tensors", refusals=(NO_GRADIENTS, "score_bias is on cpu"))
 def on_meta(program: Program) -> Found:
     with torch.no_grad():
         out = program.functional({n: x.to("meta") for n, x in detached(program).items()})

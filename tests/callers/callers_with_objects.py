@@ -312,6 +312,7 @@ for change in (
 @caller("weights changed by an optimiser", needs="parameters", refusals=(NO_GRADIENTS,))
 def after_a_step(program: Program) -> Found:
     """Nothing of the old weights may be left in the next call."""
+    program = program.row.build()
     trained(program)
     with torch.no_grad():
         for parameter in program.parameters():

@@ -15,7 +15,7 @@ import judging
 import torch
 from definition import Leaves
 from programs import Program
-from table import CALLERS, Caller, Row
+from table import CALLERS, Caller, Found, Row
 
 MODULES = (  # which enter their callers into the table
     callers_in_context,
@@ -40,31 +40,38 @@ def run_cell(caller_name: str, call_name: str) -> Verdict:
     caller, program = CALLERS[caller_name], CALLS[call_name].build()
     torch.manual_seed(zlib.crc32(f"{caller_name}/{call_name}".encode()))
     before, world = _copies(program), _world()
-    try:
-        verdict = _answer(caller, program)
-    finally:
-        after, changed = _world(), _changed(program, before)
-        _restore()
+    answer = _ask(caller, program)
+    after = _world()
+    _restore()
+    wrong = _wrong(caller, program, answer)
     if world != after:
-        verdict = Verdict("wrong", f"the world is changed from {world} to {after}\n{verdict.words}")
-    if changed:
-        verdict = Verdict("wrong", f"changed in place: {changed}\n{verdict.words}")
-    return verdict
+        wrong.append(f"the world is changed from {world} to {after}")
+    if changed := _changed(program, before):
+        wrong.append(f"changed in place: {changed}")
+    if wrong:
+        return Verdict("wrong", "; ".join(wrong))
+    return Verdict("refused", str(answer)) if isinstance(answer, Exception) else Verdict("equal")
 
 
-def _answer(caller: Caller, program: Program) -> Verdict:
+def _ask(caller: Caller, program: Program) -> list[Found] | Exception:
+    """What the caller found, or what was raised."""
     try:
         with warnings.catch_warnings():
             if caller.plain:
                 warnings.simplefilter("error")
             found = caller.run(program)
     except Exception as error:
-        words = judging.judge_error(caller, program, error) or _unsettled(program)
-        return Verdict("wrong", words) if words else Verdict("refused", str(error))
-    found = found if isinstance(found, list) else [found]
-    wrong = [words for each in found for words in judging.judge(program, each)]
-    wrong += filter(None, [_unsettled(program)])
-    return Verdict("wrong", "; ".join(wrong)) if wrong else Verdict("equal")
+        return error
+    return found if isinstance(found, list) else [found]
+
+
+def _wrong(caller: Caller, program: Program, answer: list[Found] | Exception) -> list[str]:
+    """What is wrong with the answer, and with the cache after it."""
+    if isinstance(answer, Exception):
+        words = [judging.judge_error(caller, program, answer)]
+    else:
+        words = [each for found in answer for each in judging.judge(program, found)]
+    return [each for each in (*words, _unsettled(program)) if each]
 
 
 def _unsettled(program: Program) -> str | None:
@@ -80,9 +87,9 @@ def _copies(program: Program) -> Leaves:
 
 
 def _changed(program: Program, before: Leaves) -> list[str]:
-    """Inputs that are no longer what they were; parameters are the callers' to change."""
-    inputs = program.named_inputs
-    return [n for n, x in inputs.items() if x.device.type == "cpu" and not _same(x, before[n])]
+    """Inputs and parameters that are no longer what they were."""
+    leaves = program.leaves().items()
+    return [n for n, x in leaves if n in before and not x.is_meta and not _same(x, before[n])]
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:

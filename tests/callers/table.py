@@ -37,10 +37,14 @@ NEEDS: dict[str, Callable[[Row], bool]] = {
     "layer": lambda row: isinstance(row, Layer),
     "cache": lambda row: isinstance(row, Layer) and row.cache is not None,
     "mask with data": lambda row: row.rule.data is not None,
-    "small float64": lambda row: row.dtype == torch.float64 and row.numbers < 3000,
+    "small float64": lambda row: all_float64(row) and row.numbers < 3000,
     "small": lambda row: 0 < row.numbers < 3000,
     "parameters": lambda row: isinstance(row, Layer) or row.bias_rule == "relative",
 }
+
+
+def all_float64(row: Row) -> bool:
+    return row.dtype == torch.float64 and getattr(row, "bias_dtype", None) is None
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,12 @@ def in_context(
 
 
 def forward(program: Program) -> Found:
+    """The output. Nothing here is random, so that no random number may be drawn."""
+    before = torch.get_rng_state()
     with torch.no_grad():
-        return Found({"out": program(*program.inputs)})
+        found = Found({"out": program(*program.inputs)})
+    assert torch.get_rng_state().equal(before), "random numbers were drawn"
+    return found
 
 
 def trained(program: Program) -> Found:

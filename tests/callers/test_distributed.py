@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 def test_layers_train_on_two_processes_as_on_one():
     paths = os.pathsep.join(map(str, (SOURCES, TESTS, HERE)))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "distributed.py"],
+        [sys.executable, "-W", "ignore", HERE / "two_processes.py"],
         env={**os.environ, **USUAL, "PYTHONPATH": paths},
         capture_output=True,
         text=True,

@@ -284,3 +284,24 @@ def _pickled(at):
 def _broken(at):
     _file(at / "config.json", '{"model_type": "llama"}')
     return _file(at / "model.safetensors", "x").parent
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_nothing_is_lost(tmp_path, monkeypatch, texts):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv(kept.FOLDER, str(tmp_path / "file"))
+    candidates = chosen(["mqa"])
+    with pytest.warns(UserWarning, match=r"are not kept for the next comparison: .*REGARD_CACHE"):
+        found = compare(tiny("llama"), texts, candidates=candidates)
+    assert all(row.perplexity is not None for row in found.rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_model_with_qk_norm_is_compared_with_joint_latents(family, texts):
+    keys = ["latent-100", "latent-50", "deepseek-50", "mqa"]
+    found = rows_of(compare(tiny(family), texts, candidates=chosen(keys)))
+    assert found["joint latent, full rank"].largest_logit_difference < 1e-3
+    assert found["joint latent, 50 %"].perplexity is not None
+    for name in ("DeepSeek's MLA, 50 %", "MQA, aligned"):
+        assert "no place for qk_norm" in found[name].remark
+        assert "a joint latent of keys and values does" in found[name].remark
+        assert "larger budget" not in found[name].remark

@@ -309,6 +309,10 @@ HOSTILE = {
     "a bias that is not there": (one_layer(bias=True), "got '2 missing keys: model.layers.0"),
     "a window": (one_layer(window=3), "has window 3, the model's masks have None"),
     "a window of none": (one_layer(window=0), "SlidingWindow"),
+    "a norm of words": (one_layer(qk_norm="evil"), "'qk_norm' of a layer must be null, 'head' or"),
+    "a norm of lists": (one_layer(qk_norm=["head"]), "'qk_norm' of a layer must be null, 'head'"),
+    "a norm that is not there": (one_layer(qk_norm="head"), "got '2 missing keys: model.layers.0"),
+    "an endless epsilon": (one_layer(norm_eps=float("inf")), "'norm_eps' of a layer must be a fin"),
     "a rope of words": (one_layer(rope="evil"), "'rope' of a layer must be null or a rotary"),
     "a rope of parts": (one_layer(rope={"dim": 8}), "'rope' of a layer must be null or a rotary"),
     "a long rope": (
@@ -413,6 +417,38 @@ def test_an_index_and_links_stay_in_their_folder(tmp_path):
     (out / "config.json").symlink_to("../elsewhere.json")
     with pytest.raises(CheckpointError, match="a link may not lead out of its folder"):
         regard.hf.load(out)
+
+
+def test_a_folder_that_says_nothing_of_norms_has_none(folder):
+    """As they were written before a joint latent could have them."""
+    file = folder / "config.json"
+    said = json.loads(file.read_text())
+    for entry in said["layers"]:
+        assert entry.pop("qk_norm") is None and entry.pop("norm_eps") == 1e-6
+    wanted = logits(regard.hf.load(folder)[0])
+    file.write_text(json.dumps(said))
+    assert logits(regard.hf.load(folder)[0]).equal(wanted)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_a_norm_that_no_file_describes_is_not_written(name, tmp_path):
+    model = hosted("qwen3")
+    setattr(model.model.layers[1].self_attn, name, torch.nn.LayerNorm(8))
+    with pytest.raises(ValueError, match=rf"{name} is LayerNorm.*only an nn.RMSNorm with a weight"):
+        save(model, None, tmp_path / "out", **SAID)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_norm_comes_back_with_its_epsilon(tmp_path):
+    model = tiny("qwen3")
+    layers = [as_latent(layer) for layer in layers_of(model)]
+    layers[0].k_norm.eps = layers[0].q_norm.eps = 0.5
+    layers[1].k_norm.eps = layers[1].q_norm.eps = None  # torch's own for the dtype
+    saved = place(model, layers)
+    again, _ = regard.hf.load(save(saved, None, tmp_path / "out", **SAID))
+    torch.testing.assert_close(logits(again), logits(saved), **CLOSE)
+    eps = [each.k_norm.eps for each in attention_modules(again).values()]
+    assert eps == [0.5, torch.finfo(torch.float32).eps]
 
 
 def test_a_layer_of_an_unknown_scaling_is_not_written(tmp_path):

@@ -1,5 +1,7 @@
 """Both models are carried along: a layer sees what it will read, and what would put it right."""
 
+import copy
+
 import pytest
 import torch
 
@@ -131,3 +133,31 @@ def test_what_is_allotted_is_the_cheapest_way_to_spend_it():
     assert cost(given) == pytest.approx(min(map(cost, every)), rel=1e-9)
     with pytest.raises(ValueError, match="not between 8 and 32 each"):
         allot(table, sizes, 100)
+
+
+@pytest.mark.parametrize(
+    ("family", "added"), [("llama", True), ("qwen3", True), ("gemma3", False), ("olmo2", False)]
+)
+@torch.no_grad()
+def test_errors_of_the_stream_are_mended_only_where_the_output_is_added_as_it_is(family, added):
+    """Gemma 3 and OLMo 2 norm what attention puts out, which is best the model's own."""
+    model, steps = tiny(family), []
+
+    def lossy(step):
+        steps.append(step)
+        layer = copy.deepcopy(attention_of(step.module))
+        layer.v_proj.weight.data = -layer.v_proj.weight.data
+        return layer
+
+    seen = []
+    hooks = [
+        module.register_forward_hook(lambda module, given, out: seen.append(out[0]))
+        for module in attention_modules(model).values()
+    ]
+    model(tokens(2, 16))
+    for hook in hooks:
+        hook.remove()
+    walk(model, tokens(2, 16), [lossy])
+    wanted = seen[1]
+    same = torch.allclose(steps[1].target, wanted, atol=1e-5, rtol=1e-5)
+    assert same is not added

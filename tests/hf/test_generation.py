@@ -237,3 +237,23 @@ def test_what_cannot_be_taken_back_is_refused():
         cache.crop(2)
     with pytest.raises(ValueError, match="not offloaded"):
         cache.layers[0].offload()
+
+
+@pytest.mark.parametrize("kind", ["growing", "static", "quantized"])
+def test_rows_of_different_lengths_are_refused_before_anything_is_stored(kind):
+    """transformers' masks have one length for all rows, and would show stale tokens."""
+    model, given = ZOO["llama"].build(), inputs("llama", padding="left")
+    regard.hf.install(model)
+    options = {"max_length": 40} if kind == "static" else {}
+    cache = regard.hf.cache(model, kind, **options)
+    with torch.no_grad():
+        model(**given, past_key_values=cache)
+        for layer in cache.layers:
+            layer.cache.truncate(torch.tensor([3, 5]))
+        token = given["input_ids"][:, :1]
+        for mask in (None, torch.ones(2, given["input_ids"].shape[1] + 1, dtype=torch.int64)):
+            with pytest.raises(ValueError, match=r"hold \[3, 5\] tokens after truncate\(\[B\]\)"):
+                model(input_ids=token, attention_mask=mask, past_key_values=cache)
+    assert all(layer.cache.length == 5 for layer in cache.layers)
+    with pytest.raises(ValueError, match=r"crop takes one number for all rows, .* got \[-1, -2\]"):
+        cache.layers[0].crop(torch.tensor([-1, -2]))

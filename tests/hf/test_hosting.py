@@ -171,6 +171,18 @@ def test_without_positions_and_mask_they_are_its_own(family, form):
     torch.testing.assert_close(torch.cat(pieces, 1), layer(x)[0], **CLOSE)
 
 
+def test_positions_that_the_cache_would_not_hold_are_refused():
+    _, model = hosted("llama", "latent kv")
+    cache, layer = regard.hf.cache(model), model.model.layers[0].self_attn
+    for where, error in (
+        (torch.arange(5)[None] / 2, TypeError),
+        (torch.arange(5)[None] + 2**31, ValueError),
+    ):
+        with pytest.raises(error, match="positions of a layer that caches them"):
+            layer(torch.randn(1, 5, 24), position_ids=where, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
 def test_what_the_caches_hold_is_the_latent():
     _, other = hosted("llama", "latent kv")
     with torch.no_grad():

@@ -17,6 +17,7 @@ import regard.hf
 from regard.attend import prepare
 from regard.hf import attending, attending_latent, attention_modules, versions
 from regard.hf.visible import visible
+from tiny import tiny
 from zoo import ZOO, inputs, result, tokens
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
@@ -239,6 +240,8 @@ def test_a_model_of_unknown_attention_is_refused_by_its_type():
         regard.hf.install(model)
     with pytest.raises(ValueError, match=re.escape("BloomAttention (2 modules); what is missing")):
         regard.hf.install(model)
+    with pytest.raises(ValueError, match="does not go through transformers' AttentionInterface"):
+        regard.hf.install(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -312,3 +315,22 @@ def test_dropout_drops_as_often():
     assert not model(input_ids=ids).logits.equal(model(input_ids=ids).logits)
     model.eval()
     assert model(input_ids=ids).logits.equal(model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("way", ["install", "register"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("cached", [True, False])
+@torch.no_grad()
+def test_autocast_runs_models_whose_norms_are_in_float32(family, way, cached):
+    """Norms with float32 weights widen queries and keys, values stay in half precision."""
+    model, ids = tiny(family), tokens(2, 9)
+    exact = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        own = model(ids, use_cache=cached).logits
+        if way == "install":
+            regard.hf.install(model)
+        else:
+            model.set_attn_implementation(regard.hf.register())
+        ours = model(ids, use_cache=cached).logits
+    assert ours.dtype == own.dtype
+    assert (ours - exact).abs().max() <= 2 * (own - exact).abs().max()

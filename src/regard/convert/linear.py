@@ -5,7 +5,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from regard.attention import Attention
-from regard.hf.offloaded import fetched
+from regard.construct import matrix_objection
+from regard.hf.offloaded import fetched, only_offloaded
 
 
 def linear_of(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None) -> nn.Linear:
@@ -26,14 +27,16 @@ def numbers_of(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
     """The weight and the bias of a plain linear layer, from the disk if they were left there.
 
     Raises:
-        ValueError: if it is something else: adapters and quantised layers are not plain numbers.
+        ValueError: if calling it does more than these say: adapters, quantised layers, hooks.
     """
     linear = module.get_submodule(name)
-    if type(linear) is not nn.Linear:
+    objection = None if only_offloaded(linear) else matrix_objection(linear)
+    if objection is not None:
         raise ValueError(
-            f"{name} is a {type(linear).__name__}; only a plain nn.Linear can be converted: "
-            "merge adapters and undo quantisation first"
+            f"{name} {objection}; only a plain nn.Linear can be converted: merge adapters, undo "
+            "quantisation and remove hooks first"
         )
+    assert isinstance(linear, nn.Linear)
     bias = None if linear.bias is None else fetched(linear, "bias")
     return fetched(linear, "weight"), bias
 

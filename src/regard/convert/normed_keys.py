@@ -8,7 +8,8 @@ more than others, and tokens whose keys are small count more:
     minimise   E sum over heads of |g * (W - B A) x|^2 / mean((W x)^2)
 
 With one weight for a token, the mean of its heads', that is a weighted principal component
-analysis of keys and values together. What finer fits give is in docs/convert.md: nothing.
+analysis of keys and values together. A weight for each head, and alternating between A and B, were
+tried and brought nothing more; `benchmarks/qk_norm.py` says what the weights bring.
 """
 
 import torch

@@ -21,6 +21,7 @@ from regard.attention import Attention
 from regard.convert.grouping import grouped
 from regard.convert.linear import linear_of, numbers_of, refuse_unheld, rows_of
 from regard.convert.merging import merge_keys, merge_values
+from regard.convert.spell_out import refuse_norm_of_width
 
 Method = Literal["aligned", "mean", "first"]
 
@@ -51,8 +52,8 @@ def regroup(
             pooling and first head: without training their models are not usable.
 
     Raises:
-        ValueError: if the heads do not divide, there is no covariance, or keys are normed, where
-            only `"mean"` and `"first"` can be made.
+        ValueError: if the heads do not divide, there is no covariance, or keys are normed: then
+            only `"mean"` and `"first"` can be made, and neither where all heads have one norm.
     """
     if num_kv_heads < 1 or layer.num_kv_heads % num_kv_heads:
         raise ValueError(
@@ -61,6 +62,7 @@ def regroup(
         )
     if num_kv_heads == layer.num_kv_heads:
         return Regrouped(layer, 0.0)
+    refuse_norm_of_width(layer)
     if method != "aligned":
         return _pooled(layer, num_kv_heads, method)
     refuse_unheld(layer, "an aligned merge")

@@ -54,11 +54,12 @@ def spell_out(layer: Attention, num_kv_heads: int | None = None) -> Attention:
 
 
 def refuse_norm_of_width(layer: Attention) -> None:
-    """Raise a ValueError if keys are normed over all heads at once: copies would count twice."""
+    """Raise a ValueError if keys are normed over all heads at once: more heads, or fewer, would
+    have another norm."""
     if layer.norm_width:
         raise ValueError(
-            'qk_norm="width" norms all key heads at once, and copies would count again; '
-            'layers with qk_norm="head", or none, can be spelled out'
+            'qk_norm="width" norms all key heads at once, and more or fewer of them would have '
+            "another norm; a joint latent keeps it: to='mla' with a budget, or to='mla:RANK'"
         )
 
 

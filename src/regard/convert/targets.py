@@ -135,7 +135,7 @@ def check_fits(target: Target, layer: Attention) -> None:
                 f"{wanted} key heads: the model has {have} for {layer.num_heads} query heads, and "
                 f"can have {', '.join(map(str, fitting))}"
             )
-        if wanted > have:
+        if wanted != have:
             refuse_norm_of_width(layer)
         if wanted < have and target.method == "aligned":
             refuse_unheld(layer, "an aligned merge")

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -73,6 +74,7 @@ def _along(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> 
     q, k, v = family.project.both(module, x)
     angles = given.get("position_embeddings")
     q, k = family.rotate(module, q, angles), family.rotate(module, k, angles)
+    q, k, v = of_one_dtype(q, k, v)
     cache = given.get(family.cache)
     if cache is None:
         return Heads(q, k, v)
@@ -102,6 +104,16 @@ def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) ->
     k, v = held.update(*memory(module, context), layer)
     cache.is_updated[layer] = True
     return Heads(q, k, v)
+
+
+def of_one_dtype(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, rounded to the narrowest of their dtypes under autocast: norms with
+    float32 weights widen queries and keys there, and torch's own attention rounds all three."""
+    kind = heads[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return heads
+    narrow = min((each.dtype for each in heads), key=lambda dtype: dtype.itemsize)
+    return tuple(each.to(narrow) for each in heads)
 
 
 def total(first: Tensor | None, second: Tensor | None) -> Tensor | None:

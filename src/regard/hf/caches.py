@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
 from regard.call import join
+from regard.span import Span
 
 ASSISTED_ROLLBACK = 256  # tokens: more than an assistant ever proposes at once
 
@@ -34,7 +35,13 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return not isinstance(self.cache, SlidingCache) or self.cache.rollback > 0
 
     def append(self, *streams: Tensor) -> tuple[Part, ...]:
-        """Store the streams of new tokens; give what may be attended."""
+        """Store the streams of new tokens; give what may be attended.
+
+        Raises:
+            ValueError: if rows hold different numbers of tokens, which transformers' masks do not
+                say.
+        """
+        self._span(streams[0].shape[2])
         self.is_initialized, self.batch_size = True, streams[0].shape[0]
         return self.cache.update(*streams)
 
@@ -51,8 +58,18 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.cache.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        span = self.cache.span(query_length)
+        span = self._span(query_length)
         return span.num_keys, span.kv_start
+
+    def _span(self, new: int) -> Span:
+        span = self.cache.span(new)
+        if isinstance(span.q_start, Tensor):
+            raise ValueError(
+                f"rows of this cache hold {span.q_start.tolist()} tokens after truncate([B]), and "
+                "transformers' masks and positions count one length for all rows: it would show "
+                "stale tokens; pad on the left instead, or truncate to a whole number"
+            )
+        return span
 
     def get_max_length(self) -> int:
         if isinstance(self.cache, StaticCache):
@@ -72,6 +89,11 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             ValueError: if the number is positive, or more than can be taken back.
         """
+        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() != 1:
+            raise ValueError(
+                "crop takes one number for all rows, as a model of transformers has one length for "
+                f"all, got {tokens_to_remove.tolist()}"
+            )
         change = int(tokens_to_remove)  # before transformers 5.20 it may be a tensor
         if change > 0:
             raise ValueError(f"crop takes the tokens to remove as a negative number, got {change}")

@@ -1,5 +1,7 @@
 """Which modules of a model are attention, and which of them regard knows."""
 
+import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -32,6 +34,13 @@ def find(model: nn.Module) -> Found:
     return Found(known, unknown)
 
 
+def asks_the_interface(modules: Iterable[nn.Module]) -> bool:
+    """Whether all of these find their attention function through transformers' interface: whether
+    the files that define their classes import it."""
+    files = [sys.modules.get(type(module).__module__) for module in modules]
+    return bool(files) and all(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
 def _says_so(module: nn.Module) -> bool:
     """Whether the module's class, or one that it is made of, is called attention."""
     return any("attention" in each.__name__.lower() for each in type(module).__mro__)
@@ -45,7 +54,10 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """
     found = find(model)
     if found.unknown or not found.known:
-        raise ValueError(unknown_attention(model, found))
+        raise ValueError(
+            f"{unknown_attention(model, found)}; what has no row is run by regard.hf.register(), "
+            "and neither converted nor compared"
+        )
     return found.known
 
 
@@ -65,7 +77,5 @@ def unknown_attention(model: nn.Module, found: Found) -> str:
     names = ", ".join(f"{kind} ({count} modules)" for kind, count in counts.items())
     return (
         f"{what} has attention that regard does not know: {names}; what is missing is a row in "
-        f"regard.hf.families, which has {', '.join(FAMILIES)}; if it goes through transformers' "
-        'AttentionInterface, regard.hf.register() and model.set_attn_implementation("regard") '
-        "serve it"
+        f"regard.hf.families, which has {', '.join(FAMILIES)}"
     )

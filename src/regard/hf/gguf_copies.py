@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def find(name: str) -> Path | None:
         there = {each.name for each in folder.iterdir()} - {DIGESTS}
         if there != set(files) or any(_sha256(folder / each) != files[each] for each in files):
             return None
-        os.utime(folder)
+        with suppress(OSError):  # of a copy on a read-only disk, the age does not matter
+            os.utime(folder)
     except (OSError, RuntimeError, CheckpointError):
         return None
     return folder

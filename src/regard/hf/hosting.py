@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import Attention
+from regard.construct import matrix_objection
 from regard.hf import attending_latent, attending_latent_kv, positions
 from regard.hf.describing import arguments_of
 from regard.hf.families import HOSTED, family_of, is_hosted
@@ -234,6 +235,11 @@ def _like(child: nn.Module, given: nn.Module) -> nn.Module:
     """The child that is given, with a bias of zeros if the class has one and it does not."""
     if getattr(child, "bias", None) is None or getattr(given, "bias", None) is not None:
         return given
+    if (objection := matrix_objection(given)) is not None:
+        raise ValueError(
+            f"a projection without a bias, where the model's class has one, {objection}; merge "
+            "adapters and remove hooks first"
+        )
     assert isinstance(given, nn.Linear)
     with torch.device("meta"):
         made = nn.Linear(given.in_features, given.out_features)

@@ -15,12 +15,19 @@ from regard.check import check_options
 from regard.hf import attending, attending_latent
 from regard.hf.binding import bind, is_bound, unbind
 from regard.hf.families import Family, family_of, is_hosted
-from regard.hf.finding import find, unknown_attention
+from regard.hf.finding import asks_the_interface, find, unknown_attention
 from regard.hf.versions import check_version
 from regard.latent_forms import ABSORBED, choose_form
 from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow, Span
 
 READABLE = ("sdpa", "eager", "regard")  # the attn_implementations whose masks are tensors or None
+THROUGH_THE_INTERFACE = (  # the lines are for a model called `model`
+    "it goes through transformers' AttentionInterface, and runs on regard after these two lines:"
+    "\n\n"
+    "    regard.hf.register()\n"
+    '    model.set_attn_implementation("regard")\n'
+)
+NO_WAY = "it does not go through transformers' AttentionInterface, so regard cannot run it"
 PREFILL, DECODE = Span(0, 1024, 0, 1024), Span(1024, 1025, 0, 1025)
 
 
@@ -86,7 +93,8 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     check_options(dropout=0.0, softcap=None, precision=precision, scale=None)
     found = find(model)
     if not found.known:
-        raise ValueError(unknown_attention(model, found))
+        out = THROUGH_THE_INTERFACE if asks_the_interface(found.unknown.values()) else NO_WAY
+        raise ValueError(f"{unknown_attention(model, found)}; {out}")
     for module in found.known.values():
         _check_readable(module)
     layers = tuple(_describe(name, module, precision) for name, module in found.known.items())

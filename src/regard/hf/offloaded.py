@@ -14,6 +14,15 @@ def is_offloaded(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
+def only_offloaded(module: nn.Module) -> bool:
+    """Whether all that accelerate's hook adds to calling a module is to bring its weights."""
+    own = vars(module)
+    hook, old = own.get("_hf_hook"), own.get("_old_forward")
+    return type(hook).__name__ == "AlignDevicesHook" and (
+        getattr(old, "__func__", None) is type(module).forward
+    )
+
+
 def fetched(module: nn.Module, name: str) -> Tensor:
     """A tensor of a module's own, from the disk if that is where it is.
 

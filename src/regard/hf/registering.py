@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from regard.attend import prepare
 from regard.cache import Part
 from regard.explain import weights_of
-from regard.hf.attending import refuse, total, weights_wanted
+from regard.hf.attending import of_one_dtype, refuse, total, weights_wanted
 from regard.hf.loading import require
 from regard.hf.versions import check_version
 from regard.hf.visible import visible
@@ -62,6 +62,7 @@ def attention(
         ValueError: if an argument would change the result and is not honoured.
     """
     refuse(given, also=UNREADABLE)
+    query, key, value = of_one_dtype(query, key, value)
     mask, added, span = visible(
         module, attention_mask, query.shape[2], key.shape[2],
         window=sliding_window, is_causal=is_causal,

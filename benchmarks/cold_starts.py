@@ -40,12 +40,18 @@ print(wrong)
 """
 
 
+LOOP = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:  # an orphan ends
+    pass
+"""
+
+
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
     """So many processes that never rest."""
-    started = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)
-    ]
+    started = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(processes)]
     try:
         yield
     finally:

@@ -123,7 +123,7 @@ def strange(name: str, make: Callable[[Tensor], Tensor], expected: str) -> None:
             out = program(make(q), make(k), make(v), *extra)
         raise AssertionError(f"{name} inputs gave {type(out).__name__} {out.dtype}")
 
-    caller(f"{name} inputs", needs="attend", refusals=(expected,))(run)
+    caller(f"{name} inputs", needs="attend whole", refusals=(expected,))(run)  # not all are sliced
 
 
 strange("integer", lambda x: x.int(), "floating point")

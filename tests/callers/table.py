@@ -34,6 +34,9 @@ Row = Attend | Layer
 NEEDS: dict[str, Callable[[Row], bool]] = {
     "": lambda row: True,
     "attend": lambda row: isinstance(row, Attend),
+    "attend whole": lambda row: isinstance(row, Attend) and not row.parts,
+    "a batch": lambda row: row.numbers > 0,
+    "no bfloat16": lambda row: row.dtype != torch.bfloat16,
     "layer": lambda row: isinstance(row, Layer),
     "cache": lambda row: isinstance(row, Layer) and row.cache is not None,
     "mask with data": lambda row: row.rule.data is not None,

@@ -17,8 +17,14 @@ def folder(tmp_path, request):
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("to", ["mha", "mqa", "mla:12", "mla:12+4"])
-@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
+@pytest.mark.parametrize(
+    ("folder", "to"),
+    [
+        *((family, to) for family in FAMILIES for to in ("mha", "mqa", "mla:12", "mla:12+4")),
+        *((family, to) for family in ("qwen3", "gemma3") for to in ("mha", "mla:12", "mla:24")),
+    ],
+    indirect=["folder"],
+)
 @torch.no_grad()
 def test_a_model_on_the_disk_is_converted_and_kept(folder, to):
     logits = []

@@ -87,13 +87,14 @@ def run(
 
 def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor:
     q, k, v = _same_width(q, k, v)
+    if call.group > 1:  # a symbolic comparison is no flag; a branch makes it one
+        flags["enable_gqa"] = True
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
         dropout_p=call.dropout,
         scale=call.scale,
-        enable_gqa=bool(call.group > 1),
         **flags,
     )[..., : call.v_head_dim]
 

@@ -24,7 +24,7 @@ from regard.construct import (
     build_gate,
     build_norm,
     constructor_code,
-    normed,
+    normed_heads,
     size_of_head,
 )
 from regard.explain import explain, weights_of
@@ -279,11 +279,7 @@ class Attention(nn.Module):
         return k, split_heads(self.v_proj(source), self.head_dim)
 
     def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
-        if norm is None:
-            return split_heads(flat, self.head_dim)
-        if self.norm_width:
-            return split_heads(normed(norm, flat), self.head_dim)
-        return normed(norm, split_heads(flat, self.head_dim))
+        return normed_heads(norm, flat, self.head_dim, width=self.norm_width)
 
     def _gated(self, x: Tensor, out: Tensor) -> Tensor:
         if self.gate_proj is None:

@@ -4,9 +4,11 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.check import divisors
+from regard.heads import split_heads
 
 Norm = Literal["head", "width"] | Callable[[int], nn.Module] | None
 
@@ -108,6 +110,17 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     weight = getattr(norm, "weight", None)
     result: Tensor = norm(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
     return result.to(x.dtype)
+
+
+def normed_heads(
+    norm: nn.Module | None, flat: Float[Tensor, "B L HD"], head_dim: int, *, width: bool
+) -> Float[Tensor, "B H L D"]:
+    """Queries or keys as heads, normed one by one or, with `width`, all of a token at once."""
+    if norm is None:
+        return split_heads(flat, head_dim)
+    if width:
+        return split_heads(normed(norm, flat), head_dim)
+    return normed(norm, split_heads(flat, head_dim))
 
 
 def matrix_objection(module: nn.Module) -> str | None:

@@ -16,7 +16,7 @@ from regard.cache import NO_CACHE, Cache, Part
 from regard.cache_use import check_use, tracked, trains, used_by
 from regard.call import Call
 from regard.check import check_mask, check_options, divisors
-from regard.construct import Norm, build_norm, constructor_code, normed
+from regard.construct import Norm, build_norm, constructor_code, normed_heads
 from regard.explain import explain, weights_of
 from regard.heads import merge_heads, split_heads
 from regard.inputs import check_cache, check_positions, check_width, refuse_context
@@ -161,11 +161,7 @@ class LatentKVAttention(nn.Module):
         return self._heads(self.q_proj(x), self.q_norm)
 
     def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
-        if norm is None:
-            return split_heads(flat, self.head_dim)
-        if self.norm_width:
-            return split_heads(normed(norm, flat), self.head_dim)
-        return normed(norm, split_heads(flat, self.head_dim))
+        return normed_heads(norm, flat, self.head_dim, width=self.norm_width)
 
     def _prepare(
         self, x: Tensor, context: None, mask: Mask, cache: Cache, positions: Tensor | None

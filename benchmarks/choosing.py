@@ -35,10 +35,10 @@ from regard import (
     attend,
     prepare,
 )
-from regard.backends import BACKENDS
-from regard.choose import objection_of
-from regard.latent_forms import FORMS, choose_form
+from regard.layers.latent_forms import FORMS, choose_form
 from regard.masks import EVERYTHING
+from regard.ops.backends import BACKENDS
+from regard.ops.choose import objection_of
 
 NEAR, TARGET = 1.15, 0.95
 SLOW = 1.0  # seconds

@@ -34,8 +34,8 @@ from regard.convert import Target, convert, target_of
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
 from regard.convert.windows import windows_of
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load
-from regard.hf.loading import quiet
-from regard.hf.predicting import losses_of
+from regard.hf.generating.predicting import losses_of
+from regard.hf.loading.loading import quiet
 
 DOCS = Path(__file__).parent.parent / "docs"
 ALONE = 4  # windows of calibration, where they are of one kind of text

@@ -32,10 +32,10 @@ from torch import Tensor
 
 import regard.hf
 from regard.convert import Healed, Recipe, convert, draw_losses, heal, target_of, windows_of
-from regard.convert.freed_memory import keep_freed_memory
+from regard.convert.healing.freed_memory import keep_freed_memory
 from regard.convert.measuring import loss_of
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
-from regard.hf.loading import quiet
+from regard.hf.loading.loading import quiet
 
 MEASURED = 2  # windows of 1,024 tokens of each text that is held out
 CALIBRATION = 16  # windows, over all texts

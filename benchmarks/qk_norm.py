@@ -31,9 +31,9 @@ from regard.convert import (
     walk,
     windows_of,
 )
-from regard.convert.freed_memory import keep_freed_memory
+from regard.convert.healing.freed_memory import keep_freed_memory
 from regard.convert.texts import calibration, python_texts, python_topics
-from regard.hf.loading import quiet
+from regard.hf.loading.loading import quiet
 
 LENGTH = 512  # tokens of a window
 DESCRIPTIONS = 2000  # of what is installed, to heal on

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from regard.verify.report import Outcome, Report
+    from regard.verify.report.report import Outcome, Report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from regard import Attention, Causal, MultiHeadLatentAttention, Rotary
-from regard.scaling import Frequencies, plain_frequencies
+from regard.rope.scaling import Frequencies, plain_frequencies
 
 
 def joined(layer: Attention) -> MultiHeadLatentAttention:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard import Causal, Padding, SlidingWindow, Span, attend, attend_partial, explain, prepare
-from regard.backends import BACKENDS
+from regard.ops.backends import BACKENDS
 
 
 def call(queries=1, keys=4096, heads=32, kv_heads=8, dim=128, dtype=torch.float32, **options):

@@ -13,11 +13,11 @@ import torch
 import regard.bench.timing as timing
 import regard.cli.bench as bench_module
 import regard.cli.tune as tune_module
-from regard.backends import BACKENDS, fused
 from regard.bench import Tuning, bench
 from regard.bench.short import TORCH, shapes
 from regard.bench.timing import Cold, Store, interleave, product_rate, read_bandwidth, summary
-from regard.speed import DEFAULT, SPEED, Speed, read_speed
+from regard.ops.backends import BACKENDS, fused
+from regard.ops.rates import DEFAULT, SPEED, Speed, read_speed
 from regard_cli.app import run
 
 ROOT = Path(__file__).parent.parent

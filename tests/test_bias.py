@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.bias import Alibi, RelativeBias, ScoreBias, split_additive
 from regard.masks import Dense, Span
+from regard.ops.bias import Alibi, RelativeBias, ScoreBias, split_additive
 
 SPANS = [(0, 4, 0, 4), (5, 6, 0, 6), (3, 7, 2, 9), (0, 1, 3, 3), (200, 203, 0, 260)]
 

@@ -29,8 +29,8 @@ from regard import (
     explain,
     prepare,
 )
-from regard.backends import blocked
-from regard.sight import covers, sight
+from regard.masks.visible_runs import covers, sight
+from regard.ops.backends import blocked
 from test_random import compare
 
 WINDOW = Causal() & SlidingWindow(6)

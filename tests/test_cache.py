@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from regard import NO_CACHE, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
-from regard.coded import dequantize, quantize
+from regard.cache.codes import dequantize, quantize
 from session import LONG
 
 STEPS = 34_000 if LONG else 500  # three seeds a kind

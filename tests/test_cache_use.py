@@ -19,7 +19,7 @@ from regard import (
     Padding,
     Rotary,
 )
-from regard.cache_use import tracked
+from regard.layers.cache_use import tracked
 
 KINDS = [*LAYERS]
 EXACT = [(layer, cache) for layer, cache in PAIRS if not cache.startswith("int")]

@@ -19,7 +19,7 @@ from regard import (
     attend_partial,
     attention_weights,
 )
-from regard.backends import BACKENDS
+from regard.ops.backends import BACKENDS
 
 BY_NAME = ["auto", *BACKENDS]
 TRIANGLE = np.tril(np.ones((6, 6), dtype=bool))

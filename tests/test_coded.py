@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Causal, Padding, QuantizedCache, attend
-from regard.attend import prepare
-from regard.coded import Coded, CodedStreams, quantize
+from regard.cache.codes import Coded, CodedStreams, quantize
+from regard.ops.attend import prepare
 
 UNIT = torch.finfo(torch.float32).eps / 2
 SIZES = [(8, 4, 8), (8, 4, 10), (4, 4, 7), (4, 8, 20), (8, 64, 64), (4, 32, 33)]
@@ -20,7 +20,7 @@ def coded(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
 @pytest.mark.parametrize("offset", [0.0, 5.0])
 @pytest.mark.parametrize(("bits", "group", "width"), SIZES)
 def test_products_are_those_with_the_values(bits, group, width, offset, monkeypatch):
-    monkeypatch.setattr("regard.coded._BLOCK", 4)
+    monkeypatch.setattr("regard.cache.codes._BLOCK", 4)
     stream, rows = coded(bits, group, width, offset=offset), torch.randn(2, 3, 5, width)
     values = stream.decoded().double()
     wanted = rows.double() @ values.mT
@@ -82,7 +82,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_the_past_is_not_written_out(monkeypatch):
-    monkeypatch.setattr("regard.coded._BLOCK", 64)
+    monkeypatch.setattr("regard.cache.codes._BLOCK", 64)
     cache, tokens = QuantizedCache(), 1024
     cache.update(*[torch.randn(1, 2, tokens, 64) for _ in range(2)])
     q, new = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 1, 64)

@@ -7,10 +7,20 @@ import pytest
 import torch
 
 import regard.compare.comparing as comparing
-from regard.backends import BACKENDS
-from regard.compare import CANDIDATES, Runner, Texts, chosen, compare, kept, texts_for
+from regard.compare import (
+    CANDIDATES,
+    Runner,
+    Texts,
+    chosen,
+    compare,
+    texts_for,
+)
+from regard.compare import (
+    converted_cache as kept,
+)
 from regard.convert import target_of
 from regard.hf import attention_modules, attention_of
+from regard.ops.backends import BACKENDS
 from regard_cli.app import run
 from tiny import VOCABULARY, tiny, tokens
 

@@ -16,7 +16,7 @@ from numba import carray, types
 from numba.core import ccallback, config
 from numba.core.caching import IndexDataCacheFile
 
-from regard.kernels.compiling import compiled_from
+from regard.ops.kernels.compiling import compiled_from
 
 SOURCES = Path(__file__).parent.parent / "src"
 
@@ -165,7 +165,7 @@ def test_without_a_folder_to_write_a_process_compiles_for_itself(tmp_path, zippe
     if zipped:
         sources = Path(shutil.make_archive(str(tmp_path / "zipped"), "zip", sources))
     else:  # a file in place of the folder: root may write whatever the permissions are
-        (sources / "regard/kernels/__pycache__").write_text("")
+        (sources / "regard/ops/kernels/__pycache__").write_text("")
     paths = [str(sources), *(each for each in sys.path if each and each != str(SOURCES))]
     nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"), "/proc/nowhere")
     environment = {**os.environ, **nowhere, "PYTHONPATH": os.pathsep.join(paths)}

@@ -4,18 +4,9 @@ import pytest
 import torch
 
 import cases
-from regard import (
-    Causal,
-    KVCache,
-    MultiHeadAttention,
-    Padding,
-    Part,
-    attend,
-    choose,
-    explain,
-    prepare,
-)
-from regard.backends import fused
+from regard import Causal, KVCache, MultiHeadAttention, Padding, Part, attend, explain, prepare
+from regard.ops import choose
+from regard.ops.backends import fused
 from test_random import compare
 
 pytest.importorskip("numba")

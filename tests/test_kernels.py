@@ -14,9 +14,9 @@ import torch
 
 pytest.importorskip("numba")
 
-from regard.kernels.decoding import compiled
-from regard.kernels.lanes import machine_lanes
-from regard.kernels.launching import decode
+from regard.ops.kernels.decoding import compiled
+from regard.ops.kernels.lanes import machine_lanes
+from regard.ops.kernels.launching import decode
 from session import LONG
 
 UNIT = torch.finfo(torch.float32).eps / 2

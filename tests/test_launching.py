@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("numba")
 
-from regard.kernels.lanes import machine_lanes
-from regard.kernels.launching import _launch, _openmp, decode
+from regard.ops.kernels.lanes import machine_lanes
+from regard.ops.kernels.launching import _launch, _openmp, decode
 from test_kernels import check, run_python
 
 

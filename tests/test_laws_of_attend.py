@@ -27,16 +27,7 @@ from layers import (
     make,
     run_in_pieces,
 )
-from regard import (
-    NO_CACHE,
-    Causal,
-    KVCache,
-    Partial,
-    Span,
-    Where,
-    attend,
-    merge,
-)
+from regard import NO_CACHE, Causal, KVCache, Partial, Span, Where, attend, merge
 
 SEEDS = st.integers(0, 10**9)
 TOKENS = 11

@@ -209,68 +209,78 @@ def test_the_public_names_are_sorted_and_there():
     assert public == set(listed)
 
 
-BELOW = {  # who may import whom, from the ground up; a module may import what stands before it
-    name: level
-    for level, names in enumerate(
-        [
-            ["span", "heads", "partial", "coded", "memory", "tracing", "first_calls", "words"],
-            ["frequencies", "versions"],
-            ["scaling"],
-            ["rope", "algebra", "streams"],
-            ["rows", "draw", "buffered", "sliding"],
-            ["quantized", "masks_data"],
-            ["masks", "cache"],
-            ["bias"],
-            ["call"],
-            ["check", "speed", "scores", "sight", "kernels"],
-            ["backends", "construct"],
-            ["choose", "inputs", "cache_use"],
-            ["attend"],
-            ["explain", "observed"],
-            ["attention", "latent_kv", "latent_forms"],
-            ["latent"],
-            ["__init__"],
-            ["hf"],
-            ["convert"],
-            ["compare", "bench", "verify"],
-            ["cli"],
-        ]
-    )
-    for name in names
+KNOWS = {  # which folders a folder may import from; "." is the files at the root
+    ".": set(),
+    "masks": {"."},
+    "cache": {"."},
+    "rope": {"."},
+    "ops": {".", "masks", "cache"},
+    "layers": {".", "masks", "cache", "rope", "ops"},
 }
+KNOWS["regard"] = {*KNOWS}  # the public names; what stands below may import them
+KNOWS["hf"] = {*KNOWS}
+KNOWS["convert"] = {*KNOWS}
+KNOWS["compare"] = KNOWS["bench"] = {*KNOWS}
+KNOWS["verify"] = {".", "regard", "hf"}
+KNOWS["cli"] = {*KNOWS}
+
+
+def folder_of(module):
+    """The folder of a module's file, in KNOWS' words."""
+    if module == "regard":
+        return "regard"
+    home = ROOT / "src" / Path(*module.split("."))
+    return module.split(".")[1] if home.is_dir() or module.count(".") > 1 else "."
 
 
 def imports_of(path):
-    """The regard modules that a file imports, by their first name, however it spells that."""
+    """The regard modules that a file imports, however it spells that."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports by a relative name"
             names = [f"{node.module}.{each.name}" for each in node.names]
         for name in names:
-            first, *rest = name.split(".")
-            if first == "regard":
-                yield rest[0] if rest and rest[0] in BELOW else "__init__"
+            while name.split(".")[0] == "regard" and name not in MODULES:
+                name = name.rpartition(".")[0]
+            if name in MODULES:
+                yield name
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in SOURCES}
 
 
 def test_imports_point_one_way():
-    for path in SOURCES:
-        inside = path.relative_to(ROOT / "src/regard").parts
-        me = inside[0].removesuffix(".py")
-        for other in imports_of(path):
-            if other != me:
-                assert BELOW[other] < BELOW[me] or (me, other) in ALSO, f"{me} imports {other}"
+    assert {folder_of(module) for module in MODULES} == KNOWS.keys(), "a folder is not in KNOWS"
+    for module, path in MODULES.items():
+        if module == "regard.__main__":
+            continue
+        me = folder_of(module)
+        for other in map(folder_of, imports_of(path)):
+            assert other == me or other in KNOWS[me], f"{module} imports from {other}"
 
 
-ALSO = {("algebra", "draw"), ("hf", "__init__")}  # a mask draws itself; `hf` shows the layers
+def test_no_modules_import_each_other():
+    left = {module: {*imports_of(path)} - {module} for module, path in MODULES.items()}
+    left["regard.masks.draw"].discard("regard.masks.algebra")  # for its types only
+    while ready := {module for module, known in left.items() if not known & left.keys()}:
+        left = {module: known for module, known in left.items() if module not in ready}
+    assert not left, f"in a circle: {sorted(left)}"
 
 
-def test_backends_do_not_know_each_other_and_layers_neither():
-    for path in (ROOT / "src/regard/backends").glob("*.py"):
+def test_backends_do_not_know_each_other():
+    backends = sorted((ROOT / "src/regard/ops/backends").glob("*.py"))
+    assert {"sdpa", "eager", "fused"} <= {path.stem for path in backends}
+    for path in backends:
         if path.stem not in ("__init__", "blocked"):  # which cuts a call into calls for others
-            assert "backends" not in set(imports_of(path)), path
-    attention = set(imports_of(ROOT / "src/regard/attention.py"))
-    assert not attention & {"latent", "latent_kv", "backends", "hf"}
+            known = {other.rpartition(".") for other in imports_of(path)}
+            inside = {name for home, _, name in known if home == "regard.ops.backends"}
+            assert inside <= {"common"}, f"{path.stem} imports {inside}"
 
 
 def test_importing_regard_imports_nothing_optional():

@@ -92,7 +92,7 @@ def test_a_consumers_mypy_sees_types(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},  # a place of installed packages
     )
     assert re.findall(r'Revealed type is "(.*)"', done.stdout) == [
-        "regard.algebra.Mask",
+        "regard.masks.algebra.Mask",
         "int",
         "str",
     ], done.stdout

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from regard.rope import NO_ROPE, NoRotary, Rope, Rotary
-from regard.scaling import NTK, LinearScaling, Llama3, LongRope, Yarn
+from regard.rope.scaling import NTK, LinearScaling, Llama3, LongRope, Yarn
 
 PAIRINGS = ("halves", "pairs")
 SCALINGS = (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.rope import Rotary
-from regard.scaling import (
+from regard.rope.scaling import (
     NTK,
     Frequencies,
     LinearScaling,

@@ -10,10 +10,10 @@ from dataclasses import asdict, fields, replace
 import pytest
 import torch
 
-import regard.speed as speed_module
+import regard.ops.rates as speed_module
 from regard import Causal, Span, prepare
 from regard.bench.tuning import MEASURED, Tuning, measure_speed
-from regard.speed import (
+from regard.ops.rates import (
     DEFAULT,
     MARGIN,
     SPEED,

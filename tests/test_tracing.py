@@ -26,8 +26,8 @@ from regard import (
     attend,
     prepare,
 )
-from regard.backends import BACKENDS
-from regard.choose import objection_of
+from regard.ops.backends import BACKENDS
+from regard.ops.choose import objection_of
 from regard.tracing import holds_numbers, in_backward, is_forward_mode, is_immediate, is_vmapped
 
 pytestmark = [  # of torch's own: what loads its derivatives of forward mode, and slow batching

@@ -1,14 +1,5 @@
 """regard: attention layers that are right, fast and cache-aware, on PyTorch."""
 
-from regard.attend import attend, attend_partial, prepare
-from regard.attention import (
-    Attention,
-    GroupedQueryAttention,
-    MultiHeadAttention,
-    MultiQueryAttention,
-    SelfAttention,
-)
-from regard.bias import Alibi, RelativeBias, split_additive
 from regard.cache import (
     NO_CACHE,
     Cache,
@@ -18,10 +9,16 @@ from regard.cache import (
     SlidingCache,
     StaticCache,
 )
-from regard.call import Call
-from regard.explain import attention_weights, explain
 from regard.first_calls import call_vector_functions as _call_vector_functions
-from regard.latent import LatentKVAttention, MultiHeadLatentAttention
+from regard.layers.attention import (
+    Attention,
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiQueryAttention,
+    SelfAttention,
+)
+from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
+from regard.layers.memory import Memory
 from regard.masks import (
     EVERYTHING,
     NOTHING,
@@ -38,10 +35,13 @@ from regard.masks import (
     Span,
     Where,
 )
-from regard.memory import Memory
-from regard.partial import Partial, merge
+from regard.ops.attend import attend, attend_partial, prepare
+from regard.ops.bias import Alibi, RelativeBias, split_additive
+from regard.ops.call import Call
+from regard.ops.explain import attention_weights, explain
+from regard.ops.partial import Partial, merge
 from regard.rope import NO_ROPE, Rotary
-from regard.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
+from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,7 @@ WRONG = "REGARD_CALLERS_WRONG"  # whether the library is wrong, to see whether t
 
 def be_wrong() -> None:
     """Outputs off by a tenth; of another dtype where there are no numbers."""
-    from regard.call import Call
+    from regard.ops.call import Call
 
     right = Call._run
 
@@ -40,7 +40,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     if POOL in os.environ:
-        from regard.kernels import launching
+        from regard.ops.kernels import launching
 
         launching._openmp = lambda: None
     if WRONG in os.environ:

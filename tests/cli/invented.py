@@ -12,10 +12,10 @@ from regard.compare.verdict import verdict
 from regard.convert import measuring
 from regard.convert.report import Report as Conversion
 from regard.convert.targets import Target
-from regard.hf.writing import Written
-from regard.speed import DEFAULT, Speed
+from regard.hf.generating.writing import Written
+from regard.ops.rates import DEFAULT, Speed
 from regard.verify import CHECKS, Outcome, Report
-from regard.verify.checking import Counterexample
+from regard.verify.law import Counterexample
 
 REFUSAL = "this attention has no place for qk_norm; a cache of fewer bits keeps the model as it is"
 

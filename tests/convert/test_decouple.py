@@ -6,7 +6,7 @@ import torch
 from layers import WIDTH, attention
 from regard import NO_ROPE, Causal, KVCache, Rotary, Yarn
 from regard.convert import Moments, common_counts, components, decouple
-from regard.convert.selection import RULES
+from regard.convert.lossy.selection import RULES
 
 DIM = 6
 SHAPES = {

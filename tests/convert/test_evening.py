@@ -6,7 +6,7 @@ import torch
 from layers import WIDTH, attention
 from regard import Causal, Rotary
 from regard.convert import Moments, decouple, latentize, regroup
-from regard.convert.evening import gain_of
+from regard.convert.lossy.balance import gain_of
 
 DIM, HEADS, GROUPS = 6, 4, 2
 

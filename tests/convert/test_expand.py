@@ -12,7 +12,7 @@ from torch import nn
 from layers import WIDTH, WINDOW, inputs, latent, scattered
 from regard import NO_ROPE, Alibi, Causal, KVCache, MultiHeadLatentAttention, Rotary, Yarn
 from regard.convert import expand
-from regard.convert.expand import LowRank
+from regard.convert.exact.expand import LowRank
 
 PROJECTIONS = {
     None: ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),

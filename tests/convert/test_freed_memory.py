@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from regard.convert.freed_memory import keep_freed_memory
+from regard.convert.healing.freed_memory import keep_freed_memory
 
 
 def test_large_blocks_are_not_mapped_and_nothing_is_handed_back(monkeypatch):

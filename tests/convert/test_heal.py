@@ -1,7 +1,6 @@
 """A student with damaged attention learns from its teacher: what may change does, and resumes."""
 
 import copy
-import importlib
 import json
 import os
 import subprocess
@@ -12,15 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from regard.convert import Healed, Recipe, draw_losses, heal, windows_of
-from regard.convert.healing_recipe import positions_of, rows_of
-from regard.convert.lesson import divergence, relative_error
+from regard.convert import Healed, Recipe, draw_losses, windows_of
+from regard.convert.healing import heal as healing
+from regard.convert.healing.heal import heal
+from regard.convert.healing.losses import divergence, relative_error
+from regard.convert.healing.recipe import positions_of, rows_of
 from regard.hf import attention_modules, attention_of
-from regard.hf.attending import precision_of
+from regard.hf.running.attending import precision_of
 from session import LONG
 from tiny import VOCABULARY, tiny, tokens
 
-healing = importlib.import_module("regard.convert.heal")  # there is a function of that name too
 WINDOWS = tokens(6, 17)
 QUICK = Recipe(batch=2, aligning=0.5, lr=2e-3, aligning_lr=4e-3, layer_weight=1.0, positions=1.0)
 

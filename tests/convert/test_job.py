@@ -11,7 +11,7 @@ import regard.hf
 from regard.convert import job as jobs
 from regard.convert.job import Job, run_job
 from regard.hf import attention_modules
-from regard.hf.loading import skeleton
+from regard.hf.loading.loading import skeleton
 from tiny import BUILDERS, SIZES, VOCABULARY, tiny
 
 

@@ -6,7 +6,7 @@ import torch
 from layers import WIDTH, attention, scattered
 from regard import KVCache
 from regard.convert import Moments, as_latent, latentize, watch
-from regard.convert.principal import VALUES
+from regard.convert.lossy.principal import VALUES
 
 SHAPES = {
     "GQA": {"num_kv_heads": 2},

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard import Attention, Causal, Rotary
-from regard.convert.layouts import LAYOUTS, SEPARATE, fuse, fuse_state, split_fused, split_state
+from regard.convert.exact.layouts import (
+    LAYOUTS,
+    SEPARATE,
+    fuse,
+    fuse_state,
+    split_fused,
+    split_state,
+)
 from regard.hf import attention_modules
 from zoo import ZOO
 

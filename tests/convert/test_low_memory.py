@@ -5,7 +5,7 @@ import torch
 
 from regard.convert import convert, save, target_of
 from regard.hf import attention_modules, attention_of, load, place
-from regard.hf.offloaded import fetched, is_offloaded
+from regard.hf.loading.offloaded import fetched, is_offloaded
 from tiny import tiny, tokens
 
 FAMILIES = ("llama", "qwen2")

@@ -9,9 +9,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from layers import WIDTH, attention, scattered
 from regard.convert import latentize
-from regard.convert.calibrate import moments_of
 from regard.convert.linear import rows_of
-from regard.convert.norms import plain_norm
+from regard.convert.lossy.calibrate import moments_of
+from regard.convert.lossy.norms import plain_norm
 
 NORMS = {
     "of heads": {"qk_norm": "head"},

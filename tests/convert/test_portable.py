@@ -10,10 +10,10 @@ import torch
 
 from joined import joined, random_mla
 from regard import Causal, MultiHeadLatentAttention, Rotary, SlidingWindow
-from regard.convert.portable import to_deepseek_v3
+from regard.convert.exact.portable import to_deepseek_v3
 from regard.hf import attention_modules, attention_of
-from regard.hf.hosting import place
-from regard.scaling import NTK, Frequencies, LinearScaling
+from regard.hf.placing.placing import place
+from regard.rope.scaling import NTK, Frequencies, LinearScaling
 from tiny import SIZES, tiny, tokens
 
 CLOSE = {"atol": 5e-5, "rtol": 5e-5}

@@ -6,8 +6,8 @@ import torch
 from layers import WIDTH, attention
 from regard import Causal, Rotary
 from regard.convert import Moments, regroup
-from regard.convert.grouping import grouped
 from regard.convert.linear import linear_of
+from regard.convert.lossy.grouping import grouped
 
 HEADS, DIM = 4, 6
 

@@ -24,12 +24,12 @@ import regard.hf
 from joined import joined, random_mla
 from regard import NTK, Causal, LatentKVAttention, Llama3, LongRope, Rotary, Yarn
 from regard.convert import as_latent, saving, spell_out
-from regard.convert.portable import to_deepseek_v3
+from regard.convert.exact.portable import to_deepseek_v3
 from regard.convert.saving import check_free, save
 from regard.hf import CheckpointError, attention_modules, attention_of
-from regard.hf.describing import described, layer_from
-from regard.hf.hosting import hosts, place
-from regard.scaling import Frequencies, LinearScaling
+from regard.hf.placing.describing import described, layer_from
+from regard.hf.placing.placing import hosts, place
+from regard.rope.scaling import Frequencies, LinearScaling
 from tiny import tiny, tokens
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-6}

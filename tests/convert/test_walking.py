@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard.convert import Step, refit_output, spell_out, walk
-from regard.convert.allocating import allot, costs
+from regard.convert.lossy.allocating import allot, costs
 from regard.hf import attention_modules, attention_of, install, place
 from tiny import tiny, tokens
 

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from regard.hf import gguf_copies
+from regard.hf.loading import gguf_copies
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 
 import regard.hf
 from regard.hf import FAMILIES, attention_modules, attention_of
-from regard.hf.finding import find
+from regard.hf.families.finding import find
 from zoo import DECODERS, SPOKEN, VOCABULARY, ZOO, inputs, result, tokens
 
 UNIT = torch.finfo(torch.float32).eps / 2

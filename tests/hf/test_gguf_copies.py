@@ -10,10 +10,10 @@ import torch
 from checkpoints import write_gguf
 
 import regard.hf
-from regard.compare import kept
-from regard.hf import gguf_copies, loading
-from regard.hf.gguf_copies import SAMPLE, cache_folder
-from regard.hf.loading import load
+from regard.compare import converted_cache as kept
+from regard.hf.loading import gguf_copies, loading
+from regard.hf.loading.gguf_copies import SAMPLE, cache_folder
+from regard.hf.loading.loading import load
 
 WORDS = 300
 

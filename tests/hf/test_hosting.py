@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, StaticCache
 import regard.hf
 from joined import joined, random_mla
 from regard import NO_CACHE, Alibi, Causal, LatentKVAttention, Rotary, SlidingWindow
-from regard.attend import prepare
 from regard.convert import as_latent, spell_out
-from regard.hf import attending_latent, attending_latent_kv, attention_modules, attention_of
-from regard.hf.hosting import HostedLatent, HostedLatentKV, hosts, place
+from regard.hf import attention_modules, attention_of
+from regard.hf.placing.placing import HostedLatent, HostedLatentKV, hosts, place
+from regard.hf.running import attending_latent, attending_latent_kv
+from regard.ops.attend import prepare
 from tiny import tiny, tokens
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}

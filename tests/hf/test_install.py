@@ -14,9 +14,10 @@ import transformers
 from torch import nn
 
 import regard.hf
-from regard.attend import prepare
-from regard.hf import attending, attending_latent, attention_modules, versions
-from regard.hf.visible import visible
+from regard.hf import attention_modules
+from regard.hf.running import attending, attending_latent, versions
+from regard.hf.running.masks import visible
+from regard.ops.attend import prepare
 from tiny import tiny
 from zoo import ZOO, inputs, result, tokens
 

@@ -9,7 +9,7 @@ import regard.hf
 from regard.convert import as_latent, regroup
 from regard.convert.linear import numbers_of
 from regard.hf import attention_modules, attention_of, place
-from regard.hf.offloaded import fetched
+from regard.hf.loading.offloaded import fetched
 from tiny import tiny, tokens
 from zoo import ZOO
 

@@ -5,7 +5,7 @@ import torch
 import transformers as t
 
 import regard.hf
-from regard.hf.finding import find
+from regard.hf.families.finding import find
 from zoo import ENCODER, GPT2, SPECIAL, tokens
 
 WRITER = {**ENCODER, **SPECIAL, "is_decoder": True, "add_cross_attention": True}

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from regard.convert.lesson import divergence
-from regard.hf.predicting import hidden_states, logits_of, losses_of
+from regard.convert.healing.losses import divergence
+from regard.hf.generating.predicting import hidden_states, logits_of, losses_of
 
 SIZES = {
     "vocab_size": 13,

@@ -6,7 +6,7 @@ import pytest
 from checkpoints import write_gguf
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from regard.hf.reading_gguf import read_once
+from regard.hf.loading.reading_gguf import read_once
 
 ARRAYS = {
     "bytes": ([1, 255], gguf.GGUFValueType.UINT8),

@@ -6,7 +6,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import regard.hf
-from regard.hf.registering import attention
+from regard.hf.running.registering import attention
 from zoo import ZOO, inputs, result, tokens
 
 THROUGH = [name for name in ZOO if not name.startswith("falcon")]  # Falcon asks nobody

@@ -8,7 +8,7 @@ import torch
 
 import regard.hf
 from regard.compare import prove
-from regard.hf import default_model
+from regard.hf.loading import default_model
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 import regard.hf
 from regard.hf import CheckpointError
-from regard.hf.untrusted_gguf import check_gguf
-from regard.hf.untrusted_weights import check_safetensors
+from regard.hf.loading.untrusted_gguf import check_gguf
+from regard.hf.loading.untrusted_weights import check_safetensors
 
 TIMES = 10 if os.environ.get("REGARD_LONG") == "1" else 1
 CHUNKS = 10

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from regard.hf.visible import visible
+from regard.hf.running.masks import visible
 from zoo import ZOO
 
 LOW = torch.finfo(torch.float32).min

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import regard.hf
-from regard.backends import BACKENDS
-from regard.hf.writing import ATTENTIONS, CACHES, Written, _size
+from regard.hf.generating.writing import ATTENTIONS, CACHES, Written, _size
+from regard.ops.backends import BACKENDS
 from regard_cli.app import run
 from zoo import VOCABULARY, ZOO
 

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from regard.verify import forking
-from regard.verify.checking import Broken, Counterexample, NotApplicable
-from regard.verify.forking import in_a_copy
-from regard.verify.subject import SubjectError
+from regard.verify.law import Broken, Counterexample, NotApplicable
+from regard.verify.run import forking
+from regard.verify.run.forking import in_a_copy
+from regard.verify.subject.subject import SubjectError
 
 EXAMPLE = Counterexample("B=1", "[0]", "1", "2", "it is off by one", [[True]], [[False]])
 

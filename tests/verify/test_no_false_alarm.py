@@ -154,7 +154,7 @@ def test_flex_attention():
 @pytest.mark.parametrize("name", HF)
 def test_transformers(name):
     pytest.importorskip("transformers")
-    from regard.verify.finding import find
+    from regard.verify.subject.finding import find
 
     report = check(find(f"transformers.models.{HF[name]}")[0], quick=not LONG)
     keeps(report, least=19 if name in ("DeepSeek-V3", "a whole Llama") else 30)
@@ -162,7 +162,7 @@ def test_transformers(name):
 
 def test_transformers_rotates_and_caps():
     pytest.importorskip("transformers")
-    from regard.verify.finding import find
+    from regard.verify.subject.finding import find
 
     sinks = check(find(f"transformers.models.{HF['gpt-oss']}")[0], only=["oracle_forward"])
     assert sinks.inferred["a query that sees nothing"] == "reads zeros"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import regard.cli.verify as cli
 from regard.verify import CHECKS, Outcome, Report, check
-from regard.verify.html import page
+from regard.verify.report.html import page
 from regard_cli.app import run
 
 FILE = Path(subjects.__file__)

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attend import attend, prepare
-from regard.backends import BACKENDS
 from regard.bench.timing import (
     COLD,
     Store,
@@ -23,9 +21,11 @@ from regard.bench.timing import (
     quartiles,
     read_bandwidth,
 )
-from regard.call import Call
-from regard.choose import objection_of
 from regard.masks import Causal, Span
+from regard.ops.attend import attend, prepare
+from regard.ops.backends import BACKENDS
+from regard.ops.call import Call
+from regard.ops.choose import objection_of
 from regard.words import counted
 
 TORCH = "torch sdpa"

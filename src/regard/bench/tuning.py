@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from regard.backends import fused
 from regard.bench.timing import COLD, Store, interleave
-from regard.speed import DEFAULT, Speed
+from regard.ops.backends import fused
+from regard.ops.rates import DEFAULT, Speed
 
 ROUNDS = 15
 BUSY = 3.0  # quartiles this far apart are those of another program's work
@@ -104,7 +104,7 @@ def _row(dtype: torch.dtype, size: float) -> Rate:
 
 def _stream(size: float) -> Rate:
     """One query a head through `fused`, over keys that are not in any cache."""
-    from regard.kernels.launching import decode
+    from regard.ops.kernels.launching import decode
 
     heads, keys, dim = 8, max(16, int(4096 * size)), 128
     store = Store(total=max(1 << 20, int(COLD * size)))
@@ -118,7 +118,7 @@ def _stream(size: float) -> Rate:
 
 def _fused(size: float) -> Rate:
     """As many queries through `fused` as an absorbed latent has."""
-    from regard.kernels.launching import decode
+    from regard.ops.kernels.launching import decode
 
     rows, keys, rank, rotary = 64, max(16, int(4096 * size)), 512, 64
     q, k = torch.randn(1, 1, rows, rank + rotary), torch.randn(1, 1, keys, rank + rotary)

@@ -14,8 +14,8 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
 from regard.hf import SMOLLM2, fetch_smollm2, load
-from regard.hf.loading import quiet
-from regard.observed import kernel_objection
+from regard.hf.loading.loading import quiet
+from regard.ops.observed import kernel_objection
 from regard.words import counted
 
 GIBIBYTE = 1 << 30

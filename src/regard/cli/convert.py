@@ -12,12 +12,12 @@ from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, say, stdout
-from regard.convert.freed_memory import keep_freed_memory
+from regard.convert.healing.freed_memory import keep_freed_memory
 from regard.convert.job import Job, run_job
 from regard.convert.measuring import Measured
 from regard.convert.report import Report
 from regard.convert.texts import read_texts
-from regard.hf.loading import quiet
+from regard.hf.loading.loading import quiet
 
 COLUMNS = (Column("", words=True), Column("before"), Column("after"))
 NUMBERS = (

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from regard.cli.terminal import say, stdout, waiting
 from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
-from regard.hf.loading import quiet
-from regard.observed import kernel_objection
+from regard.hf.loading.loading import quiet
+from regard.ops.observed import kernel_objection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

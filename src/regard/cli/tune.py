@@ -10,8 +10,8 @@ from rich.console import Console
 from regard.bench import Tuning, measure_speed
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import remarks, say, stdout, waiting
-from regard.observed import kernel_objection
-from regard.speed import DEFAULT, SPEED, Speed, forget_speed, write_speed
+from regard.ops.observed import kernel_objection
+from regard.ops.rates import DEFAULT, SPEED, Speed, forget_speed, write_speed
 
 UNITS = {
     "call": ("to start an operator", 1e6, "us"),

@@ -13,8 +13,8 @@ from rich.markup import escape
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, remarks, say, stdout
 from regard.verify import CHECKS, Conventions, Outcome, Report, check
-from regard.verify.conventions import conventions_from
-from regard.verify.html import SAID, page
+from regard.verify.report.html import SAID, page
+from regard.verify.subject.conventions import conventions_from
 
 COLOURS = {"passed": "green", "failed": "red", "advice": "yellow"}
 LAW = Column("law", words=True)

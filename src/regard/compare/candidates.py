@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from regard.attention import Attention
 from regard.cache import Cache, KVCache
+from regard.cache.quantized import QuantizedCache
 from regard.convert.targets import Target, check_fits, target_of
-from regard.quantized import QuantizedCache
+from regard.layers.attention import Attention
 
 Aim = Callable[[Sequence[Attention]], Target | None]
 

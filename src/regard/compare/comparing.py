@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.attention import Attention
-from regard.compare import kept
+from regard.compare import converted_cache as kept
 from regard.compare.candidates import Candidate, chosen
 from regard.compare.measure import Row, Sample, measure_window
 from regard.compare.runner import Runner
@@ -21,7 +20,8 @@ from regard.compare.verdict import verdict
 from regard.convert.converting import convert
 from regard.convert.targets import Target
 from regard.hf import attention_modules, attention_of, install, uninstall
-from regard.hf.predicting import hidden_states, logits_of, pieces
+from regard.hf.generating.predicting import hidden_states, logits_of, pieces
+from regard.layers.attention import Attention
 
 ROUNDINGS = 32  # how many roundings of the largest logit each layer may add
 Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.compare.runner import Runner
-from regard.hf.predicting import logits_of, pieces
-from regard.observed import backends_run, names
+from regard.hf.generating.predicting import logits_of, pieces
+from regard.ops.observed import backends_run, names
 
 DECODE_STEPS = 12  # in each window, after a first one that is not counted
 

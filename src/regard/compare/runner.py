@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import Cache
-from regard.hf.binding import bound, calling
-from regard.hf.finding import attention_modules
-from regard.hf.predicting import hidden_states, logits_of
+from regard.hf.families.finding import attention_modules
+from regard.hf.generating.predicting import hidden_states, logits_of
+from regard.hf.running.binding import bound, calling
 
 
 class Runner:

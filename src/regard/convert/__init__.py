@@ -7,25 +7,25 @@ Whole models: `regard.hf.place` puts layers into one, `save` keeps it, `to_deeps
 as a stock checkpoint.
 """
 
-from regard.convert.calibrate import Moments, watch
 from regard.convert.converting import Converted, LayerReport, convert
-from regard.convert.decouple import Decoupled, common_counts, decouple
-from regard.convert.detecting import Detected, detect_pairing, repair_pairing
-from regard.convert.expand import expand
-from regard.convert.heal import Healed, heal
-from regard.convert.healing_recipe import Recipe
-from regard.convert.latentize import Latentized, as_latent, latentize
-from regard.convert.layouts import LAYOUTS, fuse, fuse_state, split_fused, split_state
-from regard.convert.loss_curve import draw_losses
-from regard.convert.pairing import halves_to_pairs, pairs_to_halves, with_pairing
-from regard.convert.portable import to_deepseek_v3
-from regard.convert.refit import refit_output
-from regard.convert.regroup import Regrouped, regroup
+from regard.convert.exact.detecting import Detected, detect_pairing, repair_pairing
+from regard.convert.exact.expand import expand
+from regard.convert.exact.layouts import LAYOUTS, fuse, fuse_state, split_fused, split_state
+from regard.convert.exact.pairing import halves_to_pairs, pairs_to_halves, with_pairing
+from regard.convert.exact.portable import to_deepseek_v3
+from regard.convert.exact.spell_out import spell_out
+from regard.convert.healing.heal import Healed, heal
+from regard.convert.healing.loss_curve import draw_losses
+from regard.convert.healing.recipe import Recipe
+from regard.convert.lossy.blockwise import Step, walk
+from regard.convert.lossy.calibrate import Moments, watch
+from regard.convert.lossy.decouple import Decoupled, common_counts, decouple
+from regard.convert.lossy.latentize import Latentized, as_latent, latentize
+from regard.convert.lossy.refit import refit_output
+from regard.convert.lossy.regroup import Regrouped, regroup
+from regard.convert.lossy.selection import components
 from regard.convert.saving import check_free, save
-from regard.convert.selection import components
-from regard.convert.spell_out import spell_out
 from regard.convert.targets import Target, target_of
-from regard.convert.walking import Step, walk
 from regard.convert.windows import windows_of
 
 __all__ = [

@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.attention import Attention
-from regard.convert.allocating import allot, costs
-from regard.convert.calibrate import moments_of, watch
-from regard.convert.decouple import common_counts, decouple
-from regard.convert.latentize import as_latent, latentize
-from regard.convert.refit import refit_output
-from regard.convert.regroup import regroup
-from regard.convert.selection import components
-from regard.convert.spell_out import spell_out
+from regard.convert.exact.spell_out import spell_out
+from regard.convert.lossy.allocating import allot, costs
+from regard.convert.lossy.blockwise import Make, Step, walk
+from regard.convert.lossy.calibrate import moments_of, watch
+from regard.convert.lossy.decouple import common_counts, decouple
+from regard.convert.lossy.latentize import as_latent, latentize
+from regard.convert.lossy.refit import refit_output
+from regard.convert.lossy.regroup import regroup
+from regard.convert.lossy.selection import components
 from regard.convert.targets import Target, check_fits
-from regard.convert.walking import Make, Step, walk
-from regard.hf.finding import attention_modules
-from regard.hf.layers import attention_of
+from regard.hf.families.finding import attention_modules
+from regard.hf.families.layers import attention_of
+from regard.layers.attention import Attention
 
 SHORTEST = 1024  # tokens: fewer than a layer has channels say nothing about some of them
 TRIED = (0.5, 1.0, 2.0)  # of the mean rank, where each layer gets its own

@@ -12,19 +12,19 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard.convert.converting import Converted, convert
-from regard.convert.heal import heal
-from regard.convert.healing_recipe import Recipe
+from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
+from regard.convert.healing.heal import heal
+from regard.convert.healing.recipe import Recipe
 from regard.convert.measuring import measure
-from regard.convert.portable import check_surroundings, to_deepseek_v3
 from regard.convert.report import Healing, Report, card
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Form, Target, target_of
 from regard.convert.texts import LENGTH, calibration, python_topics
 from regard.convert.windows import windows_of
-from regard.hf.finding import attention_modules
-from regard.hf.hosting import hosts, place
-from regard.hf.layers import attention_of
-from regard.hf.loading import load, skeleton
+from regard.hf.families.finding import attention_modules
+from regard.hf.families.layers import attention_of
+from regard.hf.loading.loading import load, skeleton
+from regard.hf.placing.placing import hosts, place
 
 MEASURED = 2  # windows of each text
 OWN = "Python's own texts"

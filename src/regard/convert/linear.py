@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from regard.attention import Attention
-from regard.construct import matrix_objection
-from regard.hf.offloaded import fetched, only_offloaded
+from regard.hf.loading.offloaded import fetched, only_offloaded
+from regard.layers.attention import Attention
+from regard.layers.construct import matrix_objection
 
 
 def linear_of(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None) -> nn.Linear:

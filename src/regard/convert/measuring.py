@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.hf.generation import cache as cache_for
-from regard.hf.predicting import hidden_states, losses_of
-from regard.observed import backends_run, names
+from regard.hf.generating.cache_of_model import cache as cache_for
+from regard.hf.generating.predicting import hidden_states, losses_of
+from regard.ops.observed import backends_run, names
 
 STEPS = 16
 

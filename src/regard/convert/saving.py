@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from regard.hf.describing import described
-from regard.hf.finding import attention_modules
-from regard.hf.hosting import hosts
-from regard.hf.loading_hosted import FORMAT, INDEX, MODEL_TYPE, WEIGHTS
-from regard.hf.offloaded import fetched
+from regard.hf.families.finding import attention_modules
+from regard.hf.loading.latent_layers import FORMAT, INDEX, MODEL_TYPE, WEIGHTS
+from regard.hf.loading.offloaded import fetched
+from regard.hf.placing.describing import described
+from regard.hf.placing.placing import hosts
 
 SHARD = "5GB"
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from regard.attention import Attention
+from regard.convert.exact.spell_out import refuse_norm_of_width
 from regard.convert.linear import JOINT_LATENT, refuse_unheld
-from regard.convert.spell_out import refuse_norm_of_width
-from regard.convert.turning import frequencies_of
+from regard.convert.lossy.complex_rope import frequencies_of
+from regard.layers.attention import Attention
 from regard.masks import Causal
 
 Form = Literal["exact-rope", "deepseek"]

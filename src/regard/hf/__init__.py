@@ -5,17 +5,17 @@
 >>> print(regard.hf.install(model))                     # doctest: +SKIP
 """
 
-from regard.hf.default_model import SMOLLM2, fetch_smollm2, smollm2
-from regard.hf.families import FAMILIES, Family
-from regard.hf.finding import attention_modules
-from regard.hf.generation import cache
-from regard.hf.hosting import place
-from regard.hf.installing import Installation, InstalledLayer, install, uninstall
-from regard.hf.layers import attention_of, rope_of
-from regard.hf.loading import load
-from regard.hf.registering import register
-from regard.hf.untrusted import CheckpointError
-from regard.hf.writing import Written, write
+from regard.hf.families.finding import attention_modules
+from regard.hf.families.layers import attention_of, rope_of
+from regard.hf.families.table import FAMILIES, Family
+from regard.hf.generating.cache_of_model import cache
+from regard.hf.generating.writing import Written, write
+from regard.hf.loading.default_model import SMOLLM2, fetch_smollm2, smollm2
+from regard.hf.loading.loading import load
+from regard.hf.loading.untrusted import CheckpointError
+from regard.hf.placing.placing import place
+from regard.hf.running.installing import Installation, InstalledLayer, install, uninstall
+from regard.hf.running.registering import register
 
 __all__ = [
     "FAMILIES",

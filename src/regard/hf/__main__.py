@@ -2,8 +2,8 @@
 
 import sys
 
-from regard.hf.default_model import fetch_smollm2
-from regard.hf.loading import quiet
+from regard.hf.loading.default_model import fetch_smollm2
+from regard.hf.loading.loading import quiet
 
 if __name__ == "__main__":
     try:

@@ -5,13 +5,13 @@
 finds out what it can, asks every law that applies, and shows the smallest case that breaks one.
 """
 
-from regard.verify.checking import CHECKS, Check, Counterexample
-from regard.verify.checks import numbers as _numbers  # fills the table
-from regard.verify.conventions import Conventions
-from regard.verify.entry import check
-from regard.verify.report import Outcome, Picture, Report
-from regard.verify.subject import SubjectError
-from regard.verify.understand import understand
+from regard.verify.law import CHECKS, Check, Counterexample
+from regard.verify.laws import numbers as _numbers  # fills the table
+from regard.verify.report.report import Outcome, Picture, Report
+from regard.verify.run.entry import check
+from regard.verify.subject.conventions import Conventions
+from regard.verify.subject.subject import SubjectError
+from regard.verify.subject.understand import understand
 
 del _numbers
 

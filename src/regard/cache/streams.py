@@ -1,0 +1,257 @@
+"""What grows along dim 2: streams, how many tokens each row holds, and where new ones go."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.cache.codes import CodedStreams
+from regard.span import Span
+from regard.tracing import is_forward_mode, is_transformed
+
+
+class Part(NamedTuple):
+    """Keys `kv_start..kv_stop`, and what was stored for them, each `[B, G, stop - start, W]`."""
+
+    kv_start: int
+    kv_stop: int
+    streams: Sequence[Tensor]
+
+    def narrow(self, start: int, stop: int) -> "Part":
+        """The keys `start..stop` of these."""
+        begin, size = start - self.kv_start, stop - start
+        if isinstance(self.streams, CodedStreams):
+            return Part(start, stop, self.streams.narrow(begin, size))
+        return Part(start, stop, tuple(each.narrow(2, begin, size) for each in self.streams))
+
+
+class Stored:
+    """What caches have in common: independent copies, and going back after a call that failed.
+
+    An update binds attributes anew and writes buffers only behind the tokens held, so that the
+    attributes alone are the state.
+    """
+
+    def __copy__(self) -> "Stored":
+        new = type(self).__new__(type(self))
+        vars(new).update({name: _copied(value) for name, value in vars(self).items()})
+        return new
+
+    def __deepcopy__(self, memo: object) -> "Stored":
+        return self.__copy__()
+
+    def snapshot(self) -> object:
+        """The state now."""
+        return dict(vars(self))
+
+    def restore(self, snapshot: object) -> None:
+        """Go back to a state that `snapshot` gave, with nothing but updates since."""
+        assert isinstance(snapshot, dict)
+        vars(self).update(snapshot)
+
+
+def _copied(value: Any) -> Any:
+    """Tensors cloned, with their graph: caches that shared a buffer would overwrite each other."""
+    if isinstance(value, Tensor):
+        return _writable(value.clone)
+    if isinstance(value, tuple):
+        each = [_copied(one) for one in value]
+        return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
+    return value.__copy__() if isinstance(value, Stored) else value
+
+
+class Lengths(NamedTuple):
+    """How many tokens each row holds: `longest` everywhere, unless `rows` says otherwise."""
+
+    longest: int = 0
+    shortest: int = 0
+    rows: Tensor | None = None
+
+    def span(self, new: int, kv_start: int = 0) -> Span:
+        stop = self.longest + new
+        if self.rows is None:
+            return Span(self.longest, stop, kv_start, stop)
+        bounds, starts = (self.shortest, self.longest), self.rows.clone()
+        return Span.ragged(starts, queries=new, kv_start=kv_start, kv_stop=stop, bounds=bounds)
+
+    def grown(self, new: int) -> "Lengths":
+        rows = None if self.rows is None else self.rows + new
+        return Lengths(self.longest + new, self.shortest + new, rows)
+
+    def truncated(self, length: int | Tensor, held: Sequence[Tensor] = ()) -> "Lengths":
+        """These lengths, of the rows of `held`, cut to `length`.
+
+        Raises:
+            ValueError: if it is negative or more than is held, or not one number for each row.
+        """
+        if not isinstance(length, Tensor):
+            check_whole("length", length)
+            if not 0 <= length <= self.longest:
+                raise ValueError(
+                    f"length={length} is not among 0..{self.longest}, the tokens held; truncate "
+                    "states what remains, not what goes"
+                )
+            if self.rows is None or length <= self.shortest:
+                return Lengths(length, length)
+            return _lengths_of(self.rows.clamp(max=length))
+        if length.dim() != 1 or length.is_floating_point() or length.dtype == torch.bool:
+            raise ValueError(
+                f"length is a whole number or [B] whole numbers, got {length.dtype} of shape "
+                f"{tuple(length.shape)}"
+            )
+        if held and len(length) != held[0].shape[0]:
+            raise ValueError(
+                f"length has one number for each of the {held[0].shape[0]} rows held, got "
+                f"{length.tolist()}; truncate to a whole number to cut all rows alike"
+            )
+        most = self.longest if self.rows is None else self.rows.to(length.device)
+        if bool(((length < 0) | (length > most)).any()):
+            raise ValueError(
+                f"length={length.tolist()} is not among 0..{self.longest}, the tokens held; "
+                "truncate states what remains, not what goes"
+            )
+        return _lengths_of(length.to(torch.int64, copy=True))
+
+    def reordered(self, rows: Tensor) -> "Lengths":
+        return self if self.rows is None else _lengths_of(self.rows[rows.to(self.rows.device)])
+
+
+def _lengths_of(rows: Tensor) -> Lengths:
+    low, high = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
+    return Lengths(high, low) if low == high else Lengths(high, low, rows)
+
+
+def check_whole(name: str, value: object, least: int = 0) -> None:
+    """Raise unless `value` is a whole number, `least` or more."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise ValueError(f"{name} is a whole number, got {value!r}; give an int")
+    if least and value < least:
+        raise ValueError(f"{name} is at least {least}, got {value}")
+
+
+def check_streams(new: Sequence[Tensor], held: Sequence[Tensor]) -> int:
+    """How many tokens come, if the streams fit each other and those held."""
+    if not new:
+        raise ValueError("update() takes at least one stream [B, G, L, W], got none")
+    for index, each in enumerate(new):
+        if not isinstance(each, Tensor) or each.dim() != 4:
+            shape = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            raise ValueError(f"stream {index} is a tensor [B, G, L, W], got {shape}")
+        if each.shape[2] != new[0].shape[2] or each.shape[0] != new[0].shape[0]:
+            raise ValueError(
+                f"the streams of one update have one batch size and one length, got "
+                f"{tuple(new[0].shape)} and {tuple(each.shape)}"
+            )
+    if held and len(held) != len(new):
+        raise ValueError(
+            f"the cache holds {len(held)} streams, got {len(new)}; one cache serves one layer"
+        )
+    for index, (each, past) in enumerate(zip(new, held, strict=False)):
+        _check_stream(index, each, past)
+    return new[0].shape[2]
+
+
+def _check_stream(index: int, new: Tensor, held: Tensor) -> None:
+    came, has = new.shape, held.shape
+    same = came[0] == has[0] and came[1] == has[1] and came[3] == has[3]
+    if same and new.dtype == held.dtype and new.device == held.device:
+        return
+    if new.shape[0] != held.shape[0]:
+        raise ValueError(
+            f"stream {index} has a batch of {new.shape[0]}, the cache one of {held.shape[0]}; "
+            "use a new cache, or cache.reorder(rows)"
+        )
+    if (new.shape[1], new.shape[3]) != (held.shape[1], held.shape[3]):
+        raise ValueError(
+            f"stream {index} has (heads, width) = {(new.shape[1], new.shape[3])}, the cache "
+            f"{(held.shape[1], held.shape[3])}; one cache serves one layer"
+        )
+    if new.dtype != held.dtype or new.device != held.device:
+        raise ValueError(
+            f"stream {index} is {new.dtype} on {new.device}, the cache {held.dtype} on "
+            f"{held.device}; use a new cache after moving a layer"
+        )
+
+
+def check_rows(rows: object, held: Sequence[Tensor]) -> None:
+    if (
+        not isinstance(rows, Tensor)
+        or rows.dim() != 1
+        or rows.dtype not in (torch.int32, torch.int64)
+    ):
+        got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else rows
+        raise ValueError(f"rows is [N] batch rows in int64 or int32, got {got}")
+    batch = held[0].shape[0] if held else None
+    if batch is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
+        raise ValueError(f"rows={rows.tolist()} are not all among the {batch} rows held")
+
+
+def is_followed(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
+    """Whether derivatives, backward or forward, or `torch.func` may follow what a cache returns."""
+    return wants_grad(new, held) or is_forward_mode() or is_transformed()
+
+
+def wants_grad(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in (*new, *held))
+
+
+def _writable(make: Callable[[], Tensor]) -> Tensor:
+    """What `make` gives, as a tensor that may be written later: those of inference mode may not."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make()
+    return make()
+
+
+def empty_like(stream: Tensor, capacity: int) -> Tensor:
+    """A buffer of zeros: whatever is read before it is written is at least finite."""
+    shape = (*stream.shape[:2], capacity, stream.shape[3])
+    return _writable(lambda: stream.new_zeros(shape))
+
+
+def chosen(held: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
+    """These batch rows of everything held."""
+    return tuple(_pick(each, rows.to(each.device)) for each in held)
+
+
+def _pick(held: Tensor, rows: Tensor) -> Tensor:
+    return _writable(lambda: held.index_select(0, rows))
+
+
+def write(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:
+    """Put the new tokens behind those that each row holds."""
+    for buffer, each in zip(buffers, new, strict=True):
+        if lengths.rows is None:
+            source = each.detach() if each.requires_grad else each
+            buffer.narrow(2, lengths.longest, each.shape[2]).copy_(source)
+        else:
+            rows, slots = _ragged_slots(lengths.rows, each)
+            buffer[rows, :, slots] = each.detach().transpose(1, 2)
+
+
+def appended(held: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> tuple[Tensor, ...]:
+    """Held and new tokens in new tensors, which gradients can follow."""
+    if not held:
+        return tuple(each.clone() for each in new)
+    whole = []
+    for past, each in zip(held, new, strict=True):
+        past = past.narrow(2, 0, lengths.longest)
+        if lengths.rows is None:
+            whole.append(torch.cat([past, each], dim=2))
+        else:
+            rows, slots = _ragged_slots(lengths.rows, each)
+            room = torch.cat([past, torch.zeros_like(each)], dim=2).transpose(1, 2)
+            whole.append(room.index_put((rows, slots), each.transpose(1, 2)).transpose(1, 2))
+    return tuple(whole)
+
+
+def _ragged_slots(rows: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Batch rows and slots, `[B, L]`, where the new tokens of a ragged batch go."""
+    steps = torch.arange(new.shape[2], device=new.device)
+    slots = rows.to(new.device)[:, None] + steps
+    return torch.arange(new.shape[0], device=new.device)[:, None].expand_as(slots), slots
+
+
+def bytes_a_token(held: Tensor) -> int:
+    return held.shape[0] * held.shape[1] * held.shape[3] * held.element_size()

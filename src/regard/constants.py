@@ -1,0 +1,45 @@
+"""Small constant tensors, made once for each device and memoised where that is safe."""
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import ParamSpec
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from regard.tracing import is_immediate
+
+P = ParamSpec("P")
+
+Device = torch.device | str | None
+
+
+def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Memoise the tensors that `make` returns by its arguments, where that is safe.
+
+    Traced programs compute theirs afresh, since a memoised tensor would be baked in as an input; so
+    do `torch.func` transforms and fake tensors, whose tensors must not outlive them.
+    """
+    kept = lru_cache(maxsize=128)(make)
+
+    @wraps(make)
+    def look_up(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if not is_immediate() or _is_capturing():
+            return make(*args, **kwargs)
+        with torch.inference_mode(False):  # an inference tensor could not be used in training later
+            return kept(*args, **kwargs)  # type: ignore[arg-type]  # hashable, by contract
+
+    return look_up
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@constant
+def device_vector(
+    values: tuple[float | int, ...], dtype: torch.dtype, device: torch.device
+) -> Shaped[Tensor, " n"]:
+    """`values` as a tensor on `device`, copied there once."""
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -1,0 +1,1 @@
+"""Conversions that change no output: only the layout of the weights differs."""

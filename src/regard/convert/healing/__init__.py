@@ -1,0 +1,1 @@
+"""Healing: a converted model learns from the one that it was made of."""

@@ -1,0 +1,1 @@
+"""Conversions that lose something, chosen by calibration so that it is little."""

@@ -1,0 +1,1 @@
+"""Model families as data, and what regard knows of their attention modules."""

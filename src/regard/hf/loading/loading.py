@@ -1,0 +1,323 @@
+"""Loading a model from a Hugging Face folder or a GGUF: nothing is fetched, nothing executed.
+
+A checkpoint may come from anybody. What transformers would read is checked first, and the model's
+skeleton is held against the headers of the weights before any weight is given memory.
+"""
+
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partialmethod
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from regard.hf.loading import gguf_copies, latent_layers
+from regard.hf.loading.reading_gguf import read_once
+from regard.hf.loading.skeleton import MEND, check_report, check_skeleton, model_class
+from regard.hf.loading.untrusted import (
+    INDEX,
+    WEIGHTS,
+    CheckpointError,
+    check_config,
+    check_files,
+    check_json_files,
+    read_json,
+    refused,
+)
+from regard.hf.loading.untrusted_gguf import check_gguf
+from regard.hf.loading.untrusted_weights import Contents, check_weights
+
+SLOW = 10.0  # seconds of reading a GGUF after which a copy is missed
+Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all
+NEEDED = "a folder with config.json and *.safetensors, or a .gguf file"
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    low_memory: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[Any, Any]:
+    """A model in eval mode and its tokenizer, offline; None for a tokenizer that is not there.
+
+    Reads what `save_pretrained` and `regard.convert.save` write, and GGUF files; pickles and code
+    that comes with a checkpoint are refused. The model's class is the first of the configuration's
+    `architectures` that transformers has.
+
+    Reading a GGUF takes long, so a safetensors copy of what was read is kept in `$REGARD_CACHE`,
+    `$XDG_CACHE_HOME/regard` or `~/.cache/regard`, and read the next time. Where none can be kept,
+    and reading took more than ten seconds, a warning says so.
+
+    Args:
+        path: of a folder, or of a GGUF file.
+        dtype: of the weights.
+        device: where they go.
+        low_memory: leave the weights in their safetensors, and fetch each when it is read: for
+            models larger than the memory. They run on the CPU, slowly.
+        progress: called with what is done, steps done and steps in all, while a GGUF is read.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `path`, or the folder lacks a file.
+        CheckpointError: if what is there is not a sound model; a ValueError.
+        ValueError: if `low_memory` is asked for a GGUF file or a folder of `regard.convert.save`.
+        ImportError: if transformers is missing.
+    """
+    path = _existing(path)
+    with _one_error(path), _offline():
+        hosted = path.is_dir() and latent_layers.is_hosted(path)
+        if low_memory and (hosted or not path.is_dir()):
+            raise _Refused("low_memory reads stock safetensors; give the model's own folder")
+        if hosted:
+            model, config = latent_layers.load_hosted(path, dtype)
+            tokenizer = _tokenizer(_pretrained(path), config=config) if _speaks(path) else None
+            return model.to(device).eval(), tokenizer
+        if path.is_dir():
+            model, tokenizer = _from_folder(path, dtype, low_memory)
+        else:
+            model, tokenizer = _from_gguf(path, dtype, progress)
+    return (model if low_memory else model.to(device)).eval(), tokenizer
+
+
+def skeleton(path: str | Path) -> Any:
+    """The model that `load` would give, on the meta device: its modules without their numbers.
+
+    Of the weights only headers are read, so that what a model's configuration forbids is known in a
+    second.
+
+    Raises:
+        FileNotFoundError, CheckpointError, ImportError: as `load`.
+    """
+    path = _existing(path)
+    with _one_error(path), _offline():
+        if path.is_dir() and latent_layers.is_hosted(path):
+            return latent_layers.checked_hosted(path)[2]
+        with nullcontext() if path.is_dir() else read_once():
+            source, contents, _ = _folder(path) if path.is_dir() else sound_gguf(path)
+            config = _config(source)
+        return check_skeleton(model_class(config), config, contents, path).eval()
+
+
+def _existing(path: str | Path) -> Path:
+    """The path, if something is there and what reads it is installed."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; give {NEEDED}")
+    require("transformers", *(("safetensors",) if path.is_dir() else ("accelerate", "gguf")))
+    return path
+
+
+def _from_folder(path: Path, dtype: torch.dtype, low_memory: bool = False) -> tuple[Any, Any]:
+    source, contents, has_tokenizer = _folder(path)
+    tokenizer = _tokenizer(source) if has_tokenizer else None
+    return _model(source, contents, path, dtype, low_memory), tokenizer
+
+
+def _from_gguf(path: Path, dtype: torch.dtype, progress: Progress) -> tuple[Any, Any]:
+    """From the copy of this file, if there is a sound one; else the file, and a copy is kept."""
+    checked = sound_gguf(path)
+    name = gguf_copies.name_of(path, dtype)
+    copy = gguf_copies.find(name)
+    if copy is not None:
+        model, tokenizer = _from_folder(copy, dtype)
+        model.config.name_or_path = str(path.parent)
+        return model, tokenizer
+    started = time.perf_counter()
+    model, tokenizer = read_gguf(path, checked, dtype, progress)
+    seconds = time.perf_counter() - started
+    progress("keeping a copy", 2, 3)
+    with quiet():
+        missing = gguf_copies.keep(name, model, tokenizer)
+    progress("read", 3, 3)
+    if missing is not None and seconds > SLOW:
+        warnings.warn(
+            f"reading {path} took {seconds:.0f} s, and will again: no copy could be kept, because "
+            f"{missing}; set {gguf_copies.FOLDER} to a folder that can be written",
+            stacklevel=4,
+        )
+    return model, tokenizer
+
+
+def read_gguf(
+    path: Path,
+    checked: tuple[dict[str, Any], Contents, bool],
+    dtype: torch.dtype,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[Any, Any]:
+    """The model and the tokenizer of a GGUF that `sound_gguf` found sound, from the file itself."""
+    source, contents, has_tokenizer = checked
+    with read_once():
+        progress("reading the vocabulary", 0, 3)
+        tokenizer = _tokenizer(source) if has_tokenizer else None
+        progress("reading weights", 1, 3)
+        model = _model(source, contents, path, dtype)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:  # weights are plain numbers now, which can be saved
+        quantizer.remove_quantization_config(model)
+    vars(model.config).pop("quantization_config", None)
+    return model, tokenizer
+
+
+def _folder(path: Path) -> tuple[dict[str, Any], Contents, bool]:
+    """Where transformers is to read, what the weights hold, and whether there is a tokenizer."""
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"{path} has no config.json; give {NEEDED}")
+    if not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+        pickles = sorted(file.name for file in path.glob("*.bin"))
+        why = f"it has {', '.join(pickles)}, and pickles can run code" if pickles else "it has none"
+        raise FileNotFoundError(f"{path} needs weights in {WEIGHTS} or {INDEX}: {why}")
+    check_files(path)
+    check_json_files(path)
+    check_config(read_json(path / "config.json"), path / "config.json")
+    return _pretrained(path), check_weights(path), _speaks(path)
+
+
+def _pretrained(path: Path) -> dict[str, Any]:
+    return {"pretrained_model_name_or_path": str(path)}
+
+
+def _speaks(path: Path) -> bool:
+    """Whether there is a tokenizer."""
+    return any((path / name).exists() for name in TOKENIZERS)
+
+
+def sound_gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
+    """As `_folder`. The JSON that lies beside a GGUF is read too, where there is any."""
+    checked = check_gguf(path)
+    check_json_files(path.parent)
+    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return source, checked.contents, "tokenizer.ggml.model" in checked.values
+
+
+def _tokenizer(source: Mapping[str, Any], **given: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    local = {**source, "local_files_only": True, "trust_remote_code": False}
+    return AutoTokenizer.from_pretrained(**local, **given)
+
+
+def _config(source: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    local = {**source, "local_files_only": True, "trust_remote_code": False}
+    return AutoConfig.from_pretrained(**local)
+
+
+class _Refused(ValueError):
+    """About the arguments, not about the checkpoint."""
+
+
+def _model(
+    source: Mapping[str, Any],
+    contents: Contents,
+    path: Path,
+    dtype: torch.dtype,
+    low_memory: bool = False,
+) -> Any:
+    """The model, if the files hold all of its weights and it is no larger than they are."""
+    local = {**source, "local_files_only": True, "trust_remote_code": False}
+    config = _config(source)
+    made_by = model_class(config)
+    check_skeleton(made_by, config, contents, path)
+    if made_by._supports_sdpa:  # else transformers knows best
+        local["attn_implementation"] = "sdpa"
+    if low_memory:
+        require("accelerate")
+        scratch = mkdtemp(prefix="regard-")
+        local |= {"device_map": {"": "disk"}, "offload_folder": scratch}
+    model, report = made_by.from_pretrained(
+        **local,
+        **_plain_weights(source),
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that the report names them; they are refused there
+    )
+    check_report(report, path)
+    if low_memory:
+        finalize(model, shutil.rmtree, scratch, ignore_errors=True)
+    return model
+
+
+def _plain_weights(source: Mapping[str, Any]) -> dict[str, Any]:
+    if "gguf_file" not in source:
+        return {"use_safetensors": True}
+    from transformers import GgufConfig
+
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+@contextmanager
+def _one_error(path: Path) -> Iterator[None]:
+    """Whatever goes wrong in reading becomes a CheckpointError that names `path`."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError, _Refused):
+        raise
+    except BaseException as error:
+        # a panic of the Rust code in tokenizers and safetensors is not an Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise refused(path, "transformers must be able to read it", what, MEND) from error
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """For what transformers reads by itself, too: nothing under here reaches for the network."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def require(*packages: str) -> None:
+    """Raise an ImportError that says how to install what is missing."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise ImportError(
+            f"regard.hf needs {', '.join(missing)}: python -m pip install 'regard[hf]'"
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' own bars and notes off the terminal while a program shows its own."""
+    require("transformers", "tqdm")
+    import tqdm
+    from transformers.utils import logging
+
+    made = tqdm.tqdm.__init__
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tqdm.tqdm.__init__ = partialmethod(made, disable=True)  # the GGUF reader asks nobody
+    try:
+        yield
+    finally:
+        tqdm.tqdm.__init__ = made
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,113 @@
+"""The model that a configuration asks for, without its weights: does it fit what the files hold?
+
+A file of a kilobyte can ask for a million layers or a vocabulary of 2**40. The skeleton is built on
+the meta device, where tensors take no memory, and while it is built its modules are counted.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registry
+
+from regard.hf.loading.untrusted import refused
+from regard.hf.loading.untrusted_weights import Contents
+
+MODULES = 16  # for each tensor; published models have up to 3
+FREE = 2_000  # modules of models with few tensors
+UNSAVED = 1 << 24  # elements of tables that models compute instead of saving them
+BUFFERS = 1 << 28
+PACKED = 8  # elements a byte of quantised weights
+MEND = "its weights and its configuration must be whole and of one model"
+SHOWN = 3
+
+
+def model_class(config: Any) -> Any:
+    """The class for `config`: the one it names, if transformers has it, else one that fits.
+
+    Raises:
+        ValueError: if transformers has no model for it.
+    """
+    import transformers
+
+    base = transformers.PreTrainedModel
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(named, type) and issubclass(named, base):
+            made_from: Any = getattr(named, "config_class", None)
+            if isinstance(config, made_from or ()):
+                return named
+            raise ValueError(f"{name} does not fit a configuration of {config.model_type}")
+    for auto in (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_MAPPING,
+    ):
+        if type(config) in auto:
+            found = auto[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise ValueError(f"transformers has no model for {config.model_type}")
+
+
+def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) -> Any:
+    """A model of class `made_by` on the meta device, if it needs no more than `file` holds.
+
+    Raises:
+        CheckpointError: if it has more modules or elements than that.
+    """
+    with _counted(len(contents.names), file), torch.device("meta"):
+        model = made_by(config)
+    held = contents.elements
+    if getattr(config, "quantization_config", None) is not None:
+        held = max(held, contents.nbytes * PACKED)
+    asked = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
+    out = "its weights and config.json must be of one model"
+    if asked > held + UNSAVED:
+        rule = f"its weights hold {held} elements, and its configuration may ask for no more"
+        raise refused(file, rule, asked, out)
+    buffers = sum(buffer.numel() for buffer in model.buffers())
+    if buffers > held + BUFFERS:
+        raise refused(file, f"its buffers may have {held + BUFFERS} elements", buffers, out)
+    return model
+
+
+def check_report(report: Mapping[str, Any], path: Path) -> None:
+    """Raise if transformers did not find every weight: it makes up random values for those.
+
+    Raises:
+        CheckpointError: naming some of them.
+    """
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(_shown(key) for key in report[kind]):
+            shown = f"{len(found)} {kind.replace('_', ' ')}: {', '.join(found[:SHOWN])}"
+            raise refused(path, "the files must hold every weight in its shape", shown, MEND)
+
+
+def _shown(key: str | tuple[str, Any, Any]) -> str:
+    """A weight's name; with the shapes in the files and in the model where those differ."""
+    return key if isinstance(key, str) else f"{key[0]} of {tuple(key[1])} for {tuple(key[2])}"
+
+
+@contextmanager
+def _counted(tensors: int, file: Path) -> Iterator[None]:
+    """Stop whoever registers more modules or parameters than so many tensors could belong to."""
+    limit = FREE + MODULES * tensors
+    count = 0
+
+    def registered(parent: nn.Module, name: str, child: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > limit:
+            rule = f"with {tensors} tensors, a model may have {limit} modules and parameters"
+            raise refused(file, rule, f"{count} by {name!r}", "mend its configuration")
+
+    modules = registry.register_module_module_registration_hook(registered)
+    parameters = registry.register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        modules.remove()
+        parameters.remove()

@@ -1,0 +1,1 @@
+"""Putting regard's layers into a transformers model."""

@@ -1,0 +1,1 @@
+"""Running a transformers model's attention with regard: install, register, uninstall."""

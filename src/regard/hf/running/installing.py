@@ -1,0 +1,216 @@
+"""install: the same model, the same weights, the same caches, with its attention run by regard.
+
+Only `forward` of each attention module is rebound. Rotation uses the model's own angles, and the
+past lives in transformers' own caches or in `regard.hf.cache`, so `generate` works as before.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.hf.families.finding import asks_the_interface, find, unknown_attention
+from regard.hf.families.table import Family, family_of, is_hosted
+from regard.hf.running import attending, attending_latent
+from regard.hf.running.binding import bind, is_bound, unbind
+from regard.hf.running.versions import check_version
+from regard.layers.latent_forms import ABSORBED, choose_form
+from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow, Span
+from regard.ops.attend import prepare
+from regard.ops.check import check_options
+
+READABLE = ("sdpa", "eager", "regard")  # the attn_implementations whose masks are tensors or None
+THROUGH_THE_INTERFACE = (  # the lines are for a model called `model`
+    "it goes through transformers' AttentionInterface, and runs on regard after these two lines:"
+    "\n\n"
+    "    regard.hf.register()\n"
+    '    model.set_attn_implementation("regard")\n'
+)
+NO_WAY = "it does not go through transformers' AttentionInterface, so regard cannot run it"
+PREFILL, DECODE = Span(0, 1024, 0, 1024), Span(1024, 1025, 0, 1025)
+
+
+@dataclass(frozen=True)
+class InstalledLayer:
+    """What runs in one layer: its shape, its rules, and which backend reads it when."""
+
+    name: str
+    kind: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    rules: tuple[str, ...]
+    prefill: str
+    decode: str
+
+    def __str__(self) -> str:
+        heads = f"{self.kind} {self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}"
+        rules = "".join(f", {rule}" for rule in self.rules)
+        return f"{heads}{rules}; prefill: {self.prefill}, decode: {self.decode}"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Layer by layer, what `install` made of a model; `str` of it is for reading."""
+
+    model: str
+    layers: tuple[InstalledLayer, ...]
+    left_alone: dict[str, str]
+
+    def __str__(self) -> str:
+        groups: dict[str, list[str]] = {}
+        for layer in self.layers:
+            groups.setdefault(str(layer), []).append(layer.name)
+        for name, reason in self.left_alone.items():
+            groups.setdefault(f"left alone: {reason}", []).append(name)
+        lines = [f"{self.model}: {len(self.layers)} attention layers run on regard"]
+        for text, names in groups.items():
+            where = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+            lines.append(f"  {where}: {text}")
+        return "\n".join(lines)
+
+
+def install(model: nn.Module, *, precision: str = "strict") -> Installation:
+    """Run the attention of a transformers model on regard. Installing twice is installing once.
+
+    Classes, children, parameters and hooks stay; `uninstall` restores. Attention that regard does
+    not know is left alone, and the report says so. `output_attentions=True` works under every
+    implementation: those weights are then computed, and only then.
+
+    Args:
+        model: one with attention of a known family.
+        precision: of `attend`, in every layer; `"fast"` keeps scores and weights in bfloat16 where
+            hidden states are, on CPUs.
+
+    Raises:
+        ValueError: if regard knows none of the model's attention, or the model reads masks that are
+            not tensors (`attn_implementation` must be "sdpa", "eager" or "regard"), or there is no
+            such precision. Nothing is then changed.
+    """
+    check_version()
+    check_options(dropout=0.0, softcap=None, precision=precision, scale=None)
+    found = find(model)
+    if not found.known:
+        out = THROUGH_THE_INTERFACE if asks_the_interface(found.unknown.values()) else NO_WAY
+        raise ValueError(f"{unknown_attention(model, found)}; {out}")
+    for module in found.known.values():
+        _check_readable(module)
+    layers = tuple(_describe(name, module, precision) for name, module in found.known.items())
+    for module in found.known.values():
+        module.__dict__[attending.PRECISION] = precision
+        if not is_hosted(module):  # those run on regard as they are
+            bind(module, _forward_of(module))
+    return Installation(
+        type(model).__name__,
+        layers,
+        {name: _no_row(module) for name, module in found.unknown.items()},
+    )
+
+
+def uninstall(model: nn.Module) -> None:
+    """Give every attention module back its own `forward`; does nothing where none was changed."""
+    for module in model.modules():
+        if is_bound(module):
+            unbind(module)
+        module.__dict__.pop(attending.PRECISION, None)
+
+
+def _forward_of(module: nn.Module) -> Any:
+    latent = attending.known(module).latent
+    return attending_latent.forward if latent else attending.forward
+
+
+def _no_row(module: nn.Module) -> str:
+    return f"{type(module).__name__} has no row in regard.hf.families"
+
+
+def is_readable(module: Any) -> bool:
+    """Whether masks come to this attention as tensors, or not at all."""
+    return getattr(module.config, "_attn_implementation", None) in READABLE
+
+
+def _check_readable(module: Any) -> None:
+    if not is_readable(module):
+        implementation = getattr(module.config, "_attn_implementation", None)
+        raise ValueError(
+            f"attn_implementation={implementation!r} hands out masks that regard does not "
+            'read; call model.set_attn_implementation("sdpa") first'
+        )
+
+
+def _describe(name: str, module: Any, precision: str) -> InstalledLayer:
+    family = family_of(module)
+    assert family is not None
+    kind, heads, cached_heads, width = _cached(family, module)
+    return InstalledLayer(
+        name,
+        kind,
+        heads,
+        cached_heads,
+        width,
+        family.window_of(module),
+        tuple(_rules(family, module)),
+        _runs(family, module, PREFILL, precision),
+        _runs(family, module, DECODE, precision),
+    )
+
+
+def _cached(family: Family, module: Any) -> tuple[str, int, int, int]:
+    """The kind of a layer, its query heads, and the heads that it caches and their width."""
+    heads, kv_heads, head_dim = family.sizes(module)
+    if family.latent:
+        return "MLA", heads, 1, module.kv_lora_rank + module.qk_rope_head_dim
+    if is_hosted(module):
+        return module.kind, heads, 1, module.kv_lora_rank
+    kind = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
+    return kind, heads, kv_heads, head_dim
+
+
+def _rules(family: Family, module: Any) -> list[str]:
+    """What a layer's scores obey besides the mask that comes with a call."""
+    rules = [] if getattr(module, "is_causal", True) else ["looks both ways"]
+    if family.window_of(module) is not None:
+        rules.append(f"window {family.window_of(module):,}")
+    if family.softcap(module) is not None:
+        rules.append(f"softcap {family.softcap(module):g}")
+    if family.sinks(module) is not None:
+        rules.append("sinks")
+    if family.returns_bias:
+        rules.append("relative bias")
+    return rules
+
+
+def _runs(family: Family, module: Any, span: Span, precision: str) -> str:
+    """The backend that a call of this span would get, found from shapes alone."""
+    window = family.window_of(module)
+    mask: Mask = Causal() if getattr(module, "is_causal", True) else EVERYTHING
+    if window is not None:
+        mask = mask & SlidingWindow(window)
+    heads, kv_heads, head_dim = family.sizes(module)
+    key_width = value_width = head_dim
+    form = "rebuilt by " if is_hosted(module) else ""
+    if family.latent:
+        chosen, _ = choose_form(module, span)
+        rank = module.kv_lora_rank
+        absorbed = (1, rank + module.qk_rope_head_dim, rank)
+        rebuilt = (heads, module.qk_head_dim, module.v_head_dim)
+        kv_heads, key_width, value_width = absorbed if chosen is ABSORBED else rebuilt
+        form = f"{chosen.name} by "
+    one = next(module.parameters()).new_empty(1, dtype=_floating(module)).detach()
+    q = one.expand(1, heads, span.num_queries, key_width)
+    k = one.expand(1, kv_heads, span.num_keys, key_width)
+    v = one.expand(1, kv_heads, span.num_keys, value_width)
+    softcap, sinks = family.softcap(module), family.sinks(module)
+    with torch.no_grad():
+        call = prepare(
+            q, k, v, mask=mask, span=span, softcap=softcap, sinks=sinks, precision=precision
+        )
+    return form + call.name
+
+
+def _floating(module: nn.Module) -> torch.dtype:
+    """The dtype that hidden states come in: quantised weights are not of it."""
+    kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
+    return next(kinds, torch.float32)

@@ -1,0 +1,1 @@
+"""The attention layers, and what they share. Start with `attention.py`."""

@@ -1,0 +1,366 @@
+"""Self-attention, MHA, MQA, GQA and cross-attention: one outline, one integer.
+
+    x -> project -> rotate -> cache -> mask -> attend -> output
+
+`num_kv_heads` is the whole difference: `num_heads` makes MHA, 1 makes MQA, a divisor between GQA.
+"""
+
+import inspect
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.cache import NO_CACHE, Cache
+from regard.heads import merge_heads, split_heads
+from regard.layers.cache_use import check_use, tracked, used_by
+from regard.layers.construct import (
+    Norm,
+    biased_projections,
+    build_gate,
+    build_norm,
+    constructor_code,
+    normed_heads,
+    size_of_head,
+)
+from regard.layers.inputs import check_cache, check_positions, check_width
+from regard.layers.memory import Memory, check_own, remembered_by
+from regard.masks import EVERYTHING, Mask, Span
+from regard.ops.attend import prepare
+from regard.ops.bias import ScoreBias
+from regard.ops.call import Call
+from regard.ops.check import check_mask, check_options
+from regard.ops.explain import explain, weights_of
+from regard.rope import NO_ROPE, NoRotary, Rotary
+
+
+class Attention(nn.Module):
+    """Softmax attention over heads that may share keys and values.
+
+    MHA is `Attention Is All You Need` (arXiv:1706.03762), MQA arXiv:1911.02150, GQA
+    arXiv:2305.13245. Parameters are named as Hugging Face names them: `q_proj k_proj v_proj o_proj
+    q_norm k_norm sinks gate_proj`.
+
+    Args:
+        hidden_size: width of the input and the output.
+        num_heads: query heads.
+        num_kv_heads: key/value heads, a divisor of `num_heads`; all of them if None. For a group
+            size, give `num_heads // group_size`.
+        head_dim: size of a head; `hidden_size // num_heads` if None.
+        bias: whether the projections have biases: True, False, or the set of those that do, out of
+            `{"q_proj", "k_proj", "v_proj", "o_proj"}`.
+        out_bias: the same for `o_proj` alone; as `bias` says if None.
+        dropout: probability of dropping a weight, in training only.
+        qk_norm: `"head"` (RMSNorm of each head), `"width"` (of all heads at once) or a function
+            from a size to a module, used for each head. Comes before rotation, as in Qwen3.
+        norm_eps: epsilon of those norms.
+        rope: a `Rotary`; `NO_ROPE` turns nothing.
+        mask: the layer's pattern, such as `Causal()`. A call's mask can only take away from it.
+        scale: of the scores; `head_dim ** -0.5` times the rope's softmax factor if None.
+        score_bias: a tensor or a rule (`Alibi`, `RelativeBias`) added to the scores.
+        softcap: `softcap * tanh(score / softcap)`, as in Gemma 2.
+        sinks: one learned score for each head that takes its share and gives nothing (gpt-oss).
+        gate: `"head"` or `"channel"`: `sigmoid(gate_proj(x))` times the output, before `o_proj`.
+        context_size: width of `context`; `hidden_size` if None.
+        backend: `"auto"`, or the name of one.
+
+    Raises:
+        ValueError: if sizes do not divide, or an option is not one of those above.
+
+    >>> import torch
+    >>> from regard import Attention, Causal, KVCache, Rotary
+    >>> layer = Attention(64, 8, num_kv_heads=2, rope=Rotary(8), mask=Causal())
+    >>> cache = KVCache()
+    >>> layer(torch.randn(1, 5, 64), cache=cache).shape, cache.length
+    (torch.Size([1, 5, 64]), 5)
+    """
+
+    _positional: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads")
+    _fixed: ClassVar[frozenset[str]] = frozenset()  # what a named door decides itself
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool | set[str] | frozenset[str] = False,
+        out_bias: bool | None = None,
+        dropout: float = 0.0,
+        qk_norm: Norm = None,
+        norm_eps: float = 1e-6,
+        rope: Rotary | NoRotary = NO_ROPE,
+        mask: Mask = EVERYTHING,
+        scale: float | None = None,
+        score_bias: Tensor | ScoreBias | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        gate: Literal["head", "channel"] | None = None,
+        context_size: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _OPTIONS}
+        super().__init__()
+        self._given = given
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
+        self.hidden_size = hidden_size
+        self.context_size = hidden_size if context_size is None else context_size
+        check_mask(mask)
+        check_options(dropout=dropout, softcap=softcap, precision="strict", scale=scale)
+        if rope.dim > self.head_dim:
+            raise ValueError(f"rope={rope} turns {rope.dim} channels, head_dim={self.head_dim}")
+        biased = biased_projections(bias, out_bias)
+        width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, width, bias="q_proj" in biased)
+        self.k_proj = nn.Linear(self.context_size, kv_width, bias="k_proj" in biased)
+        self.v_proj = nn.Linear(self.context_size, kv_width, bias="v_proj" in biased)
+        self.o_proj: nn.Module = nn.Linear(width, hidden_size, bias="o_proj" in biased)
+        self.norm_width = qk_norm == "width"
+        self.q_norm = build_norm(qk_norm, self.head_dim, width, norm_eps)
+        self.k_norm = build_norm(qk_norm, self.head_dim, kv_width, norm_eps)
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.gate_proj = build_gate(gate, hidden_size, num_heads, width)
+        self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
+        self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
+        self.score_bias = score_bias
+        self.backend = backend
+
+    @property
+    def kind(self) -> str:
+        """`"MHA"`, `"GQA"` or `"MQA"`."""
+        if self.num_kv_heads == self.num_heads:
+            return "MHA"
+        return "MQA" if self.num_kv_heads == 1 else "GQA"
+
+    def forward(
+        self,
+        x: Float[Tensor, "B L E"],
+        *,
+        context: "Float[Tensor, 'B S C'] | Memory | None" = None,
+        mask: Mask = EVERYTHING,
+        cache: Cache = NO_CACHE,
+        positions: Int[Tensor, "*B L"] | None = None,
+    ) -> Float[Tensor, "B L O"]:
+        """Attend, and give one tensor back.
+
+        Args:
+            x: `[B, L, hidden_size]`.
+            context: another sequence to read, `[B, S, context_size]`, or what `remember` made.
+            mask: about this batch (padding, documents); intersected with the layer's own. With
+                `context`, it speaks of the context's keys.
+            cache: holds the past; advanced by L. One cache a layer, held by the caller.
+            positions: rotary positions, `[L]` or `[B, L]`; counted on from the cache if None.
+
+        Raises:
+            TypeError: if `mask` is a tensor or `cache` is not a cache.
+            ValueError: if shapes do not fit, if the mask shows what the cache does not hold, or if
+                `context` meets a cache or a rope. The cache is then as it was.
+        """
+        call, q, k, v = self._prepare(x, context, mask, cache, positions)
+        with used_by(self, cache, mask):
+            out = call.run(q, cache.update(*tracked(call.needs_grad, k, v)))
+            return self._output(merge_heads(self._gated(x, out)))
+
+    def weights(
+        self,
+        x: Float[Tensor, "B L E"],
+        *,
+        context: "Float[Tensor, 'B S C'] | Memory | None" = None,
+        mask: Mask = EVERYTHING,
+        cache: Cache = NO_CACHE,
+        positions: Int[Tensor, "*B L"] | None = None,
+    ) -> Float[Tensor, "B H L S"]:
+        """The attention weights of the same call; the cache is left as it was."""
+        call, q, k, v = self._prepare(x, context, mask, cache, positions)
+        return weights_of(call, q, cache.peek(k, v))
+
+    def explain(
+        self,
+        x: Float[Tensor, "B L E"],
+        *,
+        context: "Float[Tensor, 'B S C'] | Memory | None" = None,
+        mask: Mask = EVERYTHING,
+        cache: Cache = NO_CACHE,
+        positions: Int[Tensor, "*B L"] | None = None,
+    ) -> str:
+        """Which backend the same call would get, and why; the cache is left as it was."""
+        return explain(self._prepare(x, context, mask, cache, positions)[0])
+
+    def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
+        """Project another sequence's keys and values once, to be read as `context=` at every step.
+
+        Raises:
+            ValueError: if the layer has a rope, whose positions a context does not share.
+        """
+        self._refuse_rope()
+        check_width("context", context, self.context_size, self.k_proj)
+        return remembered_by(self, Memory(*self._keys_values(context)))
+
+    def project(
+        self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, H, L, D]`, keys and values `[B, G, S, D]`, normed, before rotation."""
+        q = self._heads(self.q_proj(x), self.q_norm)
+        if isinstance(context, Memory):
+            return q, context.k, context.v
+        return q, *self._keys_values(x if context is None else context)
+
+    def _prepare(
+        self,
+        x: Tensor,
+        context: Tensor | Memory | None,
+        mask: Mask,
+        cache: Cache,
+        positions: Tensor | None,
+    ) -> tuple[Call, Tensor, Tensor, Tensor]:
+        """All but the attending: what can be refused is refused here, before the cache moves."""
+        check_mask(mask)
+        check_width("x", x, self.hidden_size, self.q_proj)
+        check_cache(cache)
+        check_positions(positions, x)
+        if context is not None:
+            self._check_context(x, context, cache)
+        q, k, v = self.project(x, context)
+        span = cache.span(x.shape[1]) if context is None else Span(0, x.shape[1], 0, k.shape[2])
+        check_use(self, cache, mask, span)
+        q, k = self.rope(q, k, span.positions(x.device) if positions is None else positions)
+        call = prepare(
+            q,
+            k,
+            v,
+            mask=self.mask & mask,
+            span=span,
+            scale=self.scale,
+            score_bias=self.score_bias,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )
+        return call, q, k, v
+
+    def _check_context(self, x: Tensor, context: Tensor | Memory, cache: Cache) -> None:
+        self._refuse_rope()
+        if cache is not NO_CACHE:
+            raise ValueError(
+                "context= and cache= do not go together: a context is whole from the start; "
+                "project it once with memory = layer.remember(context)"
+            )
+        if isinstance(context, Memory):
+            want, got = (self.num_kv_heads, self.head_dim), (context.k.shape[1], context.k.shape[3])
+            if want != got:
+                raise ValueError(
+                    f"context was remembered by a layer of (num_kv_heads, head_dim) = {got}, this "
+                    f"one has {want}; call remember() on this layer"
+                )
+            check_own(self, context)
+        else:
+            check_width("context", context, self.context_size, self.k_proj)
+        rows = context.k.shape[0] if isinstance(context, Memory) else context.shape[0]
+        if rows != x.shape[0]:
+            raise ValueError(
+                f"context has a batch of {rows}, x of {x.shape[0]}; expand one of them, or "
+                "memory.reorder(rows)"
+            )
+
+    def _refuse_rope(self) -> None:
+        if self.rope is not NO_ROPE and self.rope.dim:
+            raise ValueError(
+                f"context does not share the positions of x, so rope={self.rope} has no meaning "
+                "for it; build the layer with rope=NO_ROPE"
+            )
+
+    def _keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        k = self._heads(self.k_proj(source), self.k_norm)
+        return k, split_heads(self.v_proj(source), self.head_dim)
+
+    def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
+        return normed_heads(norm, flat, self.head_dim, width=self.norm_width)
+
+    def _gated(self, x: Tensor, out: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return out
+        gate = torch.sigmoid(self.gate_proj(x))
+        return out * split_heads(gate, gate.shape[-1] // self.num_heads).to(out.dtype)
+
+    def _output(self, merged: Tensor) -> Tensor:
+        result: Tensor = self.o_proj(merged)
+        return result
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self._given.items() if name not in self._fixed}
+        of = Attention.__init__
+        return constructor_code(type(self).__name__, given, of=of, positional=self._positional)
+
+
+class SelfAttention(Attention):
+    """One head that looks at its own sequence, with no output projection: the textbook's first.
+
+    `softmax(q k^T / sqrt(head_dim)) v` for q, k, v = three projections of x (arXiv:1706.03762,
+    section 3.2.1). The output is `[B, L, head_dim]`, `head_dim` being `hidden_size` unless said.
+
+    >>> import torch
+    >>> from regard import Causal, SelfAttention
+    >>> SelfAttention(16, mask=Causal())(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    _positional = ("hidden_size",)
+    _fixed = frozenset({"num_heads", "num_kv_heads"})
+
+    def __init__(self, hidden_size: int, **options: Any) -> None:
+        super().__init__(hidden_size, 1, **options)
+        self.o_proj = nn.Identity()
+
+
+class MultiHeadAttention(Attention):
+    """Multi-head attention: every query head has a key and a value head (arXiv:1706.03762).
+
+    Takes the options of `Attention`.
+
+    >>> MultiHeadAttention(64, 8)
+    MultiHeadAttention(64, 8)
+    """
+
+    _fixed = frozenset({"num_kv_heads"})
+
+    def __init__(self, hidden_size: int, num_heads: int, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, **options)
+
+
+class MultiQueryAttention(Attention):
+    """Multi-query attention: all query heads share one key and one value head (arXiv:1911.02150).
+
+    Takes the options of `Attention`.
+
+    >>> MultiQueryAttention(64, 8).kind
+    'MQA'
+    """
+
+    _fixed = frozenset({"num_kv_heads"})
+
+    def __init__(self, hidden_size: int, num_heads: int, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads=1, **options)
+
+
+class GroupedQueryAttention(Attention):
+    """Grouped-query attention: groups of query heads share key/value heads (arXiv:2305.13245).
+
+    `num_kv_heads = num_heads // group_size` for those who think in group sizes. Takes the options
+    of `Attention`.
+
+    >>> GroupedQueryAttention(64, 8, 2).kind
+    'GQA'
+    """
+
+    _positional = ("hidden_size", "num_heads", "num_kv_heads")
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads=num_kv_heads, **options)
+
+
+_OPTIONS = tuple(inspect.signature(Attention.__init__).parameters)[1:]

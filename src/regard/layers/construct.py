@@ -1,0 +1,144 @@
+"""How a layer is built from its arguments, and written back as the code that builds it."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.heads import split_heads
+from regard.ops.check import divisors
+
+Norm = Literal["head", "width"] | Callable[[int], nn.Module] | None
+
+
+def constructor_code(
+    name: str, given: dict[str, Any], *, of: Callable[..., Any], positional: Iterable[str]
+) -> str:
+    """The call that builds a layer: `positional` first, then what differs from `of`'s defaults.
+
+    >>> from regard import GroupedQueryAttention
+    >>> GroupedQueryAttention(64, 8, 2, softcap=50.0)
+    GroupedQueryAttention(64, 8, 2, softcap=50.0)
+    """
+    first = list(positional)
+    defaults = {key: each.default for key, each in inspect.signature(of).parameters.items()}
+    parts = [repr(given[key]) for key in first]
+    for key, value in given.items():
+        if key not in first and not _same(value, defaults[key]):
+            parts.append(f"{key}={_code(value)}")
+    return f"{name}({', '.join(parts)})"
+
+
+def _same(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    if isinstance(value, Tensor):
+        return False
+    return type(value) is type(default) and bool(value == default)
+
+
+def _code(value: Any) -> str:
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return str(value.__name__)
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(map(repr, sorted(value))) + "}"
+    return repr(value)
+
+
+def size_of_head(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """The size of a head, once all the sizes are found to fit."""
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is at least 1, got {size}")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; "
+            f"choose num_kv_heads from {divisors(num_heads)}"
+        )
+    if head_dim is not None and head_dim < 1:
+        raise ValueError(f"head_dim is at least 1, got {head_dim}")
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}; choose "
+            f"num_heads from {divisors(hidden_size)}, or give head_dim, which may be any size"
+        )
+    return hidden_size // num_heads if head_dim is None else head_dim
+
+
+_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+
+
+def biased_projections(
+    bias: bool | set[str] | frozenset[str], out_bias: bool | None
+) -> frozenset[str]:
+    """The projections that have a bias."""
+    if isinstance(bias, bool):
+        biased = _PROJECTIONS if bias else frozenset()
+    else:
+        biased = frozenset(bias)
+        if not biased <= _PROJECTIONS:
+            raise ValueError(
+                f"bias names {sorted(biased - _PROJECTIONS)}; choose from {sorted(_PROJECTIONS)}"
+            )
+    if out_bias is None:
+        return biased
+    return biased | {"o_proj"} if out_bias else biased - {"o_proj"}
+
+
+def build_norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module | None:
+    match kind:
+        case None:
+            return None
+        case "head":
+            return nn.RMSNorm(head_dim, eps=eps)
+        case "width":
+            return nn.RMSNorm(width, eps=eps)
+        case str() | bool():
+            raise ValueError(
+                "qk_norm is 'head', 'width', None or a function from a size to a module, "
+                f"got {kind!r}"
+            )
+    return kind(head_dim)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """`x` normed in the dtype of the norm's weights, and back in its own: autocast hands half
+    precision to float32 norms."""
+    weight = getattr(norm, "weight", None)
+    result: Tensor = norm(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
+    return result.to(x.dtype)
+
+
+def normed_heads(
+    norm: nn.Module | None, flat: Float[Tensor, "B L HD"], head_dim: int, *, width: bool
+) -> Float[Tensor, "B H L D"]:
+    """Queries or keys as heads, normed one by one or, with `width`, all of a token at once."""
+    if norm is None:
+        return split_heads(flat, head_dim)
+    if width:
+        return split_heads(normed(norm, flat), head_dim)
+    return normed(norm, split_heads(flat, head_dim))
+
+
+def matrix_objection(module: nn.Module) -> str | None:
+    """Why calling a module may do more than multiply by its weight and add its bias; None if it
+    does just that. Hooks, accelerate's offloading, adapters and quantisation all do more."""
+    if type(module) is not nn.Linear:
+        return f"is a {type(module).__name__}, not a plain nn.Linear"
+    own = vars(module)
+    if "forward" in own or "_hf_hook" in own:
+        return "has a forward of its own, as accelerate's hooks give it"
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return "has forward hooks"
+    return None
+
+
+def build_gate(kind: str | None, hidden_size: int, num_heads: int, width: int) -> nn.Linear | None:
+    if kind is None:
+        return None
+    if kind not in ("head", "channel"):
+        raise ValueError(f"gate is 'head', 'channel' or None, got {kind!r}")
+    return nn.Linear(hidden_size, num_heads if kind == "head" else width, bias=False)

@@ -1,0 +1,81 @@
+"""What a layer may not be given. Checked before anything is computed, let alone cached."""
+
+import torch
+from torch import Tensor, nn
+
+from regard.layers.construct import matrix_objection
+from regard.ops.check import refuse_jit_trace
+
+
+def check_width(name: str, x: object, width: int, projection: nn.Module) -> None:
+    """A batch of sequences of the right width, in the dtype of the weights that will meet it."""
+    refuse_jit_trace()
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a tensor [B, L, {width}], got {type(x).__name__}")
+    if x.dim() != 3:
+        raise ValueError(
+            f"{name} is [B, L, {width}], got shape {tuple(x.shape)}; "
+            "add or flatten axes so that there are three"
+        )
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
+    if x.shape[-1] != width:
+        raise ValueError(
+            f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "
+            "is it the output of another layer, or transposed?"
+        )
+    if matrix_objection(projection) is not None:
+        return  # it may bring weights and inputs together itself
+    weight = projection.weight
+    assert isinstance(weight, Tensor)
+    if weight.dtype != x.dtype and not _casts(x.device.type):
+        raise ValueError(
+            f"{name} is {x.dtype}, the layer's weights are {weight.dtype}; cast one with "
+            ".to(dtype), or use torch.autocast"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"{name} is on {x.device}, the layer on {weight.device}; move one of them")
+
+
+def _casts(device: str) -> bool:
+    """Whether autocast is on, and so will bring x and the weights together."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def check_cache(cache: object) -> None:
+    if isinstance(cache, type):
+        raise TypeError(
+            f"cache is an object, got the class {cache.__name__}; make one for each layer: "
+            f"cache={cache.__name__}(...)"
+        )
+    if not all(callable(getattr(cache, verb, None)) for verb in ("span", "update", "peek")):
+        raise TypeError(
+            f"cache is a Cache such as KVCache() or NO_CACHE, one for each layer, "
+            f"got {type(cache).__name__}"
+        )
+
+
+def check_positions(positions: object, x: Tensor) -> None:
+    """Rotary positions: one for each token, shared by the batch or not."""
+    if positions is None:
+        return
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions is a tensor [L] or [B, L], got {type(positions).__name__}")
+    batch, length = x.shape[:2]
+    if positions.dim() == 1 and positions.shape[0] == length:
+        return
+    if positions.dim() == 2 and positions.shape[0] in (1, batch) and positions.shape[1] == length:
+        return
+    raise ValueError(
+        f"positions is [L] = [{length}] or [B, L] = [{batch}, {length}], "
+        f"got shape {tuple(positions.shape)}; give those of the new tokens only"
+    )
+
+
+def refuse_context(context: object) -> None:
+    """Layers whose cached keys carry positions cannot read another sequence."""
+    if context is not None:
+        raise ValueError(
+            "context is another sequence, whose keys do not share the positions of x, and this "
+            "layer rotates its keys; use Attention(..., context_size=...) without a rope"
+        )

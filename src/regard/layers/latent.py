@@ -1,0 +1,266 @@
+"""Multi-head latent attention. Absorbed, it is MQA with one wide key head whose values are a prefix
+of its keys; expanded, it is MHA. What is cached is the same: one latent and one rotary key a token.
+"""
+
+import inspect
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.cache import NO_CACHE, Cache
+from regard.heads import merge_heads
+from regard.layers.cache_use import check_use, tracked, trains, used_by
+from regard.layers.construct import constructor_code
+from regard.layers.inputs import check_cache, check_positions, check_width, refuse_context
+from regard.layers.latent_forms import Form, choose_form, project_latent
+from regard.layers.latent_kv import LatentKVAttention
+from regard.masks import EVERYTHING, Mask, Span
+from regard.ops.attend import prepare
+from regard.ops.bias import ScoreBias
+from regard.ops.call import Call
+from regard.ops.check import check_mask, check_options
+from regard.ops.explain import explain, weights_of
+from regard.rope import NoRotary, Rotary
+
+__all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """MLA of DeepSeek-V2 (arXiv:2405.04434) and V3: low-rank keys and values, decoupled RoPE.
+
+    One latent and one rotary key serve all heads, and are all that is cached: `kv_lora_rank +
+    qk_rope_head_dim` numbers a token. They are read in one of two forms with the same result:
+    *expanded* rebuilds every head's keys and values (cheaper for many queries), *absorbed* moves
+    `kv_b_proj` into the queries and the output (cheaper for few). Parameters are named as Hugging
+    Face names them: `q_a_proj q_a_layernorm q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa
+    kv_a_layernorm kv_b_proj o_proj`.
+
+    Args:
+        hidden_size: width of the input and the output.
+        num_heads: query heads.
+        kv_lora_rank: width of the latent.
+        q_lora_rank: width of the queries' latent; None for plain `q_proj`.
+        qk_nope_head_dim: channels of a head that do not rotate.
+        qk_rope_head_dim: channels of a head that rotate; their key is shared by all heads.
+        v_head_dim: size of a value head.
+        bias: which projections have biases: True for `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`
+            (as DeepSeek has it), False for none, or their names. With one on `kv_b_proj` the layer
+            is always expanded.
+        latent_norm: whether the latents are RMS-normed.
+        norm_eps: epsilon of those norms.
+        rope: a `Rotary(qk_rope_head_dim)`, with `pairing="pairs"` for DeepSeek's checkpoints.
+        mask: the layer's pattern. A call's mask can only take away from it.
+        scale: of the scores; `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5` times the rope's
+            softmax factor if None.
+        score_bias: a tensor or a rule added to the scores.
+        dropout: probability of dropping a weight, in training only.
+        form: `"expanded"`, `"absorbed"`, or `"auto"` for the one with less work.
+        backend: `"auto"`, or the name of one.
+
+    Raises:
+        ValueError: if a size is not positive, an option is not one of those above, or `rope` does
+            not turn `qk_rope_head_dim` channels.
+
+    >>> import torch
+    >>> from regard import Causal, KVCache, MultiHeadLatentAttention, Rotary
+    >>> layer = MultiHeadLatentAttention(64, 4, kv_lora_rank=24, qk_nope_head_dim=16,
+    ...     qk_rope_head_dim=8, v_head_dim=12, rope=Rotary(8, pairing="pairs"), mask=Causal())
+    >>> cache = KVCache()
+    >>> layer(torch.randn(1, 5, 64), cache=cache).shape
+    torch.Size([1, 5, 64])
+    >>> cache.nbytes == 5 * (24 + 8) * 4
+    True
+    """
+
+    kind = "MLA"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        kv_lora_rank: int,
+        q_lora_rank: int | None = None,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        bias: bool | set[str] | frozenset[str] = False,
+        latent_norm: bool = True,
+        norm_eps: float = 1e-6,
+        rope: Rotary | NoRotary,
+        mask: Mask = EVERYTHING,
+        scale: float | None = None,
+        score_bias: Tensor | ScoreBias | None = None,
+        dropout: float = 0.0,
+        form: Literal["auto", "expanded", "absorbed"] = "auto",
+        backend: str = "auto",
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _OPTIONS}
+        super().__init__()
+        self._given = given
+        _check_sizes(given)
+        check_mask(mask)
+        check_options(dropout=dropout, softcap=None, precision="strict", scale=scale)
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        width = num_heads * self.qk_head_dim
+        biased = _biased(bias, q_lora_rank)
+
+        def norm(size: int) -> nn.Module:
+            return nn.RMSNorm(size, eps=norm_eps) if latent_norm else nn.Identity()
+
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden_size, width, bias="q_proj" in biased)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias="q_a_proj" in biased)
+            self.q_a_layernorm = norm(q_lora_rank)
+            self.q_b_proj = nn.Linear(q_lora_rank, width, bias="q_b_proj" in biased)
+        joined = kv_lora_rank + qk_rope_head_dim
+        down = nn.Linear(hidden_size, joined, bias="kv_a_proj_with_mqa" in biased)
+        self.kv_a_proj_with_mqa = down
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        rebuilt = num_heads * (qk_nope_head_dim + v_head_dim)
+        self.kv_b_proj: nn.Module = nn.Linear(kv_lora_rank, rebuilt, bias="kv_b_proj" in biased)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in biased)
+        self.rope, self.mask, self.score_bias, self.dropout = rope, mask, score_bias, dropout
+        self.scale = self.qk_head_dim**-0.5 * rope.softmax_factor if scale is None else scale
+        self.form, self.backend = form, backend
+
+    def forward(
+        self,
+        x: Float[Tensor, "B L E"],
+        *,
+        context: None = None,
+        mask: Mask = EVERYTHING,
+        cache: Cache = NO_CACHE,
+        positions: Int[Tensor, "*B L"] | None = None,
+    ) -> Float[Tensor, "B L E"]:
+        """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
+        `context` is refused, because the rotary key ties keys to the positions of `x`."""
+        plan = self._prepare(x, context, mask, cache, positions)
+        with used_by(self, cache, mask):
+            parts = plan.form.parts(self, cache.update(*tracked(plan.call.needs_grad, plan.joined)))
+            out = plan.form.read(self, plan.call.run(plan.q, parts))
+            result: Tensor = self.o_proj(merge_heads(out))
+            return result
+
+    def weights(
+        self,
+        x: Float[Tensor, "B L E"],
+        *,
+        context: None = None,
+        mask: Mask = EVERYTHING,
+        cache: Cache = NO_CACHE,
+        positions: Int[Tensor, "*B L"] | None = None,
+    ) -> Float[Tensor, "B H L S"]:
+        """The attention weights of the same call; the cache is left as it was."""
+        plan = self._prepare(x, context, mask, cache, positions)
+        return weights_of(plan.call, plan.q, plan.form.parts(self, cache.peek(plan.joined)))
+
+    def explain(
+        self,
+        x: Float[Tensor, "B L E"],
+        *,
+        context: None = None,
+        mask: Mask = EVERYTHING,
+        cache: Cache = NO_CACHE,
+        positions: Int[Tensor, "*B L"] | None = None,
+    ) -> str:
+        """Which form and which backend the same call would get, and why."""
+        plan = self._prepare(x, context, mask, cache, positions)
+        return f"form     {plan.form.name}: {plan.why}\n{explain(plan.call)}"
+
+    def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries for every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
+        `[B, 1, L, Dr]` for all of them; before rotation."""
+        return project_latent(self, x)
+
+    def _prepare(
+        self, x: Tensor, context: None, mask: Mask, cache: Cache, positions: Tensor | None
+    ) -> "_Plan":
+        """All but the attending: what can be refused is refused here, before the cache moves."""
+        check_mask(mask)
+        refuse_context(context)
+        first = self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj
+        check_width("x", x, self.hidden_size, first)
+        check_cache(cache)
+        check_positions(positions, x)
+        span = cache.span(x.shape[1])
+        check_use(self, cache, mask, span)
+        form, why = self.choose(span)
+        q_nope, q_rope, latent, k_rope = self.project(x)
+        where = span.positions(x.device) if positions is None else positions
+        q_rope, k_rope = self.rope(q_rope, k_rope, where)
+        (joined,) = tracked(trains(self.kv_b_proj), torch.cat([latent, k_rope], dim=-1))
+        q = form.queries(self, q_nope, q_rope)
+        call = prepare(
+            q,
+            *form.outline(self, joined),
+            mask=self.mask & mask,
+            span=span,
+            scale=self.scale,
+            score_bias=self.score_bias,
+            dropout=self.dropout if self.training else 0.0,
+            backend=self.backend,
+        )
+        return _Plan(call, q, joined, form, why)
+
+    def choose(self, span: Span) -> tuple[Form, str]:
+        """The form a span is read in, and why.
+
+        Raises:
+            ValueError: if `form="absorbed"` and `kv_b_proj` is not a plain linear map.
+        """
+        return choose_form(self, span, self.form)
+
+    def __repr__(self) -> str:
+        of = MultiHeadLatentAttention.__init__
+        positional = ("hidden_size", "num_heads")
+        return constructor_code(type(self).__name__, self._given, of=of, positional=positional)
+
+
+class _Plan(NamedTuple):
+    call: Call
+    q: Tensor
+    joined: Tensor
+    form: Form
+    why: str
+
+
+_OPTIONS = tuple(inspect.signature(MultiHeadLatentAttention.__init__).parameters)[1:]
+_FIRST = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "o_proj"})  # what bias=True means
+
+
+def _biased(bias: bool | set[str] | frozenset[str], q_lora_rank: int | None) -> frozenset[str]:
+    """The projections that have a bias."""
+    if isinstance(bias, bool):
+        return _FIRST if bias else frozenset()
+    queries = {"q_proj"} if q_lora_rank is None else {"q_a_proj", "q_b_proj"}
+    there = queries | {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    if not bias <= there:
+        raise ValueError(
+            f"bias names {sorted(bias - there)}; with q_lora_rank={q_lora_rank} choose from "
+            f"{sorted(there)}"
+        )
+    return frozenset(bias)
+
+
+def _check_sizes(given: dict[str, object]) -> None:
+    for name, size in given.items():
+        if name.endswith(("_size", "_heads", "_rank", "_dim")) and isinstance(size, int):
+            least = 0 if name == "qk_nope_head_dim" else 1
+            if size < least:
+                raise ValueError(f"{name} is at least {least}, got {size}")
+    rope, width = given["rope"], given["qk_rope_head_dim"]
+    if isinstance(rope, Rotary) and rope.dim != width:
+        raise ValueError(
+            f"rope={rope} turns {rope.dim} channels, qk_rope_head_dim={width}; "
+            f"give Rotary({width}, ...)"
+        )
+    if given["form"] not in ("auto", "expanded", "absorbed"):
+        raise ValueError(f"form is 'auto', 'expanded' or 'absorbed', got {given['form']!r}")

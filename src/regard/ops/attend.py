@@ -1,0 +1,212 @@
+"""Attention as a call: what can be refused is refused first, then the cheapest backend runs.
+
+attend = prepare + run
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.cache import Part
+from regard.masks import EVERYTHING, Mask, Span
+from regard.ops.backends import BACKENDS
+from regard.ops.bias import ScoreBias
+from regard.ops.call import Call, narrowed
+from regard.ops.check import (
+    check_bias,
+    check_mask,
+    check_mask_sizes,
+    check_options,
+    check_sinks,
+    check_tensors,
+    default_span,
+)
+from regard.ops.choose import choose
+from regard.ops.partial import Partial
+from regard.tracing import is_immediate
+
+Precision = Literal["strict", "fast"]
+
+
+def attend(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    *,
+    mask: Mask = EVERYTHING,
+    span: Span | None = None,
+    scale: float | None = None,
+    score_bias: Tensor | ScoreBias | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+    precision: str = "strict",
+) -> Float[Tensor, "B H L Dv"]:
+    """Scaled dot-product attention, for any grouping of heads, any mask, any backend.
+
+    Scores are `softcap(scale * q.k) + score_bias`; hidden ones are -inf; the softmax goes over the
+    scores and the sinks; then dropout. A query that may see nothing gives zeros and zero gradients.
+
+    Args:
+        q: queries. Query head `h` reads key head `h // (H // G)`.
+        k: keys; G divides H.
+        v: values, of any width.
+        mask: a rule for which keys a query may see; never a tensor.
+        span: where these queries and keys stand in the sequence. May be left out when L == S, or
+            when the mask does not depend on places (`EVERYTHING`, `Padding`, `Dense`).
+        scale: `D ** -0.5` if None.
+        score_bias: a tensor that broadcasts to `[B, H, L, S]`, or a rule such as `Alibi`.
+        softcap: Gemma 2's `softcap * tanh(score / softcap)`.
+        sinks: a score for each head that takes its share of the softmax and gives nothing.
+        dropout: probability; the caller passes 0.0 outside training.
+        backend: `"auto"`, or the name of one, whose objection then is an error.
+        precision: `"strict"` keeps products and softmax in float32 (float64 for float64).
+
+    Raises:
+        TypeError: if `mask` is not a Mask.
+        ValueError: if shapes, dtypes or options do not fit, or the backend objects.
+
+    >>> import torch
+    >>> from regard import Causal, attend
+    >>> q, k, v = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
+    >>> attend(q, k, v, mask=Causal()).shape
+    torch.Size([2, 8, 5, 16])
+    """
+    call = _whole_call(
+        q,
+        k,
+        v,
+        mask=mask,
+        span=span,
+        scale=scale,
+        score_bias=score_bias,
+        softcap=softcap,
+        sinks=sinks,
+        dropout=dropout,
+        backend=backend,
+        precision=precision,
+    )
+    return call.run(q, (Part(call.whole.kv_start, call.whole.kv_stop, (k, v)),))
+
+
+def attend_partial(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    *,
+    mask: Mask = EVERYTHING,
+    span: Span | None = None,
+    scale: float | None = None,
+    score_bias: Tensor | ScoreBias | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Partial:
+    """Attention over some of the keys, to be merged with attention over the others.
+
+    Takes neither sinks nor dropout: merge `Partial.of_sinks(sinks)` once. The output is in float32
+    (float64 for float64 inputs) until it is merged and cast.
+
+    Raises:
+        TypeError, ValueError: as `attend`.
+
+    >>> import torch
+    >>> from regard import attend, attend_partial, merge
+    >>> q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
+    >>> halves = [attend_partial(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 2), slice(2, 3))]
+    >>> torch.allclose(merge(*halves).out, attend(q, k, v), atol=1e-6)
+    True
+    """
+    call = _whole_call(
+        q,
+        k,
+        v,
+        mask=mask,
+        span=span,
+        scale=scale,
+        score_bias=score_bias,
+        softcap=softcap,
+        backend=backend,
+        partial=True,
+    )
+    out, lse = call.partial(q, (Part(call.whole.kv_start, call.whole.kv_stop, (k, v)),))
+    return Partial(out, lse)
+
+
+def _whole_call(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Call:
+    """A call whose keys are all given at once, so that they must fill the span."""
+    call = prepare(q, k, v, **options)  # type: ignore[arg-type]
+    if k.shape[2] != call.whole.num_keys:
+        raise ValueError(
+            f"k has {k.shape[2]} keys where span={call.whole} holds {call.whole.num_keys}; "
+            f"give Span(q_start, q_stop, kv_start, kv_start + {k.shape[2]})"
+        )
+    return call
+
+
+def prepare(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+    *,
+    mask: Mask = EVERYTHING,
+    span: Span | None = None,
+    scale: float | None = None,
+    score_bias: Tensor | ScoreBias | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+    precision: str = "strict",
+    partial: bool = False,
+) -> Call:
+    """Describe a call, refuse what is wrong with it, choose its backend. Computes nothing.
+
+    With a cache, `k` and `v` are the new tokens' and `span` says which keys they will join; then
+    `call.run(q, cache.update(k, v))`. Arguments and errors are those of `attend`; `partial` asks
+    for a backend that gives a log-sum-exp.
+    """
+    check_tensors(q, k, v)
+    check_mask(mask)
+    check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
+    check_sinks(sinks, q)
+    whole = default_span(mask, score_bias, q.shape[2], k.shape[2]) if span is None else span
+    if whole.num_queries != q.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} queries where span={whole} holds {whole.num_queries}; "
+            f"give Span(past, past + {q.shape[2]}, 0, S)"
+        )
+    check_bias(score_bias, (*q.shape[:3], whole.num_keys), q.device)
+    check_mask_sizes(mask, q.shape[0], q.shape[1])
+    placed = mask.within(whole)
+    seen = narrowed(whole, placed)
+    tensors = [t for t in (q, k, v, sinks, score_bias) if isinstance(t, Tensor)]
+    if isinstance(score_bias, nn.Module):
+        tensors += score_bias.parameters()
+    call = Call(
+        batch=q.shape[0],
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        dtype=q.dtype,
+        device=q.device,
+        asked=mask,
+        mask=placed.within(seen),
+        whole=whole,
+        span=seen,
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        score_bias=score_bias,
+        softcap=softcap,
+        sinks=sinks,
+        dropout=dropout,
+        precision=precision,
+        needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
+        immediate=is_immediate(*tensors),
+    )
+    name = choose(call, backend, partial=partial)
+    object.__setattr__(call, "name", name)  # nobody has seen it yet; a copy would cost as much
+    object.__setattr__(call, "backend", BACKENDS[name])  # as all of this
+    return call

@@ -1,0 +1,134 @@
+"""Decoding in one pass: every key and value is read once, at nearly the speed of the memory.
+
+Scores, softmax and sums of all the query heads that share a key head are one loop, compiled by LLVM
+through numba where it runs (a second for each new head size; kept on disk). Needs the extra
+`regard[cpu]`.
+"""
+
+import functools
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.heads import fold_heads, unfold_heads
+from regard.ops.call import Call, is_empty, is_everything, shown
+from regard.ops.partial import Partial, merge
+from regard.ops.rates import SPEED
+
+_MAX_ROWS = 256  # of queries a key head; beyond, this is a prefill
+_LANES = 16  # widths are multiples of a vector; of two where bfloat16 keys hold the values
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def objection(call: Call) -> str | None:
+    rows = call.group * call.num_queries
+    if is_empty(call):
+        return "fused needs at least one query and one visible key"
+    if rows > _MAX_ROWS:
+        return f"fused is for few queries: {rows} rows a key head, more than {_MAX_ROWS}"
+    if call.device.type != "cpu" or call.dtype not in DTYPES:
+        return f"fused is for float32 and bfloat16 on a CPU, got {call.dtype} on {call.device}"
+    if call.needs_grad:
+        return "fused has no gradient; call it under torch.no_grad() or torch.inference_mode()"
+    if call.dropout or call.softcap is not None:
+        given = f"(got {shown(call.dropout)} and {shown(call.softcap)})"
+        return f"fused has neither dropout nor softcap {given}"
+    if call.head_dim % _LANES or call.v_head_dim % _whole(call):
+        return (
+            f"fused takes head dims in multiples of {_LANES} (values of {_whole(call)}), got "
+            f"{call.head_dim} and {call.v_head_dim}"
+        )
+    if torch.compiler.is_compiling():
+        return "a compiled graph does not hold fused"
+    if not call.immediate:
+        return (
+            "fused takes plain tensors: no torch.func transform, dispatch mode, tensor subclass or "
+            "forward-mode derivative"
+        )
+    return None if is_there() else "fused needs numba: python -m pip install 'regard[cpu]'"
+
+
+def estimate(call: Call) -> float:
+    """Keys and values once, or the products if those take longer."""
+    width = call.head_dim + call.v_head_dim
+    streamed = call.batch * call.num_kv_heads * call.num_keys * width * call.dtype.itemsize
+    products = 2 * call.batch * call.num_heads * call.num_queries * call.num_keys * width
+    operators = 5 + (0 if is_everything(call.mask) else 20) + (0 if call.score_bias is None else 5)
+    return SPEED.call * operators + max(streamed / SPEED.stream, products / SPEED.fused)
+
+
+def run(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Float[Tensor, "B H L Dv"]:
+    if call.sinks is not None:
+        return merge(partial(call, q, k, v), Partial.of_sinks(call.sinks)).out.to(call.dtype)
+    out, _ = _attend(call, q, k, v)
+    return unfold_heads(out, call.num_queries).to(call.dtype)
+
+
+def partial(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Partial:
+    out, lse = _attend(call, q, k, v)
+    heads = unfold_heads(lse.unsqueeze(-1), call.num_queries).squeeze(-1)
+    return Partial(unfold_heads(out, call.num_queries), heads)
+
+
+def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The folded rows' outputs and log-sum-exps, both float32. Where something hidden has leaked
+    (0 * nan is nan), once more with what no query sees zeroed."""
+    from regard.ops.kernels.launching import decode
+
+    rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), _addend(call)
+
+    def compute(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k = _columns_together(k)
+        if call.joined:
+            return decode(rows, k, scale=call.scale, bias=bias, width=call.v_head_dim)
+        return decode(rows, k, _columns_together(v), scale=call.scale, bias=bias)
+
+    found = compute(k, v)
+    if is_everything(call.mask) or bool(found[0].isfinite().all()):
+        return found
+    return compute(*call.clean(k, v, call.keep()))
+
+
+def _addend(call: Call) -> Tensor | None:
+    """Mask and bias as one float32 tensor for the folded rows; one row where all rows agree."""
+    bias = call.bias()
+    if is_everything(call.mask):
+        if bias is None:
+            return None
+        total = bias.float()
+    else:
+        keep = call.keep()
+        shown = torch.zeros((), dtype=torch.float32, device=keep.device)
+        total = torch.where(keep, shown if bias is None else bias.float(), -torch.inf)
+    total = total[(None,) * (4 - total.dim())]
+    if total.shape[1] == total.shape[2] == 1:
+        return _columns_together(total.expand(*total.shape[:3], call.num_keys))
+    shape = (total.shape[0], call.num_heads, call.num_queries, call.num_keys)
+    return _columns_together(fold_heads(total.expand(shape), call.num_kv_heads))
+
+
+def _columns_together(x: Tensor) -> Tensor:
+    """The same numbers, those of the last dimension next to each other and as memory holds them."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
+
+
+def _whole(call: Call) -> int:
+    """What a value's width must be a multiple of."""
+    return 2 * _LANES if call.dtype.itemsize < 4 and call.v_head_dim < call.head_dim else _LANES
+
+
+@functools.cache
+def is_there() -> bool:
+    return find_spec("numba") is not None

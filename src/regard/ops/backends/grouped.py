@@ -1,0 +1,236 @@
+"""Decoding: the query heads of a group become rows of one product, so their keys are read once.
+
+Torch's own kernel streams a key head once for each query head that reads it. Folding the group into
+the rows is what FlashAttention calls `pack_gqa`; where one key head alone would leave cores idle,
+its keys are split and the pieces merged, as in Flash-Decoding.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.cache.codes import Coded
+from regard.heads import fold_heads, unfold_heads
+from regard.ops.call import Call, is_empty, is_everything, shown
+from regard.ops.definition import is_plain, log_sum, shaped, weigh
+from regard.ops.partial import Partial, accumulator, merge
+from regard.ops.rates import SPEED
+
+_MAX_ROWS = 256  # beyond, scores outgrow the caches: this is a prefill
+_UPCAST_KEYS = 512  # half-precision keys made float32 at a time, so that they stay in the cache
+_SPLIT_KEYS = 512  # a piece is worth a merge from this many keys
+_PIECES = 2
+
+
+def objection(call: Call) -> str | None:
+    rows = call.group * call.num_queries
+    if is_empty(call):
+        return "grouped needs at least one query and one visible key"
+    if rows > _MAX_ROWS:
+        return f"grouped is for few queries: {rows} rows a key head, more than {_MAX_ROWS}"
+    if call.dropout:
+        return f"grouped has no dropout (got {shown(call.dropout)})"
+    if call.needs_grad and call.dtype.itemsize < 4:
+        return "grouped has no gradient in half precision"
+    return None
+
+
+def estimate(call: Call) -> float:
+    """Keys and values once, at the speed of thin products, and a few passes over the scores."""
+    width = call.head_dim + call.v_head_dim
+    heads = call.batch * call.num_kv_heads
+    cells = heads * call.group * call.num_queries * call.num_keys
+    streamed = heads * call.num_keys * width / (4 * SPEED.elements / 3)
+    operators = 12 if is_everything(call.mask) else 42
+    computed = cells * (2 * width / SPEED.products + 4 / SPEED.elements)
+    return SPEED.call * operators + streamed + computed
+
+
+def run(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Float[Tensor, "B H L Dv"]:
+    def compute(k: Tensor, v: Tensor) -> Tensor:
+        if not _fused(call):
+            return _read(call, weigh(_scores(call, q, k), call.sinks, plain=is_plain(call)), v)
+        found = _through_flash(call, q, k, v)
+        if call.sinks is not None:
+            found = merge(_unfolded(call, found), Partial.of_sinks(call.sinks))
+            return found.out
+        return _heads(call, found.out)
+
+    return _safely(call, compute, k, v).to(call.dtype)
+
+
+def partial(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Partial:
+    lse = q.new_empty(0)
+
+    def compute(k: Tensor, v: Tensor) -> Tensor:
+        nonlocal lse
+        if _fused(call):
+            out, lse = _unfolded(call, _through_flash(call, q, k, v))
+            return out
+        found = _scores(call, q, k)
+        lse = log_sum(found)
+        return _read(call, weigh(found, None, plain=is_plain(call)), v)
+
+    out = _safely(call, compute, k, v)
+    return Partial(out, lse)
+
+
+def coded(
+    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[Coded | Tensor]
+) -> Float[Tensor, "B H L Dv"]:
+    """The same over codes, which are never all written out. They are finite, so that what no query
+    sees cannot leak."""
+    keys, values = streams[0], streams[-1]
+    assert isinstance(keys, Coded)
+    assert isinstance(values, Coded)
+    rows = fold_heads(q.to(accumulator(call.dtype)) * call.scale, call.num_kv_heads)
+    found = shaped(call, unfold_heads(keys.times(rows), call.num_queries))
+    weights = weigh(found, call.sinks, plain=is_plain(call))
+    out = values.weighted(fold_heads(weights, call.num_kv_heads))
+    return unfold_heads(out[..., : call.v_head_dim], call.num_queries).to(call.dtype)
+
+
+def _safely(
+    call: Call, compute: Callable[[Tensor, Tensor], Tensor], k: Tensor, v: Tensor
+) -> Tensor:
+    """Compute with keys that no query sees zeroed, since 0 * nan is nan; or, where looking at the
+    result is cheaper than copying every key, only if something has leaked."""
+    if is_everything(call.mask):
+        return compute(k, v)
+    if call.may_look():
+        out = compute(k, v)
+        if bool(out.isfinite().all()):
+            return out
+    return compute(*call.clean(k, v, call.keep()))
+
+
+def _through_flash(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """Attention of the folded rows, still folded."""
+    rows = fold_heads(q, call.num_kv_heads)
+    v = k if call.joined else v
+    rows, k, v = _columns_together(rows), _columns_together(k), _columns_together(v)
+    size = call.num_keys // _PIECES
+    alone = call.batch * call.num_kv_heads == 1 and size >= _SPLIT_KEYS
+    if alone and is_plain(call):
+        return _pieces(call, rows, k, v, size)
+    return _flash(call, rows, k, v)
+
+
+def _unfolded(call: Call, found: Partial) -> Partial:
+    lse = unfold_heads(found.lse.unsqueeze(-1), call.num_queries).squeeze(-1)
+    return Partial(_heads(call, found.out), lse)
+
+
+def _heads(call: Call, rows: Tensor) -> Tensor:
+    """The rows as heads again, without the columns of joined keys that are no values."""
+    rows = rows[..., : call.v_head_dim] if call.joined else rows
+    return unfold_heads(rows, call.num_queries)
+
+
+def _columns_together(x: Tensor) -> Tensor:
+    """Torch's kernel, called directly, takes it on trust that columns lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _fused(call: Call) -> bool:
+    """Whether torch's CPU flash kernel is right (no softcap, no gradient through its log-sum-exp)
+    and faster: in half precision its products are the only ones with float32 sums, but a single
+    row is converted key by key; in float32 it wins where one key head must feed every core."""
+    if call.softcap is not None or call.needs_grad or call.device.type != "cpu":
+        return False
+    if not (call.immediate or torch.compiler.is_compiling()):
+        return False
+    if not call.joined and call.head_dim != call.v_head_dim:
+        return False
+    if call.dtype.itemsize < 4:
+        return call.group * call.num_queries > 1
+    return call.batch * call.num_kv_heads == 1
+
+
+def _flash(call: Call, rows: Tensor, k: Tensor, v: Tensor) -> Partial:
+    mask, blind = _additive(call)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows, k, v, attn_mask=mask, scale=call.scale
+    )
+    if blind is None:
+        return Partial(out, lse)
+    return Partial(out.masked_fill(blind, 0.0), lse.masked_fill(blind.squeeze(-1), -torch.inf))
+
+
+def _pieces(call: Call, rows: Tensor, k: Tensor, v: Tensor, size: int) -> Partial:
+    """One key head cut into pieces that stand side by side as heads; what is left over is short."""
+    whole = _PIECES * size
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows.expand(-1, _PIECES, -1, -1),
+        k[:, 0, :whole].unflatten(1, (_PIECES, size)),
+        v[:, 0, :whole].unflatten(1, (_PIECES, size)),
+        scale=call.scale,
+    )
+    found = [Partial(o, s) for o, s in zip(out.split(1, 1), lse.split(1, 1), strict=True)]
+    if call.num_keys > whole:
+        rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            rows, k[:, :, whole:], v[:, :, whole:], scale=call.scale
+        )
+        found.append(Partial(*rest))
+    return merge(*found)
+
+
+def _additive(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """Mask and bias as one addend for the folded rows, and which rows are blind."""
+    bias = call.bias()
+    if is_everything(call.mask) and bias is None:
+        return None, None
+    shape = (1, call.num_heads, call.num_queries, call.num_keys)
+    total = bias
+    if total is None:
+        total = torch.zeros((), dtype=accumulator(call.dtype), device=call.device)
+    blind = None
+    if not is_everything(call.mask):
+        keep = call.keep()
+        hidden = ~keep.any(-1, keepdim=True)
+        total = torch.where(keep | hidden, total, -torch.inf)
+        blind = _rows(hidden, (*shape[:3], 1), call)
+    return _rows(total, shape, call), blind
+
+
+def _rows(x: Tensor, shape: tuple[int, int, int, int], call: Call) -> Tensor:
+    while x.dim() < 4:
+        x = x.unsqueeze(0)
+    return fold_heads(x.expand(x.shape[0], *shape[1:]), call.num_kv_heads)
+
+
+def _scores(call: Call, q: Tensor, k: Tensor) -> Float[Tensor, "B H L S"]:
+    """Keys times queries, not queries times keys: a BLAS streams best with the thin side last."""
+    dtype = accumulator(call.dtype)
+    rows = fold_heads(q.to(dtype) * call.scale, call.num_kv_heads)
+    queries, keys = rows.flatten(0, 1).mT, k.flatten(0, 1)  # [BG, D, M], [BG, S, D]
+    if k.dtype == dtype:
+        raw = torch.bmm(keys, queries)
+    else:
+        pieces = keys.split(_UPCAST_KEYS, dim=1)
+        raw = torch.cat([torch.bmm(piece.to(dtype), queries) for piece in pieces], dim=1)
+    raw = raw.mT.contiguous().unflatten(0, rows.shape[:2])
+    return shaped(call, unfold_heads(raw, call.num_queries))
+
+
+def _read(call: Call, weights: Tensor, v: Tensor) -> Float[Tensor, "B H L Dv"]:
+    rows = fold_heads(weights, call.num_kv_heads)
+    values, flat = v.flatten(0, 1), rows.flatten(0, 1)  # [BG, S, Dv], [BG, M, S]
+    if v.dtype == flat.dtype:
+        out = torch.bmm(flat, values)
+    else:
+        pieces = zip(flat.split(_UPCAST_KEYS, 2), values.split(_UPCAST_KEYS, 1), strict=True)
+        out = torch.stack([torch.bmm(w, piece.to(flat.dtype)) for w, piece in pieces]).sum(0)
+    return unfold_heads(out.unflatten(0, rows.shape[:2]), call.num_queries)

@@ -1,0 +1,210 @@
+"""A score bias is a rule too: what a query's distance to a key adds to their score."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.constants import device_vector
+from regard.masks import Dense, Span
+from regard.masks.rules import HIDDEN_BELOW
+
+
+@runtime_checkable
+class ScoreBias(Protocol):
+    """What `score_bias=` takes besides a tensor: `Alibi`, `RelativeBias`, or one of your own."""
+
+    def bias(
+        self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
+    ) -> Float[Tensor, "#B #H L S"]:
+        """What is added to the scores of the span's queries (`L`) with its keys (`S`)."""
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Attention with linear biases (arXiv 2108.12409): `-slope * |query - key|`, a slope a head.
+
+    `slopes` is a list, or a tensor `[H]`, which is read once. `Alibi.for_heads(num_heads)` has the
+    paper's slopes.
+
+    Raises:
+        TypeError: if the slopes are not real numbers.
+        ValueError: if there are none, they are not `[H]`, or one is not finite.
+
+    >>> Alibi([0.5]).bias(Span(2, 3, 0, 4), dtype=torch.float32)
+    tensor([[[[-1.0000, -0.5000, -0.0000, -0.5000]]]])
+    """
+
+    slopes: Sequence[float | int] | Float[Tensor, " H"]
+
+    def __post_init__(self) -> None:
+        slopes = self.slopes
+        if isinstance(slopes, Tensor):
+            if slopes.ndim != 1:
+                raise ValueError(
+                    f"Alibi: slopes must be [H], one a head, got shape {tuple(slopes.shape)}"
+                )
+            slopes = slopes.tolist()
+        if any(isinstance(s, bool) or not isinstance(s, int | float) for s in slopes):
+            raise TypeError(f"Alibi: slopes must be real numbers, one a head, got {slopes!r}")
+        if not slopes or not all(math.isfinite(s) for s in slopes):
+            raise ValueError(
+                f"Alibi: slopes must be finite numbers, one a head, got {slopes!r}; "
+                "Alibi.for_heads(num_heads) has the paper's"
+            )
+        object.__setattr__(self, "slopes", tuple(float(s) for s in slopes))
+
+    @classmethod
+    def for_heads(cls, num_heads: int) -> "Alibi":
+        """The paper's slopes: `2 ** (-8 i / H)`, and every other slope of `2 H` heads for the rest.
+
+        Raises:
+            ValueError: if `num_heads` is not positive.
+
+        >>> Alibi.for_heads(3)
+        Alibi(slopes=(0.0625, 0.00390625, 0.25))
+        """
+        if num_heads < 1:
+            raise ValueError(f"Alibi.for_heads: num_heads must be positive, got {num_heads}")
+        whole = 2 ** (num_heads.bit_length() - 1)  # the largest power of two that fits
+        slopes = [2.0 ** (-8 * i / whole) for i in range(1, whole + 1)]
+        between = [2.0 ** (-4 * i / whole) for i in range(1, 2 * whole, 2)]
+        return cls((slopes + between)[:num_heads])
+
+    def bias(
+        self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
+    ) -> Float[Tensor, "#B H L S"]:
+        """`[1, H, L, S]`, or `[B, H, L, S]` for a ragged span; rounded once to `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        distances = _offsets(span, device).abs().to(wide)
+        slopes = device_vector(tuple(self.slopes), wide, distances.device)
+        return (-slopes[:, None, None] * distances).to(dtype)
+
+
+class RelativeBias(nn.Module):
+    """T5's relative bias (arXiv 1910.10683): a learned number a head and bucket of distances.
+
+    Half of the buckets hold one near distance each, the others grow by equal ratios up to
+    `max_distance`, beyond which all distances share the last. A `bidirectional` bias has separate
+    buckets for keys after the query; one that is not puts them all with distance 0. The weight is
+    `relative_attention_bias.weight`, `[num_buckets, num_heads]`, as in T5's checkpoints. One layer
+    may lend its bias to others, as T5's first layer does.
+
+    Raises:
+        ValueError: if `num_heads` is not positive, `num_buckets` too small or odd for
+            `bidirectional`, or `max_distance` within the near buckets.
+
+    >>> bias = RelativeBias(2)
+    >>> bias.bias(Span(0, 3, 0, 5), dtype=torch.float32).shape
+    torch.Size([1, 2, 3, 5])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+    ) -> None:
+        super().__init__()
+        directions = 2 if bidirectional else 1
+        if num_heads < 1:
+            raise ValueError(f"RelativeBias: num_heads must be positive, got {num_heads}")
+        if num_buckets < 2 * directions or num_buckets % directions:
+            raise ValueError(
+                f"RelativeBias: num_buckets={num_buckets} cannot be shared out; "
+                + ("bidirectional needs an even number >= 4" if bidirectional else "it needs >= 2")
+            )
+        near = num_buckets // directions // 2
+        if max_distance <= near:
+            raise ValueError(
+                f"RelativeBias: max_distance={max_distance} must be above {near}, the number of "
+                f"distances that num_buckets={num_buckets} holds one by one"
+            )
+        self.num_heads = num_heads
+        self.num_buckets = num_buckets
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+        self._buckets = _buckets_by_distance(num_buckets // directions, max_distance)
+        self.relative_attention_bias = nn.Embedding(num_buckets, num_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, small beside scores, which are of size one."""
+        nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
+
+    def bias(
+        self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
+    ) -> Float[Tensor, "#B H L S"]:
+        """`[1, H, L, S]`, or `[B, H, L, S]` for a ragged span, in `dtype`, with gradients."""
+        weight = self.relative_attention_bias.weight
+        buckets = self.buckets(_offsets(span, weight.device if device is None else device))
+        bias: Tensor = self.relative_attention_bias(buckets.squeeze(1))
+        return bias.movedim(-1, 1).to(dtype)
+
+    def buckets(self, offsets: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+        """The bucket of each offset, a key's position less its query's.
+
+        >>> RelativeBias(1).buckets(torch.tensor([-128, -1, 0, 1, 8, 128]))
+        tensor([15,  1,  0, 17, 24, 31])
+        """
+        table = device_vector(self._buckets, torch.int64, offsets.device)
+        distances = offsets.abs() if self.bidirectional else (-offsets).clamp(min=0)
+        buckets = table[distances.clamp(max=self.max_distance)]
+        after = self.num_buckets // 2 * (offsets > 0) if self.bidirectional else 0
+        return buckets + after
+
+    def __repr__(self) -> str:
+        return (
+            f"RelativeBias({self.num_heads}, num_buckets={self.num_buckets}, "
+            f"max_distance={self.max_distance}, bidirectional={self.bidirectional})"
+        )
+
+
+def split_additive(
+    t: Float[Tensor, "*batch L S"],
+) -> tuple[Dense, Float[Tensor, "*batch L S"]]:
+    """An additive mask as the rule it hides by and the bias that remains.
+
+    Entries `<= -1e4`, rounded to the dtype of `t`, hide. The bias is `t` with 0 where it
+    hides, in the dtype of `t`, and carries its gradients. The mask speaks of the call's rectangle,
+    as `Dense` does.
+
+    Raises:
+        TypeError: if `t` is not a floating-point tensor.
+        ValueError: if an entry is NaN or +inf, or `t` has fewer than two dimensions.
+
+    >>> mask, score_bias = split_additive(torch.tensor([[0.5, -torch.inf]]))
+    >>> score_bias
+    tensor([[0.5000, 0.0000]])
+    """
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"split_additive takes a floating-point tensor, got {kind}")
+    if t.ndim < 2:
+        raise ValueError(f"split_additive takes a tensor [.., L, S], got shape {tuple(t.shape)}")
+    if (t.isnan() | (t == torch.inf)).any():
+        raise ValueError(
+            "split_additive: NaN and +inf are neither hidden nor a bias; entries must be finite, "
+            f"or at most {HIDDEN_BELOW:.0f} to hide"
+        )
+    hidden = t <= t.new_full((), HIDDEN_BELOW)  # in the dtype of t: bfloat16 has no -10000
+    return Dense(~hidden), t.masked_fill(hidden, 0.0)
+
+
+def _offsets(span: Span, device: torch.device | str | None) -> Int[Tensor, "#B 1 L S"]:
+    queries = span.positions(device)
+    keys = torch.arange(span.kv_start, span.kv_stop, device=queries.device)
+    offsets = keys - queries[..., None]
+    return offsets[:, None] if offsets.ndim == 3 else offsets[None, None]
+
+
+def _buckets_by_distance(share: int, max_distance: int) -> tuple[int, ...]:
+    near = share // 2
+    far = torch.arange(near, max_distance + 1, dtype=torch.float32, device="cpu") / near
+    steps = far.log() / math.log(max_distance / near) * (share - near)
+    return (*range(near), *(min(near + int(step), share - 1) for step in steps.tolist()))

@@ -1,0 +1,281 @@
+"""What a call may not be. Each check states the rule, the values that came, and the way out."""
+
+import torch
+from torch import Tensor
+
+from regard.masks import (
+    AllOf,
+    AnyOf,
+    BeyondData,
+    Dense,
+    Everything,
+    Mask,
+    Not,
+    Nothing,
+    Padding,
+    Span,
+)
+from regard.ops.bias import ScoreBias
+from regard.tracing import holds_numbers
+
+LARGEST_SCALE = 1e38  # of scores: kernels multiply it by log2(e) in float32, which ends at 3.4e38
+POLARITIES = (
+    "In torch's scaled_dot_product_attention and FlexAttention True means 'may look', in "
+    "nn.MultiheadAttention it means 'hidden'; Hugging Face's 2-D masks hold 1 for 'keep'."
+)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def refuse_jit_trace() -> None:
+    """A program traced by `torch.jit.trace` would keep this call's lengths, mask and backend."""
+    if torch._C._get_tracing_state() is not None:
+        raise ValueError(
+            "torch.jit.trace keeps the lengths, the mask and the backend of one call for all "
+            "others; use torch.export.export or torch.compile (for ONNX: torch.onnx.export(..., "
+            "dynamo=True))"
+        )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Queries, keys and values that belong together."""
+    refuse_jit_trace()
+    if not _fit(q, k, v):
+        _explain_tensors(q, k, v)
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """All that is checked below in one look, because every decoding step of every layer asks."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    a, b, c = q.shape, k.shape, v.shape
+    if not (len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and b[1:3] == c[1:3]):
+        return False
+    return (
+        a[3] == b[3] != 0
+        and b[1] != 0
+        and a[1] % b[1] == 0
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype.is_floating_point
+        and q.device == k.device == v.device
+        and q.layout == k.layout == v.layout == torch.strided
+    )
+
+
+def _explain_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise for the first thing that does not fit."""
+    named = {"q": q, "k": k, "v": v}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a tensor [B, heads, length, width], got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} is [B, heads, length, width], got shape {tuple(x.shape)}; "
+                "add the missing axes with unsqueeze"
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is floating point, got {x.dtype}; cast it first")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
+    if len({x.dtype for x in named.values()}) > 1:
+        raise ValueError(
+            f"q, k and v have one dtype, got {_each(named, 'dtype')}; cast them to one"
+        )
+    if len({x.device for x in named.values()}) > 1:
+        raise ValueError(f"q, k and v are on one device, got {_each(named, 'device')}; move them")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(
+            f"q, k and v have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}; "
+            "expand the smaller ones"
+        )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"k and v have the same heads and keys, got {tuple(k.shape[1:3])} and "
+            f"{tuple(v.shape[1:3])}; give one value for each key"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q and k have one head dim, got {q.shape[3]} and {k.shape[3]}; only v may differ"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the {q.shape[1]} heads of q are not a multiple of the {k.shape[1]} of k and v; "
+            f"choose key heads from {divisors(q.shape[1])}"
+        )
+    if q.shape[3] == 0:
+        raise ValueError("q and k have a head dim of 0; there is nothing to score with")
+
+
+def _each(named: dict[str, Tensor], attribute: str) -> str:
+    return ", ".join(f"{name} {getattr(x, attribute)}" for name, x in named.items())
+
+
+def check_mask(mask: object) -> None:
+    """A mask is a rule; a bare tensor has no agreed polarity."""
+    if isinstance(mask, Tensor):
+        raise TypeError(
+            f"mask is a rule, got a tensor of {mask.dtype}, shape {tuple(mask.shape)}; say what it "
+            "means: Dense(keep) for [.., L, S] with True where a query may look, Padding(valid) "
+            "for [B, S] with True for real tokens, Dense.from_additive(t) for 0 and -inf. "
+            + POLARITIES
+        )
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask is a Mask such as Causal() & Padding(valid), got {type(mask).__name__}; "
+            "EVERYTHING hides nothing, Where(mask_mod) wraps a function"
+        )
+
+
+def check_mask_sizes(mask: Mask, batch: int, heads: int) -> None:
+    """A mask with a row for each sequence, or each head, has as many as there are."""
+    if not _serves(mask.batch, batch):
+        raise ValueError(
+            f"mask={mask!r} speaks of a batch of {mask.batch}, q of a batch of {batch}; "
+            "give the mask one row for each sequence, or a single row for all"
+        )
+    if not _serves(mask.heads, heads):
+        raise ValueError(
+            f"mask={mask!r} speaks of {mask.heads} heads, q has {heads}; "
+            "give the mask one plane for each query head, or a single one for all"
+        )
+
+
+def _serves(size: int | None, asked: int) -> bool:
+    return size is None or size == 1 or size == asked  # `in` does not compare symbolic sizes
+
+
+def check_options(
+    *, dropout: float, softcap: float | None, precision: str, scale: float | None
+) -> None:
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is a probability, 0 <= dropout < 1, got {dropout}; 0.0 is none")
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if isinstance(value, Tensor):
+            raise TypeError(f"{name} is a number, got a tensor; multiply q by what is learned")
+    if softcap is not None and not 1 / LARGEST_SCALE <= softcap <= LARGEST_SCALE:
+        raise ValueError(
+            f"softcap is above 0 and finite in float32, got {softcap}; None leaves scores as they "
+            "are"
+        )
+    if precision not in ("strict", "fast"):
+        raise ValueError(f"precision is 'strict' or 'fast', got {precision!r}")
+    if scale is not None and not -LARGEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"scale is finite in float32, at most {LARGEST_SCALE:g} in size, got {scale}; None "
+            "means head_dim ** -0.5"
+        )
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    if sinks.shape != (q.shape[1],):
+        raise ValueError(
+            f"sinks hold one score for each of the {q.shape[1]} query heads, "
+            f"got shape {tuple(sinks.shape)}; give [{q.shape[1]}]"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks are on {sinks.device}, q is on {q.device}; move one of them")
+
+
+def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    """A tensor that broadcasts to `[B, H, L, S]`, or a rule that can make one."""
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor):
+        if not isinstance(bias, ScoreBias):
+            raise TypeError(
+                f"score_bias is a tensor or a rule such as Alibi, got {type(bias).__name__}"
+            )
+        return
+    if not bias.is_floating_point():
+        raise ValueError(
+            f"score_bias is added to the scores, got {bias.dtype}; a mask goes in mask=Dense(keep)"
+        )
+    if bias.device != device and bias.dim():
+        raise ValueError(f"score_bias is on {bias.device}, q is on {device}; move one of them")
+    sizes = tuple(bias.shape)
+    target = shape[4 - len(sizes) :] if len(sizes) <= 4 else ()
+    if len(sizes) > 4 or any(
+        have not in (1, want) for have, want in zip(sizes, target, strict=True)
+    ):
+        raise ValueError(
+            f"score_bias broadcasts to [B, H, L, S] = {list(shape)}, got shape {list(sizes)}; "
+            "its last axis is the keys, the one before the queries"
+        )
+
+
+def default_span(mask: Mask, score_bias: object, num_queries: int, num_keys: int) -> Span:
+    """Where queries and keys stand if nobody says so: at the start, if that cannot be a mistake.
+
+    Top-left causal by accident is the field's commonest bug: with fewer queries than keys, a rule
+    about places needs to be told the places.
+    """
+    placeless = _placeless(mask) and (score_bias is None or isinstance(score_bias, Tensor))
+    if num_queries != num_keys and not placeless:
+        past = max(num_keys - num_queries, 0)
+        what = f"mask={mask!r}" if not _placeless(mask) else f"score_bias={score_bias!r}"
+        raise ValueError(
+            f"{what} needs to know where {num_queries} queries stand among {num_keys} keys; give "
+            f"span=Span(past, past + L, 0, S), here Span({past}, {past + num_queries}, 0, "
+            f"{num_keys}) if these are the newest tokens"
+        )
+    return Span(0, num_queries, 0, num_keys)
+
+
+def _placeless(mask: Mask) -> bool:
+    """Whether a mask does not depend on where the queries stand."""
+    match mask:
+        case Everything() | Nothing() | Padding() | Dense():
+            return True
+        case AllOf(parts=parts) | AnyOf(parts=parts):
+            return all(map(_placeless, parts))
+        case Not(mask=inner):
+            return _placeless(inner)
+    return False
+
+
+def check_decodable(mask: Mask, span: Span) -> None:
+    """With a cache, a rule may show a query only keys that are there: written, and not yet dropped.
+
+    Otherwise decoding would silently differ from one full forward.
+    """
+    low, high = mask.reach(span)
+    ahead = high is None or high >= span.kv_stop
+    if ahead and _shows(mask, span, span.kv_stop, span.kv_stop + span.num_queries + 8):
+        raise ValueError(
+            f"mask={mask!r} shows queries {span.first_query}..{span.last_query} keys from slot "
+            f"{span.kv_stop} on, which the cache does not hold yet, so that decoding would differ "
+            "from one full forward; intersect it with Causal()"
+        )
+    gone = low is None or low < span.kv_start
+    if gone and _shows(mask, span, 0, span.kv_start):
+        raise ValueError(
+            f"mask={mask!r} shows queries {span.first_query}..{span.last_query} keys before slot "
+            f"{span.kv_start}, which the cache has dropped; intersect it with SlidingWindow(size) "
+            "no wider than the cache's, or use KVCache()"
+        )
+
+
+def _shows(mask: Mask, span: Span, start: int, stop: int) -> bool:
+    """Whether any cell outside the span is visible; a rule that can be analysed needs no look."""
+    if not mask.opaque:
+        return True
+    if torch.compiler.is_compiling() or start >= stop:
+        return False
+    try:
+        return _any_visible(mask, span, start, stop)
+    except (
+        BeyondData
+    ):  # the function's data ends among these keys: those before its end still count
+        return stop - start > 1 and any(
+            _shows(mask, span, slot, slot + 1) for slot in range(start, stop)
+        )
+
+
+def _any_visible(mask: Mask, span: Span, start: int, stop: int) -> bool:
+    outside = Span(span.first_query, span.last_query + 1, start, stop)
+    cells = mask.dense(outside, batch=mask.batch or 1, heads=mask.heads or 1, device="cpu")
+    return holds_numbers(cells) and bool(cells.any())

@@ -1,0 +1,205 @@
+"""Who runs, what the mask became, and why the others do not; and which keys each query weighs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.cache import Part
+from regard.masks import EVERYTHING, Dense, Mask, Span
+from regard.ops.attend import prepare
+from regard.ops.backends import BACKENDS
+from regard.ops.bias import ScoreBias
+from regard.ops.call import Call, is_everything, join
+from regard.ops.choose import objection_of
+from regard.ops.definition import is_plain, scores, weigh
+from regard.ops.partial import accumulator
+from regard.tracing import without_autocast
+
+
+def explain(
+    q: Tensor | Call, k: Tensor | None = None, v: Tensor | None = None, **options: object
+) -> str:
+    """Say which backend a call gets, what its mask became, and why the others do not run.
+
+    Takes what `attend` takes, or a `Call` that `prepare` made.
+
+    >>> import torch
+    >>> from regard import Causal, Span, explain
+    >>> q, k = torch.zeros(1, 32, 1, 64), torch.zeros(1, 8, 4097, 64)
+    >>> print(explain(q, k, k, mask=Causal(), span=Span(4096, 4097, 0, 4097)).splitlines()[0])
+    1 query x 4,097 keys, 32 heads on 8, head dim 64, float32, cpu
+    """
+    if isinstance(q, Call):
+        return "\n".join(_lines(q))
+    if k is None or v is None:
+        raise TypeError("explain() takes q, k and v as attend does, or a Call made by prepare()")
+    return "\n".join(_lines(prepare(q, k, v, **options)))  # type: ignore[arg-type]
+
+
+def _lines(call: Call) -> list[str]:
+    whole = call.whole
+    queries = "1 query" if whole.num_queries == 1 else f"{whole.num_queries:,} queries"
+    dims = f"{call.head_dim}" + (
+        f" (values {call.v_head_dim})" if call.v_head_dim != call.head_dim else ""
+    )
+    dtype = str(call.dtype).removeprefix("torch.")
+    mask = (
+        repr(call.asked)
+        if repr(call.asked) == repr(call.mask)
+        else (f"{call.asked!r}  ->  {call.mask!r} here")
+    )
+    lines = [
+        f"{queries} x {whole.num_keys:,} keys, {call.num_heads} heads on {call.num_kv_heads}, "
+        f"head dim {dims}, {dtype}, {call.device}",
+        f"mask     {mask}",
+    ]
+    if call.num_keys != whole.num_keys:
+        seen = call.span
+        lines.append(
+            f"keys     {call.num_keys:,} are read: slots {seen.kv_start}..{seen.kv_stop - 1}"
+        )
+    for name, backend in BACKENDS.items():
+        objection = objection_of(call, name)
+        verdict = f"objects: {objection}"
+        if objection is None:
+            verdict = f"about {1e3 * backend.estimate(call):.3g} ms"
+        lines.append(f"{name:<8} {'runs, ' if name == call.name else ''}{verdict}")
+    chosen = BACKENDS[call.name]
+    if chosen.note is not None and (note := chosen.note(call)) is not None:
+        lines.append(f"fast     {note}")
+    return lines
+
+
+def attention_weights(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    *,
+    mask: Mask = EVERYTHING,
+    span: Span | None = None,
+    scale: float | None = None,
+    score_bias: Tensor | ScoreBias | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> Float[Tensor, "B Hs Ls S"]:
+    """How much each query takes from each key: `[B, H, L, S]`, in the dtype of `q`.
+
+    With `heads` or `queries` only those rows are computed, without the whole matrix. Rows sum to 1
+    less what the sinks take; a query that sees nothing has zeros. Dropout never shows here.
+
+    Raises:
+        TypeError, ValueError: as `attend`; `IndexError` for a head or query that is not there.
+
+    >>> import torch
+    >>> from regard import Causal, attention_weights
+    >>> q = torch.randn(1, 4, 6, 8)
+    >>> attention_weights(q, q, mask=Causal(), heads=[2], queries=[0]).tolist()
+    [[[[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]]]
+    """
+    call = prepare(
+        q,
+        k,
+        k,
+        mask=mask,
+        span=span,
+        scale=scale,
+        score_bias=score_bias,
+        softcap=softcap,
+        sinks=sinks,
+        backend="eager",
+    )
+    if k.shape[2] != call.whole.num_keys:
+        raise ValueError(
+            f"k has {k.shape[2]} keys where span={call.whole} holds {call.whole.num_keys}"
+        )
+    whole = replace(call, span=call.whole, mask=mask.within(call.whole))
+    rows = [whole] if queries is None else [_row(whole, index) for index in queries]
+    if not rows:
+        return q.new_zeros(q.shape[0], len(heads or range(q.shape[1])), 0, k.shape[2])
+    with without_autocast(q.device):
+        return torch.cat([_chosen(row, q, k, heads) for row in rows], dim=2)
+
+
+def _row(call: Call, index: int) -> Call:
+    """The same call for one of its queries."""
+    length = call.num_queries
+    if not -length <= index < length:
+        raise IndexError(f"queries={index} is not among the {length} queries of q")
+    index %= length
+    start = call.span.q_start + index
+    span = replace(call.span, q_start=start, q_stop=start + 1)
+    if isinstance(start, Tensor) and call.span.bounds is not None:
+        low, high = (bound + index for bound in call.span.bounds)
+        span = Span.ragged(
+            start,
+            queries=1,
+            kv_start=span.kv_start,
+            kv_stop=span.kv_stop,
+            bounds=(low, high),
+        )
+    bias = call.score_bias
+    if isinstance(bias, Tensor) and bias.dim() >= 2 and bias.shape[-2] != 1:
+        bias = bias.narrow(-2, index, 1)
+    return replace(call, span=span, mask=call.mask.within(span), score_bias=bias)
+
+
+def _chosen(call: Call, q: Tensor, k: Tensor, heads: Sequence[int] | None) -> Tensor:
+    """The weights of the chosen heads, for the queries of this call."""
+    first = call.span.first_query - call.whole.first_query
+    q = q.narrow(2, first, call.num_queries)
+    sinks = call.sinks
+    if not is_everything(call.mask):
+        k = call.clean(k, k, call.keep())[0]
+    if heads is not None:
+        index = _head_index(heads, call)
+        q, k = q[:, index], k[:, index // call.group]
+        sinks = None if sinks is None else sinks[index]
+        call = _of_heads(call, index)
+    return weigh(scores(call, q, k), sinks, plain=is_plain(call)).to(call.dtype)
+
+
+def _head_index(heads: Sequence[int], call: Call) -> Tensor:
+    for head in heads:
+        if not -call.num_heads <= head < call.num_heads:
+            raise IndexError(f"heads={head} is not among the {call.num_heads} heads of q")
+    return torch.tensor([h % call.num_heads for h in heads], dtype=torch.long, device=call.device)
+
+
+def _of_heads(call: Call, index: Tensor) -> Call:
+    """The call with its mask and bias made dense for some heads, each on a key head of its own."""
+    bias = call.bias()
+    if bias is not None and bias.dim() >= 3 and bias.shape[-3] != 1:
+        bias = bias.index_select(-3, index)
+    mask = call.mask
+    if not is_everything(mask):
+        keep = call.keep()
+        if keep.dim() >= 3 and keep.shape[-3] != 1:
+            keep = keep.index_select(-3, index)
+        mask = Dense(keep).within(call.span)
+    bias = None if bias is None else bias.to(accumulator(call.dtype))
+    return replace(
+        call,
+        num_heads=len(index),
+        num_kv_heads=len(index),
+        mask=mask,
+        score_bias=bias,
+        whole=call.span,
+    )
+
+
+def weights_of(
+    call: Call, q: Float[Tensor, "B H L D"], parts: Iterable[Part]
+) -> Float[Tensor, "B H L S"]:
+    """The weights of a prepared call over all the keys of its rectangle, hidden ones 0."""
+    call, k, _ = call.at(join(call.cut(parts)))
+    if not is_everything(call.mask):
+        k = call.clean(k, k, call.keep())[0]
+    with without_autocast(call.device):
+        weights = weigh(scores(call, q, k), call.sinks, plain=is_plain(call)).to(call.dtype)
+    before = call.span.kv_start - call.whole.kv_start
+    return F.pad(weights, (before, call.whole.kv_stop - call.span.kv_stop))

@@ -1,0 +1,70 @@
+"""Which backends run while a model does, for the tables that show its speed; and which cannot."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from regard.ops.attend import prepare
+from regard.ops.backends import BACKENDS
+from regard.ops.call import Backend
+from regard.ops.choose import objection_of
+
+
+@contextmanager
+def backends_run() -> Iterator[Counter[str]]:
+    """Count the calls that each backend runs inside the block, in every thread.
+
+    >>> import torch
+    >>> from regard import attend
+    >>> q = torch.randn(1, 2, 3, 8)
+    >>> with backends_run() as ran:
+    ...     out = attend(q, q, q, backend="eager")
+    >>> ran
+    Counter({'eager': 1})
+    """
+    ran: Counter[str] = Counter()
+    table = dict(BACKENDS)
+    BACKENDS.update({name: _counting(backend, ran) for name, backend in table.items()})
+    try:
+        yield ran
+    finally:
+        BACKENDS.update(table)
+
+
+def names(ran: Counter[str]) -> str:
+    """The backends, the most frequent first.
+
+    >>> names(Counter(fused=2, sdpa=3))
+    'sdpa and fused'
+    """
+    return " and ".join(name for name, _ in ran.most_common())
+
+
+def kernel_objection() -> str | None:
+    """Why `fused`, the compiled kernel, cannot run the smallest decoding step; None if it can."""
+    with torch.no_grad():
+        q = torch.zeros(1, 1, 1, 16, dtype=torch.float32, device="cpu")
+        return objection_of(prepare(q, q, q), "fused")
+
+
+def _counting(backend: Backend, ran: Counter[str]) -> Backend:
+    """A backend whose work is counted under the name of the file it is in: `fused` leaves quantised
+    keys to `grouped`."""
+
+    def counted(work: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if work is None:
+            return None
+        name = work.__module__.rpartition(".")[2]
+
+        def run(*given: Any) -> Any:
+            ran[name] += 1
+            return work(*given)
+
+        return run
+
+    run = counted(backend.run)
+    assert run is not None
+    return backend._replace(run=run, partial=counted(backend.partial), coded=counted(backend.coded))

@@ -1,0 +1,1 @@
+"""Asking a subject about the laws, here or in a process of its own."""

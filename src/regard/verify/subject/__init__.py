@@ -1,0 +1,1 @@
+"""What is verified: found, understood and called in one canonical way."""

@@ -1,0 +1,205 @@
+"""Other libraries' modules in this suite's hands: transformers' attention and models, and regard's.
+
+They want more than x: rotary tables, a mask of their own kind, a cache of their own. Each becomes
+a module that wants x, a mask and a cache.
+"""
+
+import copy
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.verify.subject.building import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, WIDTH
+from regard.verify.subject.masking import parameters_of
+from regard.verify.subject.subject import SubjectError, called
+
+TINY = {
+    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM, "intermediate_size": 16, "vocab_size": 40, "num_hidden_layers": 2,
+    "max_position_embeddings": CONTEXT, "sliding_window": None, "attention_dropout": 0.0,
+    "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": HEADS, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
+}  # fmt: skip
+
+
+class HostedAttention(nn.Module):
+    """An attention module of transformers as `forward(x, attention_mask, cache, past)`.
+
+    Neutral tables, while `turning` is False, turn nothing: what is left is attention.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.config = inner.config
+        self.turning = True
+        self.rotary = _rotary_of(inner)
+        self.names = set(parameters_of(inner.forward))
+        scaling = getattr(inner, "scaling", None)
+        self.scale = float(scaling) if isinstance(scaling, (int, float)) else None
+        sinks = getattr(inner, "sinks", None)
+        self.sinks = sinks.detach() if isinstance(sinks, Tensor) else None
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        past: int = 0,
+    ) -> Tensor:
+        """The output alone."""
+        given: dict[str, Any] = {"attention_mask": attention_mask}
+        if "position_embeddings" in self.names:
+            given["position_embeddings"] = self._tables(x, past)
+        if cache is not None:
+            given["past_key_values"] = cache
+        out = self.inner(x, **given)
+        return out[0] if isinstance(out, tuple) else out
+
+    def _tables(self, x: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        if self.rotary is None:
+            raise SubjectError("it wants position_embeddings, and its file has no RotaryEmbedding")
+        positions = torch.arange(past, past + x.shape[1])[None].expand(x.shape[0], -1)
+        names = parameters_of(self.rotary.forward)
+        kinds = {"layer_type": _layer_type(self.inner)} if "layer_type" in names else {}
+        cos, sin = self.rotary(x, positions, **kinds)
+        if self.turning:
+            return cos, sin
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _layer_type(inner: Any) -> Any:
+    return getattr(inner, "layer_type", None)
+
+
+def _rotary_of(inner: Any) -> Any:
+    home = sys.modules[type(inner).__module__]
+    for name in dir(home):
+        if name.endswith("RotaryEmbedding"):
+            return called(getattr(home, name), inner.config)
+    return None
+
+
+class HostedModel(nn.Module):
+    """A whole model of transformers from embeddings to its last hidden states."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.config = inner.config
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, cache: Any = None, past: int = 0
+    ) -> Tensor:
+        """The last hidden states; `attention_mask` [B, S] is 1 for real tokens."""
+        if attention_mask is not None and cache is not None:
+            missing = past + x.shape[1] - attention_mask.shape[1]
+            attention_mask = nn.functional.pad(attention_mask, (0, missing), value=1)
+        base = getattr(self.inner, "base_model", self.inner)
+        given = {} if cache is None else {"past_key_values": cache}
+        out = base(
+            inputs_embeds=x, attention_mask=attention_mask, use_cache=cache is not None, **given
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+
+class RegardLayer(nn.Module):
+    """A layer of regard with a mask that is a tensor."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        sinks = getattr(inner, "sinks", None)
+        self.sinks = None if sinks is None else sinks.detach()
+        self.scale = getattr(inner, "scale", None)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: Any = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """`mask` [B, 1, L, S] is True where a query may look."""
+        from regard import EVERYTHING, NO_CACHE, Causal, Dense, Mask
+
+        seen: Mask = EVERYTHING if mask is None else Dense(mask)
+        if cache is not None:
+            seen = seen & Causal()  # what a mask that is a tensor says of later tokens is nothing
+        out: Tensor = self.inner(
+            x, mask=seen, cache=NO_CACHE if cache is None else cache, context=context
+        )
+        return out
+
+
+def is_hosted(found: Any) -> bool:
+    """Whether it is a class or an object of transformers."""
+    owner = found if isinstance(found, type) else type(found)
+    return owner.__module__.split(".")[0] == "transformers"
+
+
+def is_regard(found: Any) -> bool:
+    """Whether it is a layer of regard."""
+    owner = found if isinstance(found, type) else type(found)
+    home = owner.__module__
+    return home.split(".")[0] == "regard" and not home.startswith("regard.verify")
+
+
+def hosted(found: Any, arguments: dict[str, Any]) -> nn.Module:
+    """transformers' class, module, model or configuration as a module of this suite.
+
+    Raises:
+        SubjectError: if it cannot be built.
+    """
+    if isinstance(found, type):
+        torch.manual_seed(0)
+        found = _built(found, arguments)
+    for name, parameter in found.named_parameters():
+        if name.endswith("sinks"):  # empty memory, as they are made
+            nn.init.normal_(parameter)
+    model = hasattr(found, "base_model_prefix")
+    return (HostedModel(found) if model else HostedAttention(found)).eval()
+
+
+def _built(made_by: type, arguments: dict[str, Any]) -> Any:
+    sizes = {**TINY, **(LATENT if "Deepseek" in made_by.__name__ else {}), **arguments}
+    config = called(_config_class(made_by), **sizes)
+    config._attn_implementation = sizes.get("attn_implementation", "eager")
+    names = parameters_of(made_by)
+    layer = {"layer_idx": 0} if "layer_idx" in names else {}
+    return called(made_by, config, **layer)
+
+
+def _config_class(made_by: Any) -> Any:
+    given = getattr(made_by, "config_class", None)
+    if isinstance(given, type):
+        return given
+    home = importlib.import_module(made_by.__module__)
+    names = [n for n in dir(home) if n.endswith("Config") and made_by.__name__.startswith(n[:-6])]
+    if not names:
+        raise SubjectError(f"{made_by.__module__} has no configuration for {made_by.__name__}")
+    return getattr(home, max(names, key=len))
+
+
+def model_folder(path: Path) -> nn.Module:
+    """The model in a folder: nothing is fetched, nothing in it is executed."""
+    from regard.hf import load
+
+    return hosted(called(load, path)[0], {})
+
+
+def neutral(module: nn.Module) -> nn.Module:
+    """A twin that turns nothing, where that can be had; its weights are the module's own."""
+    if not isinstance(module, HostedAttention):
+        return module
+    twin = copy.copy(module)  # its children are shared, its own switch is not
+    twin.turning = False
+    return twin

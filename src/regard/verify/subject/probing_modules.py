@@ -1,0 +1,357 @@
+"""Finding out what a module from x to output is: its layout, mask, pattern, heads and past."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.verify.law import Sizes, Trial
+from regard.verify.report.visibility import nearest_pattern, read_sight, read_weights
+from regard.verify.subject.libraries import neutral
+from regard.verify.subject.masking import MaskForm, forms, parameters_of
+from regard.verify.subject.modules import (
+    HookedHeads,
+    IdentityHeads,
+    ModuleCall,
+    Projections,
+    find_projections,
+    inputs_of,
+    made_identity,
+    masks_of,
+    size_of,
+)
+from regard.verify.subject.probing import (
+    LENGTH,
+    choose_form,
+    gathered,
+    hides_one_key,
+    probe_alignment,
+    probe_numbers,
+    probe_pattern,
+)
+from regard.verify.subject.subject import Subject, SubjectError
+
+CALLS = {
+    "training dropout": (),
+    "weights": ("need_weights", "output_attentions", "return_weights", "return_attention"),
+    "causal": ("is_causal", "causal"),
+}
+
+
+def probe_module(
+    module: nn.Module, subject: Subject, trial: Trial, call: ModuleCall | None = None
+) -> None:
+    """Fill in what a module is; the subject is changed."""
+    subject.module = module
+    _sizes(module, subject, trial)
+    call = call or _call(module, subject)
+    call = _layout(call, subject, trial)
+    subject.layer = call
+    subject.has |= {"layer", "module"}
+    _options(module, subject)
+    _pattern_of_layer(subject, trial)
+    call = _mask_of_layer(call, subject, trial)
+    subject.layer = call
+    _heads(call, subject, trial)
+    if _dropouts(module):
+        subject.has.add("dropout")
+
+
+def _sizes(module: nn.Module, subject: Subject, trial: Trial) -> None:
+    own = subject.conventions
+    heads = size_of(module, "heads")
+    found = {
+        "width": size_of(module, "width") or _first_width(module),
+        "heads": heads,
+        "kv_heads": size_of(module, "kv_heads") or heads,
+        "head_dim": size_of(module, "head_dim"),
+    }
+    own = own.found(**found)
+    if own.width is None:
+        raise SubjectError("nothing says how wide its input is; declare width=")
+    subject.conventions = own
+
+
+def _first_width(module: nn.Module) -> int | None:
+    for each in module.parameters():
+        if each.ndim == 2:
+            return int(each.shape[1])
+    return None
+
+
+def _call(module: nn.Module, subject: Subject) -> ModuleCall:
+    inputs, context = inputs_of(module)
+    heads = subject.conventions.heads or 1
+    call = ModuleCall(module, subject.conventions, inputs=inputs, context=context, heads=heads)
+    if context:
+        subject.has.add("context")
+    names = masks_of(module)
+    return replace(call, form=MaskForm(names[0])) if names else call
+
+
+def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
+    """Whether the batch or the length comes first: one of them is not mixed."""
+    declared = subject.conventions.layout
+    heard = []
+    width = subject.conventions.width or 1
+    for layout in [declared] if declared else ["BLE", "LBE"]:
+        for tried in _first_forms(call, subject):
+            found = replace(tried, layout=layout, own=subject.conventions)
+            try:
+                x = trial.randn(2, 3, width)
+                with torch.no_grad():
+                    base = found(x)
+                    other = x.clone()
+                    other[0, 0] += 1.0
+                    moved = (found(other) != base).any(-1)
+            except SubjectError as error:
+                heard.append(f"{layout}: {error}")
+                continue
+            if declared or (not bool(moved[1].any()) and int(moved.sum()) > 1):
+                return _settled(found, layout, subject)
+            heard.append(f"{layout}: rows of the batch are mixed")
+    if any(said.endswith("mixed") for said in heard):
+        return _settled(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
+    raise SubjectError(f"it could not be called: {gathered(heard)}")
+
+
+def _settled(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:
+    subject.conventions = subject.conventions.found(layout=layout)
+    subject.inferred["layout"] = layout
+    return replace(call, own=subject.conventions)
+
+
+def _first_forms(call: ModuleCall, subject: Subject) -> list[ModuleCall]:
+    """The call without a mask; and where one must be given, in every form."""
+    names = masks_of(call.module)
+    if not names or not call._mask_is_required():
+        return [replace(call, form=MaskForm(names[0] if names else ""))]
+    made = [replace(call, form=form) for form in forms(names, subject.conventions)]
+    return [_without_a_mask(call), *made]
+
+
+def _without_a_mask(call: ModuleCall) -> ModuleCall:
+    """A required mask is given as None: most code asks `if mask is not None`."""
+    own = replace(call.own, options={**call.own.options, call.form.argument: None})
+    return replace(call, own=own, form=MaskForm(""))
+
+
+def _options(module: nn.Module, subject: Subject) -> None:
+    names = parameters_of(module.forward)
+    for option, spellings in CALLS.items():
+        for name in spellings:
+            if name in names:
+                subject.has.add(option)
+                subject.other[option] = name
+
+
+def _pattern_of_layer(subject: Subject, trial: Trial) -> None:
+    own = subject.conventions
+    if own.causal is not None and own.window is not None:
+        return
+    sight = read_sight(subject.through, subject.tokens(1, LENGTH, trial))
+    best, wrong = nearest_pattern(sight, diagonal=False)
+    subject.conventions = own.found(**best)
+    said = "the past and its own key" if best["causal"] else "everything"
+    said = f"a window of {best['window']} keys" if best["window"] else said
+    subject.inferred["sees"] = said if not wrong else f"nearly {said}: {wrong} cells are not"
+
+
+def _mask_of_layer(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
+    declared = subject.conventions.mask
+    names = ([declared] if declared else []) if declared is not None else masks_of(call.module)
+
+    def hides(form: MaskForm) -> bool:
+        keep = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+        keep[..., 1] = False
+        masked = partial(replace(call, own=subject.conventions, form=form), keep=keep)
+        with torch.no_grad():
+            seen = read_sight(masked, subject.tokens(2, 5, trial))
+        expected = subject.visible(5, 5) & keep[0, 0] | torch.eye(5).bool()
+        return torch.equal(seen, expected)
+
+    hidden = subject.other.get("hidden", "-inf")
+    tried = [form._replace(hidden=hidden) for form in forms(names, subject.conventions)]
+    form = choose_form(subject, tried, hides, names)
+    if form is None:
+        return replace(call, own=subject.conventions)
+    subject.layer_form = form
+    options = {n: v for n, v in call.own.options.items() if n != form.argument}
+    return replace(call, own=replace(subject.conventions, options=options), form=form)
+
+
+def _heads(call: ModuleCall, subject: Subject, trial: Trial) -> None:
+    """Make it a function of heads, if its projections can be found."""
+    own = subject.conventions
+    if call.inputs == 3:
+        _identity_heads(call, subject, trial)
+        return
+    try:
+        at = find_projections(call, subject.tokens(2, 3, trial))
+    except SubjectError:
+        return
+    if at is None:
+        subject.notes.append("Its projections were not found: laws of heads do not apply.")
+        return
+    if own.heads is None:
+        _count_heads(call, at, subject, trial)
+    sizes = _head_sizes(at, subject)
+    if sizes is None:
+        subject.notes.append("Its projections do not divide into its heads.")
+        return
+    heads, kv_heads, dim = sizes
+    subject.fixed = {"H": heads, "G": kv_heads, "D": dim, "V": dim}
+    hooked = HookedHeads(replace(call, module=neutral(call.module)), at, kv_heads)
+    if heads == kv_heads > 1 and _is_one_head(hooked, subject, trial):
+        subject.fixed = {"H": 1, "G": 1, "D": heads * dim, "V": heads * dim}
+        subject.notes.append(f"It speaks of {heads} heads, and is right as one head alone.")
+    if at.fused is not None:
+        hooked = replace(hooked, by_head=_by_head(hooked, subject, trial))
+    _judge_heads(hooked, subject, trial)
+
+
+def _count_heads(call: ModuleCall, at: Projections, subject: Subject, trial: Trial) -> None:
+    """The number of heads for which the definition holds; one, if it holds for none."""
+    own = subject.conventions
+    hooked = HookedHeads(replace(call, module=neutral(call.module)), at, 1)
+    for heads in (1, 2, 3, 4, 6, 8, 12, 16, 32):
+        subject.conventions = own.found(heads=heads)
+        if at.fused is not None:
+            subject.conventions = subject.conventions.found(kv_heads=heads)
+        found = _head_sizes(at, subject)
+        if found is not None and _holds(hooked, subject, trial, found):
+            subject.inferred["number of heads"] = f"{heads}: for these the definition holds"
+            return
+    subject.conventions = own.found(heads=1)
+
+
+def _holds(
+    hooked: HookedHeads, subject: Subject, trial: Trial, found: tuple[int, int, int]
+) -> bool:
+    heads, kv_heads, dim = found
+    sizes = Sizes(1, heads, kv_heads, 4, 4, dim, dim)
+    subject.attend, given = hooked, subject.inputs(sizes, trial)
+    try:
+        return float((subject.run(*given) - subject.judge(*given).out).abs().max()) < 1e-3
+    except SubjectError:
+        return False
+
+
+def _is_one_head(hooked: HookedHeads, subject: Subject, trial: Trial) -> bool:
+    """Whether the definition holds for one head as wide as all, and not for many."""
+    many, errors = dict(subject.fixed), []
+    width = many["H"] * many["D"]
+    for fixed in (many, {"H": 1, "G": 1, "D": width, "V": width}):
+        sizes = Sizes(1, L=4, S=4)._replace(**fixed)
+        subject.attend, given = hooked, subject.inputs(sizes, trial)
+        try:
+            out, judged = subject.run(*given), subject.judge(*given)
+        except SubjectError:
+            return False
+        errors.append(float((out.double() - judged.out).abs().max()))
+    return errors[1] < 1e-3 < errors[0]
+
+
+def _head_sizes(at: Projections, subject: Subject) -> tuple[int, int, int] | None:
+    own = subject.conventions
+    heads = own.heads or 1
+    if at.fused is not None:
+        rows = _rows(at.fused)
+        kv_heads = own.kv_heads or heads
+        dim, rest = divmod(rows, heads + 2 * kv_heads)
+        return None if rest else (heads, kv_heads, dim)
+    assert at.query is not None
+    assert at.key is not None
+    dim, rest = divmod(_rows(at.query), heads)
+    kv_heads, left = divmod(_rows(at.key), dim)
+    return None if rest or left or heads % kv_heads else (heads, kv_heads, dim)
+
+
+def _rows(module: nn.Module) -> int:
+    features = getattr(module, "out_features", None) or getattr(module, "nf", None)
+    weight = module.weight
+    return int(features) if features else int(weight.shape[0] if isinstance(weight, Tensor) else 0)
+
+
+def _by_head(hooked: HookedHeads, subject: Subject, trial: Trial) -> bool:
+    """Whether a fused projection puts each head's own q, k and v side by side."""
+    if subject.conventions.fused is not None:
+        return subject.conventions.fused == "by head"
+    sizes = Sizes(1, L=4, S=4)._replace(**subject.fixed)
+    q, k, v = subject.inputs(sizes, trial)
+    errors = {}
+    for by_head in (False, True):
+        subject.attend = replace(hooked, by_head=by_head)
+        try:
+            out, judged = subject.run(q, k, v), subject.judge(q, k, v)
+            errors[by_head] = float((out.double() - judged.out).abs().max())
+        except SubjectError:
+            errors[by_head] = float("inf")
+    best = errors[True] < 1e-3 < errors[False]
+    subject.inferred["fused projection"] = "by head" if best else "blocked"
+    return best
+
+
+def _identity_heads(call: ModuleCall, subject: Subject, trial: Trial) -> None:
+    own = subject.conventions
+    if own.heads is None or (own.width or 1) % own.heads:
+        return
+    twin = copy.deepcopy(call.module)
+    if not made_identity(twin, own.width or 1):
+        return
+    dim = (own.width or 1) // own.heads
+    subject.fixed = {"H": own.heads, "G": own.heads, "D": dim, "V": dim}
+    _judge_heads(IdentityHeads(replace(call, module=twin)), subject, trial)
+    try:
+        subject.has.add("cross")
+        subject.run(*subject.inputs(Sizes(2, L=2, S=5)._replace(**subject.fixed), trial))
+    except SubjectError:
+        subject.has.discard("cross")
+
+
+def _judge_heads(attend: Any, subject: Subject, trial: Trial) -> None:
+    subject.attend = attend
+    try:
+        subject.run(*subject.inputs(Sizes(2, L=3, S=3)._replace(**subject.fixed), trial))
+    except SubjectError as error:
+        subject.attend = None
+        subject.fixed = {}
+        subject.notes.append(f"Its heads could not be reached: {error}.")
+        return
+    subject.form = subject.layer_form
+    if subject.form.argument and not _mask_reaches_heads(subject, trial):
+        subject.notes.append("Its mask does not hide the same keys from heads of our choosing.")
+    subject.has.add("heads")
+    if subject.fixed["H"] > 1:
+        subject.has.add("several heads")
+    if subject.fixed["G"] != subject.fixed["H"]:
+        subject.has.add("gqa")
+    subject.inferred["heads"] = "{H} query heads on {G}, {D} channels each".format(**subject.fixed)
+    probe_pattern(subject, trial)
+    probe_alignment(subject, trial)
+    probe_numbers(subject, trial)
+
+
+def _mask_reaches_heads(subject: Subject, trial: Trial) -> bool:
+    try:
+        return hides_one_key(subject, subject.form, trial)
+    except SubjectError:
+        return False
+
+
+def _dropouts(module: nn.Module) -> bool:
+    """Whether it drops anything in training."""
+    return any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules()) or any(
+        isinstance(getattr(module, name, None), float) and getattr(module, name) > 0
+        for name in ("dropout", "attention_dropout", "attn_dropout", "dropout_p")
+    )
+
+
+def reads_weights(subject: Subject, trial: Trial, sizes: Sizes, **asked: Any) -> Tensor:
+    """The weights [B, H, L, S] of a call with these sizes."""
+    q, k, _ = subject.inputs(sizes, trial)
+    width = None if "wide" in subject.has else sizes.V
+    return read_weights(partial(subject.run, **asked), q, k, width=width)

@@ -1,0 +1,172 @@
+"""A layer with a past, however the past is passed: an object, a tuple given back, or inside it."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.verify.law import Trial
+from regard.verify.subject.finding import named_beside
+from regard.verify.subject.libraries import HostedAttention, HostedModel, RegardLayer
+from regard.verify.subject.masking import parameters_of
+from regard.verify.subject.modules import ModuleCall
+from regard.verify.subject.subject import Stepper, Subject, SubjectError, called
+
+STARTS = ("start_pos", "offset", "past_length", "past", "position_offset")
+POSITIONS = ("input_pos", "positions", "position_ids", "cache_position")
+RESETS = ("reset_cache", "reset_kv_cache", "clear_cache", "reset")
+
+
+class Past(NamedTuple):
+    """What came before, and how many tokens that is."""
+
+    held: Any
+    length: int
+
+
+@dataclass
+class Steps:
+    """One step of a layer with a past."""
+
+    call: ModuleCall
+    subject: Subject
+    argument: str
+    style: str
+    new_cache: Any = None
+
+    def new(self) -> Past:
+        """No past."""
+        if self.style == "internal":
+            reset = next(n for n in RESETS if hasattr(self.call.module, n))
+            called(getattr(self.call.module, reset))
+            return Past(None, 0)
+        return Past(called(self.new_cache) if self.style == "object" else None, 0)
+
+    def step(self, x: Tensor, past: Past) -> tuple[Tensor, Past]:
+        """The output for x, which follows `past`, and the past after it."""
+        with torch.no_grad():
+            return self.follow(x.clone(), past)
+
+    def follow(self, x: Tensor, past: Past, *, columns: int = 0) -> tuple[Tensor, Past]:
+        """`step` with gradients and without a copy; its mask is `columns` keys too wide."""
+        length = past.length + x.shape[1]
+        given = {**self._positions(past.length, x.shape[1])}
+        if self.argument:
+            given[self.argument] = past.held
+        if "use_cache" in parameters_of(self.call.module.forward):
+            given["use_cache"] = True
+        keep = self.keep(past.length, x.shape[1])
+        if columns:
+            keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
+        result = self.call.raw(x, keep=keep, before=past.length, **given)
+        held = past.held if self.style != "tuple" else _given_back(result)
+        return self.call.out(result, x), Past(held, length)
+
+    def stepper(self) -> Stepper:
+        """What the checks are given."""
+        return Stepper(self.new, self.step, self.style, self.follow, self.of)
+
+    def of(self, module: nn.Module) -> Stepper:
+        """The same way of passing a past, to another module of the same kind."""
+        return replace(self, call=replace(self.call, module=module)).stepper()
+
+    def keep(self, past: int, new: int) -> Tensor | None:
+        """The causal mask of a step, where the layer does not hide the future itself."""
+        if self.subject.conventions.causal or "mask" not in self.subject.has:
+            return None
+        return self.subject.visible(new, past + new, causal=True)[None, None]
+
+    def _positions(self, past: int, new: int) -> dict[str, Any]:
+        names = parameters_of(self.call.module.forward)
+        given: dict[str, Any] = {name: past for name in STARTS if name in names}
+        given.update({n: torch.arange(past, past + new) for n in POSITIONS if n in names})
+        return given
+
+
+def _given_back(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        for each in result[1:][::-1]:
+            if isinstance(each, (tuple, list, dict)) or not isinstance(each, (Tensor, type(None))):
+                return each
+    raise SubjectError("it gave back no past beside its output")
+
+
+def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
+    """Find out how a past is passed; the subject gains a stepper if there is a way."""
+    call = subject.layer
+    assert isinstance(call, ModuleCall)
+    own = subject.conventions
+    for steps in _ways(call, subject, beside):
+        try:
+            past = steps.new()
+            for x in subject.tokens(1, 3, trial).split([2, 1], dim=1):
+                _, past = steps.step(x, past)
+        except (SubjectError, StopIteration) as error:
+            if own.cache or own.new_cache or own.cache_style:
+                subject.has.add("unusable cache")
+                subject.inferred["cache"] = f"{steps.argument} could not be used: {error}"
+            continue
+        subject.conventions = own.found(cache=steps.argument, cache_style=steps.style)
+        subject.stepper = steps.stepper()
+        subject.has = subject.has - {"unusable cache"} | {"cache"}
+        subject.inferred["cache"] = f"{steps.argument or 'inside'}, {steps.style}"
+        return
+    subject.inferred.setdefault("cache", "none")
+
+
+def _ways(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
+    own = subject.conventions
+    module = call.module
+    if own.cache == "":
+        return []
+    factory = _factory(module, own.new_cache, beside)
+    names = [
+        name
+        for name in parameters_of(module.forward)
+        if ("cache" in name or "past" in name) and name not in ("use_cache", *POSITIONS, *STARTS)
+    ]
+    found = []
+    for name in [own.cache] if own.cache else names:
+        if factory is not None:
+            found.append(Steps(call, subject, name, "object", factory))
+        found.append(Steps(call, subject, name, "tuple"))
+    if any(hasattr(module, name) for name in RESETS):
+        found.append(Steps(call, subject, "", "internal"))
+    return [each for each in found if own.cache_style in (None, each.style)]
+
+
+def _factory(module: Any, declared: Any, beside: Any) -> Any:
+    if callable(declared):
+        return declared
+    if declared:
+        return named_beside(beside, declared)
+    if isinstance(module, RegardLayer):
+        from regard import KVCache
+
+        return KVCache
+    if isinstance(module, (HostedAttention, HostedModel)):
+        from transformers import DynamicCache
+
+        return DynamicCache
+    return None
+
+
+def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:
+    """The whole output, from pieces of these lengths."""
+    assert subject.stepper is not None
+    past, pieces = subject.stepper.new(), []
+    for piece in x.split(cuts, dim=1):
+        out, past = subject.stepper.step(piece, past)
+        pieces.append(out)
+    return torch.cat(pieces, dim=1)
+
+
+def at_once(subject: Subject, x: Tensor) -> Tensor:
+    """The whole output with the same masks, without a past."""
+    causal = subject.conventions.causal
+    if causal or "mask" not in subject.has:
+        return subject.through(x)
+    length = x.shape[1]
+    keep = subject.visible(length, length, causal=True)[None, None]
+    return subject.through(x, keep=keep)

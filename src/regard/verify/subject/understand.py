@@ -1,0 +1,226 @@
+"""From an object and what was declared to a subject whose laws can be asked about."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.verify.law import Trial
+from regard.verify.subject.building import build
+from regard.verify.subject.conventions import Conventions, conventions_from
+from regard.verify.subject.finding import find, is_function, named_beside
+from regard.verify.subject.libraries import (
+    HostedAttention,
+    HostedModel,
+    RegardLayer,
+    hosted,
+    is_hosted,
+    is_regard,
+    model_folder,
+)
+from regard.verify.subject.masking import parameters_of
+from regard.verify.subject.probing import probe_function
+from regard.verify.subject.probing_modules import probe_module
+from regard.verify.subject.stepping import find_stepper
+from regard.verify.subject.stores import probe_store
+from regard.verify.subject.subject import Subject, SubjectError, called
+
+DECLARED = "regard_conventions"  # a dictionary in the subject's own file
+
+
+def understand(
+    target: Any, own: Conventions | None = None, *, seed: int = 0, name: str | None = None
+) -> Subject:
+    """The subject behind a name or an object.
+
+    Args:
+        target: `PATH:NAME`, a dotted name, a folder with a model, or the object itself.
+        own: what is declared.
+        seed: of the probes' dice.
+        name: of the subject in the report.
+
+    Raises:
+        SubjectError: if it cannot be found, built, called or understood.
+
+    >>> from torch.nn.functional import scaled_dot_product_attention
+    >>> understand(scaled_dot_product_attention).inferred["mask"]
+    'attn_mask= bool BHLS, true or 1 may look'
+    """
+    own = Conventions() if own is None else own
+    trial = Trial("probe", seed=seed)
+    if isinstance(target, str) and Path(target).is_dir():
+        return _module(model_folder(Path(target)), own, name or target, None, trial)
+    beside = None
+    if isinstance(target, str):
+        name = name or target
+        target, beside = find(target)
+        own = _declared_beside(own, beside)
+    elif target is torch.nn.functional.scaled_dot_product_attention:
+        target = find("torch.nn.functional:scaled_dot_product_attention")[0]
+    name = str(name or getattr(target, "__name__", type(target).__name__))
+    if beside is None:
+        owner = target if hasattr(target, "__module__") else type(target)
+        beside = sys.modules.get(getattr(owner, "__module__", "") or "")
+    torch.manual_seed(seed)
+    subject = _understood(target, own, name, beside, trial)
+    if own.reference is not None:
+        subject.other["reference"] = named_beside(beside, own.reference)
+        subject.has.add("reference")
+    return subject
+
+
+def _declared_beside(own: Conventions, beside: Any) -> Conventions:
+    """What the subject's own file declares, where the caller declares nothing."""
+    given = getattr(beside, DECLARED, None)
+    if not isinstance(given, dict):
+        return own
+    try:
+        return replace(conventions_from(given), **own.declared())
+    except ValueError as error:
+        raise SubjectError(f"{DECLARED}: {error}") from error
+
+
+def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
+    if own.kind in ("cache", "paged", "allocator", "prefix", "rope") or _is_cache(target):
+        return _thing(target, own, name, beside)
+    if isinstance(target, nn.Module):
+        return _module(_hosted_or(target, own), own, name, beside, trial)
+    if isinstance(target, type):
+        return _from_class(target, own, name, beside, trial)
+    if not is_function(target):
+        raise SubjectError(f"it is a {type(target).__name__}, which cannot be called")
+    if own.kind != "function" and _is_factory(target):
+        made, _, _ = build(target, own)
+        subject = _understood(made, replace(own, arguments={}), name, beside, trial)
+        if isinstance(made, nn.Module):
+            subject.other["another"] = lambda: _hosted_or(build(target, own)[0], own)
+        return subject
+    subject = Subject(name, "function", replace(own, kind="function"), thing=target)
+    probe_function(target, subject, trial)
+    return subject
+
+
+def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
+    if is_hosted(target):
+        subject = _module(hosted(target, dict(own.arguments)), own, name, beside, trial)
+        subject.other["another"] = lambda: hosted(target, dict(own.arguments))
+        return subject
+    made, arguments, said = build(target, own)
+    if isinstance(made, nn.Module):
+        subject = _module(_hosted_or(made, own), own, name, beside, trial)
+        subject.other["another"] = lambda: _hosted_or(build(target, own)[0], own)
+    elif callable(made):
+        subject = _understood(made, replace(own, kind="function"), name, beside, trial)
+    else:
+        raise SubjectError(f"a {target.__name__} is no module and cannot be called")
+    subject.notes += said
+    if said:
+        subject.other["forgot super"] = said[0]
+    if arguments:
+        subject.inferred["built with"] = ", ".join(f"{n}={v!r}" for n, v in arguments.items())
+    return subject
+
+
+def _hosted_or(module: nn.Module, own: Conventions) -> nn.Module:
+    if isinstance(module, (HostedAttention, HostedModel, RegardLayer)):
+        return module
+    if is_regard(module):
+        return RegardLayer(module)
+    if is_hosted(module) and hasattr(module, "config"):
+        return hosted(module, dict(own.arguments))
+    return module
+
+
+def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
+    """A module in eval mode."""
+    module.eval()
+    own = replace(own, kind="module", arguments={})
+    own = own.found(**_known_of(module))
+    subject = Subject(name, "module", own, thing=module)
+    if isinstance(module, (HostedAttention, HostedModel)):
+        subject.other["hidden"] = "min"
+    sinks = getattr(module, "sinks", None)
+    subject.sinks = sinks if isinstance(sinks, torch.Tensor) else None
+    _sizes_from_inside(module, subject)
+    probe_module(module, subject, trial)
+    find_stepper(subject, beside, trial)
+    return subject
+
+
+def _known_of(module: nn.Module) -> dict[str, Any]:
+    """What other libraries' modules say of themselves."""
+    if isinstance(module, HostedAttention):
+        cap = getattr(module.inner, "attn_logit_softcapping", None)
+        return {
+            "mask": "attention_mask", "polarity": "additive", "mask_shape": "B1LS",
+            "mask_dtype": "float", "scale": module.scale, "softcap": cap or 0.0,
+            "cache": "cache", "cache_style": "object",
+        }  # fmt: skip
+    if isinstance(module, HostedModel):
+        return {
+            "mask": "attention_mask", "polarity": "keep", "mask_shape": "BS", "mask_dtype": "int",
+            "cache": "cache", "cache_style": "object", "pairing": "none",
+        }  # fmt: skip
+    if isinstance(module, RegardLayer):
+        cap = getattr(module.inner, "softcap", None)
+        return {
+            "mask": "mask", "polarity": "keep", "mask_shape": "BHLS", "mask_dtype": "bool",
+            "scale": module.scale, "softcap": cap or 0.0, "cache": "cache",
+            "cache_style": "object",
+        }  # fmt: skip
+    return {}
+
+
+def _sizes_from_inside(module: nn.Module, subject: Subject) -> None:
+    """A wrapped module's sizes are those of what it wraps."""
+    from regard.verify.subject.modules import SIZES, size_of
+
+    inner = getattr(module, "inner", None)
+    if isinstance(module, (HostedAttention, RegardLayer)) and isinstance(inner, nn.Module):
+        found = {what: size_of(inner, what) for what in SIZES}
+        subject.conventions = subject.conventions.found(**found)
+
+
+def _thing(target: Any, own: Conventions, name: str, beside: Any) -> Subject:
+    """A cache, a paged function, an allocator or a prefix cache; made anew for every check."""
+    kind = own.kind or "cache"
+    make: Callable[[], Any] = target
+    plain = kind in ("paged", "rope")
+    if not plain and not isinstance(target, type) and not _is_factory(target):
+        raise SubjectError(f"a {kind} is needed anew for every check; name its class or a factory")
+    if isinstance(target, type) or own.arguments:
+        make = _maker(target, own)
+    subject = Subject(name, kind, replace(own, kind=kind), thing=make)
+    subject.has.add({"cache": "store", "rope": "rotation"}.get(kind, kind))
+    if kind == "cache":
+        probe_store(subject, beside)
+    elif not plain:
+        called(make)
+    return subject
+
+
+def _maker(target: Any, own: Conventions) -> Callable[[], Any]:
+    return lambda: build(target, own)[0]
+
+
+def _is_cache(target: Any) -> bool:
+    return isinstance(target, type) and hasattr(target, "update") and "Cache" in target.__name__
+
+
+def _is_factory(target: Any) -> bool:
+    required = [
+        each
+        for each in parameters_of(target).values()
+        if each.default is inspect.Parameter.empty
+        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    return not required and bool(inspect.isroutine(target)) and not _takes_heads(target)
+
+
+def _takes_heads(target: Any) -> bool:
+    return [name[:1].lower() for name in list(parameters_of(target))[:3]] == ["q", "k", "v"]

@@ -148,7 +148,7 @@ DECODE = """
 import sys, warnings, torch
 warnings.simplefilter("error")
 import regard
-from regard.kernels import decoding
+from regard.ops.kernels import decoding
 assert regard.__file__.startswith({sources!r})
 q, k = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 300, 32)
 for _ in range(3):

@@ -67,7 +67,7 @@ def test_torchs_own_threads_are_found():
 
 FORKS = """
 import multiprocessing, os, signal, sys, threading, torch
-from regard.kernels.launching import decode
+from regard.ops.kernels.launching import decode
 
 torch.set_num_threads(2)
 q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)

@@ -195,7 +195,7 @@ COMPILED = """
 import torch
 from torch._dynamo.testing import CompileCounter
 from regard import Attention, Causal
-from regard.speed import SPEED
+from regard.ops.rates import SPEED
 
 counter = CompileCounter()
 layer = Attention(32, 4, num_kv_heads=2, mask=Causal())

@@ -157,7 +157,7 @@ def test_half_precision_stays_within_its_rounding(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_every_attention_runs_on_regard(name, monkeypatch):
     calls = []
-    for module in (regard.hf.attending, regard.hf.attending_latent):
+    for module in (regard.hf.running.attending, regard.hf.running.attending_latent):
         prepare = module.prepare
         monkeypatch.setattr(
             module, "prepare", lambda *a, to=prepare, **o: calls.append(a) or to(*a, **o)

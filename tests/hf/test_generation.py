@@ -154,9 +154,9 @@ def test_our_caches_hold_the_joined_latent(name):
 @pytest.mark.parametrize("ours", [False, True])
 def test_decoding_absorbs_with_either_cache(name, ours, monkeypatch):
     model, forms = model_of(name), []
-    choose = regard.hf.attending_latent.choose_form
+    choose = regard.hf.running.attending_latent.choose_form
     monkeypatch.setattr(
-        regard.hf.attending_latent,
+        regard.hf.running.attending_latent,
         "choose_form",
         lambda *a: forms.append(choose(*a)[0].name) or choose(*a),
     )

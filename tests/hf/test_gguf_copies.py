@@ -192,4 +192,4 @@ def test_one_folder_for_all_that_is_kept(settings, folder, monkeypatch):
         monkeypatch.setenv(name, value)
     assert cache_folder() == Path(folder)
     assert kept.folder() == Path(folder) / "compare"
-    assert regard.hf.default_model.cache_folder() == Path(folder)
+    assert regard.hf.loading.default_model.cache_folder() == Path(folder)

@@ -17,13 +17,9 @@ def shared_copy(layer: Layer, **changes: Any) -> Layer:
     >>> other, other.q_proj is gqa.q_proj
     (GroupedQueryAttention(16, 4, 2, rope=Rotary(4, pairing='pairs')), True)
     """
-    given: Any = layer._given
-    decided: frozenset[str] = getattr(
-        layer, "_fixed", frozenset()
-    )  # by the constructor of a named door
-    options = {name: value for name, value in {**given, **changes}.items() if name not in decided}
+    given: Any = layer.arguments
     with torch.device("meta"):  # all of it is replaced
-        made = type(layer)(**options)
+        made = type(layer)(**{**given, **changes})
     for name, child in layer.named_children():
         setattr(made, name, child)
     for name, parameter in layer.named_parameters(recurse=False):

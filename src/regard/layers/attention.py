@@ -5,8 +5,7 @@
 `num_kv_heads` is the whole difference: `num_heads` makes MHA, 1 makes MQA, a divisor between GQA.
 """
 
-import inspect
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads, split_heads
-from regard.layers.cache_use import check_use, tracked, used_by
+from regard.layers.cache_use import tracked, used_by
 from regard.layers.construct import (
     Norm,
     biased_projections,
@@ -22,17 +21,18 @@ from regard.layers.construct import (
     build_norm,
     constructor_code,
     normed_heads,
+    records_arguments,
     size_of_head,
 )
-from regard.layers.inputs import check_cache, check_positions, check_width
+from regard.layers.inputs import Arrival, arrive, check_rope, check_width
 from regard.layers.memory import Memory, check_own, remembered_by
-from regard.masks import EVERYTHING, Mask, Span
-from regard.ops.attend import prepare
+from regard.masks import EVERYTHING, Mask
+from regard.ops.attend import Precision, prepare
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
-from regard.rope import NO_ROPE, NoRotary, Rotary
+from regard.rope import NO_ROPE, Rope
 
 
 class Attention(nn.Module):
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         qk_norm: `"head"` (RMSNorm of each head), `"width"` (of all heads at once) or a function
             from a size to a module, used for each head. Comes before rotation, as in Qwen3.
         norm_eps: epsilon of those norms.
-        rope: a `Rotary`; `NO_ROPE` turns nothing.
+        rope: a `Rotary`, `NO_ROPE`, or an object with the methods of `regard.rope.Rope`.
         mask: the layer's pattern, such as `Causal()`. A call's mask can only take away from it.
         scale: of the scores; `head_dim ** -0.5` times the rope's softmax factor if None.
         score_bias: a tensor or a rule (`Alibi`, `RelativeBias`) added to the scores.
@@ -64,6 +64,7 @@ class Attention(nn.Module):
         gate: `"head"` or `"channel"`: `sigmoid(gate_proj(x))` times the output, before `o_proj`.
         context_size: width of `context`; `hidden_size` if None.
         backend: `"auto"`, or the name of one.
+        precision: `"strict"`, or `"fast"` for bfloat16 scores and weights; as for `attend`.
 
     Raises:
         ValueError: if sizes do not divide, or an option is not one of those above.
@@ -76,9 +77,9 @@ class Attention(nn.Module):
     (torch.Size([1, 5, 64]), 5)
     """
 
-    _positional: ClassVar[tuple[str, ...]] = ("hidden_size", "num_heads")
-    _fixed: ClassVar[frozenset[str]] = frozenset()  # what a named door decides itself
+    arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
 
+    @records_arguments()
     def __init__(
         self,
         hidden_size: int,
@@ -91,7 +92,7 @@ class Attention(nn.Module):
         dropout: float = 0.0,
         qk_norm: Norm = None,
         norm_eps: float = 1e-6,
-        rope: Rotary | NoRotary = NO_ROPE,
+        rope: Rope = NO_ROPE,
         mask: Mask = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
@@ -100,19 +101,17 @@ class Attention(nn.Module):
         gate: Literal["head", "channel"] | None = None,
         context_size: int | None = None,
         backend: str = "auto",
+        precision: Precision = "strict",
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _OPTIONS}
         super().__init__()
-        self._given = given
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
         self.hidden_size = hidden_size
         self.context_size = hidden_size if context_size is None else context_size
         check_mask(mask)
-        check_options(dropout=dropout, softcap=softcap, precision="strict", scale=scale)
-        if rope.dim > self.head_dim:
-            raise ValueError(f"rope={rope} turns {rope.dim} channels, head_dim={self.head_dim}")
+        check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
+        check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
         biased = biased_projections(bias, out_bias)
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias="q_proj" in biased)
@@ -126,8 +125,7 @@ class Attention(nn.Module):
         self.gate_proj = build_gate(gate, hidden_size, num_heads, width)
         self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
         self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.score_bias = score_bias
-        self.backend = backend
+        self.score_bias, self.backend, self.precision = score_bias, backend, precision
 
     @property
     def kind(self) -> str:
@@ -160,10 +158,13 @@ class Attention(nn.Module):
             ValueError: if shapes do not fit, if the mask shows what the cache does not hold, or if
                 `context` meets a cache or a rope. The cache is then as it was.
         """
-        call, q, k, v = self._prepare(x, context, mask, cache, positions)
+        at = arrive(self, x, context, mask, cache, positions)
+        q, k, v = self.project(x, context)
+        q, k = self.rope(q, k, at.positions)
+        call = self.call(q, k, v, at)
         with used_by(self, cache, mask):
             out = call.run(q, cache.update(*tracked(call.needs_grad, k, v)))
-            return self._output(merge_heads(self._gated(x, out)))
+            return self.o_proj(merge_heads(self.gated(x, out)))
 
     def weights(
         self,
@@ -175,8 +176,10 @@ class Attention(nn.Module):
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of the same call; the cache is left as it was."""
-        call, q, k, v = self._prepare(x, context, mask, cache, positions)
-        return weights_of(call, q, cache.peek(k, v))
+        at = arrive(self, x, context, mask, cache, positions)
+        q, k, v = self.project(x, context)
+        q, k = self.rope(q, k, at.positions)
+        return weights_of(self.call(q, k, v, at), q, cache.peek(k, v))
 
     def explain(
         self,
@@ -188,7 +191,10 @@ class Attention(nn.Module):
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
         """Which backend the same call would get, and why; the cache is left as it was."""
-        return explain(self._prepare(x, context, mask, cache, positions)[0])
+        at = arrive(self, x, context, mask, cache, positions)
+        q, k, v = self.project(x, context)
+        q, k = self.rope(q, k, at.positions)
+        return explain(self.call(q, k, v, at))
 
     def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
         """Project another sequence's keys and values once, to be read as `context=` at every step.
@@ -209,41 +215,32 @@ class Attention(nn.Module):
             return q, context.k, context.v
         return q, *self._keys_values(x if context is None else context)
 
-    def _prepare(
-        self,
-        x: Tensor,
-        context: Tensor | Memory | None,
-        mask: Mask,
-        cache: Cache,
-        positions: Tensor | None,
-    ) -> tuple[Call, Tensor, Tensor, Tensor]:
-        """All but the attending: what can be refused is refused here, before the cache moves."""
-        check_mask(mask)
-        check_width("x", x, self.hidden_size, self.q_proj)
-        check_cache(cache)
-        check_positions(positions, x)
-        if context is not None:
-            self._check_context(x, context, cache)
-        q, k, v = self.project(x, context)
-        span = cache.span(x.shape[1]) if context is None else Span(0, x.shape[1], 0, k.shape[2])
-        check_use(self, cache, mask, span)
-        q, k = self.rope(q, k, span.positions(x.device) if positions is None else positions)
-        call = prepare(
+    def call(self, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Call:
+        """The attention of this call, described; all else that can be refused is refused here."""
+        return prepare(
             q,
             k,
             v,
-            mask=self.mask & mask,
-            span=span,
+            mask=at.mask,
+            span=at.span,
             scale=self.scale,
             score_bias=self.score_bias,
             softcap=self.softcap,
             sinks=self.sinks,
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
+            precision=self.precision,
         )
-        return call, q, k, v
 
-    def _check_context(self, x: Tensor, context: Tensor | Memory, cache: Cache) -> None:
+    @property
+    def first_projection(self) -> nn.Module:
+        """The linear layer that reads `x`."""
+        return self.q_proj
+
+    def check_context(self, x: Tensor, context: Tensor | Memory | None, cache: Cache) -> None:
+        """Refuse another sequence that does not fit this layer or this call."""
+        if context is None:
+            return
         self._refuse_rope()
         if cache is not NO_CACHE:
             raise ValueError(
@@ -281,20 +278,15 @@ class Attention(nn.Module):
     def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
         return normed_heads(norm, flat, self.head_dim, width=self.norm_width)
 
-    def _gated(self, x: Tensor, out: Tensor) -> Tensor:
+    def gated(self, x: Tensor, out: Tensor) -> Tensor:
+        """The output of the heads times the gate of the input, if the layer has one."""
         if self.gate_proj is None:
             return out
         gate = torch.sigmoid(self.gate_proj(x))
         return out * split_heads(gate, gate.shape[-1] // self.num_heads).to(out.dtype)
 
-    def _output(self, merged: Tensor) -> Tensor:
-        result: Tensor = self.o_proj(merged)
-        return result
-
     def __repr__(self) -> str:
-        given = {name: value for name, value in self._given.items() if name not in self._fixed}
-        of = Attention.__init__
-        return constructor_code(type(self).__name__, given, of=of, positional=self._positional)
+        return constructor_code(self)
 
 
 class SelfAttention(Attention):
@@ -309,11 +301,9 @@ class SelfAttention(Attention):
     torch.Size([2, 5, 16])
     """
 
-    _positional = ("hidden_size",)
-    _fixed = frozenset({"num_heads", "num_kv_heads"})
-
+    @records_arguments("num_heads", "num_kv_heads")
     def __init__(self, hidden_size: int, **options: Any) -> None:
-        super().__init__(hidden_size, 1, **options)
+        super().__init__(hidden_size, 1, num_kv_heads=1, **options)
         self.o_proj = nn.Identity()
 
 
@@ -326,10 +316,9 @@ class MultiHeadAttention(Attention):
     MultiHeadAttention(64, 8)
     """
 
-    _fixed = frozenset({"num_kv_heads"})
-
+    @records_arguments("num_kv_heads")
     def __init__(self, hidden_size: int, num_heads: int, **options: Any) -> None:
-        super().__init__(hidden_size, num_heads, **options)
+        super().__init__(hidden_size, num_heads, num_kv_heads=num_heads, **options)
 
 
 class MultiQueryAttention(Attention):
@@ -341,8 +330,7 @@ class MultiQueryAttention(Attention):
     'MQA'
     """
 
-    _fixed = frozenset({"num_kv_heads"})
-
+    @records_arguments("num_kv_heads")
     def __init__(self, hidden_size: int, num_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=1, **options)
 
@@ -357,10 +345,6 @@ class GroupedQueryAttention(Attention):
     'GQA'
     """
 
-    _positional = ("hidden_size", "num_heads", "num_kv_heads")
-
+    @records_arguments()
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=num_kv_heads, **options)
-
-
-_OPTIONS = tuple(inspect.signature(Attention.__init__).parameters)[1:]

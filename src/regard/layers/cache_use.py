@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.masks import AllOf, AnyOf, Mask, Padding, Span
-from regard.ops.check import check_decodable
 from regard.tracing import holds_numbers, in_backward, is_transformed
 
 
@@ -48,10 +47,7 @@ def check_use(layer: nn.Module, cache: Cache, mask: Mask, span: Span) -> None:
             pass, if the mask shows what the cache does not hold, or if its padding cannot be about
             the tokens held.
     """
-    if cache is NO_CACHE:
-        return
-    check_decodable(layer.mask & mask, span)
-    if torch.compiler.is_compiling():
+    if cache is NO_CACHE or torch.compiler.is_compiling():
         return
     if in_backward():
         raise ValueError(

@@ -1,8 +1,9 @@
 """How a layer is built from its arguments, and written back as the code that builds it."""
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, ParamSpec
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -11,24 +12,65 @@ from regard.heads import split_heads
 from regard.ops.check import divisors
 
 Norm = Literal["head", "width"] | Callable[[int], nn.Module] | None
+P = ParamSpec("P")
+Constructor = Callable[P, None]
 
 
-def constructor_code(
-    name: str, given: dict[str, Any], *, of: Callable[..., Any], positional: Iterable[str]
-) -> str:
-    """The call that builds a layer: `positional` first, then what differs from `of`'s defaults.
+def records_arguments(*decided: str) -> Callable[[Constructor[P]], Constructor[P]]:
+    """Decorate a layer's constructor so that `type(layer)(**layer.arguments)` builds it again.
+
+    Args:
+        decided: arguments of the base class that this constructor chooses by itself, and so does
+            not take.
+    """
+
+    def decorate(construct: Constructor[P]) -> Constructor[P]:
+        signature = inspect.signature(construct)
+
+        @wraps(construct)
+        def construct_and_record(*args: P.args, **kwargs: P.kwargs) -> None:
+            construct(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            layer, *_ = args
+            given = {name: bound.arguments[name] for name in _named(signature)}
+            arguments = {**getattr(layer, "arguments", {}), **given}
+            for name in decided:
+                del arguments[name]
+            layer.arguments = arguments  # type: ignore[attr-defined]
+
+        construct_and_record.records = True  # type: ignore[attr-defined]
+        return construct_and_record
+
+    return decorate
+
+
+def _named(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The parameters of a constructor, without the object itself and without `**options`."""
+    _, *named = signature.parameters.values()
+    return {each.name: each for each in named if each.kind is not each.VAR_KEYWORD}
+
+
+def constructor_code(layer: nn.Module) -> str:
+    """The call that builds a layer: positional arguments, then those that are not the default.
 
     >>> from regard import GroupedQueryAttention
     >>> GroupedQueryAttention(64, 8, 2, softcap=50.0)
     GroupedQueryAttention(64, 8, 2, softcap=50.0)
     """
-    first = list(positional)
-    defaults = {key: each.default for key, each in inspect.signature(of).parameters.items()}
-    parts = [repr(given[key]) for key in first]
-    for key, value in given.items():
-        if key not in first and not _same(value, defaults[key]):
-            parts.append(f"{key}={_code(value)}")
-    return f"{name}({', '.join(parts)})"
+    constructors = [vars(each).get("__init__") for each in type(layer).__mro__]
+    recording: list[Any] = [each for each in constructors if hasattr(each, "records")]
+    parameters: dict[str, inspect.Parameter] = {}
+    for constructor in reversed(recording):
+        parameters |= _named(inspect.signature(constructor))
+    own = _named(inspect.signature(recording[0]))
+    positional = [name for name, each in own.items() if each.kind is not each.KEYWORD_ONLY]
+    arguments: dict[str, Any] = layer.arguments  # type: ignore[assignment]
+    parts = [repr(arguments[name]) for name in positional]
+    for name, value in arguments.items():
+        if name not in positional and not _same(value, parameters[name].default):
+            parts.append(f"{name}={_code(value)}")
+    return f"{type(layer).__name__}({', '.join(parts)})"
 
 
 def _same(value: Any, default: Any) -> bool:
@@ -47,19 +89,28 @@ def _code(value: Any) -> str:
     return repr(value)
 
 
-def size_of_head(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
-    """The size of a head, once all the sizes are found to fit."""
-    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+def check_sizes(least: int = 1, **sizes: int | None) -> None:
+    """Raise unless every size that is given is a whole number, `least` or more."""
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is at least 1, got {size}")
+        if size is not None and not (isinstance(size, int) and size >= least):
+            raise ValueError(f"{name} is a whole number, at least {least}, got {size!r}")
+
+
+def check_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Raise unless every key head serves the same number of query heads."""
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; "
             f"choose num_kv_heads from {divisors(num_heads)}"
         )
-    if head_dim is not None and head_dim < 1:
-        raise ValueError(f"head_dim is at least 1, got {head_dim}")
+
+
+def size_of_head(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """The size of a head; raises if the sizes do not fit each other."""
+    check_sizes(
+        hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    check_groups(num_heads, num_kv_heads)
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
             f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}; choose "

@@ -1,10 +1,62 @@
-"""What a layer may not be given. Checked before anything is computed, let alone cached."""
+"""What a call of a layer arrives with: checked before anything is computed or cached."""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from regard.cache import NO_CACHE, Cache
+from regard.layers.cache_use import check_use
 from regard.layers.construct import matrix_objection
-from regard.ops.check import refuse_jit_trace
+from regard.layers.memory import Memory
+from regard.masks import Mask, Span
+from regard.ops.check import check_decodable, check_mask, refuse_jit_trace
+from regard.rope import Rope
+
+
+class Arrival(NamedTuple):
+    """The arguments of a call, checked.
+
+    `mask` is the layer's and the call's together, `span` says which queries meet which keys once
+    the cache is filled, and `positions` are the rotary positions of the queries: `[L]` or `[B, L]`.
+    """
+
+    mask: Mask
+    span: Span
+    positions: Tensor
+
+
+def arrive(
+    layer: Any,
+    x: Tensor,
+    context: "Tensor | Memory | None",
+    mask: Mask,
+    cache: Cache,
+    positions: Tensor | None,
+) -> Arrival:
+    """Check the arguments of `layer.forward`, and complete them.
+
+    `layer` has `hidden_size`, `mask`, `first_projection` (the linear layer that reads `x`) and
+    `check_context`.
+
+    Raises:
+        TypeError, ValueError: as `Attention.forward`.
+    """
+    check_mask(mask)
+    check_width("x", x, layer.hidden_size, layer.first_projection)
+    check_cache(cache)
+    check_positions(positions, x)
+    layer.check_context(x, context, cache)
+    both, length = layer.mask & mask, x.shape[1]
+    span = cache.span(length) if context is None else Span(0, length, 0, _length_of(context))
+    if cache is not NO_CACHE:
+        check_decodable(both, span)
+        check_use(layer, cache, mask, span)
+    return Arrival(both, span, span.positions(x.device) if positions is None else positions)
+
+
+def _length_of(context: "Tensor | Memory") -> int:
+    return context.k.shape[2] if isinstance(context, Memory) else context.shape[1]
 
 
 def check_width(name: str, x: object, width: int, projection: nn.Module) -> None:
@@ -72,10 +124,26 @@ def check_positions(positions: object, x: Tensor) -> None:
     )
 
 
-def refuse_context(context: object) -> None:
-    """Layers whose cached keys carry positions cannot read another sequence."""
+def refuse_context(x: Tensor, context: object, cache: Cache) -> None:
+    """`check_context` of layers that rotate cached keys by the positions of x."""
     if context is not None:
         raise ValueError(
             "context is another sequence, whose keys do not share the positions of x, and this "
             "layer rotates its keys; use Attention(..., context_size=...) without a rope"
+        )
+
+
+def check_rope(rope: object, widths: tuple[int, ...] | range, what: str) -> None:
+    """A rope is any object with the methods of `regard.rope.Rope` that rotates channels a head has.
+
+    `widths` are the numbers of channels that it may rotate, `what` says so in words.
+    """
+    if not isinstance(rope, Rope):
+        raise TypeError(
+            "rope is Rotary(dim), NO_ROPE or an object with the methods of regard.rope.Rope, "
+            f"got {rope!r}"
+        )
+    if rope.dim not in widths:
+        raise ValueError(
+            f"rope={rope} rotates {rope.dim} channels, {what}; give Rotary({max(widths)}, ...)"
         )

@@ -2,8 +2,7 @@
 of its keys; expanded, it is MHA. What is cached is the same: one latent and one rotary key a token.
 """
 
-import inspect
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -11,18 +10,18 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
-from regard.layers.cache_use import check_use, tracked, trains, used_by
-from regard.layers.construct import constructor_code
-from regard.layers.inputs import check_cache, check_positions, check_width, refuse_context
+from regard.layers.cache_use import tracked, trains, used_by
+from regard.layers.construct import check_sizes, constructor_code, records_arguments
+from regard.layers.inputs import Arrival, arrive, check_rope, refuse_context
 from regard.layers.latent_forms import Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import EVERYTHING, Mask, Span
-from regard.ops.attend import prepare
+from regard.ops.attend import Precision, prepare
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
-from regard.rope import NoRotary, Rotary
+from regard.rope import Rope
 
 __all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
 
@@ -58,10 +57,11 @@ class MultiHeadLatentAttention(nn.Module):
         dropout: probability of dropping a weight, in training only.
         form: `"expanded"`, `"absorbed"`, or `"auto"` for the one with less work.
         backend: `"auto"`, or the name of one.
+        precision: `"strict"`, or `"fast"` for bfloat16 scores and weights; as for `attend`.
 
     Raises:
-        ValueError: if a size is not positive, an option is not one of those above, or `rope` does
-            not turn `qk_rope_head_dim` channels.
+        ValueError: if a size is not positive, an option is not one of those above, or `rope`
+            does not rotate `qk_rope_head_dim` channels.
 
     >>> import torch
     >>> from regard import Causal, KVCache, MultiHeadLatentAttention, Rotary
@@ -75,7 +75,10 @@ class MultiHeadLatentAttention(nn.Module):
     """
 
     kind = "MLA"
+    arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
+    check_context = staticmethod(refuse_context)
 
+    @records_arguments()
     def __init__(
         self,
         hidden_size: int,
@@ -89,20 +92,24 @@ class MultiHeadLatentAttention(nn.Module):
         bias: bool | set[str] | frozenset[str] = False,
         latent_norm: bool = True,
         norm_eps: float = 1e-6,
-        rope: Rotary | NoRotary,
+        rope: Rope,
         mask: Mask = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
         dropout: float = 0.0,
         form: Literal["auto", "expanded", "absorbed"] = "auto",
         backend: str = "auto",
+        precision: Precision = "strict",
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _OPTIONS}
         super().__init__()
-        self._given = given
-        _check_sizes(given)
+        check_sizes(hidden_size=hidden_size, num_heads=num_heads, v_head_dim=v_head_dim)
+        check_sizes(kv_lora_rank=kv_lora_rank, q_lora_rank=q_lora_rank)
+        check_sizes(qk_rope_head_dim=qk_rope_head_dim)
+        check_sizes(0, qk_nope_head_dim=qk_nope_head_dim)
+        check_rope(rope, (0, qk_rope_head_dim), f"qk_rope_head_dim={qk_rope_head_dim}")
+        _check_form(form)
         check_mask(mask)
-        check_options(dropout=dropout, softcap=None, precision="strict", scale=scale)
+        check_options(dropout=dropout, softcap=None, precision=precision, scale=scale)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
@@ -129,7 +136,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in biased)
         self.rope, self.mask, self.score_bias, self.dropout = rope, mask, score_bias, dropout
         self.scale = self.qk_head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.form, self.backend = form, backend
+        self.form, self.backend, self.precision = form, backend, precision
 
     def forward(
         self,
@@ -142,12 +149,15 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> Float[Tensor, "B L E"]:
         """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
         `context` is refused, because the rotary key ties keys to the positions of `x`."""
-        plan = self._prepare(x, context, mask, cache, positions)
+        at = arrive(self, x, context, mask, cache, positions)
+        q_nope, q_rope, latent, k_rope = self.project(x)
+        q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
+        form, _ = self.choose(at.span)
+        q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
+        call = self.call(q, joined, form, at)
         with used_by(self, cache, mask):
-            parts = plan.form.parts(self, cache.update(*tracked(plan.call.needs_grad, plan.joined)))
-            out = plan.form.read(self, plan.call.run(plan.q, parts))
-            result: Tensor = self.o_proj(merge_heads(out))
-            return result
+            parts = form.parts(self, cache.update(*tracked(call.needs_grad, joined)))
+            return self.o_proj(merge_heads(form.read(self, call.run(q, parts))))
 
     def weights(
         self,
@@ -159,8 +169,13 @@ class MultiHeadLatentAttention(nn.Module):
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of the same call; the cache is left as it was."""
-        plan = self._prepare(x, context, mask, cache, positions)
-        return weights_of(plan.call, plan.q, plan.form.parts(self, cache.peek(plan.joined)))
+        at = arrive(self, x, context, mask, cache, positions)
+        q_nope, q_rope, latent, k_rope = self.project(x)
+        q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
+        form, _ = self.choose(at.span)
+        q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
+        call = self.call(q, joined, form, at)
+        return weights_of(call, q, form.parts(self, cache.peek(joined)))
 
     def explain(
         self,
@@ -172,43 +187,41 @@ class MultiHeadLatentAttention(nn.Module):
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
         """Which form and which backend the same call would get, and why."""
-        plan = self._prepare(x, context, mask, cache, positions)
-        return f"form     {plan.form.name}: {plan.why}\n{explain(plan.call)}"
+        at = arrive(self, x, context, mask, cache, positions)
+        q_nope, q_rope, latent, k_rope = self.project(x)
+        q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
+        form, why = self.choose(at.span)
+        q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
+        return f"form     {form.name}: {why}\n{explain(self.call(q, joined, form, at))}"
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries for every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
         `[B, 1, L, Dr]` for all of them; before rotation."""
         return project_latent(self, x)
 
-    def _prepare(
-        self, x: Tensor, context: None, mask: Mask, cache: Cache, positions: Tensor | None
-    ) -> "_Plan":
-        """All but the attending: what can be refused is refused here, before the cache moves."""
-        check_mask(mask)
-        refuse_context(context)
-        first = self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj
-        check_width("x", x, self.hidden_size, first)
-        check_cache(cache)
-        check_positions(positions, x)
-        span = cache.span(x.shape[1])
-        check_use(self, cache, mask, span)
-        form, why = self.choose(span)
-        q_nope, q_rope, latent, k_rope = self.project(x)
-        where = span.positions(x.device) if positions is None else positions
-        q_rope, k_rope = self.rope(q_rope, k_rope, where)
+    def join(self, latent: Tensor, k_rope: Tensor) -> Float[Tensor, "B 1 L RDr"]:
+        """The one stream that is cached: latents, and rotary keys behind them."""
         (joined,) = tracked(trains(self.kv_b_proj), torch.cat([latent, k_rope], dim=-1))
-        q = form.queries(self, q_nope, q_rope)
-        call = prepare(
+        return joined
+
+    def call(self, q: Tensor, joined: Tensor, form: Form, at: Arrival) -> Call:
+        """The attention of this call, described; all else that can be refused is refused here."""
+        return prepare(
             q,
             *form.outline(self, joined),
-            mask=self.mask & mask,
-            span=span,
+            mask=at.mask,
+            span=at.span,
             scale=self.scale,
             score_bias=self.score_bias,
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
+            precision=self.precision,
         )
-        return _Plan(call, q, joined, form, why)
+
+    @property
+    def first_projection(self) -> nn.Module:
+        """The linear layer that reads `x`."""
+        return self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj
 
     def choose(self, span: Span) -> tuple[Form, str]:
         """The form a span is read in, and why.
@@ -219,20 +232,9 @@ class MultiHeadLatentAttention(nn.Module):
         return choose_form(self, span, self.form)
 
     def __repr__(self) -> str:
-        of = MultiHeadLatentAttention.__init__
-        positional = ("hidden_size", "num_heads")
-        return constructor_code(type(self).__name__, self._given, of=of, positional=positional)
+        return constructor_code(self)
 
 
-class _Plan(NamedTuple):
-    call: Call
-    q: Tensor
-    joined: Tensor
-    form: Form
-    why: str
-
-
-_OPTIONS = tuple(inspect.signature(MultiHeadLatentAttention.__init__).parameters)[1:]
 _FIRST = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "o_proj"})  # what bias=True means
 
 
@@ -250,17 +252,6 @@ def _biased(bias: bool | set[str] | frozenset[str], q_lora_rank: int | None) -> 
     return frozenset(bias)
 
 
-def _check_sizes(given: dict[str, object]) -> None:
-    for name, size in given.items():
-        if name.endswith(("_size", "_heads", "_rank", "_dim")) and isinstance(size, int):
-            least = 0 if name == "qk_nope_head_dim" else 1
-            if size < least:
-                raise ValueError(f"{name} is at least {least}, got {size}")
-    rope, width = given["rope"], given["qk_rope_head_dim"]
-    if isinstance(rope, Rotary) and rope.dim != width:
-        raise ValueError(
-            f"rope={rope} turns {rope.dim} channels, qk_rope_head_dim={width}; "
-            f"give Rotary({width}, ...)"
-        )
-    if given["form"] not in ("auto", "expanded", "absorbed"):
-        raise ValueError(f"form is 'auto', 'expanded' or 'absorbed', got {given['form']!r}")
+def _check_form(form: str) -> None:
+    if form not in ("auto", "expanded", "absorbed"):
+        raise ValueError(f"form is 'auto', 'expanded' or 'absorbed', got {form!r}")

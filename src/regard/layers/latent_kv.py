@@ -4,24 +4,32 @@ What GQA becomes when only memory matters. Rotation is exact, because it is appl
 keys; rebuilding costs time at every step. The idea is Palu's (arXiv:2407.21118).
 """
 
-import inspect
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
 from regard.heads import merge_heads, split_heads
-from regard.layers.cache_use import check_use, tracked, trains, used_by
-from regard.layers.construct import Norm, build_norm, constructor_code, normed_heads
-from regard.layers.inputs import check_cache, check_positions, check_width, refuse_context
+from regard.layers.cache_use import tracked, trains, used_by
+from regard.layers.construct import (
+    Norm,
+    build_norm,
+    check_groups,
+    check_sizes,
+    constructor_code,
+    normed_heads,
+    records_arguments,
+)
+from regard.layers.inputs import Arrival, arrive, check_rope, refuse_context
 from regard.masks import EVERYTHING, Mask
-from regard.ops.attend import prepare
+from regard.ops.attend import Precision, prepare
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call
-from regard.ops.check import check_mask, check_options, divisors
+from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
-from regard.rope import NO_ROPE, NoRotary, Rotary
+from regard.rope import NO_ROPE, Rope
 from regard.tracing import holds_numbers, is_transformed
 
 
@@ -44,7 +52,7 @@ class LatentKVAttention(nn.Module):
         out_bias: whether `o_proj` has one.
         dropout: probability of dropping a weight, in training only.
         qk_norm, norm_eps: norms of queries and of rebuilt keys, before rotation; as `Attention`'s.
-        mask, scale, score_bias, softcap, backend: as for `Attention`.
+        mask, scale, score_bias, softcap, backend, precision: as for `Attention`.
 
     Raises:
         ValueError: if sizes do not divide or are not positive.
@@ -61,7 +69,10 @@ class LatentKVAttention(nn.Module):
     """
 
     kind = "LatentKV"
+    arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
+    check_context = staticmethod(refuse_context)
 
+    @records_arguments()
     def __init__(
         self,
         hidden_size: int,
@@ -70,7 +81,7 @@ class LatentKVAttention(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         kv_lora_rank: int,
-        rope: Rotary | NoRotary = NO_ROPE,
+        rope: Rope = NO_ROPE,
         bias: bool = False,
         out_bias: bool = False,
         dropout: float = 0.0,
@@ -81,15 +92,15 @@ class LatentKVAttention(nn.Module):
         score_bias: Tensor | ScoreBias | None = None,
         softcap: float | None = None,
         backend: str = "auto",
+        precision: Precision = "strict",
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _OPTIONS}
         super().__init__()
-        self._given = given
-        _check_sizes(given)
+        check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_sizes(head_dim=head_dim, kv_lora_rank=kv_lora_rank)
+        check_groups(num_heads, num_kv_heads)
         check_mask(mask)
-        check_options(dropout=dropout, softcap=softcap, precision="strict", scale=scale)
-        if rope.dim > head_dim:
-            raise ValueError(f"rope={rope} turns {rope.dim} channels, head_dim={head_dim}")
+        check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
+        check_rope(rope, range(head_dim + 1), f"head_dim={head_dim}")
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.kv_lora_rank = head_dim, kv_lora_rank
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
@@ -101,7 +112,7 @@ class LatentKVAttention(nn.Module):
         self.k_norm = build_norm(qk_norm, head_dim, num_kv_heads * head_dim, norm_eps)
         self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
         self.scale = head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.score_bias, self.backend = score_bias, backend
+        self.score_bias, self.backend, self.precision = score_bias, backend, precision
 
     def forward(
         self,
@@ -115,12 +126,15 @@ class LatentKVAttention(nn.Module):
         """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
         `context` is refused, and so are positions that are not integers (`TypeError`) or do not fit
         int32 (`ValueError`)."""
-        call, q, latent, where = self._prepare(x, context, mask, cache, positions)
+        at = arrive(self, x, context, mask, cache, positions)
+        check_int32(positions)
+        where = at.positions.to(torch.int32)
+        q, latent = self.project(x)
+        q = self.rope.rotate(q, where)
+        call = self.call(q, latent, at)
         with used_by(self, cache, mask):
-            parts = cache.update(*tracked(call.needs_grad, latent, where))
-            out = call.run(q, self.rebuild(parts))
-            result: Tensor = self.o_proj(merge_heads(out))
-            return result
+            parts = cache.update(*tracked(call.needs_grad, latent, as_stream(where, len(x))))
+            return self.o_proj(merge_heads(call.run(q, self.rebuild(parts))))
 
     def weights(
         self,
@@ -132,8 +146,13 @@ class LatentKVAttention(nn.Module):
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of the same call; the cache is left as it was."""
-        call, q, latent, where = self._prepare(x, context, mask, cache, positions)
-        return weights_of(call, q, self.rebuild(cache.peek(latent, where)))
+        at = arrive(self, x, context, mask, cache, positions)
+        check_int32(positions)
+        where = at.positions.to(torch.int32)
+        q, latent = self.project(x)
+        q = self.rope.rotate(q, where)
+        parts = self.rebuild(cache.peek(latent, as_stream(where, len(x))))
+        return weights_of(self.call(q, latent, at), q, parts)
 
     def explain(
         self,
@@ -145,7 +164,11 @@ class LatentKVAttention(nn.Module):
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
         """Which backend the same call would get, and why."""
-        return explain(self._prepare(x, context, mask, cache, positions)[0])
+        at = arrive(self, x, context, mask, cache, positions)
+        check_int32(positions)
+        q, latent = self.project(x)
+        q = self.rope.rotate(q, at.positions.to(torch.int32))
+        return explain(self.call(q, latent, at))
 
     def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """Keys, normed and rotated, and values from the latents and positions of each part."""
@@ -163,59 +186,55 @@ class LatentKVAttention(nn.Module):
     def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
         return normed_heads(norm, flat, self.head_dim, width=self.norm_width)
 
-    def _prepare(
-        self, x: Tensor, context: None, mask: Mask, cache: Cache, positions: Tensor | None
-    ) -> tuple[Call, Tensor, Tensor, Tensor]:
-        check_mask(mask)
-        refuse_context(context)
-        check_width("x", x, self.hidden_size, self.q_proj)
-        check_cache(cache)
-        check_positions(positions, x)
-        check_counted(positions)
-        span = cache.span(x.shape[1])
-        check_use(self, cache, mask, span)
-        batch, length = x.shape[:2]
-        where = span.positions(x.device) if positions is None else positions
-        where = where.to(torch.int32)
-        q = self.rope.rotate(self.queries(x), where)
+    def project(
+        self, x: Float[Tensor, "B L E"]
+    ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B 1 L R"]]:
+        """Queries, normed, before rotation; and the latents of keys and values."""
         trained = trains(self.kv_b_proj) or (self.k_norm is not None and trains(self.k_norm))
         (latent,) = tracked(trained, self.kv_a_proj(x).unsqueeze(1))
-        outline = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)
-        call = prepare(
+        return self.queries(x), latent
+
+    def call(self, q: Tensor, latent: Tensor, at: Arrival) -> Call:
+        """The attention of this call, described; all else that can be refused is refused here."""
+        batch, _, length, _ = latent.shape
+        k = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)
+        return prepare(
             q,
-            outline,
-            outline,
-            mask=self.mask & mask,
-            span=span,
+            k,  # keys and values are rebuilt later: only their shapes are read here
+            k,
+            mask=at.mask,
+            span=at.span,
             scale=self.scale,
             score_bias=self.score_bias,
             softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
+            precision=self.precision,
         )
-        return call, q, latent, where.expand(batch, length)[:, None, :, None]
+
+    @property
+    def first_projection(self) -> nn.Module:
+        """The linear layer that reads `x`."""
+        return self.q_proj
 
     def __repr__(self) -> str:
-        of = LatentKVAttention.__init__
-        positional = ("hidden_size", "num_heads")
-        return constructor_code(type(self).__name__, self._given, of=of, positional=positional)
+        return constructor_code(self)
 
 
-_OPTIONS = tuple(inspect.signature(LatentKVAttention.__init__).parameters)[1:]
+def as_stream(positions: Int32[Tensor, "*B L"], batch: int) -> Int32[Tensor, "B 1 L 1"]:
+    """Positions as a stream for the cache."""
+    return positions.expand(batch, positions.shape[-1])[:, None, :, None]
 
 
-_MOST = 1 << 31  # positions in int32, which is what the cache holds for each token, end before it
-
-
-def check_counted(positions: Tensor | None) -> None:
+def check_int32(positions: Tensor | None) -> None:
     """Refuse positions that int32 does not hold: queries are rotated at the numbers that come, keys
-    at those that the cache holds. On a GPU the numbers are checked when the device comes to them.
+    at those that the cache holds. On a GPU they are checked when the device computes them.
 
     Raises:
         TypeError: unless they are integers.
         ValueError: if one does not fit.
     """
-    if positions is None or positions.dtype in _FITTING:
+    if positions is None or positions.dtype in _NARROW:
         return
     if positions.dtype not in (torch.int64, torch.uint32):
         raise TypeError(
@@ -224,7 +243,7 @@ def check_counted(positions: Tensor | None) -> None:
             "torch.arange(length), or Attention, which rotates keys before they are cached"
         )
     wide = positions.to(torch.int64)
-    fit = ((wide >= -_MOST) & (wide < _MOST)).all()
+    fit = ((wide >= -_INT32_END) & (wide < _INT32_END)).all()
     if not holds_numbers(positions) or positions.device.type != "cpu":
         if not (positions.is_meta or is_transformed()):
             torch._assert_async(fit, "positions of a layer that caches them fit int32")
@@ -237,19 +256,5 @@ def check_counted(positions: Tensor | None) -> None:
         )
 
 
-_FITTING = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16)
-
-
-def _check_sizes(given: dict[str, object]) -> None:
-    sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "kv_lora_rank")
-    for name in sizes:
-        size = given[name]
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} is a whole number, at least 1, got {size!r}")
-    num_heads, num_kv_heads = given["num_heads"], given["num_kv_heads"]
-    assert isinstance(num_heads, int) and isinstance(num_kv_heads, int)
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; "
-            f"choose num_kv_heads from {divisors(num_heads)}"
-        )
+_INT32_END = 1 << 31  # the first integer above those that int32 holds
+_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16)

@@ -72,6 +72,7 @@ def expand(layer: MultiHeadLatentAttention) -> Attention:
             scale=layer.scale,
             score_bias=layer.score_bias,
             backend=layer.backend,
+            precision=layer.precision,
         )
     for name, child in children.items():
         setattr(mha, name, child)

@@ -39,8 +39,9 @@ def spell_out(layer: Attention, num_kv_heads: int | None = None) -> Attention:
     if wanted == layer.num_kv_heads:
         return layer
     refuse_norm_of_width(layer)
+    sizes = {"num_heads": layer.num_heads, "num_kv_heads": wanted}
     with torch.device("meta"):  # all of it is replaced
-        mha = Attention(**{**layer._given, "num_kv_heads": wanted})
+        mha = Attention(**{**layer.arguments, **sizes})
     for name, child in layer.named_children():
         if name not in WRITTEN_OUT:
             setattr(mha, name, child)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from regard.rope import NoRotary, Rotary
+from regard.rope import NoRotary, Rope, Rotary
 
 Turning = Complex128[Tensor, "heads freq E"]
 Resting = Float64[Tensor, "heads rest E"]
@@ -44,7 +44,7 @@ def join_turning(turning: Turning, resting: Resting, rope: Rotary) -> Float64[Te
     return torch.cat([turned, resting], dim=1).flatten(0, 1)
 
 
-def frequencies_of(rope: Rotary | NoRotary) -> Float64[Tensor, " freq"]:
+def frequencies_of(rope: Rope) -> Float64[Tensor, " freq"]:
     """Radians a position, one for each pair of channels.
 
     Raises:
@@ -55,6 +55,8 @@ def frequencies_of(rope: Rotary | NoRotary) -> Float64[Tensor, " freq"]:
         raise ValueError(
             "a layer without rotary embedding has no frequencies; a joint latent can be made"
         )
+    if not isinstance(rope, Rotary):
+        raise ValueError(f"conversion mixes the frequencies of a Rotary, got rope={rope!r}")
     if rope.scaling is not None and rope.scaling.uses_length:
         raise ValueError(
             f"the frequencies of {rope} change with the length of the text, and what is chosen for "

@@ -187,6 +187,7 @@ def _build(
             score_bias=layer.score_bias,
             dropout=layer.dropout,
             backend=layer.backend,
+            precision=layer.precision,
         )
     dtype = layer.q_proj.weight.dtype
     for name, (weight, offset) in children.items():

@@ -118,13 +118,14 @@ def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
             bias=biased,
             out_bias=o_bias is not None,
             dropout=layer.dropout,
-            qk_norm=layer._given["qk_norm"],
+            qk_norm=layer.arguments["qk_norm"],
             norm_eps=getattr(norms.get("k_norm"), "eps", None) or 1e-6,
             mask=layer.mask,
             scale=layer.scale,
             score_bias=layer.score_bias,
             softcap=layer.softcap,
             backend=layer.backend,
+            precision=layer.precision,
         )
     latent.q_proj, latent.o_proj = layer.q_proj, layer.o_proj  # type: ignore[assignment]
     for name, norm in norms.items():

@@ -115,8 +115,9 @@ def _losses(layer: Attention, covariance: Tensor) -> Float64[Tensor, "heads head
 
 def outline(layer: Attention, num_kv_heads: int) -> Attention:
     """The layer as it will be, sharing what does not change."""
+    sizes = {"num_heads": layer.num_heads, "num_kv_heads": num_kv_heads}
     with torch.device("meta"):  # all of it is replaced
-        made = Attention(**{**layer._given, "num_kv_heads": num_kv_heads})
+        made = Attention(**{**layer.arguments, **sizes})
     for name, child in layer.named_children():
         setattr(made, name, child)
     made.sinks = layer.sinks

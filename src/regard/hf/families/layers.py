@@ -101,7 +101,7 @@ def rope_of(config: Any, head_dim: int, layer_type: str | None = None) -> Rotary
     kind = rope.get("rope_type", "default")
     if kind not in SCALINGS:
         raise ValueError(
-            f"rope_type={kind!r} is not known here; regard.hf.layers.SCALINGS has "
+            f"rope_type={kind!r} is not known here; regard.hf.families.layers.SCALINGS has "
             f"{', '.join(map(repr, SCALINGS))}"
         )
     dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))

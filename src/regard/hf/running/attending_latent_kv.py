@@ -23,7 +23,7 @@ from regard.hf.running.attending import (
 )
 from regard.hf.running.attending_latent import from_zero
 from regard.hf.running.masks import visible
-from regard.layers.latent_kv import check_counted
+from regard.layers.latent_kv import check_int32
 from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
 
@@ -34,7 +34,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     given = named(self, args, given)
     refuse(given, also=FROM_THE_MODULE)
     cache = given.get(family.cache)
-    check_counted(given.get("position_ids"))
+    check_int32(given.get("position_ids"))
     where = positions.of_queries(hidden_states, given.get("position_ids"), cache, self.layer_idx)
     where = where.to(torch.int32)
     q = family.rotate(self, self.queries(hidden_states), where)

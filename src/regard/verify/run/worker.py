@@ -1,7 +1,7 @@
 """The other process: finds the subject, asks it, and writes down each outcome as it comes.
 
-`python -m regard.verify.worker REQUEST ANSWERS` reads one JSON file and appends lines of JSON to
-another. What the subject prints goes elsewhere; if it dies, what was written stays.
+`python -m regard.verify.run.worker REQUEST ANSWERS` reads one JSON file and appends lines of JSON
+to another. What the subject prints goes elsewhere; if it dies, what was written stays.
 """
 
 import json

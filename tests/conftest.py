@@ -9,6 +9,7 @@ import torch
 
 from session import LONG, worst
 
+pytest.register_assert_rewrite("contract", "kernel_checks", "layers", "plain")
 os.environ["REGARD_SPEED"] = "default"  # a tuned machine chooses as any other, here
 
 hypothesis.settings.register_profile(

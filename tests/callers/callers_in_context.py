@@ -9,8 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import torch
-from programs import LayerProgram, Program
-from table import (
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from callers.programs import LayerProgram, Program
+from callers.table import (
     CALLERS,
     NO_GRADIENTS,
     Caller,
@@ -21,10 +26,6 @@ from table import (
     in_context,
     trained,
 )
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextlib.contextmanager

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from definition import Leaves
-from programs import Program
-from table import (
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from callers.definition import Leaves
+from callers.programs import Program
+from callers.table import (
     NO_GRADIENTS,
     Found,
     backward,
@@ -19,8 +22,6 @@ from table import (
     gradients,
     others,
 )
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 ROLES = {  # leaves by the part they play
     "q": ("q", "q_proj", "q_a_proj", "q_b_proj", "q_a_layernorm", "q_norm"),

@@ -7,9 +7,13 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from definition import Leaves
-from programs import Program
-from table import (
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from callers.definition import Leaves
+from callers.programs import Program
+from callers.table import (
     ABSORBED,
     NO_GRADIENTS,
     Found,
@@ -20,9 +24,6 @@ from table import (
     has_cache,
     others,
 )
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 COMPILED = ("cannot run this call", NO_GRADIENTS, ABSORBED)
 

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import torch
-from programs import Program
-from table import NO_GRADIENTS, Found, caller, forward, gradients, trained
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from callers.programs import Program
+from callers.table import NO_GRADIENTS, Found, caller, forward, gradients, trained
 
 CHANGED = "written in place"
 

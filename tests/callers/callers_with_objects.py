@@ -6,9 +6,13 @@ import pickle
 from collections.abc import Callable
 
 import torch
-from definition import Leaves
-from programs import AttendProgram, LayerProgram, Program
-from table import (
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map
+
+from callers.definition import Leaves
+from callers.programs import AttendProgram, LayerProgram, Program
+from callers.table import (
     ABSORBED,
     NO_GRADIENTS,
     Found,
@@ -17,9 +21,6 @@ from table import (
     forward,
     trained,
 )
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_map
 
 
 def saved(value: object) -> object:

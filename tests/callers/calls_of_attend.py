@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import torch
-from programs import Attend, Rule, Sizes
 from torch import Tensor
 
+from callers.programs import Attend, Rule, Sizes
 from regard import (
     EVERYTHING,
     Causal,

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-import definition
 import torch
-from calls_of_attend import RULES
-from programs import Layer, drawn, relative_bias
 from torch import Tensor
 
+from callers import definition
+from callers.calls_of_attend import RULES
+from callers.programs import Layer, drawn, relative_bias
 from regard import (
     Alibi,
     Attention,

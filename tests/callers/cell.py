@@ -4,18 +4,21 @@ import warnings
 import zlib
 from dataclasses import dataclass
 
-import callers_in_context
-import callers_with_gradients
-import callers_with_graphs
-import callers_with_masks
-import callers_with_objects
-import calls_of_attend
-import calls_of_layers
-import judging
 import torch
-from definition import Leaves
-from programs import Program
-from table import CALLERS, Caller, Found, Row
+
+from callers import (
+    callers_in_context,
+    callers_with_gradients,
+    callers_with_graphs,
+    callers_with_masks,
+    callers_with_objects,
+    calls_of_attend,
+    calls_of_layers,
+    judging,
+)
+from callers.definition import Leaves
+from callers.programs import Program
+from callers.table import CALLERS, Caller, Found, Row
 
 MODULES = (  # which enter their callers into the table
     callers_in_context,

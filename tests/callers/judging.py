@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from definition import Leaves
-from programs import Program
-from table import Caller, Found, cotangent, directions
 from torch import Tensor
 
 import regard
+from callers.definition import Leaves
+from callers.programs import Program
+from callers.table import Caller, Found, cotangent, directions
 
 Change = Callable[[Leaves], Leaves]
 SOURCES = str(Path(regard.__file__).parent)

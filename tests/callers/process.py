@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runner import POOL, WITHOUT, WRONG
+from callers.runner import POOL, WITHOUT, WRONG
 
 TESTS = Path(__file__).parents[1]
 SOURCES = TESTS.parent / "src"
@@ -46,7 +46,7 @@ class Process:
 
     def _start(self) -> None:
         options, added = flags(self.kind, Path(self.folder.name))
-        paths = [added.pop("SOURCES", str(SOURCES)), str(TESTS), str(Path(__file__).parent)]
+        paths = [added.pop("SOURCES", str(SOURCES)), str(TESTS), str(TESTS / "support")]
         with self.errors.open("w") as errors:
             self.child = subprocess.Popen(
                 [sys.executable, *options, str(Path(__file__).with_name("runner.py"))],

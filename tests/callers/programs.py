@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import definition
 import torch
-from definition import Leaves
 from torch import Tensor, nn
 
 import regard
+from callers import definition
+from callers.definition import Leaves
 from regard import EVERYTHING, NO_CACHE, Mask, Span
 
 Keep = Tensor  # True where a query sees a key; broadcasts to [B, H, L, S]

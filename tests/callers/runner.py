@@ -35,8 +35,9 @@ def main() -> None:
     os.dup2(2, 1)
     if WITHOUT in os.environ:
         sys.modules[os.environ[WITHOUT]] = None
-    import cell  # after what may not be imported
     import torch
+
+    from callers import cell  # after what may not be imported
 
     torch.set_num_threads(1)
     if POOL in os.environ:

@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from definition import Leaves
-from programs import Attend, AttendProgram, Layer, Program, drawn
 from torch import Tensor
+
+from callers.definition import Leaves
+from callers.programs import Attend, AttendProgram, Layer, Program, drawn
 
 
 @dataclass

@@ -7,11 +7,11 @@ calls for each caller. REGARD_LONG=1 takes it all.
 import zlib
 
 import pytest
-from cell import CALLERS, CALLS
-from process import Process
-from programs import Attend
-from table import Caller, Row
 
+from callers.cell import CALLERS, CALLS
+from callers.process import Process
+from callers.programs import Attend
+from callers.table import Caller, Row
 from session import LONG
 
 WIDTH = 2  # calls of each family that a caller meets in an ordinary run

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cell import CALLS
-from judging import wide
 
 import oracle
+from callers.cell import CALLS
+from callers.judging import wide
 
 KINDS = [name for name in CALLS if name.startswith("eager") and name.endswith("float64")]
 SMALL = [name for name in KINDS if "long" not in name and "alone" not in name]

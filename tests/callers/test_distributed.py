@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from process import SOURCES, TESTS, USUAL
+from callers.process import SOURCES, TESTS, USUAL
 
 HERE = Path(__file__).parent
 
 
 def test_layers_train_on_two_processes_as_on_one():
-    paths = os.pathsep.join(map(str, (SOURCES, TESTS, HERE)))
+    paths = os.pathsep.join(map(str, (SOURCES, TESTS, TESTS / "support")))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / "two_processes.py"],
         env={**os.environ, **USUAL, "PYTHONPATH": paths},

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from calls_of_attend import LONG
-from calls_of_layers import LAYERS
-from programs import drawn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from callers.calls_of_attend import LONG
+from callers.calls_of_layers import LAYERS
+from callers.programs import drawn
 from regard import Causal, SlidingWindow, attend
 
 

@@ -6,17 +6,18 @@ Run by test_distributed in a Python of its own. Prints what is wrong, a line eac
 import sys
 import tempfile
 
-import judging
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from cell import CALLS
-from programs import LayerProgram
-from table import Found, cotangent
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from callers import judging
+from callers.cell import CALLS
+from callers.programs import LayerProgram
+from callers.table import Found, cotangent
 
 RANKS = 2
 NAMES = [

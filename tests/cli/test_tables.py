@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from invented import BENCH, COMPARISON, PRINTED, REFUSAL, ROWS, TUNING, WRITTEN
 from rich.cells import cell_len
 from rich.console import Console
 
 import regard.cli.terminal as terminal
+from invented import BENCH, COMPARISON, PRINTED, REFUSAL, ROWS, TUNING, WRITTEN
 from regard.cli import bench, compare, generate, tune, verify
 from regard.cli.layout import Column, tabulate
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_gguf
 
 import regard.hf
+from checkpoints import write_gguf
 from regard.compare import converted_cache as kept
 from regard.hf.loading import gguf_copies, loading
 from regard.hf.loading.gguf_copies import SAMPLE, cache_folder

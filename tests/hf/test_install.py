@@ -185,7 +185,7 @@ def test_attention_weights_are_handed_out(name, implementation):
 
 @pytest.fixture(scope="module")
 def traced():
-    script = Path(__file__).parents[1] / "traced_models.py"
+    script = Path(__file__).parents[1] / "support/traced_models.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

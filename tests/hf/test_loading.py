@@ -5,10 +5,10 @@ import struct
 
 import pytest
 import torch
-from checkpoints import KINDS, tiny, write_gguf
 from transformers import LlamaConfig
 
 import regard.hf
+from checkpoints import KINDS, tiny, write_gguf
 from regard.hf import CheckpointError
 
 

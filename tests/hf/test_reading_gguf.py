@@ -3,9 +3,9 @@
 import gguf
 import numpy as np
 import pytest
-from checkpoints import write_gguf
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from checkpoints import write_gguf
 from regard.hf.loading.reading_gguf import read_once
 
 ARRAYS = {

@@ -13,10 +13,10 @@ import warnings
 import gguf
 import pytest
 import torch
-from checkpoints import tiny, write_gguf
 from safetensors import SafetensorError, safe_open
 
 import regard.hf
+from checkpoints import tiny, write_gguf
 from regard.hf import CheckpointError
 from regard.hf.loading.untrusted_gguf import check_gguf
 from regard.hf.loading.untrusted_weights import check_safetensors

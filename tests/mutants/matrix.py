@@ -53,5 +53,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/support"), str(ROOT / "src")]
     sys.exit(main())

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-import subjects
 
+import subjects
 from regard.verify import check
 
 FILE = Path(subjects.__file__)

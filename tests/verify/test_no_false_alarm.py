@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-import subjects
 import torch
 from torch import nn
 
+import subjects
 from regard import (
     Attention,
     Causal,

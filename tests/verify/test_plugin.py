@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import subjects
 
+import subjects
 from pytest_regard import LawBroken, laws
 
 FILE = Path(subjects.__file__)

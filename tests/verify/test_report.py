@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import subjects
 from rich.console import Console
 
 import regard.cli.verify as cli
+import subjects
 from regard.verify import CHECKS, Outcome, Report, check
 from regard.verify.report.html import page
 from regard_cli.app import run

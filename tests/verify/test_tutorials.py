@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-import subjects
 import torch
 
+import subjects
 from regard.verify import SubjectError, check, understand
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
 from cases import Sizes, bound, draw_case, draw_leaf, draw_mask, table
+from contract import compare
 from regard import (
     EVERYTHING,
     NOTHING,
@@ -31,7 +32,6 @@ from regard import (
 )
 from regard.masks.visible_runs import covers, sight
 from regard.ops.backends import blocked
-from test_random import compare
 
 WINDOW = Causal() & SlidingWindow(6)
 DOCUMENTS = Documents(torch.tensor([0] * 9 + [1] * 4 + [0] * 3 + [2] * 7))

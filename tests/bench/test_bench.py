@@ -20,7 +20,7 @@ from regard.ops.backends import BACKENDS, fused
 from regard.ops.rates import DEFAULT, SPEED, Speed, read_speed
 from regard_cli.app import run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = {"heads": 4, "kv_heads": 2, "head_dim": 8, "keys": 32}
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import cases
+from contract import compare
 from regard import Causal, KVCache, MultiHeadAttention, Padding, Part, attend, explain, prepare
 from regard.ops import choose
 from regard.ops.backends import fused
-from test_random import compare
 
 pytest.importorskip("numba")
 

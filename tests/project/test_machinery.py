@@ -30,7 +30,7 @@ from regard import (
     SlidingWindow,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src/regard").rglob("*.py"))
 MLA = {
     "kv_lora_rank": 12,
@@ -69,7 +69,7 @@ SELF = [layer for layer in LAYERS if getattr(layer, "context_size", 32) == 32]
 
 @pytest.fixture(scope="module")
 def traced():
-    script = Path(__file__).parent / "traced_layers.py"
+    script = ROOT / "tests/support/traced_layers.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,11 +1,8 @@
 """The decoding kernel against float64: every tile of rows, width, stride, mask, and merge."""
 
 import itertools
-import os
 import platform
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,33 +11,11 @@ import torch
 
 pytest.importorskip("numba")
 
+from kernel_checks import check, run_python
 from regard.ops.kernels.decoding import compiled
 from regard.ops.kernels.lanes import machine_lanes
 from regard.ops.kernels.launching import decode
 from session import LONG
-
-UNIT = torch.finfo(torch.float32).eps / 2
-
-
-def judge(q, k, v, scale, bias=None):
-    """Attention in float64, and what float32 may be wrong by."""
-    q, k, v = q.double(), k.double(), v.double()
-    scores = scale * q @ k.mT + (0 if bias is None else bias.double())
-    sizes = (scale * q.abs() @ k.abs().mT).amax().item()
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    return weights @ v, scores.logsumexp(-1), 2 * UNIT * v.abs().max().item() * (1 + sizes)
-
-
-def check(q, k, v, bias=None, joined=False, lanes=None):
-    scale = q.shape[-1] ** -0.5
-    given = {"width": v.shape[-1]} if joined else {"v": v}
-    out, lse = decode(q, k, scale=scale, bias=bias, lanes=lanes, **given)
-    wanted, sums, bound = judge(q, k, v, scale, bias)
-    assert (out.double() - wanted).abs().max() <= bound
-    seen = sums > -torch.inf
-    assert lse[~seen].eq(-torch.inf).all()
-    assert out[~seen].eq(0).all()
-    torch.testing.assert_close(lse[seen].double(), sums[seen], rtol=0, atol=2e-5)
 
 
 class Tile(NamedTuple):
@@ -110,6 +85,7 @@ def test_code_for_processors_without_wide_vectors(name, features, lanes):
     if lanes > machine_lanes():
         pytest.skip("this machine has no vectors of 8 numbers")
     code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import test_kernels as t\n"
         f"assert t.machine_lanes() == {lanes}\n"
         f"for tile in [each for each in t.EVERY if each.lanes == {lanes}][{0 if LONG else 5}"
@@ -117,17 +93,6 @@ def test_code_for_processors_without_wide_vectors(name, features, lanes):
     )
     chosen = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     run_python(code, **chosen)
-
-
-def run_python(code, **environment):
-    """Run code in a fresh process, with the library and the tests at hand."""
-    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -221,7 +221,7 @@ def test_a_mask_is_a_mask_mod(mask):
 
 def test_masks_go_through_compile_and_export():
     """In a process of its own: the checks of annotations cannot be traced, nor take symbols."""
-    script = Path(__file__).with_name("traced_masks.py")
+    script = Path(__file__).parents[1] / "support/traced_masks.py"
     where = os.environ | {"PYTHONPATH": str(Path(regard.__file__).parents[1])}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=where)
     assert done.returncode == 0, done.stderr

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("numba")
 
+from kernel_checks import check, run_python
 from regard.ops.kernels.lanes import machine_lanes
 from regard.ops.kernels.launching import _launch, _openmp, decode
-from test_kernels import check, run_python
 
 
 def test_callers_in_several_threads_do_not_meet():

@@ -34,24 +34,6 @@ EACH = 50
 BATCHES = 400 if LONG else 40
 
 
-def assert_within(judged_error: float, allowed: float, case: Case, what: str) -> None:
-    """The error is no more than the contract allows; remembers the worst share."""
-    kind = f"{what} {str(case.q.dtype).removeprefix('torch.')}"
-    share = judged_error / allowed if allowed else float(judged_error > 0)
-    worst[kind] = max(worst.get(kind, 0.0), share)
-    assert judged_error <= allowed, f"{what}: {share:.2f} times the bound\n{case}"
-
-
-def compare(out: torch.Tensor, case: Case, *, what: str, sinks: bool = True) -> None:
-    """`out` is what the loops say, within the contract."""
-    judged = case.judge(sinks=sinks)
-    expected = torch.tensor(judged.out, dtype=torch.float64).reshape(out.shape)
-    assert torch.isfinite(out).all(), f"{what}: not finite\n{case}"
-    error = (out.double() - expected).abs().max().item()
-    vmax = case.v.double().abs().max().item()
-    assert_within(error, bound(case.q.dtype, vmax, judged.largest), case, what)
-
-
 def attempt(case: Case, backend: str) -> torch.Tensor | None:
     """The output, or None where a named backend objects in a sentence."""
     try:

@@ -15,7 +15,7 @@ from regard.cli.generate import show
 from regard.cli.terminal import PIPED
 from regard.hf import Written
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "README.zh-CN.md"]
 
 

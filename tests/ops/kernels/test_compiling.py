@@ -18,7 +18,7 @@ from numba.core.caching import IndexDataCacheFile
 
 from regard.ops.kernels.compiling import compiled_from
 
-SOURCES = Path(__file__).parent.parent / "src"
+SOURCES = Path(__file__).parents[3] / "src"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCES = Path(__file__).parents[1] / "src"
+SOURCES = Path(__file__).parents[2] / "src"
 DECODE = """
 import torch
 from torch._dynamo.testing import CompileCounter

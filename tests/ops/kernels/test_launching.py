@@ -109,7 +109,7 @@ def test_forked_children_neither_wait_for_ever_nor_crash():
 
 SPAWN = """
 import multiprocessing, torch
-from test_kernels import check
+from kernel_checks import check
 
 def work(seed):
     torch.manual_seed(seed)

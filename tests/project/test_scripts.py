@@ -77,7 +77,7 @@ def test_loading_says_how_to_install_what_it_lacks(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("")
     done = python(
-        f"import importlib.util as u, regard.hf.loading.loading as l; l.find_spec = lambda name: None\n"
+        "import regard.hf.loading.loading as l; l.find_spec = lambda name: None\n"
         f"l.load({str(tmp_path)!r})"
     )
     assert "regard.hf needs transformers, safetensors: python -m pip install" in done.stderr

@@ -135,7 +135,8 @@ def contest(shape: Shape, store: Store) -> Contest:
     size = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
     options: dict[str, Any] = {"mask": shape.rule, "span": shape.span}
-    call = prepare(q, store(*size), store(*size), **options)
+    prepared = prepare(q, store(*size), store(*size), **options)
+    call = prepared.call
     able = [name for name in BACKENDS if objection_of(call, name) is None]
 
     def through(name: str) -> Run:
@@ -146,9 +147,9 @@ def contest(shape: Shape, store: Store) -> Contest:
     runs = {
         name: through(name)
         for name in able
-        if name == call.name or estimates[name] <= max(SLOW, 4 * quickest)
+        if name == prepared.name or estimates[name] <= max(SLOW, 4 * quickest)
     }
-    return Contest(runs, call.name, dict(estimates))
+    return Contest(runs, prepared.name, dict(estimates))
 
 
 def latent_contest(shape: Shape, store: Store) -> Contest:

@@ -66,7 +66,7 @@ def run(q, k, v, name, mask):
 
 
 def prepare_objects(q, k, v, name, mask):
-    return objection_of(prepare(q, k, v, mask=mask, span=DECODE), name) is not None
+    return objection_of(prepare(q, k, v, mask=mask, span=DECODE).call, name) is not None
 
 
 @pytest.mark.parametrize("name", BY_NAME)

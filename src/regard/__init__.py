@@ -40,6 +40,7 @@ from regard.ops.bias import Alibi, RelativeBias, split_additive
 from regard.ops.call import Call
 from regard.ops.explain import attention_weights, explain
 from regard.ops.partial import Partial, merge
+from regard.ops.prepared import Prepared
 from regard.rope import NO_ROPE, Rotary
 from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
 
@@ -79,6 +80,7 @@ __all__ = [
     "Part",
     "Partial",
     "Prefix",
+    "Prepared",
     "QuantizedCache",
     "RelativeBias",
     "Rotary",

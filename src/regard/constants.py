@@ -1,4 +1,4 @@
-"""Small constant tensors, made once for each device and memoised where that is safe."""
+"""Small constant tensors, memoised where that is safe; and the dtype in which sums are kept."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -43,3 +43,8 @@ def device_vector(
 ) -> Shaped[Tensor, " n"]:
     """`values` as a tensor on `device`, copied there once."""
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def accumulating_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype of scores, sums and angles: float64 if any is float64, float32 for all others."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32

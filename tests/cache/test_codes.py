@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Causal, Padding, QuantizedCache, attend
-from regard.cache.codes import Coded, CodedStreams, quantize
+from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize
 from regard.ops.attend import prepare
 
 UNIT = torch.finfo(torch.float32).eps / 2
@@ -14,7 +14,7 @@ SIZES = [(8, 4, 8), (8, 4, 10), (4, 4, 7), (4, 8, 20), (8, 64, 64), (4, 32, 33)]
 
 def coded(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
     x = torch.randn(2, 3, tokens, width) + offset
-    return Coded(*quantize(x, bits, group), bits, group, width, dtype)
+    return QuantizedStream(*quantize(x, bits, group), bits, group, width, dtype)
 
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])
@@ -22,20 +22,20 @@ def coded(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
 def test_products_are_those_with_the_values(bits, group, width, offset, monkeypatch):
     monkeypatch.setattr("regard.cache.codes._BLOCK", 4)
     stream, rows = coded(bits, group, width, offset=offset), torch.randn(2, 3, 5, width)
-    values = stream.decoded().double()
+    values = stream.dequantized().double()
     wanted = rows.double() @ values.mT
     sizes = rows.double().abs() @ (values.abs() + values.abs().amax(-1, keepdim=True)).mT
-    assert ((stream.times(rows).double() - wanted).abs() <= 4 * UNIT * width**0.5 * sizes).all()
+    assert ((stream.product(rows).double() - wanted).abs() <= 4 * UNIT * width**0.5 * sizes).all()
     weights = torch.rand(2, 3, 5, 9).softmax(-1)
-    error = (stream.weighted(weights).double() - weights.double() @ values).abs()
+    error = (stream.weighted_sum(weights).double() - weights.double() @ values).abs()
     assert error.max() <= 16 * UNIT * values.abs().max()
 
 
 def test_a_part_of_the_tokens():
     stream = coded(8, 4, 10)
-    assert stream.narrow(2, 5).decoded().equal(stream.decoded()[:, :, 2:7])
-    both = CodedStreams([stream, torch.arange(9).view(1, 1, 9, 1)]).narrow(3, 2)
-    assert both[0].equal(stream.decoded()[:, :, 3:5])
+    assert stream.narrow(2, 5).dequantized().equal(stream.dequantized()[:, :, 2:7])
+    both = QuantizedStreams([stream, torch.arange(9).view(1, 1, 9, 1)]).narrow(3, 2)
+    assert both[0].equal(stream.dequantized()[:, :, 3:5])
     assert both[-1].flatten().tolist() == [3, 4]
     assert len(both[:]) == 2
 
@@ -56,7 +56,7 @@ def test_decoding_over_codes_is_attention_over_the_values(options, dtype):
     valid = torch.ones(2, 11, dtype=torch.bool)
     valid[0, :4] = False
     given["mask"] = Causal() & Padding(valid)
-    assert isinstance(parts[0].streams, CodedStreams)
+    assert isinstance(parts[0].streams, QuantizedStreams)
     call = prepare(q, k[:, :, 10:].to(dtype), v[:, :, 10:].to(dtype), span=span, **given)
     forced = prepare(
         q, k[:, :, 10:].to(dtype), v[:, :, 10:].to(dtype), span=span, backend="grouped", **given

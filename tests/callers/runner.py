@@ -17,16 +17,16 @@ WRONG = "REGARD_CALLERS_WRONG"  # whether the library is wrong, to see whether t
 
 def be_wrong() -> None:
     """Outputs off by a tenth; of another dtype where there are no numbers."""
-    from regard.ops.call import Call
+    from regard.ops.prepared import Prepared
 
-    right = Call._run
+    right = Prepared._run
 
     def wrong(self, q, visible):
         out = right(self, q, visible)
         numbers = not (out.is_meta or type(out).__name__ == "FakeTensor")
         return out * 1.1 if numbers else out.bool()
 
-    Call._run = wrong
+    Prepared._run = wrong
 
 
 def main() -> None:

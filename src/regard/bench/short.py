@@ -192,14 +192,14 @@ def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]
 
         return run
 
-    call = prepare(q, k, v, mask=Causal(), span=shape.span)
-    absent = _absent(call)
+    prepared = prepare(q, k, v, mask=Causal(), span=shape.span)
+    absent = _absent(prepared.call)
     variants: Variants = {TORCH: _torch(shape, q, store, key_shape)}
-    variants[f"regard: {call.name}"] = through("auto")
+    variants[f"regard: {prepared.name}"] = through("auto")
     for name in BACKENDS:
-        if name != call.name and name not in absent:
+        if name != prepared.name and name not in absent:
             variants[f"backend {name}"] = through(name)
-    return variants, call.name, absent
+    return variants, prepared.name, absent
 
 
 def _absent(call: Call) -> dict[str, str]:

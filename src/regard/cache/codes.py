@@ -1,8 +1,8 @@
-"""Numbers in 8 or 4 bits, and products with them that never write the numbers out.
+"""Tensors quantised to 8 or 4 bits, and products with them that do not dequantise the whole.
 
 `value = zero + scale * code`, with a scale and a zero for each token, head and group of channels. A
 product with values is then one with codes, scaled, and a sum: what is read is a quarter of float32,
-and only a block of codes at a time is widened.
+and only a block of codes at a time is converted to floating point.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-_BLOCK = 1024  # tokens widened at a time, so that they stay in the processor's cache
+_BLOCK = 1024  # tokens converted to floating point at a time: these fit the L2 cache
 
 
-class Coded(NamedTuple):
-    """A stream `[B, G, S, W]` in codes of `bits`, as `quantize` makes them of `dtype`."""
+class QuantizedStream(NamedTuple):
+    """A stream `[B, G, S, W]` of `dtype`, as codes of `bits` bits that `quantize` made."""
 
     codes: UInt8[Tensor, "B G S bytes"]
     scale: Tensor
@@ -26,12 +26,12 @@ class Coded(NamedTuple):
     width: int
     dtype: torch.dtype
 
-    def decoded(self) -> Float[Tensor, "B G S W"]:
-        """The values, written out."""
-        coded = (self.codes, self.scale, self.zero)
-        return dequantize(*coded, self.bits, self.group, self.width).to(self.dtype)
+    def dequantized(self) -> Float[Tensor, "B G S W"]:
+        """The values."""
+        quantized = (self.codes, self.scale, self.zero)
+        return dequantize(*quantized, self.bits, self.group, self.width).to(self.dtype)
 
-    def narrow(self, start: int, size: int) -> "Coded":
+    def narrow(self, start: int, size: int) -> "QuantizedStream":
         """The tokens `start..start + size`."""
         return self._replace(
             codes=self.codes.narrow(2, start, size),
@@ -39,23 +39,23 @@ class Coded(NamedTuple):
             zero=self.zero.narrow(2, start, size),
         )
 
-    def times(self, rows: Float[Tensor, "B G M W"]) -> Float[Tensor, "B G M S"]:
+    def product(self, rows: Float[Tensor, "B G M W"]) -> Float[Tensor, "B G M S"]:
         """The product of every row with every token."""
-        middle = 2.0 ** (self.bits - 1)  # codes around 0 cancel less
-        return torch.cat([self._block_times(rows, block, middle) for block in self._blocks()], -1)
+        middle = 2.0 ** (self.bits - 1)  # codes centred on 0 lose fewer digits to cancellation
+        return torch.cat([self._block_product(rows, block, middle) for block in self._blocks()], -1)
 
-    def weighted(self, weights: Float[Tensor, "B G M S"]) -> Float[Tensor, "B G M W"]:
+    def weighted_sum(self, weights: Float[Tensor, "B G M S"]) -> Float[Tensor, "B G M W"]:
         """The sum of the tokens, each by its weight."""
         total = weights.new_zeros(*weights.shape[:3], self.width)
         start = 0
         for block in self._blocks():
             size = block.codes.shape[2]
-            total = total + block._weighted(weights[..., start : start + size])
+            total = total + block._weighted_sum(weights[..., start : start + size])
             start += size
         return total
 
-    def _block_times(self, rows: Tensor, block: "Coded", middle: float) -> Tensor:
-        values, scale, zero = block._widened(rows.dtype)
+    def _block_product(self, rows: Tensor, block: "QuantizedStream", middle: float) -> Tensor:
+        values, scale, zero = block._floating(rows.dtype)
         total = rows.new_zeros(())
         for at, piece in enumerate(rows.split(self.group, -1)):
             codes = values[..., at * self.group : at * self.group + piece.shape[-1]] - middle
@@ -64,57 +64,58 @@ class Coded(NamedTuple):
             total = total + (piece @ codes.mT) * by_scale + whole * (by_one + middle * by_scale)
         return total
 
-    def _weighted(self, weights: Tensor) -> Tensor:
-        values, scale, zero = self._widened(weights.dtype)
+    def _weighted_sum(self, weights: Tensor) -> Tensor:
+        values, scale, zero = self._floating(weights.dtype)
         pieces = []
         for at, codes in enumerate(values[..., : self.width].split(self.group, -1)):
             by_scale, by_one = scale[..., at : at + 1].mT, zero[..., at : at + 1].mT
             pieces.append((weights * by_scale) @ codes + (weights * by_one).sum(-1, keepdim=True))
         return torch.cat(pieces, -1)
 
-    def _widened(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def _floating(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         codes = unpacked(self.codes) if self.bits == 4 else self.codes
         return codes.to(dtype), self.scale.to(dtype), self.zero.to(dtype)
 
-    def _blocks(self) -> Iterator["Coded"]:
+    def _blocks(self) -> Iterator["QuantizedStream"]:
         tokens = self.codes.shape[2]
         for start in range(0, tokens, _BLOCK):
             yield self.narrow(start, min(_BLOCK, tokens - start))
 
 
-class CodedStreams(Sequence[Tensor]):
-    """The streams of a part, written out when somebody takes one."""
+class QuantizedStreams(Sequence[Tensor]):
+    """The streams of a part, dequantised on indexing; backends may read `stored` instead."""
 
-    def __init__(self, coded: Sequence[Coded | Tensor]) -> None:
-        self.coded = tuple(coded)
+    def __init__(self, stored: Sequence[QuantizedStream | Tensor]) -> None:
+        self.stored = tuple(stored)
 
     def __len__(self) -> int:
-        return len(self.coded)
+        return len(self.stored)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         if isinstance(index, slice):
-            return tuple(_written(each) for each in self.coded[index])
-        return _written(self.coded[index])
+            return tuple(_values(each) for each in self.stored[index])
+        return _values(self.stored[index])
 
-    def narrow(self, start: int, size: int) -> "CodedStreams":
+    def narrow(self, start: int, size: int) -> "QuantizedStreams":
         """The tokens `start..start + size` of each."""
-        return CodedStreams(
-            [
-                each.narrow(start, size) if isinstance(each, Coded) else each.narrow(2, start, size)
-                for each in self.coded
-            ]
-        )
+        return QuantizedStreams([_narrow(each, start, size) for each in self.stored])
 
 
-def _written(stream: Coded | Tensor) -> Tensor:
-    return stream.decoded() if isinstance(stream, Coded) else stream
+def _narrow(stream: QuantizedStream | Tensor, start: int, size: int) -> QuantizedStream | Tensor:
+    if isinstance(stream, QuantizedStream):
+        return stream.narrow(start, size)
+    return stream.narrow(2, start, size)
+
+
+def _values(stream: QuantizedStream | Tensor) -> Tensor:
+    return stream.dequantized() if isinstance(stream, QuantizedStream) else stream
 
 
 def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes `[B, G, L, bytes]`, and a scale and a zero for each group of channels.
 
-    Codes are taken against the rounded scale and zero, zero rounded down and scale up, so that the
-    range is covered and rounding costs next to nothing.
+    Scale and zero are rounded to bfloat16 first, zero down and scale up, so that codes cover the
+    range; codes are computed with the rounded ones, so that this rounding adds little error.
     """
     levels = 2**bits - 1
     width = x.shape[-1]

@@ -6,7 +6,7 @@ requantised, no neighbour matters, and an outlier channel spoils its group only.
 
 from torch import Tensor
 
-from regard.cache.codes import Coded, CodedStreams, quantize
+from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize
 from regard.cache.growing import KVCache
 from regard.cache.streams import Part, Stored, check_streams, check_whole, chosen, wants_grad
 from regard.span import Span
@@ -19,7 +19,7 @@ class QuantizedCache(Stored):
     Codes are asymmetric: `value = zero + scale * code`, both in bfloat16, for each `group` channels
     of a token and head; the error of a value is at most half a scale, and one rounding. What
     `update` returns is what is held, the new tokens too, in the dtype that came; decoding reads the
-    codes a block at a time, and other calls write the values out. Values must be
+    codes a block at a time, and other calls dequantise them all. Values must be
     finite, and below 1e38 in size: nothing reads them to check.
 
     Args:
@@ -66,18 +66,18 @@ class QuantizedCache(Stored):
         return self._store.span(new)
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
-        """Append `[B, G, L, W]` streams; give everything held, decoded.
+        """Append `[B, G, L, W]` streams; return everything held, dequantised on indexing.
 
         Raises:
             ValueError: if the streams do not fit, or gradients are wanted.
         """
-        coded = self._coded(new)
+        quantized = self._quantized(new)
         if not self._like:
             self._like = tuple(each.detach()[:, :, :0].clone() for each in new)
-        return self._decoded(self._store.update(*coded), new)
+        return self._parts(self._store.update(*quantized), new)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
-        return self._decoded(self._store.peek(*self._coded(new)), new)
+        return self._parts(self._store.peek(*self._quantized(new)), new)
 
     def snapshot(self) -> object:
         return self._like, self._store.snapshot()
@@ -94,36 +94,40 @@ class QuantizedCache(Stored):
         self._store.reorder(rows)
         self._like = chosen(self._like, rows)
 
-    def _coded(self, new: tuple[Tensor, ...]) -> list[Tensor]:
+    def _quantized(self, new: tuple[Tensor, ...]) -> list[Tensor]:
         check_streams(new, self._like)
         if wants_grad(new, ()) or is_forward_mode():
             raise ValueError(
                 "QuantizedCache rounds, which gradients cannot follow; use KVCache(), or "
                 "torch.no_grad()"
             )
-        coded: list[Tensor] = []
+        quantized: list[Tensor] = []
         for each in new:
-            coded += quantize(each, self.bits, self.group) if each.is_floating_point() else [each]
-        return coded
+            quantized += (
+                quantize(each, self.bits, self.group) if each.is_floating_point() else [each]
+            )
+        return quantized
 
-    def _decoded(self, parts: tuple[Part, ...], like: tuple[Tensor, ...]) -> tuple[Part, ...]:
-        """The parts as they are stored: decoded by who takes a stream, read as codes by who can."""
-        decoded = []
-        for start, stop, coded in parts:
-            rest = list(coded)
-            streams: list[Coded | Tensor] = []
+    def _parts(self, parts: tuple[Part, ...], like: tuple[Tensor, ...]) -> tuple[Part, ...]:
+        """The parts: dequantised on indexing; backends may read the codes."""
+        described = []
+        for start, stop, stored in parts:
+            rest = list(stored)
+            streams: list[QuantizedStream | Tensor] = []
             for each in like:
                 if each.is_floating_point():
                     codes, scale, zero, *rest = rest
                     width = each.shape[-1]
                     streams.append(
-                        Coded(codes, scale, zero, self.bits, self.group, width, each.dtype)
+                        QuantizedStream(
+                            codes, scale, zero, self.bits, self.group, width, each.dtype
+                        )
                     )
                 else:
                     first, *rest = rest
                     streams.append(first)
-            decoded.append(Part(start, stop, CodedStreams(streams)))
-        return tuple(decoded)
+            described.append(Part(start, stop, QuantizedStreams(streams)))
+        return tuple(described)
 
     def __repr__(self) -> str:
         return f"QuantizedCache(bits={self.bits}, group={self.group})"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.codes import CodedStreams
+from regard.cache.codes import QuantizedStream, QuantizedStreams
 from regard.span import Span
 from regard.tracing import is_forward_mode, is_transformed
 
@@ -18,10 +18,15 @@ class Part(NamedTuple):
     kv_stop: int
     streams: Sequence[Tensor]
 
+    @property
+    def quantized(self) -> "tuple[QuantizedStream | Tensor, ...] | None":
+        """The streams as they are stored, where any of them is quantised."""
+        return self.streams.stored if isinstance(self.streams, QuantizedStreams) else None
+
     def narrow(self, start: int, stop: int) -> "Part":
         """The keys `start..stop` of these."""
         begin, size = start - self.kv_start, stop - start
-        if isinstance(self.streams, CodedStreams):
+        if isinstance(self.streams, QuantizedStreams):
             return Part(start, stop, self.streams.narrow(begin, size))
         return Part(start, stop, tuple(each.narrow(2, begin, size) for each in self.streams))
 

@@ -29,9 +29,9 @@ from regard.layers.memory import Memory, check_own, remembered_by
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision, prepare
 from regard.ops.bias import ScoreBias
-from regard.ops.call import Call
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
+from regard.ops.prepared import Prepared
 from regard.rope import NO_ROPE, Rope
 
 
@@ -215,7 +215,7 @@ class Attention(nn.Module):
             return q, context.k, context.v
         return q, *self._keys_values(x if context is None else context)
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Call:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Prepared:
         """The attention of this call, described; all else that can be refused is refused here."""
         return prepare(
             q,

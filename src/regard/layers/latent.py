@@ -18,9 +18,9 @@ from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.attend import Precision, prepare
 from regard.ops.bias import ScoreBias
-from regard.ops.call import Call
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
+from regard.ops.prepared import Prepared
 from regard.rope import Rope
 
 __all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
@@ -204,7 +204,7 @@ class MultiHeadLatentAttention(nn.Module):
         (joined,) = tracked(trains(self.kv_b_proj), torch.cat([latent, k_rope], dim=-1))
         return joined
 
-    def call(self, q: Tensor, joined: Tensor, form: Form, at: Arrival) -> Call:
+    def call(self, q: Tensor, joined: Tensor, form: Form, at: Arrival) -> Prepared:
         """The attention of this call, described; all else that can be refused is refused here."""
         return prepare(
             q,

@@ -26,9 +26,9 @@ from regard.layers.inputs import Arrival, arrive, check_rope, refuse_context
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision, prepare
 from regard.ops.bias import ScoreBias
-from regard.ops.call import Call
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
+from regard.ops.prepared import Prepared
 from regard.rope import NO_ROPE, Rope
 from regard.tracing import holds_numbers, is_transformed
 
@@ -194,7 +194,7 @@ class LatentKVAttention(nn.Module):
         (latent,) = tracked(trained, self.kv_a_proj(x).unsqueeze(1))
         return self.queries(x), latent
 
-    def call(self, q: Tensor, latent: Tensor, at: Arrival) -> Call:
+    def call(self, q: Tensor, latent: Tensor, at: Arrival) -> Prepared:
         """The attention of this call, described; all else that can be refused is refused here."""
         batch, _, length, _ = latent.shape
         k = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)

@@ -25,6 +25,7 @@ from regard.ops.check import (
 )
 from regard.ops.choose import choose
 from regard.ops.partial import Partial
+from regard.ops.prepared import Prepared
 from regard.tracing import is_immediate
 
 Precision = Literal["strict", "fast"]
@@ -48,19 +49,19 @@ def attend(
     """Scaled dot-product attention, for any grouping of heads, any mask, any backend.
 
     Scores are `softcap(scale * q.k) + score_bias`; hidden ones are -inf; the softmax goes over the
-    scores and the sinks; then dropout. A query that may see nothing gives zeros and zero gradients.
+    scores and the sinks; then dropout. A fully masked row is zeros with zero gradients.
 
     Args:
         q: queries. Query head `h` reads key head `h // (H // G)`.
         k: keys; G divides H.
         v: values, of any width.
-        mask: a rule for which keys a query may see; never a tensor.
-        span: where these queries and keys stand in the sequence. May be left out when L == S, or
-            when the mask does not depend on places (`EVERYTHING`, `Padding`, `Dense`).
+        mask: a rule for which keys a query may attend to; never a tensor.
+        span: the slots of these queries and keys in the sequence. May be left out when L == S, or
+            when the mask does not depend on positions (`EVERYTHING`, `Padding`, `Dense`).
         scale: `D ** -0.5` if None.
         score_bias: a tensor that broadcasts to `[B, H, L, S]`, or a rule such as `Alibi`.
         softcap: Gemma 2's `softcap * tanh(score / softcap)`.
-        sinks: a score for each head that takes its share of the softmax and gives nothing.
+        sinks: a score for each head that takes its share of the softmax, with a value of 0.
         dropout: probability; the caller passes 0.0 outside training.
         backend: `"auto"`, or the name of one, whose objection then is an error.
         precision: `"strict"` keeps products and softmax in float32 (float64 for float64).
@@ -75,7 +76,7 @@ def attend(
     >>> attend(q, k, v, mask=Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    call = _whole_call(
+    prepared = _whole_call(
         q,
         k,
         v,
@@ -89,7 +90,7 @@ def attend(
         backend=backend,
         precision=precision,
     )
-    return call.run(q, (Part(call.whole.kv_start, call.whole.kv_stop, (k, v)),))
+    return prepared.run(q, (_all_keys(prepared, k, v),))
 
 
 def attend_partial(
@@ -119,7 +120,7 @@ def attend_partial(
     >>> torch.allclose(merge(*halves).out, attend(q, k, v), atol=1e-6)
     True
     """
-    call = _whole_call(
+    prepared = _whole_call(
         q,
         k,
         v,
@@ -131,19 +132,25 @@ def attend_partial(
         backend=backend,
         partial=True,
     )
-    out, lse = call.partial(q, (Part(call.whole.kv_start, call.whole.kv_stop, (k, v)),))
+    out, lse = prepared.partial(q, (_all_keys(prepared, k, v),))
     return Partial(out, lse)
 
 
-def _whole_call(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Call:
+def _whole_call(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Prepared:
     """A call whose keys are all given at once, so that they must fill the span."""
-    call = prepare(q, k, v, **options)  # type: ignore[arg-type]
-    if k.shape[2] != call.whole.num_keys:
+    prepared = prepare(q, k, v, **options)  # type: ignore[arg-type]
+    whole = prepared.call.whole
+    if k.shape[2] != whole.num_keys:
         raise ValueError(
-            f"k has {k.shape[2]} keys where span={call.whole} holds {call.whole.num_keys}; "
+            f"k has {k.shape[2]} keys where span={whole} holds {whole.num_keys}; "
             f"give Span(q_start, q_stop, kv_start, kv_start + {k.shape[2]})"
         )
-    return call
+    return prepared
+
+
+def _all_keys(prepared: Prepared, k: Tensor, v: Tensor) -> Part:
+    whole = prepared.call.whole
+    return Part(whole.kv_start, whole.kv_stop, (k, v))
 
 
 def prepare(
@@ -161,7 +168,7 @@ def prepare(
     backend: str = "auto",
     precision: str = "strict",
     partial: bool = False,
-) -> Call:
+) -> Prepared:
     """Describe a call, refuse what is wrong with it, choose its backend. Computes nothing.
 
     With a cache, `k` and `v` are the new tokens' and `span` says which keys they will join; then
@@ -181,7 +188,7 @@ def prepare(
     check_bias(score_bias, (*q.shape[:3], whole.num_keys), q.device)
     check_mask_sizes(mask, q.shape[0], q.shape[1])
     placed = mask.within(whole)
-    seen = narrowed(whole, placed)
+    visible = narrowed(whole, placed)
     tensors = [t for t in (q, k, v, sinks, score_bias) if isinstance(t, Tensor)]
     if isinstance(score_bias, nn.Module):
         tensors += score_bias.parameters()
@@ -194,9 +201,9 @@ def prepare(
         dtype=q.dtype,
         device=q.device,
         asked=mask,
-        mask=placed.within(seen),
+        mask=placed.within(visible),
         whole=whole,
-        span=seen,
+        span=visible,
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         score_bias=score_bias,
         softcap=softcap,
@@ -207,6 +214,4 @@ def prepare(
         immediate=is_immediate(*tensors),
     )
     name = choose(call, backend, partial=partial)
-    object.__setattr__(call, "name", name)  # nobody has seen it yet; a copy would cost as much
-    object.__setattr__(call, "backend", BACKENDS[name])  # as all of this
-    return call
+    return Prepared(call, name, BACKENDS[name])

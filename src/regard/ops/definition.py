@@ -1,4 +1,4 @@
-"""The definition: scores as the papers write them, and a softmax that gives a blind query nothing.
+"""The definition: scores as the papers write them, and a softmax that is 0 in fully masked rows.
 
 `Attention Is All You Need` (arXiv:1706.03762), with Gemma 2's soft cap (arXiv:2408.00118), additive
 biases, and gpt-oss's sinks (arXiv:2508.10925). Everything accumulates in float32, or float64.
@@ -8,22 +8,22 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from regard.constants import accumulating_dtype
 from regard.heads import group_heads, ungroup_heads
-from regard.ops.call import Call, is_everything
-from regard.ops.partial import accumulator
+from regard.ops.call import Call, hides_nothing, is_everything
 
 
 def scores(
     call: Call, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G S D"]
 ) -> Float[Tensor, "B H L S"]:
     """`softcap(scale * q.k) + score_bias`, hidden ones -inf, in float32 or float64."""
-    dtype = accumulator(call.dtype)
+    dtype = accumulating_dtype(call.dtype)
     grouped = group_heads(q.to(dtype) * call.scale, call.num_kv_heads)
-    return shaped(call, ungroup_heads(grouped @ k.to(dtype).unsqueeze(2).mT))
+    return scores_of(call, ungroup_heads(grouped @ k.to(dtype).unsqueeze(2).mT))
 
 
-def shaped(call: Call, raw: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:
-    """Raw products made into scores: capped, biased, masked."""
+def scores_of(call: Call, raw: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:
+    """Scores of the products of queries and keys: capped, biased, masked."""
     if call.softcap is not None:
         raw = call.softcap * torch.tanh(raw / call.softcap)
     if (bias := call.bias()) is not None:
@@ -33,34 +33,26 @@ def shaped(call: Call, raw: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"
     return raw
 
 
-def weigh(
-    scores: Float[Tensor, "B H L S"], sinks: Float[Tensor, " H"] | None, *, plain: bool
-) -> Float[Tensor, "B H L S"]:
-    """Softmax over the keys, and the sink, which takes its share and gives nothing.
+def softmax(call: Call, scores: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:
+    """Softmax over the keys and the sink, without the sink's own weight.
 
-    A query that sees no key has weights 0, and no gradient. `plain` scores hide nothing, so that
-    nobody can be blind.
+    A fully masked row has weights 0 and zero gradients.
     """
-    if sinks is not None:
-        sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    if call.sinks is not None:
+        sink = call.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
-    if plain:
+    if hides_nothing(call):
         return scores.softmax(-1)
-    blind = _blind(scores)
-    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    masked = _fully_masked(scores)
+    return scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
 
 
-def log_sum(scores: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L"]:
-    """The log-sum-exp of each query's scores: -inf, without a gradient, where it sees nothing."""
-    blind = _blind(scores)
-    lse = scores.masked_fill(blind, 0.0).logsumexp(-1)
-    return lse.masked_fill(blind.squeeze(-1), -torch.inf)
+def log_sum_exp(scores: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L"]:
+    """The log-sum-exp of each query's scores: -inf, without a gradient, in fully masked rows."""
+    masked = _fully_masked(scores)
+    lse = scores.masked_fill(masked, 0.0).logsumexp(-1)
+    return lse.masked_fill(masked.squeeze(-1), -torch.inf)
 
 
-def is_plain(call: Call) -> bool:
-    """Whether no score can be -inf: nothing is masked, and there is no bias to hide with."""
-    return call.score_bias is None and is_everything(call.mask) and call.num_keys > 0
-
-
-def _blind(scores: Float[Tensor, "B H L S"]) -> Bool[Tensor, "B H L 1"]:
+def _fully_masked(scores: Float[Tensor, "B H L S"]) -> Bool[Tensor, "B H L 1"]:
     return (scores == -torch.inf).all(-1, keepdim=True)

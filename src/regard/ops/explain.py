@@ -1,4 +1,4 @@
-"""Who runs, what the mask became, and why the others do not; and which keys each query weighs."""
+"""Which backend runs, what the mask became, why others do not run; and the attention weights."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -9,23 +9,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.cache import Part
+from regard.constants import accumulating_dtype
 from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.ops.attend import prepare
 from regard.ops.backends import BACKENDS
+from regard.ops.backends.common import without_hidden
 from regard.ops.bias import ScoreBias
-from regard.ops.call import Call, is_everything, join
+from regard.ops.call import Call, is_everything
 from regard.ops.choose import objection_of
-from regard.ops.definition import is_plain, scores, weigh
-from regard.ops.partial import accumulator
+from regard.ops.definition import scores, softmax
+from regard.ops.prepared import Prepared, concatenated, visible_parts
 from regard.tracing import without_autocast
 
 
 def explain(
-    q: Tensor | Call, k: Tensor | None = None, v: Tensor | None = None, **options: object
+    q: Tensor | Prepared, k: Tensor | None = None, v: Tensor | None = None, **options: object
 ) -> str:
     """Say which backend a call gets, what its mask became, and why the others do not run.
 
-    Takes what `attend` takes, or a `Call` that `prepare` made.
+    Takes what `attend` takes, or what `prepare` returned.
 
     >>> import torch
     >>> from regard import Causal, Span, explain
@@ -33,14 +35,15 @@ def explain(
     >>> print(explain(q, k, k, mask=Causal(), span=Span(4096, 4097, 0, 4097)).splitlines()[0])
     1 query x 4,097 keys, 32 heads on 8, head dim 64, float32, cpu
     """
-    if isinstance(q, Call):
+    if isinstance(q, Prepared):
         return "\n".join(_lines(q))
     if k is None or v is None:
-        raise TypeError("explain() takes q, k and v as attend does, or a Call made by prepare()")
+        raise TypeError("explain() takes q, k and v as attend does, or what prepare() returned")
     return "\n".join(_lines(prepare(q, k, v, **options)))  # type: ignore[arg-type]
 
 
-def _lines(call: Call) -> list[str]:
+def _lines(prepared: Prepared) -> list[str]:
+    call = prepared.call
     whole = call.whole
     queries = "1 query" if whole.num_queries == 1 else f"{whole.num_queries:,} queries"
     dims = f"{call.head_dim}" + (
@@ -67,8 +70,8 @@ def _lines(call: Call) -> list[str]:
         verdict = f"objects: {objection}"
         if objection is None:
             verdict = f"about {1e3 * backend.estimate(call):.3g} ms"
-        lines.append(f"{name:<8} {'runs, ' if name == call.name else ''}{verdict}")
-    chosen = BACKENDS[call.name]
+        lines.append(f"{name:<8} {'runs, ' if name == prepared.name else ''}{verdict}")
+    chosen = prepared.backend
     if chosen.note is not None and (note := chosen.note(call)) is not None:
         lines.append(f"fast     {note}")
     return lines
@@ -112,7 +115,7 @@ def attention_weights(
         softcap=softcap,
         sinks=sinks,
         backend="eager",
-    )
+    ).call
     if k.shape[2] != call.whole.num_keys:
         raise ValueError(
             f"k has {k.shape[2]} keys where span={call.whole} holds {call.whole.num_keys}"
@@ -152,15 +155,12 @@ def _chosen(call: Call, q: Tensor, k: Tensor, heads: Sequence[int] | None) -> Te
     """The weights of the chosen heads, for the queries of this call."""
     first = call.span.first_query - call.whole.first_query
     q = q.narrow(2, first, call.num_queries)
-    sinks = call.sinks
-    if not is_everything(call.mask):
-        k = call.clean(k, k, call.keep())[0]
+    k, _ = without_hidden(call, k, k)
     if heads is not None:
         index = _head_index(heads, call)
         q, k = q[:, index], k[:, index // call.group]
-        sinks = None if sinks is None else sinks[index]
         call = _of_heads(call, index)
-    return weigh(scores(call, q, k), sinks, plain=is_plain(call)).to(call.dtype)
+    return softmax(call, scores(call, q, k)).to(call.dtype)
 
 
 def _head_index(heads: Sequence[int], call: Call) -> Tensor:
@@ -181,25 +181,27 @@ def _of_heads(call: Call, index: Tensor) -> Call:
         if keep.dim() >= 3 and keep.shape[-3] != 1:
             keep = keep.index_select(-3, index)
         mask = Dense(keep).within(call.span)
-    bias = None if bias is None else bias.to(accumulator(call.dtype))
+    bias = None if bias is None else bias.to(accumulating_dtype(call.dtype))
     return replace(
         call,
         num_heads=len(index),
         num_kv_heads=len(index),
         mask=mask,
         score_bias=bias,
+        sinks=None if call.sinks is None else call.sinks[index],
         whole=call.span,
     )
 
 
 def weights_of(
-    call: Call, q: Float[Tensor, "B H L D"], parts: Iterable[Part]
+    prepared: Prepared, q: Float[Tensor, "B H L D"], parts: Iterable[Part]
 ) -> Float[Tensor, "B H L S"]:
     """The weights of a prepared call over all the keys of its rectangle, hidden ones 0."""
-    call, k, _ = call.at(join(call.cut(parts)))
-    if not is_everything(call.mask):
-        k = call.clean(k, k, call.keep())[0]
+    whole = prepared.call.whole
+    part = concatenated(visible_parts(prepared.call, parts))
+    call = prepared.call.over(part)
+    k, _ = call.keys_and_values(part)
+    k, _ = without_hidden(call, k, k)
     with without_autocast(call.device):
-        weights = weigh(scores(call, q, k), call.sinks, plain=is_plain(call)).to(call.dtype)
-    before = call.span.kv_start - call.whole.kv_start
-    return F.pad(weights, (before, call.whole.kv_stop - call.span.kv_stop))
+        weights = softmax(call, scores(call, q, k)).to(call.dtype)
+    return F.pad(weights, (call.span.kv_start - whole.kv_start, whole.kv_stop - call.span.kv_stop))

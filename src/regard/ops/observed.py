@@ -47,7 +47,7 @@ def kernel_objection() -> str | None:
     """Why `fused`, the compiled kernel, cannot run the smallest decoding step; None if it can."""
     with torch.no_grad():
         q = torch.zeros(1, 1, 1, 16, dtype=torch.float32, device="cpu")
-        return objection_of(prepare(q, q, q), "fused")
+        return objection_of(prepare(q, q, q).call, "fused")
 
 
 def _counting(backend: Backend, ran: Counter[str]) -> Backend:
@@ -67,4 +67,6 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
 
     run = counted(backend.run)
     assert run is not None
-    return backend._replace(run=run, partial=counted(backend.partial), coded=counted(backend.coded))
+    return backend._replace(
+        run=run, partial=counted(backend.partial), quantized=counted(backend.quantized)
+    )

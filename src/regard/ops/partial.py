@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.constants import accumulating_dtype
+
 
 class Partial(NamedTuple):
     """Attention over some of the keys: its output, and the log-sum-exp of its scores.
@@ -41,7 +43,7 @@ class Partial(NamedTuple):
         >>> half.out.item()
         0.5
         """
-        lse = sinks.to(accumulator(sinks.dtype))[None, :, None]
+        lse = sinks.to(accumulating_dtype(sinks.dtype))[None, :, None]
         return cls(torch.zeros_like(lse).unsqueeze(-1), lse)
 
 
@@ -55,7 +57,7 @@ def merge(*partials: Partial) -> Partial:
     """
     if not partials:
         raise ValueError("merge() needs at least one Partial; Partial.nothing() is the neutral one")
-    dtype = accumulator(*(part.lse.dtype for part in partials))
+    dtype = accumulating_dtype(*(part.lse.dtype for part in partials))
     lse = [part.lse.to(dtype) for part in partials]
     top = lse[0]
     for other in lse[1:]:
@@ -72,8 +74,3 @@ def merge(*partials: Partial) -> Partial:
     ]
     out = sum(terms[1:], start=terms[0]) / total.unsqueeze(-1)
     return Partial(out, (top + total.log()).masked_fill(empty, -torch.inf))
-
-
-def accumulator(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype in which scores and sums are kept: float64 if any is, float32 for all others."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32

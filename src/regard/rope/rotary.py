@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.constants import constant
+from regard.constants import accumulating_dtype, constant
 from regard.rope.frequencies import paste, plain_frequencies, require_positive
 from regard.rope.scaling import Scaling
 from regard.tracing import without_autocast
@@ -113,14 +113,14 @@ class Rotary:
         for x in (q, k):
             self._require_fit(x, positions)
         with without_autocast(q.device):
-            cos, sin = self._cos_sin(positions, _angle_dtype(q, k))
+            cos, sin = self._cos_sin(positions, accumulating_dtype(q.dtype, k.dtype))
             return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def rotate(self, x: Float[Tensor, "B H L D"], positions: Positions) -> Float[Tensor, "B H L D"]:
         """Queries, or keys, at `positions`, `[L]` or `[B, L]`; raises as calling does."""
         self._require_fit(x, positions)
         with without_autocast(x.device):
-            cos, sin = self._cos_sin(positions, _angle_dtype(x))
+            cos, sin = self._cos_sin(positions, accumulating_dtype(x.dtype))
             return self._turn(x, cos, sin)
 
     def angles(
@@ -220,11 +220,6 @@ def _steady_frequencies(rope: Rotary, device: torch.device) -> Float[Tensor, " h
 
 def _spin(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return a * cos - b * sin, b * cos + a * sin  # half-precision a and b are promoted, exactly
-
-
-def _angle_dtype(*tensors: Tensor) -> torch.dtype:
-    wide = any(x.dtype == torch.float64 for x in tensors)
-    return torch.float64 if wide else torch.float32
 
 
 def _require_positions(x: Tensor, positions: Tensor) -> None:

@@ -161,7 +161,7 @@ def test_of_simple_rules_nothing_is_seen_in_vain(kind, seed):
 def visited(mask: Mask, length: int, **options) -> int:
     """Cells that blocks compute for a mask."""
     q = torch.empty(1, 1, length, 8)
-    call = prepare(q, q, q, mask=mask, backend="blocked", **options)
+    call = prepare(q, q, q, mask=mask, backend="blocked", **options).call
     return sum(block.cells for block in blocked.plan(call))
 
 

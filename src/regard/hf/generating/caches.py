@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
-from regard.ops.call import join
+from regard.ops.prepared import concatenated
 from regard.span import Span
 
 ASSISTED_ROLLBACK = 256  # tokens: more than an assistant ever proposes at once
@@ -48,7 +48,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        keys, values = join(list(self.append(key_states, value_states))).streams
+        keys, values = concatenated(list(self.append(key_states, value_states))).streams
         return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

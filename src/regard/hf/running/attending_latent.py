@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.cache import Part
+from regard.constants import accumulating_dtype
 from regard.heads import merge_heads
 from regard.hf.running.attending import (
     FROM_THE_MODULE,
@@ -25,7 +26,6 @@ from regard.hf.running.masks import visible
 from regard.layers.latent_forms import ABSORBED, Form, absorb_queries, choose_form, project_latent
 from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
-from regard.ops.partial import accumulator
 
 
 class Read(NamedTuple):
@@ -100,7 +100,7 @@ def _read(
         return Read(form.queries(module, q_nope, q_rope), form.parts(module, parts))
     (start, stop, (latent, k_rope)) = parts[0]
     wide = absorb_queries(module, q_nope, q_rope[..., :0])
-    dtype = accumulator(q_rope.dtype)
+    dtype = accumulating_dtype(q_rope.dtype)
     bias = (q_rope.to(dtype) * scale) @ k_rope.to(dtype).mT
     return Read(wide, (Part(start, stop, (latent,)),), bias)
 

@@ -1,5 +1,5 @@
-"""The table of backends, in order of preference. One kernel a file; none knows another, but that
-`blocked` cuts a call into calls which others run."""
+"""The table of backends, in order of preference. One kernel a file; what they share is in `common`.
+None imports another, except `blocked`, which splits a call into calls that others run."""
 
 from regard.ops.backends import blocked, eager, fused, grouped, sdpa
 from regard.ops.call import Backend
@@ -11,7 +11,7 @@ BACKENDS: dict[str, Backend] = {
         grouped.estimate,
         grouped.run,
         grouped.partial,
-        coded=grouped.coded,
+        quantized=grouped.quantized,
         any_length=False,
     ),
     "fused": Backend(
@@ -19,7 +19,7 @@ BACKENDS: dict[str, Backend] = {
         fused.estimate,
         fused.run,
         fused.partial,
-        coded=grouped.coded,  # its kernel reads numbers; codes are multiplied as they are
+        quantized=grouped.quantized,  # its kernel reads floating point; `grouped` multiplies codes
         any_length=False,
     ),
     "blocked": Backend(

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.masks.visible_runs import Runs, bridged, covers, meet, sight
-from regard.ops.backends import eager, half, sdpa
-from regard.ops.call import Call, is_empty, is_everything
-from regard.ops.definition import is_plain
+from regard.ops import fast_precision
+from regard.ops.backends import eager, sdpa
+from regard.ops.call import Call, hides_nothing, is_empty, is_everything
 from regard.ops.rates import SPEED
 from regard.tracing import is_forward_mode, is_transformed
 from regard.versions import ChangedInPlace, Versions
@@ -65,7 +65,7 @@ def estimate(call: Call) -> float:
     """The cells that blocks see, what their masks cost, and some operators a block."""
     size = _size(call)
     blocks = -(-call.num_queries // size)
-    if blocks == 1 and not half.suits(call):
+    if blocks == 1 and not fast_precision.suits(call):
         inner = sdpa if sdpa.objection(call) is None else eager
         return inner.estimate(call) + _ONE_BLOCK * SPEED.call
     cells = call.num_queries * call.num_keys
@@ -73,12 +73,12 @@ def estimate(call: Call) -> float:
         cells = sum(block.cells for block in plan(call))
     heads, width = call.batch * call.num_heads, call.head_dim + call.v_head_dim
     each = _SMALLER * 2 * width / SPEED.products
-    if half.suits(call):
-        each = half.per_cell(call)
+    if fast_precision.suits(call):
+        each = fast_precision.per_cell(call)
     elif _writes_scores(call):
         each += 8 / SPEED.elements
     seconds = heads * cells * each + blocks * _OPERATORS * SPEED.call
-    if not is_plain(call):
+    if not hides_nothing(call):
         of_heads, passes = sdpa.dense_passes(call)
         seconds += passes / 2 * cells * of_heads / SPEED.elements  # of a block, from the cache
     return seconds * (_AGAIN if _again(call) else 1.0)
@@ -86,7 +86,7 @@ def estimate(call: Call) -> float:
 
 def note(call: Call) -> str | None:
     """What is given up where less than strict precision is asked for."""
-    return half.NOTE if half.suits(call) else None
+    return fast_precision.NOTE if fast_precision.suits(call) else None
 
 
 def run(
@@ -116,7 +116,7 @@ def run(
 
 def _again(call: Call) -> bool:
     """Whether blocks are computed once more on the way back, since they keep their inputs alone."""
-    return call.needs_grad and not half.keeps_inputs_only(call)
+    return call.needs_grad and not fast_precision.keeps_inputs_only(call)
 
 
 def plan(call: Call) -> Iterator[Block]:
@@ -214,8 +214,8 @@ def _attend(
             )
         return keys.take(runs), values.take(runs)
 
-    if half.suits(call) and part.num_keys:
-        return half.run(part, rows, taken)
+    if fast_precision.suits(call) and part.num_keys:
+        return fast_precision.run(part, rows, taken)
     backend = sdpa if sdpa.objection(part) is None else eager
     return backend.run(part, rows, *taken())
 

@@ -1,25 +1,26 @@
-"""The definition of attention: it does everything, holds all the scores, judges the others."""
+"""The definition of attention: it supports every call and stores all the scores; the reference."""
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from regard.heads import group_heads, ungroup_heads
+from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
-from regard.ops.definition import is_plain, log_sum, scores, weigh
+from regard.ops.definition import log_sum_exp, scores, softmax
 from regard.ops.partial import Partial
 from regard.ops.rates import SPEED
 
-_CACHED = 1 << 22  # scores; more do not fit the cache, and are fresh memory every time
+_CACHED = 1 << 22  # scores that fit the last-level cache; more are read from memory in each pass
 
 
 def objection(call: Call) -> str | None:
-    """Nothing is beyond it."""
+    """It supports every call."""
     return None
 
 
 def estimate(call: Call) -> float:
-    """Two plain products, and scores that come and go a dozen times; from memory that is slow."""
+    """Two matrix products, and a dozen passes over the scores; slow where they exceed the cache."""
     cells = call.batch * call.num_heads * call.num_queries * call.num_keys
     products = 2 * cells * (call.head_dim + call.v_head_dim)
     keys = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)
@@ -35,8 +36,8 @@ def run(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
 ) -> Float[Tensor, "B H L Dv"]:
-    k, v = _cleaned(call, k, v)
-    weights = weigh(scores(call, q, k), call.sinks, plain=is_plain(call))
+    k, v = without_hidden(call, k, v)
+    weights = softmax(call, scores(call, q, k))
     if call.dropout:
         weights = F.dropout(weights, call.dropout)
     return _read(call, weights, v).to(call.dtype)
@@ -48,13 +49,9 @@ def partial(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
 ) -> Partial:
-    k, v = _cleaned(call, k, v)
+    k, v = without_hidden(call, k, v)
     found = scores(call, q, k)
-    return Partial(_read(call, weigh(found, None, plain=is_plain(call)), v), log_sum(found))
-
-
-def _cleaned(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return (k, v) if is_everything(call.mask) else call.clean(k, v, call.keep())
+    return Partial(_read(call, softmax(call, found), v), log_sum_exp(found))
 
 
 def _read(call: Call, weights: Tensor, v: Tensor) -> Tensor:

@@ -13,6 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.heads import fold_heads, unfold_heads
+from regard.ops.backends.common import (
+    addend,
+    columns_contiguous,
+    folded_rows,
+    four_dims,
+    run_and_check,
+)
 from regard.ops.call import Call, is_empty, is_everything, shown
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
@@ -83,8 +90,7 @@ def partial(
 
 
 def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The folded rows' outputs and log-sum-exps, both float32. Where something hidden has leaked
-    (0 * nan is nan), once more with what no query sees zeroed."""
+    """The folded rows' outputs and log-sum-exps, both float32."""
     from regard.ops.kernels.launching import decode
 
     rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), _addend(call)
@@ -95,33 +101,25 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
             return decode(rows, k, scale=call.scale, bias=bias, width=call.v_head_dim)
         return decode(rows, k, _columns_together(v), scale=call.scale, bias=bias)
 
-    found = compute(k, v)
-    if is_everything(call.mask) or bool(found[0].isfinite().all()):
-        return found
-    return compute(*call.clean(k, v, call.keep()))
+    return run_and_check(call, compute, k, v)
 
 
 def _addend(call: Call) -> Tensor | None:
     """Mask and bias as one float32 tensor for the folded rows; one row where all rows agree."""
-    bias = call.bias()
-    if is_everything(call.mask):
-        if bias is None:
-            return None
-        total = bias.float()
-    else:
-        keep = call.keep()
-        shown = torch.zeros((), dtype=torch.float32, device=keep.device)
-        total = torch.where(keep, shown if bias is None else bias.float(), -torch.inf)
-    total = total[(None,) * (4 - total.dim())]
+    total = call.bias()
+    if not is_everything(call.mask):
+        total = addend(call.keep(), total, torch.float32)
+    if total is None:
+        return None
+    total = four_dims(total.float())
     if total.shape[1] == total.shape[2] == 1:
         return _columns_together(total.expand(*total.shape[:3], call.num_keys))
-    shape = (total.shape[0], call.num_heads, call.num_queries, call.num_keys)
-    return _columns_together(fold_heads(total.expand(shape), call.num_kv_heads))
+    return _columns_together(folded_rows(call, total, call.num_keys))
 
 
 def _columns_together(x: Tensor) -> Tensor:
     """The same numbers, those of the last dimension next to each other and as memory holds them."""
-    return (x if x.stride(-1) == 1 else x.contiguous()).resolve_neg()
+    return columns_contiguous(x).resolve_neg()
 
 
 def _whole(call: Call) -> int:

@@ -5,17 +5,25 @@ the rows is what FlashAttention calls `pack_gqa`; where one key head alone would
 its keys are split and the pieces merged, as in Flash-Decoding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.cache.codes import Coded
+from regard.cache.codes import QuantizedStream
+from regard.constants import accumulating_dtype
 from regard.heads import fold_heads, unfold_heads
-from regard.ops.call import Call, is_empty, is_everything, shown
-from regard.ops.definition import is_plain, log_sum, shaped, weigh
-from regard.ops.partial import Partial, accumulator, merge
+from regard.ops.backends.common import (
+    addend,
+    columns_contiguous,
+    folded_rows,
+    fully_masked,
+    run_and_check,
+)
+from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
+from regard.ops.definition import log_sum_exp, scores_of, softmax
+from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 
 _MAX_ROWS = 256  # beyond, scores outgrow the caches: this is a prefill
@@ -56,14 +64,14 @@ def run(
 ) -> Float[Tensor, "B H L Dv"]:
     def compute(k: Tensor, v: Tensor) -> Tensor:
         if not _fused(call):
-            return _read(call, weigh(_scores(call, q, k), call.sinks, plain=is_plain(call)), v)
+            return _read(call, softmax(call, _scores(call, q, k)), v)
         found = _through_flash(call, q, k, v)
         if call.sinks is not None:
             found = merge(_unfolded(call, found), Partial.of_sinks(call.sinks))
             return found.out
         return _heads(call, found.out)
 
-    return _safely(call, compute, k, v).to(call.dtype)
+    return run_and_check(call, compute, k, v).to(call.dtype)
 
 
 def partial(
@@ -72,58 +80,38 @@ def partial(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
 ) -> Partial:
-    lse = q.new_empty(0)
-
-    def compute(k: Tensor, v: Tensor) -> Tensor:
-        nonlocal lse
+    def compute(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if _fused(call):
-            out, lse = _unfolded(call, _through_flash(call, q, k, v))
-            return out
+            return _unfolded(call, _through_flash(call, q, k, v))
         found = _scores(call, q, k)
-        lse = log_sum(found)
-        return _read(call, weigh(found, None, plain=is_plain(call)), v)
+        return _read(call, softmax(call, found), v), log_sum_exp(found)
 
-    out = _safely(call, compute, k, v)
-    return Partial(out, lse)
+    return Partial(*run_and_check(call, compute, k, v))
 
 
-def coded(
-    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[Coded | Tensor]
+def quantized(
+    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
 ) -> Float[Tensor, "B H L Dv"]:
-    """The same over codes, which are never all written out. They are finite, so that what no query
-    sees cannot leak."""
+    """The same on codes, of which a block at a time is converted to floating point. Codes are
+    finite, so that hidden ones have no effect."""
     keys, values = streams[0], streams[-1]
-    assert isinstance(keys, Coded)
-    assert isinstance(values, Coded)
-    rows = fold_heads(q.to(accumulator(call.dtype)) * call.scale, call.num_kv_heads)
-    found = shaped(call, unfold_heads(keys.times(rows), call.num_queries))
-    weights = weigh(found, call.sinks, plain=is_plain(call))
-    out = values.weighted(fold_heads(weights, call.num_kv_heads))
+    assert isinstance(keys, QuantizedStream)
+    assert isinstance(values, QuantizedStream)
+    rows = fold_heads(q.to(accumulating_dtype(call.dtype)) * call.scale, call.num_kv_heads)
+    found = scores_of(call, unfold_heads(keys.product(rows), call.num_queries))
+    weights = softmax(call, found)
+    out = values.weighted_sum(fold_heads(weights, call.num_kv_heads))
     return unfold_heads(out[..., : call.v_head_dim], call.num_queries).to(call.dtype)
-
-
-def _safely(
-    call: Call, compute: Callable[[Tensor, Tensor], Tensor], k: Tensor, v: Tensor
-) -> Tensor:
-    """Compute with keys that no query sees zeroed, since 0 * nan is nan; or, where looking at the
-    result is cheaper than copying every key, only if something has leaked."""
-    if is_everything(call.mask):
-        return compute(k, v)
-    if call.may_look():
-        out = compute(k, v)
-        if bool(out.isfinite().all()):
-            return out
-    return compute(*call.clean(k, v, call.keep()))
 
 
 def _through_flash(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """Attention of the folded rows, still folded."""
     rows = fold_heads(q, call.num_kv_heads)
     v = k if call.joined else v
-    rows, k, v = _columns_together(rows), _columns_together(k), _columns_together(v)
+    rows, k, v = columns_contiguous(rows), columns_contiguous(k), columns_contiguous(v)
     size = call.num_keys // _PIECES
     alone = call.batch * call.num_kv_heads == 1 and size >= _SPLIT_KEYS
-    if alone and is_plain(call):
+    if alone and hides_nothing(call):
         return _pieces(call, rows, k, v, size)
     return _flash(call, rows, k, v)
 
@@ -137,11 +125,6 @@ def _heads(call: Call, rows: Tensor) -> Tensor:
     """The rows as heads again, without the columns of joined keys that are no values."""
     rows = rows[..., : call.v_head_dim] if call.joined else rows
     return unfold_heads(rows, call.num_queries)
-
-
-def _columns_together(x: Tensor) -> Tensor:
-    """Torch's kernel, called directly, takes it on trust that columns lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fused(call: Call) -> bool:
@@ -160,13 +143,13 @@ def _fused(call: Call) -> bool:
 
 
 def _flash(call: Call, rows: Tensor, k: Tensor, v: Tensor) -> Partial:
-    mask, blind = _additive(call)
+    mask, masked = _addend(call)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         rows, k, v, attn_mask=mask, scale=call.scale
     )
-    if blind is None:
+    if masked is None:
         return Partial(out, lse)
-    return Partial(out.masked_fill(blind, 0.0), lse.masked_fill(blind.squeeze(-1), -torch.inf))
+    return Partial(out.masked_fill(masked, 0.0), lse.masked_fill(masked.squeeze(-1), -torch.inf))
 
 
 def _pieces(call: Call, rows: Tensor, k: Tensor, v: Tensor, size: int) -> Partial:
@@ -187,33 +170,20 @@ def _pieces(call: Call, rows: Tensor, k: Tensor, v: Tensor, size: int) -> Partia
     return merge(*found)
 
 
-def _additive(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Mask and bias as one addend for the folded rows, and which rows are blind."""
+def _addend(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """Mask and bias as one addend for the folded rows, and which of these are fully masked."""
     bias = call.bias()
-    if is_everything(call.mask) and bias is None:
-        return None, None
-    shape = (1, call.num_heads, call.num_queries, call.num_keys)
-    total = bias
-    if total is None:
-        total = torch.zeros((), dtype=accumulator(call.dtype), device=call.device)
-    blind = None
-    if not is_everything(call.mask):
-        keep = call.keep()
-        hidden = ~keep.any(-1, keepdim=True)
-        total = torch.where(keep | hidden, total, -torch.inf)
-        blind = _rows(hidden, (*shape[:3], 1), call)
-    return _rows(total, shape, call), blind
-
-
-def _rows(x: Tensor, shape: tuple[int, int, int, int], call: Call) -> Tensor:
-    while x.dim() < 4:
-        x = x.unsqueeze(0)
-    return fold_heads(x.expand(x.shape[0], *shape[1:]), call.num_kv_heads)
+    if is_everything(call.mask):
+        return (None if bias is None else folded_rows(call, bias, call.num_keys)), None
+    keep = call.keep()
+    masked = fully_masked(keep)
+    total = addend(keep | masked, bias, accumulating_dtype(call.dtype))
+    return folded_rows(call, total, call.num_keys), folded_rows(call, masked, 1)
 
 
 def _scores(call: Call, q: Tensor, k: Tensor) -> Float[Tensor, "B H L S"]:
     """Keys times queries, not queries times keys: a BLAS streams best with the thin side last."""
-    dtype = accumulator(call.dtype)
+    dtype = accumulating_dtype(call.dtype)
     rows = fold_heads(q.to(dtype) * call.scale, call.num_kv_heads)
     queries, keys = rows.flatten(0, 1).mT, k.flatten(0, 1)  # [BG, D, M], [BG, S, D]
     if k.dtype == dtype:
@@ -222,7 +192,7 @@ def _scores(call: Call, q: Tensor, k: Tensor) -> Float[Tensor, "B H L S"]:
         pieces = keys.split(_UPCAST_KEYS, dim=1)
         raw = torch.cat([torch.bmm(piece.to(dtype), queries) for piece in pieces], dim=1)
     raw = raw.mT.contiguous().unflatten(0, rows.shape[:2])
-    return shaped(call, unfold_heads(raw, call.num_queries))
+    return scores_of(call, unfold_heads(raw, call.num_queries))
 
 
 def _read(call: Call, weights: Tensor, v: Tensor) -> Float[Tensor, "B H L Dv"]:

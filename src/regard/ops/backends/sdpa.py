@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, given the fewest flags that say the same thing."""
+"""torch's scaled_dot_product_attention, called with the cheapest flags that mean the same."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.masks import Causal
-from regard.ops.call import Call, is_empty, is_everything, shown
-from regard.ops.definition import is_plain
+from regard.ops.backends.common import addend, four_dims, fully_masked, run_and_check
+from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
 from regard.ops.rates import SPEED
 from regard.tracing import is_forward_mode, is_vmapped
 
-_BLOCK = 32  # rows of queries for which torch's CPU kernel streams the keys once
-_KEYS = 512  # keys that it takes at once, and so computes whole where the diagonal crosses them
-_KEPT = 1 << 24  # numbers of a mask; more are not kept for the way back if there is another way
+_BLOCK = 32  # queries in a block of torch's CPU kernel, which reads the keys once for each block
+_KEYS = 512  # keys in a block of it: blocks on the causal diagonal are computed whole
+_KEPT = 1 << 24  # elements of a mask: storing more for the backward pass is charged twice
 
 
 def objection(call: Call) -> str | None:
@@ -40,22 +40,24 @@ def estimate(call: Call) -> float:
     share = min(1.0, 0.5 + _KEYS / 2 / call.num_keys) if _is_causal(call) else 1.0
     streams = call.batch * call.num_heads * (1 + (call.num_queries - 1) // _BLOCK)
     streamed = streams * call.num_keys * width / (SPEED.row_half if half else SPEED.row_float)
-    streamed += streams * SPEED.call / 8 if half else 0.0  # buffers for what is converted
+    streamed += streams * SPEED.call / 8 if half else 0.0  # buffers for converted keys
     if call.num_queries >= _BLOCK:
         streamed = 0.0
     masked = not (_is_causal(call) or is_everything(call.mask))
     operators = 35 if masked else 3
     seconds = SPEED.call * operators + share * (2 * cells * width / SPEED.products + streamed)
-    if not (_is_causal(call) or is_plain(call)):  # the mask as a tensor, from memory and to it
+    if not (
+        _is_causal(call) or hides_nothing(call)
+    ):  # the dense mask is written to memory and read from it
         heads, passes = dense_passes(call)
         numbers = heads * call.num_queries * call.num_keys
-        kept = 2 if call.needs_grad and numbers > _KEPT else 1  # memory is charged for as well
+        kept = 2 if call.needs_grad and numbers > _KEPT else 1  # memory costs, too
         seconds += kept * passes * numbers / SPEED.elements
     return seconds
 
 
 def dense_passes(call: Call) -> tuple[int, int]:
-    """Heads for which a mask is written, and how often each of its numbers comes and goes."""
+    """Heads that a dense mask is written for, and passes over each of its elements."""
     if call.score_bias is None:
         return 1, 6
     return call.num_heads, 8 if isinstance(call.score_bias, Tensor) else 20
@@ -76,18 +78,23 @@ def run(
         assert bias is not None
         return _kernel(call, q, k, v, attn_mask=_four(bias, call))
     keep = call.keep()
-    mask, blind = _dense(call, bias, keep)
-    if call.may_look():
-        out = _kernel(call, q, k, v, attn_mask=mask)
-        if bool(out.isfinite().all()):
-            return out.masked_fill(blind, 0.0)
-    k, v = call.clean(k, v, keep)
-    return _kernel(call, _tame(q), _tame(k), v, attn_mask=mask).masked_fill(blind, 0.0)
+    masked = fully_masked(keep)
+    visible = keep | masked
+    flag = _four(visible if bias is None else addend(visible, bias, bias.dtype), call)
+
+    def compute(k: Tensor, v: Tensor) -> Tensor:
+        return _kernel(call, q, k, v, attn_mask=flag)
+
+    def clamped(k: Tensor, v: Tensor) -> Tensor:
+        return _kernel(call, _clamped(q), _clamped(k), v, attn_mask=flag)
+
+    out = run_and_check(call, compute, k, v, keep=keep, rerun=clamped)
+    return out.masked_fill(masked, 0.0)
 
 
 def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor:
     q, k, v = _same_width(q, k, v)
-    if call.group > 1:  # a symbolic comparison is no flag; a branch makes it one
+    if call.group > 1:  # a branch: a symbolic comparison is not accepted as a flag
         flags["enable_gqa"] = True
     return F.scaled_dot_product_attention(
         q,
@@ -100,8 +107,8 @@ def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor
 
 
 def _is_causal(call: Call) -> bool:
-    """`is_causal` aligns the first query with the first key: right only where they are one slot.
-    It masks before it scales: -inf times 0 is NaN, and times a negative scale +inf."""
+    """Whether torch's `is_causal` is right: it aligns the first query with the first key, and masks
+    before it scales, so that -inf becomes NaN with a scale of 0 and +inf with a negative one."""
     if not isinstance(call.mask, Causal) or isinstance(call.span.q_start, Tensor):
         return False
     if call.score_bias is not None or call.scale <= 0:
@@ -109,39 +116,25 @@ def _is_causal(call: Call) -> bool:
     return bool(call.span.q_start == call.span.kv_start)
 
 
-def _dense(call: Call, bias: Tensor | None, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask as SDPA takes it, and which queries are blind.
+def _clamped(x: Tensor) -> Tensor:
+    """Queries or keys whose products cannot overflow: a hidden score of +inf, plus -inf, is NaN.
 
-    Blind rows are shown everything here and zeroed afterwards, so that no kernel ever meets an
-    empty softmax, forward or backward.
-    """
-    blind = ~keep.any(-1, keepdim=True)
-    keep = keep | blind
-    if bias is None:
-        return _four(keep, call), blind
-    return _four(bias.masked_fill(~keep, -torch.inf), call), blind
-
-
-def _tame(x: Tensor) -> Tensor:
-    """Queries or keys whose products cannot overflow: a hidden score of +inf, plus -inf, is nan.
-
-    Scores of visible keys beyond this are far outside what the dtype can tell apart.
+    Scores of visible keys that are changed by this differ by less than their rounding errors.
     """
     if x.dtype == torch.float16:
-        return x  # its products fit float32
+        return x  # products of float16 fit float32
     limit = 1e150 if x.dtype == torch.float64 else 1e15
     return x.clamp(-limit, limit)
 
 
 def _four(mask: Tensor, call: Call) -> Tensor:
-    while mask.dim() < 4:
-        mask = mask.unsqueeze(0)
+    mask = four_dims(mask)
     return mask.expand(*mask.shape[:2], call.num_queries, call.num_keys)
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero columns where values and keys differ in width: the fused kernels want them equal, and
-    the unfused one would write out every score."""
+    """Zero columns where values and keys differ in width: the fused kernels need equal widths, and
+    the unfused one stores every score."""
     missing = q.shape[-1] - v.shape[-1]
     if missing > 0:
         v = F.pad(v, (0, missing))

@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from regard.heads import fold_heads, unfold_heads
 from regard.masks.visible_runs import bridged, true_runs
+from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
-from regard.ops.definition import is_plain, shaped, weigh
+from regard.ops.definition import scores_of, softmax
 from regard.ops.rates import SPEED
 from regard.tracing import holds_numbers
 
@@ -41,25 +42,21 @@ def per_cell(call: Call) -> float:
 
 
 def run(
-    call: Call, q: Float[Tensor, "B H L D"], taken: Callable[[], tuple[Tensor, Tensor]]
+    call: Call, q: Float[Tensor, "B H L D"], read: Callable[[], tuple[Tensor, Tensor]]
 ) -> Float[Tensor, "B H L Dv"]:
-    """Attention to the keys and values that are `taken`; with gradients, twice."""
+    """Attention to the keys and values that are `read`; with gradients, twice."""
     rows = fold_heads(q * call.scale, call.num_kv_heads)
     if not _simple(call):
-        k, v = _cleaned(call, *taken())
-        scores = shaped(call, unfold_heads((rows @ k.mT).float(), call.num_queries))
-        weights = weigh(scores, call.sinks, plain=is_plain(call)).to(call.dtype)
+        k, v = without_hidden(call, *read())
+        scores = scores_of(call, unfold_heads((rows @ k.mT).float(), call.num_queries))
+        weights = softmax(call, scores).to(call.dtype)
         return unfold_heads(fold_heads(weights, call.num_kv_heads) @ v, call.num_queries)
-    edges, blind = _edges(call)
+    edges, masked = _edges(call)
     if call.needs_grad:
-        out = _learned(call, rows, taken, edges)
+        out = _learned(call, rows, read, edges)
     else:
-        out = _head_by_head(call, rows, *_cleaned(call, *taken()), edges)
-    return unfold_heads(out if blind is None else out.masked_fill(blind, 0.0), call.num_queries)
-
-
-def _cleaned(call: Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return (k, v) if is_everything(call.mask) else call.clean(k, v, call.keep())
+        out = _head_by_head(call, rows, *without_hidden(call, *read()), edges)
+    return unfold_heads(out if masked is None else out.masked_fill(masked, 0.0), call.num_queries)
 
 
 def keeps_inputs_only(call: Call) -> bool:
@@ -99,7 +96,7 @@ def _head_by_head(
 class Way(NamedTuple):
     """What the way there and the way back have in common."""
 
-    taken: Callable[[], tuple[Tensor, Tensor]]
+    read: Callable[[], tuple[Tensor, Tensor]]
     cleaned: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     weights: Callable[[Tensor, Tensor], Tensor]
 
@@ -107,12 +104,12 @@ class Way(NamedTuple):
 def _learned(
     call: Call,
     rows: Float[Tensor, "B G M D"],
-    taken: Callable[[], tuple[Tensor, Tensor]],
+    read: Callable[[], tuple[Tensor, Tensor]],
     edges: list[Edge],
 ) -> Float[Tensor, "B G M Dv"]:
     """All heads at once, with a gradient."""
-    way = Way(taken, partial(_cleaned, call), partial(_weights, call, edges=edges))
-    out: Tensor = _Learned.apply(rows, *taken(), way)  # type: ignore[no-untyped-call]
+    way = Way(read, partial(without_hidden, call), partial(_weights, call, edges=edges))
+    out: Tensor = _Learned.apply(rows, *read(), way)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -131,7 +128,7 @@ class _Learned(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         (rows,) = ctx.saved_tensors
-        k, v = ctx.way.cleaned(*ctx.way.taken())
+        k, v = ctx.way.cleaned(*ctx.way.read())
         weights = ctx.way.weights(rows, k)
         scores = torch.ops.aten._softmax_backward_data(slope @ v.mT, weights, -1, weights.dtype)
         return scores @ k, scores.mT @ rows, weights.mT @ slope, None
@@ -148,19 +145,19 @@ def _weights(
 
 
 def _edges(call: Call) -> tuple[list[Edge], Tensor | None]:
-    """Where keys are not seen by all, and which folded rows are blind."""
+    """Where keys are not seen by all, and which folded rows are masked."""
     if is_everything(call.mask):
         return [], None
     keep = call.keep()
     hidden = ~keep.any(-1, keepdim=True)
     keep = keep | hidden
     unseen = ~keep.flatten(0, -2).all(0)
-    blind = hidden.expand(call.batch, call.num_heads, call.num_queries, 1)
+    masked = hidden.expand(call.batch, call.num_heads, call.num_queries, 1)
     runs = [(0, call.num_keys)]
     if holds_numbers(unseen):
         runs = bridged(true_runs(unseen.tolist()), 64)
     edges = [Edge(start, stop, _added(call, keep[..., start:stop])) for start, stop in runs]
-    return edges, fold_heads(blind, call.num_kv_heads)
+    return edges, fold_heads(masked, call.num_kv_heads)
 
 
 def _added(call: Call, keep: Bool[Tensor, "*some L W"]) -> Float[Tensor, "B G N L W"]:

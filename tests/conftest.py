@@ -1,6 +1,12 @@
-"""What every test shares: one thread, fixed seeds, and how long a long run is."""
+"""What every test shares: one thread, fixed seeds, and whether annotations are checked.
+
+Checking the shape and type of every argument makes a test about five times as slow. So a normal run
+checks them in one case of eight of each test, and at least in one; the other cases run the library
+as its users do. A long run checks them everywhere.
+"""
 
 import os
+import random
 
 import hypothesis
 import jaxtyping
@@ -17,6 +23,28 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("long", max_examples=250, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("long" if LONG else "normal")
+
+
+CHECKED = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items):
+    """Choose the cases that check annotations: the same ones in every run and every worker."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in tests.items():
+        chosen = cases if LONG else random.Random(name).sample(cases, -(-len(cases) // 8))
+        for case in chosen:
+            case.stash[CHECKED] = True
+
+
+@pytest.fixture(autouse=True)
+def _annotations_are_checked_in_some_cases(request):
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", not request.node.stash.get(CHECKED, False))
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(autouse=True)

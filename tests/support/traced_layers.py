@@ -1,7 +1,11 @@
-"""Compile and export every layer, and count graphs. Run by test_machinery in a process of its own,
-because checked annotations cannot be traced. Prints one line of JSON."""
+"""Compile and export the layers of one kind, count graphs, and print the results as a line of JSON.
+
+`test_compiled` runs it in a process of its own, because checked annotations cannot be traced:
+`python traced_layers.py NAME`, a key of LAYERS or "attend".
+"""
 
 import json
+import sys
 import warnings
 
 import torch
@@ -26,8 +30,8 @@ from regard import (
     attend,
     prepare,
 )
+from session import LONG
 
-warnings.simplefilter("ignore")
 LAYERS = {
     "gqa": lambda mask: Attention(32, 4, num_kv_heads=2, rope=Rotary(8), mask=mask),
     "everything": lambda mask: Attention(
@@ -56,6 +60,24 @@ LAYERS = {
     "latent kv": lambda mask: LatentKVAttention(
         32, 4, num_kv_heads=2, head_dim=8, kv_lora_rank=12, rope=Rotary(8), mask=mask
     ),
+}
+WINDOW = Causal() & SlidingWindow(32)
+MASKS = {
+    "padding": Padding,
+    "documents": lambda valid: Documents(valid.int()),
+    "dense": lambda valid: Dense(valid[:, None, None, :]),
+}
+# Tracing with symbolic sizes takes 5 to 15 s for each layer, and as long again for each mask. A
+# normal run does it for these; a long run for all.
+DYNAMIC = tuple(LAYERS) if LONG else ("gqa", "mla")
+MASKED = {
+    name: tuple(MASKS) if LONG else some
+    for name, some in {
+        "gqa": ("padding",),
+        "everything": ("documents",),
+        "mla": ("dense",),
+        "latent kv": (),
+    }.items()
 }
 
 
@@ -94,20 +116,19 @@ def trained(layer, dynamic=None):
     return worst
 
 
-def masked(layer):
-    """With dynamic sizes and masks that hold data."""
+def masked(layer, make):
+    """With dynamic sizes and a mask that holds data."""
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     worst = 0.0
     for batch, length in ((2, 6), (3, 9)):
         x = torch.randn(batch, length, 32)
-        valid = torch.arange(length) >= torch.arange(batch)[:, None]
-        for mask in (Padding(valid), Documents(valid.int()), Dense(valid[:, None, None, :])):
-            worst = max(worst, gap(compiled(x, mask=mask), layer(x, mask=mask)))
+        mask = make(torch.arange(length) >= torch.arange(batch)[:, None])
+        worst = max(worst, gap(compiled(x, mask=mask), layer(x, mask=mask)))
     return worst
 
 
-def exported(layer, strict):
+def exported(layer, strict=False):
     """One program with a dynamic batch and length, on other sizes."""
     batch, length = torch.export.Dim("batch", min=2), torch.export.Dim("length", min=2, max=512)
     shapes = ({0: batch, 1: length},)
@@ -130,30 +151,43 @@ def attended(**options):
     return {"gap": gap(compiled(q, k), run(q, k)), "name": name}
 
 
-def main():
+def traced(name):
+    """The results of one kind of layer: what was done, and with what."""
+    make = LAYERS[name]
+    causal = make(Causal()).eval()
+    found = {
+        "decode, static": decode(causal, StaticCache(80), StaticCache(80)),
+        "trained": trained(make(Causal()).train()),
+        "exported": exported(make(WINDOW).eval()),
+    }
+    if name in DYNAMIC:
+        found["trained, dynamic"] = trained(make(Causal()).train(), dynamic=True)
+    for mask in MASKED[name]:
+        found[f"masked, {mask}"] = masked(causal, MASKS[mask])
+    if name in ("gqa", "mla"):
+        layer = make(WINDOW).eval()
+        found["decode, window"] = decode(layer, StaticCache(80), StaticCache(80))
+        found["decode, growing"] = decode(causal, KVCache(), KVCache())
+    if name == "gqa":
+        found["exported, strict"] = exported(causal, strict=True)
+        for mask in (Causal() | Prefix(3), Causal() & Chunked(4)):
+            found[f"exported, {mask!r}"] = exported(make(mask).eval())
+    return found
+
+
+def traced_attend():
+    return {
+        "one query": attended(queries=1, mask=Causal()),
+        "window": attended(queries=2048, mask=WINDOW),
+    }
+
+
+def main(name):
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = {}
-    window = Causal() & SlidingWindow(32)
-    for name, make in LAYERS.items():
-        layer = make(Causal()).eval()
-        found[f"{name}: decode, static"] = decode(layer, StaticCache(80), StaticCache(80))
-        found[f"{name}: trained"] = trained(make(Causal()).train())
-        found[f"{name}: trained, dynamic"] = trained(make(Causal()).train(), dynamic=True)
-        found[f"{name}: masked"] = masked(make(Causal()).eval())
-        found[f"{name}: exported"] = exported(make(window).eval(), strict=False)
-    for name in ("gqa", "mla"):
-        layer = LAYERS[name](window).eval()
-        found[f"{name}: decode, window"] = decode(layer, StaticCache(80), StaticCache(80))
-        layer = LAYERS[name](Causal()).eval()
-        found[f"{name}: decode, growing"] = decode(layer, KVCache(), KVCache())
-    for mask in (Causal() | Prefix(3), Causal() & Chunked(4)):
-        found[f"{mask!r}: exported"] = exported(LAYERS["gqa"](mask).eval(), strict=False)
-    found["gqa: exported, strict"] = exported(LAYERS["gqa"](Causal()).eval(), strict=True)
-    found["attend: one query"] = attended(queries=1, mask=Causal())
-    found["attend: window"] = attended(queries=2048, mask=window)
-    print(json.dumps(found))
+    print(json.dumps(traced_attend() if name == "attend" else traced(name)))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -1,0 +1,63 @@
+"""Layers and `attend` compiled and exported: as without compiling, in few graphs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import traced_layers
+from traced_layers import DYNAMIC, LAYERS, MASKED
+
+
+def run(name):
+    done = subprocess.run(
+        [sys.executable, traced_layers.__file__, name], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def traced(request):
+    """The results of one kind of layer: `of(what)` returns those that are about that."""
+    found = run(request.param)
+
+    def of(what, count):
+        some = {name: each for name, each in found.items() if name.startswith(what)}
+        assert len(some) == count(request.param), (request.param, sorted(found))
+        return some
+
+    return of
+
+
+def test_decoding_compiles_to_two_graphs_and_three_when_a_window_binds(traced):
+    for name, each in traced("decode", lambda name: 3 if name in ("gqa", "mla") else 1).items():
+        assert each["graphs"] <= (3 if "window" in name else 2), name
+        assert each["gap"] <= 1e-6, name
+
+
+def test_compiled_layers_train_as_eager_ones(traced):
+    trained = traced("trained", lambda name: 2 if name in DYNAMIC else 1)
+    assert max(trained.values()) <= 1e-5
+
+
+def test_one_graph_takes_masks_of_any_size(traced):
+    masked = traced("masked", lambda name: len(MASKED[name]))
+    assert max(masked.values(), default=0) <= 1e-5
+
+
+def test_one_exported_program_serves_every_batch_and_length(traced):
+    exported = traced("exported", lambda name: 4 if name == "gqa" else 1)
+    assert max(exported.values()) <= 1e-6
+
+
+def test_every_layer_and_every_mask_is_traced_somewhere():
+    assert {*MASKED} == {*LAYERS}
+    assert {mask for masks in MASKED.values() for mask in masks} == {*traced_layers.MASKS}
+
+
+def test_graphs_give_what_backends_that_stay_out_of_them_give():
+    found = run("attend")
+    assert {each["name"] for each in found.values()} == {"fused", "blocked"}
+    assert max(each["gap"] for each in found.values()) <= 1e-6

@@ -1,0 +1,133 @@
+"""The structure of the package: public names, imports in one direction, short files."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import regard
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src/regard").rglob("*.py"))
+
+
+def test_the_public_names_are_sorted_and_there():
+    listed = regard.__all__
+    assert listed == sorted(listed, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
+    assert all(hasattr(regard, name) for name in listed)
+    public = {
+        n for n, v in vars(regard).items() if not n.startswith("_") and not inspect.ismodule(v)
+    }
+    assert public == set(listed)
+
+
+KNOWS = {  # which folders a folder may import from; "." is the files at the root
+    ".": set(),
+    "masks": {"."},
+    "cache": {"."},
+    "rope": {"."},
+    "ops": {".", "masks", "cache"},
+    "layers": {".", "masks", "cache", "rope", "ops"},
+}
+KNOWS["regard"] = {*KNOWS}  # the public names; what stands below may import them
+KNOWS["hf"] = {*KNOWS}
+KNOWS["convert"] = {*KNOWS}
+KNOWS["compare"] = KNOWS["bench"] = {*KNOWS}
+KNOWS["verify"] = {".", "regard", "hf"}
+KNOWS["cli"] = {*KNOWS}
+
+
+def folder_of(module):
+    """The folder of a module's file, in KNOWS' words."""
+    if module == "regard":
+        return "regard"
+    home = ROOT / "src" / Path(*module.split("."))
+    return module.split(".")[1] if home.is_dir() or module.count(".") > 1 else "."
+
+
+def imports_of(path):
+    """The regard modules that a file imports, however it spells that."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports by a relative name"
+            names = [f"{node.module}.{each.name}" for each in node.names]
+        for name in names:
+            while name.split(".")[0] == "regard" and name not in MODULES:
+                name = name.rpartition(".")[0]
+            if name in MODULES:
+                yield name
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+def test_imports_point_one_way():
+    assert {folder_of(module) for module in MODULES} == KNOWS.keys(), "a folder is not in KNOWS"
+    for module, path in MODULES.items():
+        if module == "regard.__main__":
+            continue
+        me = folder_of(module)
+        for other in map(folder_of, imports_of(path)):
+            assert other == me or other in KNOWS[me], f"{module} imports from {other}"
+
+
+def test_no_modules_import_each_other():
+    left = {module: {*imports_of(path)} - {module} for module, path in MODULES.items()}
+    left["regard.masks.draw"].discard("regard.masks.algebra")  # for its types only
+    while ready := {module for module, known in left.items() if not known & left.keys()}:
+        left = {module: known for module, known in left.items() if module not in ready}
+    assert not left, f"in a circle: {sorted(left)}"
+
+
+def test_backends_do_not_know_each_other():
+    backends = sorted((ROOT / "src/regard/ops/backends").glob("*.py"))
+    assert {"sdpa", "eager", "fused"} <= {path.stem for path in backends}
+    for path in backends:
+        if path.stem not in ("__init__", "blocked"):  # which cuts a call into calls for others
+            known = {other.rpartition(".") for other in imports_of(path)}
+            inside = {name for home, _, name in known if home == "regard.ops.backends"}
+            assert inside <= {"common"}, f"{path.stem} imports {inside}"
+
+
+def test_importing_regard_imports_nothing_optional():
+    optional = ["transformers", "typer", "rich", "gguf", "safetensors", "beartype", "hypothesis"]
+    code = f"import sys, regard; print([m for m in {optional} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_regard_brings_only_itself():
+    """What it costs in time is measured by benchmarks/importing.py."""
+    code = (
+        "import sys, torch, jaxtyping; before = set(sys.modules); import regard; "
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(new - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['regard']"
+
+
+def test_no_file_holds_two_things():
+    for path in SOURCES:
+        assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_functions_are_short():
+    """Constructors and documented signatures aside, what a function does fits a screen; a kernel
+    is compiled as one."""
+    for path in SOURCES:
+        if path.parent.name == "kernels":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                if body:
+                    lines = body[-1].end_lineno - body[0].lineno + 1
+                    assert lines <= 45, f"{path}:{node.lineno} {node.name} has {lines}"

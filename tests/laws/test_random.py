@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cases import BACKENDS, DTYPES, Case, bound, draw_case, is_objection
+from contract import assert_within, compare
 from oracle import wide_attention
 from regard import (
     Causal,

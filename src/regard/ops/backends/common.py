@@ -76,8 +76,8 @@ def fully_masked(keep: Bool[Tensor, "*some L S"]) -> Bool[Tensor, "*some L 1"]:
 
 
 def addend(
-    keep: Bool[Tensor, "*some L S"], bias: Tensor | None, dtype: torch.dtype
-) -> Float[Tensor, "*some L S"]:
+    keep: Bool[Tensor, "..."], bias: Tensor | None, dtype: torch.dtype
+) -> Float[Tensor, "..."]:
     """Mask and bias as one tensor to add to scores: bias or 0 where visible, else -inf."""
     if bias is None:
         bias = torch.zeros((), dtype=dtype, device=keep.device)

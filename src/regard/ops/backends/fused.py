@@ -1,8 +1,8 @@
-"""Decoding in one pass: every key and value is read once, at nearly the speed of the memory.
+"""Decoding with a compiled kernel that reads every key and value once, near the memory's speed.
 
-Scores, softmax and sums of all the query heads that share a key head are one loop, compiled by LLVM
-through numba where it runs (a second for each new head size; kept on disk). Needs the extra
-`regard[cpu]`.
+Scores, softmax and weighted sums of all query heads that share a key head are one loop. LLVM
+compiles it through numba on the machine, in about a second for each new head size, and numba caches
+it on disk. Needs the extra `regard[cpu]`.
 """
 
 import functools
@@ -24,8 +24,8 @@ from regard.ops.call import Call, is_empty, is_everything, shown
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 
-_MAX_ROWS = 256  # of queries a key head; beyond, this is a prefill
-_LANES = 16  # widths are multiples of a vector; of two where bfloat16 keys hold the values
+_MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix products do faster
+_LANES = 16  # elements: head dims are multiples of the widest vector, AVX-512's, on every machine
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -34,7 +34,7 @@ def objection(call: Call) -> str | None:
     if is_empty(call):
         return "fused needs at least one query and one visible key"
     if rows > _MAX_ROWS:
-        return f"fused is for few queries: {rows} rows a key head, more than {_MAX_ROWS}"
+        return f"fused is for few queries: {rows} rows of a key head are more than {_MAX_ROWS}"
     if call.device.type != "cpu" or call.dtype not in DTYPES:
         return f"fused is for float32 and bfloat16 on a CPU, got {call.dtype} on {call.device}"
     if call.needs_grad:
@@ -42,23 +42,24 @@ def objection(call: Call) -> str | None:
     if call.dropout or call.softcap is not None:
         given = f"(got {shown(call.dropout)} and {shown(call.softcap)})"
         return f"fused has neither dropout nor softcap {given}"
-    if call.head_dim % _LANES or call.v_head_dim % _whole(call):
+    multiple = _value_multiple(call)
+    if call.head_dim % _LANES or call.v_head_dim % multiple:
         return (
-            f"fused takes head dims in multiples of {_LANES} (values of {_whole(call)}), got "
+            f"fused takes head dims in multiples of {_LANES} (values of {multiple}), got "
             f"{call.head_dim} and {call.v_head_dim}"
         )
     if torch.compiler.is_compiling():
-        return "a compiled graph does not hold fused"
+        return "fused cannot be part of a compiled graph"
     if not call.immediate:
         return (
             "fused takes plain tensors: no torch.func transform, dispatch mode, tensor subclass or "
             "forward-mode derivative"
         )
-    return None if is_there() else "fused needs numba: python -m pip install 'regard[cpu]'"
+    return None if is_installed() else "fused needs numba: python -m pip install 'regard[cpu]'"
 
 
 def estimate(call: Call) -> float:
-    """Keys and values once, or the products if those take longer."""
+    """The time to read keys and values once, or that of the products where it is longer."""
     width = call.head_dim + call.v_head_dim
     streamed = call.batch * call.num_kv_heads * call.num_keys * width * call.dtype.itemsize
     products = 2 * call.batch * call.num_heads * call.num_queries * call.num_keys * width
@@ -90,7 +91,11 @@ def partial(
 
 
 def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The folded rows' outputs and log-sum-exps, both float32."""
+    """The outputs and log-sum-exps of the folded rows, both float32.
+
+    Non-finite content of hidden keys makes the output non-finite (0 * nan is nan). It is then
+    computed once more, with the keys and values that are hidden from all queries set to zero.
+    """
     from regard.ops.kernels.launching import decode
 
     rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), _addend(call)
@@ -118,15 +123,15 @@ def _addend(call: Call) -> Tensor | None:
 
 
 def _columns_together(x: Tensor) -> Tensor:
-    """The same numbers, those of the last dimension next to each other and as memory holds them."""
+    """The same values with contiguous columns and without a lazy minus sign."""
     return columns_contiguous(x).resolve_neg()
 
 
-def _whole(call: Call) -> int:
-    """What a value's width must be a multiple of."""
+def _value_multiple(call: Call) -> int:
+    """What `v_head_dim` must be a multiple of: two vectors where bfloat16 keys hold the values."""
     return 2 * _LANES if call.dtype.itemsize < 4 and call.v_head_dim < call.head_dim else _LANES
 
 
 @functools.cache
-def is_there() -> bool:
+def is_installed() -> bool:
     return find_spec("numba") is not None

@@ -1,1 +1,72 @@
-"""Kernels that PyTorch lacks, compiled where they run: they need numba, and no compiler."""
+"""Attention of few queries over many keys on a CPU: a kernel that numba compiles on the machine.
+
+PyTorch has no kernel that reads each key and value once for all query heads that share it. This one
+does, and decodes at nearly the speed of the memory. It needs numba, and no C compiler.
+
+    tiles.py          what a kernel is compiled for (`Tile`), what a call is given (`Arguments`)
+    specification.py  the kernel in NumPy: read this first; the tests compare the two bit by bit
+    decoding.py       the kernel: its tasks, and its phases score, softmax, gather and merge
+    intrinsics.py     the loops over vectors that the phases are made of
+    vectors.py        the instructions of LLVM that the intrinsics are made of
+    compiling.py      numba's compiler, and its cache on disk
+    launching.py      `decode`: addresses of tensors, memory to work in, threads
+
+One key head (there are B x G), the M query rows that share it, and its S keys and values:
+
+                         k [S, D]        v [S, Dv]
+                        +----------+    +-------+-------+
+       q [M, D]         | block    |    | strip | strip |  )
+     +-----------+      |          |    |       |       |  )
+     | rows      |      +----------+    +-------+-------+  )  a range of keys: one task
+     |           |      | block    |    |       |       |  )
+     +-----------+      |          |    |       |       |  )
+     | rows: the |      +==========+    +=======+=======+
+     | last row  |      | block    |    |       |       |  )
+     | repeated  |      |          |    |       |       |  )  the next range: another task
+     +-----------+      +----------+    +-------+-------+  )
+      padded rows
+
+    score    rows x keys dot products at once, each a vector of `lanes` partial sums in a register
+    softmax  a row of a block at a time: running maximum, powers of 2, their sum
+    gather   rows x strip weighted sums at once, in registers, key after key of a block
+    merge    the tasks' results of a head, in the order of its keys, by its last task to finish
+
+The last dimension of every tensor is contiguous; batch, heads and rows have any strides, so a view
+of a cache is read where it lies. With `joined` the values are the first columns of the keys.
+
+The workspace, one for each calling thread, everything in float32 but the counters (int64):
+
+    counters  | next task | next thread | finished tasks of head 0 | of head 1 | ...   whole lines
+    parts     for each task:
+              | sums [padded, Dv] | maxima [padded] ... | totals [padded] ... |
+              the last two take `lanes` elements a row, so that each part begins at a whole vector
+    scratch   for each thread:
+              | queries [padded, D], times scale and log2(e) | scores [padded, block] |
+
+Two vectors of bfloat16 are widened into their even elements and their odd ones, since that needs no
+shuffles. Queries and sums are in this order too; `store_row` restores that of memory.
+
+When numba or llvmlite change
+-----------------------------
+This code relies on these of their interfaces:
+
+    intrinsics.py  numba.extending: intrinsic (it reads `__signature__`), typeof_impl, models,
+                   register_model, infer_getattr, lower_getattr_generic; AttributeTemplate of
+                   numba.core.typing.templates; the codegen's `magic_tuple()[2]`, which lists
+                   the processor's features
+    vectors.py     llvmlite.ir: IRBuilder, vector types, typed pointers (`as_pointer`),
+                   atomic_rmw; the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
+                   numba.core.cgutils: alloca_once, for_range, get_or_insert_function
+    decoding.py    njit(inline="always") and constants of a closure; from_dtype; carray
+    compiling.py   cfunc(cache=True), whose files are named by `__qualname__`; FunctionCache.flush;
+                   `magic_tuple()`
+
+The tests of this folder show what changed. First run those of the single intrinsics
+(test_intrinsics.py): an error while compiling is an interface that changed, a wrong number an
+instruction. If they pass, run test_every_tile_at_every_number_of_lanes, which compares kernel and
+specification: a difference is then in the phases, so in what numba makes of `inline="always"` or of
+the record. test_compiling.py shows a change of the files on disk. The changelog of numba or
+llvmlite has the new form of the name above; the change belongs into the file listed with it. Until
+then exclude the version in pyproject.toml, extra `cpu`: without numba, `attend` chooses another
+backend.
+"""

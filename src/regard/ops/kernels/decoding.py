@@ -1,162 +1,178 @@
 """Attention of few queries over many keys on a CPU, compiled by LLVM through numba.
 
-One pass: tasks (some keys of one head) are claimed by threads; each goes through its keys in blocks
-of dots, softmax and gather, asking for the next keys meanwhile; the last task of a head merges in a
-fixed order. FlashAttention's online softmax (arXiv:2205.14135) with Flash-Decoding's split.
+A task is one range of the keys of one key head. Threads take tasks until none is left. For each
+block of keys a task runs score, softmax and gather; the last task of a head to finish runs merge.
+That is FlashAttention's online softmax (arXiv:2205.14135) with Flash-Decoding's ranges of keys.
+`specification.py` is the same in NumPy; the package's docstring draws the memory.
 """
 
 import functools
 import math
-import struct
-from typing import no_type_check
+from typing import Any, no_type_check
 
+import numba
 import numpy as np
 from numba import carray, types
 
 from regard.ops.kernels.compiling import compiled_from
-from regard.ops.kernels.lanes import (
-    claim,
-    dots,
-    fetch,
+from regard.ops.kernels.intrinsics import (
+    add_bias,
+    add_share,
+    add_weighted,
+    add_weighted_and_prefetch,
+    any_visible,
+    dot_products,
+    exp2,
+    exponentials,
     floats,
-    gather,
-    peak,
-    power,
-    sums_in_registers,
-    tidy,
-    weigh,
-    widen,
+    hide_from,
+    load_query,
+    maximum,
+    next_number,
+    prefetch_value,
+    scale_sums,
+    store_row,
 )
+from regard.ops.kernels.tiles import HIDDEN, LOG2E, LOWEST, RECORD, Tile
 
-LOW = np.float32(-1e38)  # where a running maximum starts: -inf - LOW is -inf, never NaN
-LOG2E = np.float32(math.log2(math.e))
-HIDDEN = np.float32(-math.inf)
-
-# the arguments: int64, the last a float32
-(B, G, M, S, Q, QB, QG, QM, K, KB, KG, KS, V, VB, VG, VS, A, AB, AG, AM, OUT, LSE, COUNTERS, PARTS,
- SCRATCH, SPLITS, CHUNK, SCALE) = range(28)  # fmt: skip
-ARGUMENTS = struct.Struct("27qf4x")
+phase = numba.njit(inline="always")  # compiled as a part of the kernel that calls it
 
 
 @functools.cache
 @no_type_check
-def kernel(rows, D, Dv, half, joined, biased, room, W):
-    """For tiles of `rows` queries, blocks of `room` keys and vectors of W lanes; `joined`: v is
-    k[..., :Dv]."""
-    size = 2 if half else 4
-    keys = min(W, 16 if rows == 1 else 8 if rows < 4 and W != 8 else 4)
-    fits = [c for c in range(W, Dv + 1, W) if Dv % c == 0 and c * rows <= sums_in_registers(W) * W]
-    strip = max([c for c in fits if not half or c == Dv or c % (2 * W) == 0], default=Dv)
-    strips = Dv // strip
-    pieces = 2 * strips if joined else 1  # the next keys are asked for during so many gathers
-    soon, vbytes = -(-D * size // pieces // 64) * 64, Dv * size
+def kernel(tile: Tile) -> Any:
+    """The machine code of a tile: a C function of the address of one `Arguments` record."""
 
     def run(data):
-        a = carray(data, 28)
-        scale = a.view(np.float32)[2 * SCALE]
-        mp = (a[M] + rows - 1) // rows * rows
-        part_size = 4 * mp * (Dv + 2 * W)  # a task's sums, maxima and totals
-        tops_at, totals_at = 4 * mp * Dv, 4 * mp * (Dv + W)
-        q = a[SCRATCH] + claim(a[COUNTERS] + 8) * 4 * mp * (D + room)
-        s = q + 4 * mp * D
-        splits = a[SPLITS]
+        call = carray(data, 1)[0]
+        padded = (call.rows + tile.rows - 1) // tile.rows * tile.rows
+        part_bytes, ranges = padded * tile.part_bytes, call.ranges
+        k_stride, v_stride = tile.item * call.k_row, tile.item * call.v_row
+        queries = call.scratch + next_number(call.counters + 8) * padded * tile.scratch_bytes
+        scores = queries + padded * tile.query_bytes
         while True:
-            task = claim(a[COUNTERS])
-            if task >= a[B] * a[G] * splits:
+            task = next_number(call.counters)
+            if task >= call.batch * call.kv_heads * ranges:
                 break
-            pair = task // splits
-            batch, head = pair // a[G], pair % a[G]
-            start = (task - pair * splits) * a[CHUNK]
-            stop = min(a[S], start + a[CHUNK])
-            k = a[K] + size * (batch * a[KB] + head * a[KG])
-            v = a[V] + size * (batch * a[VB] + head * a[VG])
-            ks, vs = size * a[KS], size * a[VS]
-            part = a[PARTS] + task * part_size
-            sums, tops, totals = floats(part), floats(part + tops_at), floats(part + totals_at)
-            for i in range(mp * (Dv + 2 * W)):
-                sums[i] = np.float32(0)
-            for i in range(mp):
-                tops[i] = LOW
-                row = a[Q] + size * (batch * a[QB] + head * a[QG] + min(i, a[M] - 1) * a[QM])
-                widen(W, D, half, row, q + 4 * i * D, scale)
+            pair = task // ranges
+            batch, head = pair // call.kv_heads, pair % call.kv_heads
+            first = (task - pair * ranges) * call.range_keys
+            stop = min(call.keys, first + call.range_keys)
+            keys = call.k + tile.item * (batch * call.k_batch + head * call.k_head)
+            values = call.v + tile.item * (batch * call.v_batch + head * call.v_head)
+            biases = call.bias + 4 * (batch * call.bias_batch + head * call.bias_head)
+            part = call.parts + task * part_bytes
+            begin(tile, call, batch, head, padded, queries, part)
+            for j in range(first, stop, tile.block):
+                count, bias = min(tile.block, stop - j), biases + 4 * j
+                if all_hidden(tile, call, count, bias):
+                    continue
+                k, v = keys + j * k_stride, values + j * v_stride
+                score(tile, padded, count, queries, k, k_stride, v, v_stride, scores)
+                softmax(tile, call, padded, count, bias, scores, part)
+                k_next = k + tile.block * k_stride
+                gather(tile, padded, count, scores, v, v_stride, part, k_next, k_stride)
+            if next_number(call.counters + 16 + 8 * pair) == ranges - 1:
+                merge(tile, call, padded, pair, part_bytes)
 
-            for j in range(start, stop, room):
-                n = min(room, stop - j)
-                if biased:  # keys that nobody sees are not read
-                    seen = False
-                    for i in range(a[M] if a[AM] else 1):
-                        bias = floats(a[A] + 4 * (batch * a[AB] + head * a[AG] + i * a[AM] + j))
-                        for u in range(n):
-                            seen |= bias[u] != HIDDEN
-                    if not seen:
-                        continue
-                for r in range(0, mp, rows):
-                    for i in range(0, n, keys):
-                        if r == 0 and not joined:
-                            for u in range(i, min(n, i + keys)):
-                                fetch(vbytes, v + (j + u) * vs)
-                        dots(W, rows, keys, D, half, room, q + 4 * r * D, k + j * ks, ks, i, n - 1,
-                             s + 4 * r * room)  # fmt: skip
-
-                for i in range(a[M]):
-                    at = s + 4 * i * room
-                    si = floats(at)
-                    if biased:
-                        bias = floats(a[A] + 4 * (batch * a[AB] + head * a[AG] + i * a[AM] + j))
-                        for u in range(n):
-                            si[u] += bias[u] * LOG2E
-                    for u in range(n, room):
-                        si[u] = HIDDEN
-                    old, tops[i] = tops[i], peak(W, room, at, tops[i])
-                    if tops[i] != old:
-                        shrink = power(W, old - tops[i])
-                        totals[i] *= shrink
-                        for d in range(Dv):
-                            sums[i * Dv + d] *= shrink
-                    totals[i] += weigh(W, room, at, tops[i])
-
-                ahead, piece = k + (j + room) * ks, 0
-                for r in range(0, mp, rows):
-                    for c in range(0, Dv, strip):
-                        at, to, p = v + j * vs + size * c, part + 4 * (r * Dv + c), s + 4 * r * room
-                        if piece < pieces:
-                            gather(W, rows, strip, Dv, half, room, soon, n, p, at, vs, to,
-                                   ahead + piece * soon, ks)  # fmt: skip
-                        else:
-                            gather(W, rows, strip, Dv, half, room, 0, n, p, at, vs, to, ahead, ks)
-                        piece += 1
-
-            if claim(a[COUNTERS] + 16 + 8 * pair) < splits - 1:
-                continue
-            part = a[PARTS] + pair * splits * part_size
-            for i in range(a[M]):
-                top, total = LOW, np.float32(0)
-                for p in range(splits):
-                    top = max(top, floats(part + p * part_size + tops_at)[i])
-                for p in range(splits):
-                    at = part + p * part_size
-                    total += floats(at + totals_at)[i] * power(W, floats(at + tops_at)[i] - top)
-                sums = floats(part + 4 * i * Dv)
-                for p in range(splits):
-                    at = part + p * part_size
-                    c = power(W, floats(at + tops_at)[i] - top)
-                    c = c / total if total != 0 else np.float32(0)
-                    these = floats(at + 4 * i * Dv)
-                    for d in range(Dv):
-                        sums[d] = c * these[d] + (sums[d] if p else np.float32(0))
-                lse = floats(a[LSE] + 4 * (pair * a[M] + i))
-                lse[0] = (top + np.float32(math.log2(total))) / LOG2E if total != 0 else HIDDEN
-                tidy(W, Dv, half, part + 4 * i * Dv, a[OUT] + 4 * (pair * a[M] + i) * Dv)
-
-    return compiled_from(run, types.void(types.CPointer(types.int64)))
+    return compiled_from(run, types.void(types.CPointer(numba.from_dtype(RECORD))))
 
 
-@functools.cache
-def compiled(m, d, dv, half, joined, biased, lanes):
-    """The kernel for `m` rows and vectors of so many lanes: tiles with least padding, then the
-    greatest; blocks of at least 4 KiB of keys. Gives the rows of a tile, the keys of a block, and
-    the kernel's address."""
-    most = 2 if lanes == 8 else 4 if half and dv % (2 * lanes) else 6
-    rows = min(range(1, most + 1), key=lambda r: (-(-m // r) * r, -r))
-    room = next(x for x in (16, 32, 64) if x == 64 or x * d * (2 if half else 4) >= 4096)
-    return rows, room, kernel(rows, d, dv, int(half), joined, biased, room, lanes).address
+@phase
+@no_type_check
+def begin(tile, call, batch, head, padded, queries, part):
+    """The scaled queries in scratch, and a part that holds no key yet."""
+    sums, maxima = floats(part), floats(part + padded * tile.sum_bytes)
+    for i in range(padded * (tile.value_width + 2 * tile.lanes)):
+        sums[i] = np.float32(0)
+    for i in range(padded):
+        maxima[i] = LOWEST
+        row = batch * call.q_batch + head * call.q_head + min(i, call.rows - 1) * call.q_row
+        load_query(tile, call.q + tile.item * row, queries + i * tile.query_bytes, call.scale)
+
+
+@phase
+@no_type_check
+def all_hidden(tile, call, count, bias):
+    """Whether the bias hides the block's keys from all rows: they are not read then."""
+    for i in range(call.rows if call.bias_row else 1):
+        if any_visible(tile, count, bias + 4 * i * call.bias_row):
+            return False
+    return True
+
+
+@phase
+@no_type_check
+def score(tile, padded, count, queries, k, k_stride, v, v_stride, scores):
+    """Scores of all rows and the block's keys; meanwhile the block's values are prefetched."""
+    for r in range(0, padded, tile.rows):
+        for i in range(0, count, tile.keys):
+            if r == 0 and not tile.joined:
+                for u in range(i, min(count, i + tile.keys)):
+                    prefetch_value(tile, v + u * v_stride)
+            dot_products(tile, queries + r * tile.query_bytes, k, k_stride, i, count - 1,
+                         scores + 4 * r * tile.block)  # fmt: skip
+
+
+@phase
+@no_type_check
+def softmax(tile, call, padded, count, bias, scores, part):
+    """Scores become powers of 2 below the running maximum; what was summed so far is rescaled."""
+    maxima = floats(part + padded * tile.sum_bytes)
+    totals = floats(part + padded * (tile.sum_bytes + 4 * tile.lanes))
+    for i in range(call.rows):
+        row = scores + 4 * i * tile.block
+        add_bias(tile, count, bias + 4 * i * call.bias_row, row)
+        hide_from(tile, count, row)
+        before, maxima[i] = maxima[i], maximum(tile, row, maxima[i])
+        if maxima[i] != before:
+            shrink = exp2(tile, before - maxima[i])
+            totals[i] *= shrink
+            scale_sums(tile, part + i * tile.sum_bytes, shrink)
+        totals[i] += exponentials(tile, row, maxima[i])
+
+
+@phase
+@no_type_check
+def gather(tile, padded, count, scores, v, v_stride, part, k_next, k_stride):
+    """Adds the weighted values to the sums; meanwhile the next block's keys are prefetched."""
+    done = 0
+    for r in range(0, padded, tile.rows):
+        for c in range(0, tile.value_width, tile.strip):
+            weights, values = scores + 4 * r * tile.block, v + tile.item * c
+            sums = part + r * tile.sum_bytes + 4 * c
+            if done < tile.prefetches:
+                ahead = k_next + done * tile.prefetch_bytes
+                add_weighted_and_prefetch(tile, count, weights, values, v_stride, sums, ahead,
+                                          k_stride)  # fmt: skip
+            else:
+                add_weighted(tile, count, weights, values, v_stride, sums)
+            done += 1
+
+
+@phase
+@no_type_check
+def merge(tile, call, padded, pair, part_bytes):
+    """The output and log-sum-exp of a head from its parts, in the order of its keys."""
+    first = call.parts + pair * call.ranges * part_bytes
+    maxima_at, totals_at = padded * tile.sum_bytes, padded * (tile.sum_bytes + 4 * tile.lanes)
+    for i in range(call.rows):
+        top, total = LOWEST, np.float32(0)
+        for p in range(call.ranges):
+            top = max(top, floats(first + p * part_bytes + maxima_at)[i])
+        for p in range(call.ranges):
+            part = first + p * part_bytes
+            total += floats(part + totals_at)[i] * exp2(tile, floats(part + maxima_at)[i] - top)
+        merged = first + i * tile.sum_bytes
+        for p in range(call.ranges):
+            part = first + p * part_bytes
+            share = exp2(tile, floats(part + maxima_at)[i] - top)
+            share = share / total if total != 0 else np.float32(0)
+            if p == 0:
+                scale_sums(tile, merged, share)
+            else:
+                add_share(tile, part + i * tile.sum_bytes, share, merged)
+        row = pair * call.rows + i
+        lse = floats(call.lse + 4 * row)
+        lse[0] = (top + np.float32(math.log2(total))) / LOG2E if total != 0 else HIDDEN
+        store_row(tile, merged, call.out + row * tile.sum_bytes)

@@ -1,4 +1,4 @@
-"""Running a kernel on torch's own threads, on tensors as they lie in memory."""
+"""Running a kernel: torch's tensors as addresses, memory to work in, and torch's own threads."""
 
 import ctypes
 import functools
@@ -14,13 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.ops.kernels.decoding import ARGUMENTS, compiled
-from regard.ops.kernels.lanes import machine_lanes
+from regard.ops.kernels.decoding import kernel
+from regard.ops.kernels.intrinsics import machine_lanes
+from regard.ops.kernels.tiles import LINE, PACKED, Arguments, Tile, tile_for
 
-KEYS_A_TASK = 256  # at least; fewer are not worth a merge
-TASKS_A_THREAD = 4  # so that a slow core does less
-LINE = 64  # bytes of a cache line
-LOG2E = math.log2(math.e)  # the kernel's powers are of 2
+LOG2E = math.log2(math.e)  # the kernel computes powers of 2; in float64, rounded with the scale
 _local = threading.local()
 
 
@@ -34,12 +32,12 @@ def decode(
     width: int | None = None,
     lanes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q `[B, G, M, D]`, k `[B, G, S, D]`, v `[B, G, S, Dv]` -> out `[B, G, M, Dv]` and lse
-    `[B, G, M]`, both float32.
+    """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
-    Without `v`, the values are the first `width` columns of the keys. `bias` is float32, broadcasts
-    to `[B, G, M, S]`, and hides where it is -inf. `lanes` is the length of a vector, the machine's
-    if not given. Widths are multiples of the lanes (of twice as many for `width` in bfloat16); last
+    Returns the output `[B, G, M, Dv]` and the log-sum-exps `[B, G, M]`, both float32. Without `v`,
+    the values are the first `width` columns of the keys. `bias` is float32, broadcasts to
+    `[B, G, M, S]`, and hides where it is -inf. `lanes` is the length of a vector, the machine's by
+    default. Widths are multiples of the lanes (of twice as many for `width` in bfloat16); last
     dimensions are contiguous; S > 0.
     """
     (b, g, m, d), s, dtype = q.shape, k.shape[2], k.dtype
@@ -53,61 +51,70 @@ def decode(
         bias_at = _place("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
     out = torch.empty(b, g, m, dv, dtype=torch.float32, device="cpu")
     lse = torch.empty(b, g, m, dtype=torch.float32, device="cpu")
-    rows, room, address = compiled(
-        m, d, dv, dtype is torch.bfloat16, v is None, bias is not None, lanes
-    )
-    threads, pairs = torch.get_num_threads(), b * g
-    splits = max(1, min(TASKS_A_THREAD * threads // pairs, s // KEYS_A_TASK))
-    chunk = -(-s // (splits * room)) * room
-    splits = -(-s // chunk)
-    threads = min(threads, pairs * splits)
-    padded = -(-m // rows) * rows
-    counters = -(-8 * (pairs + 2) // LINE) * LINE
-    parts = 4 * pairs * splits * padded * (dv + 2 * lanes)
-    space = _workspace(counters + parts + 4 * threads * padded * (d + room))
-    ctypes.memset(space, 0, counters)
-    # fmt: off
-    data = ARGUMENTS.pack(
-        b, g, m, s, *q_at, *k_at, *v_at, *bias_at, _place("out", out, torch.float32, out.shape)[0],
-        _place("lse", lse, torch.float32, lse.shape)[0], space, space + counters,
-        space + counters + parts, splits, chunk, ctypes.c_float(scale * LOG2E).value,
-    )
-    # fmt: on
-    _launch(address, data, threads)
+    out_at = _place("out", out, torch.float32, out.shape)[0]
+    lse_at = lse.data_ptr()  # as plain as `out`, since both were made in the same way
+    half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
+    tile, address = _compiled(m, d, dv, half, joined, biased, lanes)
+    threads = torch.get_num_threads()
+    ranges, range_keys = tile.ranges(s, b * g, threads)
+    threads = min(threads, b * g * ranges)
+    memory = _memory(tile, m, b * g, ranges, threads)
+    data = Arguments(b, g, m, s, *q_at, *k_at, *v_at, *bias_at, out_at, lse_at, *memory,
+                     ranges, range_keys, scale * LOG2E)  # fmt: skip
+    _launch(address, PACKED.pack(*data), threads)
     return out, lse
+
+
+def _memory(tile: Tile, rows: int, heads: int, ranges: int, threads: int) -> tuple[int, int, int]:
+    """Addresses in one workspace: the counters, all zero; the parts; the scratch."""
+    padded = tile.padded(rows)
+    counters = -(-8 * (heads + 2) // LINE) * LINE  # int64: tasks, threads, finished tasks of a head
+    parts = heads * ranges * padded * tile.part_bytes
+    start = _workspace(counters + parts + threads * padded * tile.scratch_bytes)
+    ctypes.memset(start, 0, counters)
+    return start, start + counters, start + counters + parts
+
+
+@functools.cache
+def _compiled(
+    rows: int, width: int, value_width: int, half: bool, joined: bool, biased: bool, lanes: int
+) -> tuple[Tile, int]:
+    """The tile for so many rows, and the address of its machine code."""
+    tile = tile_for(rows, width, value_width, half, joined, biased, lanes)
+    return tile, int(kernel(tile).address)
 
 
 def _check_sizes(
     keys: int, width: int, value_width: int, dtype: torch.dtype, *, joined: bool, lanes: int
 ) -> None:
     if dtype is not torch.float32 and dtype is not torch.bfloat16:
-        _refuse(f"its numbers are float32 or bfloat16, got {dtype}")
+        _refuse(f"its elements are float32 or bfloat16, got {dtype}")
     if keys < 1:
-        _refuse("it needs a key")
+        _refuse("it needs at least one key")
     if width % lanes or value_width % lanes or width < 1 or value_width < 1:
         _refuse(f"its widths are multiples of {lanes}, got {width} and {value_width}")
     if joined and value_width > width:
-        _refuse(f"values in the keys are no wider than these, got {value_width} of {width}")
+        _refuse(f"values within keys are no wider than the keys, got {value_width} of {width}")
 
 
-Place = tuple[int, int, int, int]  # address, and how far apart batches, heads and rows are
+Place = tuple[int, int, int, int]  # an address; the strides of batch, heads and rows
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _place(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
-    """Where a tensor lies in memory, once it is certain that the kernel may go there.
+    """A tensor's address and strides, once it is certain that the kernel may use them.
 
-    The kernel reads and writes by address: what it believes of memory and is not so would crash
-    the interpreter or be a wrong number. So this is checked at every call, with `python -O` too.
-    Tensors without memory of their own (batched, fake, sparse) have no address: torch raises.
+    The kernel reads and writes by address: a wrong one crashes the interpreter or yields wrong
+    results. So this is checked at every call, with `python -O` too. Of a tensor without memory of
+    its own (batched, fake, sparse) torch itself refuses the address.
     """
     if type(x) not in _PLAIN or not x.is_cpu or x.is_neg():
         _refuse(f"{name} is no plain tensor on the CPU, but a {type(x).__name__} on {x.device}")
     if x.dtype is not dtype or x.shape != shape:
-        _refuse(f"{name} is to be {dtype} {tuple(shape)}, got {x.dtype} {tuple(x.shape)}")
+        _refuse(f"{name} must be {dtype} {tuple(shape)}, got {x.dtype} {tuple(x.shape)}")
     address, strides = x.data_ptr(), x.stride()
     if strides[-1] != 1 and shape[-1] != 1:
-        _refuse(f"numbers in the last dimension of {name} are {strides[-1]} apart, not 1")
+        _refuse(f"the last dimension of {name} has stride {strides[-1]}, not 1")
     if not address:
         _refuse(f"{name} {tuple(shape)} has no memory")
     return address, strides[0], strides[1], strides[2]
@@ -118,9 +125,9 @@ def _refuse(why: str) -> NoReturn:
 
 
 def _workspace(count: int) -> int:
-    """The address of so many bytes, the start of a cache line; kept by each thread of the caller.
+    """The address of so many bytes, the start of a cache line; each calling thread has its own.
 
-    It is numpy's memory, so that no default, mode or transform of torch has a part in it.
+    It is NumPy's memory, so that no default, mode or transform of torch affects it.
     """
     size, address, _ = getattr(_local, "space", (0, 0, None))
     if size < count:
@@ -132,7 +139,10 @@ def _workspace(count: int) -> int:
 
 @functools.cache
 def _openmp() -> Callable[..., None] | None:
-    """torch's own OpenMP threads, already there and awake; None if they are not GNU's."""
+    """GNU's function that runs code on torch's OpenMP threads; None where torch has another OpenMP.
+
+    These threads exist already, and wait in a loop for work: starting them costs microseconds.
+    """
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
             run = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
@@ -151,15 +161,15 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @functools.cache
 def _callable(address: int) -> Callable[[bytes], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)  # lets go of the interpreter's lock
+    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)  # releases the interpreter's lock
 
 
 _forked = False
 
 
 def _after_fork() -> None:
-    """A forked child has none of its parent's threads. OpenMP would wait for them for ever, so the
-    child uses new threads of Python's."""
+    """A forked child has none of its parent's threads, and OpenMP would wait for them for ever. So
+    the child uses new threads of Python."""
     global _forked
     _forked = True
     _pool.cache_clear()
@@ -170,7 +180,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _launch(address: int, data: bytes, threads: int) -> None:
-    """Run a kernel on several threads; each claims tasks until none is left."""
+    """Run a kernel on several threads; each takes tasks until none is left."""
     run, openmp = _callable(address), _openmp()
     if threads > 1 and openmp is not None and not _forked:
         openmp(address, data, threads, 0)

@@ -1,0 +1,330 @@
+"""The functions that a kernel is made of, each a loop over vectors, as intrinsics of numba.
+
+The first argument is the tile, known at compile time. Addresses are int64. What numba compiles is
+marked `no_type_check`: its types are LLVM's, and a wrapper that checks types cannot be compiled.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, no_type_check
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    infer_getattr,
+    intrinsic,
+    lower_getattr_generic,
+    models,
+    register_model,
+    typeof_impl,
+)
+
+from regard.ops.kernels.tiles import HIDDEN, LOG2E, Tile
+from regard.ops.kernels.vectors import FLOAT, INT32, INT64, Value, Vectors
+
+
+@functools.cache
+def machine_lanes() -> int:
+    """Float32 lanes of a vector of the processor that numba compiles for: 16, 8 or 4.
+
+    `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` may choose another processor than this machine's.
+    """
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
+
+
+BIT = ir.IntType(1)
+
+# ---- a Tile in compiled code: a value of no size, whose attributes are constants ----------------
+
+
+class TileType(types.Opaque):  # type: ignore[misc]  # numba has no types for mypy
+    """numba's type of one `Tile`."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+        super().__init__(name=repr(tile))
+
+
+register_model(TileType)(models.OpaqueModel)
+
+
+@typeof_impl.register(Tile)
+@no_type_check
+def _type_of(tile, context):
+    return TileType(tile)
+
+
+@infer_getattr
+class _TileAttributes(AttributeTemplate):  # type: ignore[misc]
+    key = TileType
+
+    @no_type_check
+    def generic_resolve(self, kind, name):
+        return types.literal(getattr(kind.tile, name))
+
+
+@lower_getattr_generic(TileType)
+@no_type_check
+def _attribute(context, builder, kind, value, name):
+    found = getattr(kind.tile, name)
+    return context.get_constant(types.literal(found).literal_type, found)
+
+
+def _emits(result: Any) -> Callable[[Callable[..., Value | None]], Any]:
+    """A decorator: what the function emits becomes an intrinsic with a result of this type.
+
+    The function gets `Vectors`, then the arguments: a tile as itself, others as LLVM's values.
+    """
+
+    @no_type_check
+    def wrap(emit):
+        def typed(context, *kinds):
+            rest = [types.float32 if k == types.float32 else types.int64 for k in kinds]
+            rest = [k if isinstance(k, TileType) else r for k, r in zip(kinds, rest, strict=True)]
+            lanes = kinds[0].tile.lanes if isinstance(kinds[0], TileType) else 1
+
+            def generate(context, builder, signature, values):
+                pairs = zip(kinds, values, strict=True)
+                given = [k.tile if isinstance(k, TileType) else value for k, value in pairs]
+                return emit(Vectors(builder, lanes), *given) or context.get_dummy_value()
+
+            return result(*rest), generate
+
+        typed.__name__ = emit.__name__
+        typed.__signature__ = inspect.signature(emit)  # numba passes arguments by their names
+        return intrinsic(typed)
+
+    return wrap
+
+
+# ---- score -------------------------------------------------------------------------------------
+
+
+@_emits(types.void)
+@no_type_check
+def load_query(e, tile, source, target, scale):
+    """target[:] = scale * source[:] in float32, in the order of `Vectors.elements`."""
+
+    def body(first, count):
+        place = e.advance(source, first, tile.item)
+        for i, x in enumerate(e.elements(place, count, tile.half)):
+            scaled = e.builder.fmul(x, e.broadcast(scale))
+            e.write(scaled, e.advance(target, first, 4), 4 * e.lanes * i)
+
+    e.columns(tile.width, body)
+
+
+@_emits(types.void)
+@no_type_check
+def dot_products(e, tile, queries, keys, stride, first, last, scores):
+    """scores[m, first + i] = queries[m] . keys[first + i] for a tile's `rows` m and `keys` i.
+
+    Keys after `last` are read as `last`, and their scores are overwritten later.
+    """
+    b = e.builder
+    cells = [[e.variable(e.constant(0.0)) for _ in range(tile.keys)] for _ in range(tile.rows)]
+    wanted = [b.add(first, INT64(i)) for i in range(tile.keys)]
+    wanted = [b.select(b.icmp_signed("<", i, last), i, last) for i in wanted]
+    places = [b.add(keys, b.mul(i, stride)) for i in wanted]
+
+    def body(start, count):
+        xs = [e.elements(e.advance(at, start, tile.item), count, tile.half) for at in places]
+        for m, row in enumerate(cells):
+            at = e.advance(b.add(queries, INT64(tile.query_bytes * m)), start, 4)
+            ys = e.elements(at, count, False)
+            for x, cell in zip(xs, row, strict=True):
+                for u, y in zip(x, ys, strict=True):
+                    e.accumulate(cell, u, y)
+
+    e.columns(tile.width, body)
+    for m, row in enumerate(cells):
+        found = e.sums([b.load(cell) for cell in row])
+        e.write(found, e.advance(scores, first, 4), 4 * tile.block * m)
+
+
+@_emits(types.void)
+@no_type_check
+def prefetch_value(e, tile, address):
+    """Request a row of values from memory before it is needed."""
+    e.prefetch(tile.value_width * tile.item, address)
+
+
+# ---- softmax -----------------------------------------------------------------------------------
+
+
+@_emits(types.boolean)
+@no_type_check
+def any_visible(e, tile, count, bias):
+    """Whether one of `count` biases is not -inf; true of a tile without biases."""
+    if not tile.biased:
+        return ir.Constant(BIT, 1)
+    found = cgutils.alloca_once_value(e.builder, BIT(0))
+    with e.loop(count) as u:
+        x = e.builder.load(e.pointer(FLOAT, e.advance(bias, u, 4)))
+        visible = e.builder.fcmp_unordered("!=", x, FLOAT(float(HIDDEN)))
+        e.builder.store(e.builder.or_(e.builder.load(found), visible), found)
+    return e.builder.load(found)
+
+
+@_emits(types.void)
+@no_type_check
+def add_bias(e, tile, count, bias, scores):
+    """scores[:count] += log2(e) bias[:count]; nothing for a tile without biases."""
+    if not tile.biased:
+        return
+    with e.loop(count) as u:
+        x = e.builder.load(e.pointer(FLOAT, e.advance(bias, u, 4)))
+        place = e.pointer(FLOAT, e.advance(scores, u, 4))
+        added = e.builder.fmul(x, FLOAT(float(LOG2E)))
+        e.builder.store(e.builder.fadd(e.builder.load(place), added), place)
+
+
+@_emits(types.void)
+@no_type_check
+def hide_from(e, tile, count, scores):
+    """scores[count:] = -inf, up to the end of the block."""
+    with e.loop(e.builder.sub(INT64(tile.block), count)) as u:
+        place = e.advance(scores, e.builder.add(count, u), 4)
+        e.builder.store(FLOAT(float(HIDDEN)), e.pointer(FLOAT, place))
+
+
+@_emits(types.float32)
+@no_type_check
+def maximum(e, tile, scores, least):
+    """The greatest of `least` and a block's scores."""
+    x = e.broadcast(least)
+    for i in range(0, tile.block, e.lanes):
+        x = e.maximum(e.read(scores, 4 * i), x)
+    return e.builder.extract_element(e.fold(x, e.maximum), INT32(0))
+
+
+@_emits(types.float32)
+@no_type_check
+def exponentials(e, tile, scores, top):
+    """scores[:] = 2 ** (scores[:] - top) for a block; their sum."""
+    top, total = e.broadcast(top), e.constant(0.0)
+    for i in range(0, tile.block, e.lanes):
+        x = e.exp2(e.builder.fsub(e.read(scores, 4 * i), top))
+        e.write(x, scores, 4 * i)
+        total = e.builder.fadd(total, x)
+    return e.builder.extract_element(e.fold(total, e.builder.fadd), INT32(0))
+
+
+@_emits(types.float32)
+@no_type_check
+def exp2(e, tile, x):
+    """2**x of one x <= 0."""
+    return e.builder.extract_element(e.exp2(e.broadcast(x)), INT32(0))
+
+
+@_emits(types.void)
+@no_type_check
+def scale_sums(e, tile, sums, factor):
+    """sums[:] *= factor, a row."""
+
+    def body(first, count):
+        for i in range(0, count, e.lanes):
+            place = e.advance(sums, first, 4)
+            scaled = e.builder.fmul(e.read(place, 4 * i), e.broadcast(factor))
+            e.write(scaled, place, 4 * i)
+
+    e.columns(tile.value_width, body)
+
+
+# ---- gather ------------------------------------------------------------------------------------
+
+
+@_emits(types.void)
+@no_type_check
+def add_weighted(e, tile, count, weights, values, stride, sums):
+    """sums[m, :strip] += sum over j < count of weights[m, j] values[j, :strip], for a tile's m."""
+    _add_weighted(e, tile, count, weights, values, stride, sums, lambda j: None)
+
+
+@_emits(types.void)
+@no_type_check
+def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahead, pace):
+    """`add_weighted`, and meanwhile requests `prefetch_bytes` of each row at `ahead`, `pace` bytes
+    apart."""
+
+    def prefetch(j):
+        e.prefetch(tile.prefetch_bytes, e.builder.add(ahead, e.builder.mul(j, pace)))
+
+    _add_weighted(e, tile, count, weights, values, stride, sums, prefetch)
+
+
+@no_type_check
+def _add_weighted(e, tile, count, weights, values, stride, sums, meanwhile):
+    b, pair = e.builder, 2 * e.lanes
+    vectors = range(0, tile.strip, e.lanes)
+    places = [tile.sum_bytes * m + 4 * c for m in range(tile.rows) for c in vectors]
+    cells = [e.variable(e.read(sums, place)) for place in places]
+    with e.loop(count) as j:
+        meanwhile(j)
+        row, xs = b.add(values, b.mul(j, stride)), []
+        weight = b.add(weights, b.mul(j, INT64(4)))
+        for c in range(0, tile.strip, pair):
+            at = b.add(row, INT64(c * tile.item))
+            xs += e.elements(at, min(pair, tile.strip - c), tile.half)
+        for m in range(tile.rows):
+            one = b.load(e.pointer(FLOAT, weight, 4 * tile.block * m), align=4)
+            w = e.broadcast(one)
+            for x, cell in zip(xs, cells[m * len(xs) : (m + 1) * len(xs)], strict=True):
+                e.accumulate(cell, x, w)
+    for cell, place in zip(cells, places, strict=True):
+        e.write(b.load(cell), sums, place)
+
+
+# ---- merge -------------------------------------------------------------------------------------
+
+
+@_emits(types.void)
+@no_type_check
+def add_share(e, tile, sums, share, merged):
+    """merged[:] += share sums[:], a row; each product is rounded before it is added."""
+
+    def body(first, count):
+        for i in range(0, count, e.lanes):
+            x, place = e.read(e.advance(sums, first, 4), 4 * i), e.advance(merged, first, 4)
+            product = e.builder.fmul(e.broadcast(share), x)
+            e.write(e.builder.fadd(product, e.read(place, 4 * i)), place, 4 * i)
+
+    e.columns(tile.value_width, body)
+
+
+@_emits(types.void)
+@no_type_check
+def store_row(e, tile, source, target):
+    """target[:] = source[:], a row of sums, from the order of `Vectors.elements` to memory's."""
+
+    def body(first, count):
+        offset = e.builder.mul(first, INT64(4))
+        xs = e.elements(e.builder.add(source, offset), count, False)
+        if tile.half and count == 2 * e.lanes:
+            xs = [e.shuffle(*xs, [i // 2 + e.lanes * (i % 2) for i in range(2 * e.lanes)])]
+        for i, x in enumerate(xs):
+            e.write(x, e.builder.add(target, offset), 4 * e.lanes * i)
+
+    e.columns(tile.value_width, body)
+
+
+# ---- of one number -----------------------------------------------------------------------------
+
+
+@_emits(types.int64)
+@no_type_check
+def next_number(e, address):
+    """The number in a counter that threads share, which is then one more."""
+    return e.builder.atomic_rmw("add", e.pointer(INT64, address), INT64(1), "acq_rel")
+
+
+@_emits(types.CPointer(types.float32))
+@no_type_check
+def floats(e, address):
+    """An address as a pointer to float32."""
+    return e.pointer(FLOAT, address)

@@ -1,0 +1,156 @@
+"""What a kernel is compiled for (`Tile`), what one call of it is given (`Arguments`), constants."""
+
+import math
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+LOWEST = np.float32(-1e38)  # where a running maximum starts: -inf - LOWEST is -inf and never NaN
+HIDDEN = np.float32(-math.inf)  # the score of a hidden key
+LOG2E = np.float32(math.log2(math.e))  # scores are in powers of 2: exp(x) is 2**(LOG2E x)
+EXP2 = (  # coefficients of 2**f on [-1/2, 1/2], lowest power first: minimax, error 2**-28.9
+    1.0, 0.6931472028550832, 0.24022647913626496, 0.05550332471100074,
+    0.009618437357826595, 0.0013398874422279362, 0.0001535336188694808,
+)  # fmt: skip
+
+KEYS_A_TASK = 256  # keys, at least: merging the partial results of fewer costs more than it saves
+TASKS_A_THREAD = 4  # tasks, at most: several for each thread, so that a slow core takes fewer
+BLOCK_BYTES = 4096  # of keys, at least: what a block costs once is then small beside reading it
+LINE = 64  # bytes of a cache line
+
+
+class Tile(NamedTuple):
+    """The shape of a kernel's loops. Each value is a constant in its machine code."""
+
+    lanes: int  # float32 elements of a vector: 16, 8 or 4
+    rows: int  # query rows that are multiplied with a key while it is in registers
+    width: int  # elements of a query and of a key, D
+    value_width: int  # elements of a value, Dv
+    block: int  # keys whose scores are computed before their values are read: 16, 32 or 64
+    half: bool  # q, k and v are bfloat16; otherwise float32
+    joined: bool  # a value is the first `value_width` elements of its key (absorbed MLA)
+    biased: bool  # a float32 bias is added to the scores
+
+    @property
+    def item(self) -> int:
+        """Bytes of one element of q, k and v."""
+        return 2 if self.half else 4
+
+    @property
+    def registers(self) -> int:
+        """Vectors of sums that stay in registers: AVX2 has 16 of them, AVX-512 and NEON have 32."""
+        return 12 if self.lanes == 8 else 24
+
+    @property
+    def keys(self) -> int:
+        """Keys whose scores are summed together, in `rows * keys` vector registers."""
+        most = 16 if self.rows == 1 else 8 if self.rows < 4 and self.lanes != 8 else 4
+        return min(self.lanes, most)
+
+    @property
+    def strip(self) -> int:
+        """Columns of the values whose weighted sums of `rows` rows fit into registers.
+
+        Two bfloat16 vectors are read at once, so a strip of those is a multiple of two vectors.
+        """
+        lanes, most = self.lanes, self.registers * self.lanes // self.rows
+        widths = range(lanes, min(most, self.value_width) + 1, lanes)
+        fits = [c for c in widths if self.value_width % c == 0]
+        whole = [c for c in fits if not self.half or c == self.value_width or c % (2 * lanes) == 0]
+        return max(whole, default=self.value_width)
+
+    @property
+    def prefetches(self) -> int:
+        """Into how many strips the prefetching of the next block's keys is divided."""
+        return 2 * (self.value_width // self.strip) if self.joined else 1
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Bytes of each key that one strip prefetches: whole cache lines."""
+        return -(-self.width * self.item // self.prefetches // LINE) * LINE
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of a scaled query in float32."""
+        return 4 * self.width
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a row of weighted sums in float32."""
+        return 4 * self.value_width
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that a task's result takes for each row: its sums, its maximum and its total.
+
+        The last two take a vector's space, so that each part begins at a multiple of a vector.
+        """
+        return 4 * (self.value_width + 2 * self.lanes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of a thread's scratch for each row: a scaled query, and the scores of a block."""
+        return 4 * (self.width + self.block)
+
+    def padded(self, rows: int) -> int:
+        """`rows` rounded up to whole tiles."""
+        return -(-rows // self.rows) * self.rows
+
+    def ranges(self, keys: int, heads: int, threads: int) -> tuple[int, int]:
+        """How many ranges the keys of a head are divided into, and the keys of each."""
+        ranges = max(1, min(TASKS_A_THREAD * threads // heads, keys // KEYS_A_TASK))
+        length = -(-keys // (ranges * self.block)) * self.block
+        return -(-keys // length), length
+
+
+def tile_for(
+    rows: int, width: int, value_width: int, half: bool, joined: bool, biased: bool, lanes: int
+) -> Tile:
+    """The tile for so many rows: of those that pad least, the one with most rows."""
+    most = 2 if lanes == 8 else 4 if half and value_width % (2 * lanes) else 6
+    in_tile = min(range(1, most + 1), key=lambda r: (-(-rows // r) * r, -r))
+    key_bytes = width * (2 if half else 4)
+    block = next((x for x in (16, 32) if x * key_bytes >= BLOCK_BYTES), 64)
+    return Tile(lanes, in_tile, width, value_width, block, half, joined, biased)
+
+
+class Arguments(NamedTuple):
+    """One call of a kernel. Addresses are in bytes, strides in elements of their tensor."""
+
+    batch: int  # sequences, B
+    kv_heads: int  # key heads, G
+    rows: int  # query rows of a key head: the query heads that share it, times the queries, M
+    keys: int  # keys of a sequence, S
+    q: int  # address of the queries [B, G, M, D]
+    q_batch: int
+    q_head: int
+    q_row: int
+    k: int  # address of the keys [B, G, S, D]
+    k_batch: int
+    k_head: int
+    k_row: int
+    v: int  # address of the values [B, G, S, Dv]; that of the keys where the tile is joined
+    v_batch: int
+    v_head: int
+    v_row: int
+    bias: int  # address of the bias [B, G, M, S] in float32; 0 where the tile has none
+    bias_batch: int
+    bias_head: int
+    bias_row: int  # 0 where all rows have the same bias
+    out: int  # address of the output [B, G, M, Dv], contiguous float32
+    lse: int  # address of the log-sum-exps [B, G, M], contiguous float32
+    counters: int  # address of the int64 counters: see the package's docstring
+    parts: int  # address of the tasks' results
+    scratch: int  # address of the threads' scratch
+    ranges: int  # ranges that the keys of a head are divided into; a task is one range of one head
+    range_keys: int  # keys of a range, the last one's excepted
+    scale: float  # of the scores, times log2(e): the kernel computes powers of 2
+
+
+def _field(name: str) -> tuple[str, type[np.generic]]:
+    return name, np.float32 if Arguments.__annotations__[name] is float else np.int64
+
+
+RECORD = np.dtype([_field(name) for name in Arguments._fields], align=True)  # as the kernel reads
+PACKED = struct.Struct("27qf4x")  # the same, as Python packs it in a microsecond

@@ -1,0 +1,177 @@
+"""Instructions of LLVM on vectors of float32, emitted one by one.
+
+Nothing depends on LLVM's auto-vectoriser. A vector has as many lanes as the tile says, which need
+not be the machine's: LLVM divides a vector that is wider than the machine's.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from regard.ops.kernels.tiles import EXP2, LINE
+
+FLOAT, INT16, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+ROUNDS = 12582912.0  # 1.5 * 2**23: a float32 plus this has the nearest integer in its low bits
+ROUNDS_BITS = 0x4B400000  # the bits of that float32
+BIAS = 127  # of a float32's exponent
+MANTISSA = 23  # bits of a float32's mantissa
+
+Value = Any  # an ir.Value: llvmlite has no types for mypy
+Kind = Any  # an ir.Type
+
+
+class Vectors:
+    """Emits instructions where `builder` stands, on vectors of so many lanes.
+
+    Addresses are int64 values, offsets are in bytes.
+    """
+
+    def __init__(self, builder: Any, lanes: int) -> None:
+        self.builder, self.lanes = builder, lanes
+        self.floats, self.words = ir.VectorType(FLOAT, lanes), ir.VectorType(INT32, lanes)
+
+    # ---- constants and memory ----
+
+    def constant(self, x: float) -> Value:
+        """A vector with `x` in every lane."""
+        return ir.Constant(self.floats, [x] * self.lanes)
+
+    def word(self, x: int) -> Value:
+        """A vector with the int32 `x` in every lane."""
+        return ir.Constant(self.words, [x] * self.lanes)
+
+    def broadcast(self, scalar: Value) -> Value:
+        """A vector with a computed float32 in every lane."""
+        undefined = ir.Constant(self.floats, ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, INT32(0))
+        return self.shuffle(first, undefined, [0] * self.lanes)
+
+    def pointer(self, kind: Kind, address: Value, offset: Value | int = 0) -> Value:
+        distance = INT64(offset) if isinstance(offset, int) else offset
+        return self.builder.inttoptr(self.builder.add(address, distance), kind.as_pointer())
+
+    def read(self, address: Value, offset: Value | int = 0) -> Value:
+        return self.builder.load(self.pointer(self.floats, address, offset), align=4)
+
+    def write(self, x: Value, address: Value, offset: Value | int = 0) -> None:
+        self.builder.store(x, self.pointer(x.type, address, offset), align=4)
+
+    def advance(self, address: Value, count: Value, size: int) -> Value:
+        """The address `count` items of `size` bytes further on."""
+        return self.builder.add(address, self.builder.mul(count, INT64(size)))
+
+    @contextmanager
+    def loop(self, count: Value) -> Iterator[Value]:
+        """A loop over 0 ... count - 1; what is emitted inside it is its body."""
+        with cgutils.for_range(self.builder, count) as loop:
+            yield loop.index
+
+    def variable(self, start: Value) -> Value:
+        """A vector that changes in a loop; LLVM keeps it in a register."""
+        cell = cgutils.alloca_once(self.builder, self.floats)
+        self.builder.store(start, cell)
+        return cell
+
+    def accumulate(self, cell: Value, x: Value, y: Value) -> None:
+        """cell += x y"""
+        self.builder.store(self.fma(x, y, self.builder.load(cell)), cell)
+
+    def prefetch(self, count: int, address: Value) -> None:
+        """Request the cache lines of `count` bytes before they are needed."""
+        byte = ir.IntType(8)
+        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), INT32, INT32, INT32])
+        call = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        read, keep_in_all_caches, data = INT32(0), INT32(3), INT32(1)
+        for offset in range(0, count, LINE):
+            place = self.pointer(byte, address, offset)
+            self.builder.call(call, [place, read, keep_in_all_caches, data])
+
+    # ---- rows of elements ----
+
+    def elements(self, address: Value, count: int, half: bool) -> list[Value]:
+        """One or two vectors of a row as float32, in the order in which the kernel holds them.
+
+        Two vectors of bfloat16 come as the even elements, then the odd ones: that takes a shift and
+        a mask, where the order of memory would take shuffles.
+        """
+        b = self.builder
+        if not half:
+            return [self.read(address, 4 * i) for i in range(0, count, self.lanes)]
+        if count == self.lanes:
+            x = b.load(self.pointer(ir.VectorType(INT16, self.lanes), address), align=2)
+            return [b.bitcast(b.shl(b.zext(x, self.words), self.word(16)), self.floats)]
+        x = b.load(self.pointer(self.words, address), align=2)
+        even, odd = b.shl(x, self.word(16)), b.and_(x, self.word(-65536))
+        return [b.bitcast(y, self.floats) for y in (even, odd)]
+
+    def columns(self, width: int, body: Callable[[Value, int], None]) -> None:
+        """body(first element, elements) along a row: two vectors a step, and one for an odd rest.
+
+        More than four steps are a loop of up to four steps each.
+        """
+        step = 2 * self.lanes
+        steps, rest = divmod(width, step)
+        unrolled = next(u for u in (4, 3, 2, 1) if steps % u == 0) if steps > 4 else max(steps, 1)
+        with self.loop(INT64(steps // unrolled)) as turn:
+            for u in range(unrolled if steps else 0):
+                first = self.builder.mul(turn, INT64(unrolled * step))
+                body(self.builder.add(first, INT64(u * step)), step)
+        if rest:
+            body(INT64(steps * step), rest)
+
+    # ---- arithmetic ----
+
+    def fma(self, x: Value, y: Value, z: Value) -> Value:
+        """x y + z: rounded once where the machine has an instruction for it, otherwise twice."""
+        kind = ir.FunctionType(self.floats, [self.floats] * 3)
+        name = f"llvm.fmuladd.v{self.lanes}f32"
+        call = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(call, [x, y, z])
+
+    def shuffle(self, x: Value, y: Value, lanes: Sequence[int]) -> Value:
+        """The vector of these lanes; those of `y` are counted from the number of lanes of `x`."""
+        chosen = ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
+        return self.builder.shuffle_vector(x, y, chosen)
+
+    def fold(
+        self, x: Value, join: Callable[[Value, Value], Value], part: int | None = None
+    ) -> Value:
+        """Every group of `part` neighbouring lanes joined, the result in each of its lanes."""
+        part = self.lanes if part is None else part
+        while part > 1:
+            part //= 2
+            x = join(x, self.shuffle(x, x, [i ^ part for i in range(self.lanes)]))
+        return x
+
+    def sums(self, xs: list[Value]) -> Value:
+        """The lane sums of 2**i vectors as one vector of so many lanes, by a tree of shuffles."""
+        count, part = len(xs), self.lanes
+        while len(xs) > 1:
+            part //= 2
+            low = [g + i for g in range(0, self.lanes, 2 * part) for i in range(part)]
+            low += [self.lanes + i for i in low]
+            high = [i + part for i in low]
+            xs = [
+                self.builder.fadd(self.shuffle(x, y, low), self.shuffle(x, y, high))
+                for x, y in zip(xs[::2], xs[1::2], strict=True)
+            ]
+        x = self.fold(xs[0], self.builder.fadd, part)
+        return self.shuffle(x, x, range(0, self.lanes, self.lanes // count))
+
+    def maximum(self, x: Value, y: Value) -> Value:
+        """The greater of each lane; `y` where one of them is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
+
+    def exp2(self, x: Value) -> Value:
+        """2**x of x <= 0, to about an ulp; 0 below -127."""
+        b = self.builder
+        x, rounds = self.maximum(self.constant(float(-BIAS)), x), self.constant(ROUNDS)
+        shifted = b.fadd(x, rounds)
+        fraction, y = b.fsub(x, b.fsub(shifted, rounds)), self.constant(EXP2[-1])
+        for coefficient in EXP2[-2::-1]:
+            y = self.fma(y, fraction, self.constant(coefficient))
+        exponent = b.add(b.bitcast(shifted, self.words), self.word(BIAS - ROUNDS_BITS))
+        return b.fmul(y, b.bitcast(b.shl(exponent, self.word(MANTISSA)), self.floats))

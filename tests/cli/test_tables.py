@@ -88,7 +88,7 @@ def test_the_kernels_objection_is_the_backends_own(monkeypatch):
     from regard.ops.observed import kernel_objection
 
     assert kernel_objection() is None
-    monkeypatch.setattr(fused, "is_there", lambda: False)
+    monkeypatch.setattr(fused, "is_installed", lambda: False)
     assert "numba" in kernel_objection()
 
 

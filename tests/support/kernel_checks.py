@@ -1,12 +1,18 @@
-"""The decoding kernel against attention in float64, here and in a fresh process."""
+"""The decoding kernel against attention in float64 and its specification, and fresh processes."""
 
 import os
+import platform
 import subprocess
 import sys
 
+import numpy as np
 import torch
+from numba.core.registry import cpu_target
 
+from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
+from regard.ops.kernels.specification import Specification
+from regard.ops.kernels.tiles import tile_for
 
 UNIT = torch.finfo(torch.float32).eps / 2
 
@@ -26,10 +32,42 @@ def check(q, k, v, bias=None, joined=False, lanes=None):
     out, lse = decode(q, k, scale=scale, bias=bias, lanes=lanes, **given)
     wanted, sums, bound = judge(q, k, v, scale, bias)
     assert (out.double() - wanted).abs().max() <= bound
-    seen = sums > -torch.inf
-    assert lse[~seen].eq(-torch.inf).all()
-    assert out[~seen].eq(0).all()
-    torch.testing.assert_close(lse[seen].double(), sums[seen], rtol=0, atol=2e-5)
+    visible = sums > -torch.inf
+    assert lse[~visible].eq(-torch.inf).all()
+    assert out[~visible].eq(0).all()
+    torch.testing.assert_close(lse[visible].double(), sums[visible], rtol=0, atol=2e-5)
+
+
+def check_specification(q, k, v, bias=None, joined=False, lanes=None):
+    """The kernel and its specification: the same bits, but for what NumPy cannot express."""
+    lanes, half = lanes or machine_lanes(), q.dtype is torch.bfloat16
+    given = {"width": v.shape[-1]} if joined else {"v": v}
+    out, lse = decode(q, k, scale=0.17, bias=bias, lanes=lanes, **given)
+    b, g, m, d = q.shape
+    tile = tile_for(m, d, v.shape[3], half, joined, bias is not None, lanes)
+    added = None if bias is None else bias.expand(b, g, m, k.shape[2]).numpy()
+    arrays = [x.float().numpy() for x in (q, k, v)]
+    twin = Specification(tile, has_fma())
+    wanted, sums = twin.decode(*arrays, added, 0.17, torch.get_num_threads())
+    assert (out.numpy() == wanted).mean() > 0.99
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=8 * UNIT * v.abs().max().item())
+    np.testing.assert_allclose(lse, sums, rtol=4 * UNIT, atol=4 * UNIT)
+
+
+def has_fma():
+    """Whether the processor that numba compiles for adds a product with one rounding."""
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return "+fma" in features or platform.machine() in ("aarch64", "arm64")
+
+
+def as_bfloat16(x):
+    """The bits of the nearest bfloat16 values."""
+    return torch.from_numpy(x).bfloat16().view(torch.int16).numpy()
+
+
+def widened(x):
+    """The float32 values of the bits of bfloat16."""
+    return torch.from_numpy(x).view(torch.bfloat16).float().numpy()
 
 
 def run_python(code, **environment):

@@ -134,5 +134,5 @@ MEASURED: dict[str, Callable[[float], Rate]] = {
     "row_float": lambda size: _row(torch.float32, size),
     "row_half": lambda size: _row(torch.bfloat16, size),
 }
-if fused.is_there():
+if fused.is_installed():
     MEASURED |= {"stream": _stream, "fused": _fused}

@@ -1,8 +1,7 @@
-"""The decoding kernel against float64: every tile of rows, width, stride, mask, and merge."""
+"""The decoding kernel against float64 and its specification: tiles, strides, biases, merging."""
 
 import itertools
 import platform
-import random
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,16 +10,15 @@ import torch
 
 pytest.importorskip("numba")
 
-from kernel_checks import check, run_python
-from regard.ops.kernels.decoding import compiled
-from regard.ops.kernels.lanes import machine_lanes
+from kernel_checks import check, check_specification, run_python
+from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
+from regard.ops.kernels.tiles import tile_for
 from session import LONG
 
 
-class Tile(NamedTuple):
-    """What `compiled` chooses a kernel by: lanes of a vector, rows of a tile, widths of keys and
-    values, and whether values are the first columns of keys."""
+class Kind(NamedTuple):
+    """What the shape of a kernel depends on; its rows are those of a tile, not of a call."""
 
     lanes: int
     rows: int
@@ -31,49 +29,67 @@ class Tile(NamedTuple):
     biased: bool
 
     def check(self):
-        """The kernel against float64, for two or more tiles of rows, and keys in several blocks."""
+        """The kernel against float64 and its specification: several tiles, and blocks of keys."""
         torch.manual_seed(0)
         dtype = torch.bfloat16 if self.half else torch.float32
         count = {1: 7, 2: 14, 3: 9}.get(self.rows, 2 * self.rows)
         given = count, self.width, self.values, self.half, self.joined, self.biased
-        assert compiled(*given, self.lanes)[0] == self.rows
+        assert tile_for(*given, self.lanes).rows == self.rows
         q, k = torch.randn(1, 2, count, self.width), torch.randn(1, 2, 517, self.width)
         v = k[..., : self.values] if self.joined else torch.randn(1, 2, 517, self.values)
         bias = None
         if self.biased:
             bias = torch.randn(1, 2, count, 517)
             bias = bias.masked_fill(torch.rand(bias.shape) < 0.3, -torch.inf)
-            bias[0, 0, 0] = -torch.inf
-        check(q.to(dtype), k.to(dtype), v.to(dtype), bias, self.joined, self.lanes)
+            bias[0, 0, 0] = bias[..., 64:160] = -torch.inf
+        given = q.to(dtype), k.to(dtype), v.to(dtype), bias, self.joined, self.lanes
+        check(*given)
+        check_specification(*given)
+
+    def paths(self):
+        """What decides which code is emitted: pairs of choices, each to be covered once."""
+        step = 2 * self.lanes
+        tile = tile_for(self.rows, *self[2:4], self.half, self.joined, self.biased, self.lanes)
+        strips = tile.value_width // tile.strip
+        yield "rows", self.lanes, self.rows
+        yield "rows of the dtype", self.half, self.rows
+        yield "read", self.lanes, self.half, self.joined
+        yield "added", self.biased, self.half, self.joined
+        yield "keys", self.half, self.width % step > 0, min(self.width // step, 5)
+        yield "values", self.half, self.values % step > 0, min(strips, 3), self.joined
+        yield "block", tile.block
 
 
 ROWS = {16: range(1, 7), 8: range(1, 3), 4: range(1, 7)}
 WIDTHS = [  # keys, values, joined: one vector, odd numbers of vectors, long loops, narrower values
     (16, 16, False), (64, 64, False), (96, 64, True), (80, 80, False), (192, 128, False),
     (32, 32, True), (48, 48, False), (128, 128, False), (96, 32, True), (256, 256, False),
-    (48, 16, True), (64, 16, False), (112, 112, False), (576, 512, True),
+    (48, 16, True), (64, 16, False), (112, 112, False), (576, 512, True), (48, 32, False),
+    (96, 96, False), (256, 64, False),
 ]  # fmt: skip
 EVERY = [
-    Tile(lanes, rows, *widths, half, biased)
+    Kind(lanes, rows, *widths, half, biased)
     for lanes, tiles in ROWS.items()
     for rows, widths, half, biased in itertools.product(tiles, WIDTHS, (False, True), (False, True))
     if rows <= 4 or not half or widths[1] % (2 * lanes) == 0  # no wider tile is chosen for those
 ]
 
 
-def some(lanes=tuple(ROWS), seed=0):
-    """A tile of each number of lanes and rows, of each pair of widths, and of each way to read."""
-    found = {}
-    for tile in random.Random(seed).sample(EVERY, len(EVERY)):
-        if tile.lanes in lanes:
-            for key in (tile[:2], tile[2:5], (tile.lanes, tile.half, tile.joined)):
-                found.setdefault(key, tile)
-    return sorted(set(found.values()))
+def covering(kinds):
+    """Few kinds that take every path which any of them takes: each adds the most new ones."""
+    left, chosen = {path for kind in kinds for path in kind.paths()}, []
+    while left:
+        chosen.append(max(kinds, key=lambda kind: len(left.intersection(kind.paths()))))
+        left.difference_update(chosen[-1].paths())
+    return sorted(chosen)
 
 
-@pytest.mark.parametrize("tile", EVERY if LONG else some(), ids=str)
-def test_every_tile_at_every_number_of_lanes(tile):
-    tile.check()
+ABSORBED = Kind(16, 6, 576, 512, joined=True, half=True, biased=False)  # DeepSeek's widths
+
+
+@pytest.mark.parametrize("kind", EVERY if LONG else [*covering(EVERY), ABSORBED], ids=str)
+def test_every_tile_at_every_number_of_lanes(kind):
+    kind.check()
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names of x86 processors")
@@ -83,46 +99,37 @@ def test_every_tile_at_every_number_of_lanes(tile):
 def test_code_for_processors_without_wide_vectors(name, features, lanes):
     """What such a machine compiles, without the instructions that it lacks, run on this one."""
     if lanes > machine_lanes():
-        pytest.skip("this machine has no vectors of 8 numbers")
+        pytest.skip("this machine has no vectors of 8 lanes")
+    plain, wide = Kind(lanes, 1, 48, 48, False, False, False), Kind(lanes, 2, 96, 64, *[True] * 3)
+    kinds = [kind for kind in EVERY if kind.lanes == lanes] if LONG else [plain, wide]
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_kernels as t\n"
-        f"assert t.machine_lanes() == {lanes}\n"
-        f"for tile in [each for each in t.EVERY if each.lanes == {lanes}][{0 if LONG else 5}"
-        f"::{1 if LONG else 83}]:\n    tile.check()"
+        "from test_kernels import Kind, machine_lanes\n"
+        f"assert machine_lanes() == {lanes}\n"
+        f"for kind in {kinds}:\n    kind.check()"
     )
     chosen = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     run_python(code, **chosen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33])
-def test_every_tile_of_rows(rows, dtype):
-    q = torch.randn(2, 2, rows, 64).to(dtype)
-    k, v = (torch.randn(2, 2, 333, 64).to(dtype) for _ in range(2))
-    check(q, k, v)
+def test_every_number_of_rows(rows):
+    k, v = torch.randn(2, 2, 2, 333, 64)
+    check(torch.randn(2, 2, rows, 64), k, v)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("width", "values"), [(16, 16), (48, 32), (80, 80), (96, 96), (192, 128), (256, 64)]
-)
-def test_every_width(width, values, dtype):
-    q, k = torch.randn(1, 2, 3, width).to(dtype), torch.randn(1, 2, 101, width).to(dtype)
-    check(q, k, torch.randn(1, 2, 101, values).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [16, 40])
-def test_values_that_are_the_first_columns_of_the_keys(rows, dtype):
-    q, k = torch.randn(1, 1, rows, 96).to(dtype), torch.randn(1, 1, 600, 96).to(dtype)
+def test_values_that_are_the_first_columns_of_the_keys(rows):
+    q, k = torch.randn(1, 1, rows, 96).bfloat16(), torch.randn(1, 1, 600, 96).bfloat16()
     check(q, k, k[..., :64], joined=True)
 
 
 @pytest.mark.parametrize("keys", [1, 2, 15, 16, 17, 255, 256, 257, 1025])
 def test_every_number_of_keys(keys):
     q, k = torch.randn(1, 1, 3, 32), torch.randn(1, 1, keys, 32)
-    check(q, k, torch.randn(1, 1, keys, 32))
+    v = torch.randn(1, 1, keys, 32)
+    check(q, k, v)
+    check_specification(q, k, v)
 
 
 def test_views_of_larger_buffers_and_other_orders():
@@ -131,6 +138,7 @@ def test_views_of_larger_buffers_and_other_orders():
     v = torch.randn(2, 300, 3, 64).transpose(1, 2)  # tokens before heads
     q = torch.randn(2, 4, 3, 64).transpose(1, 2)
     check(q, k, v)
+    check_specification(q, k, v)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 90), (1, 1, 4, 90), (2, 1, 1, 90), (1, 3, 1, 90)])
@@ -139,12 +147,13 @@ def test_biases_broadcast_and_hide(shape, dtype):
     q, k, v = (torch.randn(2, 3, n, 32).to(dtype) for n in (4, 90, 90))
     bias = torch.randn(shape)
     bias = bias.masked_fill(torch.rand(shape) < 0.3, -torch.inf)
-    bias[0, 0, 0] = -torch.inf  # a row, or more, that sees nothing
+    bias[0, 0, 0] = -torch.inf  # one fully masked row, or more
     check(q, k, v, bias)
+    check_specification(q, k, v, bias)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 700), (2, 3, 4, 700)])
-def test_blocks_of_keys_that_nobody_sees_are_not_read(shape):
+def test_blocks_of_keys_that_are_hidden_from_all_rows_are_not_read(shape):
     q, k, v = (torch.randn(2, 3, n, 32) for n in (4, 700, 700))
     bias = torch.zeros(shape)
     bias[0, ..., 100:400] = -torch.inf
@@ -160,7 +169,7 @@ def test_large_scores():
     check(q, k, torch.randn(1, 2, 500, 64))
 
 
-def test_what_is_not_a_number_comes_out():
+def test_nan_in_a_key_appears_in_the_output():
     q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 40, 16)
     k[0, 0, 7, 3] = torch.nan
     assert decode(q, k, k, scale=1.0)[0].isnan().any()

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("numba")
 
 from kernel_checks import check, run_python
-from regard.ops.kernels.lanes import machine_lanes
+from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import _launch, _openmp, decode
 
 
@@ -137,19 +137,25 @@ def plain(*shape, dtype=torch.float32):
 Q, K = plain(1, 2, 3, 32), plain(1, 2, 40, 32)
 REFUSED = {
     "another dtype": ({"q": Q.double(), "k": K.double(), "v": K.double()}, "float32 or bfloat16"),
-    "queries of another dtype": ({"q": Q.bfloat16()}, "q is to be torch.float32"),
-    "values of another dtype": ({"v": K.bfloat16()}, "v is to be torch.float32"),
-    "a bias in double precision": ({"bias": torch.zeros(40).double()}, "bias is to be .*float32"),
-    "another number of keys": ({"v": plain(1, 2, 39, 32)}, r"v is to be .* \(1, 2, 40, 32\)"),
-    "another number of heads": ({"k": plain(1, 1, 40, 32)}, "k is to be"),
-    "another width": ({"k": plain(1, 2, 40, 48)}, "k is to be"),
+    "queries of another dtype": ({"q": Q.bfloat16()}, "q must be torch.float32"),
+    "values of another dtype": ({"v": K.bfloat16()}, "v must be torch.float32"),
+    "a bias in double precision": ({"bias": torch.zeros(40).double()}, "bias must be .*float32"),
+    "another number of keys": ({"v": plain(1, 2, 39, 32)}, r"v must be .* \(1, 2, 40, 32\)"),
+    "another number of heads": ({"k": plain(1, 1, 40, 32)}, "k must be"),
+    "another width": ({"k": plain(1, 2, 40, 48)}, "k must be"),
     "an odd width": ({"q": Q[..., :20], "k": K[..., :20]}, "multiples of 16, got 20 and 32"),
     "odd values": ({"v": K[..., :20]}, "multiples of 16, got 32 and 20"),
-    "columns apart": ({"k": plain(1, 2, 40, 64)[..., ::2]}, "2 apart, not 1"),
-    "a bias repeated": ({"bias": torch.zeros(1, 1, 1, 1)}, "dimension of bias are 0 apart"),
-    "no keys": ({"k": K[:, :, :0], "v": K[:, :, :0]}, "needs a key"),
+    "columns with a stride": (
+        {"k": plain(1, 2, 40, 64)[..., ::2]},
+        "has stride 2, not 1",
+    ),
+    "a bias for all keys": (
+        {"bias": torch.zeros(1, 1, 1, 1)},
+        "of bias has stride 0",
+    ),
+    "no keys": ({"k": K[:, :, :0], "v": K[:, :, :0]}, "needs at least one key"),
     "no queries": ({"q": Q[:, :, :0]}, "has no memory"),
-    "values wider than keys": ({"v": None, "width": 48}, "no wider than these, got 48 of 32"),
+    "values wider than keys": ({"v": None, "width": 48}, "no wider than the keys, got 48 of 32"),
     "another device": ({"k": K.to("meta")}, "Tensor on meta"),
     "a subclass": ({"k": K.as_subclass(type("Mine", (torch.Tensor,), {}))}, "but a Mine on cpu"),
     "a lazy minus sign": ({"k": torch._neg_view(K)}, "k is no plain tensor"),

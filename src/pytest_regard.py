@@ -38,10 +38,10 @@ class Laws(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         """A test for each law."""
-        from regard.verify import CHECKS
+        from regard.verify import LAWS
 
         reports = Reports(self.subject, quick=self.quick)
-        for name in CHECKS:
+        for name in LAWS:
             item: Law = Law.from_parent(self, name=name)
             item.reports = reports
             yield item
@@ -90,7 +90,7 @@ class Reports:
             self._report = check(self.subject, self.like, quick=self.quick)
         if self._report.problem:
             raise LawBroken(f"{self.subject} was not understood: {self._report.problem}")
-        return next(each for each in self._report.outcomes if each.check == name)
+        return next(each for each in self._report.outcomes if each.law == name)
 
 
 def judged(outcome: "Outcome") -> None:
@@ -98,7 +98,7 @@ def judged(outcome: "Outcome") -> None:
     if outcome.status == "not applicable":
         pytest.skip(outcome.reason)
     if outcome.status == "failed":
-        raise LawBroken(f"{outcome.law}\n{outcome.example}")
+        raise LawBroken(f"{outcome.statement}\n{outcome.example}")
 
 
 def laws(
@@ -111,18 +111,18 @@ def laws(
         like: its conventions.
         quick: fewer sizes, no compiler.
 
-    >>> from regard.verify import CHECKS
-    >>> len(laws(lambda q, k, v: v)) == len(CHECKS)
+    >>> from regard.verify import LAWS
+    >>> len(laws(lambda q, k, v: v)) == len(LAWS)
     True
     """
-    from regard.verify import CHECKS
+    from regard.verify import LAWS
 
     reports = Reports(subject, like, quick=quick)
 
     def law(name: str) -> Callable[[], None]:
         return lambda: judged(reports.outcome(name))
 
-    return [pytest.param(law(name), id=name) for name in CHECKS]
+    return [pytest.param(law(name), id=name) for name in LAWS]
 
 
 @pytest.hookimpl(wrapper=True)

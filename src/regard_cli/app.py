@@ -194,17 +194,17 @@ def verify(
         typer.Option("--like", help="A convention, name=value; may be repeated. Values are JSON."),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="A check to run; may be repeated.")
+        list[str] | None, typer.Option("--only", help="A law to check; may be repeated.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, no compiler.")] = False,
-    seed: Annotated[int, typer.Option(help="Of all dice.")] = 0,
-    limit: Annotated[float, typer.Option(min=1.0, help="Seconds for one check.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds for one law.")] = 30.0,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB the subject may take.")] = 4.0,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
     as_json: Json = False,
-    listed: Annotated[bool, typer.Option("--list", help="List the checks and leave.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the laws and stop.")] = False,
 ) -> None:
-    """Judge anyone's attention: what it does, which laws it breaks, and the smallest case."""
+    """Check an attention of any origin: which laws it breaks, with the smallest case of each."""
     if subject is None and not listed:
         raise typer.BadParameter("give PATH.py:NAME, or --list", param_hint="SUBJECT")
 

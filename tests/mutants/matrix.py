@@ -33,19 +33,19 @@ def rows():
 
 
 def main():
-    from regard.verify import CHECKS
+    from regard.verify import LAWS
 
     found = list(rows())
     counts = Counter(name for _, noticed in found for name in noticed)
     killed = sum(bool(noticed) for _, noticed in found)
-    lines = [HEAD.format(mutants=len(found), checks=len(CHECKS), killed=killed)]
+    lines = [HEAD.format(mutants=len(found), checks=len(LAWS), killed=killed)]
     lines.append("| fault | found in | noticed by |\n|---|---|---|")
     for mutant, noticed in found:
         names = [f"**{name}**" for name in mutant.kills if name in noticed]
-        names += [name for name in CHECKS if name in noticed and name not in mutant.kills]
+        names += [name for name in LAWS if name in noticed and name not in mutant.kills]
         lines.append(f"| {mutant.name} | {mutant.after} | {', '.join(names) or 'nothing'} |")
     lines.append("\n## How much each check notices\n\n| check | faults |\n|---|---|")
-    lines += [f"| {name} | {counts[name]} |" for name in sorted(CHECKS, key=lambda n: -counts[n])]
+    lines += [f"| {name} | {counts[name]} |" for name in sorted(LAWS, key=lambda n: -counts[n])]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{killed} of {len(found)} noticed; {PAGE}")

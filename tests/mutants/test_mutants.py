@@ -45,7 +45,7 @@ def test_a_mutant_is_killed(mutant):
     report = check(mutant.make(), mutant.like, only=mutant.kills)
     assert not report.problem
     for outcome in report.outcomes:
-        assert outcome.status in ("failed", "advice"), f"{outcome.check}: {outcome.reason}"
+        assert outcome.status in ("failed", "advice"), f"{outcome.law}: {outcome.reason}"
         assert outcome.example.cause
         assert "the call ended in" not in outcome.example.cause, outcome.example
 
@@ -63,7 +63,7 @@ def test_what_is_right_keeps_every_law(name):
 
 def test_every_check_kills_a_mutant():
     """A check that nothing fails says nothing."""
-    from regard.verify import CHECKS
+    from regard.verify import LAWS
 
-    idle = set(CHECKS) - {name for mutant in MUTANTS for name in mutant.kills}
+    idle = set(LAWS) - {name for mutant in MUTANTS for name in mutant.kills}
     assert idle == set()

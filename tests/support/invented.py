@@ -14,7 +14,7 @@ from regard.convert.report import Report as Conversion
 from regard.convert.targets import Target
 from regard.hf.generating.writing import Written
 from regard.ops.rates import DEFAULT, Speed
-from regard.verify import CHECKS, Outcome, Report
+from regard.verify import LAWS, Outcome, Report
 from regard.verify.law import Counterexample
 
 REFUSAL = "this attention has no place for qk_norm; a cache of fewer bits keeps the model as it is"
@@ -90,7 +90,7 @@ JUDGED = Report(
         Outcome(
             each.name,
             ("passed", "failed", "advice", "not applicable")[at % 4],
-            each.law,
+            each.statement,
             each.kind,
             each.catches,
             reason="it has no past that was found" if at % 4 == 3 else "",
@@ -102,7 +102,7 @@ JUDGED = Report(
             if at % 4 == 1
             else None,
         )
-        for at, each in enumerate(CHECKS.values())
+        for at, each in enumerate(LAWS.values())
     ],
 )  # fmt: skip
 WRITTEN = [
@@ -124,7 +124,7 @@ WRITTEN = [
 PRINTED = {
     "compare": partial(compare.show, COMPARISON),
     "verify": partial(verify.show, JUDGED),
-    "verify --list": lambda console: tabulate(console, verify.LISTED, verify.listed_checks()),
+    "verify --list": lambda console: tabulate(console, verify.LISTED, verify.listed_laws()),
     "bench": partial(bench.show, BENCH),
     "convert": partial(convert.show, CONVERSION, Path("a folder/of mine")),
     "tune": partial(tune.show, Speed(2e-6, 320e9, 8e9, 14e9, 4e9), TUNING),

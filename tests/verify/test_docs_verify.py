@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from mutants import callers, functions, layers, things
-from regard.verify import CHECKS, Conventions
+from regard.verify import LAWS, Conventions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "verify.md").read_text()
@@ -26,12 +26,12 @@ def test_every_convention_is_named():
 
 
 def test_the_numbers_are_those_of_the_code():
-    assert f"asks {len(CHECKS)} laws" in PAGE
+    assert f"asks {len(LAWS)} laws" in PAGE
     assert f"{len(MUTANTS)} broken attentions" in PAGE
     assert f"{len(MUTANTS)} of them are noticed" in MATRIX.replace("\n", " ")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in MATRIX.splitlines()]
     assert {mutant.name for mutant in MUTANTS} <= set(rows)
-    assert set(CHECKS) <= set(rows)
+    assert set(LAWS) <= set(rows)
 
 
 def test_every_mutant_is_noticed_by_the_check_that_names_its_cause():

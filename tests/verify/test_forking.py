@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from regard.verify.law import Broken, Counterexample, NotApplicable
-from regard.verify.run import forking
-from regard.verify.run.forking import in_a_copy
+from regard.verify.run import forked
+from regard.verify.run.forked import in_a_copy
 from regard.verify.subject.subject import SubjectError
 
 EXAMPLE = Counterexample("B=1", "[0]", "1", "2", "it is off by one", [[True]], [[False]])
@@ -72,7 +72,7 @@ def test_an_exit_is_a_broken_law():
     ids=["control crashes", "control raises", "killed", "does not come back"],
 )
 def test_what_may_be_the_copys_fault_is_not_judged(control, ask, monkeypatch):
-    monkeypatch.setattr(forking, "PATIENCE", 1)
+    monkeypatch.setattr(forked, "PATIENCE", 1)
     with pytest.raises(NotApplicable, match="a copy of this process could not be asked"):
         in_a_copy(control, ask)
 

@@ -16,7 +16,7 @@ def judged(name, only=FEW, **options):
 
 
 def statuses(report):
-    return {each.check: each.status for each in report.outcomes}
+    return {each.law: each.status for each in report.outcomes}
 
 
 def test_what_it_prints_is_nobodys_business(capfd):
@@ -61,7 +61,7 @@ def test_what_does_not_survive_its_first_call(name, said):
 
 
 def test_a_hang_before_anything_is_known(monkeypatch):
-    monkeypatch.setattr("regard.verify.run.isolating.LOADING", 6.0)
+    monkeypatch.setattr("regard.verify.run.separate_process.LOADING", 6.0)
     report = judged("hangs")
     assert "it did not come back within 6 s" in report.problem
 

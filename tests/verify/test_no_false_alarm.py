@@ -23,7 +23,7 @@ from regard import (
     StaticCache,
 )
 from regard import KVCache as GrowingCache
-from regard.verify import CHECKS, check
+from regard.verify import LAWS, check
 from session import LONG
 
 MLA = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
@@ -65,11 +65,11 @@ HF = {
 
 def keeps(report, *, least, except_for=()):
     """Every law but those, and not because none applied."""
-    said = "\n".join(f"{each.check}: {each.example}" for each in report.having("failed"))
+    said = "\n".join(f"{each.law}: {each.example}" for each in report.having("failed"))
     assert not report.problem, report.problem
     assert set(report.failed) == set(except_for), said
     assert len(report.having("passed")) >= least, [
-        (each.check, each.reason) for each in report.having("not applicable")
+        (each.law, each.reason) for each in report.having("not applicable")
     ]
 
 
@@ -125,7 +125,7 @@ def test_torchs_function():
     report = check(nn.functional.scaled_dot_product_attention, quick=not LONG)
     keeps(report, least=34)
     assert set(report.advice) == {"masked_poison", "error_messages"}
-    poison = next(each for each in report.outcomes if each.check == "masked_poison")
+    poison = next(each for each in report.outcomes if each.law == "masked_poison")
     assert poison.known == "pytorch#103963"
     assert report.inferred["causal alignment"] == "top-left corner"
 
@@ -147,14 +147,14 @@ def test_flex_attention():
         "gqa_order",
     ]
     if LONG:
-        names = list(CHECKS)
+        names = list(LAWS)
     keeps(check(subjects.flex, only=names, quick=True), least=5)
 
 
 @pytest.mark.parametrize("name", HF)
 def test_transformers(name):
     pytest.importorskip("transformers")
-    from regard.verify.subject.finding import find
+    from regard.verify.subject.lookup import find
 
     report = check(find(f"transformers.models.{HF[name]}")[0], quick=not LONG)
     keeps(report, least=19 if name in ("DeepSeek-V3", "a whole Llama") else 30)
@@ -162,7 +162,7 @@ def test_transformers(name):
 
 def test_transformers_rotates_and_caps():
     pytest.importorskip("transformers")
-    from regard.verify.subject.finding import find
+    from regard.verify.subject.lookup import find
 
     sinks = check(find(f"transformers.models.{HF['gpt-oss']}")[0], only=["oracle_forward"])
     assert sinks.inferred["a query that sees nothing"] == "reads zeros"

@@ -8,7 +8,7 @@ from torch import nn
 
 from mutants import good
 from regard.verify import check, understand
-from regard.verify.report.visibility import explain, read_sight, read_weights
+from regard.verify.visibility import explain, read_sight, read_weights
 
 
 def attention(layout="BHLD", polarity="keep", dtype="bool", shape="BHLS", causal=None, scale=None):

@@ -10,7 +10,7 @@ from regard.verify import SubjectError, check, understand
 
 
 def example(report, name):
-    return next(each.example for each in report.outcomes if each.check == name)
+    return next(each.example for each in report.outcomes if each.law == name)
 
 
 def test_a_scale_by_the_width_is_called_that():
@@ -58,7 +58,7 @@ def test_a_past_inside_is_found():
     report = check(subjects.WithCache, quick=True)
     assert report.failed == []
     assert report.inferred["cache"] == "inside, internal"
-    assert {"chunked_prefill", "decode_equals_full"} <= {e.check for e in report.having("passed")}
+    assert {"chunked_prefill", "decode_equals_full"} <= {e.law for e in report.having("passed")}
 
 
 def test_heads_inside_an_added_mask_and_heads_side_by_side():
@@ -84,17 +84,17 @@ def test_heads_are_counted_where_nothing_says_how_many():
 def test_the_annotated_transformer():
     function = check(subjects.annotated, quick=True)
     assert function.failed == []
-    assert "dropout_stats" in {each.check for each in function.having("passed")}
+    assert "dropout_stats" in {each.law for each in function.having("passed")}
     module = check(subjects.MultiHeadedAttention, quick=True)
     assert module.failed == []
     assert "BLS" in module.inferred["mask"]
-    assert {"dropout_stats", "oracle_forward"} <= {e.check for e in module.having("passed")}
+    assert {"dropout_stats", "oracle_forward"} <= {e.law for e in module.having("passed")}
 
 
 def test_what_reads_another_sequence_only():
     report = check(subjects.CrossOnly, quick=True)
     assert report.failed == []
-    assert "cross_attention" in {each.check for each in report.having("passed")}
+    assert "cross_attention" in {each.law for each in report.having("passed")}
 
 
 def test_a_factory_is_called():
@@ -141,7 +141,7 @@ def test_conventions_that_do_not_exist_are_refused():
         check(subjects.right, {"polarity": "keeping"})
     with pytest.raises(ValueError, match="give the object itself"):
         check("some.py:thing", {"options": {"mask": torch.ones(2)}})
-    with pytest.raises(ValueError, match="no check is called 'oracle'"):
+    with pytest.raises(ValueError, match="no law is called 'oracle'"):
         check(subjects.right, only=["oracle"])
 
 
@@ -159,7 +159,7 @@ def test_the_world_is_as_it_was():
 def test_the_same_seed_is_the_same_report():
     def told(seed):
         report = check(subjects.Tutorial, quick=True, seed=seed)
-        return [(each.check, each.status, each.example) for each in report.outcomes]
+        return [(each.law, each.status, each.example) for each in report.outcomes]
 
     assert told(0) == told(0)
     assert told(0) != told(1)

@@ -12,15 +12,15 @@ from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, remarks, say, stdout
-from regard.verify import CHECKS, Conventions, Outcome, Report, check
+from regard.verify import LAWS, Conventions, Outcome, Report, check
 from regard.verify.report.html import SAID, page
 from regard.verify.subject.conventions import conventions_from
 
 COLOURS = {"passed": "green", "failed": "red", "advice": "yellow"}
-LAW = Column("law", words=True)
+STATEMENT = Column("statement", words=True)
 CLASS = Column("class", left=True)
-LISTED = (Column("check", left=True), CLASS, LAW)
-JUDGED = (Column("check", left=True), Column("", left=True), CLASS, LAW)
+LISTED = (Column("law", left=True), CLASS, STATEMENT)
+JUDGED = (Column("law", left=True), Column("", left=True), CLASS, STATEMENT)
 NO_BADGE = "The badge for a README is wider than this terminal: --html and --json have it."
 GRID = 8  # queries at most of a drawn counter-example
 
@@ -37,7 +37,7 @@ def run(
     """Judge, and print for people or for programs; `options` are further arguments of `check`."""
     console = stdout()
     if listed:
-        tabulate(console, LISTED, listed_checks())
+        tabulate(console, LISTED, listed_laws())
         return
     with progress_bar() as progress:
         report = check(subject, conventions_of(like or []), progress=progress, **options)
@@ -51,9 +51,9 @@ def run(
         raise typer.Exit(report.exit_code)
 
 
-def listed_checks() -> list[list[str]]:
-    """A row for each check."""
-    return [[each.name, each.kind, escape(each.law)] for each in CHECKS.values()]
+def listed_laws() -> list[list[str]]:
+    """A row for each law."""
+    return [[each.name, each.kind, escape(each.statement)] for each in LAWS.values()]
 
 
 def conventions_of(given: Sequence[str]) -> Conventions:
@@ -95,7 +95,7 @@ def show(report: Report, console: Console) -> None:
         if each.example is not None:
             _counterexample(each, console)
     aside = report.having("not applicable")
-    remarks(console, "Not applicable", {each.check: each.reason for each in aside})
+    remarks(console, "Not applicable", {each.law: each.reason for each in aside})
     console.print()
     say(console, f"{report.summary()} ({report.seconds:.0f} s)", bold=report.summary())
     if len(report.badge()) <= console.width:
@@ -106,7 +106,12 @@ def show(report: Report, console: Console) -> None:
 
 def _row(each: Outcome) -> list[str]:
     colour = COLOURS[each.status]
-    return [each.check, f"[{colour}]{SAID[each.status]}[/{colour}]", each.kind, escape(each.law)]
+    return [
+        each.law,
+        f"[{colour}]{SAID[each.status]}[/{colour}]",
+        each.kind,
+        escape(each.statement),
+    ]
 
 
 def _counterexample(each: Outcome, console: Console) -> None:
@@ -114,7 +119,7 @@ def _counterexample(each: Outcome, console: Console) -> None:
     assert example is not None
     known = f" (known: {each.known})" if each.known else ""
     console.print()
-    broken = f"{SAID[each.status]} {each.check}"
+    broken = f"{SAID[each.status]} {each.law}"
     say(console, f"{broken}{known}", bold=broken)
     where = " at ".join(filter(None, (example.shape, example.cell)))
     for line in (where, f"expected {example.expected}, got {example.got}", example.cause):

@@ -5,21 +5,19 @@
 finds out what it can, asks every law that applies, and shows the smallest case that breaks one.
 """
 
-from regard.verify.law import CHECKS, Check, Counterexample
-from regard.verify.laws import numbers as _numbers  # fills the table
+from regard.verify.law import Counterexample, Law
+from regard.verify.laws import LAWS
 from regard.verify.report.report import Outcome, Picture, Report
-from regard.verify.run.entry import check
+from regard.verify.run.check import check
 from regard.verify.subject.conventions import Conventions
 from regard.verify.subject.subject import SubjectError
 from regard.verify.subject.understand import understand
 
-del _numbers
-
 __all__ = [
-    "CHECKS",
-    "Check",
+    "LAWS",
     "Conventions",
     "Counterexample",
+    "Law",
     "Outcome",
     "Picture",
     "Report",

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Class = Literal["exact", "bounded", "statistical", "resource"]
+LawKind = Literal["exact", "bounded", "statistical", "resource"]
 
 
 class Sizes(NamedTuple):
@@ -91,54 +91,50 @@ class Trial:
         self.dice.manual_seed(self.seed)
 
 
-CheckFunction = Callable[[Any, Trial], None]
-
-
 @dataclass(frozen=True)
-class Check:
-    """A named law.
+class Law:
+    """A named law, and the function that checks it on a subject.
 
     Attributes:
-        name: how it is called everywhere.
-        law: the law, in one sentence.
-        kind: exact (bitwise or counting), bounded (by rounding), statistical, or resource.
-        catches: the mistake it is there for.
-        needs: what a subject must have for the law to say something.
-        advised: what is wise, and not a law; a failure is reported as advice.
+        name: the name of the function below the decorator.
+        statement: the law in one sentence.
+        kind: exact (bitwise, or by counting), bounded (up to rounding), statistical, or resource
+            (bytes, compilations).
+        catches: the mistakes it is written for.
+        needs: abilities that the subject must have; each entry lists alternatives, as in
+            `"heads|layer"`.
+        run: raises `Broken` with a counter-example, or `NotApplicable`.
+        advised: a recommendation only: a counter-example is reported as advice, not as a failure.
         quick: whether `--quick` runs it.
     """
 
     name: str
-    law: str
-    kind: Class
+    statement: str
+    kind: LawKind
     catches: str
     needs: tuple[str, ...]
-    run: CheckFunction = field(repr=False)
+    run: Callable[[Any, "Trial"], None] = field(repr=False)
     advised: bool = False
     quick: bool = True
 
 
-CHECKS: dict[str, Check] = {}
 UNKNOWN = "None of the usual mistakes gives these numbers."
 
 
-def check(
-    law: str,
-    kind: Class,
+def law(
+    statement: str,
+    kind: LawKind,
     catches: str,
     *needs: str,
     advised: bool = False,
     quick: bool = True,
-) -> Callable[[CheckFunction], CheckFunction]:
-    """Enter a function in the table of checks, under its own name."""
+) -> Callable[[Callable[[Any, "Trial"], None]], Law]:
+    """Make the function below a `Law` of the same name."""
 
-    def enter(run: CheckFunction) -> CheckFunction:
-        name = run.__name__
-        assert name not in CHECKS, name
-        CHECKS[name] = Check(name, law, kind, catches, needs, run, advised, quick)
-        return run
+    def made(run: Callable[[Any, "Trial"], None]) -> Law:
+        return Law(run.__name__, statement, kind, catches, needs, run, advised, quick)
 
-    return enter
+    return made
 
 
 def smallest(

@@ -1,48 +1,43 @@
-"""The laws, by subject; importing this fills the table of checks."""
+"""The laws, and the table of them in the order of the report."""
 
-from regard.verify.law import CHECKS
+from regard.verify.law import Law
 from regard.verify.laws import (
-    caching,
+    caches,
     callers,
-    changing,
-    compiling,
-    failing,
-    forms,
+    compiler,
+    execution,
     gradients,
     heads,
-    hidden,
+    inplace,
+    layers,
     numbers,
-    orders,
-    paging,
+    padding,
+    pages,
+    permutations,
+    refused_steps,
     rotation,
-    running,
     visibility,
 )
 
-# Of the report: what it computes, whom it sees, how it runs, what it keeps.
-ORDER = (
-    *(numbers, orders, heads, visibility, hidden, gradients),
-    *(rotation, running, callers, changing, compiling, caching, failing, paging, forms),
-)
-_PLACE = {module.__name__: at for at, module in enumerate(ORDER)}
-for _name in sorted(CHECKS, key=lambda name: _PLACE[CHECKS[name].run.__module__]):
-    CHECKS[_name] = CHECKS.pop(_name)
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        *numbers.LAWS,  # what is computed
+        *permutations.LAWS,
+        *heads.LAWS,
+        *visibility.LAWS,  # which keys a query may attend to
+        *padding.LAWS,
+        *gradients.LAWS,
+        *rotation.LAWS,
+        *execution.LAWS,  # how a call runs
+        *callers.LAWS,
+        *inplace.LAWS,
+        *compiler.LAWS,
+        *caches.LAWS,  # what is stored between calls
+        *refused_steps.LAWS,
+        *pages.LAWS,
+        *layers.LAWS,
+    )
+}
 
-__all__ = [
-    "CHECKS",
-    "caching",
-    "callers",
-    "changing",
-    "compiling",
-    "failing",
-    "forms",
-    "gradients",
-    "heads",
-    "hidden",
-    "numbers",
-    "orders",
-    "paging",
-    "rotation",
-    "running",
-    "visibility",
-]
+__all__ = ["LAWS"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from regard.verify.law import NotApplicable, Sizes, Trial, check, compare, fail, insist, worst
+from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law, worst
 from regard.verify.laws.cases import (
     REFUSALS,
     Way,
@@ -20,8 +20,8 @@ from regard.verify.laws.cases import (
     ways_with_heads,
     ways_with_tokens,
 )
-from regard.verify.run.forking import Tell, in_a_copy
-from regard.verify.subject.stepping import in_steps
+from regard.verify.run.forked import Tell, in_a_copy
+from regard.verify.subject.decoding import in_steps
 from regard.verify.subject.subject import Subject, SubjectError
 
 HALF = torch.finfo(torch.bfloat16).eps / 2  # unit roundoff of bfloat16
@@ -50,7 +50,7 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@check(
+@law(
     "torch's default dtype changes nothing: from float32 inputs it gives the same under a bfloat16 "
     "or a float64 default, or refuses.",
     "bounded",
@@ -129,7 +129,7 @@ class Slope(NamedTuple):
         return f"{self.way.said}, along {self.name}"
 
 
-@check(
+@law(
     "A forward-mode derivative is the slope of the output, or is refused; it is never missing.",
     "bounded",
     "a kernel that is chosen because nothing requires a gradient, a tangent that is dropped",
@@ -245,7 +245,7 @@ def _jvp(each: Slope) -> Tensor | None:
     return tangent
 
 
-@check(
+@law(
     "Under autocast no more is lost than where everything is in bfloat16.",
     "bounded",
     "float32 products that autocast casts back, tables and sums in half precision",
@@ -318,7 +318,7 @@ def _pair(
     return Way(said, partial(call, **options), whole), Way(said, partial(half, **options), rounded)
 
 
-@check(
+@law(
     "Under autocast the output has one dtype: masked or not, with gradients or without, in pieces "
     "or at once.",
     "exact",
@@ -342,3 +342,11 @@ def autocast_dtype(subject: Subject, trial: Trial) -> None:
         if other != dtype:
             fail(said, "", f"{dtype}, as of {first}", str(other),
                  "the dtype under autocast depends on the path that is taken")  # fmt: skip
+
+
+LAWS = (
+    default_dtype,
+    forward_mode,
+    autocast_precision,
+    autocast_dtype,
+)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.verify.law import NotApplicable, Sizes, Trial
 from regard.verify.oracle import pattern
-from regard.verify.subject.stepping import in_steps
+from regard.verify.subject.decoding import in_steps
 from regard.verify.subject.subject import Subject, SubjectError
 
 SIZES = (

@@ -12,10 +12,10 @@ from regard.verify.law import (
     NotApplicable,
     Sizes,
     Trial,
-    check,
     compare,
     fail,
     insist,
+    law,
     smallest,
     worst,
 )
@@ -23,7 +23,7 @@ from regard.verify.laws.cases import known, modes, rows_that_see, sizes_for
 from regard.verify.subject.subject import Subject, SubjectError
 
 
-@check(
+@law(
     "The gradients of q, k and v are those of the definition.",
     "bounded",
     "a wrong backward: a detached score, a hand-written gradient, an in-place edit",
@@ -77,7 +77,7 @@ def _while(out: Tensor, right: Tensor, sees: Tensor) -> str:
     return "because the output is: see oracle_forward" if off else "while the output is right"
 
 
-@check(
+@law(
     "Small steps of the inputs move the output as its gradient says, with and without a mask.",
     "bounded",
     "a hand-written backward, gradients through a mask",
@@ -126,3 +126,9 @@ def _central_differences(said: str, call: Any, given: tuple[Tensor, ...], trial:
 
 def _moved(given: tuple[Tensor, ...], x: Tensor, by: Tensor) -> list[Tensor]:
     return [each + by if each is x else each for each in given]
+
+
+LAWS = (
+    oracle_gradient,
+    gradcheck_tiny,
+)

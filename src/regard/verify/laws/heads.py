@@ -2,12 +2,12 @@
 
 import torch
 
-from regard.verify.law import NotApplicable, Sizes, Trial, check, compare, fail, insist
-from regard.verify.subject.probing import read_head_order
+from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law
+from regard.verify.subject.probe_functions import read_head_order
 from regard.verify.subject.subject import Subject, SubjectError
 
 
-@check(
+@law(
     "With as many key heads as query heads it is MHA; with copies of one it is MQA.",
     "bounded",
     "heads repeated along the wrong axis, a wrong divisor",
@@ -35,7 +35,7 @@ def gqa_limits(subject: Subject, trial: Trial) -> None:
         )
 
 
-@check(
+@law(
     "Query head h reads key head h // (H / G).",
     "exact",
     "key heads tiled where neighbours should share one",
@@ -54,7 +54,7 @@ def gqa_order(subject: Subject, trial: Trial) -> None:
         fail(sizes, "key head of each query head", right, got, cause)
 
 
-@check(
+@law(
     "Heads split over ranks, each with the key head it reads, are the heads of the whole.",
     "bounded",
     "a head count kept from another call, more ranks than key heads",
@@ -80,7 +80,7 @@ def shards_agree(subject: Subject, trial: Trial) -> None:
                        "what one gives with all"))  # fmt: skip
 
 
-@check(
+@law(
     "Calls that cannot mean anything are refused, with an error and not with an output.",
     "exact",
     "broadcasting that hides a wrong shape",
@@ -108,3 +108,11 @@ def error_messages(subject: Subject, trial: Trial) -> None:
             continue
         fail(sizes, said, "an error", f"an output of shape {list(out.shape)}",
              "shapes that do not fit were broadcast or cut")  # fmt: skip
+
+
+LAWS = (
+    gqa_limits,
+    gqa_order,
+    shards_agree,
+    error_messages,
+)

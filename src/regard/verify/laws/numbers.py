@@ -11,21 +11,21 @@ from regard.verify.law import (
     NotApplicable,
     Sizes,
     Trial,
-    check,
     compare,
     fail,
     insist,
+    law,
     smallest,
     worst,
 )
 from regard.verify.laws.cases import known, modes, rows_that_see, sizes_for, weights_width
 from regard.verify.oracle import attention, bound, variants
-from regard.verify.report.visibility import read_weights
-from regard.verify.subject.probing import read_scale
+from regard.verify.subject.probe_functions import read_scale
 from regard.verify.subject.subject import Subject
+from regard.verify.visibility import read_weights
 
 
-@check(
+@law(
     "The output is softmax(scale q k + mask) v, in every shape, to rounding in float32.",
     "bounded",
     "everything gross: scale, softmax axis, head order, softcap that is ignored, lost keys",
@@ -102,7 +102,7 @@ def _over(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, axis: int) -> Tensor
     return scores.softmax(axis) @ v.double().repeat_interleave(many, 1)
 
 
-@check(
+@law(
     "Two keys whose scores differ by 1 have weights of odds exp(scale).",
     "bounded",
     "a scale that is missing, doubled, or of the wrong size",
@@ -142,7 +142,7 @@ def _scale_cause(got: float, dim: int, subject: Subject) -> str:
     return f"the scale is {got * dim**0.5:.4g} times what it should be"
 
 
-@check(
+@law(
     "Weights sum to 1: where every value is 1 the output is 1, and no output leaves the values.",
     "bounded",
     "a mask after the softmax, dropout that runs, a softmax over the wrong axis",
@@ -167,7 +167,7 @@ def convexity(subject: Subject, trial: Trial) -> None:
     insist(smallest(sizes_for(subject, trial, most=7), broken))
 
 
-@check(
+@law(
     "The output is linear in the values.",
     "bounded",
     "values that enter the scores, rounding or clipping of values",
@@ -187,7 +187,7 @@ def value_linearity(subject: Subject, trial: Trial) -> None:
     insist(smallest(sizes_for(subject, trial, most=7), broken))
 
 
-@check(
+@law(
     "Adding one number to every score of a query changes nothing.",
     "bounded",
     "a softmax that does not subtract the largest score, and overflows",
@@ -219,7 +219,7 @@ def score_shift(subject: Subject, trial: Trial) -> None:
     insist(smallest(sizes_for(subject, trial, most=6), broken))
 
 
-@check(
+@law(
     "The only visible key gets all the weight, however low its score; and the highest of very "
     "different scores gets it too.",
     "exact",
@@ -253,7 +253,7 @@ def _one_key(subject: Subject, given: tuple[Tensor, ...], keep: Tensor | None, c
     insist(compare("scores of -5e5", got, value.expand_as(got), 0.0, cause))
 
 
-@check(
+@law(
     "The weights that are read from outside are those of the definition.",
     "bounded",
     "a softmax over the wrong axis, lost precision in the scores",
@@ -273,7 +273,7 @@ def weights_probe(subject: Subject, trial: Trial) -> None:
         insist(compare(sizes, weights, expected, bound(judged, v, torch.float32), cause))
 
 
-@check(
+@law(
     "What a call asks for is done: its own scale, softcap and bias, with a mask too.",
     "bounded",
     "an argument that is accepted and ignored, a bias that is scaled, a cap over the mask",
@@ -297,3 +297,15 @@ def options_obeyed(subject: Subject, trial: Trial) -> None:
             causes = {f"{name} is ignored": subject.judge(q, k, v, **asked).out}
             expected = torch.where(rows_that_see(subject, sizes, **asked), judged.out, out)
             insist(compare(f"{sizes}, {name} {said}", out, expected, 1e-4, causes))
+
+
+LAWS = (
+    oracle_forward,
+    scale_closed_form,
+    convexity,
+    value_linearity,
+    score_shift,
+    extreme_scores,
+    weights_probe,
+    options_obeyed,
+)

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Sizes, Trial, check, compare, fail, insist
+from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law
 from regard.verify.laws.cases import weights_width
 from regard.verify.oracle import rotated
-from regard.verify.report.visibility import read_weights
 from regard.verify.subject.subject import Subject, SubjectError, called
+from regard.verify.visibility import read_weights
 
 DIM = 8
 
@@ -36,7 +36,7 @@ def _partner(subject: Subject, channel: int) -> list[tuple[int, float]]:
     return [(i, float(out[i])) for i in range(DIM) if abs(float(out[i])) > 1e-6]
 
 
-@check(
+@law(
     "Scores of turned queries and keys depend on the distance alone, near and far.",
     "bounded",
     "absolute positions that leak, wrong tables, values that are turned too",
@@ -76,7 +76,7 @@ def _toeplitz(subject: Subject, trial: Trial) -> None:
                            "equal distances give unequal scores"))  # fmt: skip
 
 
-@check(
+@law(
     "Channels are turned in the declared pairs: (i, i + D/2) or (2i, 2i + 1), by falling "
     "frequencies.",
     "exact",
@@ -105,7 +105,7 @@ def rope_layout(subject: Subject, trial: Trial) -> None:
     insist(compare(f"L=5 D={DIM}", turn(subject, x, positions), expected, 1e-4, causes))
 
 
-@check(
+@law(
     "Rotation keeps lengths, and is right at positions up to a million, in half precision too.",
     "bounded",
     "tables in half precision, positions that overflow or run past a table",
@@ -143,7 +143,7 @@ def _long(
                    "angles are computed or kept too coarsely"))  # fmt: skip
 
 
-@check(
+@law(
     "Positions are not rounded under autocast.",
     "exact",
     "angles computed in half precision because autocast is on",
@@ -159,3 +159,11 @@ def rope_autocast(subject: Subject, trial: Trial) -> None:
         got: Any = turn(subject, x, positions)
     insist(compare("positions from 70000, autocast", got.double(), base.double(), 1e-6,
                    "angles are rounded to bfloat16 under autocast"))  # fmt: skip
+
+
+LAWS = (
+    rope_relative,
+    rope_layout,
+    rope_norm_and_long,
+    rope_autocast,
+)

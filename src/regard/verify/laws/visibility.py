@@ -13,10 +13,10 @@ from regard.verify.law import (
     NotApplicable,
     Sizes,
     Trial,
-    check,
     compare,
     fail,
     insist,
+    law,
 )
 from regard.verify.laws.cases import (
     causal_call,
@@ -26,8 +26,8 @@ from regard.verify.laws.cases import (
     weights_width,
 )
 from regard.verify.oracle import bound
-from regard.verify.report.visibility import differs, read_sight, read_weights
 from regard.verify.subject.subject import Subject, SubjectError
+from regard.verify.visibility import differs, read_sight, read_weights
 
 
 def sight_of(subject: Subject, sizes: Sizes, trial: Trial, **asked: Any) -> Tensor:
@@ -64,7 +64,7 @@ def _no_heads(subject: Subject) -> bool:
     return subject.attend is None
 
 
-@check(
+@law(
     "What a later token says never changes an earlier output, to the last bit.",
     "exact",
     "a look into the future: a mask upside down, off by one, or skipped",
@@ -116,7 +116,7 @@ def _unmoved(shape: object, got: Tensor, base: Tensor, at: int) -> None:
         insist(compare(shape, got, base, 0.0, cause))
 
 
-@check(
+@law(
     "A query sees its own token.",
     "exact",
     "a causal mask that excludes the diagonal",
@@ -130,7 +130,7 @@ def self_visible(subject: Subject, trial: Trial) -> None:
     insist(same_sight(sizes, expected, seen))
 
 
-@check(
+@law(
     "Where queries and keys differ in number, causality counts from the declared corner.",
     "exact",
     "top-left for bottom-right: a decoding step that sees only the first key",
@@ -152,7 +152,7 @@ def alignment_probe(subject: Subject, trial: Trial) -> None:
         insist(same_sight(sizes, expected | blind[:, None], got | blind[:, None]))
 
 
-@check(
+@law(
     "The keys with a weight are exactly those that pattern and mask show.",
     "exact",
     "any wrong mask: a window off by one, a wrong axis, one cell too many",
@@ -185,7 +185,7 @@ def _layer_sight(subject: Subject, trial: Trial) -> None:
             insist(differs(f"L={length}, a mask", expected & keep[0, 0] | eye, got))
 
 
-@check(
+@law(
     "A window of W shows min(i + 1, W) keys to query i, its own counted; none at all is refused.",
     "exact",
     "a window off by one, a window that is ignored or hides everything",
@@ -207,7 +207,7 @@ def window_edges(subject: Subject, trial: Trial) -> None:
     return None
 
 
-@check(
+@law(
     "Hiding one key hides that key, and only that.",
     "exact",
     "a mask read the wrong way round, a mask that is added instead of obeyed, or ignored",
@@ -240,7 +240,7 @@ def _layer_polarity(subject: Subject, trial: Trial) -> None:
         insist(differs(f"L={length}, key {key} hidden", expected, seen))
 
 
-@check(
+@law(
     "A mask of truth values and a mask of 0 and -inf, or of the least number, say the same.",
     "bounded",
     "conversions: a fill too small, a sum of two fills that overflows",
@@ -288,7 +288,7 @@ def _also_additive(subject: Subject, trial: Trial) -> bool:
     return bool((seen == (subject.visible(4, 4) & keep)).all())
 
 
-@check(
+@law(
     "A mask of another type is obeyed or refused, never read as something else.",
     "exact",
     "0 and 1 added to scores, a float32 mask reinterpreted beside half queries",
@@ -319,7 +319,7 @@ def mask_dtype(subject: Subject, trial: Trial) -> None:
             raise Broken(replace(broken.example, cause=said)) from broken
 
 
-@check(
+@law(
     "A mask means the same by whatever axes it is broadcast, each row of the batch its own.",
     "exact",
     "a mask on the wrong axis, tiled where it should be interleaved, a neighbour's mask",
@@ -359,7 +359,7 @@ def _layer_rows(subject: Subject, trial: Trial) -> None:
         insist(compare(f"B={batch} L={length}", whole[row : row + 1], alone, 1e-4, cause))
 
 
-@check(
+@law(
     "A mask and causality together hide what either hides, or are refused.",
     "exact",
     "one of the two is silently ignored",
@@ -382,3 +382,17 @@ def mask_and_causal(subject: Subject, trial: Trial) -> None:
     except SubjectError:
         return  # refused
     insist(same_sight(f"{sizes}, a mask and causal", expected, seen))
+
+
+LAWS = (
+    causality_exact,
+    self_visible,
+    alignment_probe,
+    visible_set_probe,
+    window_edges,
+    mask_polarity,
+    mask_float_bool_agree,
+    mask_dtype,
+    mask_broadcast,
+    mask_and_causal,
+)

@@ -98,16 +98,17 @@ def _example(each: Outcome) -> str:
     if example.expected_grid and example.actual_grid:
         drawn = f"<p>{_both(example.expected_grid, example.actual_grid)}</p>"
     return (
-        f"<div class='example {each.status}'><b>{each.check}</b>{known}<br>{escape(each.law)}<br>"
-        f"<code>{escape(where)}</code><br>expected {escape(example.expected)}, got "
-        f"{escape(example.got)}<br>{escape(example.cause)}{drawn}</div>"
+        f"<div class='example {each.status}'><b>{each.law}</b>{known}<br>"
+        f"{escape(each.statement)}<br><code>{escape(where)}</code><br>"
+        f"expected {escape(example.expected)}, got {escape(example.got)}<br>"
+        f"{escape(example.cause)}{drawn}</div>"
     )
 
 
 def _laws(outcomes: list[Outcome]) -> str:
     rows = "".join(
-        f"<tr><td><code>{each.check}</code></td><td class={each.status}>{SAID[each.status]}</td>"
-        f"<td>{each.kind}</td><td>{escape(each.law)}</td></tr>"
+        f"<tr><td><code>{each.law}</code></td><td class={each.status}>{SAID[each.status]}</td>"
+        f"<td>{each.kind}</td><td>{escape(each.statement)}</td></tr>"
         for each in outcomes
     )
     return f"<h2>The laws</h2><table>{rows}</table>"
@@ -115,7 +116,7 @@ def _laws(outcomes: list[Outcome]) -> str:
 
 def _aside(report: Report) -> str:
     rows = "".join(
-        f"<tr class=aside><td><code>{each.check}</code></td><td>{escape(each.reason)}</td></tr>"
+        f"<tr class=aside><td><code>{each.law}</code></td><td>{escape(each.reason)}</td></tr>"
         for each in report.having("not applicable")
     )
     return f"<h2>Not applicable</h2><table>{rows}</table>" if rows else ""

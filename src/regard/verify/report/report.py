@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from regard.verify.law import Check, Counterexample
+from regard.verify.law import Counterexample, Law
 from regard.words import counted
 
 Status = Literal["passed", "failed", "advice", "not applicable"]
@@ -17,9 +17,9 @@ class Outcome:
     """What one law said.
 
     Attributes:
-        check: the law's name.
+        law: the name of the law.
         status: passed, failed, advice (unwise, not wrong) or not applicable.
-        law: the law, in a sentence.
+        statement: the law in one sentence.
         kind: exact, bounded, statistical or resource.
         catches: the mistake it is there for.
         reason: why it does not apply.
@@ -28,9 +28,9 @@ class Outcome:
         seconds: how long it took.
     """
 
-    check: str
-    status: Status
     law: str
+    status: Status
+    statement: str
     kind: str
     catches: str
     reason: str = ""
@@ -87,12 +87,12 @@ class Report:
     @property
     def failed(self) -> list[str]:
         """Names of the laws that are broken."""
-        return [each.check for each in self.having("failed")]
+        return [each.law for each in self.having("failed")]
 
     @property
     def advice(self) -> list[str]:
         """Names of what would be wise."""
-        return [each.check for each in self.having("advice")]
+        return [each.law for each in self.having("advice")]
 
     @property
     def exit_code(self) -> int:
@@ -144,7 +144,7 @@ def outcome_from(given: Mapping[str, Any]) -> Outcome:
 
 
 def outcome(
-    check: Check,
+    law: Law,
     status: Status,
     *,
     reason: str = "",
@@ -153,20 +153,20 @@ def outcome(
     seconds: float = 0.0,
 ) -> Outcome:
     """What a check said; a broken law that is no law is advice."""
-    if status == "failed" and check.advised:
+    if status == "failed" and law.advised:
         status = "advice"
     return Outcome(
-        check.name, status, check.law, check.kind, check.catches, reason, example, known, seconds
+        law.name, status, law.statement, law.kind, law.catches, reason, example, known, seconds
     )
 
 
-def ended(check: Check, cause: str) -> Outcome:
+def ended(law: Law, cause: str) -> Outcome:
     """The outcome of a check that the subject did not survive."""
     example = Counterexample("", "", "an answer", "none", cause)
-    return outcome(check, "failed", example=example)
+    return outcome(law, "failed", example=example)
 
 
 def sorted_as(outcomes: Iterable[Outcome], order: Iterable[str]) -> list[Outcome]:
     """The outcomes in the order of the table of checks."""
     place = {name: at for at, name in enumerate(order)}
-    return sorted(outcomes, key=lambda each: place.get(each.check, len(place)))
+    return sorted(outcomes, key=lambda each: place.get(each.law, len(place)))

@@ -19,8 +19,8 @@ def main(request: str, answers: str) -> None:
         _say(out, "started")
         import torch
 
-        from regard.verify.laws import CHECKS
-        from regard.verify.run.judging import describe, judge, pictures_of, undisturbed
+        from regard.verify.laws import LAWS
+        from regard.verify.run.in_process import describe, judge, pictures_of, undisturbed
         from regard.verify.subject.conventions import conventions_from
         from regard.verify.subject.subject import SubjectError
         from regard.verify.subject.understand import understand
@@ -41,12 +41,12 @@ def main(request: str, answers: str) -> None:
             return
         _say(out, "subject", report=asdict(describe(subject, asked["seed"])))
         wanted = {"only": asked["only"], "skip": asked["skip"]}
-        for check, outcome in judge(subject, quick=asked["quick"], seed=asked["seed"], **wanted):
+        for law, outcome in judge(subject, quick=asked["quick"], seed=asked["seed"], **wanted):
             if outcome is None:
-                _say(out, "asking", check=check.name, total=len(CHECKS))
+                _say(out, "asking", law=law.name, total=len(LAWS))
             else:
                 _say(out, "outcome", outcome=asdict(outcome))
-        _say(out, "asking", check="pictures", total=len(CHECKS))
+        _say(out, "asking", law="pictures", total=len(LAWS))
         _say(out, "done", pictures=[asdict(each) for each in pictures_of(subject)],
              notes=subject.notes)  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.subject.conventions import Conventions
-from regard.verify.subject.masking import NO_MASK, MaskForm, parameters_of
+from regard.verify.subject.mask_forms import NO_MASK, MaskForm, parameters_of
 from regard.verify.subject.subject import SubjectError, called, output_of
 
 OPTIONS: dict[str, tuple[str, ...]] = {

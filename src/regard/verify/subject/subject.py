@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from regard.verify.law import Sizes, Trial
 from regard.verify.oracle import Judged, attention, pattern, rotated
 from regard.verify.subject.conventions import Conventions, Kind
-from regard.verify.subject.masking import NO_MASK, MaskForm
+from regard.verify.subject.mask_forms import NO_MASK, MaskForm
 
 Attend = Callable[..., Tensor]
 

@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from regard.verify.law import Trial
-from regard.verify.subject.building import build
-from regard.verify.subject.conventions import Conventions, conventions_from
-from regard.verify.subject.finding import find, is_function, named_beside
-from regard.verify.subject.libraries import (
+from regard.verify.subject.adapters import (
     HostedAttention,
     HostedModel,
     RegardLayer,
@@ -23,11 +20,14 @@ from regard.verify.subject.libraries import (
     is_regard,
     model_folder,
 )
-from regard.verify.subject.masking import parameters_of
-from regard.verify.subject.probing import probe_function
-from regard.verify.subject.probing_modules import probe_module
-from regard.verify.subject.stepping import find_stepper
-from regard.verify.subject.stores import probe_store
+from regard.verify.subject.caches import probe_store
+from regard.verify.subject.construct import build
+from regard.verify.subject.conventions import Conventions, conventions_from
+from regard.verify.subject.decoding import find_stepper
+from regard.verify.subject.lookup import find, is_function, named_beside
+from regard.verify.subject.mask_forms import parameters_of
+from regard.verify.subject.probe_functions import probe_function
+from regard.verify.subject.probe_modules import probe_module
 from regard.verify.subject.subject import Subject, SubjectError, called
 
 DECLARED = "regard_conventions"  # a dictionary in the subject's own file

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.verify.law import NotApplicable, Sizes, Trial, check, compare, fail, insist
+from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law
 from regard.verify.laws.cases import some_keep
 from regard.verify.oracle import bound
 from regard.verify.subject.subject import Subject, SubjectError
@@ -29,7 +29,7 @@ def _strided(x: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@check(
+@law(
     "How inputs lie in memory does not matter: strides, offsets, a gradient that is expanded.",
     "bounded",
     "strides that are assumed, a view where a copy was due",
@@ -77,7 +77,7 @@ def _expanded_gradient(call: Any, given: dict[str, Tensor]) -> None:
                            "the backward reads its gradient as if it were contiguous"))  # fmt: skip
 
 
-@check(
+@law(
     "No input is changed: queries, keys, values, x, mask.",
     "exact",
     "in-place scaling, in-place edits of the mask",
@@ -102,7 +102,7 @@ def no_mutation(subject: Subject, trial: Trial) -> None:
                  "it writes into the mask")  # fmt: skip
 
 
-@check(
+@law(
     "The output shares no memory with the inputs: writing into it later changes nothing.",
     "exact",
     "an output that is a view of a value or a buffer",
@@ -130,7 +130,7 @@ def _with_dropout(subject: Subject, trial: Trial) -> tuple[Any, dict[str, Tensor
     return calls[-1] if subject.module is not None else calls[0]
 
 
-@check(
+@law(
     "In eval mode, or without dropout, two calls give the same bits.",
     "exact",
     "dropout that runs in eval mode",
@@ -147,7 +147,7 @@ def eval_determinism(subject: Subject, trial: Trial) -> None:
                            "memory is used before it is written"))  # fmt: skip
 
 
-@check(
+@law(
     "Dropout drops the share it says, what stays grows by 1 / (1 - p), and eval does not end it.",
     "statistical",
     "a wrong share or growth, dropout on scores, dropout that never comes back after eval",
@@ -207,7 +207,7 @@ def _sticky(subject: Subject, module: nn.Module, trial: Trial) -> None:
         module.eval()
 
 
-@check(
+@law(
     "The same call gives the same bits, time after time, backward too.",
     "exact",
     "races, memory read before it is written",
@@ -231,7 +231,7 @@ def repeatability(subject: Subject, trial: Trial) -> None:
                                "the same call gave other numbers"))  # fmt: skip
 
 
-@check(
+@law(
     "In float32, bfloat16 and float16 the error is what rounding explains: 4 u vmax (1 + S).",
     "bounded",
     "scores or weights kept in half precision, accumulation in half",
@@ -284,7 +284,7 @@ def _half_layer(subject: Subject, module: nn.Module, trial: Trial, dtype: torch.
                    "the layer in this type is far from itself in float32"))  # fmt: skip
 
 
-@check(
+@law(
     "Under autocast to bfloat16 the result is the same, to bfloat16's rounding.",
     "bounded",
     "positions and tables that collapse under autocast",
@@ -302,7 +302,7 @@ def autocast_invariance(subject: Subject, trial: Trial) -> None:
                        "something that must not be rounded to bfloat16 is"))  # fmt: skip
 
 
-@check(
+@law(
     "Every way of asking gives one answer: with weights and without; and weights sum to 1.",
     "bounded",
     "a fast path that ignores an argument, weights returned after dropout",
@@ -318,3 +318,16 @@ def needs_weights_agree(subject: Subject, trial: Trial) -> None:
                 outs.append(call(**given, **asked))
         insist(compare(f"{ODD}, {name}", outs[0], outs[1], 1e-5,
                        "asking for the weights changes the output"))  # fmt: skip
+
+
+LAWS = (
+    strides,
+    no_mutation,
+    no_alias,
+    eval_determinism,
+    dropout_stats,
+    repeatability,
+    dtype_bound,
+    autocast_invariance,
+    needs_weights_agree,
+)

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Sizes, Trial, check, compare, fail, insist
+from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law
 from regard.verify.subject.subject import Subject
 
 CALLS = 6
 
 
-@check(
+@law(
     "The compiler changes nothing, least of all where the length is the number of heads.",
     "bounded",
     "a fusion that is wrong for one shape, recompilation without end",
@@ -36,7 +36,7 @@ def compile_agree(subject: Subject, trial: Trial) -> None:
                        "torch.compile gives other numbers for this code"))  # fmt: skip
 
 
-@check(
+@law(
     "Compiled once, it is not compiled again for every call of the same shapes.",
     "resource",
     "a count or a history that the compiler has to look at, a step that recompiles",
@@ -90,3 +90,9 @@ def _compilable(subject: Subject, sizes: Sizes, trial: Trial) -> list[tuple[Any,
 def _first(result: Any) -> Tensor:
     found: Tensor = result[0] if isinstance(result, tuple) else result
     return found
+
+
+LAWS = (
+    compile_agree,
+    compile_count,
+)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Sizes, Trial, check, compare, fail, insist, worst
+from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law, worst
 from regard.verify.laws.cases import causal_layer_call, some_keep
 from regard.verify.subject.subject import Subject, SubjectError
 
@@ -21,7 +21,7 @@ def _blind(subject: Subject, sizes: Sizes) -> tuple[Tensor, Tensor]:
     return keep, ~sees.any(-1, keepdim=True)
 
 
-@check(
+@law(
     "A query that sees nothing reads what is declared, zeros if nothing is, and no other query "
     "notices.",
     "exact",
@@ -65,7 +65,7 @@ def _blind_layer(subject: Subject, trial: Trial) -> None:
                    "a row that sees nothing changed another"))  # fmt: skip
 
 
-@check(
+@law(
     "Where a query sees nothing, every gradient is finite, and its own is 0.",
     "exact",
     "NaN gradients that poison all weights from one padded row",
@@ -99,7 +99,7 @@ def fully_masked_backward(subject: Subject, trial: Trial) -> None:
                        "a query that sees nothing has a gradient"))  # fmt: skip
 
 
-@check(
+@law(
     "NaN or infinity in a key or value that nobody may see harms nobody.",
     "exact",
     "0 times NaN: stale memory and padding that poison visible rows",
@@ -122,7 +122,7 @@ def masked_poison(subject: Subject, trial: Trial) -> None:
                        "a weight of 0 was multiplied by it"))  # fmt: skip
 
 
-@check(
+@law(
     "What padded tokens hold changes nothing, to the last bit.",
     "exact",
     "a padding mask that is ignored, or hides with a number too small",
@@ -152,7 +152,7 @@ def _untouched(shape: object, got: Tensor, base: Tensor) -> None:
     insist(compare(f"{shape}, padded", torch.nan_to_num(got), torch.nan_to_num(base), 0.0, cause))
 
 
-@check(
+@law(
     "A sequence gives the same whether it is padded on the left, on the right, or not at all.",
     "bounded",
     "positions that count padding, one position vector for the whole batch",
@@ -181,7 +181,7 @@ def padding_side(subject: Subject, trial: Trial) -> None:
         insist(compare(f"L={real} and {pad} of padding", got, alone, allowed, cause))
 
 
-@check(
+@law(
     "A row of the batch is what it is alone: neighbours, their order and their number do not "
     "matter.",
     "exact",
@@ -226,7 +226,7 @@ def _masked_rows(subject: Subject, sizes: Sizes, trial: Trial) -> None:
                            f"row {row} is masked by another row's mask"))  # fmt: skip
 
 
-@check(
+@law(
     "No queries, no keys, no batch, one channel: the output has its shape and nothing is raised.",
     "exact",
     "a crash or NaN where a sequence is empty",
@@ -264,3 +264,14 @@ def _empty(subject: Subject, sizes: Sizes, trial: Trial) -> None:
         fail(sizes, "", f"finite numbers of shape {list(wanted)}",
              f"shape {list(out.shape)}, finite: {bool(out.isfinite().all())}", "an empty softmax",
         )  # fmt: skip
+
+
+LAWS = (
+    fully_masked_forward,
+    fully_masked_backward,
+    masked_poison,
+    padding_content,
+    padding_side,
+    batch_invariance,
+    zero_sizes,
+)

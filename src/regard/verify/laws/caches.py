@@ -5,9 +5,9 @@ import copy
 import torch
 from torch import Tensor
 
-from regard.verify.law import Broken, NotApplicable, Trial, check, compare, fail, insist
-from regard.verify.subject.stepping import at_once, in_steps
-from regard.verify.subject.stores import DIM, HEADS, Store, new_store
+from regard.verify.law import Broken, NotApplicable, Trial, compare, fail, insist, law
+from regard.verify.subject.caches import DIM, HEADS, Store, new_store
+from regard.verify.subject.decoding import at_once, in_steps
 from regard.verify.subject.subject import Subject, SubjectError
 
 LENGTH = 9
@@ -44,7 +44,7 @@ def _pieces(subject: Subject, trial: Trial, ways: list[list[int]]) -> None:
             raise Broken(type(found)(**{**vars(found), "cause": _cause(got, whole, cuts)}))
 
 
-@check(
+@law(
     "A sequence in pieces gives what it gives at once, however it is cut.",
     "bounded",
     "a mask without the past's offset, a causal rule skipped with a cache, positions that restart",
@@ -54,7 +54,7 @@ def chunked_prefill(subject: Subject, trial: Trial) -> None:
     _pieces(subject, trial, [[LENGTH], [5, 4], [1, 5, 3], [3, 1, 1, 4]])
 
 
-@check(
+@law(
     "Token by token gives what the whole sequence gives, at every position.",
     "bounded",
     "a cache appended on the wrong axis, positions that stand still, a window off by one",
@@ -64,7 +64,7 @@ def decode_equals_full(subject: Subject, trial: Trial) -> None:
     _pieces(subject, trial, [[1] * LENGTH, [4] + [1] * (LENGTH - 4)])
 
 
-@check(
+@law(
     "Two pasts know nothing of each other.",
     "exact",
     "a cache shared by layers, requests or instances",
@@ -110,7 +110,7 @@ def _allowed(subject: Subject, right: Tensor) -> float:
     return coarse * float(right.abs().max()) if coarse and right.numel() else 0.0
 
 
-@check(
+@law(
     "Whatever is done in whatever order, a cache holds what a plain list would.",
     "exact",
     "a cut that leaves what it should drop, a reorder that forgets a buffer, a wrong length",
@@ -179,7 +179,7 @@ def _holds(
         same(subject, "; ".join(done), mine.to(right.dtype), right, cause)
 
 
-@check(
+@law(
     "Beyond its capacity a cache refuses before it changes anything; a window keeps no more memory "
     "than it declares.",
     "resource",
@@ -221,7 +221,7 @@ def _overflow(subject: Subject, trial: Trial, capacity: int) -> None:
     fail(shape, "", "an error", "none", "what does not fit is lost or overwrites the beginning")
 
 
-@check(
+@law(
     "A token costs the bytes that are declared, and not more.",
     "resource",
     "an MLA cache that keeps keys and values instead of the latent, heads stored repeated",
@@ -252,7 +252,7 @@ def _past_bytes(subject: Subject, trial: Trial, tokens: int) -> int:
     return Store(past.held, None, None).storage()
 
 
-@check(
+@law(
     "A rounding cache is as exact late as early, after an outlier, and whatever its neighbours in "
     "the batch hold.",
     "bounded",
@@ -282,7 +282,7 @@ def quant_drift(subject: Subject, trial: Trial) -> None:
              cause)  # fmt: skip
 
 
-@check(
+@law(
     "A copy of a cache goes its own way.",
     "exact",
     "a copy that shares storage, a deepcopy that fails",
@@ -304,7 +304,7 @@ def serialise_cache(subject: Subject, trial: Trial) -> None:
     same(subject, "3 tokens, a copy and one token each", got, expected, "its copy writes into it")
 
 
-@check(
+@law(
     "A cache copies what it is given: what the caller does later changes nothing.",
     "exact",
     "a cache that keeps a view of the caller's tensor",
@@ -319,3 +319,16 @@ def cache_no_alias(subject: Subject, trial: Trial) -> None:
     got, _ = store.append(*(trial.randn(1, HEADS, 1, DIM) for _ in "kv"))
     cause = "it holds a view of its input"
     same(subject, "3 tokens, then the caller writes", got[:, :, -4:-1], kept, cause)
+
+
+LAWS = (
+    chunked_prefill,
+    decode_equals_full,
+    cache_isolation,
+    cache_state_machine,
+    cache_bounds,
+    cache_bytes,
+    quant_drift,
+    serialise_cache,
+    cache_no_alias,
+)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Trial, check, compare, fail, insist
+from regard.verify.law import NotApplicable, Trial, compare, fail, insist, law
 from regard.verify.oracle import attention
-from regard.verify.subject.masking import parameters_of
+from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.subject import Subject, SubjectError, called
 
 BLOCK, BLOCKS, TABLE = 4, 12, 3
@@ -33,7 +33,7 @@ def _pages(trial: Trial, heads: int, groups: int) -> tuple[Tensor, ...]:
     return trial.randn(len(lengths), heads, 8), *pools, table, lengths
 
 
-@check(
+@law(
     "Pages give what the same keys give in one piece; what lies beside them is never read.",
     "bounded",
     "stale slots, a table read past its end, a page counted twice",
@@ -59,7 +59,7 @@ def paged_equals_dense(subject: Subject, trial: Trial) -> None:
             )
 
 
-@check(
+@law(
     "A row longer than its table is refused.",
     "exact",
     "a read past the end of the table",
@@ -87,7 +87,7 @@ def _free(allocator: Any) -> int | None:
     return None
 
 
-@check(
+@law(
     "No block has two owners, free and used add up, a failed request takes nothing, and in the end "
     "all come back.",
     "exact",
@@ -157,7 +157,7 @@ def _allocate(allocator: Any, owned: list[list[int]], done: list[str], many: int
     owned.append(got)
 
 
-@check(
+@law(
     "A prefix is found by its tokens and its salt alone, and what is found is what was put in.",
     "exact",
     "keys that ignore the salt or the type, a hit for a longer or other prefix",
@@ -194,3 +194,11 @@ def prefix_isolation(subject: Subject, trial: Trial) -> None:
         got = get(tokens, salt)
         if got != expected:
             fail(f"lookup {tokens} with salt {salt!r}", "", expected, got, cause)
+
+
+LAWS = (
+    paged_equals_dense,
+    paged_bounds,
+    allocator_invariants,
+    prefix_isolation,
+)

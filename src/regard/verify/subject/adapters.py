@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.verify.subject.building import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, WIDTH
-from regard.verify.subject.masking import parameters_of
+from regard.verify.subject.construct import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, WIDTH
+from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.subject import SubjectError, called
 
 TINY = {

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from regard.verify.law import Broken, Check, Counterexample, NotApplicable, Sizes, Trial
-from regard.verify.laws import CHECKS
+from regard.verify.law import Broken, Counterexample, Law, NotApplicable, Sizes, Trial
+from regard.verify.laws import LAWS
 from regard.verify.laws.cases import weights_width
 from regard.verify.report.report import Outcome, Picture, Report, outcome
-from regard.verify.report.visibility import read_sight, read_weights
 from regard.verify.subject.subject import Subject, SubjectError
+from regard.verify.visibility import read_sight, read_weights
 
 Progress = Callable[[str, int, int], None]
 
@@ -54,24 +54,24 @@ KNOWN = {  # defects of others, with the place where they are reported
 }
 
 
-def lacking(check: Check, subject: Subject) -> str | None:
+def lacking(law: Law, subject: Subject) -> str | None:
     """Why a law does not apply; None if it does."""
-    options = _options(check)
+    options = _options(law)
     if subject.kind not in ("function", "module"):
         if subject.has & options & set(THINGS):
             return None
         return f"it is not about a {NAMES[subject.kind]}"
     if options <= set(THINGS):
         return "it is about caches, pages, allocators, prefixes or rotations alone"
-    for need in check.needs:
+    for need in law.needs:
         either = need.split("|")
         if not subject.has & set(either):
             return next(LACKS[option] for option in either if option in LACKS)
     return None
 
 
-def _options(check: Check) -> set[str]:
-    return {option for need in check.needs for option in need.split("|")}
+def _options(law: Law) -> set[str]:
+    return {option for need in law.needs for option in need.split("|")}
 
 
 def judge(
@@ -81,32 +81,32 @@ def judge(
     skip: Iterable[str] = (),
     quick: bool = False,
     seed: int = 0,
-) -> Iterator[tuple[Check, Outcome | None]]:
-    """Each check, first without and then with its outcome."""
-    wanted = set(CHECKS) if only is None else set(only)
-    for check in CHECKS.values():
-        if check.name in wanted and check.name not in skip:
-            yield check, None
-            yield check, ask(check, subject, quick=quick, seed=seed)
+) -> Iterator[tuple[Law, Outcome | None]]:
+    """Each law, first without and then with its outcome."""
+    wanted = set(LAWS) if only is None else set(only)
+    for law in LAWS.values():
+        if law.name in wanted and law.name not in skip:
+            yield law, None
+            yield law, ask(law, subject, quick=quick, seed=seed)
 
 
-def ask(check: Check, subject: Subject, *, quick: bool = False, seed: int = 0) -> Outcome:
+def ask(law: Law, subject: Subject, *, quick: bool = False, seed: int = 0) -> Outcome:
     """What one law says of the subject."""
-    reason = lacking(check, subject)
-    if reason is None and quick and not check.quick:
+    reason = lacking(law, subject)
+    if reason is None and quick and not law.quick:
         reason = "left out by --quick"
     if reason is not None:
-        return outcome(check, "not applicable", reason=reason)
+        return outcome(law, "not applicable", reason=reason)
     start = time.perf_counter()
-    said = partial(outcome, check)
+    said = partial(outcome, law)
     try:
         with undisturbed(seed):
-            check.run(subject, Trial(check.name, seed=seed, quick=quick))
+            law.run(subject, Trial(law.name, seed=seed, quick=quick))
         made = said("passed")
     except NotApplicable as error:
         made = said("not applicable", reason=str(error))
     except Broken as error:
-        made = said("failed", example=error.example, known=_known(subject, check))
+        made = said("failed", example=error.example, known=_known(subject, law))
     except SubjectError as error:
         example = Counterexample("", "", "an output", "an error", str(error))
         refused = isinstance(error.__cause__, NotImplementedError)
@@ -123,14 +123,14 @@ def ask(check: Check, subject: Subject, *, quick: bool = False, seed: int = 0) -
     return Outcome(**{**vars(made), "seconds": round(time.perf_counter() - start, 4)})
 
 
-def _known(subject: Subject, check: Check) -> str:
+def _known(subject: Subject, law: Law) -> str:
     inner = type(subject.module).__name__ if subject.module is not None else ""
     names = (inner, getattr(subject.thing, "__name__", ""))
-    return next((KNOWN[n, check.name] for n in names if (n, check.name) in KNOWN), "")
+    return next((KNOWN[n, law.name] for n in names if (n, law.name) in KNOWN), "")
 
 
 def _as_it_was(subject: Subject) -> None:
-    """In eval mode and without gradients, whatever a check did to it."""
+    """In eval mode and without gradients, whatever a law did to it."""
     if subject.module is not None:
         with contextlib.suppress(Exception):
             subject.module.eval()

@@ -9,9 +9,9 @@ from regard.verify.law import (
     NotApplicable,
     Sizes,
     Trial,
-    check,
     compare,
     insist,
+    law,
     smallest,
 )
 from regard.verify.laws.cases import sizes_for, some_keep
@@ -25,7 +25,7 @@ def _refuse_positions(subject: Subject) -> None:
         raise NotApplicable("it knows positions")
 
 
-@check(
+@law(
     "The order of the keys does not matter, if values and mask move with them.",
     "bounded",
     "a dropped tail, positions that leak, a loop over blocks that forgets one",
@@ -50,7 +50,7 @@ def key_permutation(subject: Subject, trial: Trial) -> None:
     insist(smallest(sizes_for(subject, trial), broken))
 
 
-@check(
+@law(
     "Each query is answered for itself: queries in another order give outputs in that order.",
     "bounded",
     "rows that mix, a softmax over the queries",
@@ -70,7 +70,7 @@ def query_permutation(subject: Subject, trial: Trial) -> None:
     insist(smallest(sizes_for(subject, trial), broken))
 
 
-@check(
+@law(
     "Heads keep to themselves: heads in another order give outputs in that order.",
     "bounded",
     "heads split or merged by the wrong reshape, heads that mix",
@@ -100,3 +100,10 @@ def head_permutation(subject: Subject, trial: Trial) -> None:
     if subject.sinks is not None:
         raise NotApplicable("each head has a sink of its own")
     insist(smallest(sizes_for(subject, trial), broken))
+
+
+LAWS = (
+    key_permutation,
+    query_permutation,
+    head_permutation,
+)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.law import Trial
-from regard.verify.subject.finding import named_beside
-from regard.verify.subject.libraries import HostedAttention, HostedModel, RegardLayer
-from regard.verify.subject.masking import parameters_of
+from regard.verify.subject.adapters import HostedAttention, HostedModel, RegardLayer
+from regard.verify.subject.lookup import named_beside
+from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.modules import ModuleCall
 from regard.verify.subject.subject import Stepper, Subject, SubjectError, called
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.verify.law import NotApplicable, Sizes, Trial, check, compare, insist
+from regard.verify.law import NotApplicable, Sizes, Trial, compare, insist, law
 from regard.verify.laws.cases import modes
-from regard.verify.subject.stepping import Past
-from regard.verify.subject.stores import CUTS
+from regard.verify.subject.caches import CUTS
+from regard.verify.subject.decoding import Past
 from regard.verify.subject.subject import Stepper, Subject, SubjectError, called
 
 FEW, MORE = Sizes(2, 4, 2, 5, 7, 4, 4), Sizes(1, 2, 2, 300, 300, 8, 8)
@@ -36,7 +36,7 @@ class Pass(NamedTuple):
     changes: dict[str, Change]
 
 
-@check(
+@law(
     "A tensor that is changed in place between the forward and the backward pass gives an error or "
     "the right gradient.",
     "exact",
@@ -202,3 +202,6 @@ def _emptied(past: Past) -> Past:
         raise SubjectError("it cannot be cut back")
     called(getattr(past.held, cut), 0)
     return Past(past.held, 0)
+
+
+LAWS = (inplace_between_passes,)

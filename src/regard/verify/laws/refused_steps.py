@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.verify.law import NotApplicable, Trial, check, compare, insist
-from regard.verify.laws.caching import same
-from regard.verify.subject.libraries import HostedModel
-from regard.verify.subject.stepping import Past
-from regard.verify.subject.stores import DIM, HEADS, new_store
+from regard.verify.law import NotApplicable, Trial, compare, insist, law
+from regard.verify.laws.caches import same
+from regard.verify.subject.adapters import HostedModel
+from regard.verify.subject.caches import DIM, HEADS, new_store
+from regard.verify.subject.decoding import Past
 from regard.verify.subject.subject import Stepper, Subject, SubjectError
 
 Wrong = Callable[[Past], bool]  # does something wrong; whether that ended in an error
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_num", "idx")
 
 
-@check(
+@law(
     "A past that two layers are given is refused by the second, or each reads its own tokens.",
     "exact",
     "one cache for all layers of a model, a past kept by the class and not by the layer",
@@ -97,7 +97,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@check(
+@law(
     "A step that is refused leaves the past as it was: the right token then gives what it always "
     "gives.",
     "exact",
@@ -118,7 +118,7 @@ def refused_step(subject: Subject, trial: Trial) -> None:
     _leave_the_past(stepper, x, tries)
 
 
-@check(
+@law(
     "A step that ends in an error leaves the past as it was, or the past is refused from then on.",
     "exact",
     "a past that has grown by a token whose output was never given: a retry reads it twice",
@@ -258,3 +258,10 @@ def _refused_update(subject: Subject, trial: Trial) -> None:
                      "it has kept something of tokens that it refused")  # fmt: skip
     if not judged:
         raise NotApplicable("it refuses nothing")
+
+
+LAWS = (
+    one_past_two_layers,
+    refused_step,
+    interrupted_step,
+)

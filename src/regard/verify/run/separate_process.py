@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from regard.verify.law import CHECKS
+from regard.verify.laws import LAWS
 from regard.verify.report.report import Picture, Report, ended, outcome, outcome_from, sorted_as
-from regard.verify.run.judging import Progress
+from regard.verify.run.in_process import Progress
 from regard.verify.subject.conventions import Conventions
 
 LOADING = 120.0  # seconds until a subject is understood: big libraries are slow to import
@@ -62,16 +62,16 @@ def check_isolated(
         _one_process(run, request, limit if run.deaths == 0 else min(limit, 10.0), progress)
     if run.deaths >= DEATHS:
         _give_up(run, only)
-    run.report.outcomes = sorted_as(run.report.outcomes, CHECKS)
+    run.report.outcomes = sorted_as(run.report.outcomes, LAWS)
     run.report.seconds = round(time.perf_counter() - start, 2)
     return run.report
 
 
 def _give_up(run: Run, only: Sequence[str] | None) -> None:
     reason = f"not asked: the subject did not survive {DEATHS} laws before"
-    for check in CHECKS.values():
-        if check.name not in run.done and (only is None or check.name in only):
-            run.report.outcomes.append(outcome(check, "not applicable", reason=reason))
+    for law in LAWS.values():
+        if law.name not in run.done and (only is None or law.name in only):
+            run.report.outcomes.append(outcome(law, "not applicable", reason=reason))
 
 
 def _one_process(run: Run, request: dict[str, Any], limit: float, progress: Progress) -> None:
@@ -131,11 +131,11 @@ def _hear(run: Run, line: str, progress: Progress) -> None:
         for name in ("subject", "kind", "inferred", "declared", "notes"):
             setattr(run.report, name, found[name])
     elif event["event"] == "asking":
-        run.asking = event["check"]
-        progress(event["check"], len(run.done), event["total"])
+        run.asking = event["law"]
+        progress(event["law"], len(run.done), event["total"])
     elif event["event"] == "outcome":
         run.report.outcomes.append(outcome_from(event["outcome"]))
-        run.done.add(event["outcome"]["check"])
+        run.done.add(event["outcome"]["law"])
     elif event["event"] == "done":
         run.report.pictures = [Picture(**each) for each in event["pictures"]]
         run.report.notes = list(dict.fromkeys([*run.report.notes, *event["notes"]]))
@@ -144,14 +144,14 @@ def _hear(run: Run, line: str, progress: Progress) -> None:
 
 def _died(run: Run, code: int, hung: bool, limit: float, words: str) -> None:
     cause = _cause(code, hung, limit, words)
-    check = CHECKS.get(run.asking)
-    if check is None and run.asking == "pictures":
+    law = LAWS.get(run.asking)
+    if law is None and run.asking == "pictures":
         run.finished = True
-    elif check is None:
+    elif law is None:
         run.report.problem = f"while it was loaded and probed, {cause}"
     else:
-        run.report.outcomes.append(ended(check, cause))
-        run.done.add(check.name)
+        run.report.outcomes.append(ended(law, cause))
+        run.done.add(law.name)
         run.deaths += 1
 
 
@@ -168,13 +168,13 @@ def _last_words(printed: Path) -> str:
     return f"; its last words: {lines[-1][:200]}" if lines else ""
 
 
-def names(checks: Sequence[str] | None) -> Iterator[str]:
-    """The checks that exist; unknown names are an error.
+def names(laws: Sequence[str] | None) -> Iterator[str]:
+    """The laws that exist; unknown names are an error.
 
     Raises:
-        ValueError: for a name that no check has.
+        ValueError: for a name that no law has.
     """
-    for name in checks or ():
-        if name not in CHECKS:
-            raise ValueError(f"no check is called {name!r}; see regard verify --list")
+    for name in laws or ():
+        if name not in LAWS:
+            raise ValueError(f"no law is called {name!r}; see regard verify --list")
         yield name

@@ -5,10 +5,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from regard.verify.law import CHECKS
+from regard.verify.laws import LAWS
 from regard.verify.report.report import Report
-from regard.verify.run.isolating import check_isolated, names
-from regard.verify.run.judging import Progress, describe, judge, pictures_of, undisturbed
+from regard.verify.run.in_process import Progress, describe, judge, pictures_of, undisturbed
+from regard.verify.run.separate_process import check_isolated, names
 from regard.verify.subject.conventions import Conventions, conventions_from
 from regard.verify.subject.subject import SubjectError
 from regard.verify.subject.understand import understand
@@ -95,7 +95,7 @@ def _here(
         name = getattr(subject, "__name__", type(subject).__name__)
         return Report(name, declared=own.declared(), problem=str(error), seed=seed)
     report = describe(understood, seed)
-    total = len(CHECKS if only is None else only)
+    total = len(LAWS if only is None else only)
     for each, outcome in judge(understood, only=only, quick=quick, seed=seed):
         if outcome is None:
             progress(each.name, len(report.outcomes), total)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.verify.law import Trial
-from regard.verify.subject.masking import parameters_of
+from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.subject import Subject, SubjectError, called
 
 CUTS = ("truncate", "crop", "trim", "rollback")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from regard.verify.subject.conventions import Conventions
-from regard.verify.subject.masking import parameters_of
+from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.subject import SubjectError, called
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 4, 2, 8, 64

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.verify.law import NotApplicable, Trial, check, compare, fail, insist, worst
-from regard.verify.laws.running import ODD
-from regard.verify.subject.masking import parameters_of
-from regard.verify.subject.stores import _storages
+from regard.verify.law import NotApplicable, Trial, compare, fail, insist, law, worst
+from regard.verify.laws.execution import ODD
+from regard.verify.subject.caches import _storages
+from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.subject import Subject, SubjectError, called
 
 SWITCHES: dict[str, tuple[Any, Any]] = {
@@ -21,7 +21,7 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@check(
+@law(
     "Absorbed and expanded MLA give the same, beyond position 0 and with a past.",
     "bounded",
     "the scale of the wrong width, a norm that is missed, a wrong split or transposition",
@@ -59,7 +59,7 @@ def _has_switch(inner: Any, name: str) -> bool:
     return getattr(inner, name, None) in (*SWITCHES[name], "auto") and hasattr(inner, name)
 
 
-@check(
+@law(
     "Cross-attention reads the other sequence: changing it changes the output, hiding it does not.",
     "exact",
     "a stale memory, keys made of the wrong sequence",
@@ -93,7 +93,7 @@ def cross_attention(subject: Subject, trial: Trial) -> None:
     )
 
 
-@check(
+@law(
     "Its weights, saved and loaded, make the same layer; and all of them matter.",
     "exact",
     "parameters outside the state dict, names that collide, a layer that depends on more",
@@ -127,7 +127,7 @@ def state_dict(subject: Subject, trial: Trial) -> None:
                    "it depends on weights that its state dict does not hold"))  # fmt: skip
 
 
-@check(
+@law(
     "It gives what the declared reference gives.",
     "bounded",
     "a conversion that is wrong but consistent: layout, bias, norms",
@@ -150,7 +150,7 @@ def reference_parity(subject: Subject, trial: Trial) -> None:
                    "it is not its reference"))  # fmt: skip
 
 
-@check(
+@law(
     "The past grows by one token a step, and no faster.",
     "resource",
     "a past that is concatenated twice, or keeps every intermediate",
@@ -170,7 +170,7 @@ def memory_law(subject: Subject, trial: Trial) -> None:
              "the past grows faster than the tokens")  # fmt: skip
 
 
-@check(
+@law(
     "Without dropout, training gives what eval gives.",
     "bounded",
     "a fast path in eval mode that computes something else",
@@ -192,3 +192,13 @@ def train_eval_agree(subject: Subject, trial: Trial) -> None:
         if worst(got, base)[1] > 0:
             insist(compare(f"{ODD}, in train mode", got, base, 1e-5,
                            "train and eval compute different things"))  # fmt: skip
+
+
+LAWS = (
+    mla_absorbed,
+    cross_attention,
+    state_dict,
+    reference_parity,
+    memory_law,
+    train_eval_agree,
+)

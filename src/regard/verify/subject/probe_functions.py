@@ -12,10 +12,10 @@ from torch import Tensor
 
 from regard.verify.law import Sizes, Trial
 from regard.verify.oracle import attention, pattern, rotated
-from regard.verify.report.visibility import nearest_pattern, read_weights
 from regard.verify.subject.functions import FunctionCall, brought_back, laid_out, options_of
-from regard.verify.subject.masking import MaskForm, forms, mask_arguments
+from regard.verify.subject.mask_forms import MaskForm, forms, mask_arguments
 from regard.verify.subject.subject import Subject, SubjectError, called, output_of
+from regard.verify.visibility import nearest_pattern, read_weights
 
 LENGTH = 6  # of a probe: longer than any slip by one or two
 

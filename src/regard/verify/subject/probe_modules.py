@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.law import Sizes, Trial
-from regard.verify.report.visibility import nearest_pattern, read_sight, read_weights
-from regard.verify.subject.libraries import neutral
-from regard.verify.subject.masking import MaskForm, forms, parameters_of
+from regard.verify.subject.adapters import neutral
+from regard.verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard.verify.subject.modules import (
     HookedHeads,
     IdentityHeads,
@@ -23,7 +22,7 @@ from regard.verify.subject.modules import (
     masks_of,
     size_of,
 )
-from regard.verify.subject.probing import (
+from regard.verify.subject.probe_functions import (
     LENGTH,
     choose_form,
     gathered,
@@ -33,6 +32,7 @@ from regard.verify.subject.probing import (
     probe_pattern,
 )
 from regard.verify.subject.subject import Subject, SubjectError
+from regard.verify.visibility import nearest_pattern, read_sight, read_weights
 
 CALLS = {
     "training dropout": (),

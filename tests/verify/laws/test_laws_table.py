@@ -1,0 +1,34 @@
+"""The table of laws: written out, complete, and each law a sentence."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+from regard.verify import LAWS, Law, laws
+
+MODULES = [
+    importlib.import_module(f"{laws.__name__}.{each.name}")
+    for each in pkgutil.iter_modules(laws.__path__)
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
+def test_a_module_lists_all_its_laws(module):
+    written = [each for each in vars(module).values() if isinstance(each, Law)]
+    assert list(getattr(module, "LAWS", ())) == written
+    assert all(LAWS[each.name] is each for each in written)
+
+
+def test_the_table_has_76_laws_and_their_names_are_those_of_the_functions():
+    assert len(LAWS) == 76
+    assert all(name == law.name == law.run.__name__ for name, law in LAWS.items())
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_a_law_is_stated_in_one_sentence(law):
+    assert law.statement.endswith(".")
+    assert law.statement.count(". ") == 0
+    assert law.kind in ("exact", "bounded", "statistical", "resource")
+    assert law.catches
+    assert law.needs

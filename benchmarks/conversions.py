@@ -1,4 +1,4 @@
-"""The table of conversions as a picture: perplexity against the cache that is left.
+"""The table of conversions as a picture: perplexity against the size of the cache.
 
 python benchmarks/conversions.py docs/conversions.json docs/conversions.png
 """
@@ -28,7 +28,7 @@ POINTS = {
     "MQA, aligned": "#c4513a",
     "MQA, mean pooling (GQA paper)": "#8a8f98",
 }
-LEAST, MOST = 1e-3, 1e2  # of perplexity above the model's own
+LEAST, MOST = 1e-3, 1e2  # range of the axis: relative increase of perplexity
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -84,8 +84,8 @@ def _dress(axes: Axes, found: dict[str, Any]) -> None:
     axes.minorticks_off()
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 25), [f"{x} %" for x in range(0, 101, 25)], fontsize=8)
-    axes.set_xlabel("cache that is left", fontsize=9)
-    axes.set_ylabel("perplexity over the model's own", fontsize=9)
+    axes.set_xlabel("cache, of the shipped size", fontsize=9)
+    axes.set_ylabel("perplexity, relative to the shipped", fontsize=9)
     texts = ", ".join(found["results"][0]["perplexity"])
     axes.set_title(
         "SmolLM2-135M (GQA 9/3), converted without training: lower left is better\n"

@@ -5,16 +5,15 @@
     python benchmarks/converting.py --corpora texts      every method at every size; half an hour
     python benchmarks/converting.py --corpora texts --docs     keeps the table and its picture
 
-SmolLM2-135M-Instruct, float32. A row's `ratio` is its perplexity over the model's own, a geometric
-mean over texts of different kinds that nothing was calibrated on; windows are of 1,024 tokens. No
-row is trained. `cache` is the share of the shipped cache's numbers a token, in bytes where it is
-quantised. Rows named after papers use the paper's rule of selection, and not its training.
+SmolLM2-135M-Instruct, float32. A row's `ratio` is its perplexity divided by the model's own, the
+geometric mean over texts of different kinds that nothing was calibrated on; windows are of 1,024
+tokens. No row is trained. `cache` is the size of the cache as a share of the shipped one, in bytes.
+Rows named after papers use the paper's rule (`published_rules.py`), not its training.
 """
 
 import argparse
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,34 +26,36 @@ from typing import Any, NamedTuple
 import torch
 from common import finish, machine
 from corpora import read
+from published_rules import RULES
 
 from regard.cache import KVCache, QuantizedCache
 from regard.compare.runner import Runner
-from regard.convert import Target, convert, target_of
+from regard.convert import Step, Target, convert, target_of, walk, windows_of
+from regard.convert.measuring import ratio
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
-from regard.convert.windows import windows_of
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load
 from regard.hf.generating.predicting import losses_of
 from regard.hf.loading.loading import quiet
 
 DOCS = Path(__file__).parent.parent / "docs"
-ALONE = 4  # windows of calibration, where they are of one kind of text
+ALONE = 4  # windows to calibrate on, if all are of one kind of text
 INT8, INT4 = partial(QuantizedCache, bits=8), partial(QuantizedCache, bits=4, group=32)
 
 
 class Method(NamedTuple):
-    """A row: its name, what the layers become, the cache they are read from, and the one kind of
-    text they are calibrated on, if not on all."""
+    """A row: its name, target and cache, whether `--quick` measures it, the kind of text to
+    calibrate on if not all, and the published rule if not regard's."""
 
     name: str
     target: Target | None
     cache: Any = KVCache
     quick: bool = False
     kind: str | None = None
+    rule: str | None = None
 
 
 def methods(shipped: Sequence[Any], kinds: Iterable[str]) -> list[Method]:
-    """Every method at every size, and one of them calibrated on one kind of text alone."""
+    """Every method at every size, and one of them calibrated on each kind of text alone."""
     latent = partial(target_of, "mla", shipped, form="exact-rope")
     deepseek = partial(target_of, "mla", shipped, form="deepseek")
     half = {"latent": latent(budget=0.5), "DeepSeek's form": deepseek(budget=0.5)}
@@ -63,8 +64,8 @@ def methods(shipped: Sequence[Any], kinds: Iterable[str]) -> list[Method]:
         Method("MQA, mean pooling (GQA paper)", replace(mqa, method="mean", refit=False)),
         Method("MQA, first head (GQA paper)", replace(mqa, method="first", refit=False)),
         *(
-            Method(f"{rule} (no training), {share:.0%}", plain(deepseek(budget=share), rule))
-            for rule in ("TransMLA", "MHA2MLA")
+            Method(f"{rule} (no training), {share:.0%}", deepseek(budget=share), rule=rule)
+            for rule in RULES
             for share in (0.75, 0.5)
         ),
     )
@@ -94,13 +95,8 @@ def full(layer: Any) -> int:
     return min(layer.hidden_size, 2 * layer.num_kv_heads * layer.head_dim)
 
 
-def plain(target: Target, rule: str) -> Target:
-    """A paper's rule, and its output projection left alone."""
-    return replace(target, rule=rule, refit=False)
-
-
 def perplexity(model: Any, layers: Any, cache: Any, windows: torch.Tensor) -> tuple[float, float]:
-    """Over windows, and the bytes of cache a token."""
+    """The perplexity over windows, and the bytes of cache a token."""
     runner = Runner(model, layers, cache=cache)
     losses, nbytes = [], 0.0
     for window in windows:
@@ -121,13 +117,13 @@ def main() -> None:
     torch.set_grad_enabled(False)
     with quiet():
         model, tokenizer = load(fetch_smollm2())
-    measured, learned = read(options.corpora)
+    measured, training = read(options.corpora)
     windows = {
         name: windows_of(tokenizer, [text], length=LENGTH, most=2)
         for name, text in {"manual": python_topics()[1], **measured}.items()
     }
     names = ("manual's other half", "documentation", "source")
-    texts = {**dict(zip(names, python_texts(), strict=True)), **learned}
+    texts = {**dict(zip(names, python_texts(), strict=True)), **training}
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     chosen = [
         each
@@ -168,44 +164,58 @@ def measure(
     tokens: dict[str | None, torch.Tensor],
     windows: dict[str, torch.Tensor],
 ) -> Iterator[dict[str, Any]]:
-    """Convert to everything that is calibrated alike at once, then measure row by row."""
+    """Convert to all targets with the same calibration text at once, then measure row by row."""
     own: dict[str, float] = {}
     whole = 0.0
     for kind, group in groupby(chosen, key=lambda each: each.kind):
         rows = list(group)
         made = conversions(model, rows, tokens[kind])
         for each in rows:
-            layers = list(shipped) if each.target is None else made[each.target].layers
+            layers = list(shipped) if each.target is None else made[each.target, each.rule]
             found = {name: perplexity(model, layers, each.cache, w) for name, w in windows.items()}
             texts = {name: value for name, (value, _) in found.items()}
             nbytes = next(iter(found.values()))[1]
             own, whole = own or texts, whole or nbytes
-            logs = [math.log(texts[name] / own[name]) for name in texts]
             row = {
                 "method": each.name,
                 "cache": nbytes / whole,
-                "ratio": math.exp(statistics.fmean(logs)),
+                "ratio": ratio(texts, own),
                 "perplexity": texts,
             }
-            said = "  ".join(f"{name} {value:8.2f}" for name, value in texts.items())
-            print(f"{each.name:<40}{row['cache']:>6.0%}{row['ratio']:>10.4f}   {said}", flush=True)
+            values = "  ".join(f"{name} {value:8.2f}" for name, value in texts.items())
+            print(
+                f"{each.name:<40}{row['cache']:>6.0%}{row['ratio']:>10.4f}   {values}", flush=True
+            )
             yield row
 
 
-def conversions(model: Any, rows: Sequence[Method], tokens: torch.Tensor) -> dict[Target, Any]:
-    """What the model becomes, by target."""
-    targets = list(dict.fromkeys(each.target for each in rows if each.target is not None))
-    if not targets:
+def conversions(
+    model: Any, rows: Sequence[Method], tokens: torch.Tensor
+) -> dict[tuple[Target, str | None], Any]:
+    """The converted layers, by target and published rule."""
+    wanted = list(dict.fromkeys((row.target, row.rule) for row in rows if row.target is not None))
+    if not wanted:
         return {}
     started = time.perf_counter()
-    made = convert(model, targets, tokens, progress=told)
+    own = [target for target, rule in wanted if rule is None]
+    published = [(target, rule) for target, rule in wanted if rule is not None]
+    layers = {
+        (each.target, None): each.layers for each in convert(model, own, tokens, progress=told)
+    }
+    walked = walk(model, tokens, [partial(by_rule, *each) for each in published])
     seconds = time.perf_counter() - started
-    print(f"\n{len(targets)} conversions in {seconds:.0f} s, {tokens.numel():,} tokens", flush=True)
-    return {each.target: each for each in made}
+    print(f"\n{len(wanted)} conversions in {seconds:.0f} s, {tokens.numel():,} tokens", flush=True)
+    return layers | dict(zip(published, walked, strict=True))
+
+
+def by_rule(target: Target, rule: str, step: Step) -> Any:
+    """A layer converted by a published rule; its output projection is not refitted."""
+    layer, covariance = attention_of(step.module), step.moments.covariance
+    return RULES[rule](layer, covariance, rank=target.rank, rope_dim=target.rope_dim).layer
 
 
 def told(what: str, done: int, total: int) -> None:
-    """One line on stderr that changes."""
+    """Show progress on one line of stderr."""
     print(f"\r{what:<20} {done:>6} / {total}", end="", file=sys.stderr, flush=True)
 
 

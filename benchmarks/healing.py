@@ -1,13 +1,13 @@
-"""How much of what a conversion loses does half an hour of healing bring back?
+"""How much of a conversion's loss does half an hour of healing recover?
 
     python benchmarks/corpora.py texts
     python benchmarks/healing.py --corpora texts --to mla:128+64
-    python benchmarks/healing.py --corpora texts --to mqa --state mqa   can be stopped and go on
+    python benchmarks/healing.py --corpora texts --to mqa --state mqa   resumes if interrupted
 
-SmolLM2-135M-Instruct, bfloat16 autocast. What is learned is half the topics of Python's own help,
-what the installed packages say of themselves in their descriptions and docstrings, and the texts
-of `corpora.py`, as many windows of each; the conversion before is calibrated on them too.
-Perplexity is measured on the other half of the topics and on the texts that are never learned.
+SmolLM2-135M-Instruct, bfloat16 autocast. It is trained on half the topics of Python's own help, the
+descriptions and docstrings of the installed packages, and the texts of `corpora.py`, equally many
+windows of each; the conversion before is calibrated on them too. Perplexity is measured on the
+other half of the topics and on texts that are not trained on.
 """
 
 import argparse
@@ -32,18 +32,18 @@ from torch import Tensor
 
 import regard.hf
 from regard.convert import Healed, Recipe, convert, draw_losses, heal, target_of, windows_of
-from regard.convert.healing.freed_memory import keep_freed_memory
-from regard.convert.measuring import loss_of
+from regard.convert.healing.environment import keep_freed_memory
+from regard.convert.measuring import loss_of, ratio
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
 from regard.hf.loading.loading import quiet
 
 MEASURED = 2  # windows of 1,024 tokens of each text that is held out
 CALIBRATION = 16  # windows, over all texts
-LONGEST = 6_000  # characters of one module's docstrings: many voices, not a few loud ones
+LONGEST = 6_000  # characters of one module's docstrings, so that many modules are read
 
 
 def texts(seed: int) -> Iterator[str]:
-    """Descriptions and docstrings of what is installed, in an order of the seed's."""
+    """Descriptions and docstrings of the installed packages, shuffled with `seed`."""
     packages, library = (Path(sysconfig.get_path(name)) for name in ("purelib", "stdlib"))
     files = [*packages.glob("*.dist-info/METADATA")]
     for root in (packages, library):
@@ -51,18 +51,18 @@ def texts(seed: int) -> Iterator[str]:
         files += [file for file in inside if not _left_out(file, root is library)]
     random.Random(seed).shuffle(files)
     for file in sorted(files, key=lambda file: file.name != "METADATA"):  # prose comes first
-        text = _said(file)
+        text = _text_of(file)
         if len(text) > 500:
             yield text[:LONGEST]
 
 
 def _left_out(file: Path, library: bool) -> bool:
-    """Tests say little, and one of these texts is measured on."""
+    """Whether a file is a test, or a text that is measured on."""
     parts = set(file.parts)
     return bool(parts & {"pydoc_data", "test", "tests"}) or (library and "site-packages" in parts)
 
 
-def _said(file: Path) -> str:
+def _text_of(file: Path) -> str:
     if file.name == "METADATA":
         return file.read_text(encoding="utf-8", errors="ignore").partition("\n\n")[2]
     try:
@@ -76,27 +76,22 @@ def _said(file: Path) -> str:
 
 @torch.no_grad()
 def perplexities(model: Any, held_out: dict[str, Tensor]) -> dict[str, float]:
-    """Of some windows of each text."""
+    """The perplexity over windows of each text."""
     return {
         name: math.exp(statistics.fmean(loss_of(model, window) for window in windows))
         for name, windows in held_out.items()
     }
 
 
-def ratio(ours: dict[str, float], theirs: dict[str, float]) -> float:
-    """The geometric mean over texts."""
-    return math.exp(sum(math.log(ours[name] / theirs[name]) for name in ours) / len(ours))
-
-
 def converted(model: Any, to: str, windows: Tensor) -> Any:
-    """A copy of the model with another attention."""
+    """A copy of the model, converted."""
     layers = [regard.hf.attention_of(each) for each in regard.hf.attention_modules(model).values()]
     (made,) = convert(model, [target_of(to, layers)], windows, progress=told)
     return copy.deepcopy(regard.hf.place(copy.deepcopy(model), made.layers))
 
 
 def told(what: str, done: int, total: int) -> None:
-    """One line on stderr that changes."""
+    """Show progress on one line of stderr."""
     print(f"\r{what:<40} {done:>6} / {total}", end="", file=sys.stderr, flush=True)
 
 
@@ -121,19 +116,19 @@ def main() -> None:
     keep_freed_memory()
     with quiet():
         model, tokenizer = regard.hf.smollm2()
-    measured, learned = read(options.corpora)
+    measured, training = read(options.corpora)
     held_out = {
         name: windows_of(tokenizer, [text], length=LENGTH, most=MEASURED)
         for name, text in {"manual": python_topics()[1], **measured}.items()
     }
     shipped = perplexities(model, held_out)
-    kinds = [*python_texts(), *learned.values()]
+    kinds = [*python_texts(), *training.values()]
     started = time.perf_counter()
     student = converted(model, options.to, calibration(tokenizer, kinds, windows=CALIBRATION))
     seconds = time.perf_counter() - started
     before = perplexities(student, held_out)
     print(f"\n{options.to} in {seconds:.0f} s: {ratio(before, shipped):.3f} times the perplexity")
-    healed, recipe = taught(student, model, lessons(tokenizer, learned, options), options)
+    healed, recipe = trained(student, model, windows(tokenizer, training, options), options)
     after = perplexities(student, held_out)
     for name in held_out:
         values = (each[name] for each in (shipped, before, after))
@@ -157,17 +152,17 @@ def main() -> None:
     finish("healing", [result])
 
 
-def lessons(tokenizer: Any, learned: dict[str, str], options: argparse.Namespace) -> Tensor:
-    """Windows of every text, as many of each."""
-    one_by_one = ([text] for text in (python_topics()[0], *learned.values()))
+def windows(tokenizer: Any, training: dict[str, str], options: argparse.Namespace) -> Tensor:
+    """Windows of every text, equally many of each."""
+    one_by_one = ([text] for text in (python_topics()[0], *training.values()))
     cut = partial(windows_of, tokenizer, length=options.length, most=options.windows)
     return torch.cat([cut(text) for text in (texts(options.seed), *one_by_one)])
 
 
-def taught(
+def trained(
     student: Any, model: Any, tokens: Tensor, options: argparse.Namespace
 ) -> tuple[Healed, Recipe]:
-    """Heal the student, and say how."""
+    """Heal the student; returns the result and the recipe."""
     autocast = None if options.float32 else torch.bfloat16
     chosen = {name: getattr(options, name, value) for name, value in asdict(Recipe()).items()}
     recipe = Recipe(**{**chosen, "autocast": autocast})

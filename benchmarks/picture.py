@@ -1,4 +1,4 @@
-"""The suite's results as a picture: a bar for each case, regard's time over its fastest peer's.
+"""The suite's results as a picture: a bar for each case, regard's time by its fastest peer's.
 
 python benchmarks/picture.py docs/benchmarks.json docs/benchmarks.png
 """
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 FASTER, SLOWER, PEER = "#2a7f62", "#c4513a", "#8a8f98"
-ROW = 0.205  # inches for a case
+ROW = 0.205  # inches: height of the bar of a case
 GROUPS = (
     ("Decode: one query", ("decode", "ragged", "int8 cache")),
     ("Latents: MLA, one query", ("MLA absorbed", "MLA layer")),
@@ -59,7 +59,7 @@ def _peers(result: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _reach(results: list[dict[str, Any]]) -> tuple[float, float]:
-    """The same axis for every panel, so that lengths compare."""
+    """The limits of the axis, the same for every panel."""
     ratios = [row["ratio"] for result in results for row in _peers(result).values()]
     fitting = [tick for tick in TICKS if tick <= max(min(ratios), TICKS[0])]
     low = min(fitting[-1], 0.5)

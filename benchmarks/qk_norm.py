@@ -1,8 +1,8 @@
 """What does a joint latent cost a model with QK-norm?
 
-    python benchmarks/qk_norm.py --model normed --minutes 25     makes one, or reads it again
+    python benchmarks/qk_norm.py --model normed --minutes 25     makes a model, or reads it again
 
-No package carries weights with QK-norm, so a model is made: SmolLM2-135M-Instruct as a Qwen3, with
+No package has weights with QK-norm, so a model is made: SmolLM2-135M-Instruct as a Qwen3, with
 norms of queries and keys whose gains are their mean sizes, healed from SmolLM2 on the texts of
 `healing.py`. Its joint latents are calibrated as those of `regard compare`, and measured on half
 the topics of Python's own help and on a licence. Nothing is trained after the conversion.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from common import finish
-from healing import perplexities, ratio, texts, told
+from healing import perplexities, texts, told
 from torch import Tensor
 
 import regard.hf
@@ -31,14 +31,15 @@ from regard.convert import (
     walk,
     windows_of,
 )
-from regard.convert.healing.freed_memory import keep_freed_memory
+from regard.convert.healing.environment import keep_freed_memory
+from regard.convert.measuring import ratio
 from regard.convert.texts import calibration, python_texts, python_topics
 from regard.hf.loading.loading import quiet
 
 LENGTH = 512  # tokens of a window
-DESCRIPTIONS = 2000  # of what is installed, to heal on
+DESCRIPTIONS = 2000  # texts of installed packages, to heal on
 SHARES = (1.0, 0.75, 0.5, 0.25)
-TAKEN_OVER = (
+COPIED = (  # settings of the Qwen3 that are those of SmolLM2
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rope_parameters"),
     *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -47,17 +48,17 @@ TAKEN_OVER = (
 
 @torch.no_grad()
 def normed(model: Any, windows: Tensor) -> Any:
-    """The model as a Qwen3 of the same weights; gains of the norms keep scores as large."""
+    """The model as a Qwen3 of the same weights; the norms' gains keep the size of the scores."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = model.config
-    sizes = {name: getattr(config, name) for name in TAKEN_OVER}
+    sizes = {name: getattr(config, name) for name in COPIED}
     head_dim = config.hidden_size // config.num_attention_heads
     made = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=head_dim)).eval()
     made.load_state_dict(model.state_dict(), strict=False)
     found: dict[str, Tensor] = {}
 
-    def noting(name: str) -> Any:
+    def recording(name: str) -> Any:
         def hook(module: Any, given: Any, out: Tensor) -> None:
             found[name] = out.unflatten(-1, (-1, head_dim)).square().mean(-1).sqrt()
 
@@ -65,7 +66,7 @@ def normed(model: Any, windows: Tensor) -> Any:
 
     for layer, other in zip(model.model.layers, made.model.layers, strict=True):
         hooks = [
-            layer.self_attn.get_submodule(name).register_forward_hook(noting(name))
+            layer.self_attn.get_submodule(name).register_forward_hook(recording(name))
             for name in ("q_proj", "k_proj")
         ]
         model.base_model(input_ids=windows[:1], use_cache=False)
@@ -78,8 +79,8 @@ def normed(model: Any, windows: Tensor) -> Any:
     return made
 
 
-def counted_alike(model: Any, rank: int, windows: Tensor) -> list[Any]:
-    """The layers of a latent whose fit does not know that a norm follows: tokens count alike."""
+def equally_weighted(model: Any, rank: int, windows: Tensor) -> list[Any]:
+    """Layers with a joint latent fitted without the weights of tokens."""
 
     def make(step: Step) -> Any:
         layer, covariance = regard.hf.attention_of(step.module), step.moments.covariance
@@ -134,9 +135,9 @@ def main() -> None:
             other = regard.hf.place(copy.deepcopy(model), each.layers)
             results[f"latent, {share:.0%}"] = perplexities(other, measured)
             if share < 1:
-                alike = counted_alike(model, each.target.rank, windows)
-                other = regard.hf.place(copy.deepcopy(model), alike)
-                results[f"the same, tokens counted alike, {share:.0%}"] = perplexities(
+                equal = equally_weighted(model, each.target.rank, windows)
+                other = regard.hf.place(copy.deepcopy(model), equal)
+                results[f"the same, tokens weighted equally, {share:.0%}"] = perplexities(
                     other, measured
                 )
     for name, found in results.items():

@@ -1,4 +1,4 @@
-"""The closing sentences: of any rows, only those that ran are judged, with all that they cost."""
+"""The closing sentences: for any rows, they compare those that ran, with all that they cost."""
 
 import re
 
@@ -32,9 +32,9 @@ REFUSED = Row("joint latent, 75 %", False, remark="no place for qk_norm")
 OTHERS = (INT8, INT4, MHA, MQA, FULL, LATENT, DEEPSEEK, REFUSED)
 
 
-def test_the_best_row_is_told_with_its_cache_its_perplexity_and_its_speed():
-    said = verdict([SHIPPED, *OTHERS], "float32")
-    assert said == (
+def test_the_best_row_comes_with_its_cache_its_perplexity_and_its_speed():
+    text = verdict([SHIPPED, *OTHERS], "float32")
+    assert text == (
         "For memory alone, GQA, int8 cache is the best of these: it keeps 27% of the shipped "
         "float32 cache at -0.1% perplexity and decodes at 0.75x the shipped speed, because its "
         "codes are dequantised at every step. The joint latent, 50 % keeps 50% of it at +8.5% "
@@ -44,7 +44,7 @@ def test_the_best_row_is_told_with_its_cache_its_perplexity_and_its_speed():
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "text"),
     [
         ([SHIPPED], NOTHING_BESIDE),
         ([SHIPPED, REFUSED], NOTHING_BESIDE),
@@ -75,31 +75,31 @@ def test_the_best_row_is_told_with_its_cache_its_perplexity_and_its_speed():
         ),
     ],
 )
-def test_few_rows_are_judged_by_themselves(rows, said):
-    assert verdict(rows) == said
+def test_few_rows_are_compared_with_the_shipped_one(rows, text):
+    assert verdict(rows) == text
 
 
-def test_a_row_that_is_as_quick_needs_no_reason():
-    said = verdict([SHIPPED, row("GQA, int8 cache", 12_240.0, 13.538, 19.0)])
-    assert "0.96x the shipped speed." in said and "because" not in said
+def test_a_row_that_is_as_fast_needs_no_reason():
+    text = verdict([SHIPPED, row("GQA, int8 cache", 12_240.0, 13.538, 19.0)])
+    assert "0.96x the shipped speed." in text and "because" not in text
 
 
 @given(
     st.permutations(OTHERS).flatmap(lambda rows: st.integers(0, len(rows)).map(lambda n: rows[:n]))
 )
-def test_no_subset_of_rows_is_judged_by_what_did_not_run(rows):
-    said = verdict([SHIPPED, *rows], "float32")
+def test_rows_that_did_not_run_are_not_compared(rows):
+    text = verdict([SHIPPED, *rows], "float32")
     ran = [each for each in rows if not each.remark]
-    named = [each for each in OTHERS if each.name in said]
+    named = [each for each in OTHERS if each.name in text]
     assert set(map(id, named)) <= set(map(id, ran))
     assert bool(named) == bool(ran)
-    assert ("is the best of these" in said) <= (len(ran) > 1)
-    assert ("latent" in said) == any("latent" in each.name for each in ran)
-    speeds = re.findall(r"decodes at ([\d.]+)x the shipped speed", said)
+    assert ("is the best of these" in text) <= (len(ran) > 1)
+    assert ("latent" in text) == any("latent" in each.name for each in ran)
+    speeds = re.findall(r"decodes at ([\d.]+)x the shipped speed", text)
     assert sorted(speeds) == sorted(f"{each.decode_tokens_per_second / 19.7:.2f}" for each in named)
-    assert said.count(" perplexity") == len(named)
+    assert text.count(" perplexity") == len(named)
     good = [each for each in ran if each.perplexity <= 1.01 * SHIPPED.perplexity]
     best = min((SHIPPED, *good), key=lambda each: each.cache_bytes_per_token)
-    assert best.name in said or best is SHIPPED
-    assert ("nothing here beats" in said) == (best is SHIPPED and bool(ran))
-    assert said.endswith(".") and "  " not in said
+    assert best.name in text or best is SHIPPED
+    assert ("nothing here beats" in text) == (best is SHIPPED and bool(ran))
+    assert text.endswith(".") and "  " not in text

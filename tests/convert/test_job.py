@@ -1,4 +1,4 @@
-"""A whole conversion as the command line asks for it: what is refused is refused first."""
+"""The job of `regard convert`: what cannot be converted is refused before weights are read."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ A_CACHE = r"a quantised cache does: regard.hf.cache\(model, 'quantized', bits=8\
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "said"),
+    ("model", "options", "message"),
     [
         ("qwen3", {"to": "mqa"}, f"an aligned merge has no place for qk_norm.*{A_LATENT}"),
         ("gemma3", {"to": "mla:8+4"}, f"DeepSeek's MLA has no place for qk_norm.*{A_LATENT}"),
@@ -69,19 +69,19 @@ A_CACHE = r"a quantised cache does: regard.hf.cache\(model, 'quantized', bits=8\
         ("ntk", {"to": "mla:8"}, "rope_type='dynamic' is not known here"),
         ("llama", {"to": "mla:99"}, r"rank=99 is not in 1\.\.24"),
         ("llama", {"to": "gqa:3"}, "can have 1, 2, 4"),
-        ("llama", {"to": "mla:8+4", "by_layer": True}, "by_layer deals out ranks"),
+        ("llama", {"to": "mla:8+4", "by_layer": True}, "by_layer allots ranks"),
         ("llama", {"to": "mla"}, "give either a rank"),
         ("gemma3", {"to": "mla:8", "portable": True}, "no place for qk_norm"),
         ("mistral", {"to": "mla:8+4", "portable": True}, "no place for mask=.*regard.hf.load"),
         ("qwen2", {"to": "mla:8+4", "portable": True}, "no place for a bias of its queries"),
     ],
 )
-def test_what_the_configuration_tells_is_refused_before_weights_are_read(
-    model, options, said, tmp_path, monkeypatch
+def test_what_the_configuration_rules_out_is_refused_before_weights_are_read(
+    model, options, message, tmp_path, monkeypatch
 ):
     MODELS[model]().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(jobs, "load", lambda *given, **named: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run_job(Job(tmp_path / "model", out=tmp_path / "out", **options))
 
 
@@ -98,7 +98,7 @@ def test_a_converted_model_is_refused_before_its_weights_are_read(tmp_path, monk
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_skeleton_is_the_model_without_numbers(family, tmp_path):
+def test_a_skeleton_is_the_model_without_weights(family, tmp_path):
     model = tiny(family)
     model.save_pretrained(tmp_path)
     bare = skeleton(tmp_path)

@@ -1,4 +1,4 @@
-"""Weights that stay on the disk give the same conversion as weights in memory."""
+"""A conversion of offloaded weights is equal to one of weights in memory."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def folder(tmp_path, request):
     indirect=["folder"],
 )
 @torch.no_grad()
-def test_a_model_on_the_disk_is_converted_and_kept(folder, to):
+def test_an_offloaded_model_is_converted_and_saved(folder, to):
     logits = []
     for low_memory in (False, True):
         model, _ = load(folder, low_memory=low_memory)
@@ -41,7 +41,7 @@ def test_a_model_on_the_disk_is_converted_and_kept(folder, to):
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 @torch.no_grad()
-def test_what_is_fetched_is_what_was_written(folder):
+def test_fetched_weights_are_those_that_were_written(folder):
     model, _ = load(folder, low_memory=True)
     there, _ = load(folder)
     torch.testing.assert_close(model(tokens(2, 20)).logits, there(tokens(2, 20)).logits)
@@ -52,7 +52,7 @@ def test_what_is_fetched_is_what_was_written(folder):
         fetched(torch.nn.Linear(2, 2, device="meta"), "weight")
 
 
-def test_only_stock_safetensors_stay_on_the_disk(tmp_path):
+def test_only_stock_safetensors_can_be_offloaded(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"no")
     with pytest.raises(ValueError, match="low_memory reads stock safetensors"):
         load(tmp_path / "model.gguf", low_memory=True)

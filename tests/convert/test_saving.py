@@ -162,7 +162,7 @@ def test_a_card_is_the_only_readme(tmp_path):
     assert not any(name.startswith("model") for name in names)
 
 
-@pytest.mark.parametrize("at", ["_write_hosted", "_write_weights", "_flush", "attention_modules"])
+@pytest.mark.parametrize("at", ["_write_placed", "_write_weights", "_flush", "attention_modules"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_interrupted_save_leaves_nothing(at, error, tmp_path, monkeypatch):
     def interrupted(*given):

@@ -1,4 +1,4 @@
-"""What the command line says becomes a value, or a sentence that says why not."""
+"""A text like the command line's `--to` becomes a target, or is refused with the reason."""
 
 import pytest
 
@@ -25,12 +25,12 @@ def shipped(**options):
         ("mla", {"budget": 0.25, "form": "deepseek"}, Target("deepseek", rank=6, rope_dim=6)),
     ],
 )
-def test_what_is_said_is_what_is_meant(to, options, wanted):
+def test_a_text_is_read_as_its_target(to, options, wanted):
     assert target_of(to, shipped(), **options) == wanted
 
 
 @pytest.mark.parametrize(
-    ("to", "options", "said"),
+    ("to", "options", "message"),
     [
         ("mla:", {}, "is not one of mha, gqa:N"),
         ("gqa", {}, "is not one of"),
@@ -41,14 +41,14 @@ def test_what_is_said_is_what_is_meant(to, options, wanted):
         ("mla", {}, "give either a rank, as in mla:128, or a budget"),
         ("mla:7", {"budget": 0.5}, "give either"),
         ("mla:7", {"form": "exact-rope", "portable": True}, "exact-rope needs regard"),
-        ("mla:7+4", {"form": "exact-rope"}, "all of them do"),
+        ("mla:7+4", {"form": "exact-rope"}, "exact-rope rotates all of them"),
         ("mla:13", {}, "rank=13 is not in 1..12"),
         ("mla:7+5", {}, "rope_dim=5 is not an even number in 2..24"),
         ("mla:7+26", {}, "in 2..24"),
         ("mla", {"budget": 1.5}, "above 0 and at most 1"),
-        ("mla", {"budget": 0.1, "form": "deepseek"}, "and 6 of them turn"),
+        ("mla", {"budget": 0.1, "form": "deepseek"}, "and 6 of them are the rotary key"),
     ],
 )
-def test_what_cannot_be_meant_is_said(to, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_contradictions_are_refused(to, options, message):
+    with pytest.raises(ValueError, match=message):
         target_of(to, shipped(), **options)

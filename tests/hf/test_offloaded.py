@@ -7,7 +7,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 
 import regard.hf
 from regard.convert import as_latent, regroup
-from regard.convert.linear import numbers_of
+from regard.convert.linear import weight_and_bias
 from regard.hf import attention_modules, attention_of, place
 from regard.hf.loading.offloaded import fetched
 from tiny import tiny, tokens
@@ -104,7 +104,7 @@ def test_a_conversion_refuses_what_it_would_have_to_read(name):
     layer = attention_of(tiny("llama").model.layers[0].self_attn)
     add_hook_to_module(layer.get_submodule(name), Tripling())
     with pytest.raises(ValueError, match=f"{name} has a forward of its own"):
-        numbers_of(layer, name)
+        weight_and_bias(layer, name)
     with pytest.raises(
         ValueError, match="merge adapters, undo quantisation and remove hooks first"
     ):
@@ -120,5 +120,5 @@ def test_offloaded_numbers_are_read_where_they_are():
     wanted = model.model.layers[0].self_attn.k_proj.weight.clone()
     to_the_cpu(model)
     layer = attention_of(model.model.layers[0].self_attn)
-    assert torch.equal(numbers_of(layer, "k_proj")[0], wanted)
+    assert torch.equal(weight_and_bias(layer, "k_proj")[0], wanted)
     assert torch.equal(fetched(layer.k_proj, "weight"), wanted)

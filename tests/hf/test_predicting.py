@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from regard.convert.healing.losses import divergence
+from regard.convert.measuring import divergence
 from regard.hf.generating.predicting import hidden_states, logits_of, losses_of
 
 SIZES = {

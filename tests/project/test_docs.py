@@ -109,7 +109,7 @@ def test_every_file_of_the_tree_is_there():
 def test_every_benchmark_says_what_it_asks(script):
     head = script.read_text()
     assert head.startswith('"""')
-    if script.stem not in ("common", "cases", "peers", "peer_layers"):
+    if script.stem not in ("common", "cases", "peers", "peer_layers", "published_rules"):
         assert f"python benchmarks/{script.name}" in head
 
 

@@ -1,4 +1,4 @@
-"""regard compare: a real model under each attention it can be turned into, side by side."""
+"""regard compare: a real model with each attention that it can have, side by side."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def run(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Load, compare, and print for people or for programs."""
+    """Load, compare, and print a table or JSON."""
     written = None if text is None else text.read_text(encoding="utf-8")
     if threads is not None:
         torch.set_num_threads(threads)
@@ -40,10 +40,10 @@ def run(
         if model is None:
             progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
             model = fetch_smollm2()
-        lent, tokenizer = load(model)
+        loaded, tokenizer = load(model)
         texts = texts_for(tokenizer, context=context, text=written, name=str(text))
         result = compare(
-            lent,
+            loaded,
             texts,
             name=model.name,
             memory=int(memory * GIBIBYTE),
@@ -57,7 +57,7 @@ def run(
 
 
 def show(result: Comparison, console: Console) -> None:
-    """Print a comparison for people, as wide as the console."""
+    """Print a comparison as a table, as wide as the console."""
     layers, threads = counted(result.num_layers, "layer"), counted(result.threads, "thread")
     say(
         console,
@@ -87,7 +87,7 @@ def _proved(proof: Proof) -> str:
 
 
 def backends_of(rows: Sequence[Row]) -> list[str]:
-    """Which backends ran which rows, and why the compiled kernel did not if it cannot."""
+    """Which backends ran which rows, and why the compiled kernel cannot run if so."""
     ran = [row for row in rows if row.perplexity is not None]
     sentences = [
         f"{what} ran on {_shared(ran, name)}."
@@ -99,7 +99,7 @@ def backends_of(rows: Sequence[Row]) -> list[str]:
 
 
 def _shared(rows: Sequence[Row], name: str) -> str:
-    """The backend of most rows, then the others with the rows they ran."""
+    """The backend of most rows, then the others with their rows."""
     by_backend: dict[str, list[str]] = {}
     for row in rows:
         by_backend.setdefault(getattr(row, name) or "no backend of regard", []).append(row.name)

@@ -12,19 +12,14 @@ from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, say, stdout
-from regard.convert.healing.freed_memory import keep_freed_memory
+from regard.convert.healing.environment import keep_freed_memory
 from regard.convert.job import Job, run_job
 from regard.convert.measuring import Measured
-from regard.convert.report import Report
+from regard.convert.report import MEASUREMENTS, Report
 from regard.convert.texts import read_texts
 from regard.hf.loading.loading import quiet
 
 COLUMNS = (Column("", words=True), Column("before"), Column("after"))
-NUMBERS = (
-    ("cache bytes a token", "cache_bytes_per_token", ",.0f"),
-    ("prefill tokens/s", "prefill_tokens_per_second", ",.0f"),
-    ("decode tokens/s", "decode_tokens_per_second", ",.1f"),
-)
 
 
 def run(
@@ -39,7 +34,7 @@ def run(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Convert, keep, and print for people or for programs; `options` are those of a `Job`."""
+    """Convert, save, and print a table or JSON; `options` are those of a `Job`."""
     if threads is not None:
         torch.set_num_threads(threads)
     job = Job(
@@ -62,22 +57,22 @@ def run(
 
 
 def _read(files: Sequence[Path] | None) -> dict[str, str]:
-    """By name, or by path where two have one name."""
+    """The texts by file name, or by path if two files have one name."""
     given = files or []
     names = [file.name for file in given]
-    said = [str(file) if names.count(file.name) > 1 else file.name for file in given]
-    return dict(zip(said, read_texts(given), strict=True))
+    unique = [str(file) if names.count(file.name) > 1 else file.name for file in given]
+    return dict(zip(unique, read_texts(given), strict=True))
 
 
 def show(report: Report, out: Path, console: Console) -> None:
-    """Print what a conversion lost and gained, as wide as the console."""
+    """Print the measurements before and after, as wide as the console."""
     before, after = report.before, report.after
     rows = [
         [escape(f"perplexity, {name}"), f"{before.perplexity[name]:,.3f}", f"{perplexity:,.3f}"]
         for name, perplexity in after.perplexity.items()
     ]
-    for said, name, form in NUMBERS:
-        rows.append([said, *(format(getattr(each, name), form) for each in (before, after))])
+    for title, name, form in MEASUREMENTS:
+        rows.append([title, *(format(getattr(each, name), form) for each in (before, after))])
     say(console, f"{report.model}: {report.was}, now {report.target}", bold=report.model)
     console.print()
     tabulate(console, COLUMNS, rows)

@@ -1,11 +1,12 @@
-"""What would each attention cost this model? The main job: run them all, show them side by side.
+"""What each attention costs a model: every candidate runs, with its measurements side by side.
 
-load -> prove that regard computes what the model computes -> convert -> measure
+load -> prove that logits under regard are the model's own -> convert -> measure
 """
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen
-from regard.compare.comparing import Comparison, Proof, compare, prove
+from regard.compare.comparing import Comparison, compare
 from regard.compare.measure import Row
+from regard.compare.proving import Proof, prove
 from regard.compare.runner import Runner
 from regard.compare.texts import Texts, texts_for
 

@@ -1,4 +1,4 @@
-"""The attentions that a model is compared with, as data: a new one is an entry here."""
+"""The attentions that a model is compared with, as data; a new one is an entry of `CANDIDATES`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ class Candidate:
     """One row of the comparison.
 
     Args:
-        key: what `--attention` calls it.
-        name: what the table calls it; `{kind}` is the model's own.
-        aim: what the layers become; None for the model's own. A `ValueError` says why this model
-            cannot become that, and is the row's remark.
-        cache: makes one layer's cache.
-        exact: whether nothing but rounding is lost.
-        usual: whether it is a row where none were chosen.
+        key: its name in `--attention`.
+        name: its name in the table; `{kind}` stands for the model's own.
+        aim: returns the target of the conversion; None for the model's own attention. The message
+            of a `ValueError`, if the model cannot have that attention, is the row's remark.
+        cache: builds one layer's cache.
+        exact: whether only rounding is lost.
+        usual: whether it is a row if the user chose none.
     """
 
     key: str
@@ -48,7 +48,7 @@ def _half_the_heads(shipped: Sequence[Attention]) -> Target:
     heads = shipped[0].num_kv_heads
     fewer = next((n for n in range(heads // 2, 1, -1) if heads % n == 0), None)
     if fewer is None:
-        raise ValueError(f"{heads} key heads divide into no number between them and one")
+        raise ValueError(f"{heads} key heads have no divisor between 1 and themselves")
     return target_of(f"gqa:{fewer}", shipped)
 
 

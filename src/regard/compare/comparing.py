@@ -1,47 +1,28 @@
-"""compare: first the proof that regard computes what the model does, then every candidate."""
+"""The comparison of a model's attention with every candidate, after the proof that logits agree."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.compare import converted_cache as kept
+from regard.compare import converted_cache
 from regard.compare.candidates import Candidate, chosen
-from regard.compare.measure import Row, Sample, measure_window
+from regard.compare.measure import Row, Sample
+from regard.compare.proving import Proof, prove
 from regard.compare.runner import Runner
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
 from regard.convert.converting import convert
 from regard.convert.targets import Target
-from regard.hf import attention_modules, attention_of, install, uninstall
-from regard.hf.generating.predicting import hidden_states, logits_of, pieces
+from regard.hf import attention_modules, attention_of
+from regard.hf.generating.predicting import hidden_states
 from regard.layers.attention import Attention
 
-ROUNDINGS = 32  # how many roundings of the largest logit each layer may add
-Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all
-
-
-@dataclass(frozen=True)
-class Proof:
-    """The largest difference between logits with and without `regard.hf.install`, and the bound.
-
-    The bound is `32 * u * layers * max |logit|`, u being the unit roundoff of the model's dtype.
-    """
-
-    largest_difference: float
-    tolerance: float
-    largest_logit: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether regard computes what the model computes, to rounding."""
-        return self.largest_difference <= self.tolerance
+Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
 
 
 @dataclass(frozen=True)
@@ -72,10 +53,10 @@ def compare(
     candidates: Sequence[Candidate] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Comparison:
-    """Run a causal language model with every attention it can be turned into.
+    """Run a causal language model with each candidate attention.
 
-    Every candidate really runs, in the model's own dtype, on the windows of `texts`; candidates
-    take turns, forwards in one window and backwards in the next. The model is left as it was.
+    Every candidate runs in the model's own dtype on the windows of `texts`, in order for one window
+    and in reverse order for the next. The model is not changed.
 
     Raises:
         ValueError: if the model's attention is unknown, its positions are too few for the windows,
@@ -88,17 +69,17 @@ def compare(
     total = 2 + len(texts.windows) * (1 + len(candidates))
     steps = iter(range(total))
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         progress(what, next(steps), total)
 
-    tell("proving that regard computes what the model does")
+    report("proving that regard computes what the model does")
     proof = prove(model, texts.windows[0])
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     kind = shipped[0].kind
     named = [replace(each, name=each.name.format(kind=kind)) for each in candidates]
-    tell("converting")
+    report("converting")
     runners = _runners(model, shipped, named, texts.calibration, progress)
-    rows = tuple(_measure(model, named, runners, texts.windows, memory=memory, tell=tell))
+    rows = tuple(_measure(model, named, runners, texts.windows, memory=memory, report=report))
     progress("done", total, total)
     return Comparison(
         model=name,
@@ -123,18 +104,18 @@ def _measure(
     windows: Int[Tensor, "N L"],
     *,
     memory: int,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Every candidate over every window, taking turns, so that a slow minute hits them alike."""
+    """Every candidate over every window, interleaved so that slow periods affect all alike."""
     samples = {each.name: Sample() for each in candidates}
     for turn, window in enumerate(windows):
-        tell("reading as shipped")
+        report("reading as shipped")
         reference = hidden_states(model, window[None])
         for each in candidates[:: -1 if turn % 2 else 1]:
-            tell(each.name)
+            report(each.name)
             runner = runners[each.name]
             if isinstance(runner, Runner):
-                measure_window(runner, samples[each.name], window, reference)
+                samples[each.name].add(runner, window, reference)
     for each in candidates:
         runner, sample = runners[each.name], samples[each.name]
         if isinstance(runner, str):
@@ -144,92 +125,6 @@ def _measure(
             yield sample.row(each.name, each.exact, context=context, memory=memory)
 
 
-@torch.no_grad()
-def prove(model: Any, window: Int[Tensor, " L"]) -> Proof:
-    """Compare logits over a window with and without `regard.hf.install`; the model stays as it was.
-
-    Where they differ by more than the bound, the model's own forward runs again, without regard. If
-    it agrees with the first, the difference is regard's, and so it is where installing regard left
-    a change in the model. If not, the model's own forward runs a third time: if the last two agree,
-    the first was wrong, and the output under regard is judged against them. Regard's output is
-    computed once, and the bound is always that of `Proof`. Two forwards of the model agree if they
-    differ by no more than that bound: the order of sums may change from run to run, so equal bits
-    cannot be asked for.
-
-    Raises:
-        ValueError: if they differ by more than rounding, or if the model's own logits change from
-            run to run or are not finite.
-    """
-
-    def own() -> Tensor:
-        return hidden_states(model, window[None])
-
-    before, first = _fingerprint(model), own()
-    install(model)
-    try:
-        under_regard = own()
-    finally:
-        uninstall(model)
-    proof = _difference(model, first, under_regard)
-    if not math.isfinite(proof.largest_logit):
-        raise ValueError("the model's own logits are not finite; nothing was compared")
-    if not proof.holds and _fingerprint(model) == before:
-        second = own()
-        if not _difference(model, first, second).holds:
-            proof = _judged_by_two(model, under_regard, second, own())
-    if not proof.holds:
-        raise ValueError(
-            f"under regard the model's logits change by up to {proof.largest_difference:.2e}, and "
-            f"rounding explains {proof.tolerance:.2e} at most; nothing was compared: please report "
-            "this model"
-        )
-    return proof
-
-
-def _fingerprint(model: nn.Module) -> tuple[list[str], list[int]]:
-    """Equal before and after, unless a weight was changed or a `forward` replaced meanwhile."""
-    replaced = [name for name, module in model.named_modules() if "forward" in vars(module)]
-    tensors = chain(model.parameters(), model.buffers())
-    sums = [each.detach().float().sum() for each in tensors if not each.is_meta]
-    return replaced, [int(each.view(torch.int32)) for each in sums]  # bits: nan is not equal to nan
-
-
-def _judged_by_two(
-    model: Any,
-    under_regard: Float[Tensor, "1 L E"],
-    second: Float[Tensor, "1 L E"],
-    third: Float[Tensor, "1 L E"],
-) -> Proof:
-    """Regard's output against two own forwards that agree: the greater of the differences."""
-    repeated = _difference(model, second, third)
-    if not repeated.holds:
-        raise ValueError(
-            "the model's own logits change from run to run, without regard, by up to "
-            f"{repeated.largest_difference:.2e}, and rounding explains {repeated.tolerance:.2e} at "
-            "most; nothing was compared: give a model whose forward is deterministic"
-        )
-    proofs = [_difference(model, each, under_regard) for each in (second, third)]
-    return max(proofs, key=lambda proof: proof.largest_difference)
-
-
-def _difference(
-    model: Any, hidden: Float[Tensor, "1 L E"], others: Float[Tensor, "1 L E"]
-) -> Proof:
-    """How far the logits of two runs are apart, and the bound, which is that of the first run.
-
-    A logit that is not a number makes the difference not a number, which no bound holds.
-    """
-    differences, sizes = [], []
-    for start, stop in pieces(hidden.shape[1]):
-        logits, changed = (logits_of(model, h[:, start:stop]) for h in (hidden, others))
-        differences.append((logits - changed).abs().max())
-        sizes.append(logits.abs().max())
-    difference, largest = (float(torch.stack(each).max()) for each in (differences, sizes))
-    unit = torch.finfo(model.dtype).eps / 2
-    tolerance = ROUNDINGS * unit * len(attention_modules(model)) * largest
-    return Proof(difference, tolerance, largest)
-
-
 def _runners(
     model: Any,
     shipped: list[Attention],
@@ -237,7 +132,7 @@ def _runners(
     tokens: Int[Tensor, "M K"],
     progress: Progress,
 ) -> dict[str, Runner | str]:
-    """A runner for each candidate, or the sentence that says why it cannot be made."""
+    """A runner for each candidate, or the reason why the model cannot have that attention."""
     aims: dict[str, Target | str | None] = {}
     for each in candidates:
         try:
@@ -249,11 +144,8 @@ def _runners(
     runners: dict[str, Runner | str] = {}
     for each in candidates:
         aim = aims[each.name]
-        if isinstance(aim, Target):
-            found = made[aim]
-            layers = found if isinstance(found, str) else list(found)
-        else:
-            layers = list(shipped) if aim is None else aim
+        found = made[aim] if isinstance(aim, Target) else aim
+        layers = list(shipped) if found is None else found
         runners[each.name] = (
             layers if isinstance(layers, str) else Runner(model, layers, cache=each.cache)
         )
@@ -267,20 +159,19 @@ def _made(
     tokens: Int[Tensor, "M K"],
     progress: Progress,
 ) -> dict[Target, list[nn.Module] | str]:
-    """Layers for each target, from the last time where they are kept, or why there are none."""
-    names = {target: kept.name_of(target, shipped, tokens) for target in targets}
-    made: dict[Target, list[nn.Module] | str] = {}
-    for target in targets:
-        found = kept.find(names[target], shipped)
-        if found is not None:
-            made[target] = found
+    """Layers for each target, read from disk if they were converted before; or the objection."""
+    names = {target: converted_cache.name_of(target, shipped, tokens) for target in targets}
+    stored = {target: converted_cache.find(names[target], shipped) for target in targets}
+    made: dict[Target, list[nn.Module] | str] = {
+        target: layers for target, layers in stored.items() if layers is not None
+    }
     missing = [target for target in targets if target not in made]
     try:
         converted = convert(model, missing, tokens, progress=progress) if missing else []
     except ValueError as objection:
         return made | {target: str(objection) for target in missing}
     for each in converted:
-        kept.keep(names[each.target], each.layers)
+        converted_cache.store(names[each.target], each.layers)
         made[each.target] = each.layers
     return made
 

@@ -1,7 +1,7 @@
-"""Converted layers kept between runs, so that a second comparison need not convert again.
+"""Converted layers cached on disk, so that a second comparison does not convert again.
 
-A file holds one conversion's attention, as safetensors; its name is a digest of everything that the
-conversion came of: the model's attention weights, the text, the target and the code that converts.
+A file holds the attention of one conversion, as safetensors. Its name is a digest of all that
+determines the conversion: the attention weights, the text, the target and the code that converts.
 """
 
 import hashlib
@@ -17,26 +17,36 @@ from torch import Tensor, nn
 
 import regard
 from regard import convert
-from regard.convert.linear import linear_of
-from regard.convert.lossy.regroup import outline
+from regard.convert.linear import linear_of, with_kv_heads
 from regard.convert.targets import Target
 from regard.hf.loading.gguf_copies import FOLDER, cache_folder
 from regard.hf.placing.describing import described, layer_from
 from regard.layers.attention import Attention
 
 CODE = Path(convert.__file__).parent
-MOST = 1 << 30  # bytes kept at most: the oldest files go first
+MOST = 1 << 30  # bytes on disk; beyond it the oldest files are removed
 
 
 def folder() -> Path:
-    """Where they are kept, in the user's cache."""
+    """The folder of the files, in the user's cache."""
     return cache_folder() / "compare"
 
 
 def name_of(target: Target, shipped: Sequence[Attention], tokens: Tensor) -> str:
-    """The digest of everything that a conversion comes of."""
+    """The digest of all that determines a conversion.
+
+    Raises:
+        FileNotFoundError: if the source of `regard.convert` is not there: without it, files written
+            by other code would be read.
+    """
+    sources = sorted(CODE.rglob("*.py"))
+    if not sources:
+        raise FileNotFoundError(
+            f"{CODE} holds no .py file, so stored conversions cannot be told from those of other "
+            "code; install regard with its source"
+        )
     digest = hashlib.sha256(repr((regard.__version__, target, len(shipped))).encode())
-    for source in sorted(CODE.rglob("*.py")):
+    for source in sources:
         digest.update(source.read_bytes())
     for layer in shipped:
         digest.update(repr(layer).encode())
@@ -48,13 +58,13 @@ def name_of(target: Target, shipped: Sequence[Attention], tokens: Tensor) -> str
     return digest.hexdigest()[:32]
 
 
-def keep(name: str, layers: Sequence[nn.Module]) -> None:
-    """Write the layers; what cannot be described is not kept."""
+def store(name: str, layers: Sequence[nn.Module]) -> None:
+    """Write the layers, unless one cannot be described as data."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        said = [_said(layer) for layer in layers]
+        entries = [_described(layer) for layer in layers]
     except ValueError:
         return
     tensors = {
@@ -66,19 +76,19 @@ def keep(name: str, layers: Sequence[nn.Module]) -> None:
         folder().mkdir(parents=True, exist_ok=True)
         path = folder() / f"{name}.safetensors"
         beside = path.with_suffix(f".{os.getpid()}")
-        save_file(tensors, beside, metadata={"layers": json.dumps(said)})
+        save_file(tensors, beside, metadata={"layers": json.dumps(entries)})
         beside.rename(path)
-        _forget_the_oldest()
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, one that is read-only
+        _remove_oldest()
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full or read-only disk
         warnings.warn(
-            f"converted layers are not kept for the next comparison: {error}; set {FOLDER} to a "
+            f"converted layers are not stored for the next comparison: {error}; set {FOLDER} to a "
             "folder that can be written",
             stacklevel=2,
         )
 
 
 def find(name: str, shipped: Sequence[Attention]) -> list[nn.Module] | None:
-    """The layers of that name, if they are kept."""
+    """The stored layers of that name; None if there are none."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -86,22 +96,26 @@ def find(name: str, shipped: Sequence[Attention]) -> list[nn.Module] | None:
         if not path.exists():
             return None
         with safe_open(path, framework="pt") as file:
-            said = json.loads(file.metadata()["layers"])
+            entries = json.loads(file.metadata()["layers"])
             state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return _layers(said, state, shipped, path)
+        return _layers(entries, state, shipped, path)
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError):
-        return None  # another version's, or half a file: it is made again
+        return None  # of another version, or incomplete: it is converted again
 
 
 def _layers(
-    said: list[Any], state: dict[str, Tensor], shipped: Sequence[Attention], path: Path
+    entries: list[Any], state: dict[str, Tensor], shipped: Sequence[Attention], path: Path
 ) -> list[nn.Module]:
     layers: list[nn.Module] = []
-    for index, (entry, own) in enumerate(zip(said, shipped, strict=True)):
+    for index, (entry, own) in enumerate(zip(entries, shipped, strict=True)):
         start = f"{index}."
         mine = {key.removeprefix(start): v for key, v in state.items() if key.startswith(start)}
         if entry["kind"] == "heads":
-            layers.append(_heads(outline(own, entry["num_kv_heads"]), mine))
+            projections = {
+                name: linear_of(mine[f"{name}.weight"], mine.get(f"{name}.bias"))
+                for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+            }
+            layers.append(with_kv_heads(own, entry["num_kv_heads"], projections))
             continue
         with torch.device("meta"):
             layer = layer_from(entry, path)
@@ -110,24 +124,18 @@ def _layers(
     return layers
 
 
-def _heads(layer: Attention, state: dict[str, Tensor]) -> Attention:
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        made = linear_of(state[f"{name}.weight"], state.get(f"{name}.bias"))
-        setattr(layer, name, made)
-    return layer
-
-
-def _said(layer: Any) -> dict[str, Any]:
+def _described(layer: Any) -> dict[str, Any]:
     if isinstance(layer, Attention):
         return {"kind": "heads", "num_kv_heads": layer.num_kv_heads}
     return described(layer)
 
 
-def _forget_the_oldest() -> None:
+def _remove_oldest() -> None:
+    """Remove files, oldest first, until the others take at most `MOST` bytes."""
     files = sorted(folder().glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
-    held = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in files)
     for file in files[:-1]:
-        if held <= MOST:
+        if size <= MOST:
             return
-        held -= file.stat().st_size
+        size -= file.stat().st_size
         file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A transformers model whose attention is the layers it is given, each with its own cache."""
+"""A transformers model run with given attention layers, each with its own cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,13 +17,13 @@ from regard.hf.running.binding import bound, calling
 class Runner:
     """Runs a causal language model with `layers` in place of its attention modules.
 
-    The model is borrowed for the length of a call: embeddings, norms, MLPs and head are its own.
-    `layers` count positions and hide the future themselves.
+    The model is changed only during a call; embeddings, norms, MLPs and head are its own. `layers`
+    count positions and mask later tokens themselves.
 
     Args:
         model: a transformers model of a known family.
         layers: one for each attention module, in order.
-        cache: makes one layer's cache.
+        cache: builds one layer's cache.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Empty the caches."""
         self.caches = [self._new_cache() for _ in self.layers]
 
     def hidden(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
-        """The last hidden states of these tokens, which follow those seen before."""
+        """The last hidden states of these tokens, which follow those in the caches."""
         with self._bound():
             hidden: Tensor = hidden_states(self.model, tokens)
         return hidden
@@ -52,7 +52,7 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """What the caches of all layers hold now."""
+        """Bytes in the caches of all layers."""
         return sum(cache.nbytes for cache in self.caches)
 
     @contextmanager

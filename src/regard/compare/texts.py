@@ -1,4 +1,4 @@
-"""What a model reads while it is compared: windows to measure on, other text to calibrate on."""
+"""The texts of a comparison: windows to measure on, and other text to calibrate on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from regard.convert.texts import calibration, python_topics
 
-NUM_WINDOWS = 2
-CALIBRATION_WINDOWS = 6  # two of each kind of text: minutes for ten rows; `convert` reads more
-CALIBRATION_LENGTH = 1024
-CHARACTERS = 16  # a token has fewer of them on average, in any text worth measuring on
+NUM_WINDOWS = 2  # to measure on: one in each order of the candidates
+CALIBRATION_WINDOWS = 6  # two of each kind of text; a third of `convert`'s, as ten rows are made
+CALIBRATION_LENGTH = 1024  # tokens, as in `convert`
+CHARACTERS = 16  # characters read per token needed: more than a token has on average in any text
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ def texts_for(tokenizer: Any, *, context: int, text: str | None = None, name: st
 
     The default is the language reference that every CPython carries (`pydoc_data.topics`): every
     second topic is measured on; the others, documentation and source of the standard library are
-    calibrated on. With a `text` of one's own, its start is measured on and what follows calibrates,
-    or those texts where too little follows.
+    calibrated on. With a given `text`, its start is measured on and what follows is calibrated on;
+    if too little follows, the default texts are calibrated on.
 
     Raises:
         ValueError: if `text` is shorter than one token more than the windows.

@@ -1,14 +1,14 @@
-"""The sentences under the table, made from its numbers: only rows that ran are judged.
+"""The sentences under the table, which compare the rows that ran.
 
-A row that is named is named with all it costs: cache, perplexity and decode speed.
+Every row in them comes with its cache, perplexity and decode speed.
 """
 
 from collections.abc import Sequence
 
 from regard.compare.measure import Row
 
-NO_WORSE = 1.01  # a perplexity within 1 % of the shipped one counts as the same quality
-SLOWER = 0.95  # of the shipped decode speed; above it a difference may be noise, and has no reason
+NO_WORSE = 1.01  # of the shipped perplexity: up to it the quality counts as the same
+SLOWER = 0.95  # of the shipped decode speed: below it a difference is more than noise
 NOTHING_BESIDE = "Only the attention as shipped ran, so there is nothing to compare it with."
 NOTHING_SHIPPED = "The attention as shipped did not run, so there is nothing to compare with."
 REASONS = {  # why a row decodes slowly, by a part of its name
@@ -19,7 +19,7 @@ REASONS = {  # why a row decodes slowly, by a part of its name
 
 
 def verdict(rows: Sequence[Row], dtype: str = "") -> str:
-    """What the rows that ran show: what saves memory without loss, and what a latent costs.
+    """Which row saves most memory without loss, and what the smallest latent costs.
 
     The row of the model as shipped has `shipped` in its name; its cache is in `dtype`.
     """
@@ -30,16 +30,16 @@ def verdict(rows: Sequence[Row], dtype: str = "") -> str:
     others = [row for row in ran if row is not shipped]
     if not others:
         return NOTHING_BESIDE
-    told, sentence = _of_memory(shipped, others, f"the shipped {dtype} cache".replace("  ", " "))
+    best, sentence = _of_memory(shipped, others, f"the shipped {dtype} cache".replace("  ", " "))
     latents = [row for row in others if "latent" in row.name]
-    least = min(latents, key=_bytes, default=told)
-    if least is told:
+    least = min(latents, key=_bytes, default=best)
+    if least is best:
         return sentence
     return f"{sentence} The {least.name} keeps {_costs(least, shipped, 'it')}."
 
 
 def _of_memory(shipped: Row, others: Sequence[Row], cache: str) -> tuple[Row, str]:
-    """The smallest of the rows that are no worse, or of all if none of those saves memory."""
+    """The smallest row of the same quality, or of all rows if none of those saves memory."""
     good = [row for row in others if _ratio(row, shipped, "perplexity") <= NO_WORSE]
     best = min(good, key=_bytes, default=shipped)
     if _bytes(best) >= _bytes(shipped):
@@ -59,14 +59,14 @@ def _of_memory(shipped: Row, others: Sequence[Row], cache: str) -> tuple[Row, st
 
 
 def _costs(row: Row, shipped: Row, cache: str) -> str:
-    """Cache, perplexity and decode speed against the shipped row's; why, where it is slower."""
-    kept = f"{_bytes(row) / _bytes(shipped):.0%} of {cache}"
+    """Cache, perplexity and decode speed against the shipped row's, and why a row is slower."""
+    size = f"{_bytes(row) / _bytes(shipped):.0%} of {cache}"
     more = _ratio(row, shipped, "perplexity") - 1
     quality = f"{more:+.1%} perplexity" if abs(more) >= 5e-4 else "the same perplexity"
     speed = _ratio(row, shipped, "decode_tokens_per_second")
     reasons = [why for part, why in REASONS.items() if part in row.name]
     because = f", because {' and '.join(reasons)}" if reasons and speed < SLOWER else ""
-    return f"{kept} at {quality} and decodes at {speed:.2f}x the shipped speed{because}"
+    return f"{size} at {quality} and decodes at {speed:.2f}x the shipped speed{because}"
 
 
 def _bytes(row: Row) -> float:

@@ -1,32 +1,34 @@
-"""From one attention to another: exact conversions return a layer, lossy ones also what they lost.
+"""Conversions between attentions: exact ones return a layer, lossy ones also what they lost.
 
-Exact: `spell_out` (more key heads), `as_latent` (a joint latent of full rank).
-Lossy: `regroup` (fewer key heads), `latentize` (a joint latent of fewer numbers), `decouple`
-(DeepSeek's MLA), all chosen by calibration; `convert` does so to a whole model.
-Whole models: `regard.hf.place` puts layers into one, `save` keeps it, `to_deepseek_v3` writes MLA
-as a stock checkpoint.
+Exact: `spell_out` (more key heads), `expand` (MLA as MHA), `as_latent` (a latent of full rank).
+Lossy, calibrated on text: `regroup` (fewer key heads), `latentize` (a smaller joint latent),
+`decouple` (DeepSeek's MLA). Whole models: `convert`; `regard.hf.place` puts the layers into the
+model, `heal` trains them to imitate the original, `save` writes the model, and `to_deepseek_v3`
+makes a stock checkpoint of MLA.
 """
 
 from regard.convert.converting import Converted, LayerReport, convert
-from regard.convert.exact.detecting import Detected, detect_pairing, repair_pairing
-from regard.convert.exact.expand import expand
+from regard.convert.exact.expand import expand, spell_out
 from regard.convert.exact.layouts import LAYOUTS, fuse, fuse_state, split_fused, split_state
-from regard.convert.exact.pairing import halves_to_pairs, pairs_to_halves, with_pairing
+from regard.convert.exact.pairing import (
+    Detected,
+    detect_pairing,
+    halves_to_pairs,
+    pairs_to_halves,
+    repair_pairing,
+    with_pairing,
+)
 from regard.convert.exact.portable import to_deepseek_v3
-from regard.convert.exact.spell_out import spell_out
 from regard.convert.healing.heal import Healed, heal
 from regard.convert.healing.loss_curve import draw_losses
 from regard.convert.healing.recipe import Recipe
-from regard.convert.lossy.blockwise import Step, walk
-from regard.convert.lossy.calibrate import Moments, watch
-from regard.convert.lossy.decouple import Decoupled, common_counts, decouple
+from regard.convert.lossy.calibrate import Moments, Step, refit_output, walk, watch
+from regard.convert.lossy.decouple import Decoupled, common_counts, components, decouple
 from regard.convert.lossy.latentize import Latentized, as_latent, latentize
-from regard.convert.lossy.refit import refit_output
 from regard.convert.lossy.regroup import Regrouped, regroup
-from regard.convert.lossy.selection import components
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Target, target_of
-from regard.convert.windows import windows_of
+from regard.convert.texts import windows_of
 
 __all__ = [
     "LAYOUTS",

@@ -1,6 +1,6 @@
-"""convert: every attention layer of a model, calibrated on text, and what each lost.
+"""The conversion of every attention layer of a model, calibrated on text, and what each lost.
 
-describe (`target_of`) -> prepare (what all layers must agree on) -> walk (make, fit, go on)
+target -> what all layers share (ranks, frequencies) -> block by block: calibrate, convert, refit
 """
 
 from collections.abc import Callable, Sequence
@@ -11,33 +11,30 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.convert.exact.spell_out import spell_out
+from regard.convert.exact.expand import spell_out
 from regard.convert.lossy.allocating import allot, costs
-from regard.convert.lossy.blockwise import Make, Step, walk
-from regard.convert.lossy.calibrate import moments_of, watch
-from regard.convert.lossy.decouple import common_counts, decouple
+from regard.convert.lossy.calibrate import Make, Step, moments_of, refit_output, walk, watch
+from regard.convert.lossy.decouple import common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, latentize
-from regard.convert.lossy.refit import refit_output
 from regard.convert.lossy.regroup import regroup
-from regard.convert.lossy.selection import components
 from regard.convert.targets import Target, check_fits
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.layers.attention import Attention
 
-SHORTEST = 1024  # tokens: fewer than a layer has channels say nothing about some of them
-TRIED = (0.5, 1.0, 2.0)  # of the mean rank, where each layer gets its own
-TRIAL = 512  # tokens a window of those trials, and so many windows
-TRIALS = 4
-Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all
+SHORTEST = 1024  # tokens of calibration: with fewer than channels the covariance is singular
+TRIED = (0.5, 1.0, 2.0)  # sizes tried for ranks by layer, as multiples of the mean rank
+TRIALS = 4  # windows for these trials
+TRIAL = 512  # tokens of each
+Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer lost, as shares of energy over the calibration text: 0.01 is 1 %.
+    """The error of one layer's outputs over the calibration text, as a share of their energy.
 
-    `missed` is of what the attention should have put out, before its output projection was fitted
-    anew; `still_missed` after. `rank` is of the latent, where there is one.
+    `missed` is the error before the output projection was refitted, `still_missed` after; 0.01 is
+    1 %. `rank` is that of the latent, if there is one.
     """
 
     name: str
@@ -50,7 +47,7 @@ class LayerReport:
 class Converted:
     """A layer for each attention module of a model, for `regard.hf.place`, and what they lost.
 
-    What a conversion does not change is shared with the model.
+    Parameters that a conversion does not change are shared with the model.
     """
 
     target: Target
@@ -66,18 +63,18 @@ def convert(
     *,
     progress: Progress = lambda what, done, total: None,
 ) -> list[Converted]:
-    """Make the attention of a model into each of `targets`; the model stays as it was.
+    """Convert the attention of a model to each of `targets`; the model is not changed.
 
     Args:
         model: a causal language model of a family that `regard.hf` knows, not installed.
-        targets: from `target_of`. They share the model's own pass over the text.
-        tokens: windows of calibration text, as long as what the model is to read well. Ten
-            thousand tokens are enough; give text like that which the model will meet.
-        progress: called with what is done, steps done and steps in all.
+        targets: from `target_of`. They share the model's own forward pass over the text.
+        tokens: windows of calibration text, as long as the texts that the model will be used for.
+            Ten thousand tokens are enough; they should be like those texts.
+        progress: called with the present step, the steps done and their number.
 
     Raises:
         ValueError: before any work, if a target does not fit, the text is too short, or the
-            model's attention is unknown or cannot be said as one layer.
+            model's attention is unknown or has no layer of regard that computes the same.
 
     >>> import torch, transformers
     >>> from regard.convert import convert, target_of
@@ -99,17 +96,19 @@ def convert(
     lossy = [i for i, exact in found.items() if exact is None]
     if lossy:
         _check_text(tokens)
-        notes: list[list[LayerReport]] = [[] for _ in lossy]
         names = list(modules)
+        reports: list[list[LayerReport]] = [[] for _ in lossy]
         makes = [
-            _noting(_maker(model, targets[i], shipped, tokens, progress), targets[i], names, note)
-            for i, note in zip(lossy, notes, strict=True)
+            _reporting(
+                _maker(model, targets[i], shipped, tokens, progress), targets[i], names, into
+            )
+            for i, into in zip(lossy, reports, strict=True)
         ]
         walked = walk(
             model, tokens, makes, progress=lambda done, total: progress("layers", done, total)
         )
-        for i, layers, note in zip(lossy, walked, notes, strict=True):
-            found[i] = Converted(targets[i], layers, note)
+        for i, layers, report in zip(lossy, walked, reports, strict=True):
+            found[i] = Converted(targets[i], layers, report)
     return [each for each in (found[i] for i in range(len(targets))) if each is not None]
 
 
@@ -122,7 +121,7 @@ def _check_text(tokens: Tensor) -> None:
 
 
 def _exact(target: Target, shipped: Sequence[Attention]) -> Converted | None:
-    """What needs no text."""
+    """The conversion if it is exact, and so needs no text; None otherwise."""
     layers: list[nn.Module]
     if target.kind == "heads" and target.num_kv_heads % shipped[0].num_kv_heads == 0:
         layers = [spell_out(layer, target.num_kv_heads) for layer in shipped]
@@ -144,7 +143,7 @@ def _maker(
     tokens: Tensor,
     progress: Progress,
 ) -> Make:
-    """How one layer is made, once what all layers must agree on is settled."""
+    """The function that converts one layer, after choosing what all layers share."""
     if target.kind == "heads":
         return lambda step: (
             regroup(
@@ -166,7 +165,6 @@ def _maker(
             rope_dim=target.rope_dim,
             covariance=step.moments.covariance,
             counts=counts,
-            rule=target.rule,
         ).layer
     )
 
@@ -184,7 +182,7 @@ def _ranks(
     tokens: Tensor,
     progress: Progress,
 ) -> list[int]:
-    """A rank for each layer: the same, or dealt out to where the model misses it most."""
+    """A rank for each layer: the same for all, or allotted by how much the predictions suffer."""
     if not target.by_layer:
         return [target.rank] * len(shipped)
     full = min(min(each.hidden_size, 2 * each.num_kv_heads * each.head_dim) for each in shipped)
@@ -203,32 +201,28 @@ def _ranks(
 def _counts(
     model: Any, target: Target, shipped: Sequence[Attention], tokens: Tensor
 ) -> tuple[int, ...]:
-    """How many components of each frequency turn, in all layers alike."""
+    """How many components of each frequency to rotate, equally in all layers."""
     with watch(list(attention_modules(model).values())) as moments:
         for window in tokens:
             model.base_model(input_ids=window[None], use_cache=False)
     pairs = zip(shipped, moments, strict=True)
     return common_counts(
-        [components(layer, seen.covariance).harm for layer, seen in pairs], target.rope_dim
+        [components(layer, each.covariance).harm for layer, each in pairs], target.rope_dim
     )
 
 
-def _noting(make: Make, target: Target, names: list[str], note: list[LayerReport]) -> Make:
-    """The same, fitted to what it should put out, and written down."""
+def _reporting(make: Make, target: Target, names: list[str], into: list[LayerReport]) -> Make:
+    """`make`, followed by the refit of the output projection and an entry in the report."""
 
     def made(step: Step) -> nn.Module:
         layer = make(step)
-        fitted = refit_output if target.refit else _only_measured
-        missed, still = fitted(layer, step.x, step.target)
-        rank = getattr(layer, "kv_lora_rank", None)
-        note.append(LayerReport(names[step.index], missed, still, rank))
+        before = layer.get_submodule("o_proj")
+        missed, still = refit_output(layer, step.x, step.target)
+        if not target.refit:
+            layer.o_proj, still = before, missed
+        into.append(
+            LayerReport(names[step.index], missed, still, getattr(layer, "kv_lora_rank", None))
+        )
         return layer
 
     return made
-
-
-def _only_measured(layer: nn.Module, x: Tensor, target: Tensor) -> tuple[float, float]:
-    kept = layer.get_submodule("o_proj")
-    missed, _ = refit_output(layer, x, target)
-    layer.o_proj = kept
-    return missed, missed

@@ -1,4 +1,4 @@
-"""A whole conversion: load -> refuse -> convert -> place -> heal -> measure -> keep."""
+"""The job of `regard convert`: check, load, measure, convert, place, heal, measure, save."""
 
 import shutil
 import time
@@ -19,33 +19,32 @@ from regard.convert.measuring import measure
 from regard.convert.report import Healing, Report, card
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Form, Target, target_of
-from regard.convert.texts import LENGTH, calibration, python_topics
-from regard.convert.windows import windows_of
+from regard.convert.texts import LENGTH, calibration, python_topics, windows_of
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
 from regard.hf.loading.loading import load, skeleton
 from regard.hf.placing.placing import hosts, place
 
-MEASURED = 2  # windows of each text
-OWN = "Python's own texts"
+MEASURED = 2  # windows of each text to measure on
+OWN = "Python's own texts"  # name of the default calibration texts in the report
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for; texts are given by name.
+    """The options of a conversion; texts are given by name.
 
     Args:
         model: a folder or a GGUF file.
         to: `mha`, `gqa:N`, `mqa`, `mla:RANK` or `mla:RANK+ROPE`; `mla` with a budget.
-        out: the folder to make.
+        out: the folder to write.
         form, portable, budget: see `target_of`.
-        by_layer: whether latents get ranks layer by layer, as the model misses them.
-        calibrate: text to calibrate on, with that to heal on; Python's own if there is none.
-        heal: text to learn from the original on; no healing if there is none.
+        by_layer: whether the latents' ranks differ by layer.
+        calibrate: texts to calibrate on, besides those of `heal`; Python's own if there are none.
+        heal: texts to heal on, by distillation from the original; no healing if there are none.
         minutes: of healing.
-        held_out: text to measure on, besides a half of Python's reference.
-        low_memory: whether weights stay on the disk, but for the layer at hand.
+        held_out: texts to measure on, besides a half of Python's reference.
+        low_memory: whether weights stay on disk, except those of the present layer.
     """
 
     model: Path
@@ -65,34 +64,36 @@ class Job:
 def run_job(
     job: Job, *, recipe: Recipe | None = None, progress: Progress = lambda what, done, total: None
 ) -> Report:
-    """Convert the model, keep it in a new folder, and say what was lost.
+    """Convert the model, save it in a new folder, and return the report.
 
     Raises:
-        FileExistsError, FileNotFoundError: about `out`, before any work.
+        FileExistsError, FileNotFoundError: if `out` cannot be written, before any work.
         CheckpointError: if the model is not a sound checkpoint.
-        ValueError: if the model cannot become that, before its weights are read; if a text is too
-            short, before any work.
+        ValueError: if the model cannot be converted to that, before its weights are read; if a text
+            is too short, before any work.
     """
     started = time.perf_counter()
     check_free(job.out)
     if job.low_memory and (job.heal or job.portable):
-        raise ValueError("low_memory keeps one layer at a time; healing and portable need them all")
+        raise ValueError(
+            "low_memory holds one layer in memory at a time; healing and portable need all of them"
+        )
     progress("reading the configuration", 0, 0)
     target, was = _target(job, skeleton(job.model))
     progress("loading", 0, 0)
     model, tokenizer = load(job.model, low_memory=job.low_memory, progress=progress)
     read = [*job.calibrate.values(), *job.heal.values()]
     tokens = calibration(tokenizer, read, length=_length(model))
-    lessons = _lessons(job, tokenizer, _length(model))
+    healing_windows = _healing_windows(job, tokenizer, _length(model))
     texts = _texts(job, tokenizer, _length(model))
     progress("measuring as shipped", 0, 0)
     before = measure(model, texts)
     (converted,) = convert(model, [target], tokens, progress=progress)
     made = _placed(job, model, converted)
     unhealed, healing = None, None
-    if lessons is not None:
+    if healing_windows is not None:
         unhealed = measure(made, texts)
-        healing = _healed(job, made, lessons, recipe or Recipe(autocast=_quicker()), progress)
+        healing = _healed(job, made, healing_windows, recipe, progress)
     progress("measuring as converted", 0, 0)
     report = Report(
         model=job.model.name,
@@ -119,7 +120,7 @@ def _target(job: Job, model: Any) -> tuple[Target, str]:
     target = target_of(job.to, shipped, form=job.form, portable=job.portable, budget=job.budget)
     if job.by_layer and target.kind != "exact-rope":
         raise ValueError(
-            f"by_layer deals out ranks of a joint latent whose rotation is exact; {target} has none"
+            f"by_layer allots ranks of a joint latent with exact rotation; {target} has none"
         )
     if target.portable:
         check_surroundings(model)
@@ -141,7 +142,7 @@ def _texts(job: Job, tokenizer: Any, length: int) -> dict[str, Int[Tensor, "N L"
     }
 
 
-def _lessons(job: Job, tokenizer: Any, length: int) -> Int[Tensor, "N L"] | None:
+def _healing_windows(job: Job, tokenizer: Any, length: int) -> Int[Tensor, "N L"] | None:
     if not job.heal:
         return None
     return windows_of(tokenizer, job.heal.values(), length=3 * length // 4)
@@ -154,25 +155,22 @@ def _placed(job: Job, model: Any, converted: Converted) -> Any:
     return place(model, converted.layers)
 
 
-def _healed(job: Job, student: Any, lessons: Tensor, recipe: Recipe, progress: Progress) -> Healing:
+def _healed(
+    job: Job, student: Any, windows: Tensor, recipe: Recipe | None, progress: Progress
+) -> Healing:
+    recipe = recipe or Recipe(autocast=_faster_dtype())
     teacher, _ = load(job.model)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)
-    state = _state(job)
     done = heal(
-        student,
-        teacher,
-        lessons,
-        minutes=job.minutes,
-        recipe=recipe,
-        state=state,
-        progress=progress,
-    )
+        student, teacher, windows,
+        minutes=job.minutes, recipe=recipe, state=_state(job), progress=progress,
+    )  # fmt: skip
     return Healing(done.seconds / 60, done.steps, done.tokens, done.losses)
 
 
-def _quicker() -> torch.dtype | None:
-    """bfloat16, if this machine multiplies faster in it than in float32."""
+def _faster_dtype() -> torch.dtype | None:
+    """bfloat16 if matrix products are faster in it than in float32 on this machine, else None."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(512, 512, dtype=dtype)
@@ -185,5 +183,5 @@ def _quicker() -> torch.dtype | None:
 
 
 def _state(job: Job) -> Path:
-    """Where healing is kept until the model is: the same job goes on from there."""
+    """The folder of healing's state until the model is saved: the same job resumes from it."""
     return job.out.with_name(f".{job.out.name}.healing")

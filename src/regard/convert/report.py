@@ -1,4 +1,4 @@
-"""What was done to a model, what it lost, and what it costs now: for people, and for programs."""
+"""The report of a conversion, as data and as a model card."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,15 +11,20 @@ STOCK = (
     "Any transformers loads it:\n\n"
     "```python\nmodel = AutoModelForCausalLM.from_pretrained(path)\n```"
 )
-HOSTED = (
-    "Its attention is regard's; transformers alone refuses it:\n\n"
+PLACED = (
+    "Its attention is regard's; transformers alone cannot load it:\n\n"
     "```python\nimport regard.hf\n\nmodel, tokenizer = regard.hf.load(path)\n```"
+)
+MEASUREMENTS = (  # rows of the table: title, field of `Measured`, format
+    ("cache bytes a token", "cache_bytes_per_token", ",.0f"),
+    ("prefill tokens/s", "prefill_tokens_per_second", ",.0f"),
+    ("decode tokens/s", "decode_tokens_per_second", ",.1f"),
 )
 
 
 @dataclass(frozen=True)
 class Healing:
-    """How long a model learned from the original, on how many tokens, and its last losses."""
+    """How long the model was healed, on how many tokens, and the loss of every step."""
 
     minutes: float
     steps: int
@@ -29,7 +34,7 @@ class Healing:
 
 @dataclass(frozen=True)
 class Report:
-    """A conversion: of what, into what, with what loss."""
+    """What was converted to what, and the measurements before and after."""
 
     model: str
     was: str
@@ -46,29 +51,24 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """Perplexity after over before, a geometric mean over the texts."""
-        return ratio(self.after, self.before)
+        """Perplexity after, divided by that before; the geometric mean over the texts."""
+        return ratio(self.after.perplexity, self.before.perplexity)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as data that JSON holds."""
         return {**asdict(self), "ratio": self.ratio, "into": str(self.target)}
 
 
 def card(report: Report) -> str:
-    """The model card: what was done, what it costs, how it is loaded."""
+    """The text of the model card: what was done, what it costs, how to load the model."""
     before, after = report.before, report.after
     rows = [
         (f"perplexity, {name}", f"{before.perplexity[name]:.3f}", f"{after.perplexity[name]:.3f}")
         for name in after.perplexity
     ]
-    numbers = (
-        ("cache bytes a token", "cache_bytes_per_token", ",.0f"),
-        ("prefill tokens/s", "prefill_tokens_per_second", ",.0f"),
-        ("decode tokens/s", "decode_tokens_per_second", ",.1f"),
-    )
-    for said, name, form in numbers:
+    for title, name, form in MEASUREMENTS:
         was, now = (format(getattr(each, name), form) for each in (before, after))
-        rows.append((said, was, now))
+        rows.append((title, was, now))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return (
         f"# {report.model}, its attention converted: {report.target}\n\n"
@@ -77,7 +77,7 @@ def card(report: Report) -> str:
         f"Perplexity is {report.ratio:.3f} times what it was, on text that was neither calibrated "
         f"nor trained on.\n\n"
         f"| | before | after |\n|---|---:|---:|\n{table}\n\n"
-        f"{_calibration(report)}{_healing(report)}{STOCK if report.stock else HOSTED}\n"
+        f"{_calibration(report)}{_healing(report)}{STOCK if report.stock else PLACED}\n"
     )
 
 
@@ -97,8 +97,9 @@ def _healing(report: Report) -> str:
     healing, before = report.healing, report.unhealed
     if healing is None or before is None:
         return ""
+    unhealed = ratio(before.perplexity, report.before.perplexity)
     return (
-        f"It then learned from the original for {healing.minutes:.0f} minutes, on "
-        f"{healing.tokens:,} tokens: perplexity was {ratio(before, report.before):.3f} times the "
-        "original's before that.\n\n"
+        f"It was then trained to imitate the original for {healing.minutes:.0f} minutes, on "
+        f"{healing.tokens:,} tokens; before that, perplexity was {unhealed:.3f} times the "
+        "original's.\n\n"
     )

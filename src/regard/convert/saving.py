@@ -1,4 +1,4 @@
-"""save: a converted model in a folder of its own, which is complete or is not there."""
+"""Saving a converted model to a new folder, which appears only when it is complete."""
 
 import json
 import os
@@ -16,15 +16,15 @@ from regard.hf.loading.offloaded import fetched
 from regard.hf.placing.describing import described
 from regard.hf.placing.placing import hosts
 
-SHARD = "5GB"
+SHARD = "5GB"  # largest file of weights, as transformers 4 writes them
 
 
 def check_free(out: str | Path) -> Path:
-    """The path, if a folder can be made of it: call it before the work that leads to `save`.
+    """The absolute path, if `save` can write there; to be called before the work.
 
     Raises:
-        FileExistsError: if there is something that is not an empty folder.
-        FileNotFoundError: if the folder it lies in is missing.
+        FileExistsError: if the path exists and is not an empty folder.
+        FileNotFoundError: if its parent folder is missing.
     """
     out = Path(out).absolute()
     if out.is_symlink() or out.is_file() or (out.is_dir() and any(out.iterdir())):
@@ -43,33 +43,33 @@ def save(
     report: Mapping[str, Any],
     max_shard_size: str = SHARD,
 ) -> Path:
-    """Write a converted model, and say where it is.
+    """Write a converted model, and return its path.
 
-    A model in a form that transformers knows is written by `save_pretrained`, for anybody to load.
+    A model whose layers transformers has is written by `save_pretrained`; transformers loads it.
     One with latent layers is written for `regard.hf.load`: `config.json` describes the base model
-    and every layer, weights are in `regard.safetensors`, and transformers by itself refuses it.
+    and every layer, weights are in `regard.safetensors`, and transformers alone cannot load it.
 
-    Everything is written to a folder beside `out`, which gets its name last: whatever interrupts,
-    `out` holds all of it or is not there.
+    Everything is written to a folder beside `out`, which is renamed last: if writing is
+    interrupted, `out` does not exist.
 
     Args:
         model: from `regard.hf.place` or `to_deepseek_v3`.
         tokenizer: its tokenizer, or None.
-        out: a folder that is not there yet, or is empty.
+        out: a folder that does not exist yet, or is empty.
         card: the text of the model card, `README.md`.
-        report: what was done and lost, for `report.json`.
-        max_shard_size: of a file of weights.
+        report: data for `report.json`.
+        max_shard_size: largest size of a file of weights.
 
     Raises:
-        FileExistsError: if `out` is there and not empty.
-        FileNotFoundError: if the folder that `out` lies in is missing.
-        TypeError, ValueError: if the report is not what JSON holds, or a layer cannot be described.
+        FileExistsError: if `out` exists and is not empty.
+        FileNotFoundError: if the parent folder of `out` is missing.
+        TypeError, ValueError: if JSON cannot hold the report, or a layer cannot be described.
     """
     out = check_free(out)
     texts = {"README.md": card, "report.json": _json(report)}
     with _beside(out) as folder:
         if hosts(model):
-            _write_hosted(model, folder, max_shard_size)
+            _write_placed(model, folder, max_shard_size)
         else:
             _write_stock(model, folder, max_shard_size)
         if tokenizer is not None:
@@ -99,7 +99,7 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    """To the disk, so that a name never stands for what is not yet written."""
+    """Write the file or folder to disk, so that the final name never refers to incomplete data."""
     if path.is_dir() and os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
@@ -115,30 +115,29 @@ def _json(value: Any) -> str:
 
 def _write_stock(model: Any, folder: Path, max_shard_size: str) -> None:
     with warnings.catch_warnings():
-        # of weights on the disk, that a shard must fit into memory: it does
+        # it warns that a shard of offloaded weights must fit in memory
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
-def _write_hosted(model: Any, folder: Path, max_shard_size: str) -> None:
+def _write_placed(model: Any, folder: Path, max_shard_size: str) -> None:
     config = _base_config(model)
     modules: Any = attention_modules(model).values()
-    entries = [described(module) for module in modules]
-    said = {
+    description = {
         "model_type": MODEL_TYPE,
         "architectures": ["RegardModel"],
         "format": FORMAT,
         "base": config,
-        "layers": entries,
+        "layers": [described(module) for module in modules],
     }
-    (folder / "config.json").write_text(_json(said), encoding="utf-8")
+    (folder / "config.json").write_text(_json(description), encoding="utf-8")
     _write_weights(model, folder, max_shard_size)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
 
 
 def _base_config(model: Any) -> dict[str, Any]:
-    """The configuration of the model that the layers stand in, as transformers would save it."""
+    """The configuration of the model that the layers are placed in, as transformers saves it."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     given = config | {"architectures": [type(model).__name__], "dtype": dtype}
@@ -155,36 +154,36 @@ def _write_weights(model: Any, folder: Path, max_shard_size: str) -> None:
         state, filename_pattern=f"{stem}{{suffix}}.{suffix}", max_shard_size=max_shard_size
     )
     for name, keys in split.filename_to_tensors.items():
-        tensors = {key: _held(model, key, state[key]).contiguous() for key in keys}
+        tensors = {key: _loaded(model, key, state[key]).contiguous() for key in keys}
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(_json(index), encoding="utf-8")
 
 
-def _held(model: Any, key: str, tensor: Any) -> Any:
-    """The tensor, from the disk if it was left there: one file's worth is in memory at a time."""
+def _loaded(model: Any, key: str, tensor: Any) -> Any:
+    """The tensor, read from disk if it is offloaded; one shard is in memory at a time."""
     path, _, name = key.rpartition(".")
     return fetched(model.get_submodule(path), name) if tensor.is_meta else tensor
 
 
 def _untied(model: Any) -> dict[str, Any]:
-    """Every tensor once: what the model ties, it ties again; whatever else shares is copied."""
+    """The state dict without tied weights; other tensors that share memory are copied."""
     state = model.state_dict()
     tied = getattr(model, "_tied_weights_keys", None) or {}
     for name, source in dict(tied).items():
         if name in state and source in state and _same(model, state[name], state[source]):
             del state[name]
-    seen: set[int] = set()
+    starts: set[int] = set()
     for name, tensor in state.items():
         start = tensor.untyped_storage().data_ptr()
-        if start in seen:
+        if start in starts:
             state[name] = tensor.clone()
-        seen.add(start)
+        starts.add(start)
     return dict(state)
 
 
 def _same(model: Any, one: Any, other: Any) -> bool:
-    if one.is_meta or other.is_meta:  # on the disk: the configuration says it
+    if one.is_meta or other.is_meta:  # offloaded: the configuration tells
         return bool(model.config.tie_word_embeddings)
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape

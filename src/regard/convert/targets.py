@@ -1,9 +1,9 @@
-"""What a model's attention is to become, as a value: what the command line says, and every layer.
+"""The target of a conversion, as a value, and how it is read from the command line's `--to`.
 
-mha          every query head its own key head              exact
-gqa:N, mqa   fewer key heads, aligned and merged            lossy
-mla:R        a joint latent of R numbers, rotation exact    lossy below full rank
-mla:R+P      DeepSeek's form: a latent of R, P that turn    lossy
+mha          a key head for every query head                      exact
+gqa:N, mqa   fewer key heads, aligned and merged                  lossy
+mla:R        a joint latent of R elements, RoPE after it          lossy below full rank
+mla:R+P      DeepSeek's form: a latent of R, P channels with RoPE  lossy
 """
 
 import re
@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from regard.convert.exact.spell_out import refuse_norm_of_width
-from regard.convert.linear import JOINT_LATENT, refuse_unheld
-from regard.convert.lossy.complex_rope import frequencies_of
+from regard.convert.linear import JOINT_LATENT, refuse_unsupported, refuse_width_norm
+from regard.convert.lossy.directions import frequencies_of
 from regard.layers.attention import Attention
 from regard.masks import Causal
 
 Form = Literal["exact-rope", "deepseek"]
 GRAMMAR = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
 FORMS = {"exact-rope": JOINT_LATENT, "deepseek": "DeepSeek's MLA"}
-WIDE = 0.9  # of the cache: above it, half as many channels again as a head has may turn
+WIDE = 0.9  # budget above which the rotary key is half as wide again as a head
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,13 @@ class Target:
     Args:
         kind: `"heads"` or a form of MLA.
         num_kv_heads: of `"heads"`.
-        rank: of the latent; a mean over layers where `by_layer`.
-        rope_dim: channels that turn, in DeepSeek's form.
+        rank: of the latent; the mean over layers if `by_layer`.
+        rope_dim: channels of the rotary key, in DeepSeek's form.
         portable: whether all layers have the same frequencies, so that a stock `deepseek_v3`
-            checkpoint can hold them. One number of the rank is then spent on its norm.
-        by_layer: whether each layer gets a rank of its own, `rank` on average.
-        rule: how components that turn are selected, see `decouple`.
+            checkpoint can hold them. One element of the rank is then used for its norm.
+        by_layer: whether the rank differs by layer.
         method: how heads are merged, see `regroup`.
-        refit: whether output projections are fitted anew; see `refit_output`.
+        refit: whether output projections are refitted, see `refit_output`.
     """
 
     kind: Literal["heads", "exact-rope", "deepseek"]
@@ -46,7 +44,6 @@ class Target:
     rope_dim: int = 0
     portable: bool = False
     by_layer: bool = False
-    rule: Literal["harm", "TransMLA", "MHA2MLA"] = "harm"
     method: Literal["aligned", "mean", "first"] = "aligned"
     refit: bool = True
 
@@ -54,10 +51,8 @@ class Target:
         if self.kind == "heads":
             merged = "" if self.method == "aligned" else f", {self.method}"
             return f"{self.num_kv_heads} key heads{merged}"
-        turning = f"+{self.rope_dim}" if self.kind == "deepseek" else ""
-        shared = ", portable" if self.portable else ""
-        shared += "" if self.rule == "harm" else f", {self.rule}"
-        return f"mla:{self.rank}{turning} {self.kind}{shared}"
+        rotary = f"+{self.rope_dim}" if self.kind == "deepseek" else ""
+        return f"mla:{self.rank}{rotary} {self.kind}{', portable' if self.portable else ''}"
 
     @property
     def latent(self) -> bool:
@@ -73,18 +68,18 @@ def target_of(
     portable: bool = False,
     budget: float | None = None,
 ) -> Target:
-    """Read what `--to` says, for a model whose attention is `shipped`.
+    """The target that `--to` describes, for a model with these layers.
 
     Args:
-        to: see the top of this file.
+        to: `mha`, `gqa:N`, `mqa`, `mla:RANK`, `mla:RANK+ROPE`, or `mla` with a budget.
         shipped: the model's layers, from `regard.hf.attention_of`.
-        form: of MLA; DeepSeek's if `to` gives rotary channels or `portable` is asked for, else
+        form: of MLA; if None, DeepSeek's if `to` has rotary channels or `portable` is set, else
             `"exact-rope"`.
         portable: see `Target`.
-        budget: the share of the shipped cache to keep, where `to` is `"mla"` alone.
+        budget: size of the new cache as a share of the shipped one, if `to` is `"mla"` alone.
 
     Raises:
-        ValueError: if it cannot be read, or does not fit the model.
+        ValueError: if `to` is none of these, or does not fit the model.
 
     >>> from regard import GroupedQueryAttention, Rotary
     >>> gqa = GroupedQueryAttention(64, 8, 4, rope=Rotary(8))
@@ -99,8 +94,8 @@ def target_of(
         rank, rope_dim = (int(part) if part else 0 for part in found.group(3, 4))
         kind = form or ("deepseek" if rope_dim or portable else "exact-rope")
         _check_latent(to, rank, rope_dim, kind, portable, budget)
-        for layer in shipped:  # before sizes: no other budget helps a layer that cannot be held
-            refuse_unheld(layer, FORMS[kind])
+        for layer in shipped:  # first, since no size helps a layer with such a feature
+            refuse_unsupported(layer, FORMS[kind])
         rope_dim = rope_dim or (_rope_dim(first, budget) if kind == "deepseek" else 0)
         rank = rank if budget is None else _rank(first, budget, rope_dim)
         target = Target(kind, rank=rank, rope_dim=rope_dim, portable=portable)
@@ -116,17 +111,19 @@ def target_of(
 def _check_latent(
     to: str, rank: int, rope_dim: int, kind: Form, portable: bool, budget: float | None
 ) -> None:
-    """Raise a ValueError if what was asked of a latent contradicts itself."""
+    """Raise a ValueError if the options of a latent contradict each other."""
     if portable and kind != "deepseek":
         raise ValueError("portable=True is about DeepSeek's form; exact-rope needs regard")
     if rope_dim and kind != "deepseek":
-        raise ValueError(f"to={to!r} gives channels that turn, and in exact-rope all of them do")
+        raise ValueError(
+            f"to={to!r} gives a number of rotated channels, and exact-rope rotates all of them"
+        )
     if (budget is None) == (rank == 0):
         raise ValueError(f"to={to!r}: give either a rank, as in mla:128, or a budget, as in 0.5")
 
 
 def check_fits(target: Target, layer: Attention) -> None:
-    """Raise a ValueError if `layer` cannot become that, before any work."""
+    """Raise a ValueError if `layer` cannot be converted to `target`."""
     if target.kind == "heads":
         wanted, have = target.num_kv_heads, layer.num_kv_heads
         if wanted < 1 or (have % wanted and (wanted % have or layer.num_heads % wanted)):
@@ -136,11 +133,11 @@ def check_fits(target: Target, layer: Attention) -> None:
                 f"can have {', '.join(map(str, fitting))}"
             )
         if wanted != have:
-            refuse_norm_of_width(layer)
+            refuse_width_norm(layer)
         if wanted < have and target.method == "aligned":
-            refuse_unheld(layer, "an aligned merge")
+            refuse_unsupported(layer, "an aligned merge")
         return
-    refuse_unheld(layer, FORMS[target.kind])
+    refuse_unsupported(layer, FORMS[target.kind])
     width = 2 * layer.num_kv_heads * layer.head_dim
     full = min(width, layer.hidden_size)
     if not 1 <= target.rank <= full:
@@ -152,13 +149,13 @@ def check_fits(target: Target, layer: Attention) -> None:
         most = layer.num_kv_heads * layer.rope.dim
         if target.rope_dim % 2 or not 2 <= target.rope_dim <= most:
             raise ValueError(
-                f"rope_dim={target.rope_dim} is not an even number in 2..{most}: so many channels "
-                "of the keys turn"
+                f"rope_dim={target.rope_dim} is not an even number in 2..{most}, the number of "
+                "rotated channels of all keys"
             )
 
 
 def _check_portable(layer: Attention) -> None:
-    """Raise a ValueError if the layer has what the attention of a `deepseek_v3` has not."""
+    """Raise a ValueError if the layer has a feature that `deepseek_v3` lacks."""
     found = {
         f"mask={layer.mask!r}": layer.mask != Causal(),
         "a bias of its queries": layer.q_proj.bias is not None,
@@ -168,7 +165,7 @@ def _check_portable(layer: Attention) -> None:
         names = ", ".join(name for name, given in found.items() if given)
         raise ValueError(
             f"a deepseek_v3 checkpoint has no place for {names}, which this layer has; without "
-            "portable, regard.hf.load reads what is made"
+            "portable, regard.hf.load reads the converted model"
         )
 
 
@@ -181,11 +178,11 @@ def _refuse_latent(to: str, form: object, portable: bool, budget: object) -> Non
     given = {"form": form, "portable": portable or None, "budget": budget}
     named = [name for name, value in given.items() if value is not None]
     if named:
-        raise ValueError(f"to={to!r} has no {', '.join(named)}; that is said of mla")
+        raise ValueError(f"to={to!r} has no {', '.join(named)}; only mla has")
 
 
 def _rope_dim(layer: Attention, budget: float | None) -> int:
-    """A head's worth; with room to spare, half as much again."""
+    """The channels that a head rotates; half as many again for a large budget."""
     wide = budget is not None and budget > WIDE
     most = layer.num_kv_heads * layer.rope.dim
     return min(most, layer.rope.dim * 3 // 2 // 2 * 2 if wide else layer.rope.dim)
@@ -198,7 +195,8 @@ def _rank(layer: Attention, budget: float, rope_dim: int) -> int:
     rank = int(shipped * budget) - rope_dim
     if rank < 1:
         raise ValueError(
-            f"budget={budget} of {shipped} numbers a token is {int(shipped * budget)}, and "
-            f"{rope_dim} of them turn; give a larger budget, or fewer channels as in mla:RANK+ROPE"
+            f"budget={budget} of {shipped} elements a token is {int(shipped * budget)}, and "
+            f"{rope_dim} of them are the rotary key; give a larger budget, or fewer channels as in "
+            "mla:RANK+ROPE"
         )
     return min(rank, shipped, layer.hidden_size)

@@ -1,7 +1,7 @@
-"""Text that every Python carries: enough kinds of it to calibrate on where the user gives none.
+"""Windows of tokens to calibrate and measure on, from the user's texts or Python's own.
 
-Half of the language reference, the documentation in the standard library's modules, and its source.
-The other half of the reference is kept to measure on.
+Shipped with Python: half of the language reference, the docstrings of the standard library, and
+its source. The other half of the reference is held out to measure on.
 """
 
 import importlib
@@ -16,22 +16,45 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.convert.windows import windows_of
-
 LENGTH = 1024  # tokens of a window
-WINDOWS = 18  # of calibration; `benchmarks/converting.py --windows` says what more take and give
-CHARACTERS = 8  # a token has fewer on average: what is beyond is not even read
+WINDOWS = 18  # windows to calibrate on; `benchmarks/converting.py --windows` measures other numbers
+CHARACTERS = 8  # characters read per token needed: more than a token has on average in any text
 DOCUMENTED = (
     "argparse asyncio collections contextlib csv datetime decimal difflib email.message fractions "
     "functools http.client inspect json logging os pathlib random shutil socket sqlite3 statistics "
     "string subprocess tarfile tempfile textwrap threading typing unittest urllib.request zipfile"
 )
 SOURCES = "heapq textwrap statistics bisect calendar fractions"
-SHORTEST = 200  # characters of a docstring that says something
+SHORTEST = 200  # characters: shorter docstrings are mostly boilerplate
+
+
+def windows_of(
+    tokenizer: Any, texts: Iterable[str], *, length: int, most: int | None = None
+) -> Int[Tensor, "N L"]:
+    """Consecutive windows of `length` tokens from the texts, `most` of them at most.
+
+    Texts are joined by an empty line; an incomplete last window is dropped. No special tokens.
+
+    Raises:
+        ValueError: if the texts do not fill a window.
+    """
+    needed = None if most is None else most * length
+    tokens: list[int] = []
+    for text in texts:
+        tokens += tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
+        if needed is not None and len(tokens) >= needed:
+            tokens = tokens[:needed]
+            break
+    rows = len(tokens) // length
+    if rows == 0:
+        raise ValueError(
+            f"the text has {len(tokens):,} tokens, one window needs {length:,}; give more text"
+        )
+    return torch.tensor(tokens[: rows * length], dtype=torch.int64).unflatten(0, (rows, length))
 
 
 def python_topics() -> tuple[str, str]:
-    """The topics of Python's own help, every second one, and the others."""
+    """The topics of Python's help system in two halves: every second topic, and the others."""
     from pydoc_data.topics import topics
 
     names = sorted(topics)
@@ -40,7 +63,7 @@ def python_topics() -> tuple[str, str]:
 
 
 def python_texts() -> tuple[str, str, str]:
-    """Three kinds to calibrate on: half of the reference, documentation, source."""
+    """Three kinds of text to calibrate on: half of the reference, docstrings, source."""
     return python_topics()[0], _documentation(), _source()
 
 
@@ -51,7 +74,7 @@ def calibration(
     windows: int = WINDOWS,
     length: int = LENGTH,
 ) -> Int[Tensor, "N L"]:
-    """Windows in equal parts from the beginnings of `texts`; Python's own texts if there are none.
+    """Equally many windows from the start of each text; Python's own texts if none are given.
 
     Raises:
         ValueError: if they do not fill a window of that length.
@@ -66,16 +89,16 @@ def calibration(
 
 
 def read_texts(files: Iterable[Path]) -> list[str]:
-    """The files' texts, lines of a paragraph joined.
+    """The text of each file, with the lines of a paragraph joined.
 
     Raises:
-        FileNotFoundError, UnicodeDecodeError: as Python says it.
+        FileNotFoundError, UnicodeDecodeError: as `Path.read_text` raises them.
     """
     return [unwrapped(file.read_text(encoding="utf-8")) for file in files]
 
 
 def unwrapped(text: str) -> str:
-    """Paragraphs that were broken into lines, in one line each.
+    """The text with each paragraph on one line.
 
     >>> unwrapped("One\\nparagraph.\\n\\nAnother.")
     'One paragraph.\\n\\nAnother.'
@@ -85,7 +108,7 @@ def unwrapped(text: str) -> str:
 
 def _documentation() -> str:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of it says, when looked at, that it is going away
+        warnings.simplefilter("ignore")  # reading some attributes warns that they are deprecated
         texts = [inspect.getdoc(thing) or "" for thing in _documented()]
     return "\n\n".join(dict.fromkeys(text for text in texts if len(text) >= SHORTEST))
 

@@ -1,26 +1,74 @@
-"""MLA written out as MHA: every head gets the keys and values that it rebuilds from the latent.
+"""The same attention with more key heads: GQA's are copied, MLA's computed from its latent.
 
-The rotary key of all heads is copied for each, and comes first, where `Attention` turns channels.
-Keys and values must be of one size there, so the narrower ones are padded with zeros, which add
-nothing to a score and nothing to an output. Nothing is lost but the small cache.
+Exact both ways. What is lost is the small cache.
 """
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.convert.linear import linear_of, numbers_of
+from regard.convert.linear import (
+    common_arguments,
+    linear_of,
+    rebuilt,
+    refuse_width_norm,
+    weight_and_bias,
+    with_kv_heads,
+)
 from regard.layers.attention import Attention
 from regard.layers.construct import normed
 from regard.layers.latent import MultiHeadLatentAttention
 
-Numbers = tuple[Tensor, Tensor | None]  # a weight and a bias
+Parameters = tuple[Tensor, Tensor | None]  # a weight and a bias
+
+
+def spell_out(layer: Attention, num_kv_heads: int | None = None) -> Attention:
+    """The same attention with more key heads, exactly: each head's rows are repeated.
+
+    All but `k_proj` and `v_proj` is shared with `layer`, not copied; a layer that already has that
+    many heads is returned unchanged. The cache grows with the heads.
+
+    Args:
+        layer: GQA or MQA.
+        num_kv_heads: a multiple of the layer's own that divides its query heads; MHA if None.
+
+    Raises:
+        ValueError: if the heads do not divide, or keys are normed over their whole width, where
+            copies would change the norm.
+
+    >>> import torch
+    >>> from regard import Causal, GroupedQueryAttention
+    >>> gqa = GroupedQueryAttention(16, 4, 2, mask=Causal())
+    >>> mha, x = spell_out(gqa), torch.randn(1, 5, 16)
+    >>> mha.kind, torch.allclose(mha(x), gqa(x), atol=1e-6)
+    ('MHA', True)
+    """
+    wanted = layer.num_heads if num_kv_heads is None else num_kv_heads
+    if wanted < 1 or wanted % layer.num_kv_heads or layer.num_heads % wanted:
+        raise ValueError(
+            f"num_kv_heads={wanted} must be a multiple of the layer's {layer.num_kv_heads} that "
+            f"divides its {layer.num_heads} query heads"
+        )
+    if wanted == layer.num_kv_heads:
+        return layer
+    refuse_width_norm(layer)
+
+    def repeated(rows: Tensor) -> Tensor:
+        """`[G*D, ..]` to `[wanted*D, ..]`."""
+        heads = rows.unflatten(0, (layer.num_kv_heads, layer.head_dim))
+        return heads.repeat_interleave(wanted // layer.num_kv_heads, dim=0).flatten(0, 1)
+
+    projections: dict[str, nn.Module] = {}
+    for name in ("k_proj", "v_proj"):
+        weight, bias = weight_and_bias(layer, name)
+        projections[name] = linear_of(repeated(weight), None if bias is None else repeated(bias))
+    return with_kv_heads(layer, wanted, projections)
 
 
 class LowRank(nn.Module):
-    """A projection through something narrow: down, a norm of its first channels, and up.
+    """A low-rank projection: `down`, a norm of its first `normed_width` channels, and `up`.
 
-    `down` and `norm` may be shared with others, as MLA's keys and values share theirs.
+    Several projections may share `down` and `norm`, as MLA's keys and values do.
     """
 
     def __init__(self, down: nn.Module, norm: nn.Module, normed_width: int, up: nn.Module) -> None:
@@ -36,10 +84,12 @@ class LowRank(nn.Module):
 
 
 def expand(layer: MultiHeadLatentAttention) -> Attention:
-    """The same attention as MHA of `max(qk_head_dim, v_head_dim)` channels a head, exactly.
+    """MLA as MHA with `max(qk_head_dim, v_head_dim)` channels a head, exactly.
 
-    Where latents are not normed, projections are multiplied out into plain linear layers; where
-    they are, they stay in two steps (`LowRank`) and share the layer's parameters.
+    Every head gets a copy of the rotary key as its first channels, where `Attention` rotates. The
+    narrower of keys and values is padded with zeros, which change no score and no output. If
+    latents are not normed, projections are multiplied out into plain linear layers; if they are,
+    they stay in two steps (`LowRank`) and share the layer's parameters.
 
     Raises:
         ValueError: if a projection is not a plain linear layer.
@@ -58,30 +108,14 @@ def expand(layer: MultiHeadLatentAttention) -> Attention:
         "v_proj": _through_latent(layer, _value_rows(layer, dim)),
         "o_proj": _output(layer, dim),
     }
-    with torch.device("meta"):  # all of it is replaced
-        mha = Attention(
-            layer.hidden_size,
-            layer.num_heads,
-            head_dim=dim,
-            bias={
-                name for name, child in children.items() if getattr(child, "bias", None) is not None
-            },
-            dropout=layer.dropout,
-            rope=layer.rope,
-            mask=layer.mask,
-            scale=layer.scale,
-            score_bias=layer.score_bias,
-            backend=layer.backend,
-            precision=layer.precision,
-        )
-    for name, child in children.items():
-        setattr(mha, name, child)
-    return mha.train(layer.training)
+    biased = {name for name, child in children.items() if getattr(child, "bias", None) is not None}
+    arguments = common_arguments(layer) | {"head_dim": dim, "bias": biased, "rope": layer.rope}
+    return rebuilt(Attention, arguments, children).train(layer.training)
 
 
 def _queries(layer: MultiHeadLatentAttention, dim: int) -> nn.Module:
     name = "q_proj" if layer.q_lora_rank is None else "q_b_proj"
-    weight, bias = numbers_of(layer, name)
+    weight, bias = weight_and_bias(layer, name)
 
     def arranged(rows: Tensor) -> Tensor:
         nope, rotary = rows.unflatten(0, (layer.num_heads, -1)).split(
@@ -95,9 +129,9 @@ def _queries(layer: MultiHeadLatentAttention, dim: int) -> nn.Module:
     return _composed(layer, "q_a_proj", "q_a_layernorm", layer.q_lora_rank, up)
 
 
-def _key_rows(layer: MultiHeadLatentAttention, dim: int) -> Numbers:
-    """Up from the latent and the rotary key, joined: `[H * dim, R + Dr]`."""
-    weight, bias = numbers_of(layer, "kv_b_proj")
+def _key_rows(layer: MultiHeadLatentAttention, dim: int) -> Parameters:
+    """From the latent and the rotary key, concatenated, to keys: `[H * dim, R + Dr]`."""
+    weight, bias = weight_and_bias(layer, "kv_b_proj")
     heads, width = layer.num_heads, layer.qk_rope_head_dim
     nope = weight.unflatten(0, (heads, -1))[:, : layer.qk_nope_head_dim]
     rotary = torch.eye(width, dtype=weight.dtype, device=weight.device).expand(heads, -1, -1)
@@ -114,9 +148,9 @@ def _key_rows(layer: MultiHeadLatentAttention, dim: int) -> Numbers:
     return _padded(rows, dim), _padded(torch.cat([bias.new_zeros(heads, width), offsets], 1), dim)
 
 
-def _value_rows(layer: MultiHeadLatentAttention, dim: int) -> Numbers:
-    """Likewise: nothing of the rotary key goes into values."""
-    weight, bias = numbers_of(layer, "kv_b_proj")
+def _value_rows(layer: MultiHeadLatentAttention, dim: int) -> Parameters:
+    """The same for values, which the rotary key does not enter: `[H * dim, R + Dr]`."""
+    weight, bias = weight_and_bias(layer, "kv_b_proj")
 
     def values(rows: Tensor) -> Tensor:
         return _padded(rows.unflatten(0, (layer.num_heads, -1))[:, layer.qk_nope_head_dim :], dim)
@@ -126,19 +160,18 @@ def _value_rows(layer: MultiHeadLatentAttention, dim: int) -> Numbers:
     return wide, None if bias is None else values(bias)
 
 
-def _through_latent(layer: MultiHeadLatentAttention, up: Numbers) -> nn.Module:
+def _through_latent(layer: MultiHeadLatentAttention, up: Parameters) -> nn.Module:
     return _composed(layer, "kv_a_proj_with_mqa", "kv_a_layernorm", layer.kv_lora_rank, up)
 
 
 def _composed(
-    layer: MultiHeadLatentAttention, down: str, norm: str, width: int, up: Numbers
+    layer: MultiHeadLatentAttention, down: str, norm: str, width: int, up: Parameters
 ) -> nn.Module:
-    """Up after down: one linear layer where nothing stands between, the two of them where a norm
-    does."""
+    """`up` after `down`: one linear layer without a norm between them, `LowRank` with one."""
     between = layer.get_submodule(norm)
     if not isinstance(between, nn.Identity):
         return LowRank(layer.get_submodule(down), between, width, linear_of(*up))
-    (weight, bias), (rows, offset) = numbers_of(layer, down), up
+    (weight, bias), (rows, offset) = weight_and_bias(layer, down), up
     product = (rows.double() @ weight.double()).to(weight.dtype)
     if bias is None:
         return linear_of(product, offset)
@@ -150,13 +183,13 @@ def _composed(
 def _output(layer: MultiHeadLatentAttention, dim: int) -> nn.Module:
     if dim == layer.v_head_dim:
         return layer.o_proj
-    weight, bias = numbers_of(layer, "o_proj")
+    weight, bias = weight_and_bias(layer, "o_proj")
     columns = weight.mT.unflatten(0, (layer.num_heads, layer.v_head_dim))
     return linear_of(_padded(columns, dim).mT.contiguous(), bias)
 
 
 def _padded(heads: Float[Tensor, "H D *I"], dim: int) -> Float[Tensor, "HD *I"]:
-    """Every head with zeros after its own rows, up to `dim` of them, one after the other."""
+    """Each head's rows padded with zeros to `dim` rows, heads concatenated."""
     missing = dim - heads.shape[1]
     zeros = heads.new_zeros(heads.shape[0], missing, *heads.shape[2:])
     return torch.cat([heads, zeros], dim=1).flatten(0, 1)

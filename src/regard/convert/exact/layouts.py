@@ -1,7 +1,7 @@
-"""Where a fused projection keeps its queries, keys and values: exact moves in and out of it.
+"""Fused projections of queries, keys and values: splitting them into three, and fusing three.
 
-A fused weight holds the same rows as three separate ones, head by head in an order of its own. So
-a layout is an order of heads, and a name; splitting and fusing are one permutation and its inverse.
+A fused weight holds the same rows as three separate ones, with the heads in another order. So a
+layout is an order of heads and a parameter name; splitting is a permutation, fusing its inverse.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,14 +37,14 @@ def by_group(num_heads: int, num_kv_heads: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one kind of module fuses.
+    """How one class of modules stores its fused projection.
 
     Args:
-        weight: what its weight is called in a state dict.
-        bias: what its bias is called.
-        order: which heads come one after the other, given `num_heads` and `num_kv_heads`. Queries
-            are numbered first, then keys, then values.
-        transposed: whether the weight is `[in, out]`, as GPT-2's Conv1D has it.
+        weight: name of the weight in a state dict.
+        bias: name of the bias.
+        order: the order of the heads, given `num_heads` and `num_kv_heads`. Query heads are
+            numbered first, then key heads, then value heads.
+        transposed: whether the weight is `[in, out]`, as in GPT-2's Conv1D.
     """
 
     weight: str
@@ -57,7 +57,7 @@ def _linear(name: str, order: Callable[[int, int], list[int]], **options: bool) 
     return Layout(f"{name}.weight", f"{name}.bias", order, **options)
 
 
-LAYOUTS = {  # by the class of the module
+LAYOUTS = {  # by name of the module's class
     "Phi3Attention": _linear("qkv_proj", in_blocks),
     "GPT2Attention": _linear("c_attn", in_blocks, transposed=True),
     "GPTNeoXAttention": _linear("query_key_value", by_group),
@@ -73,13 +73,13 @@ def split_fused(
     num_heads: int,
     num_kv_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A fused weight or bias as queries', keys' and values': the same rows, `[out, in]`.
+    """The rows of queries, keys and values in a fused weight or bias; weights are `[out, in]`.
 
     Args:
-        fused: a weight as the layout has it, or a bias.
-        layout: one of `LAYOUTS`, or of your own.
+        fused: a weight as the layout stores it, or a bias.
+        layout: one of `LAYOUTS`, or a user-defined one.
         num_heads: query heads.
-        num_kv_heads: key and value heads; as many if None.
+        num_kv_heads: key and value heads; `num_heads` if None.
 
     Raises:
         ValueError: if the heads do not divide the rows, or each other.
@@ -111,7 +111,7 @@ def fuse(
     num_heads: int,
     num_kv_heads: int | None = None,
 ) -> Tensor:
-    """The inverse of `split_fused`: weights as the layout has them, or biases.
+    """The inverse of `split_fused`: a weight as the layout stores it, or a bias.
 
     Raises:
         ValueError: if the rows are not heads of one size.
@@ -140,7 +140,7 @@ def split_state(
     num_heads: int,
     num_kv_heads: int | None = None,
 ) -> dict[str, Tensor]:
-    """A state dict with `q_proj`, `k_proj` and `v_proj` for every fused projection; the rest as is.
+    """A state dict with every fused projection split into `q_proj`, `k_proj` and `v_proj`.
 
     Raises:
         ValueError: if there is no fused projection of this layout, or the heads do not divide it.
@@ -160,7 +160,7 @@ def split_state(
             {f"{prefix}{name}.{kind}": part for name, part in zip(SEPARATE, parts, strict=True)}
         )
     if made.keys() == state.keys():
-        raise ValueError(f"nothing here is called {layout.weight}; is it another layout's?")
+        raise ValueError(f"no parameter is named {layout.weight}; choose another layout")
     return made
 
 
@@ -171,7 +171,7 @@ def fuse_state(
     num_heads: int,
     num_kv_heads: int | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of `split_state`. Where only some of the three have a bias, the others get zeros.
+    """The inverse of `split_state`. If only some of the three have a bias, the others get zeros.
 
     Raises:
         ValueError: if there are no separate projections, or their rows are not heads of one size.
@@ -196,12 +196,12 @@ def fuse_state(
                     [w.new_zeros(w.shape[0]) if b is None else b for w, b in pairs]
                 )
     if made.keys() == state.keys():
-        raise ValueError(f"nothing here is called {', '.join(SEPARATE)}; there is nothing to fuse")
+        raise ValueError(f"no parameter is named {', '.join(SEPARATE)}; there is nothing to fuse")
     return made
 
 
 def _belongs(key: str, layout: Layout) -> tuple[str, str | None]:
-    """What stands before a fused name, and whether it is a weight or a bias; None if neither."""
+    """The prefix of a fused parameter's key, and "weight" or "bias"; None for other keys."""
     for name, kind in ((layout.weight, "weight"), (layout.bias, "bias")):
         if key == name or key.endswith(f".{name}"):
             return key[: len(key) - len(name)], kind
@@ -209,7 +209,8 @@ def _belongs(key: str, layout: Layout) -> tuple[str, str | None]:
 
 
 def _named(key: str) -> tuple[str, str | None, str]:
-    """Prefix, projection and kind of a separate projection's key; None for the projection else."""
+    """Prefix, projection and "weight" or "bias" of a separate projection's key; the projection is
+    None for other keys."""
     path, _, kind = key.rpartition(".")
     prefix, dot, name = path.rpartition(".")
     if name in SEPARATE and kind in ("weight", "bias"):

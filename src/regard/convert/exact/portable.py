@@ -1,13 +1,13 @@
-"""MLA as a checkpoint that anybody reads: a stock, dense `deepseek_v3`, without code of regard's.
+"""MLA layers as a stock, dense `deepseek_v3` checkpoint, which transformers loads without regard.
 
-DeepSeek's module does three things that a converted layer does not, and each is undone by numbers:
+DeepSeek's module does three things that a converted layer does not; weights compensate for each:
 
-- It norms the latent. One more latent channel holds a constant so large that the norm divides every
-  token by the same number, which `kv_a_layernorm` and `kv_b_proj` multiply back. What is left is a
-  relative error of `|latent|^2 / (2 * constant^2)`.
+- It norms the latent. An added latent channel holds a constant so large that the norm divides every
+  token by the same number, by which `kv_a_layernorm` and `kv_b_proj` multiply again. The remaining
+  relative error is `|latent|^2 / (2 * constant^2)`.
 - It scales scores by `qk_head_dim ** -0.5`. The rest of the layer's scale goes into `q_proj`.
-- Its frequencies are powers of one base. `longrope` divides each by a factor of its own, so a base
-  of 1 and reciprocal factors give any list.
+- Its frequencies are powers of one base. `longrope` divides each frequency by its own factor, so a
+  base of 1 and reciprocal factors represent any list.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from regard.convert.linear import numbers_of
+from regard.convert.linear import weight_and_bias
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.masks import Causal
 from regard.rope import Rotary
 from regard.rope.frequencies import plain_frequencies
 
-LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")  # the same names and norms around attention
-CONSTANT = 2.0**24
-SLOWEST = 1e-30  # radians a position: what a pair that rests is given, since 0 has no reciprocal
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")  # model types whose other layers are the same
+CONSTANT = 2.0**24  # of the added channel: latents are below it by more than float32's precision
+SLOWEST = 1e-30  # radians a position for pairs that are not rotated, since 0 has no reciprocal
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
-TAKEN_OVER = (
+COPIED = (  # settings of the model that its new configuration repeats
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -48,20 +48,19 @@ TAKEN_OVER = (
 def to_deepseek_v3(
     model: Any, layers: Sequence[MultiHeadLatentAttention], *, constant: float = CONSTANT
 ) -> Any:
-    """A `DeepseekV3ForCausalLM` that computes what `model` would with these layers.
+    """A `DeepseekV3ForCausalLM` that computes the same as `model` with these layers.
 
     It is saved with `save_pretrained`, or `regard.convert.save`. In bfloat16 it is as near to the
     layers in bfloat16 as those are to float32: the norm adds one rounding of the latent.
 
     Args:
-        model: a Llama, Mistral or Qwen with attention of any kind; only what is around its
-            attention is read, and shared.
-        layers: one for each of its layers, alike in sizes and frequencies, without latent norms.
-        constant: what the latent's norm is drowned in; a power of two. The default is beyond
-            float16, which needs `2.0**15`.
+        model: a Llama, Mistral or Qwen; its parameters outside attention are shared.
+        layers: one for each of its layers, with equal sizes and frequencies, without latent norms.
+        constant: value of the added latent channel; a power of two. The default exceeds float16's
+            range, which needs `2.0**15`.
 
     Raises:
-        ValueError: if `deepseek_v3` cannot hold the model or a layer; the error says what and why.
+        ValueError: if `deepseek_v3` cannot represent the model or a layer; the error says why.
     """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -92,17 +91,13 @@ def to_deepseek_v3(
 
 
 def check_portable(model: Any, layers: Sequence[Any]) -> None:
-    """Raise unless a stock `deepseek_v3` checkpoint can hold the model with these layers.
-
-    Raises:
-        ValueError: naming what it cannot hold.
-    """
+    """Raise a ValueError unless a `deepseek_v3` checkpoint can hold the model with these layers."""
     check_surroundings(model)
     count = model.config.num_hidden_layers
     if len(layers) != count:
         raise ValueError(f"the model has {count} layers, got {len(layers)}")
     for index, layer in enumerate(layers):
-        found = list(_unheld(layer, layers[0]))
+        found = list(_objections(layer, layers[0]))
         if found:
             raise ValueError(
                 f"a deepseek_v3 checkpoint cannot hold layer {index}: {'; '.join(found)}"
@@ -110,27 +105,29 @@ def check_portable(model: Any, layers: Sequence[Any]) -> None:
 
 
 def check_surroundings(model: Any) -> None:
-    """Raise a ValueError unless what is around the model's attention is as in a `deepseek_v3`."""
+    """Raise a ValueError unless the model outside its attention is built as a `deepseek_v3` is."""
     config = model.config
     if config.model_type not in LIKE_LLAMA or getattr(config, "mlp_bias", False):
         raise ValueError(
             f"{type(model).__name__} is not one of {', '.join(LIKE_LLAMA)} without biases in its "
             "MLP, whose other layers are those of deepseek_v3; without portable, regard.hf.load "
-            "reads what is made"
+            "reads the converted model"
         )
 
 
-def _unheld(layer: Any, first: Any) -> list[str]:
-    """What keeps a layer out of a checkpoint whose first layer is `first`, in sentences."""
+def _objections(layer: Any, first: Any) -> list[str]:
+    """The reasons why a layer does not fit a checkpoint whose first layer is `first`."""
     if not isinstance(layer, MultiHeadLatentAttention):
         return [f"it is {type(layer).__name__}, not MultiHeadLatentAttention"]
     found = []
     if layer.q_lora_rank is not None:
         found.append("its queries have a latent; give q_lora_rank=None")
-    elif numbers_of(layer, "q_proj")[1] is not None:
+    elif weight_and_bias(layer, "q_proj")[1] is not None:
         found.append("its queries have a bias, and q_proj has none there")
     if not isinstance(layer.kv_a_layernorm, nn.Identity):
-        found.append("its latent is normed, and one number for all tokens would take that away")
+        found.append(
+            "its latent is normed, and the added channel would replace that norm by a constant"
+        )
     if layer.mask != Causal():
         found.append(f"its mask is {layer.mask!r}, and only Causal() is there")
     if layer.score_bias is not None:
@@ -144,7 +141,7 @@ def _unheld(layer: Any, first: Any) -> list[str]:
     elif not found and not _alike(rope, other):
         found.append("its frequencies are not those of layer 0, and one list serves all layers")
     elif not found and (rope.attention_factor != 1.0 or float(_frequencies(rope).min()) < 0):
-        found.append("its rope scales, or turns backwards")
+        found.append("its rope scales queries and keys, or has negative frequencies")
     return found
 
 
@@ -159,12 +156,12 @@ def _frequencies(rope: Rotary) -> Float64[Tensor, " half"]:
 
 
 def _settings(model: Any, layer: MultiHeadLatentAttention) -> dict[str, Any]:
-    """The configuration: the model's own numbers, no experts, the layer's sizes and frequencies."""
+    """The configuration: the model's settings, the layer's sizes and frequencies, no experts."""
     config = model.config
     assert isinstance(layer.rope, Rotary)
     factors = _frequencies(layer.rope).clamp(min=SLOWEST).reciprocal().tolist()
     return {
-        **{name: getattr(config, name) for name in TAKEN_OVER},
+        **{name: getattr(config, name) for name in COPIED},
         "num_key_value_heads": layer.num_heads,
         "q_lora_rank": None,
         "kv_lora_rank": layer.kv_lora_rank + 1,
@@ -192,14 +189,14 @@ def _settings(model: Any, layer: MultiHeadLatentAttention) -> dict[str, Any]:
 
 
 def _attention(layer: MultiHeadLatentAttention, constant: float) -> dict[str, Tensor]:
-    """The parameters of DeepSeek's module that does what the layer does."""
-    q = numbers_of(layer, "q_proj")[0]
+    """The parameters with which DeepSeek's module computes the same as the layer."""
+    q = weight_and_bias(layer, "q_proj")[0]
     down, down_bias = _with_bias(layer, "kv_a_proj_with_mqa")
     up, up_bias = _with_bias(layer, "kv_b_proj")
     out, out_bias = _with_bias(layer, "o_proj")
     rank, dtype = layer.kv_lora_rank, q.dtype
-    weight, back = _norm_of(rank, constant)
-    # the constant comes out of the norm as this number: what a bias of kv_b_proj is multiplied by
+    weight, factor = _norm_of(rank, constant)
+    # after the norm, the added channel has this value: by it a bias of kv_b_proj is multiplied
     normed = torch.tensor((rank + 1) ** 0.5).to(dtype).double()
     norm = torch.full((rank + 1,), weight)
     norm[rank] = float(up_bias.any())
@@ -208,7 +205,7 @@ def _attention(layer: MultiHeadLatentAttention, constant: float) -> dict[str, Te
         "kv_a_proj_with_mqa.weight": _inserted(down, rank, 0.0),
         "kv_a_proj_with_mqa.bias": _inserted(down_bias, rank, constant),
         "kv_a_layernorm.weight": norm,
-        "kv_b_proj.weight": torch.cat([up.double() * back, (up_bias / normed)[:, None]], dim=1),
+        "kv_b_proj.weight": torch.cat([up.double() * factor, (up_bias / normed)[:, None]], dim=1),
         "o_proj.weight": out,
         "o_proj.bias": out_bias,
     }
@@ -216,18 +213,18 @@ def _attention(layer: MultiHeadLatentAttention, constant: float) -> dict[str, Te
 
 
 def _norm_of(rank: int, constant: float) -> tuple[float, float]:
-    """The norm's weight, a power of two and so exact in every dtype, and what is left to multiply
-    by: the norm divides by `constant / sqrt(rank + 1)`."""
+    """The norm's weight, a power of two and so exact in every dtype, and the remaining factor: the
+    norm divides by `constant / sqrt(rank + 1)`."""
     divided = constant * (rank + 1) ** -0.5
     weight = 2.0 ** round(torch.tensor(divided).log2().item())
     return weight, divided / weight
 
 
 def _with_bias(layer: nn.Module, name: str) -> tuple[Tensor, Tensor]:
-    weight, bias = numbers_of(layer, name)
+    weight, bias = weight_and_bias(layer, name)
     return weight, weight.new_zeros(weight.shape[0]) if bias is None else bias
 
 
 def _inserted(rows: Float[Tensor, "R *rest"], at: int, value: float) -> Float[Tensor, "R1 *rest"]:
-    """One more row, all of one value."""
+    """The rows with one more inserted, all of one value."""
     return torch.cat([rows[:at], torch.full_like(rows[:1], value), rows[at:]])

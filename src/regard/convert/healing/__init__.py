@@ -1,1 +1,1 @@
-"""Healing: a converted model learns from the one that it was made of."""
+"""Healing: a converted model is trained to imitate the original."""

@@ -1,7 +1,7 @@
-"""heal: a converted student learns from the model that it was made of, on any text of the user's.
+"""Healing: distillation of the original model, the teacher, into the converted one, the student.
 
-The teacher's own outputs are what is learned, so no labels are needed and little text goes far:
-every token says what every layer should have put out. Attention learns, the rest stays.
+The targets are the teacher's outputs, so any text serves, and little is needed: every token has a
+target for every layer. By default only attention is trained.
 """
 
 import time
@@ -15,24 +15,24 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.convert.healing.losses import Lesson
+from regard.convert.healing.environment import fast_attention, only_training, rest_in
+from regard.convert.healing.losses import Distillation
 from regard.convert.healing.recipe import Budget, Recipe, positions_of, rows_of
-from regard.convert.healing.setting import attention_in, only_these_learn, rest_in
 from regard.convert.healing.state import Record, fingerprint, load_record, load_state, save_state
 from regard.hf.families.finding import find
 from regard.hf.loading.loading import require
 
 DEFAULT = Recipe()
-SAVE_SECONDS = 120.0  # what an interruption may cost
-Progress = Callable[[str, int, int], None]  # what is done now, steps (or seconds) done, in all
+SAVE_SECONDS = 120.0  # between two states on disk: the most work that an interruption loses
+Progress = Callable[[str, int, int], None]  # the present stage, steps or seconds done, in all
 
 
 @dataclass(frozen=True)
 class Healed:
-    """What healing took, and how the loss fell: one number a step.
+    """The loss of every step, and the time and tokens that healing took.
 
-    The first `aligned` losses are the mean share of a layer's energy that is wrong; the others
-    are nats a token, and layers' errors by the recipe's `layer_weight`.
+    The first `aligned` losses are relative errors, the mean over layers; the others are divergences
+    in nats a token, plus layers' relative errors times the recipe's `layer_weight`.
     """
 
     losses: tuple[float, ...]
@@ -58,43 +58,43 @@ def heal(
     state: Path | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Healed:
-    """Teach a converted model, in place, to do what the original does. Dropout is off.
+    """Train a converted model, in place, to imitate the original. Dropout is off.
 
-    Runs on whatever `accelerate` finds: under `accelerate launch`, every process takes its part of
-    each batch. Several processes write one state, the first one's.
+    Runs on the devices that `accelerate` finds; under `accelerate launch`, every process takes a
+    part of each batch, and the first process writes the state.
 
     Args:
         student: a transformers causal language model in float32.
-        teacher: the original, of any dtype, with weights of its own.
-        tokens: windows of text, `[N, L]` (`windows_of`); seen in an order of the recipe's seed.
-        steps: when to end. Then the same call gives the same weights, interrupted or not.
-        minutes: when to end, by the clock; with `steps`, whichever comes first.
-        recipe: all that changes the result.
+        teacher: the original, of any dtype, which shares no weights with the student.
+        tokens: windows of text, `[N, L]` (`windows_of`); shuffled with the recipe's seed.
+        steps: number of steps. Then the weights are reproducible, interrupted or not.
+        minutes: time limit; with `steps`, whichever comes first.
+        recipe: everything else that changes the result.
         attention: the student's attention modules in order; found if None.
-        state: a folder to write the state to now and then, and to go on from.
+        state: a folder to write the state to every two minutes, and to resume from.
         progress: called after every step.
 
     Raises:
         ValueError: if there is neither `steps` nor `minutes`, the models do not fit each other,
-            weights are shared or not float32, the windows are too few, or `state` is another
-            task's. Nothing is then changed.
+            weights are shared or not float32, the windows are too few, or `state` is of another
+            task. Nothing is then changed.
         ImportError: if accelerate is missing.
     """
     require("transformers", "accelerate", "safetensors")
     budget = _budget(steps, minutes)
-    pupils = list(attention) if attention is not None else attention_like(student)
-    masters = attention_like(teacher)
-    _check_models(student, teacher, pupils, masters)
+    students = list(attention) if attention is not None else attention_like(student)
+    teachers = attention_like(teacher)
+    _check_models(student, teacher, students, teachers)
     _check_tokens(tokens, recipe, student)
-    learning = learning_parameters(student, pupils, recipe.train)
-    _check_learning(learning, teacher)
-    lesson = Lesson(student, teacher, pupils, masters, layer_weight=recipe.layer_weight)
-    task = _task(recipe, budget, tokens, learning)
+    trained = trained_parameters(student, students, recipe.train)
+    _check_trained(trained, teacher)
+    loss = Distillation(student, teacher, students, teachers, layer_weight=recipe.layer_weight)
+    task = _task(recipe, budget, tokens, trained)
     record = Record(task) if state is None else load_record(Path(state), task)
     dtype = recipe.autocast
-    with only_these_learn(student, teacher, learning), rest_in(dtype, student, learning):
-        run = _Run(lesson, tokens, recipe, budget, record, learning, state, progress)
-        with attention_in(dtype, run.accelerator.device, student, teacher):
+    with only_training(student, teacher, trained), rest_in(dtype, student, trained):
+        run = _Run(loss, tokens, recipe, budget, record, trained, state, progress)
+        with fast_attention(dtype, run.accelerator.device, student, teacher):
             run.to_the_end()
     return Healed(
         tuple(record.losses),
@@ -105,29 +105,29 @@ def heal(
 
 
 class _Run:
-    """One healing under way."""
+    """A run of healing: the optimiser's steps until the budget is used up."""
 
     def __init__(
         self,
-        lesson: Lesson,
+        loss: Distillation,
         tokens: Tensor,
         recipe: Recipe,
         budget: Budget,
         record: Record,
-        learning: dict[str, nn.Parameter],
+        trained: dict[str, nn.Parameter],
         state: Path | None,
         progress: Progress,
     ) -> None:
         self.tokens, self.recipe, self.budget, self.record = tokens, recipe, budget, record
-        self.learning, self.progress = learning, progress
+        self.trained, self.progress = trained, progress
         self.state = None if state is None else Path(state)
         self.accelerator = _accelerator(recipe)
         adam = torch.optim.AdamW(
-            learning.values(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True
+            trained.values(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True
         )
-        self.lesson, self.optimizer = self.accelerator.prepare(lesson, adam)
+        self.loss, self.optimizer = self.accelerator.prepare(loss, adam)
         if self.state is not None and record.steps:
-            load_state(self.state, learning, self._adam)
+            load_state(self.state, trained, self._adam)
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
@@ -135,7 +135,7 @@ class _Run:
         return plain
 
     def to_the_end(self) -> None:
-        """Step by step until the budget is used up; the state is written now and then, and last."""
+        """Run all steps; write the state every `SAVE_SECONDS` and at the end."""
         started, before = time.perf_counter(), self.record.seconds
         saved = started
         while (share := self._share()) < 1:
@@ -144,7 +144,7 @@ class _Run:
             self.record.losses.append(loss)
             self.record.aligned += aligned
             self.record.seconds = before + now - started
-            self._tell(aligned, loss)
+            self._report(aligned, loss)
             if now - saved >= SAVE_SECONDS:
                 self._save()
                 saved = now
@@ -152,7 +152,7 @@ class _Run:
         self.accelerator.wait_for_everyone()
 
     def _share(self) -> float:
-        """How much of the budget is used up, by the first process's clock."""
+        """The share of the budget that is used up, by the first process's clock."""
         from accelerate.utils import broadcast_object_list
 
         share = [self.budget.share(self.record.steps, self.record.seconds)]
@@ -160,17 +160,17 @@ class _Run:
 
     def _step(self, share: float) -> float:
         if self.record.steps == self.record.aligned and not self.recipe.aligns(share):
-            self._adam.state.clear()  # gradients of another loss have other sizes
+            self._adam.state.clear()  # the gradients of another loss differ in size
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(share)
         losses = []
         for piece, chosen in self._pieces(share):
-            with self.accelerator.accumulate(self.lesson):
+            with self.accelerator.accumulate(self.loss):
                 with self._precision():
-                    loss = self.lesson(piece, chosen)
+                    loss = self.loss(piece, chosen)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.learning.values(), self.recipe.clip)
+                    self.accelerator.clip_grad_norm_(self.trained.values(), self.recipe.clip)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             losses.append(loss.detach())
@@ -178,7 +178,7 @@ class _Run:
         return float(mean)
 
     def _pieces(self, share: float) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """This process's part of the step's windows, as many at once as memory is meant to hold."""
+        """This process's windows of the step, `at_once` at a time, and the positions to compare."""
         recipe, step = self.recipe, self.record.steps
         device = self.accelerator.device
         windows, length = self.tokens.shape
@@ -197,7 +197,7 @@ class _Run:
             nullcontext() if dtype is None else torch.autocast(self.accelerator.device.type, dtype)
         )
 
-    def _tell(self, aligned: bool, loss: float) -> None:
+    def _report(self, aligned: bool, loss: float) -> None:
         budget, record = self.budget, self.record
         what = f"{'aligning layers' if aligned else 'imitating'}, loss {loss:.3f}"
         if budget.steps is not None:
@@ -208,7 +208,7 @@ class _Run:
 
     def _save(self) -> None:
         if self.state is not None and self.accelerator.is_main_process:
-            save_state(self.state, self.record, self.learning, self._adam)
+            save_state(self.state, self.record, self.trained, self._adam)
 
 
 def _accelerator(recipe: Recipe) -> Any:
@@ -229,8 +229,8 @@ def _accelerator(recipe: Recipe) -> Any:
 
 
 def attention_like(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a model in order, of a known family or not: layers of regard that
-    have taken their places count."""
+    """The attention modules of a model in order, of a known family or not, and layers of regard
+    placed in it."""
     found = find(model)
     return [
         module
@@ -239,12 +239,12 @@ def attention_like(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def learning_parameters(
-    student: Any, pupils: Sequence[nn.Module], train: str
+def trained_parameters(
+    student: Any, students: Sequence[nn.Module], train: str
 ) -> dict[str, nn.Parameter]:
-    """What learns, by its name in the student: the attention's, or all but embeddings and head."""
+    """The parameters to train, by name: those of attention, or all but embeddings and head."""
     if train == "attention":
-        chosen = {id(each) for module in pupils for each in module.parameters()}
+        chosen = {id(each) for module in students for each in module.parameters()}
         return {name: each for name, each in student.named_parameters() if id(each) in chosen}
     ends = (student.get_input_embeddings(), student.get_output_embeddings())
     fixed = {id(each) for module in ends for each in module.parameters()}
@@ -260,12 +260,12 @@ def _budget(steps: int | None, minutes: float | None) -> Budget:
 
 
 def _check_models(
-    student: Any, teacher: Any, pupils: Sequence[nn.Module], masters: Sequence[nn.Module]
+    student: Any, teacher: Any, students: Sequence[nn.Module], teachers: Sequence[nn.Module]
 ) -> None:
-    if not pupils or len(pupils) != len(masters):
+    if not students or len(students) != len(teachers):
         raise ValueError(
-            f"the student has {len(pupils)} attention modules and the teacher {len(masters)}; "
-            "each learns from its own, so give as many, in order, as attention="
+            f"the student has {len(students)} attention modules and the teacher {len(teachers)}; "
+            "each imitates the one in its place, so give as many, in order, as attention="
         )
     for what, name in (("hidden_size", "input"), ("vocab_size", "output")):
         axis = 1 if what == "hidden_size" else 0
@@ -276,7 +276,7 @@ def _check_models(
         if ours != theirs:
             raise ValueError(
                 f"the student has {what}={ours:,} and the teacher {theirs:,}; "
-                "a student learns from the model that it was made of"
+                "the teacher must be the model that the student was converted from"
             )
 
 
@@ -298,17 +298,17 @@ def _check_tokens(tokens: Tensor, recipe: Recipe, student: Any) -> None:
         )
 
 
-def _check_learning(learning: dict[str, nn.Parameter], teacher: nn.Module) -> None:
-    if not learning:
+def _check_trained(trained: dict[str, nn.Parameter], teacher: nn.Module) -> None:
+    if not trained:
         raise ValueError(
-            "nothing of the student would learn: attention= is to name modules that are in it"
+            "no parameter of the student would be trained: give attention= modules that are in it"
         )
     held = {each.data_ptr() for each in teacher.parameters()}
-    for name, parameter in learning.items():
+    for name, parameter in trained.items():
         if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"{name} is {parameter.dtype}, whose steps round away; load the student in "
-                "float32, and give Recipe(autocast=torch.bfloat16) for speed"
+                f"{name} is {parameter.dtype}, where small steps round to zero; load the student "
+                "in float32, and give Recipe(autocast=torch.bfloat16) for speed"
             )
         if parameter.data_ptr() in held:
             raise ValueError(
@@ -318,10 +318,10 @@ def _check_learning(learning: dict[str, nn.Parameter], teacher: nn.Module) -> No
 
 
 def _task(
-    recipe: Recipe, budget: Budget, tokens: Tensor, learning: dict[str, nn.Parameter]
+    recipe: Recipe, budget: Budget, tokens: Tensor, trained: dict[str, nn.Parameter]
 ) -> dict[str, Any]:
-    """What has to be the same for a run to go on where another stopped, fit for JSON."""
-    shapes = {name: list(each.shape) for name, each in learning.items()}
+    """All that must be equal for a run to resume another, as data that JSON holds."""
+    shapes = {name: list(each.shape) for name, each in trained.items()}
     values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(recipe).items()}
     values["autocast"] = None if recipe.autocast is None else str(recipe.autocast)
-    return {**values, **asdict(budget), "tokens": fingerprint(tokens), "learning": shapes}
+    return {**values, **asdict(budget), "tokens": fingerprint(tokens), "trained": shapes}

@@ -1,16 +1,16 @@
-"""A picture of how the loss fell while a student was healed."""
+"""A picture of the loss during healing."""
 
 from pathlib import Path
 from typing import Any
 
 from regard.convert.healing.heal import Healed
 
-ALIGNING, IMITATING = "#8a8f98", "#2a7f62"
-SMOOTH = 20  # windows of steps whose mean is drawn over the single steps
+ALIGNING, IMITATING = "#8a8f98", "#2a7f62"  # colours of the stages
+SMOOTH = 20  # segments of the run whose means are drawn over the single steps
 
 
 def draw_losses(healed: Healed, path: Path) -> None:
-    """Write the loss of every step as a .png, .svg or .pdf: aligning, then imitating.
+    """Write the loss of every step as a .png, .svg or .pdf, a panel for each stage.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -25,7 +25,7 @@ def draw_losses(healed: Healed, path: Path) -> None:
             "a picture needs matplotlib: python -m pip install 'regard[bench]'"
         ) from error
     stages = [
-        (healed.losses[: healed.aligned], "layers alone: share of energy that is wrong", ALIGNING),
+        (healed.losses[: healed.aligned], "layers alone: relative error", ALIGNING),
         (healed.losses[healed.aligned :], "predictions: nats a token, and layers", IMITATING),
     ]
     drawn = [stage for stage in stages if stage[0]]

@@ -1,4 +1,4 @@
-"""How a student is taught, as values: batches, rates and when what begins."""
+"""The settings of healing as values: batches, learning rates, stages and the budget."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,29 +11,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that changes what healing makes of a student.
+    """All settings that change the result of healing.
 
     The defaults are those that `benchmarks/healing.py` measures: a model of 135M parameters,
     windows of 768 tokens, half an hour and two cores.
 
-    The student imitates the teacher's predictions and, with a `layer_weight`, layer by layer what
-    its attention puts out: where predictions are learned already, that costs more than it brings.
-    A share of the run may first *align* each attention layer by itself: it reads what the teacher's
-    layer reads, and learns to put out the same, which takes no head and less time a step. A
-    calibrated conversion needs none of it: see `benchmarks/healing.py --aligning`.
+    The loss is the divergence from the teacher's predictions and, with a `layer_weight`, the errors
+    of the attention layers' outputs; those cost more time than they gain once predictions are
+    close. A first share of the run may *align* each attention layer alone: on the inputs of the
+    teacher's layer it is trained to return the same outputs, which needs no head and less time a
+    step. A calibrated conversion does not need this stage: see `benchmarks/healing.py --aligning`.
 
     Args:
         batch: windows a step.
         at_once: windows in memory at once; a divisor of `batch`, all of it if None.
-        aligning: the share of the run that aligns before the rest imitates.
+        aligning: the share of the run that aligns layers before predictions are compared.
         aligning_lr: the highest learning rate of that stage.
-        lr: that of the stage after it. Both rise over `warmup` and then fall to nothing.
+        lr: that of the stage after it. Both rise over `warmup` and then fall to zero.
         warmup: a share of each stage.
-        layer_weight: how much errors of layers count beside the divergence of predictions.
+        layer_weight: weight of the layers' errors, added to the divergence of predictions.
         positions: the share of a window's positions at which predictions are compared.
         betas, weight_decay: of AdamW.
         clip: the largest norm of a gradient.
-        train: the parameters that learn: `"attention"`, or `"all"` but embeddings and head.
+        train: the parameters to train: `"attention"`, or `"all"` but embeddings and head.
         autocast: the dtype of the arithmetic, such as `torch.bfloat16`; the models' own if None.
         seed: of the order of the windows and the choice of positions.
 
@@ -69,7 +69,7 @@ class Recipe:
             raise ValueError(f"train is 'attention' or 'all', got {self.train!r}")
 
     def aligns(self, share: float) -> bool:
-        """Whether layers are aligned by themselves when this share of the run is over."""
+        """Whether layers are aligned when this share of the run is over."""
         return share < self.aligning
 
     def rate(self, share: float) -> float:
@@ -90,13 +90,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a run may be: in steps, in seconds, or whichever ends first."""
+    """The limit of a run, in steps, in seconds or both; the first that is reached ends it."""
 
     steps: int | None
     seconds: float | None
 
     def share(self, steps: int, seconds: float) -> float:
-        """How much of it is used up; 1 and more is the end."""
+        """The share that is used up; the run ends at 1."""
         used = []
         if self.steps is not None:
             used.append(steps / self.steps if self.steps else 1.0)
@@ -106,7 +106,7 @@ class Budget:
 
 
 def rows_of(step: int, *, windows: int, batch: int, seed: int) -> list[int]:
-    """The windows of one step: each comes once before any comes again, in a new order every time.
+    """The windows of one step: epochs over all windows, each in a new random order.
 
     >>> sorted(rows_of(0, windows=4, batch=2, seed=0) + rows_of(1, windows=4, batch=2, seed=0))
     [0, 1, 2, 3]

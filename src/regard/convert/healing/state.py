@@ -1,7 +1,7 @@
-"""Where a healing stands, on disk: weights and moments as safetensors, the rest as JSON.
+"""The state of a healing on disk: weights and moments as safetensors, the rest as JSON.
 
-The JSON names the file of weights that belongs to it and is renamed into place last, so that an
-interruption at any point leaves one whole state, the last or the one before.
+The JSON names its file of weights and is renamed into place last, so that an interruption at any
+point leaves one complete state, the newest or the one before.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Record:
-    """What has happened so far. `task` is what has to be the same for it to go on."""
+    """The losses and the time so far. A run resumes it only if its `task` is equal."""
 
     task: dict[str, Any]
     losses: list[float] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Record:
 
 
 def fingerprint(tokens: Int[Tensor, "N L"]) -> str:
-    """A name for these very windows."""
+    """A digest of the windows."""
     return hashlib.sha256(tokens.to(torch.int64).cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
@@ -45,7 +45,7 @@ def save_state(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Write weights and moments, then the record that names them; then drop older weights."""
+    """Write weights and moments, then the record that names them; then remove older weights."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def load_record(folder: Path, task: dict[str, Any]) -> Record:
 def load_state(
     folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Put the weights and the moments of a folder back to where they were.
+    """Load the weights and the moments of a folder into these parameters and this optimiser.
 
     Raises:
         ValueError: if they are not those of these parameters. Nothing is then changed.
@@ -112,14 +112,14 @@ def load_state(
     kinds = ("weight", *MOMENTS) if read["steps"] else ("weight",)
     for name, parameter in parameters.items():
         for kind in kinds:
-            held = tensors.get(f"{kind}.{name}")
-            if held is None or held.shape != parameter.shape:
+            stored = tensors.get(f"{kind}.{name}")
+            if stored is None or stored.shape != parameter.shape:
                 raise ValueError(
                     f"{folder / read['weights']} has {kind}.{name} as "
-                    f"{None if held is None else tuple(held.shape)}, the student has "
+                    f"{None if stored is None else tuple(stored.shape)}, the student has "
                     f"{tuple(parameter.shape)}; give another folder"
                 )
-    stepped = read["steps"] - read["aligned"] or read["steps"]  # each stage begins anew
+    stepped = read["steps"] - read["aligned"] or read["steps"]  # each stage counts from 0
     for name, parameter in parameters.items():
         parameter.data.copy_(tensors[f"weight.{name}"])
         if read["steps"]:

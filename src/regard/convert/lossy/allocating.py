@@ -1,9 +1,9 @@
-"""How much of a cache budget each layer should get: where a number less costs the model most.
+"""The rank of each layer's latent within a total, by how much the model's predictions suffer.
 
-Energies of different layers do not compare: what one layer loses, the next may never read. So every
-layer is converted alone, at several sizes, and the rest of the model says what that costs, in nats
-a token from its own predictions. Small losses nearly add, so sizes are then dealt out to where they
-save most.
+Lost energies of different layers cannot be compared, since later layers may not depend on what is
+lost. So every layer is converted alone, at several sizes, and the cost is the divergence of the
+whole model's predictions, in nats a token. Small costs nearly add, so the total is then allotted
+greedily where it reduces the cost most.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from regard.convert.healing.losses import divergence
-from regard.convert.lossy.blockwise import attention_blocks
+from regard.convert.lossy.calibrate import attention_blocks
+from regard.convert.measuring import divergence
 from regard.hf.generating.predicting import hidden_states
 from regard.hf.running.binding import bound, calling
 
-EVERY = 4  # tokens, of which one is asked: a vocabulary costs more than all layers
+EVERY = 4  # predictions of every fourth token are compared: the head costs more than all layers
 Make = Callable[[int, nn.Module, Tensor, int], nn.Module]
 
 
@@ -32,23 +32,23 @@ def costs(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Float64[Tensor, "layers sizes"]:
-    """Nats a token that converting one layer alone to one size takes from the model's predictions.
+    """The divergence, in nats a token, that converting each layer alone to each size causes.
 
     Args:
-        model: a causal language model of transformers; it stays as it was.
-        windows: a thousand or two tokens of calibration text.
-        make: makes a layer of `(index, attention module, what it reads, size)`.
-        sizes: what to try, in any order.
-        progress: called with the layers done and the layers in all.
+        model: a causal language model of transformers; it is not changed.
+        windows: one or two thousand tokens of calibration text.
+        make: returns a layer for `(index, attention module, its inputs, size)`.
+        sizes: sizes to try, in any order.
+        progress: called with the layers done and their number.
     """
     blocks = attention_blocks(model)
-    entered, read, hidden = _watched(model, blocks, windows)
+    entered, inputs, hidden = _inputs(model, blocks, windows)
     found = torch.zeros(len(blocks), len(sizes), dtype=torch.float64)
     for index, (_, module) in enumerate(blocks):
         progress(index, len(blocks))
         for column, size in enumerate(sizes):
-            layer = make(index, module, read[index], size)
-            with _from(blocks[:index], entered[index]), bound(module, calling(layer)):
+            layer = make(index, module, inputs[index], size)
+            with _skipping(blocks[:index], entered[index]), bound(module, calling(layer)):
                 changed = hidden_states(model, windows)
             found[index, column] = divergence(model, changed[:, ::EVERY], model, hidden[:, ::EVERY])
     progress(len(blocks), len(blocks))
@@ -58,10 +58,10 @@ def costs(
 def allot(
     costs: Float64[Tensor, "layers sizes"], sizes: Sequence[int], total: int, *, step: int = 8
 ) -> list[int]:
-    """A size for each layer, `total` in all, so that the sum of costs is least.
+    """A size for each layer, with sum `total` and the least sum of costs.
 
-    Costs between the sizes that were tried are interpolated, as powers; beyond them nobody goes.
-    Sizes are multiples of `step`, but for what does not divide.
+    Costs between the sizes that were tried are interpolated as powers; no size is beyond them.
+    Sizes grow by `step`, the last time by the remainder.
 
     Raises:
         ValueError: if the total is less than the smallest or more than the largest size everywhere.
@@ -96,21 +96,21 @@ def allot(
 
 
 def _cost(at: Tensor, logs: Tensor, size: int) -> float:
-    """Between the sizes tried, straight in logarithms."""
+    """The cost of a size between those tried, interpolated linearly in logarithms."""
     x = torch.tensor(float(size)).double().log()
     right = int(torch.searchsorted(at, x).clamp(1, len(at) - 1))
     share = (x - at[right - 1]) / (at[right] - at[right - 1])
     return float((logs[right - 1] + share * (logs[right] - logs[right - 1])).exp())
 
 
-def _watched(
+def _inputs(
     model: Any, blocks: Sequence[tuple[nn.Module, nn.Module]], windows: Tensor
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What every block and every attention reads, and the last hidden states."""
+    """The inputs of every block and of every attention module, and the last hidden states."""
     entered: list[Tensor] = []
     read: list[Tensor] = []
 
-    def noting(into: list[Tensor]) -> Callable[..., None]:
+    def appending(into: list[Tensor]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             into.append(args[0] if args else given["hidden_states"])
 
@@ -119,15 +119,15 @@ def _watched(
     with ExitStack() as hooks:
         for block, module in blocks:
             for each, into in ((block, entered), (module, read)):
-                hook = each.register_forward_pre_hook(noting(into), with_kwargs=True)
+                hook = each.register_forward_pre_hook(appending(into), with_kwargs=True)
                 hooks.callback(hook.remove)
         hidden = hidden_states(model, windows)
     return entered, read, hidden
 
 
 @contextmanager
-def _from(blocks: Sequence[tuple[nn.Module, nn.Module]], hidden: Tensor) -> Iterator[None]:
-    """Whatever enters these blocks, `hidden` comes out: they need not run again."""
+def _skipping(blocks: Sequence[tuple[nn.Module, nn.Module]], hidden: Tensor) -> Iterator[None]:
+    """These blocks return `hidden` instead of running: it was computed before."""
     with ExitStack() as stack:
         for block, _ in blocks:
             stack.enter_context(bound(block, lambda module, *args, **given: hidden))

@@ -1,25 +1,40 @@
-"""Calibration: the second moments of what a layer reads, gathered while a model runs over text."""
+"""Calibration: a model run block by block over text, and layers fitted to what they read there.
 
-from collections.abc import Iterator, Sequence
+A converted layer reads the outputs of the converted layers before it, which differ from the
+model's own. So the hidden states of the model and of its conversion are both computed, block by
+block: every layer is calibrated on the inputs it will have, and its output projection is fitted, in
+closed form, so that the residual stream returns to the model's own. Two blocks in memory at a time
+are enough, so a model larger than memory can be converted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from regard.convert.linear import linear_of, weight_and_bias
+from regard.hf.families.finding import attention_modules
+from regard.hf.running.binding import bound, calling, is_bound
+
+CHANGED = 1e-2  # of what a block adds: rounding in half precision is less, a doubled output more
+AT_ONCE = 4  # windows run at once, to bound the memory of an MLP's intermediate tensors
+RIDGE = 0.1  # of the mean energy of a channel: penalty on changes of the output projection
 
 
 @dataclass
 class Moments:
-    """The mean of `x x^T` over tokens: which directions of the input matter, and how much."""
+    """The mean of `x x^T` and of `x` over the tokens added so far."""
 
     total: Float[Tensor, "E E"] | None = None
     sum: Float[Tensor, " E"] | None = None
     tokens: int = 0
 
     def add(self, x: Float[Tensor, "... E"]) -> None:
-        """Count these tokens in; sums are kept in float64."""
+        """Add these tokens; sums are in float64."""
         rows = x.detach().flatten(0, -2)
         product = (rows.mT @ rows).double()
         column = rows.double().sum(0)
@@ -32,18 +47,18 @@ class Moments:
         """`E[x x^T]`, float64, not centred.
 
         Raises:
-            ValueError: if nothing was seen.
+            ValueError: if no token was added.
         """
         if self.total is None:
-            raise ValueError("no token was seen; run the model over some text inside watch()")
+            raise ValueError("no token was added; run the model over some text inside watch()")
         return self.total / self.tokens
 
     @property
     def augmented(self) -> Float[Tensor, "E1 E1"]:
-        """The same of inputs with a 1 appended, for maps with biases.
+        """The same of inputs with a 1 appended, for projections with biases.
 
         Raises:
-            ValueError: if nothing was seen.
+            ValueError: if no token was added.
         """
         inner = self.covariance
         assert self.sum is not None
@@ -55,16 +70,16 @@ class Moments:
 
 
 def moments_of(x: Float[Tensor, "N L E"]) -> Moments:
-    """Of all tokens, window by window."""
-    seen = Moments()
+    """The moments of all tokens of some windows."""
+    moments = Moments()
     for window in x:
-        seen.add(window)
-    return seen
+        moments.add(window)
+    return moments
 
 
 @contextmanager
 def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
-    """Gather the moments of what each module reads (its first argument, or `hidden_states`).
+    """Gather the moments of each module's inputs (its first argument, or `hidden_states`).
 
     >>> import torch
     >>> layer = nn.Linear(2, 2)
@@ -76,18 +91,222 @@ def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
     """
     moments = [Moments() for _ in modules]
 
-    def note(seen: Moments) -> Any:
-        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            seen.add(given[0] if given else named["hidden_states"])
+    def adding(into: Moments) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            into.add(args[0] if args else given["hidden_states"])
 
         return hook
 
     hooks = [
-        module.register_forward_pre_hook(note(seen), with_kwargs=True)
-        for module, seen in zip(modules, moments, strict=True)
+        module.register_forward_pre_hook(adding(each), with_kwargs=True)
+        for module, each in zip(modules, moments, strict=True)
     ]
     try:
         yield moments
     finally:
         for handle in hooks:
             handle.remove()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer to convert: the inputs `x` of its attention, and the best outputs, `target`."""
+
+    index: int
+    module: nn.Module
+    x: Float[Tensor, "N L E"]
+    target: Float[Tensor, "N L E"]
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of the layer's inputs."""
+        return moments_of(self.x)
+
+
+Make = Callable[[Step], nn.Module]  # returns the layer that replaces an attention module
+
+
+@torch.no_grad()
+def walk(
+    model: Any,
+    windows: Int[Tensor, "N L"],
+    makes: Sequence[Make],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[list[nn.Module]]:
+    """For each of `makes`, a layer for every attention module of the model, which is not changed.
+
+    A layer's inputs are those it has behind the layers that the same `make` returned before. The
+    model's own forward pass is shared.
+
+    Args:
+        model: a causal language model of transformers whose blocks follow one another.
+        windows: tokens of calibration text, all windows of one length.
+        makes: each returns the layer for one step; called block by block, in order.
+        progress: called with the blocks done and their number.
+
+    Raises:
+        ValueError: if the model has attention that regard does not know, or is installed.
+    """
+    blocks = attention_blocks(model)
+    hidden, arguments = _beginning(model, blocks, windows)
+    converted = [hidden for _ in makes]
+    layers: list[list[nn.Module]] = [[] for _ in makes]
+    for index, (block, module) in enumerate(blocks):
+        progress(index, len(blocks))
+        run = _Block(block, module, arguments[index])
+        after, out = run.original(hidden)
+        added = run.adds(hidden[:1], out[:1])
+        for which, make in enumerate(makes):
+            mine = converted[which]
+            target = out + (hidden - mine) if added else out
+            layer = make(Step(index, module, run.inputs(mine), target))
+            converted[which] = run.with_layer(layer, mine)
+            layers[which].append(layer)
+        hidden = after
+    progress(len(blocks), len(blocks))
+    return layers
+
+
+class _Block:
+    """One block of the model and its attention, run over all windows, a few at once."""
+
+    def __init__(self, block: nn.Module, module: nn.Module, given: dict[str, Any]) -> None:
+        self.block, self.module, self.given = block, module, given
+
+    def original(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs of the block, and those of its attention."""
+        outputs: list[Tensor] = []
+        hook = self.module.register_forward_hook(lambda module, args, out: outputs.append(out[0]))
+        try:
+            return self._run(hidden), torch.cat(outputs)
+        finally:
+            hook.remove()
+
+    def adds(self, hidden: Tensor, out: Tensor) -> bool:
+        """Whether the block adds the output of its attention, unchanged, to the residual stream.
+
+        Gemma 2 and 3 and OLMo 2 norm it first. Then twice the output has the same effect, and the
+        output cannot correct errors that the residual stream already has.
+        """
+        once, twice = (self._with_output(factor * out, hidden).double() for factor in (1.0, 2.0))
+        change, whole = (twice - once).norm(), (once - hidden.double()).norm()
+        return bool(change > CHANGED * whole)
+
+    def _with_output(self, out: Tensor, hidden: Tensor) -> Tensor:
+        with bound(self.module, lambda module, *args, **given: (out, None)):
+            return self._run(hidden)
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """The inputs of the attention; nothing after it is run."""
+        inputs = []
+        for part in hidden.split(AT_ONCE):
+            with bound(self.module, _stop):
+                try:
+                    self.block(part, **self.given)
+                except _Stopped as stopped:
+                    inputs.append(stopped.x)
+        return torch.cat(inputs)
+
+    def with_layer(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """The outputs of the block with another attention."""
+        with bound(self.module, calling(layer)):
+            return self._run(hidden)
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        outs = (self.block(part, **self.given) for part in hidden.split(AT_ONCE))
+        return torch.cat([out[0] if isinstance(out, tuple) else out for out in outs])
+
+
+class _Stopped(Exception):  # ends a forward pass early; not an error
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def _stop(module: nn.Module, hidden_states: Tensor, **given: Any) -> Any:
+    raise _Stopped(hidden_states)
+
+
+def attention_blocks(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Every block and its attention, in order."""
+    modules = attention_modules(model)
+    if any(is_bound(module) for module in modules.values()):
+        raise ValueError("regard is installed in this model; call regard.hf.uninstall first")
+    return [
+        (model.get_submodule(name.rpartition(".")[0]), module) for name, module in modules.items()
+    ]
+
+
+def _beginning(
+    model: Any, blocks: Sequence[tuple[nn.Module, nn.Module]], windows: Tensor
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """The inputs of the first block, and the other arguments of each block for this length."""
+    arguments: list[dict[str, Any]] = []
+    first: list[Tensor] = []
+
+    def note(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        arguments.append({name: value for name, value in given.items() if name != "hidden_states"})
+
+    def stop(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        raise _Stopped(args[0] if args else given["hidden_states"])
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block, _ in blocks]
+    try:
+        model.base_model(input_ids=windows[:1], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    hook = blocks[0][0].register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        for window in windows:
+            try:
+                model.base_model(input_ids=window[None], use_cache=False)
+            except _Stopped as stopped:
+                first.append(stopped.x)
+    finally:
+        hook.remove()
+    return torch.cat(first), arguments
+
+
+@torch.no_grad()
+def refit_output(
+    layer: nn.Module,
+    x: Float[Tensor, "N L E"],
+    target: Float[Tensor, "N L E"],
+    *,
+    ridge: float = RIDGE,
+) -> tuple[float, float]:
+    """Replace `layer.o_proj` by the projection whose outputs over `x` are nearest to `target`.
+
+    Ridge regression towards its present weight, so that directions with little energy in the text
+    change little. Returns the errors before and after, as shares of the target's energy.
+    """
+    old, offset = weight_and_bias(layer, "o_proj")
+    weight = old.double()
+    gram = weight.new_zeros(weight.shape[1], weight.shape[1])
+    cross, missed, whole = torch.zeros_like(weight), 0.0, 0.0
+    for window, wanted in zip(x, target, strict=True):
+        merged, out = _projected(layer, window[None])
+        error = wanted - out
+        gram += (merged.mT @ merged).double()
+        cross += (error.mT @ merged).double()
+        missed += float(error.double().square().sum())
+        whole += float(wanted.double().square().sum())
+    penalty = ridge * gram.diagonal().mean()
+    change = torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), cross.mT).mT
+    layer.o_proj = linear_of((weight + change).to(old.dtype), offset)
+    gained = 2 * (change * cross).sum() - ((change @ gram) * change).sum()
+    return missed / whole, (missed - float(gained)) / whole
+
+
+def _projected(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The inputs and the outputs of the output projection."""
+    inputs: list[Tensor] = []
+    hook = layer.get_submodule("o_proj").register_forward_pre_hook(
+        lambda module, given: inputs.append(given[0])
+    )
+    try:
+        out: Tensor = layer(x)
+    finally:
+        hook.remove()
+    return inputs[0][0], out[0]

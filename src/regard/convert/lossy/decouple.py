@@ -1,46 +1,128 @@
-"""GQA as DeepSeek's MLA: a few shared components turn with position, the rest goes into a latent.
+"""GQA as DeepSeek's MLA: a few shared key components keep RoPE, the others go into a latent.
 
-MLA can be absorbed only if what its latent holds does not turn. So the keys are first written in a
-basis that turns as they do: for every frequency the heads' complex numbers are mixed until they are
-uncorrelated over the calibration text. Mixing within a frequency commutes with rotation, and the
-queries undo it, so nothing is lost yet. Then the components whose turning matters most are kept as
-the shared rotary key, and the others stop turning: each is multiplied by what its turning is on
-average, and joins the values in the latent.
+MLA can be absorbed only if keys that come from its latent are not rotated. So keys are first
+written in a basis that commutes with rotation: at every frequency, the heads' complex numbers are
+mixed into components that are uncorrelated over the calibration text. The queries are mixed
+inversely, so nothing is lost yet. The components for which rotation matters most become the shared
+rotary key. The others are not rotated any more: each is multiplied by the mean of its rotation over
+distances, and joins the values in the latent.
 
-The outline is TransMLA's (arXiv:2502.07864); the mixing is complex, not real, and components are
-chosen by energy times what is lost if they rest, not by their rank in the mixing.
+The outline is TransMLA's (arXiv:2502.07864); here the mixing is complex, not real, and components
+are chosen by the energy that is lost without rotation, not by their order within a frequency.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Complex128, Float, Float64
 from torch import Tensor
 
-from regard.convert.linear import linear_of, refuse_unheld, rows_of
-from regard.convert.lossy.balance import gain_of
-from regard.convert.lossy.complex_rope import join_turning, split_turning
-from regard.convert.lossy.principal import directions_of
-from regard.convert.lossy.selection import RULES, Components
+from regard.convert.linear import (
+    common_arguments,
+    linear_of,
+    rebuilt,
+    refuse_unsupported,
+    rows_of,
+)
+from regard.convert.lossy.directions import (
+    directions_of,
+    energy_of,
+    frequencies_of,
+    gain_of,
+    join_rotary,
+    split_rotary,
+)
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.rope import Rotary
 from regard.rope.scaling import Frequencies
+
+DISTANCES = 512  # tokens between query and key over which rotation is averaged
+LEAST = 1e-12  # energy of queries: the least weight of a key, so that none is zero
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """The rotated keys of all heads in uncorrelated complex components, `heads` per frequency.
+
+    Head g's key at frequency f is the sum over c of `mixing[f, g, c] * rows[f, c] @ x`. `harm[f,
+    c]` is the energy that the scores of all heads lose if that component is not rotated, and
+    `average[f]` the best constant factor in place of the rotation.
+    """
+
+    rows: Complex128[Tensor, "freq heads E"]
+    mixing: Complex128[Tensor, "freq heads heads"]
+    harm: Float64[Tensor, "freq heads"]
+    average: Complex128[Tensor, " freq"]
+    frequencies: Float64[Tensor, " freq"]
 
 
 @dataclass(frozen=True, eq=False)
 class Decoupled:
     """A layer in DeepSeek's form, and what was lost: shares of energy, 0.01 is 1 %.
 
-    `stilled` is what the scores lose because components stop turning, by the estimate that chose
-    them; `lost` is what keys and values lose in the latent.
+    `lost_rotation` is what the scores lose because components are not rotated, by the estimate that
+    chose them; `lost` is what keys and values lose in the latent.
     """
 
     layer: MultiHeadLatentAttention
-    stilled: float
+    lost_rotation: float
     lost: float
+
+
+def components(layer: Attention, covariance: Float[Tensor, "E E"]) -> Components:
+    """The keys of a layer in components that are uncorrelated over the calibration text.
+
+    A head's weight is the energy of its queries. A component's harm is its energy times the share
+    that no constant in place of the rotation preserves, over distances of up to 512 tokens.
+
+    Raises:
+        ValueError: if the layer has no rotary embedding, or its frequencies change with the length.
+    """
+    keys, frequencies = rotary_keys(layer)
+    weight = query_energy(layer, covariance).clamp_min(LEAST).sqrt().mT[..., None]
+    weighted = weight * keys  # [freq, heads, E1]
+    energies, basis = torch.linalg.eigh(energy_of(weighted, covariance))
+    energies, basis = energies.flip(-1).clamp_min(0.0), basis.flip(-1)
+    average = average_rotation(frequencies)
+    harm = energies * (1.0 - average.abs().square())[:, None]
+    return Components(basis.mH @ weighted, basis / weight, harm, average, frequencies)
+
+
+def rotary_keys(
+    layer: Attention,
+) -> tuple[Complex128[Tensor, "freq heads E1"], Float64[Tensor, " freq"]]:
+    """The rows of the rotated channels of the keys, and their frequencies."""
+    rope = layer.rope
+    if not isinstance(rope, Rotary):
+        raise ValueError(f"rope={rope} rotates nothing, so no component can keep it; use latentize")
+    rotary, _ = split_rotary(rows_of(layer, "k_proj"), layer.head_dim, rope)
+    return rotary.transpose(0, 1), frequencies_of(rope)
+
+
+def query_energy(layer: Attention, covariance: Tensor) -> Float64[Tensor, "heads freq"]:
+    """The energy of the queries that read each key head, at each frequency."""
+    assert isinstance(layer.rope, Rotary)
+    queries, _ = split_rotary(rows_of(layer, "q_proj"), layer.head_dim, layer.rope)
+    energy = energy_of(queries[..., None, :], covariance).real[..., 0, 0]
+    return energy.unflatten(0, (layer.num_kv_heads, -1)).sum(1)
+
+
+def average_rotation(frequencies: Tensor) -> Complex128[Tensor, " freq"]:
+    """The mean of the rotation over distances: the best constant in its place."""
+    angles = torch.arange(1, DISTANCES + 1).double()[:, None] * frequencies
+    return torch.polar(torch.ones_like(angles), -angles).mean(0)
+
+
+def common_counts(harms: Sequence[Float64[Tensor, "freq heads"]], rope_dim: int) -> tuple[int, ...]:
+    """How many components of each frequency to rotate, equally in all layers.
+
+    Each layer's harm counts as a share of its sum, since layers differ in energy.
+    """
+    shared = sum(harm / harm.sum() for harm in harms)
+    assert isinstance(shared, Tensor)
+    return tuple(largest(shared, rope_dim).sum(1).tolist())
 
 
 def decouple(
@@ -50,63 +132,39 @@ def decouple(
     rope_dim: int,
     covariance: Float[Tensor, "E E"],
     counts: Sequence[int] | None = None,
-    rule: Literal["harm", "TransMLA", "MHA2MLA"] = "harm",
 ) -> Decoupled:
     """The attention as MLA with a latent of `rank` and a rotary key of `rope_dim` channels.
 
     Args:
         layer: MHA, GQA or MQA with a rotary embedding.
-        rank: width of the latent; `rank + rope_dim` numbers a token are cached.
+        rank: width of the latent; `rank + rope_dim` elements a token are cached.
         rope_dim: channels of the rotary key, even.
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
-        counts: how many components of each frequency turn, `rope_dim / 2` in all, so that several
-            layers share one list (`common_counts`); the layer's own best if None.
-        rule: how components are selected; the papers' are here to compare with.
+        counts: how many components of each frequency are rotated, `rope_dim / 2` in all, so that
+            several layers share one list (`common_counts`); those with the most harm if None.
 
     Raises:
-        ValueError: if the layer has no plain rotary embedding, norms its keys, gates or has sinks,
+        ValueError: if the layer has no plain rotary embedding, norms its keys, has a gate or sinks,
             or the sizes do not fit.
     """
-    refuse_unheld(layer, "DeepSeek's MLA")
-    found = RULES[rule].components(layer, covariance)
-    chosen = _chosen(found, rope_dim, counts)
-    asking, still_asking = _queries(layer, found, chosen)
-    rotary, resting = _divide(layer, found, chosen)
-    gain = gain_of(rotary, asking.transpose(0, 1).flatten(1))
-    stacked = torch.cat([resting, rows_of(layer, "v_proj")])
-    if not 1 <= rank <= min(stacked.shape):
-        raise ValueError(f"rank={rank} is not in 1..{min(stacked.shape)}, keys and values together")
-    up, down, lost = directions_of(stacked[:, :-1], RULES[rule].metric(covariance), rank)
-    queries = _beside(still_asking, asking / gain[:, None])
-    shared = _pair(gain[:, None] * rotary, 0)
-    made = _build(layer, queries=queries, rotary=shared, down=down, up=up, bias=stacked[:, -1])
-    made.rope = Rotary(rope_dim, scaling=Frequencies(_frequencies(found, chosen)))
-    stilled = float(found.harm[~chosen].sum() / found.harm.sum())
-    return Decoupled(made, stilled, lost)
-
-
-def common_counts(harms: Sequence[Float64[Tensor, "freq heads"]], rope_dim: int) -> tuple[int, ...]:
-    """How many components of each frequency should turn in all layers alike.
-
-    Each layer's harm counts as a share of its own, so that loud layers do not decide alone.
-    """
-    shared = sum(harm / harm.sum() for harm in harms)
-    assert isinstance(shared, Tensor)
-    best = torch.zeros_like(shared).flatten().index_fill(0, _largest(shared, rope_dim), 1.0)
-    return tuple(best.unflatten(0, shared.shape).sum(1).int().tolist())
-
-
-def _largest(harm: Float64[Tensor, "freq heads"], rope_dim: int) -> Tensor:
-    if rope_dim % 2 or not 2 <= rope_dim <= 2 * harm.numel():
-        raise ValueError(f"rope_dim={rope_dim} is not an even number in 2..{2 * harm.numel()}")
-    return harm.flatten().topk(rope_dim // 2).indices
-
-
-def _chosen(found: Components, rope_dim: int, counts: Sequence[int] | None) -> Tensor:
-    """Which components turn: `[freq, heads]`, bool."""
+    refuse_unsupported(layer, "DeepSeek's MLA")
+    found = components(layer, covariance)
     if counts is None:
-        best = torch.zeros_like(found.score, dtype=torch.bool).flatten()
-        return best.index_fill(0, _largest(found.score, rope_dim), True).view_as(found.harm)
+        rotated = largest(found.harm, rope_dim)
+    else:
+        rotated = _by_counts(found, rope_dim, counts)
+    return from_components(layer, found, rotated, rank=rank, covariance=covariance)
+
+
+def largest(score: Float64[Tensor, "freq heads"], rope_dim: int) -> Tensor:
+    """The `rope_dim / 2` components with the largest score, as a boolean mask `[freq, heads]`."""
+    if rope_dim % 2 or not 2 <= rope_dim <= 2 * score.numel():
+        raise ValueError(f"rope_dim={rope_dim} is not an even number in 2..{2 * score.numel()}")
+    best = score.flatten().topk(rope_dim // 2).indices
+    return torch.zeros(score.numel(), dtype=torch.bool).index_fill(0, best, True).view_as(score)
+
+
+def _by_counts(found: Components, rope_dim: int, counts: Sequence[int]) -> Tensor:
     if len(counts) != len(found.frequencies) or 2 * sum(counts) != rope_dim:
         raise ValueError(
             f"counts={tuple(counts)} must have one number for each of {len(found.frequencies)} "
@@ -116,45 +174,67 @@ def _chosen(found: Components, rope_dim: int, counts: Sequence[int] | None) -> T
     return order < torch.tensor(counts)[:, None]
 
 
-def _divide(layer: Attention, found: Components, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of the shared rotary key, and those of every head's keys that no longer turn."""
+def from_components(
+    layer: Attention, found: Components, rotated: Tensor, *, rank: int, covariance: Tensor
+) -> Decoupled:
+    """MLA whose rotary key is the components in the boolean mask `rotated`, `[freq, heads]`.
+
+    The latent holds the directions of the rest with the most energy under `covariance`.
+    """
+    rotary_queries, plain_queries = _queries(layer, found, rotated)
+    rotary, plain = found.rows[rotated], _plain_keys(layer, found, rotated)
+    gain = gain_of(rotary, rotary_queries.transpose(0, 1).flatten(1))
+    stacked = torch.cat([plain, rows_of(layer, "v_proj")])
+    if not 1 <= rank <= min(stacked.shape):
+        raise ValueError(f"rank={rank} is not in 1..{min(stacked.shape)}, keys and values together")
+    up, down, lost = directions_of(stacked[:, :-1], covariance, rank)
+    paired = _real(rotary_queries / gain[:, None], 1)
+    queries = torch.cat([plain_queries, paired], dim=1).flatten(0, 1)
+    shared = _real(gain[:, None] * rotary, 0)
+    frequencies = found.frequencies[:, None].expand_as(rotated)[rotated]
+    rope = Rotary(len(shared), scaling=Frequencies(tuple(frequencies.tolist())))
+    made = _build(
+        layer, rope, queries=queries, rotary=shared, down=down, up=up, bias=stacked[:, -1]
+    )
+    return Decoupled(made, float(found.harm[~rotated].sum() / found.harm.sum()), lost)
+
+
+def _plain_keys(layer: Attention, found: Components, rotated: Tensor) -> Tensor:
+    """The rows of every head's keys without the rotated components."""
     assert isinstance(layer.rope, Rotary)
-    rotary = found.rows[chosen]
-    _, resting = split_turning(rows_of(layer, "k_proj"), layer.head_dim, layer.rope)
-    still = found.mixing @ (found.rows * ~chosen[..., None]) * found.average[:, None, None]
-    return rotary, join_turning(still.transpose(0, 1), resting, layer.rope)
+    _, plain = split_rotary(rows_of(layer, "k_proj"), layer.head_dim, layer.rope)
+    mixed = found.mixing @ (found.rows * ~rotated[..., None]) * found.average[:, None, None]
+    return join_rotary(mixed.transpose(0, 1), plain, layer.rope)
 
 
-def _queries(layer: Attention, found: Components, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Every head's queries for the shared rotary key, `[heads, turning, E]`, and for keys at rest,
-    `[heads, D, E]`."""
+def _queries(layer: Attention, found: Components, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Every head's queries for the shared rotary key, `[heads, rotated, E]`, and for keys without
+    rotation, `[heads, D, E]`."""
     rope = layer.rope
     assert isinstance(rope, Rotary)
-    turning, resting = split_turning(rows_of(layer, "q_proj"), layer.head_dim, rope)
-    turning = turning * rope.attention_factor**2  # of cosines and sines, on both sides
-    still = join_turning(turning, resting, rope).unflatten(0, (layer.num_heads, -1))
+    rotary, plain = split_rotary(rows_of(layer, "q_proj"), layer.head_dim, rope)
+    rotary = rotary * rope.attention_factor**2  # of cosines and sines, for queries and keys
+    unrotated = join_rotary(rotary, plain, rope).unflatten(0, (layer.num_heads, -1))
     copies = layer.num_heads // layer.num_kv_heads
     mixed = found.mixing.repeat_interleave(copies, dim=1).conj()  # [freq, query heads, heads]
-    asking = (mixed[..., None] * turning.transpose(0, 1)[:, :, None]).transpose(1, 2)[chosen]
-    return asking.transpose(0, 1), still
+    products = mixed[..., None] * rotary.transpose(0, 1)[:, :, None]
+    return products.transpose(1, 2)[rotated].transpose(0, 1), unrotated
 
 
-def _beside(still: Tensor, asking: Tensor) -> Float64[Tensor, "R E"]:
-    """The queries of every head, at rest and turning, head after head."""
-    return torch.cat([still, _pair(asking, 1)], dim=1).flatten(0, 1)
-
-
-def _pair(turning: Tensor, axis: int) -> Tensor:
-    """Complex rows as real ones, and then imaginary ones."""
-    return torch.cat([turning.real, turning.imag], dim=axis)
-
-
-def _frequencies(found: Components, chosen: Tensor) -> tuple[float, ...]:
-    return tuple(found.frequencies[:, None].expand_as(chosen)[chosen].tolist())
+def _real(rows: Tensor, axis: int) -> Tensor:
+    """Complex rows as real ones: real parts, then imaginary parts."""
+    return torch.cat([rows.real, rows.imag], dim=axis)
 
 
 def _build(
-    layer: Attention, *, queries: Tensor, rotary: Tensor, down: Tensor, up: Tensor, bias: Tensor
+    layer: Attention,
+    rope: Rotary,
+    *,
+    queries: Tensor,
+    rotary: Tensor,
+    down: Tensor,
+    up: Tensor,
+    bias: Tensor,
 ) -> MultiHeadLatentAttention:
     copies, dim = layer.num_heads // layer.num_kv_heads, layer.head_dim
 
@@ -164,34 +244,25 @@ def _build(
         return heads.transpose(0, 1).flatten(0, 2)
 
     first = torch.cat([torch.cat([down, down.new_zeros(len(down), 1)], 1), rotary])
-    children = {
+    projections = {
         "q_proj": (queries[:, :-1], queries[:, -1]),
         "kv_a_proj_with_mqa": (first[:, :-1], first[:, -1]),
         "kv_b_proj": (each_head(up), each_head(bias)),
     }
-    biased = {name for name, (_, bias) in children.items() if bias.any()}
-    output = layer.o_proj
-    with torch.device("meta"):  # all of it is replaced
-        made = MultiHeadLatentAttention(
-            layer.hidden_size,
-            layer.num_heads,
-            kv_lora_rank=len(down),
-            qk_nope_head_dim=dim,
-            qk_rope_head_dim=len(rotary),
-            v_head_dim=dim,
-            bias=biased | ({"o_proj"} if output.bias is not None else set()),
-            latent_norm=False,
-            rope=Rotary(len(rotary)),
-            mask=layer.mask,
-            scale=layer.scale,
-            score_bias=layer.score_bias,
-            dropout=layer.dropout,
-            backend=layer.backend,
-            precision=layer.precision,
-        )
     dtype = layer.q_proj.weight.dtype
-    for name, (weight, offset) in children.items():
-        numbers = weight.to(dtype).contiguous()
-        setattr(made, name, linear_of(numbers, offset.to(dtype) if name in biased else None))
-    made.o_proj = output  # type: ignore[assignment]
+    children = {
+        name: linear_of(weight.to(dtype).contiguous(), offset.to(dtype) if offset.any() else None)
+        for name, (weight, offset) in projections.items()
+    } | {"o_proj": layer.o_proj}
+    arguments = common_arguments(layer) | {
+        "kv_lora_rank": len(down),
+        "qk_nope_head_dim": dim,
+        "qk_rope_head_dim": len(rotary),
+        "v_head_dim": dim,
+        "bias": {n for n, child in children.items() if getattr(child, "bias", None) is not None},
+        "latent_norm": False,
+        "rope": Rotary(len(rotary)),
+    }
+    made = rebuilt(MultiHeadLatentAttention, arguments, children)
+    made.rope = rope
     return made.train(layer.training)

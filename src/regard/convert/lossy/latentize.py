@@ -1,32 +1,50 @@
-"""Keys and values through one joint latent: exact at full rank, below it as calibration finds best.
+"""Keys and values through one joint latent: exact at full rank, calibrated below it.
 
-Stack the key and value projections as W, `[2*G*D, E]`. A latent of rank R is `W ~ B A`, where the
-cache holds `A x` and B rebuilds keys and values on reading; keys are normed (where the layer norms
-them) and rotated after that, so both stay exact. At full rank nothing is lost. Below, the rank is
-spent where the inputs are: the principal directions of `W x` over calibration text, with values
-rescaled to weigh less than keys in all. Where keys are normed, their errors count relative to the
-size of a key (`normed_keys`).
+Stack the key and value projections as W, `[2*G*D, E]`. A latent of rank R is `W ~ B A`: the cache
+holds `A x`, and B computes keys and values when they are read. Keys are normed (if the layer norms
+them) and rotated after that, so both stay exact. Below full rank, A is the principal directions of
+`W x` over calibration text, with values scaled to count for less than keys.
+
+If keys are normed, an error counts relative to the size of its key. RMSNorm divides a key k by its
+root mean square and multiplies it by gains g, so an error e of the key becomes, to first order, the
+error `g * e / rms(k)`. (Its component along k vanishes, which is neglected.) So the fit minimises
+
+    E sum over heads of |g * (W - B A) x|^2 / mean((W x)^2)
+
+With one weight for each token, the mean over its heads, that is a weighted principal component
+analysis of keys and values together. A weight for each head, alternating between A and B, brought
+no improvement; `benchmarks/qk_norm.py` measures what the weights bring.
 """
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
 
-from regard.convert.linear import JOINT_LATENT, linear_of, numbers_of, refuse_unheld
-from regard.convert.lossy.normed_keys import normed_directions
-from regard.convert.lossy.norms import plain_norm
-from regard.convert.lossy.principal import directions_of
+from regard.convert.linear import (
+    JOINT_LATENT,
+    common_arguments,
+    linear_of,
+    rebuilt,
+    refuse_unsupported,
+    rows_of,
+    weight_and_bias,
+)
+from regard.convert.lossy.directions import directions_of
+from regard.hf.loading.offloaded import fetched
 from regard.layers.attention import Attention
 from regard.layers.latent_kv import LatentKVAttention
+
+AT_ONCE = 1024  # tokens converted to float64 at once, to bound memory
+SMALLEST = 1e-6  # of a head's mean square: a lower bound for that of one key, which may be zero
 
 
 @dataclass(frozen=True, eq=False)
 class Latentized:
-    """A layer, and the share of its keys' and values' energy that its latent no longer carries.
+    """A layer, and the share of the energy of keys and values that its latent loses.
 
-    Values count for less, as where directions are chosen. Of the calibration text; 0.01 is 1 %.
+    Over the calibration text, with the weights of keys and values that the fit uses; 0.01 is 1 %.
     """
 
     layer: LatentKVAttention
@@ -39,8 +57,8 @@ def as_latent(layer: Attention) -> LatentKVAttention:
     The rank is `min(hidden_size, 2 * num_kv_heads * head_dim)`. `q_proj` and `o_proj` are shared.
 
     Raises:
-        ValueError: if the layer gates, has sinks or reads another width: a joint latent of keys
-            and values does not hold those.
+        ValueError: if the layer has a gate, sinks or a context of another width, which
+            `LatentKVAttention` does not have.
 
     >>> import torch
     >>> from regard import Causal, GroupedQueryAttention, Rotary
@@ -61,15 +79,15 @@ def latentize(
     covariance: Float[Tensor, "E E"],
     inputs: Float[Tensor, "*N E"] | None = None,
 ) -> Latentized:
-    """The attention over a joint latent of `rank` numbers a token, chosen by calibration.
+    """The attention over a joint latent of `rank` elements a token, chosen by calibration.
 
     Args:
         layer: MHA, GQA or MQA.
-        rank: of the latent; `2 * num_kv_heads * head_dim` would be all of GQA's cache.
+        rank: of the latent; `2 * num_kv_heads * head_dim` is the size of GQA's cache.
         covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`). A few
             thousand tokens are enough.
-        inputs: what it is the covariance of; read where the layer norms its keys. Such a layer is
-            fitted better with them.
+        inputs: the inputs themselves. They improve the fit of a layer that norms its keys, and are
+            not used for others.
 
     Raises:
         ValueError: as `as_latent`, or if the rank or the covariance does not fit.
@@ -93,46 +111,121 @@ def latentize(
 
 def _stacked(layer: Attention) -> Float[Tensor, "R E"]:
     """Key rows, then value rows, in float64."""
-    refuse_unheld(layer, JOINT_LATENT)
-    rows = [numbers_of(layer, name)[0] for name in ("k_proj", "v_proj")]
+    refuse_unsupported(layer, JOINT_LATENT)
+    rows = [weight_and_bias(layer, name)[0] for name in ("k_proj", "v_proj")]
     return torch.cat(rows).double()
 
 
 def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
-    q_bias, o_bias = (numbers_of(layer, name)[1] for name in ("q_proj", "o_proj"))
-    kv_biases = [numbers_of(layer, name)[1] for name in ("k_proj", "v_proj")]
+    biases = {name: weight_and_bias(layer, f"{name}_proj")[1] for name in "qkvo"}
     norms = {
         name: plain_norm(norm)
         for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm))
         if norm is not None
     }
-    biased = any(bias is not None for bias in (q_bias, *kv_biases))
-    with torch.device("meta"):  # all of it is replaced
-        latent = LatentKVAttention(
-            layer.hidden_size,
-            layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            kv_lora_rank=down.shape[0],
-            rope=layer.rope,
-            bias=biased,
-            out_bias=o_bias is not None,
-            dropout=layer.dropout,
-            qk_norm=layer.arguments["qk_norm"],
-            norm_eps=getattr(norms.get("k_norm"), "eps", None) or 1e-6,
-            mask=layer.mask,
-            scale=layer.scale,
-            score_bias=layer.score_bias,
-            softcap=layer.softcap,
-            backend=layer.backend,
-            precision=layer.precision,
-        )
-    latent.q_proj, latent.o_proj = layer.q_proj, layer.o_proj  # type: ignore[assignment]
-    for name, norm in norms.items():
-        setattr(latent, name, norm)
-    dtype = layer.q_proj.weight.dtype
-    half = up.shape[0] // 2
-    bias = torch.cat([up.new_zeros(half) if b is None else b for b in kv_biases]).to(dtype)
-    latent.kv_a_proj = linear_of(down.to(dtype).contiguous())
-    latent.kv_b_proj = linear_of(up.to(dtype).contiguous(), bias if biased else None)
-    return latent.train(layer.training)
+    biased = any(biases[name] is not None for name in "qkv")
+    arguments = common_arguments(layer) | {
+        "num_kv_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "kv_lora_rank": len(down),
+        "rope": layer.rope,
+        "bias": biased,
+        "out_bias": biases["o"] is not None,
+        "qk_norm": layer.arguments["qk_norm"],
+        "norm_eps": getattr(norms.get("k_norm"), "eps", None) or 1e-6,
+        "softcap": layer.softcap,
+    }
+    dtype, half = layer.q_proj.weight.dtype, len(up) // 2
+    zeros = up.new_zeros(half)
+    bias = torch.cat([zeros if each is None else each for each in (biases["k"], biases["v"])])
+    children = norms | {
+        "q_proj": layer.q_proj,
+        "o_proj": layer.o_proj,
+        "kv_a_proj": linear_of(down.to(dtype).contiguous()),
+        "kv_b_proj": linear_of(up.to(dtype).contiguous(), bias.to(dtype) if biased else None),
+    }
+    return rebuilt(LatentKVAttention, arguments, children).train(layer.training)
+
+
+def normed_directions(
+    layer: Attention,
+    weight: Float64[Tensor, "R E"],
+    covariance: Float[Tensor, "E E"],
+    rank: int,
+    inputs: Float[Tensor, "*N E"] | None,
+) -> tuple[Float64[Tensor, "R rank"], Float64[Tensor, "rank E"], float]:
+    """As `directions_of`, for keys that `layer.k_norm` norms after they are computed.
+
+    `inputs` are those of the covariance; without them all tokens have the same weight.
+    """
+    energy = covariance.double() if inputs is None else _relative_energy(layer, inputs)
+    keys = weight[: len(weight) // 2]
+    scale = torch.cat([_scale(layer, keys, covariance.double()), weight.new_ones(len(keys))])
+    up, down, lost = directions_of(scale[:, None] * weight, energy, rank)
+    return up / scale[:, None], down, lost
+
+
+def _heads(layer: Attention) -> int:
+    """How many norms a token's keys have: one per head, or one."""
+    return 1 if layer.norm_width else layer.num_kv_heads
+
+
+def _relative_energy(layer: Attention, inputs: Tensor) -> Float64[Tensor, "E E"]:
+    """`E[w x x^T]`, w being one over the mean square of a token's key, averaged over heads."""
+    rows, x = rows_of(layer, "k_proj"), inputs.flatten(0, -2)
+    parts = [
+        (some.double() @ rows[:, :-1].mT + rows[:, -1]).square().unflatten(-1, (_heads(layer), -1))
+        for some in x.split(AT_ONCE)
+    ]
+    squares = torch.cat([part.mean(-1) for part in parts])
+    weights = 1 / squares.maximum(SMALLEST * squares.mean(0))
+    weights = (weights / weights.mean(0)).mean(1)
+    total = rows.new_zeros(x.shape[-1], x.shape[-1])
+    for some, each in zip(x.split(AT_ONCE), weights.split(AT_ONCE), strict=True):
+        total += (each[:, None] * some.double()).mT @ some.double()
+    return total / len(x)
+
+
+def _scale(layer: Attention, keys: Tensor, covariance: Tensor) -> Float64[Tensor, " keys"]:
+    """The factor of an error in each channel: its gain over the size of its head's keys."""
+    squares = ((keys @ covariance) * keys).sum(1).unflatten(0, (_heads(layer), -1))
+    sizes = squares.mean(1, keepdim=True).expand_as(squares).flatten().clamp_min(1e-30).sqrt()
+    assert layer.k_norm is not None
+    norm = plain_norm(layer.k_norm)
+    if type(norm) is not nn.RMSNorm or norm.weight is None:
+        return 1 / sizes  # the gains of other norms are not known
+    gains = norm.weight.detach().double().abs().clamp_min(1e-6)
+    return gains.repeat(len(sizes) // len(gains)) / sizes
+
+
+def plain_norm(norm: nn.Module) -> nn.Module:
+    """An `nn.RMSNorm` equal to `norm`, so that it can be saved; `norm` itself if it is no RMS norm.
+
+    Models of transformers define their own RMS norms, some of which multiply by `weight` and some
+    (Gemma's) by `1 + weight`. Running it shows which of the two it is.
+
+    >>> norm = nn.LayerNorm(4)
+    >>> plain_norm(norm) is norm
+    True
+    """
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if type(norm) is nn.RMSNorm or eps is None or getattr(norm, "weight", None) is None:
+        return norm
+    weight = fetched(norm, "weight")
+    wide = weight.float()  # 1 + weight has more digits than a half-precision weight
+    for gain in (weight, 1 + wide):
+        made = nn.RMSNorm(len(weight), eps=eps, device=weight.device, dtype=gain.dtype)
+        made.weight = nn.Parameter(gain)
+        if _alike(made, norm, weight):
+            return made.train(norm.training)
+    return norm
+
+
+@torch.no_grad()
+def _alike(made: nn.Module, norm: nn.Module, weight: Tensor) -> bool:
+    """Whether both return the same for inputs of ordinary size and for some as small as epsilon."""
+    sizes = torch.tensor([[1.0], [1e-3], [30.0]], device=weight.device)
+    x = (sizes * torch.linspace(-2.0, 1.0, len(weight), device=weight.device)).to(weight.dtype)
+    one, other = made(x.to(made.get_parameter("weight").dtype)).float(), norm(x).float()
+    bound = 8 * torch.finfo(weight.dtype).eps  # half-precision norms round two or three times
+    return bool(((one - other).abs() <= bound * (other.abs() + 1e-30)).all())

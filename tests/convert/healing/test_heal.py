@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from regard.convert import Healed, Recipe, draw_losses, windows_of
+from regard.convert import Healed, Recipe, draw_losses
 from regard.convert.healing import heal as healing
 from regard.convert.healing.heal import heal
-from regard.convert.healing.losses import divergence, relative_error
+from regard.convert.healing.losses import relative_error
 from regard.convert.healing.recipe import positions_of, rows_of
+from regard.convert.measuring import divergence
 from regard.hf import attention_modules, attention_of
 from regard.hf.running.attending import precision_of
 from session import LONG
@@ -323,7 +324,7 @@ def test_what_cannot_be_healed_is_refused_before_any_work():
     refuses("windows of 200 tokens; the student has 128 positions", windows=tokens(2, 200))
     refuses(f"tokens are 0 to {VOCABULARY}, the vocabulary", windows=WINDOWS * 0 + torch.tensor([[0], [VOCABULARY]] * 3))  # fmt: skip  # noqa: E501
     refuses("the student has 1 attention modules and the teacher 2", attention=[nn.Linear(1, 1)])
-    refuses("nothing of the student would learn", attention=[nn.Linear(1, 1)] * 2)
+    refuses("no parameter of the student would be trained", attention=[nn.Linear(1, 1)] * 2)
 
 
 def test_models_that_do_not_fit_are_refused():
@@ -350,23 +351,6 @@ def test_models_that_do_not_fit_are_refused():
 def test_recipes_out_of_range_are_refused(options, message, unchecked):
     with pytest.raises(ValueError, match=message):
         Recipe(**options)
-
-
-class Letters:
-    """A tokenizer of letters."""
-
-    def __call__(self, text, **options):
-        assert options["add_special_tokens"] is False
-        return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
-
-
-def test_windows_of_texts():
-    windows = windows_of(Letters(), ["abcd", "efg"], length=4)
-    joined = [ord(letter) % VOCABULARY for letter in "abcd\n\nefg\n\n"]
-    assert windows.flatten().tolist() == joined[:8]
-    assert len(windows_of(Letters(), iter(["abcd"] * 9), length=4, most=3)) == 3
-    with pytest.raises(ValueError, match="3 tokens, one window needs 4"):
-        windows_of(Letters(), ["a"], length=4)
 
 
 def test_the_loss_curve_is_drawn(tmp_path):

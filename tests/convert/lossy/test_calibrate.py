@@ -1,12 +1,11 @@
-"""Both models are carried along: a layer sees what it will read, and what would put it right."""
+"""Block by block, a layer gets the inputs it will have, and the outputs that correct errors."""
 
 import copy
 
 import pytest
 import torch
 
-from regard.convert import Step, refit_output, spell_out, walk
-from regard.convert.lossy.allocating import allot, costs
+from regard.convert import Moments, Step, refit_output, spell_out, walk, watch
 from regard.hf import attention_modules, attention_of, install, place
 from tiny import tiny, tokens
 
@@ -16,7 +15,7 @@ def own(step: Step):
 
 
 def wrong(step: Step):
-    """The layer, with values turned around in the first block alone."""
+    """The layer, with negated values in the first block alone."""
     layer = spell_out(attention_of(step.module))
     if step.index == 0:
         layer.v_proj.weight.data = -layer.v_proj.weight.data
@@ -24,7 +23,7 @@ def wrong(step: Step):
 
 
 @torch.no_grad()
-def test_a_walk_through_the_model_itself_changes_nothing():
+def test_a_walk_with_the_models_own_layers_changes_nothing():
     model, text = tiny("llama"), tokens(5, 20)
     seen = []
 
@@ -41,7 +40,7 @@ def test_a_walk_through_the_model_itself_changes_nothing():
 
 
 @torch.no_grad()
-def test_a_layer_reads_what_the_converted_ones_before_it_put_out():
+def test_a_layers_inputs_come_from_the_converted_layers_before_it():
     text, seen = tokens(3, 20), {}
 
     def make(step):
@@ -53,7 +52,9 @@ def test_a_layer_reads_what_the_converted_ones_before_it_put_out():
     walk(model, text, [lambda step: plain.setdefault(step.index, step) and own(step)])
     assert torch.equal(seen[0].x, plain[0].x)
     assert not torch.allclose(seen[1].x, plain[1].x, atol=1e-3)
-    changed = place(tiny("llama"), layers)  # the same weights: the second reads this there
+    changed = place(
+        tiny("llama"), layers
+    )  # equal weights: the inputs of its second layer are these
     read = []
     module = list(attention_modules(changed).values())[1]
     hook = module.register_forward_pre_hook(
@@ -63,7 +64,7 @@ def test_a_layer_reads_what_the_converted_ones_before_it_put_out():
     hook.remove()
     torch.testing.assert_close(read[0], seen[1].x, atol=1e-5, rtol=1e-4)
     drift = seen[1].target - plain[1].target
-    assert float(drift.abs().max()) > 1e-3  # what the first did wrong, the second is to put right
+    assert float(drift.abs().max()) > 1e-3  # the second is to correct the error of the first
 
 
 def test_an_installed_model_is_refused():
@@ -74,7 +75,7 @@ def test_an_installed_model_is_refused():
 
 
 @torch.no_grad()
-def test_a_refit_finds_the_projection_that_was_and_says_what_it_gained():
+def test_a_refit_recovers_the_projection_and_reports_both_errors():
     layer = attention_of(next(iter(attention_modules(tiny("llama")).values()))).double()
     x = torch.randn(4, 50, 24, dtype=torch.float64)
     wanted, weight = layer(x), layer.o_proj.weight.clone()
@@ -85,7 +86,7 @@ def test_a_refit_finds_the_projection_that_was_and_says_what_it_gained():
 
 
 @torch.no_grad()
-def test_what_a_refit_says_is_still_missed_is_what_is_missed():
+def test_the_error_that_a_refit_reports_is_the_measured_one():
     layer = attention_of(next(iter(attention_modules(tiny("llama")).values()))).double()
     x, wanted = torch.randn(2, 4, 50, 24, dtype=torch.float64)
     missed, still = refit_output(layer, x, wanted)
@@ -94,53 +95,28 @@ def test_what_a_refit_says_is_still_missed_is_what_is_missed():
     assert still < missed
 
 
-@torch.no_grad()
-def test_costs_are_of_one_layer_alone():
-    model, text = tiny("llama"), tokens(2, 24)
-
-    def make(index, module, x, size):
-        layer = spell_out(attention_of(module))
-        layer.v_proj.weight.data = layer.v_proj.weight * (size / 10)
-        return layer
-
-    table = costs(model, text, make, [10, 5])
-    assert table[:, 0].abs().max() < 1e-6 and table[:, 1].min() > 1e-5
-    own_logits = model(text).logits
-    other = tiny("llama")
-    list(attention_modules(other).values())[1].v_proj.weight.data *= 0.5
-    ours, theirs = (logits.log_softmax(-1) for logits in (own_logits, other(text).logits))
-    expected = (ours.exp() * (ours - theirs)).sum(-1)[:, ::4].mean()
-    assert float(table[1, 1]) == pytest.approx(float(expected), rel=1e-3)
+def test_moments_add_up_over_calls():
+    layer, (x, y) = torch.nn.Linear(3, 3), torch.randn(2, 4, 3)
+    with watch([layer]) as (moments,):
+        layer(x)
+        layer(y)
+    layer(x)  # after the block: not added
+    rows = torch.cat([x, y]).double()
+    assert moments.tokens == 8
+    torch.testing.assert_close(moments.covariance, rows.mT @ rows / 8)
 
 
-def test_what_is_allotted_is_the_cheapest_way_to_spend_it():
-    torch.manual_seed(0)
-    sizes = [8, 16, 32]
-    table = torch.rand(3, 1, dtype=torch.float64) * torch.tensor([4.0, 2.0, 1.0]).double()
-    given = allot(table, sizes, 56)
-    assert sum(given) == 56 and all(8 <= size <= 32 for size in given)
-    weight = table[:, 0] / 4
-
-    def cost(ranks):
-        return sum(float(w) * 32 / rank for w, rank in zip(weight, ranks, strict=True))
-
-    every = [
-        (a, b, 56 - a - b)
-        for a in range(8, 33, 8)
-        for b in range(8, 33, 8)
-        if 8 <= 56 - a - b <= 32
-    ]
-    assert cost(given) == pytest.approx(min(map(cost, every)), rel=1e-9)
-    with pytest.raises(ValueError, match="not between 8 and 32 each"):
-        allot(table, sizes, 100)
+def test_moments_without_tokens_are_refused():
+    with pytest.raises(ValueError, match="no token was added"):
+        Moments().covariance  # noqa: B018  (a property that raises)
 
 
 @pytest.mark.parametrize(
     ("family", "added"), [("llama", True), ("qwen3", True), ("gemma3", False), ("olmo2", False)]
 )
 @torch.no_grad()
-def test_errors_of_the_stream_are_mended_only_where_the_output_is_added_as_it_is(family, added):
-    """Gemma 3 and OLMo 2 norm what attention puts out, which is best the model's own."""
+def test_errors_of_the_stream_are_corrected_only_if_the_output_is_added_unchanged(family, added):
+    """Gemma 3 and OLMo 2 norm the output of attention, so the target is the model's own output."""
     model, steps = tiny(family), []
 
     def lossy(step):

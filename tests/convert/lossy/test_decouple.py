@@ -1,4 +1,4 @@
-"""With every component turning nothing is lost; below that, what matters least rests first."""
+"""With all components rotated nothing is lost; else those that matter least are not rotated."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch
 from layers import WIDTH, attention
 from regard import NO_ROPE, Causal, KVCache, Rotary, Yarn
 from regard.convert import Moments, common_counts, components, decouple
-from regard.convert.lossy.selection import RULES
 
 DIM = 6
 SHAPES = {
@@ -16,7 +15,7 @@ SHAPES = {
     "biases": {"num_kv_heads": 2, "bias": True},
     "key bias alone": {"num_kv_heads": 2, "bias": {"k_proj"}},
     "pairs": {"num_kv_heads": 2, "rope": Rotary(DIM, pairing="pairs")},
-    "some channels rest": {"num_kv_heads": 2, "rope": Rotary(4, theta=50.0)},
+    "some channels not rotated": {"num_kv_heads": 2, "rope": Rotary(4, theta=50.0)},
     "yarn": {"num_kv_heads": 2, "rope": Rotary(DIM, scaling=Yarn(4.0, original_max_position=16))},
 }
 
@@ -40,12 +39,12 @@ def inputs():
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 @torch.no_grad()
-def test_nothing_is_lost_where_everything_turns(name, form):
+def test_nothing_is_lost_if_all_components_are_rotated(name, form):
     layer, x = made(name), inputs()
     full = min(WIDTH, 2 * layer.num_kv_heads * DIM)
-    turning = layer.num_kv_heads * layer.rope.dim
-    found = decouple(layer, rank=full, rope_dim=turning, covariance=covariance_of(x))
-    assert found.stilled == 0 and found.lost < 1e-9
+    rotated = layer.num_kv_heads * layer.rope.dim
+    found = decouple(layer, rank=full, rope_dim=rotated, covariance=covariance_of(x))
+    assert found.lost_rotation == 0 and found.lost < 1e-9
     if form == "absorbed" and found.layer.kv_b_proj.bias is not None:
         pytest.skip("a bias cannot be absorbed")
     found.layer.form = form
@@ -53,31 +52,7 @@ def test_nothing_is_lost_where_everything_turns(name, form):
     cache = KVCache()
     steps = torch.cat([found.layer(part, cache=cache) for part in x.split(7, dim=1)], dim=1)
     torch.testing.assert_close(steps, layer(x), atol=1e-9, rtol=1e-9)
-    assert cache.nbytes == 2 * 30 * (full + turning) * 8
-
-
-@pytest.mark.parametrize("rule", RULES)
-@torch.no_grad()
-def test_every_rule_keeps_everything_where_everything_turns(rule):
-    layer, x = made("GQA"), inputs()
-    found = decouple(layer, rank=WIDTH, rope_dim=12, covariance=covariance_of(x), rule=rule)
-    torch.testing.assert_close(found.layer(x), layer(x), atol=1e-9, rtol=1e-9)
-
-
-@torch.no_grad()
-def test_the_papers_rules_select_as_the_papers_say():
-    layer, x = made("GQA"), inputs()
-    real = RULES["TransMLA"].components(layer, covariance_of(x))
-    assert real.mixing.imag.abs().max() == 0
-    first = real.score.flatten().topk(3).indices.tolist()
-    assert first == [0, 2, 4]  # the first component of every frequency, before any second
-    heads = RULES["MHA2MLA"].components(layer, covariance_of(x))
-    assert torch.equal(heads.mixing[0], torch.eye(2, dtype=heads.mixing.dtype))
-    best = heads.score.argmax(0)
-    q, k = layer.q_proj(x).unflatten(-1, (4, DIM)), layer.k_proj(x).unflatten(-1, (2, DIM))
-    norms = [(t[..., : DIM // 2] ** 2 + t[..., DIM // 2 :] ** 2).mean((0, 1)) for t in (q, k)]
-    product = norms[0].unflatten(0, (2, 2)).sum(1) * norms[1]
-    assert torch.equal(best, product.argmax(1))
+    assert cache.nbytes == 2 * 30 * (full + rotated) * 8
 
 
 @torch.no_grad()
@@ -94,21 +69,20 @@ def test_components_are_uncorrelated_and_make_up_the_keys():
 
 
 @torch.no_grad()
-def test_what_turns_so_slowly_that_nobody_sees_it_may_rest():
+def test_components_rotated_slowly_lose_little_without_rotation():
     layer = attention(4, num_kv_heads=2, head_dim=DIM, mask=Causal(), rope=Rotary(DIM, theta=1e20))
     layer, x = layer.double(), inputs()
     found = decouple(layer, rank=WIDTH, rope_dim=4, covariance=covariance_of(x))
-    assert (
-        found.stilled < 1e-4
-    )  # one of three frequencies turns, and both of its components are kept
+    # one of three frequencies is not slow, and both of its components are rotated
+    assert found.lost_rotation < 1e-4
     torch.testing.assert_close(found.layer(x), layer(x), atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_more_channels_that_turn_lose_less():
+def test_with_more_rotated_channels_less_is_lost():
     layer, x = made("GQA"), inputs()
     lost = [
-        decouple(layer, rank=WIDTH, rope_dim=dim, covariance=covariance_of(x)).stilled
+        decouple(layer, rank=WIDTH, rope_dim=dim, covariance=covariance_of(x)).lost_rotation
         for dim in (2, 6, 10, 12)
     ]
     assert lost == sorted(lost, reverse=True) and lost[-1] == 0 < lost[-2]
@@ -128,19 +102,19 @@ def test_layers_with_shared_counts_have_the_same_frequencies():
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted", "said"),
+    ("options", "wanted", "message"),
     [
         ({}, {"rank": 0}, "rank=0 is not in 1.."),
         ({}, {"rope_dim": 5}, "rope_dim=5 is not an even number"),
         ({}, {"rope_dim": 14}, r"rope_dim=14 is not an even number in 2..12"),
         ({}, {"counts": (1, 1, 0)}, r"counts=\(1, 1, 0\) must have one number"),
-        ({"rope": NO_ROPE}, {}, "turns nothing"),
+        ({"rope": NO_ROPE}, {}, "rotates nothing"),
         ({"qk_norm": "head"}, {}, "MLA has no place for qk_norm"),
         ({"softcap": 5.0}, {}, "MLA has no place for softcap"),
     ],
 )
-def test_what_cannot_be_is_said(options, wanted, said):
+def test_what_cannot_be_decoupled_is_refused(options, wanted, message):
     layer = attention(4, num_kv_heads=2, head_dim=DIM, **options)
     given = {"rank": 8, "rope_dim": 6, "covariance": torch.eye(WIDTH)} | wanted
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         decouple(layer, **given)

@@ -1,5 +1,6 @@
-"""What healing changes of the two models while it lasts; afterwards all is as it was."""
+"""What healing changes in the models and the process while it runs; the models are restored."""
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -10,16 +11,18 @@ from regard.hf.families.finding import find
 from regard.hf.running.binding import is_bound
 from regard.hf.running.installing import install, is_readable, uninstall
 
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # options of glibc's mallopt, from its malloc.h
+
 
 @contextmanager
-def only_these_learn(
-    student: nn.Module, teacher: nn.Module, learning: Mapping[str, nn.Parameter]
+def only_training(
+    student: nn.Module, teacher: nn.Module, trained: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
-    """Gradients for these parameters alone, and no dropout; afterwards all is as it was."""
+    """Gradients for these parameters alone, and no dropout."""
     models = (student, teacher)
     flags = [(each, each.requires_grad) for model in models for each in model.parameters()]
     modes = [(module, module.training) for model in models for module in model.modules()]
-    chosen = {id(each) for each in learning.values()}
+    chosen = {id(each) for each in trained.values()}
     places = [next(model.parameters()).device for model in models]
     try:
         for parameter, _ in flags:
@@ -39,28 +42,30 @@ def only_these_learn(
 
 @contextmanager
 def rest_in(
-    dtype: torch.dtype | None, student: nn.Module, learning: Mapping[str, nn.Parameter]
+    dtype: torch.dtype | None, student: nn.Module, trained: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
-    """What does not learn, in the dtype of the arithmetic: autocast would convert it in each step,
-    and hidden states would be as wide as the embeddings are."""
-    chosen = {id(each) for each in learning.values()}
+    """Parameters that are not trained, in the dtype of the arithmetic: autocast would convert them
+    in each step, and hidden states would have the dtype of the embeddings."""
+    chosen = {id(each) for each in trained.values()}
     rest = [each for each in student.parameters() if id(each) not in chosen]
-    held = [(each, each.data) for each in rest if dtype is not None and each.is_floating_point()]
+    original = [
+        (each, each.data) for each in rest if dtype is not None and each.is_floating_point()
+    ]
     try:
-        for parameter, data in held:
+        for parameter, data in original:
             parameter.data = data.to(dtype)
         yield
     finally:
-        for parameter, data in held:
+        for parameter, data in original:
             parameter.data = data
 
 
 @contextmanager
-def attention_in(
+def fast_attention(
     dtype: torch.dtype | None, device: torch.device, *models: nn.Module
 ) -> Iterator[None]:
-    """Attention whose products are in bfloat16 as all others are then: on a CPU torch's own is
-    twice as slow, and slower still where keys and values differ in width."""
+    """regard's attention with bfloat16 products, on a CPU with bfloat16 autocast: torch's own takes
+    twice as long, and longer if keys and values differ in width."""
     with ExitStack() as stack:
         for model in models:
             if device.type == "cpu" and dtype == torch.bfloat16 and _may_install(model):
@@ -70,6 +75,21 @@ def attention_in(
 
 
 def _may_install(model: nn.Module) -> bool:
-    """Whether regard knows the attention, nothing runs in its place, and its masks are tensors."""
+    """Whether regard knows the attention, and its forward is the model's own with tensor masks."""
     known = find(model).known.values()
     return bool(known) and all(is_readable(each) and not is_bound(each) for each in known)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse large freed blocks of memory; other C libraries are left as they are.
+
+    By default glibc returns them to the system and requests new ones, which the system fills with
+    zeros in every training step on a CPU. The setting holds for the whole process, so programs call
+    this, and no other function of the library does.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return  # another C library
+    mallopt(_MMAP_MAX, 0)
+    mallopt(_TRIM_THRESHOLD, -1)

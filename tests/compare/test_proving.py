@@ -1,11 +1,11 @@
-"""The proof before a comparison: what it holds against regard, and what against the model."""
+"""The proof before a comparison: which differences are due to regard, and which to the model."""
 
 import math
 
 import pytest
 import torch
 
-import regard.compare.comparing as comparing
+import regard.compare.proving as proving
 from regard.compare import prove
 from tiny import tiny, tokens
 
@@ -15,16 +15,16 @@ WINDOW = tokens(2, 40)[0]
 def test_nothing_is_compared_if_the_logits_change(monkeypatch):
     model = tiny("llama")
     monkeypatch.setattr(
-        comparing, "install", lambda model: model.base_model.norm.weight.data.add_(1e-3)
+        proving, "install", lambda model: model.base_model.norm.weight.data.add_(1e-3)
     )
     with pytest.raises(ValueError, match="nothing was compared"):
         prove(model, WINDOW)
 
 
-def test_what_installing_leaves_behind_is_regards_fault(monkeypatch):
-    monkeypatch.setattr(comparing, "uninstall", lambda model: None)
+def test_a_change_that_installing_leaves_is_due_to_regard(monkeypatch):
+    monkeypatch.setattr(proving, "uninstall", lambda model: None)
     monkeypatch.setattr(
-        comparing,
+        proving,
         "install",
         lambda model: [
             setattr(layer.mlp, "forward", torch.zeros_like) for layer in model.base_model.layers
@@ -52,7 +52,7 @@ class Disturbed:
         angles.forward = disturbed
 
 
-def test_a_wrong_first_forward_of_the_model_is_not_held_against_regard():
+def test_a_wrong_first_forward_of_the_model_is_not_due_to_regard():
     case = Disturbed(lambda side, time: 1e-3 * ((side, time) == ("own", 1)))
     proof = prove(case.model, WINDOW)
     assert proof == prove(tiny("llama"), WINDOW)
@@ -84,14 +84,14 @@ def test_a_wrong_forward_under_regard_raises_and_is_never_run_again(error, own):
     ],
     ids=["first and third", "second"],
 )
-def test_a_model_that_changes_from_run_to_run_is_told_so(error):
+def test_a_model_that_changes_from_run_to_run_is_refused(error):
     case = Disturbed(error)
     with pytest.raises(ValueError, match=r"own logits change from run to run.* by up to \d\.\d+e"):
         prove(case.model, WINDOW)
     assert case.counts == {"own": 3, "under regard": 1}
 
 
-def test_a_model_without_finite_logits_is_told_so():
+def test_a_model_without_finite_logits_is_refused():
     case = Disturbed(lambda side, time: math.nan)
     with pytest.raises(ValueError, match="own logits are not finite"):
         prove(case.model, WINDOW)

@@ -164,7 +164,7 @@ def test_parts_of_other_sizes_are_refused(unchecked):
 
 def test_states_that_hold_nothing_of_the_kind_are_refused():
     state = {"qkv.weight": torch.randn(6, 2)}
-    with pytest.raises(ValueError, match=r"nothing here is called qkv_proj\.weight"):
+    with pytest.raises(ValueError, match=r"no parameter is named qkv_proj\.weight"):
         split_state(state, LAYOUTS["Phi3Attention"], num_heads=2)
-    with pytest.raises(ValueError, match="nothing here is called q_proj, k_proj, v_proj"):
+    with pytest.raises(ValueError, match="no parameter is named q_proj, k_proj, v_proj"):
         fuse_state(state, LAYOUTS["Phi3Attention"], num_heads=2)

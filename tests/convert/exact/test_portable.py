@@ -176,7 +176,7 @@ def test_what_the_form_cannot_hold_is_refused(name):
 
 def test_what_all_layers_have_in_common_is_refused_too():
     backwards = Rotary(4, scaling=Frequencies((1.0, -0.5)))
-    with pytest.raises(ValueError, match="layer 0: its rope scales, or turns backwards"):
+    with pytest.raises(ValueError, match="layer 0: its rope scales queries and keys"):
         to_deepseek_v3(full("llama"), [mla(rope=backwards)] * 2)
     made = to_deepseek_v3(full("llama"), [mla(rope=Rotary(4, scaling=LinearScaling(3)))] * 2)
     assert made.config.rope_parameters["long_factor"] == pytest.approx([3.0, 300.0])

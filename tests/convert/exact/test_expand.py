@@ -1,4 +1,4 @@
-"""MLA written out as MHA attends as before, whatever its sizes, norms and biases."""
+"""GQA with copied heads and MLA as MHA return the same outputs, with all options."""
 
 import copy
 from itertools import product
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from layers import WIDTH, WINDOW, inputs, latent, scattered
+from layers import WIDTH, WINDOW, attention, everything_at_once, inputs, latent, scattered
 from regard import NO_ROPE, Alibi, Causal, KVCache, MultiHeadLatentAttention, Rotary, Yarn
-from regard.convert import expand
+from regard.convert import expand, spell_out
 from regard.convert.exact.expand import LowRank
 
 PROJECTIONS = {
@@ -29,10 +29,16 @@ VARIANTS = {
     "yarn": {"rope": Rotary(4, pairing="pairs", scaling=Yarn(4.0, original_max_position=8))},
     "values wider than keys": {"v_head_dim": 13},
     "values as wide as keys": {"v_head_dim": 10},
-    "all channels turn": {"qk_nope_head_dim": 0},
+    "all channels rotated": {"qk_nope_head_dim": 0},
     "no rope": {"rope": NO_ROPE},
     "scale and bias of scores": {"scale": 0.3, "score_bias": Alibi.for_heads(3)},
     "window": {"mask": WINDOW},
+}
+GROUPED = {
+    "GQA": lambda: attention(4, num_kv_heads=2),
+    "MQA with biases": lambda: attention(4, num_kv_heads=1, bias=True),
+    "QK-norm, gate": lambda: attention(4, num_kv_heads=2, qk_norm="head", gate="head"),
+    "everything at once": everything_at_once,
 }
 
 
@@ -125,3 +131,42 @@ def test_projections_that_are_not_plain_are_refused():
     mla.kv_b_proj = nn.Sequential(mla.kv_b_proj)
     with pytest.raises(ValueError, match="kv_b_proj is a Sequential"):
         expand(mla)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_gqa_spelled_out_is_the_same_attention(name):
+    layer = GROUPED[name]().double().eval()
+    mha = spell_out(layer)
+    x = torch.randn(2, 7, layer.hidden_size, dtype=torch.float64)
+    assert mha.kind == "MHA"
+    torch.testing.assert_close(mha(x), layer(x), atol=1e-12, rtol=1e-12)
+    caches = KVCache(), KVCache()
+    chunks = [(mha(c, cache=caches[0]), layer(c, cache=caches[1])) for c in x.split(3, dim=1)]
+    for ours, theirs in chunks:
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    assert caches[0].nbytes == caches[1].nbytes * layer.num_heads // layer.num_kv_heads
+
+
+def test_all_but_keys_and_values_is_shared():
+    layer = attention(4, num_kv_heads=2)
+    mha = spell_out(layer)
+    assert mha.q_proj is layer.q_proj
+    assert mha.o_proj is layer.o_proj
+    assert not any(parameter.is_meta for parameter in mha.parameters())
+
+
+def test_mha_is_returned_unchanged():
+    layer = attention(4)
+    assert spell_out(layer) is layer
+
+
+def test_norms_over_the_whole_width_are_refused():
+    with pytest.raises(ValueError, match='qk_norm="width" norms all key heads at once'):
+        spell_out(attention(4, num_kv_heads=2, qk_norm="width"))
+
+
+def test_adapters_are_refused():
+    layer = attention(4, num_kv_heads=2)
+    layer.k_proj = torch.nn.Sequential(layer.k_proj)
+    with pytest.raises(ValueError, match="k_proj is a Sequential"):
+        spell_out(layer)

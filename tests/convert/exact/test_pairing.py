@@ -97,7 +97,7 @@ def test_a_layer_of_that_pairing_is_returned_as_it_is():
     [
         (7, 2, {}, "7 rows are not 2 heads"),
         (6, 0, {}, "6 rows are not 0 heads"),
-        (6, 2, {}, "3 channels from 0 on cannot turn two by two in heads of 3"),
+        (6, 2, {}, "3 channels from 0 on cannot be rotated two by two in heads of 3"),
         (12, 2, {"rotary_dim": 4, "start": 4}, "4 channels from 4 on"),
         (12, 2, {"rotary_dim": -2}, "-2 channels"),
     ],
@@ -111,7 +111,7 @@ def test_channels_that_cannot_turn_are_refused(rows, heads, options, message):
 def test_what_has_no_layout_is_refused():
     from regard import NO_ROPE
 
-    with pytest.raises(ValueError, match="turns nothing"):
+    with pytest.raises(ValueError, match="rotates nothing"):
         with_pairing(attention(4, rope=NO_ROPE), "pairs")
     with pytest.raises(ValueError, match="q_norm is a LayerNorm"):
         with_pairing(attention(4, qk_norm=torch.nn.LayerNorm), "pairs")

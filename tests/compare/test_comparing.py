@@ -1,4 +1,4 @@
-"""The main job on tiny models: every row runs, exact rows are exact, the report is honest."""
+"""The comparison of tiny models: every row runs, exact rows are exact, and rows are measured."""
 
 import json
 import math
@@ -6,19 +6,7 @@ import math
 import pytest
 import torch
 
-import regard.compare.comparing as comparing
-from regard.compare import (
-    CANDIDATES,
-    Runner,
-    Texts,
-    chosen,
-    compare,
-    texts_for,
-)
-from regard.compare import (
-    converted_cache as kept,
-)
-from regard.convert import target_of
+from regard.compare import CANDIDATES, Runner, Texts, chosen, compare, texts_for
 from regard.hf import attention_modules, attention_of
 from regard.ops.backends import BACKENDS
 from regard_cli.app import run
@@ -40,13 +28,6 @@ class Words:
 
     def __call__(self, text, **options):
         return {"input_ids": [3 + ord(letter) % (VOCABULARY - 3) for letter in text]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kept_elsewhere(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(kept.FOLDER, str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +68,7 @@ def test_exact_rows_are_exact(result):
         if row.exact:
             assert row.largest_logit_difference <= result.proof.tolerance
             assert row.perplexity == pytest.approx(shipped.perplexity, rel=1e-5)
-        elif row.name != "joint latent, 75 %":  # of 32 numbers: as many as the width is
+        elif row.name != "joint latent, 75 %":  # of 32 elements: as many as the width
             assert row.largest_logit_difference > result.proof.tolerance
 
 
@@ -122,36 +103,6 @@ def test_rows_are_chosen_by_their_keys(texts):
     assert [each.key for each in chosen(["mqa", "int8"])] == ["shipped", "int8", "mqa"]
     with pytest.raises(ValueError, match=r"nothing: attentions to compare are shipped, int8"):
         chosen(["nothing"])
-
-
-def test_what_other_code_converted_is_not_found(texts, monkeypatch, tmp_path):
-    model = tiny("llama")
-    shipped = [attention_of(module) for module in attention_modules(model).values()]
-    given = (target_of("mqa", shipped), shipped, texts.calibration)
-    before = kept.name_of(*given)
-    monkeypatch.setattr(kept, "CODE", tmp_path)
-    (tmp_path / "other.py").write_text("RIDGE = 2")
-    assert kept.name_of(*given) != before
-
-
-def test_what_was_converted_is_kept_and_found_again(texts, monkeypatch):
-    calls = []
-    convert = comparing.convert
-    monkeypatch.setattr(
-        comparing, "convert", lambda *given, **named: calls.append(1) or convert(*given, **named)
-    )
-    rows = chosen(["mqa", "latent-50", "deepseek-75"])
-    first, second = (compare(tiny("llama"), texts, candidates=rows) for _ in range(2))
-    assert len(calls) == 1
-    for one, other in zip(first.rows, second.rows, strict=True):
-        assert one.perplexity == pytest.approx(other.perplexity, rel=1e-6)
-    for file in kept.folder().glob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[:100])
-    third = compare(tiny("llama"), texts, candidates=rows)  # half a file is made again
-    assert len(calls) == 2 and third.rows[1].perplexity == pytest.approx(first.rows[1].perplexity)
-    other = Texts(texts.windows, tokens(21, 50).flip(0), "")
-    compare(tiny("llama"), other, candidates=rows)
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("family", ["llama 3 rope", "llama with biases", "mistral", "qwen2"])
@@ -294,15 +245,6 @@ def _pickled(at):
 def _broken(at):
     _file(at / "config.json", '{"model_type": "llama"}')
     return _file(at / "model.safetensors", "x").parent
-
-
-def test_a_cache_that_cannot_be_written_is_said_and_nothing_is_lost(tmp_path, monkeypatch, texts):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv(kept.FOLDER, str(tmp_path / "file"))
-    candidates = chosen(["mqa"])
-    with pytest.warns(UserWarning, match=r"are not kept for the next comparison: .*REGARD_CACHE"):
-        found = compare(tiny("llama"), texts, candidates=candidates)
-    assert all(row.perplexity is not None for row in found.rows)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

@@ -1,0 +1,32 @@
+"""Windows of tokens from texts: consecutive, in equal parts, and refused if a text is too short."""
+
+import pytest
+
+from regard.convert import windows_of
+from regard.convert.texts import calibration, unwrapped
+from tiny import VOCABULARY
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    def __call__(self, text, **options):
+        assert options["add_special_tokens"] is False
+        return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
+
+
+def test_calibration_has_the_same_share_of_every_text():
+    found = calibration(Letters(), ["a" * 100, "b" * 100, "c" * 100], windows=6, length=20)
+    assert found.shape == (6, 20)
+    assert found[:, 0].unique().numel() == 3
+    assert calibration(Letters(), windows=3, length=10).shape == (3, 10)
+    assert unwrapped("a\n  b\n\nc") == "a b\n\nc"
+
+
+def test_windows_of_texts():
+    windows = windows_of(Letters(), ["abcd", "efg"], length=4)
+    joined = [ord(letter) % VOCABULARY for letter in "abcd\n\nefg\n\n"]
+    assert windows.flatten().tolist() == joined[:8]
+    assert len(windows_of(Letters(), iter(["abcd"] * 9), length=4, most=3)) == 3
+    with pytest.raises(ValueError, match="3 tokens, one window needs 4"):
+        windows_of(Letters(), ["a"], length=4)

@@ -1,6 +1,5 @@
-"""Attention as a call: what can be refused is refused first, then the cheapest backend runs.
-
-attend = prepare + run
+"""Attention as an operation: `attend` is `prepare`, which checks and describes a call and chooses
+its backend, and then `run`.
 """
 
 from typing import Literal
@@ -63,7 +62,7 @@ def attend(
         softcap: Gemma 2's `softcap * tanh(score / softcap)`.
         sinks: a score for each head that takes its share of the softmax, with a value of 0.
         dropout: probability; the caller passes 0.0 outside training.
-        backend: `"auto"`, or the name of one, whose objection then is an error.
+        backend: `"auto"`, or a name; an objection of the named one is an error.
         precision: `"strict"` keeps products and softmax in float32 (float64 for float64).
 
     Raises:
@@ -137,7 +136,7 @@ def attend_partial(
 
 
 def _whole_call(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Prepared:
-    """A call whose keys are all given at once, so that they must fill the span."""
+    """A call whose keys are all given at once: there must be as many as the span has."""
     prepared = prepare(q, k, v, **options)  # type: ignore[arg-type]
     whole = prepared.call.whole
     if k.shape[2] != whole.num_keys:
@@ -169,11 +168,11 @@ def prepare(
     precision: str = "strict",
     partial: bool = False,
 ) -> Prepared:
-    """Describe a call, refuse what is wrong with it, choose its backend. Computes nothing.
+    """Check and describe a call, and choose its backend. Computes nothing.
 
-    With a cache, `k` and `v` are the new tokens' and `span` says which keys they will join; then
-    `call.run(q, cache.update(k, v))`. Arguments and errors are those of `attend`; `partial` asks
-    for a backend that gives a log-sum-exp.
+    With a cache, `k` and `v` are those of the new tokens and `span` is `cache.span(L)`; then run
+    `prepare(...).run(q, cache.update(k, v))`. Arguments and errors are those of `attend`; `partial`
+    excludes backends without a log-sum-exp.
     """
     check_tensors(q, k, v)
     check_mask(mask)

@@ -1,4 +1,5 @@
-"""A score bias is a rule too: what a query's distance to a key adds to their score."""
+"""Rules for score biases: ALiBi, T5's relative bias; and additive masks split into mask and
+bias."""
 
 import math
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ from regard.masks.rules import HIDDEN_BELOW
 
 @runtime_checkable
 class ScoreBias(Protocol):
-    """What `score_bias=` takes besides a tensor: `Alibi`, `RelativeBias`, or one of your own."""
+    """What `score_bias=` takes besides a tensor: `Alibi`, `RelativeBias`, or a user-defined
+    rule."""
 
     def bias(
         self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
     ) -> Float[Tensor, "#B #H L S"]:
-        """What is added to the scores of the span's queries (`L`) with its keys (`S`)."""
+        """The bias of the scores of the span's queries (`L`) and keys (`S`)."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,13 @@ class Alibi:
 
 
 class RelativeBias(nn.Module):
-    """T5's relative bias (arXiv 1910.10683): a learned number a head and bucket of distances.
+    """T5's relative bias (arXiv 1910.10683): one learned bias per head and bucket of distances.
 
-    Half of the buckets hold one near distance each, the others grow by equal ratios up to
-    `max_distance`, beyond which all distances share the last. A `bidirectional` bias has separate
+    Half of the buckets hold one small distance each; the widths of the others grow geometrically up
+    to `max_distance`, and larger distances share the last. A `bidirectional` bias has separate
     buckets for keys after the query; one that is not puts them all with distance 0. The weight is
-    `relative_attention_bias.weight`, `[num_buckets, num_heads]`, as in T5's checkpoints. One layer
-    may lend its bias to others, as T5's first layer does.
+    `relative_attention_bias.weight`, `[num_buckets, num_heads]`, as in T5's checkpoints. Several
+    layers may share one, as in T5.
 
     Raises:
         ValueError: if `num_heads` is not positive, `num_buckets` too small or odd for
@@ -116,7 +118,7 @@ class RelativeBias(nn.Module):
             raise ValueError(f"RelativeBias: num_heads must be positive, got {num_heads}")
         if num_buckets < 2 * directions or num_buckets % directions:
             raise ValueError(
-                f"RelativeBias: num_buckets={num_buckets} cannot be shared out; "
+                f"RelativeBias: num_buckets={num_buckets} cannot be divided; "
                 + ("bidirectional needs an even number >= 4" if bidirectional else "it needs >= 2")
             )
         near = num_buckets // directions // 2
@@ -134,7 +136,7 @@ class RelativeBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew, small beside scores, which are of size one."""
+        """Initialise the weight, small compared to scores, which are about 1."""
         nn.init.normal_(self.relative_attention_bias.weight, std=0.02)
 
     def bias(
@@ -168,11 +170,11 @@ class RelativeBias(nn.Module):
 def split_additive(
     t: Float[Tensor, "*batch L S"],
 ) -> tuple[Dense, Float[Tensor, "*batch L S"]]:
-    """An additive mask as the rule it hides by and the bias that remains.
+    """An additive mask split into a mask, `Dense`, and the bias of visible keys.
 
     Entries `<= -1e4`, rounded to the dtype of `t`, hide. The bias is `t` with 0 where it
-    hides, in the dtype of `t`, and carries its gradients. The mask speaks of the call's rectangle,
-    as `Dense` does.
+    hides, in the dtype of `t`, and carries its gradients. The mask is about the queries and keys
+    of one call.
 
     Raises:
         TypeError: if `t` is not a floating-point tensor.

@@ -1,4 +1,4 @@
-"""What a call may not be. Each check states the rule, the values that came, and the way out."""
+"""Checks of the arguments of `attend`. Errors state the rule, the values given, and a remedy."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ def divisors(number: int) -> list[int]:
 
 
 def refuse_jit_trace() -> None:
-    """A program traced by `torch.jit.trace` would keep this call's lengths, mask and backend."""
+    """Refuse `torch.jit.trace`, whose program would be fixed to the lengths, mask and backend of
+    this call."""
     if torch._C._get_tracing_state() is not None:
         raise ValueError(
             "torch.jit.trace keeps the lengths, the mask and the backend of one call for all "
@@ -40,14 +41,14 @@ def refuse_jit_trace() -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Queries, keys and values that belong together."""
+    """Refuse queries, keys and values whose shapes, dtypes or devices do not fit."""
     refuse_jit_trace()
     if not _fit(q, k, v):
         _explain_tensors(q, k, v)
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """All that is checked below in one look, because every decoding step of every layer asks."""
+    """All the conditions of `_explain_tensors` at once: this runs in every layer at every step."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     a, b, c = q.shape, k.shape, v.shape
@@ -113,7 +114,7 @@ def _each(named: dict[str, Tensor], attribute: str) -> str:
 
 
 def check_mask(mask: object) -> None:
-    """A mask is a rule; a bare tensor has no agreed polarity."""
+    """Refuse masks that are not rules: the polarity of a tensor is ambiguous."""
     if isinstance(mask, Tensor):
         raise TypeError(
             f"mask is a rule, got a tensor of {mask.dtype}, shape {tuple(mask.shape)}; say what it "
@@ -129,15 +130,15 @@ def check_mask(mask: object) -> None:
 
 
 def check_mask_sizes(mask: Mask, batch: int, heads: int) -> None:
-    """A mask with a row for each sequence, or each head, has as many as there are."""
+    """Refuse masks made for another batch size or another number of heads."""
     if not _serves(mask.batch, batch):
         raise ValueError(
-            f"mask={mask!r} speaks of a batch of {mask.batch}, q of a batch of {batch}; "
+            f"mask={mask!r} is for a batch of {mask.batch}, q of a batch of {batch}; "
             "give the mask one row for each sequence, or a single row for all"
         )
     if not _serves(mask.heads, heads):
         raise ValueError(
-            f"mask={mask!r} speaks of {mask.heads} heads, q has {heads}; "
+            f"mask={mask!r} is for {mask.heads} heads, q has {heads}; "
             "give the mask one plane for each query head, or a single one for all"
         )
 
@@ -181,7 +182,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 
 
 def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.device) -> None:
-    """A tensor that broadcasts to `[B, H, L, S]`, or a rule that can make one."""
+    """Refuse biases that are neither rules nor tensors that broadcast to `[B, H, L, S]`."""
     if bias is None:
         return
     if not isinstance(bias, Tensor):
@@ -208,15 +209,15 @@ def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.dev
 
 
 def default_span(mask: Mask, score_bias: object, num_queries: int, num_keys: int) -> Span:
-    """Where queries and keys stand if nobody says so: at the start, if that cannot be a mistake.
+    """The span where none is given: both start at slot 0, if that cannot be a mistake.
 
-    Top-left causal by accident is the field's commonest bug: with fewer queries than keys, a rule
-    about places needs to be told the places.
+    With fewer queries than keys, a rule that depends on positions needs a span: to align the first
+    query with the first key by accident is the most frequent causal-mask bug.
     """
-    placeless = _placeless(mask) and (score_bias is None or isinstance(score_bias, Tensor))
-    if num_queries != num_keys and not placeless:
+    positionless = _positionless(mask) and (score_bias is None or isinstance(score_bias, Tensor))
+    if num_queries != num_keys and not positionless:
         past = max(num_keys - num_queries, 0)
-        what = f"mask={mask!r}" if not _placeless(mask) else f"score_bias={score_bias!r}"
+        what = f"mask={mask!r}" if not _positionless(mask) else f"score_bias={score_bias!r}"
         raise ValueError(
             f"{what} needs to know where {num_queries} queries stand among {num_keys} keys; give "
             f"span=Span(past, past + L, 0, S), here Span({past}, {past + num_queries}, 0, "
@@ -225,20 +226,21 @@ def default_span(mask: Mask, score_bias: object, num_queries: int, num_keys: int
     return Span(0, num_queries, 0, num_keys)
 
 
-def _placeless(mask: Mask) -> bool:
-    """Whether a mask does not depend on where the queries stand."""
+def _positionless(mask: Mask) -> bool:
+    """Whether a mask does not depend on the positions of the queries."""
     match mask:
         case Everything() | Nothing() | Padding() | Dense():
             return True
         case AllOf(parts=parts) | AnyOf(parts=parts):
-            return all(map(_placeless, parts))
+            return all(map(_positionless, parts))
         case Not(mask=inner):
-            return _placeless(inner)
+            return _positionless(inner)
     return False
 
 
 def check_decodable(mask: Mask, span: Span) -> None:
-    """With a cache, a rule may show a query only keys that are there: written, and not yet dropped.
+    """Refuse masks under which a query may attend to keys that the cache does not hold: keys of
+    later tokens, or keys that were dropped.
 
     Otherwise decoding would silently differ from one full forward.
     """
@@ -260,16 +262,15 @@ def check_decodable(mask: Mask, span: Span) -> None:
 
 
 def _shows(mask: Mask, span: Span, start: int, stop: int) -> bool:
-    """Whether any cell outside the span is visible; a rule that can be analysed needs no look."""
+    """Whether any cell of keys start..stop is visible. Only opaque rules are evaluated: for others
+    `reach` is exact."""
     if not mask.opaque:
         return True
     if torch.compiler.is_compiling() or start >= stop:
         return False
     try:
         return _any_visible(mask, span, start, stop)
-    except (
-        BeyondData
-    ):  # the function's data ends among these keys: those before its end still count
+    except BeyondData:  # the data of the rule ends among these keys: test those before its end
         return stop - start > 1 and any(
             _shows(mask, span, slot, slot + 1) for slot in range(start, stop)
         )

@@ -1,4 +1,4 @@
-"""Which backend runs a call: the cheapest that does not object, by their own estimates."""
+"""The choice of a backend: the one with the lowest estimated time among those without objection."""
 
 import math
 from operator import attrgetter
@@ -9,10 +9,11 @@ from regard.ops.backends import BACKENDS
 from regard.ops.call import Call, is_everything
 from regard.ops.rates import SPEED
 
-# A step goes through many layers alike; to choose anew for each would cost as much as it gains.
-_CHOSEN: dict[tuple[object, ...], str] = {}
-_MOST_CHOSEN = 256
-_looked_at = attrgetter(
+# Memoised: a decoding step has many equal layers, and estimating each again would cost what the
+# best backend saves.
+_MEMOISED: dict[tuple[object, ...], str] = {}
+_MOST = 256
+_shape_of = attrgetter(
     "batch", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device",
     "num_queries", "num_keys", "softcap", "dropout", "precision", "needs_grad",
 )  # fmt: skip
@@ -31,17 +32,17 @@ def choose(call: Call, backend: str = "auto", *, partial: bool = False) -> str:
         if objection is not None:
             raise ValueError(f"backend={backend!r} cannot run this call: {objection}; use 'auto'")
         return backend
-    if torch.compiler.is_exporting():  # one program for every length: what can, not what is cheap
+    if torch.compiler.is_exporting():  # one program serves every length: the first that can run any
         able = (name for name in BACKENDS if BACKENDS[name].any_length)
         return next(name for name in able if objection_of(call, name, partial=partial) is None)
     if call.score_bias is not None or not is_everything(call.mask) or not call.immediate:
         return _cheapest(call, partial=partial)
-    alike = (*_looked_at(call), call.sinks is None, partial, SPEED.turn)
-    name = _CHOSEN.get(alike)
+    key = (*_shape_of(call), call.sinks is None, partial, SPEED.version)
+    name = _MEMOISED.get(key)
     if name is None:
-        if len(_CHOSEN) >= _MOST_CHOSEN:
-            _CHOSEN.clear()
-        _CHOSEN[alike] = name = _cheapest(call, partial=partial)
+        if len(_MEMOISED) >= _MOST:
+            _MEMOISED.clear()
+        _MEMOISED[key] = name = _cheapest(call, partial=partial)
     return name
 
 

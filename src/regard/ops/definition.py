@@ -1,7 +1,8 @@
 """The definition: scores as the papers write them, and a softmax that is 0 in fully masked rows.
 
 `Attention Is All You Need` (arXiv:1706.03762), with Gemma 2's soft cap (arXiv:2408.00118), additive
-biases, and gpt-oss's sinks (arXiv:2508.10925). Everything accumulates in float32, or float64.
+biases, and gpt-oss's sinks (arXiv:2508.10925). Sums are kept in float32, or in float64 for float64
+inputs.
 """
 
 import torch

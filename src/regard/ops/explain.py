@@ -61,9 +61,9 @@ def _lines(prepared: Prepared) -> list[str]:
         f"mask     {mask}",
     ]
     if call.num_keys != whole.num_keys:
-        seen = call.span
+        read = call.span
         lines.append(
-            f"keys     {call.num_keys:,} are read: slots {seen.kv_start}..{seen.kv_stop - 1}"
+            f"keys     {call.num_keys:,} are read: slots {read.kv_start}..{read.kv_stop - 1}"
         )
     for name, backend in BACKENDS.items():
         objection = objection_of(call, name)
@@ -90,10 +90,10 @@ def attention_weights(
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
 ) -> Float[Tensor, "B Hs Ls S"]:
-    """How much each query takes from each key: `[B, H, L, S]`, in the dtype of `q`.
+    """The attention weights, `[B, H, L, S]`, in the dtype of `q`.
 
     With `heads` or `queries` only those rows are computed, without the whole matrix. Rows sum to 1
-    less what the sinks take; a query that sees nothing has zeros. Dropout never shows here.
+    minus the weights of the sinks; fully masked rows are 0. Dropout is not applied.
 
     Raises:
         TypeError, ValueError: as `attend`; `IndexError` for a head or query that is not there.
@@ -171,7 +171,7 @@ def _head_index(heads: Sequence[int], call: Call) -> Tensor:
 
 
 def _of_heads(call: Call, index: Tensor) -> Call:
-    """The call with its mask and bias made dense for some heads, each on a key head of its own."""
+    """The call with its mask and bias made dense for some heads, each with its own key head."""
     bias = call.bias()
     if bias is not None and bias.dim() >= 3 and bias.shape[-3] != 1:
         bias = bias.index_select(-3, index)

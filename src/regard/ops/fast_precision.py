@@ -1,8 +1,8 @@
-"""Attention with `precision="fast"`: products in bfloat16, scores and weights too.
+"""Attention with `precision="fast"`: matrix products, scores and weights in bfloat16.
 
-On a CPU with bfloat16 instructions a matrix product of them is over twice as fast as one in
-float32, but its sums come back rounded; torch's own kernel, which keeps float32 sums, gains nothing
-from half precision there. Not a backend: `blocked` asks for it where it is allowed.
+On a CPU with bfloat16 instructions a matrix product in bfloat16 takes less than half the time of
+one in float32, but its sums are rounded to bfloat16. torch's own kernel keeps float32 sums, and is
+no faster in half precision than in float32. `blocked` uses this where the call allows it.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ NOTE = (
 
 
 def suits(call: Call) -> bool:
-    """Whether it is allowed, and faster: products in float16 are slow on CPUs."""
+    """Whether a call allows it and gains from it: products in float16 are slow on CPUs."""
     if call.precision != "fast" or call.dtype != torch.bfloat16 or call.dropout:
         return False
     return call.device.type == "cpu"
 
 
 def per_cell(call: Call) -> float:
-    """Seconds for a score and its weight, in a block of many queries."""
+    """Estimated seconds for a score and its weight, in a block of many queries."""
     products = 2 * (call.head_dim + call.v_head_dim) / (2.2 * SPEED.products)
     return products + (2 if _simple(call) else 8) / SPEED.elements
 
@@ -44,7 +44,7 @@ def per_cell(call: Call) -> float:
 def run(
     call: Call, q: Float[Tensor, "B H L D"], read: Callable[[], tuple[Tensor, Tensor]]
 ) -> Float[Tensor, "B H L Dv"]:
-    """Attention to the keys and values that are `read`; with gradients, twice."""
+    """Attention to the keys and values that `read` returns; backward calls it again."""
     rows = fold_heads(q * call.scale, call.num_kv_heads)
     if not _simple(call):
         k, v = without_hidden(call, *read())
@@ -53,24 +53,25 @@ def run(
         return unfold_heads(fold_heads(weights, call.num_kv_heads) @ v, call.num_queries)
     edges, masked = _edges(call)
     if call.needs_grad:
-        out = _learned(call, rows, read, edges)
+        out = _with_gradient(call, rows, read, edges)
     else:
         out = _head_by_head(call, rows, *without_hidden(call, *read()), edges)
     return unfold_heads(out if masked is None else out.masked_fill(masked, 0.0), call.num_queries)
 
 
 def keeps_inputs_only(call: Call) -> bool:
-    """Whether the way back computes weights again by itself."""
+    """Whether backward recomputes the weights, so that no checkpointing is needed."""
     return suits(call) and _simple(call)
 
 
 def _simple(call: Call) -> bool:
-    """Whether scores are nothing but products and a mask."""
+    """Whether scores are products and a mask alone: no cap, sinks or bias."""
     return call.softcap is None and call.sinks is None and call.score_bias is None
 
 
 class Edge(NamedTuple):
-    """Keys that not every query sees, and what is added to their scores, for N heads in a group."""
+    """Keys that are hidden from some queries, and the addend of their scores, for N heads in a
+    group."""
 
     start: int
     stop: int
@@ -84,7 +85,7 @@ def _head_by_head(
     v: Float[Tensor, "B G S Dv"],
     edges: list[Edge],
 ) -> Float[Tensor, "B G M Dv"]:
-    """One key head at a time, so that scores stay in the cache."""
+    """One key head at a time, so that its scores stay in the processor's cache."""
     outs = []
     for index in range(call.batch * call.num_kv_heads):
         b, g = divmod(index, call.num_kv_heads)
@@ -93,43 +94,44 @@ def _head_by_head(
     return torch.stack(outs).unflatten(0, (call.batch, call.num_kv_heads))
 
 
-class Way(NamedTuple):
-    """What the way there and the way back have in common."""
+class Steps(NamedTuple):
+    """The steps that forward and backward share."""
 
     read: Callable[[], tuple[Tensor, Tensor]]
-    cleaned: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    without_hidden: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     weights: Callable[[Tensor, Tensor], Tensor]
 
 
-def _learned(
+def _with_gradient(
     call: Call,
     rows: Float[Tensor, "B G M D"],
     read: Callable[[], tuple[Tensor, Tensor]],
     edges: list[Edge],
 ) -> Float[Tensor, "B G M Dv"]:
     """All heads at once, with a gradient."""
-    way = Way(read, partial(without_hidden, call), partial(_weights, call, edges=edges))
-    out: Tensor = _Learned.apply(rows, *read(), way)  # type: ignore[no-untyped-call]
+    steps = Steps(read, partial(without_hidden, call), partial(_weights, call, edges=edges))
+    out: Tensor = _Recomputed.apply(rows, *read(), steps)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Learned(torch.autograd.Function):
-    """Keeps its queries alone: keys are joined and weights made again on the way back, as
-    FlashAttention does (arXiv:2205.14135), since over all blocks both grow with queries by keys."""
+class _Recomputed(torch.autograd.Function):
+    """Saves the queries only. Backward reads the keys and computes the weights again, as in
+    FlashAttention (arXiv:2205.14135): over all blocks, both would take memory for queries x
+    keys."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, k: Tensor, v: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, k: Tensor, v: Tensor, steps: Steps) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.way = way
-        k, v = way.cleaned(k, v)
-        return way.weights(rows, k) @ v
+        ctx.steps = steps
+        k, v = steps.without_hidden(k, v)
+        return steps.weights(rows, k) @ v
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         (rows,) = ctx.saved_tensors
-        k, v = ctx.way.cleaned(*ctx.way.read())
-        weights = ctx.way.weights(rows, k)
+        k, v = ctx.steps.without_hidden(*ctx.steps.read())
+        weights = ctx.steps.weights(rows, k)
         scores = torch.ops.aten._softmax_backward_data(slope @ v.mT, weights, -1, weights.dtype)
         return scores @ k, scores.mT @ rows, weights.mT @ slope, None
 
@@ -137,7 +139,7 @@ class _Learned(torch.autograd.Function):
 def _weights(
     call: Call, rows: Float[Tensor, "*BG M D"], k: Float[Tensor, "*BG S D"], edges: list[Edge]
 ) -> Float[Tensor, "*BG M S"]:
-    """Scores, masked only where not all is seen, and their softmax."""
+    """Scores, masked only at the edges, and their softmax."""
     scores = (rows @ k.mT).unflatten(-2, (call.group, call.num_queries))
     for start, stop, added in edges:
         scores[..., start:stop] += added
@@ -145,17 +147,17 @@ def _weights(
 
 
 def _edges(call: Call) -> tuple[list[Edge], Tensor | None]:
-    """Where keys are not seen by all, and which folded rows are masked."""
+    """Keys that are hidden from some queries, and which folded rows are fully masked."""
     if is_everything(call.mask):
         return [], None
     keep = call.keep()
     hidden = ~keep.any(-1, keepdim=True)
     keep = keep | hidden
-    unseen = ~keep.flatten(0, -2).all(0)
+    edge = ~keep.flatten(0, -2).all(0)
     masked = hidden.expand(call.batch, call.num_heads, call.num_queries, 1)
     runs = [(0, call.num_keys)]
-    if holds_numbers(unseen):
-        runs = bridged(true_runs(unseen.tolist()), 64)
+    if holds_numbers(edge):
+        runs = bridged(true_runs(edge.tolist()), 64)
     edges = [Edge(start, stop, _added(call, keep[..., start:stop])) for start, stop in runs]
     return edges, fold_heads(masked, call.num_kv_heads)
 

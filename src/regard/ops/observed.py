@@ -1,4 +1,4 @@
-"""Which backends run while a model does, for the tables that show its speed; and which cannot."""
+"""Counting which backends run while a model runs, for tables that show its speed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -51,8 +51,8 @@ def kernel_objection() -> str | None:
 
 
 def _counting(backend: Backend, ran: Counter[str]) -> Backend:
-    """A backend whose work is counted under the name of the file it is in: `fused` leaves quantised
-    keys to `grouped`."""
+    """A backend whose runs are counted under the name of its file: quantised keys run in `grouped`,
+    even if `fused` was chosen."""
 
     def counted(work: Callable[..., Any] | None) -> Callable[..., Any] | None:
         if work is None:

@@ -1,6 +1,6 @@
-"""Attention over some of the keys, and how such parts become one: the same merge for every split.
+"""Attention over some of the keys, and the merge of several such results.
 
-Keys split for decoding, pages, shared prefixes, chunks and shards over ranks all end here.
+Used wherever keys are split: split-KV decoding, caches in parts, chunks, shards over ranks.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from regard.constants import accumulating_dtype
 class Partial(NamedTuple):
     """Attention over some of the keys: its output, and the log-sum-exp of its scores.
 
-    `out` is `[B, H, L, Dv]`, `lse` `[B, H, L]` in float32 (float64 for float64); a query that saw
-    nothing has `out` 0 and `lse` -inf. Sizes of one broadcast when merged.
+    `out` is `[B, H, L, Dv]`, `lse` `[B, H, L]` in float32 (float64 for float64); in a fully
+    masked row `out` is 0 and `lse` -inf. Axes of size one broadcast in `merge`.
 
     >>> attended = Partial(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2))
     >>> merge(attended, Partial.nothing()).out.mean().item()
@@ -28,7 +28,7 @@ class Partial(NamedTuple):
 
     @classmethod
     def nothing(cls, device: torch.device | None = None) -> "Partial":
-        """The neutral element: no key was seen."""
+        """The neutral element: attention over no key."""
         return cls(
             torch.zeros(1, 1, 1, 1, device=device, dtype=torch.float32),
             torch.full((1, 1, 1), -torch.inf, device=device, dtype=torch.float32),

@@ -1,8 +1,8 @@
-"""What a machine can do, as far as choosing a backend needs to know: a few rates.
+"""The rates of a machine that estimates of backends are made of.
 
-The figures below are those of two cores of an AMD EPYC with torch 2.13; only their ratios matter.
-`regard tune` measures a machine's own and writes them to a file, which is read here when a rate is
-first asked for. `REGARD_SPEED=default` leaves that file alone.
+The defaults below were measured on two cores of an AMD EPYC with torch 2.13; only their ratios
+matter. `regard tune` measures those of this machine and writes them to a file, which is read here
+when a rate is first used. With `REGARD_SPEED=default` in the environment that file is not read.
 """
 
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-MARGIN = 100.0  # a measured rate further than this from the source's is a mistake
-_MAX_BYTES = 1 << 16
+MARGIN = 100.0  # times: a measured rate further than this from the default is taken for an error
+_MAX_BYTES = 1 << 16  # of a file of rates; a larger one is not read
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ DEFAULT = Speed()
 
 
 class Rates:
-    """The rates in use: a tuned file's if there is one, else those of the source.
+    """The rates in use: those of the tuned file if there is one, else the defaults.
 
-    The file is looked for once, when a rate is first asked for, so that importing stays cheap and
-    `torch.set_num_threads` counts. A tracer never reads it: a program compiled before any rate was
-    asked for keeps the source's rates, unless `SPEED.load()` came first. `turn` counts how often
-    the rates were set.
+    The file is read once, when a rate is first used, so that importing stays cheap and the number
+    of threads is known. It is not read while a program is traced: a program that is compiled before
+    any rate was used keeps the defaults, unless `SPEED.load()` was called. `version` counts how
+    often the rates were set.
 
     >>> 0 < SPEED.call < 1
     True
     """
 
-    turn = 0
+    version = 0
 
     def __getattr__(self, name: str) -> float:
         if name not in Speed.__dataclass_fields__:
@@ -76,14 +76,14 @@ class Rates:
         return float(getattr(DEFAULT, name))
 
     def load(self) -> Speed:
-        """Look for the file now; the rates that are in use from here on."""
-        self.use(DEFAULT)  # first, so that a warning turned into an error is raised once
+        """Read the file now; return the rates in use."""
+        self.use(DEFAULT)  # first: a warning that is an error is then raised only once
         self.use(read_speed() or DEFAULT)
         return self.now()
 
     def use(self, speed: Speed) -> None:
-        """Choose by these rates from now on."""
-        vars(self).update(asdict(speed), turn=self.turn + 1)
+        """Use these rates from now on."""
+        vars(self).update(asdict(speed), version=self.version + 1)
 
     def now(self) -> Speed:
         """The rates in use."""
@@ -94,27 +94,27 @@ SPEED = Rates()
 
 
 def speed_path() -> Path:
-    """Where the rates of this machine are kept, for this torch and this number of threads."""
+    """The file of this machine's rates, for this version of torch and number of threads."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    folder = given if given.is_absolute() else Path.home() / ".cache"  # relative ones do not count
+    folder = given if given.is_absolute() else Path.home() / ".cache"  # as XDG wants it
     return folder / "regard" / f"speed-{torch.__version__}-{torch.get_num_threads()}.json"
 
 
 def read_speed() -> Speed | None:
-    """The tuned rates; None, with a warning where something is wrong, if there are none.
+    """The tuned rates; None if there is no file, or, with a warning, if it is invalid.
 
-    A rate that the file does not hold is the source's.
+    A rate that the file does not have is the default.
     """
     if os.environ.get("REGARD_SPEED") == "default":
         return None
     try:
         path = speed_path()
-        if not path.is_file():  # nor a pipe, which would never end
+        if not path.is_file():  # a pipe, say, might never end
             return None
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
         speed, objection = _parsed(text)
-    except (OSError, RuntimeError, OverflowError) as error:  # no home; lists nested beyond reason
+    except (OSError, RuntimeError, OverflowError) as error:  # no home folder, deeply nested JSON
         speed, objection, path = None, str(error), Path("the file of rates")
     if objection is not None:
         warnings.warn(f"{path} is ignored: {objection}; `regard tune` writes it anew", stacklevel=2)
@@ -123,7 +123,7 @@ def read_speed() -> Speed | None:
 
 
 def _parsed(text: bytes) -> tuple[Speed | None, str | None]:
-    """Rates, or what is wrong with them."""
+    """Rates, or why they are invalid."""
     if len(text) > _MAX_BYTES:
         return None, "it is too large"
     try:
@@ -143,7 +143,7 @@ def _parsed(text: bytes) -> tuple[Speed | None, str | None]:
 
 
 def write_speed(speed: Speed) -> Path:
-    """Keep rates for later processes: the whole file or, if anything fails, what was there.
+    """Write rates for later processes; the file is replaced whole, or not at all.
 
     Raises:
         ValueError: if they cannot be the rates of a machine.
@@ -151,7 +151,9 @@ def write_speed(speed: Speed) -> Path:
     """
     objection = speed.objection()
     if objection is not None:
-        raise ValueError(f"these rates are not kept: {objection}; measure again on a quiet machine")
+        raise ValueError(
+            f"these rates are not written: {objection}; measure again on a quiet machine"
+        )
     path = speed_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
@@ -166,7 +168,7 @@ def write_speed(speed: Speed) -> Path:
 
 
 def forget_speed() -> Path | None:
-    """Remove the file and go back to the source's rates; the file that was there."""
+    """Remove the file and use the defaults; returns the path of the file if there was one."""
     path = speed_path()
     SPEED.use(DEFAULT)
     if not path.exists():

@@ -87,7 +87,7 @@ def test_hidden_keys_may_hold_anything():
 
 def test_without_numba_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(fused, "is_installed", lambda: False)
-    monkeypatch.setattr(choose, "_CHOSEN", {})
+    monkeypatch.setattr(choose, "_MEMOISED", {})
     q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64)
     options = {"mask": Causal(), "span": cases.Span(4095, 4096, 0, 4096)}
     call = prepare(q, k, k, **options)

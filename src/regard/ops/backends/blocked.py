@@ -1,10 +1,10 @@
-"""Long sequences: queries in blocks, each over only the keys that its block may see.
+"""Long sequences: queries in blocks, each with only the keys that are visible to its queries.
 
-A window, a chunk, a document or a prefix leaves most of the rectangle unseen, and torch's kernel
-given that as a tensor computes it all. Each block here is a call of its own, run by `sdpa`, or by
-the definition where `sdpa` objects: so no tensor is ever as large as queries by keys. With
-gradients a block keeps its inputs alone and is computed again on the way back (arXiv:1604.06174),
-as FlashAttention does (arXiv:2205.14135).
+Under a window, chunks, documents or a prefix most scores are hidden, and torch's kernel with a
+dense mask computes them all. Here each block is a call of its own, run by `sdpa`, or by `eager`
+where `sdpa` objects, so that no tensor has queries x keys elements. With gradients a block saves
+its inputs only, and backward recomputes it (arXiv:1604.06174), as in FlashAttention
+(arXiv:2205.14135).
 """
 
 from collections.abc import Iterator
@@ -26,17 +26,18 @@ from regard.ops.rates import SPEED
 from regard.tracing import is_forward_mode, is_transformed
 from regard.versions import ChangedInPlace, Versions
 
-BLOCK = 256  # queries; fewer see fewer keys in vain, more are fewer operators
-SCORES = 1 << 22  # that a block may hold where they are written out: about a cache of them
-GAP = 128  # unseen keys between seen ones that are cheaper to compute than to cut out
-_OPERATORS = 60  # that start for a block
-_ONE_BLOCK = 10  # that start around another's, where there is nothing to cut
-_SMALLER = 1.2  # products of a block are smaller than torch's kernel likes them
-_AGAIN = 1.35  # with gradients each block is computed once more: a fourth time, where others take 3
+BLOCK = 256  # queries: smaller blocks compute fewer hidden scores, larger start fewer operators
+SCORES = 1 << 22  # elements: the most scores in a block that stores them; about the L3 cache
+GAP = 128  # hidden keys between visible ones that cost less to compute than to leave out
+_OPERATORS = 60  # operators started for a block
+_ONE_BLOCK = 10  # operators started in addition to the inner backend's, if there is one block
+_SMALLER = 1.2  # times: small matrix products take 1.2 times as long per FLOP
+_AGAIN = 1.35  # times: backward recomputes the forward, 4 units of work instead of 3
 
 
 class Block(NamedTuple):
-    """Some of the queries, and the keys they meet: those in `runs`; in `full`, all see all."""
+    """Some of the queries, the runs of keys that any of them may attend to, and the runs of keys
+    that all of them may attend to (`full`)."""
 
     first: int
     queries: int
@@ -62,7 +63,7 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """The cells that blocks see, what their masks cost, and some operators a block."""
+    """The scores of all blocks, the cost of their masks, and some operators for each block."""
     size = _size(call)
     blocks = -(-call.num_queries // size)
     if blocks == 1 and not fast_precision.suits(call):
@@ -75,17 +76,18 @@ def estimate(call: Call) -> float:
     each = _SMALLER * 2 * width / SPEED.products
     if fast_precision.suits(call):
         each = fast_precision.per_cell(call)
-    elif _writes_scores(call):
+    elif _stores_scores(call):
         each += 8 / SPEED.elements
     seconds = heads * cells * each + blocks * _OPERATORS * SPEED.call
     if not hides_nothing(call):
         of_heads, passes = sdpa.dense_passes(call)
-        seconds += passes / 2 * cells * of_heads / SPEED.elements  # of a block, from the cache
+        elements = passes / 2 * cells * of_heads  # half: the mask of a block stays in the cache
+        seconds += elements / SPEED.elements
     return seconds * (_AGAIN if _again(call) else 1.0)
 
 
 def note(call: Call) -> str | None:
-    """What is given up where less than strict precision is asked for."""
+    """The precision that is given up for a call with `precision="fast"`."""
     return fast_precision.NOTE if fast_precision.suits(call) else None
 
 
@@ -95,12 +97,12 @@ def run(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
 ) -> Float[Tensor, "B H L Dv"]:
-    queries = q.split(_size(call), 2)  # once, as is what tiles() does: a view for each block would
-    keys, values = Tiles(call, k), Tiles(call, v)  # have a gradient as long as the sequence
+    # Split once: the gradient of a view for each block would be as long as the sequence.
+    queries, keys, values = q.split(_size(call), 2), Tiles(call, k), Tiles(call, v)
     again, call = _read_again(call, k, v), _with_present_bias(call)
     outs: list[Tensor] = []
     blocks = list(zip(plan(call), queries, strict=True))
-    for block, rows in reversed(blocks):  # mostly the widest first: memory it frees fits the others
+    for block, rows in reversed(blocks):  # the widest causal block first: others fit its memory
 
         def attended(rows: Tensor, block: Block = block) -> Tensor:
             return _attend(call, block, rows, keys, values, again)
@@ -115,22 +117,25 @@ def run(
 
 
 def _again(call: Call) -> bool:
-    """Whether blocks are computed once more on the way back, since they keep their inputs alone."""
+    """Whether backward recomputes blocks, because they save their inputs only."""
     return call.needs_grad and not fast_precision.keeps_inputs_only(call)
 
 
 def plan(call: Call) -> Iterator[Block]:
     """The blocks of queries in order, each with the runs of key slots it needs."""
-    look, span, size = sight(call.mask), call.span, _size(call)
+    visible_runs, span, size = sight(call.mask), call.span, _size(call)
     here = [(span.kv_start, span.kv_stop)]
     for first in range(0, call.num_queries, size):
         stop = min(first + size, call.num_queries)
-        seen, full = look(span.first_query + first, span.last_query - call.num_queries + stop)
-        yield Block(first, stop - first, bridged(meet(seen, here), GAP), full)
+        runs, full = visible_runs(
+            span.first_query + first, span.last_query - call.num_queries + stop
+        )
+        yield Block(first, stop - first, bridged(meet(runs, here), GAP), full)
 
 
 class Tiles:
-    """Keys or values to cut from. With gradients they are cut once, into tiles that blocks join."""
+    """Keys or values that blocks take slices of. With gradients they are split into tiles once, and
+    blocks concatenate tiles, so that no gradient is as long as the sequence."""
 
     def __init__(self, call: Call, x: Float[Tensor, "B G S D"]) -> None:
         self.first = call.span.kv_start
@@ -150,20 +155,20 @@ class Tiles:
 
 def _size(call: Call) -> int:
     """Queries in a block."""
-    if not _writes_scores(call):
+    if not _stores_scores(call):
         return BLOCK
     rows = SCORES // (call.batch * call.num_heads * call.num_keys)
     return max(BLOCK // 4, min(rows, BLOCK))
 
 
-def _writes_scores(call: Call) -> bool:
-    """Whether the block's scores are written out: by the definition, or by torch's unfused form."""
+def _stores_scores(call: Call) -> bool:
+    """Whether a block stores its scores: in `eager`, or in torch's unfused implementation."""
     learned = call.score_bias is not None and call.needs_grad
     return sdpa.objection(call) is not None or call.dropout > 0 or learned
 
 
 def _read_again(call: Call, k: Tensor, v: Tensor) -> Versions:
-    """What the backward pass reads once more, past autograd's own check of saved tensors."""
+    """The tensors that backward reads again, which autograd's own check of saved tensors misses."""
     if not call.needs_grad:
         return Versions()
     bias = call.score_bias
@@ -173,7 +178,8 @@ def _read_again(call: Call, k: Tensor, v: Tensor) -> Versions:
 
 
 def _with_present_bias(call: Call) -> Call:
-    """A learned rule as it is now: `functional_call` gives it other parameters for a while."""
+    """The call with its learned bias bound to the present parameters: `functional_call` replaces
+    them only during the forward pass."""
     if call.needs_grad and isinstance(call.score_bias, nn.Module):
         return replace(call, score_bias=_PresentBias(call.score_bias))
     return call
@@ -201,11 +207,11 @@ class _PresentBias(nn.Module):
 def _attend(
     call: Call, block: Block, rows: Tensor, keys: Tiles, values: Tiles, again: Versions
 ) -> Tensor:
-    """One block, as a call of its own."""
+    """Attention of one block."""
     runs = block.runs or [(call.span.kv_start,) * 2]
     part = _part(call, block, runs)
 
-    def taken() -> tuple[Tensor, Tensor]:
+    def read() -> tuple[Tensor, Tensor]:
         if again.changed:
             raise ChangedInPlace(
                 "keys, values, score_bias or sinks were written in place between the forward and "
@@ -215,13 +221,13 @@ def _attend(
         return keys.take(runs), values.take(runs)
 
     if fast_precision.suits(call) and part.num_keys:
-        return fast_precision.run(part, rows, taken)
+        return fast_precision.run(part, rows, read)
     backend = sdpa if sdpa.objection(part) is None else eager
-    return backend.run(part, rows, *taken())
+    return backend.run(part, rows, *read())
 
 
 def _part(call: Call, block: Block, runs: Runs) -> Call:
-    """The call of a block's queries with the keys of its runs, closed up where there are several"""
+    """The call of a block: its queries, and the keys of its runs side by side."""
     bias = call.score_bias
     if isinstance(bias, Tensor) and bias.dim() >= 2 and bias.shape[-2] != 1:
         bias = bias.narrow(-2, block.first, block.queries)
@@ -230,7 +236,7 @@ def _part(call: Call, block: Block, runs: Runs) -> Call:
         span = _placed(call.span, block, start, stop)
         mask = EVERYTHING if covers(block.full, start, stop) else call.mask.within(span)
         parts.append(replace(call, span=span, mask=mask, score_bias=bias))
-    return parts[0] if len(parts) == 1 else _closed_up(parts)
+    return parts[0] if len(parts) == 1 else _concatenated(parts)
 
 
 def _placed(span: Span, block: Block, start: int, stop: int) -> Span:
@@ -248,8 +254,8 @@ def _placed(span: Span, block: Block, start: int, stop: int) -> Span:
     )
 
 
-def _closed_up(parts: list[Call]) -> Call:
-    """One call out of several over other keys each, with what they mask and add as tensors."""
+def _concatenated(parts: list[Call]) -> Call:
+    """One call for several runs of keys, whose masks and biases are concatenated as tensors."""
     call = parts[0]
     span = Span(0, call.num_queries, 0, sum(part.num_keys for part in parts))
     widths = [part.num_keys for part in parts]

@@ -1,8 +1,8 @@
-"""Decoding: the query heads of a group become rows of one product, so their keys are read once.
+"""Decoding with the query heads of a group as rows of one product, so that keys are read once.
 
-Torch's own kernel streams a key head once for each query head that reads it. Folding the group into
-the rows is what FlashAttention calls `pack_gqa`; where one key head alone would leave cores idle,
-its keys are split and the pieces merged, as in Flash-Decoding.
+torch's kernel reads a key head once for each of its query heads. FlashAttention calls this folding
+`pack_gqa`. A single key head, which one core would read alone, is split into pieces whose results
+are merged, as in Flash-Decoding.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from regard.ops.definition import log_sum_exp, scores_of, softmax
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 
-_MAX_ROWS = 256  # beyond, scores outgrow the caches: this is a prefill
-_UPCAST_KEYS = 512  # half-precision keys made float32 at a time, so that they stay in the cache
-_SPLIT_KEYS = 512  # a piece is worth a merge from this many keys
-_PIECES = 2
+_MAX_ROWS = 256  # query rows of a key head; the scores of more exceed the L2 cache
+_UPCAST_KEYS = 512  # half-precision keys converted to float32 at a time: these fit the L2 cache
+_SPLIT_KEYS = 512  # keys: smaller pieces cost more to merge than they gain
+_PIECES = 2  # of the keys of a single key head
 
 
 def objection(call: Call) -> str | None:
@@ -46,7 +46,7 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """Keys and values once, at the speed of thin products, and a few passes over the scores."""
+    """One read of keys and values by matrix-vector products, and a few passes over the scores."""
     width = call.head_dim + call.v_head_dim
     heads = call.batch * call.num_kv_heads
     cells = heads * call.group * call.num_queries * call.num_keys
@@ -105,7 +105,7 @@ def quantized(
 
 
 def _through_flash(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """Attention of the folded rows, still folded."""
+    """Attention of the folded rows by torch's CPU flash kernel; the result is folded, too."""
     rows = fold_heads(q, call.num_kv_heads)
     v = k if call.joined else v
     rows, k, v = columns_contiguous(rows), columns_contiguous(k), columns_contiguous(v)
@@ -122,15 +122,15 @@ def _unfolded(call: Call, found: Partial) -> Partial:
 
 
 def _heads(call: Call, rows: Tensor) -> Tensor:
-    """The rows as heads again, without the columns of joined keys that are no values."""
+    """Rows unfolded to heads; of joined keys, only the columns that are values."""
     rows = rows[..., : call.v_head_dim] if call.joined else rows
     return unfold_heads(rows, call.num_queries)
 
 
 def _fused(call: Call) -> bool:
-    """Whether torch's CPU flash kernel is right (no softcap, no gradient through its log-sum-exp)
-    and faster: in half precision its products are the only ones with float32 sums, but a single
-    row is converted key by key; in float32 it wins where one key head must feed every core."""
+    """Whether to use torch's CPU flash kernel: where it is right (it has no softcap, and no
+    gradient of its log-sum-exp) and faster. In half precision it alone keeps float32 sums, but is
+    slow for a single row; in float32 it is faster where there is one key head for all cores."""
     if call.softcap is not None or call.needs_grad or call.device.type != "cpu":
         return False
     if not (call.immediate or torch.compiler.is_compiling()):
@@ -153,7 +153,8 @@ def _flash(call: Call, rows: Tensor, k: Tensor, v: Tensor) -> Partial:
 
 
 def _pieces(call: Call, rows: Tensor, k: Tensor, v: Tensor, size: int) -> Partial:
-    """One key head cut into pieces that stand side by side as heads; what is left over is short."""
+    """One key head split into pieces of equal size, as if they were heads, and a short
+    remainder."""
     whole = _PIECES * size
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         rows.expand(-1, _PIECES, -1, -1),
@@ -182,7 +183,7 @@ def _addend(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _scores(call: Call, q: Tensor, k: Tensor) -> Float[Tensor, "B H L S"]:
-    """Keys times queries, not queries times keys: a BLAS streams best with the thin side last."""
+    """Keys times queries, not queries times keys: BLAS is fastest with the narrow matrix last."""
     dtype = accumulating_dtype(call.dtype)
     rows = fold_heads(q.to(dtype) * call.scale, call.num_kv_heads)
     queries, keys = rows.flatten(0, 1).mT, k.flatten(0, 1)  # [BG, D, M], [BG, S, D]

@@ -74,7 +74,7 @@ def methods(shipped: Sequence[Any], kinds: Iterable[str]) -> list[Method]:
         Method("int8 cache", None, INT8, quick=True),
         Method("int4 cache", None, INT4),
         Method("MHA, spelled out", target_of("mha", shipped)),
-        Method("latent, 100 %", Target("exact-rope", rank=full(shipped[0]))),
+        Method("latent, 100 %", latent(budget=1.0)),
         *(Method(f"latent, {s:.0%}", latent(budget=s), quick=s == 0.5) for s in (0.75, 0.5, 0.25)),
         Method("latent by layer, 25%", replace(latent(budget=0.25), by_layer=True)),
         *(Method(f"DeepSeek's form, {s:.0%}", deepseek(budget=s)) for s in (1.0, 0.75, 0.5)),
@@ -88,11 +88,6 @@ def methods(shipped: Sequence[Any], kinds: Iterable[str]) -> list[Method]:
         *papers,
         *(Method(f"latent, 50 %, from {kind} alone", half["latent"], kind=kind) for kind in kinds),
     ]
-
-
-def full(layer: Any) -> int:
-    """The rank at which a joint latent loses nothing."""
-    return min(layer.hidden_size, 2 * layer.num_kv_heads * layer.head_dim)
 
 
 def perplexity(model: Any, layers: Any, cache: Any, windows: torch.Tensor) -> tuple[float, float]:

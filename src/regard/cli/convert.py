@@ -15,7 +15,7 @@ from regard.cli.terminal import progress_bar, say, stdout
 from regard.convert.healing.environment import keep_freed_memory
 from regard.convert.job import Job, run_job
 from regard.convert.measuring import Measured
-from regard.convert.report import MEASUREMENTS, Report
+from regard.convert.report import Report
 from regard.convert.texts import read_texts
 from regard.hf.loading.loading import quiet
 
@@ -66,20 +66,14 @@ def _read(files: Sequence[Path] | None) -> dict[str, str]:
 
 def show(report: Report, out: Path, console: Console) -> None:
     """Print the measurements before and after, as wide as the console."""
-    before, after = report.before, report.after
-    rows = [
-        [escape(f"perplexity, {name}"), f"{before.perplexity[name]:,.3f}", f"{perplexity:,.3f}"]
-        for name, perplexity in after.perplexity.items()
-    ]
-    for title, name, form in MEASUREMENTS:
-        rows.append([title, *(format(getattr(each, name), form) for each in (before, after))])
+    rows = [[escape(title), *values] for title, *values in report.table()]
     say(console, f"{report.model}: {report.was}, now {report.target}", bold=report.model)
     console.print()
     tabulate(console, COLUMNS, rows)
     how = "transformers loads it" if report.stock else "regard.hf.load reads it"
     console.print()
     say(console, f"Perplexity is {report.ratio:.3f} times the original's. Kept in {out}: {how}.")
-    say(console, f"Before: {_ran(before)}. After: {_ran(after)}.", style="dim")
+    say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from regard.cache import Cache, KVCache
 from regard.cache.quantized import QuantizedCache
-from regard.convert.targets import Target, check_fits, target_of
+from regard.convert.targets import Target, target_of
 from regard.layers.attention import Attention
 
 Aim = Callable[[Sequence[Attention]], Target | None]
@@ -38,10 +38,10 @@ def _as_shipped(shipped: Sequence[Attention]) -> None:
     return None
 
 
-def _heads(shipped: Sequence[Attention], *, to: str) -> Target:
-    if to == "mha" and shipped[0].kind == "MHA":
+def _mha(shipped: Sequence[Attention]) -> Target:
+    if shipped[0].kind == "MHA":
         raise ValueError("the model is MHA as shipped")
-    return target_of(to, shipped)
+    return target_of("mha", shipped)
 
 
 def _half_the_heads(shipped: Sequence[Attention]) -> Target:
@@ -52,23 +52,8 @@ def _half_the_heads(shipped: Sequence[Attention]) -> Target:
     return target_of(f"gqa:{fewer}", shipped)
 
 
-def _full_latent(shipped: Sequence[Attention]) -> Target:
-    first = shipped[0]
-    full = min(first.hidden_size, 2 * first.num_kv_heads * first.head_dim)
-    target = Target("exact-rope", rank=full)
-    for layer in shipped:
-        check_fits(target, layer)
-    return target
-
-
-def _latent(shipped: Sequence[Attention], *, budget: float) -> Target:
-    return target_of("mla", shipped, form="exact-rope", budget=budget)
-
-
-def _deepseek(shipped: Sequence[Attention], *, budget: float, portable: bool = False) -> Target:
-    return target_of("mla", shipped, form="deepseek", budget=budget, portable=portable)
-
-
+LATENT = partial(target_of, "mla", form="exact-rope")
+DEEPSEEK = partial(target_of, "mla", form="deepseek")
 INT8 = partial(QuantizedCache, bits=8)
 INT4 = partial(QuantizedCache, bits=4, group=32)
 _SHARES = (("75", 0.75), ("50", 0.5), ("25", 0.25))
@@ -77,15 +62,15 @@ CANDIDATES = (
     Candidate("shipped", "{kind}, as shipped", _as_shipped, exact=True),
     Candidate("int8", "{kind}, int8 cache", _as_shipped, cache=INT8),
     Candidate("int4", "{kind}, int4 cache", _as_shipped, cache=INT4),
-    Candidate("mha", "MHA, spelled out", partial(_heads, to="mha"), exact=True),
+    Candidate("mha", "MHA, spelled out", _mha, exact=True),
     Candidate("gqa", "GQA, half the key heads", _half_the_heads, usual=False),
-    Candidate("mqa", "MQA, aligned", partial(_heads, to="mqa")),
-    Candidate("latent-100", "joint latent, full rank", _full_latent, exact=True),
+    Candidate("mqa", "MQA, aligned", partial(target_of, "mqa")),
+    Candidate("latent-100", "joint latent, full rank", partial(LATENT, budget=1.0), exact=True),
     *(
         Candidate(
             f"latent-{name}",
             f"joint latent, {name} %",
-            partial(_latent, budget=share),
+            partial(LATENT, budget=share),
             usual=name != "25",
         )
         for name, share in _SHARES
@@ -94,7 +79,7 @@ CANDIDATES = (
         Candidate(
             f"deepseek-{name}",
             f"DeepSeek's MLA, {name} %",
-            partial(_deepseek, budget=share),
+            partial(DEEPSEEK, budget=share),
             usual=name == "50",
         )
         for name, share in (("100", 1.0), *_SHARES[:2])
@@ -103,7 +88,7 @@ CANDIDATES = (
         Candidate(
             f"portable-{name}",
             f"DeepSeek's MLA, {name} %, portable",
-            partial(_deepseek, budget=share, portable=True),
+            partial(DEEPSEEK, budget=share, portable=True),
             usual=False,
         )
         for name, share in _SHARES[:2]
@@ -111,14 +96,14 @@ CANDIDATES = (
     Candidate(
         "latent-50-int8",
         "joint latent, 50 %, int8 cache",
-        partial(_latent, budget=0.5),
+        partial(LATENT, budget=0.5),
         cache=INT8,
         usual=False,
     ),
     Candidate(
         "deepseek-50-int8",
         "DeepSeek's MLA, 50 %, int8 cache",
-        partial(_deepseek, budget=0.5),
+        partial(DEEPSEEK, budget=0.5),
         cache=INT8,
     ),
 )

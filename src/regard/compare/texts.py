@@ -33,38 +33,22 @@ def texts_for(tokenizer: Any, *, context: int, text: str | None = None, name: st
     if too little follows, the default texts are calibrated on.
 
     Raises:
-        ValueError: if `text` is shorter than one token more than the windows.
+        ValueError: if `text` has fewer tokens than the windows.
     """
+    measured, following = NUM_WINDOWS * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH
     if text is None:
-        windows = _tokens(tokenizer, python_topics()[1], NUM_WINDOWS * context)
-        return _cut(windows, _of_python(tokenizer), context, "pydoc_data.topics")
-    needed = (NUM_WINDOWS * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH)
-    tokens = _tokens(tokenizer, text, sum(needed))
-    rest = tokens[needed[0] :]
-    if len(rest) < needed[1]:
-        rest = _of_python(tokenizer)
-    return _cut(tokens[: needed[0]], rest, context, name or "text")
-
-
-def _of_python(tokenizer: Any) -> Int[Tensor, " T"]:
-    windows = calibration(tokenizer, windows=CALIBRATION_WINDOWS, length=CALIBRATION_LENGTH)
-    return windows.flatten()
-
-
-def _tokens(tokenizer: Any, text: str, count: int) -> Int[Tensor, " T"]:
-    beginning = text[: CHARACTERS * count]
-    ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids[:count], dtype=torch.int64)
-
-
-def _cut(measured: Tensor, calibration: Tensor, context: int, source: str) -> Texts:
-    if len(measured) < NUM_WINDOWS * context:
+        text, name, following = python_topics()[1], "pydoc_data.topics", 0
+    beginning = text[: CHARACTERS * (measured + following)]
+    tokens = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(tokens) < measured:
         raise ValueError(
-            f"{source} has {len(measured):,} tokens; {NUM_WINDOWS} windows of {context:,} need "
-            f"{NUM_WINDOWS * context:,}; give more, or a context of at most "
-            f"{len(measured) // NUM_WINDOWS:,}"
+            f"{name or 'text'} has {len(tokens):,} tokens; {NUM_WINDOWS} windows of {context:,} "
+            f"need {measured:,}; give more, or a context of at most {len(tokens) // NUM_WINDOWS:,}"
         )
-    length = min(CALIBRATION_LENGTH, len(calibration))
-    rows = len(calibration) // length
-    windows = measured.unflatten(0, (NUM_WINDOWS, context))
-    return Texts(windows, calibration[: rows * length].unflatten(0, (rows, length)), source)
+    windows = torch.tensor(tokens[:measured]).unflatten(0, (NUM_WINDOWS, context))
+    rest = torch.tensor(tokens[measured : measured + following])
+    if 0 < following == len(rest):
+        calibrating = rest.unflatten(0, (CALIBRATION_WINDOWS, CALIBRATION_LENGTH))
+    else:
+        calibrating = calibration(tokenizer, windows=CALIBRATION_WINDOWS, length=CALIBRATION_LENGTH)
+    return Texts(windows, calibrating, name or "text")

@@ -58,18 +58,21 @@ class Report:
         """The report as data that JSON holds."""
         return {**asdict(self), "ratio": self.ratio, "into": str(self.target)}
 
+    def table(self) -> list[tuple[str, str, str]]:
+        """The rows of the table of measurements: title, value before, value after."""
+        rows = [
+            (f"perplexity, {name}", f"{self.before.perplexity[name]:,.3f}", f"{perplexity:,.3f}")
+            for name, perplexity in self.after.perplexity.items()
+        ]
+        for title, name, form in MEASUREMENTS:
+            was, now = (format(getattr(each, name), form) for each in (self.before, self.after))
+            rows.append((title, was, now))
+        return rows
+
 
 def card(report: Report) -> str:
     """The text of the model card: what was done, what it costs, how to load the model."""
-    before, after = report.before, report.after
-    rows = [
-        (f"perplexity, {name}", f"{before.perplexity[name]:.3f}", f"{after.perplexity[name]:.3f}")
-        for name in after.perplexity
-    ]
-    for title, name, form in MEASUREMENTS:
-        was, now = (format(getattr(each, name), form) for each in (before, after))
-        rows.append((title, was, now))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    table = "\n".join(f"| {' | '.join(row)} |" for row in report.table())
     return (
         f"# {report.model}, its attention converted: {report.target}\n\n"
         f"The attention of {report.model} was {report.was}. It was converted by "

@@ -4,6 +4,7 @@ Exact both ways. What is lost is the small cache.
 """
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -102,10 +103,12 @@ def expand(layer: MultiHeadLatentAttention) -> Attention:
     ('MHA', 9, True)
     """
     dim = max(layer.qk_head_dim, layer.v_head_dim)
+    keys, values = _up_projections(layer, dim)
+    latent = "kv_a_proj_with_mqa", "kv_a_layernorm", layer.kv_lora_rank
     children = {
         "q_proj": _queries(layer, dim),
-        "k_proj": _through_latent(layer, _key_rows(layer, dim)),
-        "v_proj": _through_latent(layer, _value_rows(layer, dim)),
+        "k_proj": _composed(layer, *latent, keys),
+        "v_proj": _composed(layer, *latent, values),
         "o_proj": _output(layer, dim),
     }
     biased = {name for name, child in children.items() if getattr(child, "bias", None) is not None}
@@ -129,39 +132,22 @@ def _queries(layer: MultiHeadLatentAttention, dim: int) -> nn.Module:
     return _composed(layer, "q_a_proj", "q_a_layernorm", layer.q_lora_rank, up)
 
 
-def _key_rows(layer: MultiHeadLatentAttention, dim: int) -> Parameters:
-    """From the latent and the rotary key, concatenated, to keys: `[H * dim, R + Dr]`."""
+def _up_projections(layer: MultiHeadLatentAttention, dim: int) -> tuple[Parameters, Parameters]:
+    """Keys and values from the latent and the rotary key, concatenated: both `[H*dim, R+Dr]`."""
     weight, bias = weight_and_bias(layer, "kv_b_proj")
     heads, width = layer.num_heads, layer.qk_rope_head_dim
-    nope = weight.unflatten(0, (heads, -1))[:, : layer.qk_nope_head_dim]
-    rotary = torch.eye(width, dtype=weight.dtype, device=weight.device).expand(heads, -1, -1)
-    rows = torch.cat(
-        [
-            torch.cat([weight.new_zeros(heads, width, layer.kv_lora_rank), rotary], dim=2),
-            torch.cat([nope, weight.new_zeros(*nope.shape[:2], width)], dim=2),
-        ],
-        dim=1,
-    )
+    sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
+    nope, values = F.pad(weight, (0, width)).unflatten(0, (heads, -1)).split(sizes, dim=1)
+    rotary = F.pad(torch.eye(width).to(weight), (layer.kv_lora_rank, 0)).expand(heads, -1, -1)
+    keys = torch.cat([rotary, nope], dim=1)
     if bias is None:
-        return _padded(rows, dim), None
-    offsets = bias.unflatten(0, (heads, -1))[:, : layer.qk_nope_head_dim]
-    return _padded(rows, dim), _padded(torch.cat([bias.new_zeros(heads, width), offsets], 1), dim)
-
-
-def _value_rows(layer: MultiHeadLatentAttention, dim: int) -> Parameters:
-    """The same for values, which the rotary key does not enter: `[H * dim, R + Dr]`."""
-    weight, bias = weight_and_bias(layer, "kv_b_proj")
-
-    def values(rows: Tensor) -> Tensor:
-        return _padded(rows.unflatten(0, (layer.num_heads, -1))[:, layer.qk_nope_head_dim :], dim)
-
-    rows = values(weight)
-    wide = torch.cat([rows, rows.new_zeros(len(rows), layer.qk_rope_head_dim)], dim=1)
-    return wide, None if bias is None else values(bias)
-
-
-def _through_latent(layer: MultiHeadLatentAttention, up: Parameters) -> nn.Module:
-    return _composed(layer, "kv_a_proj_with_mqa", "kv_a_layernorm", layer.kv_lora_rank, up)
+        return (_padded(keys, dim), None), (_padded(values, dim), None)
+    offsets, of_values = bias.unflatten(0, (heads, -1)).split(sizes, dim=1)
+    of_keys = F.pad(offsets, (width, 0))
+    return (_padded(keys, dim), _padded(of_keys, dim)), (
+        _padded(values, dim),
+        _padded(of_values, dim),
+    )
 
 
 def _composed(
@@ -190,6 +176,5 @@ def _output(layer: MultiHeadLatentAttention, dim: int) -> nn.Module:
 
 def _padded(heads: Float[Tensor, "H D *I"], dim: int) -> Float[Tensor, "HD *I"]:
     """Each head's rows padded with zeros to `dim` rows, heads concatenated."""
-    missing = dim - heads.shape[1]
-    zeros = heads.new_zeros(heads.shape[0], missing, *heads.shape[2:])
-    return torch.cat([heads, zeros], dim=1).flatten(0, 1)
+    rows = (0, dim - heads.shape[1])
+    return F.pad(heads, rows if heads.ndim == 2 else (0, 0, *rows)).flatten(0, 1)

@@ -4,6 +4,7 @@ A fused weight holds the same rows as three separate ones, with the heads in ano
 layout is an order of heads and a parameter name; splitting is a permutation, fusing its inverse.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -53,15 +54,11 @@ class Layout:
     transposed: bool = False
 
 
-def _linear(name: str, order: Callable[[int, int], list[int]], **options: bool) -> Layout:
-    return Layout(f"{name}.weight", f"{name}.bias", order, **options)
-
-
 LAYOUTS = {  # by name of the module's class
-    "Phi3Attention": _linear("qkv_proj", in_blocks),
-    "GPT2Attention": _linear("c_attn", in_blocks, transposed=True),
-    "GPTNeoXAttention": _linear("query_key_value", by_group),
-    "FalconAttention": _linear("query_key_value", by_group),
+    "Phi3Attention": Layout("qkv_proj.weight", "qkv_proj.bias"),
+    "GPT2Attention": Layout("c_attn.weight", "c_attn.bias", transposed=True),
+    "GPTNeoXAttention": Layout("query_key_value.weight", "query_key_value.bias", by_group),
+    "FalconAttention": Layout("query_key_value.weight", "query_key_value.bias", by_group),
     "MultiheadAttention": Layout("in_proj_weight", "in_proj_bias"),  # torch.nn's
 }
 
@@ -149,16 +146,16 @@ def split_state(
     >>> sorted(split_state(state, LAYOUTS["MultiheadAttention"], num_heads=3))[:4]
     ['k_proj.bias', 'k_proj.weight', 'out_proj.bias', 'out_proj.weight']
     """
+    kinds = {layout.weight: "weight", layout.bias: "bias"}
+    fused = re.compile(f"(.*[.]|)({'|'.join(map(re.escape, kinds))})")
     made: dict[str, Tensor] = {}
     for key, value in state.items():
-        prefix, kind = _belongs(key, layout)
-        if kind is None:
+        if found := fused.fullmatch(key):
+            parts = split_fused(value, layout, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            names = (f"{found[1]}{name}.{kinds[found[2]]}" for name in SEPARATE)
+            made.update(zip(names, parts, strict=True))
+        else:
             made[key] = value
-            continue
-        parts = split_fused(value, layout, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        made.update(
-            {f"{prefix}{name}.{kind}": part for name, part in zip(SEPARATE, parts, strict=True)}
-        )
     if made.keys() == state.keys():
         raise ValueError(f"no parameter is named {layout.weight}; choose another layout")
     return made
@@ -181,41 +178,24 @@ def fuse_state(
         q, k, v = parts
         return fuse(q, k, v, layout, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
+    separate = re.compile(rf"(.*[.]|)({'|'.join(SEPARATE)})[.](weight|bias)")
     made: dict[str, Tensor] = {}
     for key, value in state.items():
-        prefix, name, kind = _named(key)
-        if name is None:
+        found = separate.fullmatch(key)
+        if found is None:
             made[key] = value
-        elif kind == "weight" and name == SEPARATE[0]:
-            rows = [state[f"{prefix}{each}.weight"] for each in SEPARATE]
-            biases = [state.get(f"{prefix}{each}.bias") for each in SEPARATE]
-            made[prefix + layout.weight] = fused(rows)
+        elif found.groups()[1:] == (SEPARATE[0], "weight"):
+            rows = [state[f"{found[1]}{each}.weight"] for each in SEPARATE]
+            biases = [state.get(f"{found[1]}{each}.bias") for each in SEPARATE]
+            made[found[1] + layout.weight] = fused(rows)
             if any(bias is not None for bias in biases):
                 pairs = zip(rows, biases, strict=True)
-                made[prefix + layout.bias] = fused(
+                made[found[1] + layout.bias] = fused(
                     [w.new_zeros(w.shape[0]) if b is None else b for w, b in pairs]
                 )
     if made.keys() == state.keys():
         raise ValueError(f"no parameter is named {', '.join(SEPARATE)}; there is nothing to fuse")
     return made
-
-
-def _belongs(key: str, layout: Layout) -> tuple[str, str | None]:
-    """The prefix of a fused parameter's key, and "weight" or "bias"; None for other keys."""
-    for name, kind in ((layout.weight, "weight"), (layout.bias, "bias")):
-        if key == name or key.endswith(f".{name}"):
-            return key[: len(key) - len(name)], kind
-    return "", None
-
-
-def _named(key: str) -> tuple[str, str | None, str]:
-    """Prefix, projection and "weight" or "bias" of a separate projection's key; the projection is
-    None for other keys."""
-    path, _, kind = key.rpartition(".")
-    prefix, dot, name = path.rpartition(".")
-    if name in SEPARATE and kind in ("weight", "bias"):
-        return prefix + dot, name, kind
-    return "", None, kind
 
 
 def _groups(num_heads: int, num_kv_heads: int | None) -> int:

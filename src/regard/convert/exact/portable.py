@@ -28,20 +28,9 @@ CONSTANT = 2.0**24  # of the added channel: latents are below it by more than fl
 SLOWEST = 1e-30  # radians a position for pairs that are not rotated, since 0 has no reciprocal
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 COPIED = (  # settings of the model that its new configuration repeats
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act "
+    "max_position_embeddings initializer_range rms_norm_eps use_cache pad_token_id bos_token_id "
+    "eos_token_id tie_word_embeddings"
 )
 
 
@@ -161,7 +150,7 @@ def _settings(model: Any, layer: MultiHeadLatentAttention) -> dict[str, Any]:
     assert isinstance(layer.rope, Rotary)
     factors = _frequencies(layer.rope).clamp(min=SLOWEST).reciprocal().tolist()
     return {
-        **{name: getattr(config, name) for name in COPIED},
+        **{name: getattr(config, name) for name in COPIED.split()},
         "num_key_value_heads": layer.num_heads,
         "q_lora_rank": None,
         "kv_lora_rank": layer.kv_lora_rank + 1,

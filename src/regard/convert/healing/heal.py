@@ -90,7 +90,8 @@ def heal(
     _check_trained(trained, teacher)
     loss = Distillation(student, teacher, students, teachers, layer_weight=recipe.layer_weight)
     task = _task(recipe, budget, tokens, trained)
-    record = Record(task) if state is None else load_record(Path(state), task)
+    state = None if state is None else Path(state)
+    record = Record(task) if state is None else load_record(state, task)
     dtype = recipe.autocast
     with only_training(student, teacher, trained), rest_in(dtype, student, trained):
         run = _Run(loss, tokens, recipe, budget, record, trained, state, progress)
@@ -104,30 +105,30 @@ def heal(
     )
 
 
+@dataclass
 class _Run:
     """A run of healing: the optimiser's steps until the budget is used up."""
 
-    def __init__(
-        self,
-        loss: Distillation,
-        tokens: Tensor,
-        recipe: Recipe,
-        budget: Budget,
-        record: Record,
-        trained: dict[str, nn.Parameter],
-        state: Path | None,
-        progress: Progress,
-    ) -> None:
-        self.tokens, self.recipe, self.budget, self.record = tokens, recipe, budget, record
-        self.trained, self.progress = trained, progress
-        self.state = None if state is None else Path(state)
-        self.accelerator = _accelerator(recipe)
+    loss: Any
+    tokens: Tensor
+    recipe: Recipe
+    budget: Budget
+    record: Record
+    trained: dict[str, nn.Parameter]
+    state: Path | None
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        recipe, self.accelerator = self.recipe, _accelerator(self.recipe)
         adam = torch.optim.AdamW(
-            trained.values(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True
+            self.trained.values(),
+            betas=recipe.betas,
+            weight_decay=recipe.weight_decay,
+            fused=True,
         )
-        self.loss, self.optimizer = self.accelerator.prepare(loss, adam)
-        if self.state is not None and record.steps:
-            load_state(self.state, trained, self._adam)
+        self.loss, self.optimizer = self.accelerator.prepare(self.loss, adam)
+        if self.state is not None and self.record.steps:
+            load_state(self.state, self.trained, self._adam)
 
     @property
     def _adam(self) -> torch.optim.Optimizer:

@@ -1,14 +1,14 @@
 """The losses of distillation: of each attention layer's output, and of the predictions."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.measuring import divergence
+from regard.convert.recording import first, recording
 from regard.hf.generating.predicting import hidden_states
 
 
@@ -55,8 +55,8 @@ class Distillation(nn.Module):
         dtype = next(self.student.parameters()).dtype  # the teacher's may be narrower
         layers = zip(self._students, self._arguments(tokens), calls, strict=True)
         errors = [
-            relative_error(_first(layer(call.x.to(dtype), **given)), call.out)
-            for layer, given, call in layers
+            relative_error(first(layer(call.x.to(dtype), **given)), call.out)
+            for layer, given, (call,) in layers
         ]
         return torch.stack(errors).mean()
 
@@ -71,7 +71,7 @@ class Distillation(nn.Module):
         if not both:
             return loss
         pairs = zip(ours, theirs, strict=True)
-        errors = [relative_error(mine.out, its.out) for mine, its in pairs]
+        errors = [relative_error(mine.out, its.out) for (mine,), (its,) in pairs]
         return loss + self.layer_weight * torch.stack(errors).mean()
 
     @torch.no_grad()
@@ -81,39 +81,8 @@ class Distillation(nn.Module):
         if tokens.shape not in self._memoised:
             with recording(self._students) as calls:
                 hidden_states(self.student, tokens)
-            self._memoised[tokens.shape] = [each.given for each in calls]
+            self._memoised[tokens.shape] = [call.given for (call,) in calls]
         return self._memoised[tokens.shape]
-
-
-class Call(NamedTuple):
-    """One call of an attention module: its input, its other arguments, its output."""
-
-    x: Tensor
-    given: dict[str, Any]
-    out: Tensor
-
-
-@contextmanager
-def recording(modules: Sequence[nn.Module]) -> Iterator[list[Call]]:
-    """Record the calls of these modules, in the order in which they return."""
-    calls: list[Call] = []
-
-    def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
-        rest = {name: value for name, value in named.items() if name != "hidden_states"}
-        calls.append(Call(args[0] if args else named["hidden_states"], rest, _first(out)))
-
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _first(out: Any) -> Tensor:
-    """The output tensor: modules of transformers return weights too, layers of regard do not."""
-    tensor: Tensor = out[0] if isinstance(out, tuple) else out
-    return tensor
 
 
 def relative_error(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from regard.convert.lossy.calibrate import attention_blocks
 from regard.convert.measuring import divergence
+from regard.convert.recording import recording
 from regard.hf.generating.predicting import hidden_states
 from regard.hf.running.binding import bound, calling
 
@@ -42,13 +43,15 @@ def costs(
         progress: called with the layers done and their number.
     """
     blocks = attention_blocks(model)
-    entered, inputs, hidden = _inputs(model, blocks, windows)
+    both = [recording(modules) for modules in zip(*blocks, strict=True)]
+    with both[0] as entered, both[1] as read:
+        hidden = hidden_states(model, windows)
     found = torch.zeros(len(blocks), len(sizes), dtype=torch.float64)
     for index, (_, module) in enumerate(blocks):
         progress(index, len(blocks))
         for column, size in enumerate(sizes):
-            layer = make(index, module, inputs[index], size)
-            with _skipping(blocks[:index], entered[index]), bound(module, calling(layer)):
+            layer = make(index, module, read[index][0].x, size)
+            with _skipping(blocks[:index], entered[index][0].x), bound(module, calling(layer)):
                 changed = hidden_states(model, windows)
             found[index, column] = divergence(model, changed[:, ::EVERY], model, hidden[:, ::EVERY])
     progress(len(blocks), len(blocks))
@@ -101,28 +104,6 @@ def _cost(at: Tensor, logs: Tensor, size: int) -> float:
     right = int(torch.searchsorted(at, x).clamp(1, len(at) - 1))
     share = (x - at[right - 1]) / (at[right] - at[right - 1])
     return float((logs[right - 1] + share * (logs[right] - logs[right - 1])).exp())
-
-
-def _inputs(
-    model: Any, blocks: Sequence[tuple[nn.Module, nn.Module]], windows: Tensor
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """The inputs of every block and of every attention module, and the last hidden states."""
-    entered: list[Tensor] = []
-    read: list[Tensor] = []
-
-    def appending(into: list[Tensor]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-            into.append(args[0] if args else given["hidden_states"])
-
-        return hook
-
-    with ExitStack() as hooks:
-        for block, module in blocks:
-            for each, into in ((block, entered), (module, read)):
-                hook = each.register_forward_pre_hook(appending(into), with_kwargs=True)
-                hooks.callback(hook.remove)
-        hidden = hidden_states(model, windows)
-    return entered, read, hidden
 
 
 @contextmanager

@@ -10,6 +10,7 @@ are enough, so a model larger than memory can be converted.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.linear import linear_of, weight_and_bias
+from regard.convert.recording import first, input_of, recording
 from regard.hf.families.finding import attention_modules
 from regard.hf.running.binding import bound, calling, is_bound
 
@@ -176,12 +178,8 @@ class _Block:
 
     def original(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of the block, and those of its attention."""
-        outputs: list[Tensor] = []
-        hook = self.module.register_forward_hook(lambda module, args, out: outputs.append(out[0]))
-        try:
-            return self._run(hidden), torch.cat(outputs)
-        finally:
-            hook.remove()
+        with recording([self.module]) as (calls,):
+            return self._run(hidden), torch.cat([call.out for call in calls])
 
     def adds(self, hidden: Tensor, out: Tensor) -> bool:
         """Whether the block adds the output of its attention, unchanged, to the residual stream.
@@ -199,14 +197,12 @@ class _Block:
 
     def inputs(self, hidden: Tensor) -> Tensor:
         """The inputs of the attention; nothing after it is run."""
-        inputs = []
-        for part in hidden.split(AT_ONCE):
-            with bound(self.module, _stop):
-                try:
-                    self.block(part, **self.given)
-                except _Stopped as stopped:
-                    inputs.append(stopped.x)
-        return torch.cat(inputs)
+        return torch.cat(
+            [
+                input_of(self.module, partial(self.block, part, **self.given))
+                for part in hidden.split(AT_ONCE)
+            ]
+        )
 
     def with_layer(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """The outputs of the block with another attention."""
@@ -215,16 +211,7 @@ class _Block:
 
     def _run(self, hidden: Tensor) -> Tensor:
         outs = (self.block(part, **self.given) for part in hidden.split(AT_ONCE))
-        return torch.cat([out[0] if isinstance(out, tuple) else out for out in outs])
-
-
-class _Stopped(Exception):  # ends a forward pass early; not an error
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-def _stop(module: nn.Module, hidden_states: Tensor, **given: Any) -> Any:
-    raise _Stopped(hidden_states)
+        return torch.cat([first(out) for out in outs])
 
 
 def attention_blocks(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
@@ -241,31 +228,11 @@ def _beginning(
     model: Any, blocks: Sequence[tuple[nn.Module, nn.Module]], windows: Tensor
 ) -> tuple[Tensor, list[dict[str, Any]]]:
     """The inputs of the first block, and the other arguments of each block for this length."""
-    arguments: list[dict[str, Any]] = []
-    first: list[Tensor] = []
-
-    def note(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        arguments.append({name: value for name, value in given.items() if name != "hidden_states"})
-
-    def stop(block: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        raise _Stopped(args[0] if args else given["hidden_states"])
-
-    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block, _ in blocks]
-    try:
-        model.base_model(input_ids=windows[:1], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    hook = blocks[0][0].register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        for window in windows:
-            try:
-                model.base_model(input_ids=window[None], use_cache=False)
-            except _Stopped as stopped:
-                first.append(stopped.x)
-    finally:
-        hook.remove()
-    return torch.cat(first), arguments
+    run = partial(model.base_model, use_cache=False)
+    with recording([block for block, _ in blocks]) as calls:
+        run(input_ids=windows[:1])
+    hidden = [input_of(blocks[0][0], partial(run, input_ids=each[None])) for each in windows]
+    return torch.cat(hidden), [call.given for (call,) in calls]
 
 
 @torch.no_grad()
@@ -286,8 +253,9 @@ def refit_output(
     gram = weight.new_zeros(weight.shape[1], weight.shape[1])
     cross, missed, whole = torch.zeros_like(weight), 0.0, 0.0
     for window, wanted in zip(x, target, strict=True):
-        merged, out = _projected(layer, window[None])
-        error = wanted - out
+        with recording([layer.get_submodule("o_proj")]) as (calls,):
+            error = wanted - layer(window[None])[0]
+        merged = calls[0].x[0]
         gram += (merged.mT @ merged).double()
         cross += (error.mT @ merged).double()
         missed += float(error.double().square().sum())
@@ -297,16 +265,3 @@ def refit_output(
     layer.o_proj = linear_of((weight + change).to(old.dtype), offset)
     gained = 2 * (change * cross).sum() - ((change @ gram) * change).sum()
     return missed / whole, (missed - float(gained)) / whole
-
-
-def _projected(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The inputs and the outputs of the output projection."""
-    inputs: list[Tensor] = []
-    hook = layer.get_submodule("o_proj").register_forward_pre_hook(
-        lambda module, given: inputs.append(given[0])
-    )
-    try:
-        out: Tensor = layer(x)
-    finally:
-        hook.remove()
-    return inputs[0][0], out[0]

@@ -1,5 +1,5 @@
-"""A saved model comes back as it was, nothing else reads it as something else, and nothing is left
-of a save that was interrupted."""
+"""A saved model loads unchanged, transformers alone refuses it, and an interrupted save leaves
+nothing."""
 
 import json
 import random
@@ -34,14 +34,14 @@ from tiny import tiny, tokens
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-6}
 FORMS = {"latent kv": as_latent, "mla": joined}
-SAID = {"card": "# A model\n", "report": {"perplexity": 1.5, "layers": [1, 2]}}
+TEXTS = {"card": "# A model\n", "report": {"perplexity": 1.5, "layers": [1, 2]}}
 
 
 def layers_of(model):
     return [attention_of(module) for module in attention_modules(model).values()]
 
 
-def hosted(family="llama", form="latent kv"):
+def placed(family="llama", form="latent kv"):
     model = tiny(family)
     return place(model, [FORMS[form](layer) for layer in layers_of(model)])
 
@@ -63,7 +63,7 @@ def change(file, **entries):
 
 @pytest.fixture
 def folder(tmp_path):
-    return save(hosted(), None, tmp_path / "out", **SAID)
+    return save(placed(), None, tmp_path / "out", **TEXTS)
 
 
 SAVED = ["llama", "llama with biases", "llama 3 rope", "mistral", "qwen2"]
@@ -76,10 +76,10 @@ SAVED = ["llama", "llama with biases", "llama 3 rope", "mistral", "qwen2"]
         *((family, "latent kv") for family in ("qwen3", "gemma3", "olmo2")),
     ],
 )
-def test_what_was_saved_comes_back(family, form, tmp_path):
-    saved = hosted(family, form)
+def test_a_saved_model_loads_unchanged(family, form, tmp_path):
+    saved = placed(family, form)
     saved.generation_config.max_new_tokens = 7
-    out = save(saved, tokenizer(), tmp_path / "out", **SAID)
+    out = save(saved, tokenizer(), tmp_path / "out", **TEXTS)
     model, words = regard.hf.load(out)
     assert type(model) is type(saved)
     assert hosts(model) and not model.training
@@ -95,19 +95,19 @@ def test_what_was_saved_comes_back(family, form, tmp_path):
         "qwen"
     ):  # whose tokenizer transformers makes of a vocabulary of its own
         assert words("one two")["input_ids"] == [1, 2]
-    assert (out / "README.md").read_text() == SAID["card"]
-    assert json.loads((out / "report.json").read_text()) == SAID["report"]
+    assert (out / "README.md").read_text() == TEXTS["card"]
+    assert json.loads((out / "report.json").read_text()) == TEXTS["report"]
 
 
-def test_it_is_saved_again_as_it_was(folder):
-    again = save(regard.hf.load(folder)[0], None, folder.parent / "again", **SAID)
+def test_it_is_saved_again_unchanged(folder):
+    again = save(regard.hf.load(folder)[0], None, folder.parent / "again", **TEXTS)
     for file in folder.iterdir():
         assert (again / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_shards_and_another_dtype_come_back(tmp_path):
     saved = place(tiny("llama"), random_mla(tiny("llama"))).bfloat16()
-    out = save(saved, None, tmp_path / "out", **SAID, max_shard_size="10KB")
+    out = save(saved, None, tmp_path / "out", **TEXTS, max_shard_size="10KB")
     assert len(list(out.glob("regard-0*.safetensors"))) > 2
     model, _ = regard.hf.load(out, dtype=torch.bfloat16)
     assert all(model.state_dict()[name].equal(one) for name, one in saved.state_dict().items())
@@ -119,26 +119,26 @@ def test_tied_embeddings_are_written_once(tmp_path):
     model.config.tie_word_embeddings = True
     model.lm_head.weight = model.model.embed_tokens.weight
     place(model, [as_latent(layer) for layer in layers_of(model)])
-    out = save(model, None, tmp_path / "out", **SAID)
+    out = save(model, None, tmp_path / "out", **TEXTS)
     assert b"lm_head" not in (out / "regard.safetensors").read_bytes()
     again, _ = regard.hf.load(out)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     torch.testing.assert_close(logits(again), logits(model), **CLOSE)
 
 
-def test_layers_that_share_numbers_are_written_apart(tmp_path):
+def test_layers_that_share_tensors_are_written_separately(tmp_path):
     model = tiny("llama")
     place(model, [as_latent(layers_of(model)[0])] * 2)
-    again, _ = regard.hf.load(save(model, None, tmp_path / "out", **SAID))
+    again, _ = regard.hf.load(save(model, None, tmp_path / "out", **TEXTS))
     torch.testing.assert_close(logits(again), logits(model), **CLOSE)
 
 
-def test_stock_forms_are_read_by_transformers(tmp_path):
+def test_stock_models_are_loaded_by_transformers(tmp_path):
     model = tiny("llama")
     place(model, [spell_out(layer) for layer in layers_of(model)])
     stock = to_deepseek_v3(model, random_mla(model))
     for name, each in {"mha": model, "mla": stock}.items():
-        out = save(each, tokenizer(), tmp_path / name, **SAID)
+        out = save(each, tokenizer(), tmp_path / name, **TEXTS)
         again = AutoModelForCausalLM.from_pretrained(out)
         assert type(again) is type(each)
         torch.testing.assert_close(logits(again), logits(each), **CLOSE)
@@ -150,13 +150,13 @@ def test_stock_forms_are_read_by_transformers(tmp_path):
 @pytest.mark.parametrize("made_by", [AutoModel, AutoModelForCausalLM, LlamaForCausalLM])
 @pytest.mark.parametrize("size", ["5GB", "10KB"])
 def test_transformers_alone_refuses_it(made_by, size, tmp_path):
-    out = save(hosted(), None, tmp_path / "out", **SAID, max_shard_size=size)
+    out = save(placed(), None, tmp_path / "out", **TEXTS, max_shard_size=size)
     with pytest.raises((ValueError, OSError), match=r"model type `regard`|no file named"):
         made_by.from_pretrained(out)
 
 
 def test_a_card_is_the_only_readme(tmp_path):
-    out = save(hosted(), tokenizer(), tmp_path / "out", **SAID)
+    out = save(placed(), tokenizer(), tmp_path / "out", **TEXTS)
     names = {file.name for file in out.iterdir()}
     assert {"config.json", "regard.safetensors", "README.md", "report.json"} <= names
     assert not any(name.startswith("model") for name in names)
@@ -172,7 +172,7 @@ def test_an_interrupted_save_leaves_nothing(at, error, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     for out in ("out", "other"):
         with pytest.raises(error, match="now"):
-            save(hosted(), tokenizer(), tmp_path / out, **SAID)
+            save(placed(), tokenizer(), tmp_path / out, **TEXTS)
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
     assert not any((tmp_path / "out").iterdir())
 
@@ -197,29 +197,29 @@ def test_a_killed_save_leaves_no_folder_of_that_name(tmp_path):
     assert subprocess.run(code, capture_output=True).returncode == 9
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".out.") and left.name.endswith(".partial")
-    save(hosted(), None, tmp_path / "out", **SAID)
+    save(placed(), None, tmp_path / "out", **TEXTS)
 
 
 def test_an_empty_folder_is_filled(tmp_path):
-    out = save(hosted(), None, tmp_path, **SAID)
+    out = save(placed(), None, tmp_path, **TEXTS)
     assert out == tmp_path and (out / "config.json").is_file()
 
 
-def test_what_is_there_is_not_overwritten(tmp_path):
+def test_an_existing_path_is_not_overwritten(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for out in (tmp_path, tmp_path / "file", tmp_path / "link"):
         with pytest.raises(FileExistsError, match="give another folder, or remove it"):
             check_free(out)
         with pytest.raises(FileExistsError, match="is not empty"):
-            save(None, None, out, **SAID)
+            save(None, None, out, **TEXTS)
     with pytest.raises(FileNotFoundError, match="is not a folder; make it"):
-        save(None, None, tmp_path / "no" / "out", **SAID)
+        save(None, None, tmp_path / "no" / "out", **TEXTS)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}])
-def test_a_report_that_json_does_not_hold_is_refused_first(value, tmp_path):
+def test_a_report_that_json_cannot_hold_is_refused_first(value, tmp_path):
     with pytest.raises((ValueError, TypeError), match="JSON"):
         save(None, None, tmp_path / "out", card="", report={"value": value})
 
@@ -342,7 +342,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_configuration_is_held_against_the_files(name, folder):
+def test_a_configuration_is_checked_against_the_files(name, folder):
     spoil, sentence = HOSTILE[name]
     file = folder / "config.json"
     file.write_text(json.dumps(spoil(json.loads(file.read_text()))))
@@ -376,7 +376,7 @@ STRANGE += (float("inf"), "", "llama", "\0", "x" * 5000, [], [0], [[]] * 50, {},
 @pytest.mark.parametrize("seed", range(2))
 def test_a_spoiled_configuration_loads_or_is_refused(seed, tmp_path):
     model = place(tiny("llama 3 rope"), random_mla(tiny("llama")))
-    out = save(model, None, tmp_path / "out", **SAID)
+    out = save(model, None, tmp_path / "out", **TEXTS)
     sound = json.loads((out / "config.json").read_text())
     numbers, refusals = random.Random(seed), 0
     for _ in range(40):
@@ -409,7 +409,7 @@ def test_weights_are_checked(folder):
 
 
 def test_an_index_and_links_stay_in_their_folder(tmp_path):
-    out = save(hosted(), None, tmp_path / "out", **SAID, max_shard_size="10KB")
+    out = save(placed(), None, tmp_path / "out", **TEXTS, max_shard_size="10KB")
     change(out / "regard.index.json", weight_map={"model.norm.weight": "../x.safetensors"})
     with pytest.raises(CheckpointError, match=r"must be the name of a \*.safetensors file beside"):
         regard.hf.load(out)
@@ -419,7 +419,7 @@ def test_an_index_and_links_stay_in_their_folder(tmp_path):
         regard.hf.load(out)
 
 
-def test_a_folder_that_says_nothing_of_norms_has_none(folder):
+def test_a_folder_without_entries_for_norms_has_none(folder):
     """As they were written before a joint latent could have them."""
     file = folder / "config.json"
     said = json.loads(file.read_text())
@@ -431,11 +431,11 @@ def test_a_folder_that_says_nothing_of_norms_has_none(folder):
 
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-def test_a_norm_that_no_file_describes_is_not_written(name, tmp_path):
-    model = hosted("qwen3")
+def test_a_norm_that_cannot_be_described_is_refused(name, tmp_path):
+    model = placed("qwen3")
     setattr(model.model.layers[1].self_attn, name, torch.nn.LayerNorm(8))
     with pytest.raises(ValueError, match=rf"{name} is LayerNorm.*only an nn.RMSNorm with a weight"):
-        save(model, None, tmp_path / "out", **SAID)
+        save(model, None, tmp_path / "out", **TEXTS)
     assert not any(tmp_path.iterdir())
 
 
@@ -445,13 +445,13 @@ def test_a_norm_comes_back_with_its_epsilon(tmp_path):
     layers[0].k_norm.eps = layers[0].q_norm.eps = 0.5
     layers[1].k_norm.eps = layers[1].q_norm.eps = None  # torch's own for the dtype
     saved = place(model, layers)
-    again, _ = regard.hf.load(save(saved, None, tmp_path / "out", **SAID))
+    again, _ = regard.hf.load(save(saved, None, tmp_path / "out", **TEXTS))
     torch.testing.assert_close(logits(again), logits(saved), **CLOSE)
     eps = [each.k_norm.eps for each in attention_modules(again).values()]
     assert eps == [0.5, torch.finfo(torch.float32).eps]
 
 
-def test_a_layer_of_an_unknown_scaling_is_not_written(tmp_path):
+def test_an_unknown_scaling_is_refused(tmp_path):
     class Own(LinearScaling):
         pass
 
@@ -460,5 +460,5 @@ def test_a_layer_of_an_unknown_scaling_is_not_written(tmp_path):
     layers[1].rope = Rotary(8, scaling=Own(2))
     place(model, layers)
     with pytest.raises(ValueError, match=r"scaling=.* cannot be saved; Frequencies, LinearScaling"):
-        save(model, None, tmp_path / "out", **SAID)
+        save(model, None, tmp_path / "out", **TEXTS)
     assert not any(tmp_path.iterdir())

@@ -72,7 +72,7 @@ def show(report: Report, out: Path, console: Console) -> None:
     tabulate(console, COLUMNS, rows)
     how = "transformers loads it" if report.stock else "regard.hf.load reads it"
     console.print()
-    say(console, f"Perplexity is {report.ratio:.3f} times the original's. Kept in {out}: {how}.")
+    say(console, f"Perplexity is {report.ratio:.3f} times the original's. Saved in {out}: {how}.")
     say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
 

@@ -9,7 +9,7 @@ from regard.cache.quantized import QuantizedCache
 from regard.convert.targets import Target, target_of
 from regard.layers.attention import Attention
 
-Aim = Callable[[Sequence[Attention]], Target | None]
+Choose = Callable[[Sequence[Attention]], Target | None]
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Candidate:
     Args:
         key: its name in `--attention`.
         name: its name in the table; `{kind}` stands for the model's own.
-        aim: returns the target of the conversion; None for the model's own attention. The message
-            of a `ValueError`, if the model cannot have that attention, is the row's remark.
+        choose: returns the target of the conversion; None for the model's own attention. If the
+            model cannot have that attention, the message of its `ValueError` is the row's remark.
         cache: builds one layer's cache.
         exact: whether only rounding is lost.
         usual: whether it is a row if the user chose none.
@@ -28,7 +28,7 @@ class Candidate:
 
     key: str
     name: str
-    aim: Aim
+    choose: Choose
     cache: Callable[[], Cache] = KVCache
     exact: bool = False
     usual: bool = True

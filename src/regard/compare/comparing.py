@@ -108,10 +108,10 @@ def _measure(
 ) -> Iterator[Row]:
     """Every candidate over every window, interleaved so that slow periods affect all alike."""
     samples = {each.name: Sample() for each in candidates}
-    for turn, window in enumerate(windows):
+    for index, window in enumerate(windows):
         report("reading as shipped")
         reference = hidden_states(model, window[None])
-        for each in candidates[:: -1 if turn % 2 else 1]:
+        for each in candidates[:: -1 if index % 2 else 1]:
             report(each.name)
             runner = runners[each.name]
             if isinstance(runner, Runner):
@@ -133,18 +133,20 @@ def _runners(
     progress: Progress,
 ) -> dict[str, Runner | str]:
     """A runner for each candidate, or the reason why the model cannot have that attention."""
-    aims: dict[str, Target | str | None] = {}
+    targets: dict[str, Target | str | None] = {}
     for each in candidates:
         try:
-            aims[each.name] = each.aim(shipped)
+            targets[each.name] = each.choose(shipped)
         except ValueError as objection:
-            aims[each.name] = str(objection)
-    wanted = list(dict.fromkeys(aim for aim in aims.values() if isinstance(aim, Target)))
+            targets[each.name] = str(objection)
+    wanted = list(
+        dict.fromkeys(target for target in targets.values() if isinstance(target, Target))
+    )
     made = _made(model, shipped, wanted, tokens, progress)
     runners: dict[str, Runner | str] = {}
     for each in candidates:
-        aim = aims[each.name]
-        found = made[aim] if isinstance(aim, Target) else aim
+        target = targets[each.name]
+        found = made[target] if isinstance(target, Target) else target
         layers = list(shipped) if found is None else found
         runners[each.name] = (
             layers if isinstance(layers, str) else Runner(model, layers, cache=each.cache)

@@ -66,7 +66,7 @@ def convert(
     """Convert the attention of a model to each of `targets`; the model is not changed.
 
     Args:
-        model: a causal language model of a family that `regard.hf` knows, not installed.
+        model: a causal language model of a family that `regard.hf` supports, not installed.
         targets: from `target_of`. They share the model's own forward pass over the text.
         tokens: windows of calibration text, as long as the texts that the model will be used for.
             Ten thousand tokens are enough; they should be like those texts.

@@ -91,7 +91,7 @@ def sizes(draw):
 
 @torch.no_grad()
 @given(sizes(), st.integers(1, 4))
-def test_whatever_the_sizes(options, heads):
+def test_any_sizes(options, heads):
     mla = scattered(MultiHeadLatentAttention(WIDTH, heads, **options)).double().eval()
     same(expand(mla), mla, inputs(1, 4), 1e-11)
 
@@ -105,7 +105,7 @@ def test_in_float32_to_rounding():
     assert error <= 4 * own + 1e-6
 
 
-def test_only_what_a_norm_stands_between_stays_in_two_steps():
+def test_only_projections_with_a_norm_between_stay_in_two_steps():
     plain = expand(latent(latent_norm=False))
     assert all(type(child) is nn.Linear for child in plain.children())
     mla = latent()

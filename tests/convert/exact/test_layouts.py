@@ -17,7 +17,7 @@ from regard.convert.exact.layouts import (
 from regard.hf import attention_modules
 from zoo import ZOO
 
-FUSED = {  # a model of the zoo, its sizes (heads, key heads, size of a head), what turns
+FUSED = {  # a model of the zoo, its sizes (heads, key heads, size of a head), its rope
     "phi3": ("Phi3Attention", (4, 2, 6), Rotary(4, theta=100.0)),
     "gpt-neox": ("GPTNeoXAttention", (4, 4, 6), Rotary(2, theta=100.0)),
     "falcon": ("FalconAttention", (4, 1, 8), Rotary(8)),
@@ -36,7 +36,7 @@ def sizes_of(shape):
 
 
 @given(shapes(), st.sampled_from(sorted(LAYOUTS)), st.booleans())
-def test_fused_and_split_again_nothing_changes(shape, name, weight):
+def test_splitting_inverts_fusing(shape, name, weight):
     heads, groups, dim = shape
     width = (7,) if weight else ()
     parts = [torch.randn(n * dim, *width) for n in (heads, groups, groups)]
@@ -126,7 +126,7 @@ def test_fused_for_torchs_own_module_is_the_same_attention(biased):
 
 @pytest.mark.parametrize("biased", [(), ("v_proj",), SEPARATE], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_whole_models_state_there_and_back(name, biased):
+def test_a_whole_state_dict_there_and_back(name, biased):
     layers = torch.nn.ModuleList(Attention(8, 4, bias=set(biased)) for _ in range(2))
     state = {**layers.state_dict(), "head.weight": torch.randn(3, 8)}
     fused = fuse_state(state, LAYOUTS[name], num_heads=4)
@@ -162,7 +162,7 @@ def test_parts_of_other_sizes_are_refused(unchecked):
         fuse(q, k, v, LAYOUTS["GPTNeoXAttention"], num_heads=2)
 
 
-def test_states_that_hold_nothing_of_the_kind_are_refused():
+def test_state_dicts_without_such_projections_are_refused():
     state = {"qkv.weight": torch.randn(6, 2)}
     with pytest.raises(ValueError, match=r"no parameter is named qkv_proj\.weight"):
         split_state(state, LAYOUTS["Phi3Attention"], num_heads=2)

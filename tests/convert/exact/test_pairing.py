@@ -1,4 +1,4 @@
-"""Laid out the other way, a rotary layer is the same; run the other way, it shows."""
+"""In the other rotary layout a layer is the same, and a model's layout can be detected."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_everything_at_once():
     assert other.sinks is layer.sinks
 
 
-def test_run_the_other_way_the_outputs_differ():
+def test_in_the_wrong_layout_outputs_differ():
     layer = scattered(attention(4)).double().eval()
     before = layer(inputs(2, 7))
     layer.rope = Rotary(6, pairing="pairs")
@@ -74,7 +74,7 @@ def test_run_the_other_way_the_outputs_differ():
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 3), st.integers(0, 3))
-def test_there_and_back_nothing_moves(heads, half, before, after):
+def test_converting_there_and_back_changes_nothing(heads, half, before, after):
     head_dim = before + 2 * half + after
     rows = torch.randn(heads * head_dim, 3)
     if head_dim:
@@ -87,7 +87,7 @@ def test_there_and_back_nothing_moves(heads, half, before, after):
         assert moved.unflatten(0, (heads, head_dim))[:, :before].equal(whole[:, :before])
 
 
-def test_a_layer_of_that_pairing_is_returned_as_it_is():
+def test_a_layer_of_that_pairing_is_returned_unchanged():
     layer = attention(4)
     assert with_pairing(layer, "halves") is layer
 
@@ -102,13 +102,13 @@ def test_a_layer_of_that_pairing_is_returned_as_it_is():
         (12, 2, {"rotary_dim": -2}, "-2 channels"),
     ],
 )
-def test_channels_that_cannot_turn_are_refused(rows, heads, options, message):
+def test_channels_that_cannot_be_rotated_are_refused(rows, heads, options, message):
     for move in (pairs_to_halves, halves_to_pairs):
         with pytest.raises(ValueError, match=message):
             move(torch.randn(rows, 2), heads, **options)
 
 
-def test_what_has_no_layout_is_refused():
+def test_layers_without_a_layout_are_refused():
     from regard import NO_ROPE
 
     with pytest.raises(ValueError, match="rotates nothing"):
@@ -164,7 +164,7 @@ def test_the_layout_of_a_models_weights_is_detected_and_repaired():
 
 
 @pytest.mark.parametrize("family", ["llama with biases", "qwen3"])
-def test_a_repaired_model_does_what_the_layer_in_pairs_does(family):
+def test_a_repaired_model_computes_the_same_as_layers_in_pairs(family):
     model = tiny(family)
     ids = tokens(2, 9)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_a_repaired_model_does_what_the_layer_in_pairs_does(family):
         model(ids)
 
 
-def test_a_model_that_has_learned_nothing_tells_nothing():
+def test_an_untrained_model_has_no_sure_layout():
     model = tiny("llama")
     before = model(tokens(2, 40)).logits
     detected = detect_pairing(model, tokens(2, 40))
@@ -188,13 +188,13 @@ def test_a_model_that_has_learned_nothing_tells_nothing():
     assert model(tokens(2, 40)).logits.equal(before)
 
 
-def test_evidence_has_to_be_large_and_beyond_chance():
+def test_a_sure_difference_is_large_and_significant():
     assert Detected(3.0, 3.2, 0.01, 100).sure
     assert not Detected(3.0, 3.04, 0.001, 100).sure
     assert not Detected(3.0, 3.2, 0.1, 100).sure
 
 
-def test_models_and_windows_that_tell_nothing_are_refused():
+def test_models_without_rope_and_short_windows_are_refused():
     with pytest.raises(ValueError, match="windows of 1 token predict nothing"):
         detect_pairing(tiny("llama"), tokens(2, 1))
 

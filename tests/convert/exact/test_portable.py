@@ -1,4 +1,4 @@
-"""A stock deepseek_v3 checkpoint computes what the layers do, where there is no regard."""
+"""A stock deepseek_v3 checkpoint computes the same as the layers, in a process without regard."""
 
 import json
 import math
@@ -35,7 +35,7 @@ torch.save(out, "out")
 
 
 def full(family):
-    """A tiny model without biases on its queries, every layer of which looks at everything."""
+    """A tiny model without biases on its queries, and without windows."""
     model = tiny(family)
     model.config.sliding_window = None
     for module in attention_modules(model).values():
@@ -67,7 +67,7 @@ def test_exact_layers_give_the_model_s_own_logits(family):
     assert write(made, ids).equal(write(model, ids))
 
 
-def test_unmodified_transformers_reads_it(tmp_path):
+def test_unmodified_transformers_loads_it(tmp_path):
     ids, wanted = tokens(2, 12), {}
     for tied, pairing in ((False, "halves"), (True, "halves"), (False, "pairs")):
         model, folder = full("llama"), str(tmp_path / f"{tied} {pairing}")
@@ -91,7 +91,7 @@ def test_unmodified_transformers_reads_it(tmp_path):
 
 
 @pytest.mark.parametrize("bias", [{"kv_b_proj"}, {"kv_b_proj", "kv_a_proj_with_mqa"}, set()])
-def test_every_bias_but_that_of_the_queries_is_held(bias):
+def test_every_bias_but_that_of_the_queries_is_represented(bias):
     model, ids = full("llama"), tokens(2, 12)
     layers = [mla(bias=bias) for _ in range(2)]
     made = to_deepseek_v3(model, layers)
@@ -101,7 +101,7 @@ def test_every_bias_but_that_of_the_queries_is_held(bias):
 
 
 @pytest.mark.parametrize("constant", [2.0**15, 2.0**24])
-def test_the_norm_of_the_latent_is_drowned(constant):
+def test_the_norm_of_the_latent_divides_by_a_constant(constant):
     """The error is at most |latent|^2 / (2 * constant^2), a share of the latent."""
     model = full("llama")
     layers = random_mla(model)
@@ -116,7 +116,7 @@ def test_the_norm_of_the_latent_is_drowned(constant):
     assert (rebuilt - wanted).norm() <= bound * wanted.norm()
 
 
-def test_in_bfloat16_it_errs_as_the_layers_do():
+def test_in_bfloat16_its_error_is_that_of_the_layers():
     model, ids = full("llama"), tokens(4, 40)
     layers = random_mla(model)
     exact = logits(place(model, layers), ids)
@@ -128,7 +128,7 @@ def test_in_bfloat16_it_errs_as_the_layers_do():
     assert other < 1.5 * own
 
 
-def test_a_pair_that_rests_rests_there_too():
+def test_a_frequency_of_zero_does_not_rotate():
     model, ids = full("llama"), tokens(1, 30)
     layers = [mla(rope=Rotary(4, scaling=Frequencies((0.0, 0.5)))) for _ in range(2)]
     made = to_deepseek_v3(model, layers)
@@ -166,7 +166,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_form_cannot_hold_is_refused(name):
+def test_layers_that_cannot_be_represented_are_refused(name):
     options, message = REFUSED[name]
     with pytest.raises(
         ValueError, match=f"deepseek_v3 checkpoint cannot hold layer 1: .*{message}"
@@ -174,7 +174,7 @@ def test_what_the_form_cannot_hold_is_refused(name):
         to_deepseek_v3(full("llama"), [mla(), mla(**options)])
 
 
-def test_what_all_layers_have_in_common_is_refused_too():
+def test_unsupported_features_of_all_layers_are_refused():
     backwards = Rotary(4, scaling=Frequencies((1.0, -0.5)))
     with pytest.raises(ValueError, match="layer 0: its rope scales queries and keys"):
         to_deepseek_v3(full("llama"), [mla(rope=backwards)] * 2)

@@ -1,4 +1,4 @@
-"""A student with damaged attention learns from its teacher: what may change does, and resumes."""
+"""A student with damaged attention is trained to imitate its teacher, interrupted or not."""
 
 import copy
 import json
@@ -27,10 +27,10 @@ QUICK = Recipe(batch=2, aligning=0.5, lr=2e-3, aligning_lr=4e-3, layer_weight=1.
 
 
 class Interrupted(Exception):
-    """As if somebody had pulled the plug."""
+    """Raised to interrupt a run."""
 
 
-class Hosted(nn.Module):
+class Placed(nn.Module):
     """A layer of regard in the place of a module of transformers."""
 
     def __init__(self, layer):
@@ -41,7 +41,7 @@ class Hosted(nn.Module):
         return self.layer(hidden_states), None
 
 
-def pair(family="llama", hosted=False):
+def pair(family="llama", placed=False):
     """A teacher, and a student whose keys and values have lost half of their rank."""
     teacher = tiny(family)
     student = copy.deepcopy(teacher)
@@ -49,14 +49,14 @@ def pair(family="llama", hosted=False):
         for each in (module.k_proj, module.v_proj):
             u, s, v = torch.linalg.svd(each.weight.detach(), full_matrices=False)
             each.weight.data = (u[:, :6] * s[:6]) @ v[:6]
-        if hosted:
+        if placed:
             block = student.get_submodule(name.rpartition(".")[0])
-            block.self_attn = Hosted(attention_of(module))
+            block.self_attn = Placed(attention_of(module))
     return student, teacher
 
 
 def distance(student, teacher):
-    """How far the predictions are, in nats a token, by the definition."""
+    """The divergence of the predictions, in nats a token, by its definition."""
     with torch.no_grad():
         ours, theirs = (m(tokens(3, 19)).logits.double().softmax(-1) for m in (student, teacher))
     return float((theirs * (theirs / ours).log()).sum(-1).mean())
@@ -66,10 +66,10 @@ def state_of(model):
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("aligning", [0.0, 0.5, 1.0])
-def test_the_student_comes_nearer(aligning, hosted):
-    student, teacher = pair(hosted=hosted)
+def test_healing_reduces_the_divergence(aligning, placed):
+    student, teacher = pair(placed=placed)
     before = distance(student, teacher)
     recipe = Recipe(**{**vars(QUICK), "aligning": aligning})
     healed = heal(student, teacher, WINDOWS, steps=20, recipe=recipe)
@@ -81,31 +81,31 @@ def test_the_student_comes_nearer(aligning, hosted):
 
 
 @pytest.mark.parametrize("train", ["attention", "all"])
-def test_only_what_is_to_learn_changes(train):
+def test_only_trained_parameters_change(train):
     student, teacher = pair("llama with biases")
     was, taught = state_of(student), state_of(teacher)
     recipe = Recipe(**{**vars(QUICK), "train": train})
     heal(student, teacher, WINDOWS, steps=4, recipe=recipe)
     for name, value in state_of(student).items():
         ends = name.startswith(("model.embed", "lm_head"))
-        learned = not ends if train == "all" else ".self_attn." in name
-        assert value.equal(was[name]) is not learned, name
+        trained = not ends if train == "all" else ".self_attn." in name
+        assert value.equal(was[name]) is not trained, name
     assert all(value.equal(taught[name]) for name, value in state_of(teacher).items())
 
 
-def test_the_models_are_as_free_as_before():
+def test_the_models_gradients_and_modes_are_restored():
     student, teacher = pair()
     student.model.norm.weight.requires_grad_(False)
     student.train()
-    learning = []
+    trained = []
     heal(
         student, teacher, WINDOWS, steps=1, recipe=QUICK,
-        progress=lambda *told: learning.extend(
+        progress=lambda *report: trained.extend(
             name for name, each in student.named_parameters() if each.requires_grad
         ),
     )  # fmt: skip
-    assert learning
-    assert all(".self_attn." in name for name in learning)
+    assert trained
+    assert all(".self_attn." in name for name in trained)
     flags = {name: each.requires_grad for name, each in student.named_parameters()}
     assert not flags.pop("model.norm.weight")
     assert all(flags.values())
@@ -150,10 +150,10 @@ def test_a_state_is_safetensors_and_json(tmp_path, monkeypatch):
     student, teacher = pair()
     seen = set()
 
-    def look(what, done, total):
+    def list_files(what, done, total):
         seen.update(file.name for file in tmp_path.glob("**/*"))
 
-    heal(student, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path, progress=look)
+    heal(student, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path, progress=list_files)
     assert seen == {"healing.json", "step-1.safetensors", "step-2.safetensors"}
     assert {file.name for file in tmp_path.iterdir()} == {"healing.json", "step-3.safetensors"}
     written = json.loads((tmp_path / "healing.json").read_text())
@@ -162,7 +162,7 @@ def test_a_state_is_safetensors_and_json(tmp_path, monkeypatch):
         assert b"pickle" not in file.read_bytes()
 
 
-def test_another_task_does_not_go_on_from_a_state(tmp_path):
+def test_another_task_does_not_resume_from_a_state(tmp_path):
     student, teacher = pair()
     heal(student, teacher, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
     was = state_of(student)
@@ -228,14 +228,14 @@ def test_two_processes_share_a_batch(tmp_path):
 
 def test_minutes_end_a_run():
     student, teacher = pair()
-    told = []
+    reports = []
     healed = heal(
         student, teacher, WINDOWS, minutes=1e-3, steps=10_000, recipe=QUICK,
-        progress=lambda *given: told.append(given),
+        progress=lambda *given: reports.append(given),
     )  # fmt: skip
     assert 1 <= healed.steps < 10_000
     assert 0.06 <= healed.seconds < 5
-    assert told[-1][1:] == (healed.steps, 10_000)
+    assert reports[-1][1:] == (healed.steps, 10_000)
 
 
 def test_autocast_and_a_teacher_in_half_precision():
@@ -248,8 +248,8 @@ def test_autocast_and_a_teacher_in_half_precision():
     assert distance(student, teacher) < 0.7 * before
 
 
-def test_while_it_learns_the_rest_is_narrow_and_attention_quick():
-    """Afterwards the very same tensors are in their places, and transformers' own attention."""
+def test_meanwhile_other_weights_are_in_bfloat16_and_attention_is_fast():
+    """Afterwards the original tensors and transformers' own attention are back."""
     student, teacher = pair()
     was = {name: each.data_ptr() for name, each in student.named_parameters()}
     half = copy.deepcopy(teacher).to(torch.bfloat16)
@@ -291,7 +291,7 @@ def test_relative_error_is_a_share_of_the_teachers_energy():
     assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])) == 0
 
 
-def test_every_window_is_seen_before_any_is_seen_again():
+def test_an_epoch_contains_every_window_once():
     orders = []
     for epoch in range(3):
         steps = range(epoch * 5, epoch * 5 + 5)

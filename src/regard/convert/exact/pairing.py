@@ -194,7 +194,7 @@ def detect_pairing(model: Any, tokens: Int[Tensor, "N L"]) -> Detected:
     permutes the weights of one whose layout is "pairs".
 
     Raises:
-        ValueError: if regard does not know the model's attention as layers with RoPE
+        ValueError: if regard does not support the model's attention as layers with RoPE
             (`regard.hf.attention_of`), or the windows are too short to predict anything.
 
     >>> model, tokenizer = regard.hf.load("path/to/model")                # doctest: +SKIP
@@ -234,8 +234,8 @@ def repair_pairing(model: Any, *, weights: Pairing = "pairs") -> None:
         weights: their present layout. `"halves"` undoes a repair.
 
     Raises:
-        ValueError: if regard does not know the model's attention, or its projections are not plain
-            linear layers. Nothing is then changed.
+        ValueError: if regard does not support the model's attention, or its projections are not
+            plain linear layers. Nothing is then changed.
     """
     move = pairs_to_halves if weights == "pairs" else halves_to_pairs
     moves = []

@@ -75,7 +75,7 @@ def fast_attention(
 
 
 def _may_install(model: nn.Module) -> bool:
-    """Whether regard knows the attention, and its forward is the model's own with tensor masks."""
+    """Whether regard supports the attention, which has its own forward and tensor masks."""
     known = find(model).known.values()
     return bool(known) and all(is_readable(each) and not is_bound(each) for each in known)
 

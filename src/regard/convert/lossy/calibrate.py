@@ -148,7 +148,7 @@ def walk(
         progress: called with the blocks done and their number.
 
     Raises:
-        ValueError: if the model has attention that regard does not know, or is installed.
+        ValueError: if regard does not support the model's attention, or is installed in it.
     """
     blocks = attention_blocks(model)
     hidden, arguments = _beginning(model, blocks, windows)

@@ -7,8 +7,8 @@
     def test_attention(law):
         law()
 
-It stands beside the package: pytest imports its plugins at every start, and this imports pytest
-alone. What it asks is imported when it is asked.
+It is not inside the package, because pytest imports its plugins at every start: this file imports
+pytest alone, and the rest when a law is checked.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--regard SUBJECT`, as often as there are subjects."""
+    """`--regard SUBJECT`, once for each subject."""
     group = parser.getgroup("regard", "laws of attention")
     group.addoption(
         "--regard", action="append", default=[], metavar="PATH:NAME",
-        help="judge this attention by regard's laws, a test for each",
+        help="check the laws of attention on this subject, a test for each law",
     )  # fmt: skip
     group.addoption("--regard-quick", action="store_true", help="fewer sizes, no compiler")
 
@@ -54,14 +54,14 @@ class Law(pytest.Item):
 
     def runtest(self) -> None:
         """Skip what does not apply; fail with the counter-example."""
-        judged(self.reports.outcome(self.name))
+        assert_kept(self.reports.outcome(self.name))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
-        """The counter-example, and no traceback of ours."""
+        """The counter-example, without a traceback."""
         return str(excinfo.value)
 
     def reportinfo(self) -> tuple[str, int | None, str]:
-        """Named by subject and law."""
+        """The subject and the law."""
         return str(self.path), None, f"{self.parent.name if self.parent else ''}::{self.name}"
 
 
@@ -70,7 +70,7 @@ class LawBroken(AssertionError):
 
 
 class Reports:
-    """One subject's report, made when it is first asked for."""
+    """The report on one subject, made at the first law."""
 
     def __init__(
         self, subject: Any, like: Mapping[str, Any] | None = None, *, quick: bool = False
@@ -79,7 +79,7 @@ class Reports:
         self._report: Report | None = None
 
     def outcome(self, name: str) -> "Outcome":
-        """What one law said.
+        """The outcome of one law.
 
         Raises:
             LawBroken: if the subject could not be understood.
@@ -93,8 +93,8 @@ class Reports:
         return next(each for each in self._report.outcomes if each.law == name)
 
 
-def judged(outcome: "Outcome") -> None:
-    """Pass, skip or fail as the outcome says."""
+def assert_kept(outcome: "Outcome") -> None:
+    """Pass, skip or fail, by the outcome."""
     if outcome.status == "not applicable":
         pytest.skip(outcome.reason)
     if outcome.status == "failed":
@@ -104,7 +104,7 @@ def judged(outcome: "Outcome") -> None:
 def laws(
     subject: Any, like: Mapping[str, Any] | None = None, *, quick: bool = False
 ) -> "list[Any]":
-    """Parameters for `pytest.mark.parametrize`: each is called, and passes, skips or fails.
+    """Parameters for `pytest.mark.parametrize`: functions that pass, skip or fail.
 
     Args:
         subject: a name or an object, as `regard.verify.check` takes it.
@@ -120,14 +120,14 @@ def laws(
     reports = Reports(subject, like, quick=quick)
 
     def law(name: str) -> Callable[[], None]:
-        return lambda: judged(reports.outcome(name))
+        return lambda: assert_kept(reports.outcome(name))
 
     return [pytest.param(law(name), id=name) for name in LAWS]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """The laws of the subjects named on the command line come after all other tests."""
+    """The laws of the subjects on the command line are added after all other tests."""
     yield
     for subject in session.config.getoption("--regard"):
         found: Laws = Laws.from_parent(session, name=subject, nodeid=subject)

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def right(q, k, v, mask=None):
-    """Attention as it should be; True may look."""
+    """Attention as it should be; True may attend."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -1e30)

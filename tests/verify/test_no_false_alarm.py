@@ -1,4 +1,4 @@
-"""What is right is left alone; a known defect of a peer is reported as that, and nothing else."""
+"""Right attentions break no law; of others, only known defects are reported."""
 
 import itertools
 
@@ -27,7 +27,7 @@ from regard.verify import LAWS, check
 from session import LONG
 
 MLA = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-TURNED = Rotary(4, pairing="pairs")
+ROTARY = Rotary(4, pairing="pairs")
 LAYERS = {
     "MHA": lambda **o: MultiHeadAttention(32, 4, bias=True, **o),
     "causal MHA": lambda **o: MultiHeadAttention(32, 4, mask=Causal(), **o),
@@ -42,9 +42,9 @@ LAYERS = {
     "softcap, gate": lambda **o: Attention(32, 4, softcap=20.0, gate="head", **o),
     "own scale": lambda **o: Attention(32, 4, scale=0.3, mask=Causal(), **o),
     "one head": lambda **o: SelfAttention(32, mask=Causal(), **o),
-    "MLA": lambda **o: MultiHeadLatentAttention(32, 4, **MLA, rope=TURNED, mask=Causal(), **o),
+    "MLA": lambda **o: MultiHeadLatentAttention(32, 4, **MLA, rope=ROTARY, mask=Causal(), **o),
     "MLA, low-rank queries": lambda **o: MultiHeadLatentAttention(
-        32, 4, **MLA, q_lora_rank=10, rope=TURNED, mask=Causal(), **o
+        32, 4, **MLA, q_lora_rank=10, rope=ROTARY, mask=Causal(), **o
     ),
     "latent GQA": lambda **o: LatentKVAttention(
         32, 4, num_kv_heads=2, head_dim=8, kv_lora_rank=20, rope=Rotary(8), mask=Causal(), **o
@@ -64,10 +64,10 @@ HF = {
 
 
 def keeps(report, *, least, except_for=()):
-    """Every law but those, and not because none applied."""
-    said = "\n".join(f"{each.law}: {each.example}" for each in report.having("failed"))
+    """It keeps all laws but those, and at least so many apply."""
+    broken = "\n".join(f"{each.law}: {each.example}" for each in report.having("failed"))
     assert not report.problem, report.problem
-    assert set(report.failed) == set(except_for), said
+    assert set(report.failed) == set(except_for), broken
     assert len(report.having("passed")) >= least, [
         (each.law, each.reason) for each in report.having("not applicable")
     ]
@@ -82,15 +82,15 @@ def covering():
 
 
 @pytest.mark.parametrize(("layer", "backend"), covering())
-def test_our_layers(layer, backend):
+def test_regards_layers(layer, backend):
     torch.manual_seed(1)
     report = check(LAYERS[layer](backend=backend), quick=not LONG)
     keeps(report, least=19 if "MLA" in layer or "latent" in layer else 26)
-    unusual = {"zero_sizes"} if backend != "auto" else set()  # one that is named may object
+    unusual = {"zero_sizes"} if backend != "auto" else set()  # a named backend may refuse
     assert set(report.advice) <= unusual
 
 
-def test_our_function():
+def test_regards_function():
     report = check(subjects.regards, quick=not LONG)
     keeps(report, least=34)
     assert report.advice == []
@@ -106,14 +106,14 @@ def test_our_function():
     ],
     ids=["growing", "static", "sliding", "int8"],
 )
-def test_our_caches(cache, like):
+def test_regards_caches(cache, like):
     report = check(cache, {"kind": "cache", **like})
     keeps(report, least=4)
 
 
 @pytest.mark.parametrize("layer", LAYERS if LONG else ["GQA, pairs", "MLA", "MQA, window"])
 @pytest.mark.parametrize("cache", ["growing", "static", "sliding"])
-def test_our_layers_with_our_caches(layer, cache):
+def test_regards_layers_with_our_caches(layer, cache):
     if cache == "sliding" and "window" not in layer:
         pytest.skip("a sliding cache needs a window")
     laws = ["chunked_prefill", "decode_equals_full", "cache_isolation"]
@@ -131,7 +131,7 @@ def test_torchs_function():
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_module_fails_where_its_defects_are_known(batch_first):
+def test_torchs_module_breaks_laws_where_its_defects_are_known(batch_first):
     report = check(nn.MultiheadAttention(32, 4, batch_first=batch_first), quick=not LONG)
     defects = {"fully_masked_forward", "fully_masked_backward", "mask_and_causal"}
     keeps(report, least=28, except_for=defects)
@@ -165,13 +165,13 @@ def test_transformers_rotates_and_caps():
     from regard.verify.subject.lookup import find
 
     sinks = check(find(f"transformers.models.{HF['gpt-oss']}")[0], only=["oracle_forward"])
-    assert sinks.inferred["a query that sees nothing"] == "reads zeros"
+    assert sinks.inferred["a fully masked query"] == "gives zeros"
     capped = check(find(f"transformers.models.{HF['Gemma2']}")[0], only=["oracle_forward"])
     assert capped.declared["softcap"] == 50.0
     assert capped.declared["scale"] == 0.0625
 
 
-def test_half_precision_is_judged():
+def test_half_precision_is_tested():
     """The bound is not so wide that everything is within it."""
 
     def coarse(q, k, v):

@@ -1,4 +1,4 @@
-"""The suite's own judge, before the judge of the library's tests: two definitions, one answer."""
+"""The reference of this suite gives what that of the library's tests gives."""
 
 import math
 
@@ -22,19 +22,19 @@ def test_it_is_the_definition(groups, options):
     ours = attention(q, k, v, keep=keep, **options)
     table = keep.tolist()
     lists = {n: x.tolist() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    judged = oracle.attention(
+    theirs = oracle.attention(
         q.tolist(), k.tolist(), v.tolist(), visible=lambda b, h, i, j: table[b][h][i][j], **lists
     )
-    torch.testing.assert_close(ours.out, torch.tensor(judged.out, dtype=torch.float64))
-    torch.testing.assert_close(ours.weights, torch.tensor(judged.weights, dtype=torch.float64))
-    assert math.isclose(ours.largest, judged.largest, rel_tol=1e-12)
+    torch.testing.assert_close(ours.out, torch.tensor(theirs.out, dtype=torch.float64))
+    torch.testing.assert_close(ours.weights, torch.tensor(theirs.weights, dtype=torch.float64))
+    assert math.isclose(ours.largest, theirs.largest, rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("pairing", ["halves", "pairs"])
 def test_rotation_is_the_definition(pairing):
     x = torch.randn(1, 2, 5, 6, dtype=torch.float64)
-    turns = plain.frequencies(6, 10_000.0)
-    expected = plain.rotate(x.numpy(), turns, pairs=pairing == "pairs", first=3)
+    frequencies = plain.frequencies(6, 10_000.0)
+    expected = plain.rotate(x.numpy(), frequencies, pairs=pairing == "pairs", first=3)
     got = rotated(x, torch.arange(3, 8), pairing)
     torch.testing.assert_close(got, torch.from_numpy(expected))
 
@@ -46,7 +46,7 @@ def test_patterns():
     assert pattern(3, 3, causal=True, window=2).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
 
-def test_gradients_of_blind_rows_are_zero():
+def test_gradients_of_fully_masked_rows_are_zero():
     q, k, v = (torch.randn(1, 1, 2, 3, dtype=torch.float64, requires_grad=True) for _ in "qkv")
     keep = torch.tensor([[[[True, False], [False, False]]]])
     attention(q, k, v, keep=keep).out.sum().backward()

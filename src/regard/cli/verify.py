@@ -1,4 +1,4 @@
-"""regard verify: anyone's attention before the laws of attention."""
+"""regard verify: checks the laws of attention on any attention."""
 
 import json
 import sys
@@ -13,16 +13,16 @@ from rich.markup import escape
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, remarks, say, stdout
 from regard.verify import LAWS, Conventions, Outcome, Report, check
-from regard.verify.report.html import SAID, page
+from regard.verify.report.html import WORDS, page
 from regard.verify.subject.conventions import conventions_from
 
 COLOURS = {"passed": "green", "failed": "red", "advice": "yellow"}
 STATEMENT = Column("statement", words=True)
 CLASS = Column("class", left=True)
 LISTED = (Column("law", left=True), CLASS, STATEMENT)
-JUDGED = (Column("law", left=True), Column("", left=True), CLASS, STATEMENT)
-NO_BADGE = "The badge for a README is wider than this terminal: --html and --json have it."
-GRID = 8  # queries at most of a drawn counter-example
+CHECKED = (Column("law", left=True), Column("", left=True), CLASS, STATEMENT)
+NO_BADGE = "The badge for a README is wider than this terminal: --html and --json contain it."
+GRID = 8  # the most queries of a counter-example that is drawn
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     listed: bool,
     **options: Any,
 ) -> None:
-    """Judge, and print for people or for programs; `options` are further arguments of `check`."""
+    """Check the laws, and print for people or programs; `options` are arguments of `check`."""
     console = stdout()
     if listed:
         tabulate(console, LISTED, listed_laws())
@@ -57,10 +57,10 @@ def listed_laws() -> list[list[str]]:
 
 
 def conventions_of(given: Sequence[str]) -> Conventions:
-    """Conventions from `name=value`, where a value is JSON or a plain word.
+    """Conventions from `name=value`, where the value is JSON or a word.
 
     Raises:
-        ValueError: if one is not of that form, or no such convention.
+        ValueError: for another form, or a convention that does not exist.
 
     >>> conventions_of(["polarity=drop", "heads=4"]).declared()
     {'polarity': 'drop', 'heads': 4}
@@ -88,10 +88,10 @@ def show(report: Report, console: Console) -> None:
     if report.problem:
         say(console, f"Not understood. {report.problem}", style="red")
         return
-    asked = [each for each in report.outcomes if each.status != "not applicable"]
+    applied = [each for each in report.outcomes if each.status != "not applicable"]
     console.print()
-    tabulate(console, JUDGED, [_row(each) for each in asked])
-    for each in asked:
+    tabulate(console, CHECKED, [_row(each) for each in applied])
+    for each in applied:
         if each.example is not None:
             _counterexample(each, console)
     aside = report.having("not applicable")
@@ -108,7 +108,7 @@ def _row(each: Outcome) -> list[str]:
     colour = COLOURS[each.status]
     return [
         each.law,
-        f"[{colour}]{SAID[each.status]}[/{colour}]",
+        f"[{colour}]{WORDS[each.status]}[/{colour}]",
         each.kind,
         escape(each.statement),
     ]
@@ -119,7 +119,7 @@ def _counterexample(each: Outcome, console: Console) -> None:
     assert example is not None
     known = f" (known: {each.known})" if each.known else ""
     console.print()
-    broken = f"{SAID[each.status]} {each.law}"
+    broken = f"{WORDS[each.status]} {each.law}"
     say(console, f"{broken}{known}", bold=broken)
     where = " at ".join(filter(None, (example.shape, example.cell)))
     for line in (where, f"expected {example.expected}, got {example.got}", example.cause):
@@ -130,7 +130,7 @@ def _counterexample(each: Outcome, console: Console) -> None:
 
 
 def _grids(expected: list[list[bool]], actual: list[list[bool]]) -> str:
-    """Which keys are visible, expected and actual side by side; wrong cells are red."""
+    """The visible keys, expected and actual side by side; wrong cells are red."""
     lines = ["  [dim]expected" + " " * max(2 * len(expected[0]) - 6, 2) + "actual[/dim]"]
     for right, got in zip(expected, actual, strict=True):
         first = " ".join("■" if cell else "·" for cell in right)

@@ -1,8 +1,8 @@
-"""A conformance suite for anyone's attention: 76 laws, asked of code that is only called.
+"""A conformance suite for attention of any origin: 76 laws, checked from outside, by calls alone.
 
     regard verify my_attention.py:MultiHeadAttention
 
-finds out what it can, asks every law that applies, and shows the smallest case that breaks one.
+probes the conventions, checks every law that applies, and shows the smallest case that breaks one.
 """
 
 from regard.verify.law import Counterexample, Law

@@ -1,11 +1,16 @@
-"""What a check is: a law in a sentence, a function, and what it says when the law is broken."""
+"""A law: one sentence about attention, and a function that looks for a counter-example to it.
+
+The functions below make counter-examples: they compare tensors, name the likely cause, and shrink
+the case to the smallest that still breaks the law.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 LawKind = Literal["exact", "bounded", "statistical", "resource"]
@@ -25,19 +30,25 @@ class Sizes(NamedTuple):
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self._asdict().items())
 
+    def mask(self, *hidden: int) -> Bool[Tensor, "B 1 L S"]:
+        """A mask that hides these keys from every query; True means "may attend"."""
+        keep = torch.ones(self.B, 1, self.L, self.S, dtype=torch.bool)
+        keep[..., list(hidden)] = False
+        return keep
+
 
 @dataclass(frozen=True)
 class Counterexample:
-    """The smallest case found that breaks the law.
+    """The smallest case found that breaks a law.
 
     Attributes:
-        shape: sizes of the case, as text.
-        cell: where in the output.
-        expected: what the law says should be there.
-        got: what was there.
+        shape: the sizes and options of the case, as text.
+        cell: the place in the output.
+        expected: what the law requires there.
+        got: what the subject returned there.
         cause: the likely mistake, in words.
-        expected_grid: which key each query may see, where that is the matter.
-        actual_grid: which key each query does see.
+        expected_grid: visibility [L, S] that the law requires, for laws of masks.
+        actual_grid: visibility [L, S] that was measured.
     """
 
     shape: str
@@ -62,33 +73,37 @@ class Broken(Exception):
 
 
 class NotApplicable(Exception):
-    """The law says nothing about this subject; carries the reason."""
+    """The law does not apply to this subject; carries the reason."""
 
 
 class Trial:
-    """One run of one check: its own dice, and whether it is to be quick."""
+    """One run of one law: its own random numbers, and whether it should be quick."""
 
     def __init__(self, name: str, *, seed: int = 0, quick: bool = False) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         self.seed = int.from_bytes(digest[:6], "big")
         self.quick = quick
-        self.dice = torch.Generator().manual_seed(self.seed)
+        self.generator = torch.Generator().manual_seed(self.seed)
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32, times: float = 1.0) -> Tensor:
-        """Normal numbers; the same ones in every dtype, but for rounding."""
-        return (torch.randn(*shape, generator=self.dice, dtype=torch.float64) * times).to(dtype)
+        """Normal values, drawn in float64: the same in every dtype, up to rounding."""
+        drawn = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return (drawn * times).to(dtype)
 
     def rand(self, *shape: int) -> Tensor:
-        """Uniform numbers in float64."""
-        return torch.rand(*shape, generator=self.dice, dtype=torch.float64)
+        """Uniform values in float64."""
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Integers from `low` up to but not including `high`."""
-        return torch.randint(low, high, shape, generator=self.dice)
+        return torch.randint(low, high, shape, generator=self.generator)
 
-    def again(self) -> None:
-        """Throw the same numbers anew."""
-        self.dice.manual_seed(self.seed)
+    def permutation(self, size: int) -> Tensor:
+        """The integers below `size` in random order."""
+        return torch.randperm(size, generator=self.generator)
+
+
+LawFunction = Callable[[Any, Trial], None]
 
 
 @dataclass(frozen=True)
@@ -96,15 +111,15 @@ class Law:
     """A named law, and the function that checks it on a subject.
 
     Attributes:
-        name: the name of the function below the decorator.
+        name: the name of the function.
         statement: the law in one sentence.
         kind: exact (bitwise, or by counting), bounded (up to rounding), statistical, or resource
             (bytes, compilations).
-        catches: the mistakes it is written for.
-        needs: abilities that the subject must have; each entry lists alternatives, as in
+        catches: the mistakes that break it.
+        needs: abilities that the subject must have; an entry may list alternatives, as in
             `"heads|layer"`.
         run: raises `Broken` with a counter-example, or `NotApplicable`.
-        advised: a recommendation only: a counter-example is reported as advice, not as a failure.
+        advised: a recommendation: a counter-example is reported as advice, not as a failure.
         quick: whether `--quick` runs it.
     """
 
@@ -113,12 +128,9 @@ class Law:
     kind: LawKind
     catches: str
     needs: tuple[str, ...]
-    run: Callable[[Any, "Trial"], None] = field(repr=False)
+    run: LawFunction = field(repr=False)
     advised: bool = False
     quick: bool = True
-
-
-UNKNOWN = "None of the usual mistakes gives these numbers."
 
 
 def law(
@@ -128,52 +140,48 @@ def law(
     *needs: str,
     advised: bool = False,
     quick: bool = True,
-) -> Callable[[Callable[[Any, "Trial"], None]], Law]:
-    """Make the function below a `Law` of the same name."""
+) -> Callable[[LawFunction], Law]:
+    """A decorator: the function below becomes a `Law` of the same name."""
 
-    def made(run: Callable[[Any, "Trial"], None]) -> Law:
+    def made(run: LawFunction) -> Law:
         return Law(run.__name__, statement, kind, catches, needs, run, advised, quick)
 
     return made
 
 
-def smallest(
-    cases: Iterable[Sizes], broken: Callable[[Sizes], Counterexample | None]
-) -> Counterexample | None:
-    """The first case that breaks the law, each of its sizes then made as small as still does."""
+UNKNOWN = "None of the usual mistakes gives these values."
+
+
+def smallest(cases: Iterable[Sizes], attempt: Callable[[Sizes], None]) -> None:
+    """Run `attempt` on each case, and raise the first counter-example, shrunk.
+
+    Each size is then made as small as still breaks the law. The cause that was named first is kept:
+    the smaller the case, the more mistakes give the same values.
+    """
     for sizes in cases:
-        example = broken(sizes)
-        if example is not None:
-            return _shrunk(sizes, example, broken)
-    return None
+        try:
+            attempt(sizes)
+        except Broken as found:
+            raise Broken(_shrunk(sizes, found.example, attempt)) from None
 
 
 def _shrunk(
-    sizes: Sizes, example: Counterexample, broken: Callable[[Sizes], Counterexample | None]
+    sizes: Sizes, example: Counterexample, attempt: Callable[[Sizes], None]
 ) -> Counterexample:
     first = example.cause
     for name in ("B", "S", "L", "H", "G", "V", "D"):
         for size in range(1, getattr(sizes, name)):
-            trial = sizes._replace(**{name: size})
-            if trial.H % trial.G:
+            smaller = sizes._replace(**{name: size})
+            if smaller.H % smaller.G:
                 continue
-            found = _harmless(broken, trial)
-            if found is not None:
-                sizes, example = trial, found
+            try:
+                attempt(smaller)
+            except Broken as found:
+                sizes, example = smaller, found.example
                 break
-    if UNKNOWN not in first:  # the smaller the case, the more mistakes look alike
-        return replace(example, cause=first)
-    return example
-
-
-def _harmless(
-    broken: Callable[[Sizes], Counterexample | None], sizes: Sizes
-) -> Counterexample | None:
-    """What a smaller case says; one that cannot be run says nothing."""
-    try:
-        return broken(sizes)
-    except Exception:
-        return None
+            except Exception:
+                continue  # a case that cannot be run is no counter-example
+    return example if UNKNOWN in first else replace(example, cause=first)
 
 
 def insist(example: Counterexample | None) -> None:
@@ -182,56 +190,55 @@ def insist(example: Counterexample | None) -> None:
         raise Broken(example)
 
 
-def fail(shape: Any, cell: str, expected: Any, got: Any, cause: str, **grids: Any) -> None:
-    """Raise a counter-example made of these."""
-    raise Broken(Counterexample(str(shape), cell, str(expected), str(got), cause, **grids))
+def fail(shape: Any, cell: str, expected: Any, got: Any, cause: str) -> NoReturn:
+    """Raise this counter-example."""
+    raise Broken(Counterexample(str(shape), cell, str(expected), str(got), cause))
 
 
 def worst(got: Tensor, expected: Tensor) -> tuple[tuple[int, ...], float]:
-    """The cell furthest off, and by how much; NaN is infinitely far."""
+    """The index of the largest error, and that error; NaN counts as infinite."""
     error = (got.double() - expected.double()).abs()
     error = torch.where(error.isnan(), float("inf"), error)
-    at = rest = int(error.argmax())
-    cell: list[int] = []
-    for size in error.shape[::-1]:
-        rest, index = divmod(rest, size)
-        cell.insert(0, index)
-    return tuple(cell), float(error.flatten()[at])
+    at = int(error.argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), error.shape)), float(
+        error.flatten()[at]
+    )
 
 
-def number(x: Tensor, at: tuple[int, ...]) -> str:
-    """One number, in few digits."""
-    return f"{float(x[at]):.6g}"
+def tolerance(expected: Tensor, share: float = 1e-4) -> float:
+    """An allowed error: `share` of one plus the largest expected value."""
+    return share * float(1 + expected.abs().max())
 
 
-def compare(
+def where_finite(expected: Tensor, got: Tensor) -> Tensor:
+    """`expected`, and `got` where that is NaN or infinite: other laws report those."""
+    return torch.where(expected.isfinite(), expected, got)
+
+
+def require(
     shape: Any, got: Tensor, expected: Tensor, allowed: float, cause: str | Mapping[str, Tensor]
-) -> Counterexample | None:
-    """A counter-example if `got` is further from `expected` than `allowed`.
+) -> None:
+    """Raise a counter-example if `got` is further from `expected` than `allowed`.
 
-    `cause` is a sentence, or sentences with what each would have given.
+    `cause` is a sentence, or a mapping from sentences to what each mistake would have given.
     """
     if got.shape != expected.shape:
-        return Counterexample(
-            str(shape), "", f"shape {list(expected.shape)}", f"shape {list(got.shape)}",
-            "the output has another shape",
-        )  # fmt: skip
+        fail(shape, "", f"shape {list(expected.shape)}", f"shape {list(got.shape)}",
+             "the output has another shape")  # fmt: skip
     if got.numel() == 0:
-        return None
+        return
     cell, error = worst(got, expected)
     if error <= allowed:
-        return None
-    said = cause if isinstance(cause, str) else _likeliest(got, cause, allowed)
+        return
+    why = cause if isinstance(cause, str) else _likeliest(got, cause, allowed)
     if not bool(got.isfinite().all()):
-        said = f"{int((~got.isfinite()).sum())} numbers are not finite. {said}".strip()
-    return Counterexample(
-        str(shape), f"{list(cell)}", number(expected, cell), number(got, cell),
-        f"{said} (off by {error:.2g}, rounding explains {allowed:.2g})",
-    )  # fmt: skip
+        why = f"{int((~got.isfinite()).sum())} values are not finite. {why}".strip()
+    fail(shape, f"{list(cell)}", f"{float(expected[cell]):.6g}", f"{float(got[cell]):.6g}",
+         f"{why} (off by {error:.2g}, rounding explains {allowed:.2g})")  # fmt: skip
 
 
 def _likeliest(got: Tensor, causes: Mapping[str, Tensor], allowed: float) -> str:
-    for said, would in causes.items():
+    for cause, would in causes.items():
         if would.shape == got.shape and worst(got, would)[1] <= 4 * allowed:
-            return f"{said[0].upper()}{said[1:]}: that gives these numbers."
+            return f"{cause[0].upper()}{cause[1:]}: that gives these values."
     return UNKNOWN

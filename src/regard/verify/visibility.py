@@ -1,4 +1,4 @@
-"""Who sees whom: read off an attention from outside, exactly, and said in words."""
+"""Which keys each query attends to: measured from outputs, and differences put into words."""
 
 from collections.abc import Callable
 
@@ -17,9 +17,9 @@ def read_weights(
     *,
     width: int | None = None,
 ) -> Float[Tensor, "B H L S"]:
-    """The weight matrix [B, H, L, S]: each value picks one key, so that outputs are weights.
+    """The attention weights [B, H, L, S]: values are one-hot in their key, so outputs are weights.
 
-    `width` is how many channels a value may have; several calls are made where keys are more.
+    `width` is how many channels a value may have; with more keys than that, several calls are made.
     """
     keys = k.shape[2]
     size = keys if width is None else width
@@ -33,38 +33,39 @@ def read_weights(
     return torch.cat(pieces, -1)
 
 
-def read_sight(layer: Callable[[Tensor], Tensor], x: Float[Tensor, "B L E"]) -> Bool[Tensor, "L L"]:
-    """Which token [L, L] each output depends on: one token is changed, and rows that move are seen.
+def read_dependence(
+    layer: Callable[[Tensor], Tensor], x: Float[Tensor, "B L E"]
+) -> Bool[Tensor, "L L"]:
+    """Which tokens each output depends on [L, L]: one token at a time is changed.
 
-    Its own row always moves, so the diagonal says nothing and is True.
+    An output always depends on its own token (through the query), so the diagonal is True.
     """
     length = x.shape[1]
     base = layer(x.clone())[0]
-    seen = torch.eye(length, dtype=torch.bool)
+    depends = torch.eye(length, dtype=torch.bool)
     for j in range(length):
         other = x.clone()
         other[:, j] = other[:, j] * -0.7 + 0.3
         moved = layer(other)[0]
         same = (moved == base) | (moved.isnan() & base.isnan())
-        seen[:, j] |= ~same.all(-1)
-    return seen
+        depends[:, j] |= ~same.all(-1)
+    return depends
 
 
 def explain(expected: Bool[Tensor, "L S"], actual: Bool[Tensor, "L S"]) -> str:
-    """The likely mistake behind a wrong set of visible keys [L, S], in words."""
+    """A wrong visibility [L, S] in words: its first wrong row, and the likely mistake."""
     queries, keys = expected.shape
-    cell = _cell(expected, actual)
-    for said, would in _mistakes(expected, queries, keys):
+    cell = _first_wrong_row(expected, actual)
+    for cause, would in _mistakes(expected, queries, keys):
         if torch.equal(would, actual):
-            return f"{cell}: {said}."
+            return f"{cell}: {cause}."
     return f"{cell}."
 
 
 def _mistakes(expected: Tensor, queries: int, keys: int) -> list[tuple[str, Tensor]]:
-    """What each usual mistake would show; those that fit the expected rule best come first."""
+    """The visibility that each common mistake gives; those of the expected rule come first."""
     j = torch.arange(keys)[None]
-    rule = _rule(expected, queries, keys)
-    found = _window_slips(expected, queries, keys)
+    rule, found = _rule(expected, queries, keys)
     for alignment in ("top-left", "bottom-right"):
         i = torch.arange(queries)[:, None] + (keys - queries if alignment != "top-left" else 0)
         causal = pattern(queries, keys, causal=True, alignment=alignment)
@@ -73,58 +74,47 @@ def _mistakes(expected: Tensor, queries: int, keys: int) -> list[tuple[str, Tens
         found += [
             (f"only the causal rule is kept, the {rule} is ignored", causal),
             ("the causal rule hides each query's own key", j < i),
-            ("the causal rule shows one key of the future", j <= i + 1),
-            ("the causal rule looks forward, its triangle is the wrong one", j >= i),
-            ("the causal rule shows the future and hides the present and past", j > i),
-            ("the causal rule is added to what the mask shows", causal | expected),
+            ("the causal rule leaves one future key visible", j <= i + 1),
+            ("the causal rule keeps the wrong triangle, that of the future", j >= i),
+            ("the causal rule keeps the future and hides present and earlier keys", j > i),
+            ("the causal rule adds to the visible keys of the mask", causal | expected),
         ]
         for size in range(1, keys + 2):
-            window = pattern(queries, keys, causal=True, window=size, alignment=alignment)
-            found.append((f"it sees a window of {size} keys", window))
+            kept = pattern(queries, keys, causal=True, window=size, alignment=alignment)
+            found.append((f"a window of {size} keys is visible", kept))
             if rule == "window":
-                found.append((f"it sees {size} keys to either side", (j - i).abs() < size))
+                found.append((f"{size} keys to either side are visible", (j - i).abs() < size))
+    transposed = expected.T if queries == keys else expected
     return [
         (f"the {rule} is ignored", torch.ones_like(expected)),
         ("the mask is read the wrong way round", ~expected),
         *found,
-        ("queries and keys change places in the mask", _flipped(expected)),
+        ("queries and keys change places in the mask", transposed),
     ]
 
 
-def _rule(expected: Tensor, queries: int, keys: int) -> str:
-    """What the expected set is made by, as far as it shows."""
+def _rule(expected: Tensor, queries: int, keys: int) -> tuple[str, list[tuple[str, Tensor]]]:
+    """The rule that gives the expected visibility, and the mistakes of a window's size."""
     for alignment in ("top-left", "bottom-right"):
-        if torch.equal(expected, pattern(queries, keys, causal=True, alignment=alignment)):
-            return "causal rule"
-        for size in range(1, keys):
-            window = pattern(queries, keys, causal=True, window=size, alignment=alignment)
+        causal, *windows = (
+            pattern(queries, keys, causal=True, window=size, alignment=alignment)
+            for size in range(keys + 1)
+        )
+        if torch.equal(expected, causal):
+            return "causal rule", []
+        for less, window, more in zip([windows[0], *windows], windows, windows[1:], strict=False):
             if torch.equal(expected, window):
-                return "window"
-    return "mask"
+                too_many, too_few = (f"the window keeps one key too {x}" for x in ("many", "few"))
+                return "window", [(too_many, more), (too_few, less)]
+    return "mask", []
 
 
-def _window_slips(expected: Tensor, queries: int, keys: int) -> list[tuple[str, Tensor]]:
-    for size in range(1, keys):
-        if torch.equal(expected, pattern(queries, keys, causal=True, window=size)):
-            more = pattern(queries, keys, causal=True, window=size + 1)
-            less = pattern(queries, keys, causal=True, window=max(size - 1, 1))
-            return [
-                ("the window keeps one key too many", more),
-                ("the window keeps one key too few", less),
-            ]
-    return []
-
-
-def _flipped(expected: Tensor) -> Tensor:
-    return expected.T if expected.shape[0] == expected.shape[1] else expected
-
-
-def _cell(expected: Tensor, actual: Tensor) -> str:
+def _first_wrong_row(expected: Tensor, actual: Tensor) -> str:
     row = int((expected != actual).any(-1).nonzero()[0])
     more = _keys(actual[row] & ~expected[row])
     less = _keys(expected[row] & ~actual[row])
-    said = [f"{more} visible to query {row}"] if more else []
-    return " and ".join([*said, f"{less} hidden from query {row}"] if less else said)
+    parts = [f"{more} visible to query {row}"] if more else []
+    return " and ".join([*parts, f"{less} hidden from query {row}"] if less else parts)
 
 
 def _keys(which: Tensor) -> str:
@@ -139,41 +129,38 @@ def _keys(which: Tensor) -> str:
 
 
 def differs(shape: object, expected: Tensor, actual: Tensor) -> Counterexample | None:
-    """A counter-example if the visible sets [L, S] are not the same."""
+    """A counter-example if two visibilities [L, S] are not the same."""
     if torch.equal(expected, actual):
         return None
     i, j = (int(x) for x in (expected != actual).nonzero()[0])
-    said = {True: "visible", False: "hidden"}
+    words = {True: "visible", False: "hidden"}
     return Counterexample(
         str(shape),
         f"query {i}, key {j}",
-        said[bool(expected[i, j])],
-        said[bool(actual[i, j])],
+        words[bool(expected[i, j])],
+        words[bool(actual[i, j])],
         explain(expected, actual),
         expected.tolist(),
         actual.tolist(),
     )
 
 
-def nearest_pattern(sight: Tensor, *, diagonal: bool = True) -> tuple[dict[str, object], int]:
-    """The simplest pattern of a square sight [L, L], and in how many cells it is wrong.
+def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str, bool | int], str]:
+    """The simplest pattern nearest to a square visibility [L, L], as conventions and in words.
 
-    `diagonal` is whether the diagonal was read.
+    `diagonal` is whether the diagonal was measured.
     """
-    length = sight.shape[0]
-    options: list[dict[str, object]] = [{"causal": False, "window": 0}]
-    options.append({"causal": True, "window": 0})
-    options += [{"causal": True, "window": size} for size in range(1, length)]
-    off = ~torch.eye(length, dtype=torch.bool) if not diagonal else torch.ones_like(sight)
+    length = visible.shape[0]
+    options = [(False, 0), (True, 0), *((True, size) for size in range(1, length))]
+    counted = torch.ones_like(visible) if diagonal else ~torch.eye(length, dtype=torch.bool)
 
-    def wrong(option: dict[str, object]) -> int:
-        would = pattern(length, length, causal=bool(option["causal"]), window=_int(option))
-        return int(((would != sight) & off).sum())
+    def wrong(option: tuple[bool, int]) -> int:
+        would = pattern(length, length, causal=option[0], window=option[1])
+        return int(((would != visible) & counted).sum())
 
-    best = min(options, key=wrong)  # the first of equals: the simplest
-    return best, wrong(best)
-
-
-def _int(option: dict[str, object]) -> int:
-    size = option["window"]
-    return size if isinstance(size, int) else 0
+    causal, window = best = min(options, key=wrong)  # the first of equals: the simplest
+    words = "earlier keys and its own" if causal else "all keys"
+    words = f"a window of {window} keys" if window else words
+    if wrong(best):
+        words = f"nearly {words}: {wrong(best)} cells differ"
+    return {"causal": causal, "window": window}, words

@@ -2,10 +2,12 @@
 
 import importlib
 import pkgutil
+from dataclasses import fields
 
 import pytest
 
 from regard.verify import LAWS, Law, laws
+from regard.verify.subject.subject import Abilities
 
 MODULES = [
     importlib.import_module(f"{laws.__name__}.{each.name}")
@@ -31,4 +33,6 @@ def test_a_law_is_stated_in_one_sentence(law):
     assert law.statement.count(". ") == 0
     assert law.kind in ("exact", "bounded", "statistical", "resource")
     assert law.catches
+    abilities = {each.name for each in fields(Abilities)}
+    assert {name for need in law.needs for name in need.split("|")} <= abilities
     assert law.needs

@@ -1,4 +1,4 @@
-"""Laws of the caller: another default dtype, autocast, forward-mode derivatives."""
+"""Laws of unusual callers: another default dtype, autocast, forward-mode derivatives."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -11,30 +11,27 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law, worst
+from regard.verify.law import NotApplicable, Sizes, Trial, fail, law, require, where_finite, worst
 from regard.verify.laws.cases import (
     REFUSALS,
-    Way,
+    calls_on_heads,
+    calls_on_tokens,
     modes,
     refused,
-    ways_with_heads,
-    ways_with_tokens,
 )
-from regard.verify.run.forked import Tell, in_a_copy
+from regard.verify.run.forked import Announce, in_a_copy
 from regard.verify.subject.decoding import in_steps
-from regard.verify.subject.subject import Subject, SubjectError
+from regard.verify.subject.subject import Call, Subject, SubjectError
 
 HALF = torch.finfo(torch.bfloat16).eps / 2  # unit roundoff of bfloat16
 
 
-def _that_run(ways: list[Way]) -> list[tuple[Way, Tensor]]:
-    """The ways that work without anything unusual, each with its output."""
+def _that_run(calls: list[Call]) -> list[tuple[Call, Tensor]]:
+    """The calls that work in the usual setting, each with its output."""
     found = []
-    for way in ways:
-        try:
-            found.append((way, way()))
-        except SubjectError:
-            continue  # other laws say so
+    for call in calls:
+        with suppress(SubjectError):  # other laws report it
+            found.append((call, call()))
     if not found:
         raise NotApplicable("it could not be called in the usual way")
     return found
@@ -51,82 +48,82 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 @law(
-    "torch's default dtype changes nothing: from float32 inputs it gives the same under a bfloat16 "
-    "or a float64 default, or refuses.",
+    "torch's default dtype changes nothing: under a bfloat16 or float64 default, float32 inputs "
+    "give the same, or are refused.",
     "bounded",
     "memory allocated or tables computed in the default dtype, a constant that promotes",
     "heads|layer",
 )
 def default_dtype(subject: Subject, trial: Trial) -> None:
-    tried = _that_run([*ways_with_heads(subject, trial), *ways_with_tokens(subject, trial)])
-    slip = _rounded_scale(subject, tried)
+    usual = _that_run([*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial)])
+    rounding = _rounded_scale(subject, usual)
 
-    def ask(tell: Tell) -> None:
+    def check_defaults(announce: Announce) -> None:
         answers = 0
-        for dtype, share in ((torch.bfloat16, 1e-3 + slip), (torch.float64, 1e-5)):
-            for way, base in tried:
-                said = f"{way.said}, default dtype {dtype}"
-                tell(said)
-                got = _under(dtype, way)
+        for dtype, share in ((torch.bfloat16, 1e-3 + rounding), (torch.float64, 1e-5)):
+            for call, base in usual:
+                label = f"{call.label}, default dtype {dtype}"
+                announce(label)
+                got = _under(dtype, call)
                 if got is None:
                     continue
                 answers += 1
-                _unchanged(said, got, base, share)
+                _unchanged(label, got, base, share)
         if not answers:
             raise NotApplicable("it refuses to run under another default dtype")
 
-    in_a_copy(lambda: _run_all(tried), ask)
+    in_a_copy(lambda: _run_all(usual), check_defaults)
 
 
-def _run_all(tried: list[tuple[Way, Tensor]]) -> None:
-    for way, _ in tried:
-        way()
+def _run_all(usual: list[tuple[Call, Tensor]]) -> None:
+    for call, _ in usual:
+        call()
 
 
-def _under(dtype: torch.dtype, way: Way) -> Tensor | None:
-    """What it gives under a default dtype; None if it refuses."""
+def _under(dtype: torch.dtype, call: Call) -> Tensor | None:
+    """The output under a default dtype; None if that is refused."""
     try:
         with _default(dtype):
-            return way()
+            return call()
     except SubjectError as error:
         if refused(error):
             return None
         raise
 
 
-def _rounded_scale(subject: Subject, tried: list[tuple[Way, Tensor]]) -> float:
-    """How much of the output a scale that is a tensor of the default dtype may cost in bfloat16.
+def _rounded_scale(subject: Subject, usual: list[tuple[Call, Tensor]]) -> float:
+    """The allowed error of a scale that is a tensor of the default dtype, in bfloat16.
 
-    `torch.tensor(head_dim).sqrt()` is such a scale. It is not what this law is about.
+    `torch.tensor(head_dim).sqrt()` is such a scale. This law is not about it.
     """
-    dims = {way.given["q"].shape[-1] for way, _ in tried if "q" in way.given}
+    dims = {call.given["q"].shape[-1] for call, _ in usual if "q" in call.given}
     dims |= {subject.conventions.head_dim or 1}
     roots = [power for dim in dims for power in (dim**0.5, dim**-0.5)]
-    slips = [abs(float(torch.tensor(root).bfloat16()) / root - 1.0) for root in roots]
-    return 4.0 * max(slips, default=0.0)  # scores are several times larger than what they move
+    errors = [abs(float(torch.tensor(root).bfloat16()) / root - 1.0) for root in roots]
+    return 4.0 * max(errors, default=0.0)  # scores are several times larger than their effect
 
 
-def _unchanged(said: str, got: Tensor, base: Tensor, share: float) -> None:
+def _unchanged(label: str, got: Tensor, base: Tensor, share: float) -> None:
     if got.dtype != base.dtype:
-        fail(said, "", f"{base.dtype}", f"{got.dtype}", "the output's dtype is the default's, "
-             "not the inputs'")  # fmt: skip
-    base = torch.where(base.isfinite(), base, got)
+        cause = "the output's dtype is the default's, not the inputs'"
+        fail(label, "", f"{base.dtype}", f"{got.dtype}", cause)
+    base = where_finite(base, got)
     size = float(base.abs().max()) if base.numel() else 0.0
-    insist(compare(said, got, base, share * (size + 1e-3),
-                   "something is allocated or computed in the default dtype"))  # fmt: skip
+    cause = "something is allocated or computed in the default dtype"
+    require(label, got, base, share * (size + 1e-3), cause)
 
 
 class Slope(NamedTuple):
-    """A direction in which one input of `way` is moved, and how fast the output moves then."""
+    """One input of a call, a direction, and the derivative of the output along it."""
 
-    way: Way
+    call: Call
     name: str
     tangent: Tensor
     slope: Tensor
 
     @property
-    def said(self) -> str:
-        return f"{self.way.said}, along {self.name}"
+    def label(self) -> str:
+        return f"{self.call.label}, along {self.name}"
 
 
 @law(
@@ -137,35 +134,35 @@ class Slope(NamedTuple):
     quick=False,
 )
 def forward_mode(subject: Subject, trial: Trial) -> None:
-    ways = [*ways_with_heads(subject, trial), *ways_with_tokens(subject, trial, pieces=False)]
-    ways += _after_a_past(subject, trial)
-    slopes = [each for way, out in _that_run(ways) for each in _slopes(way, out, trial)]
+    calls = [*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial, pieces=False)]
+    calls += _after_cached_tokens(subject, trial)
+    slopes = [each for call, out in _that_run(calls) for each in _slopes(call, out, trial)]
     if not slopes:
         raise NotApplicable("its output has no gradient, or no slope")
 
-    def ask(tell: Tell) -> None:
+    def check_derivatives(announce: Announce) -> None:
         answers = 0
-        for asked, derive in (("dual numbers", _dual), ("torch.func.jvp", _jvp)):
+        for way, derive in (("dual numbers", _dual), ("torch.func.jvp", _jvp)):
             for each in slopes:
-                said = f"{each.said}, {asked}"
-                tell(said)
-                answers += _is_the_slope(said, each, derive)
+                label = f"{each.label}, {way}"
+                announce(label)
+                answers += _is_the_slope(label, each, derive)
         if not answers:
             raise NotApplicable("it refuses forward-mode derivatives")
 
     _load_forward_mode()
-    in_a_copy(lambda: _run_all([(each.way, each.slope) for each in slopes]), ask)
+    in_a_copy(lambda: _run_all([(each.call, each.slope) for each in slopes]), check_derivatives)
 
 
 @cache
 def _load_forward_mode() -> None:
-    """torch imports its compiler for the first derivative: two seconds, once and not in a copy."""
+    """torch imports its compiler for the first derivative: two seconds, not in each fork."""
     x = torch.ones(1)
     torch.func.jvp(lambda y: 2.0 * y, (x,), (x,))
 
 
-def _after_a_past(subject: Subject, trial: Trial) -> list[Way]:
-    """One token after four: x alone is moved, not the past."""
+def _after_cached_tokens(subject: Subject, trial: Trial) -> list[Call]:
+    """One token after four: the derivative is along x alone, not along the cache."""
     if subject.stepper is None:
         return []
     stepper, first = subject.stepper, subject.tokens(2, 4, trial)
@@ -174,73 +171,75 @@ def _after_a_past(subject: Subject, trial: Trial) -> list[Way]:
         _, past = stepper.step(first, stepper.new())
         return stepper.follow(x, past)[0]
 
-    return [Way("B=2, a token after 4", last, {"x": subject.tokens(2, 1, trial)})]
+    return [Call("B=2, a token after 4", last, {"x": subject.tokens(2, 1, trial)})]
 
 
-def _slopes(way: Way, out: Tensor, trial: Trial) -> Iterator[Slope]:
-    """Along each input, where the output moves smoothly and its gradient says the same."""
-    for name, x in way.given.items():
+def _slopes(call: Call, out: Tensor, trial: Trial) -> Iterator[Slope]:
+    """The slopes along each input, where the output is smooth and has the same gradient."""
+    for name, x in call.given.items():
         tangent = trial.randn(*x.shape)
         coarse, fine = (
-            (way(**{name: x + h * tangent}) - way(**{name: x - h * tangent})) / (2 * h)
+            (call(**{name: x + h * tangent}) - call(**{name: x - h * tangent})) / (2 * h)
             for h in (2.0**-6, 2.0**-7)
         )
         smooth = worst(coarse, fine)[1] <= _allowed(fine) if fine.numel() else False
-        if smooth and _gradient_agrees(way, name, tangent, fine, trial):
-            yield Slope(way, name, tangent, fine)
+        if smooth and _gradient_agrees(call, name, tangent, fine, trial):
+            yield Slope(call, name, tangent, fine)
 
 
 def _allowed(slope: Tensor) -> float:
-    """Of differences in float32: rounding over the step, and what the slope bends in it."""
+    """The error of differences in float32: rounding divided by the step, and curvature."""
     return 1e-2 * (1.0 + float(slope.abs().max()))
 
 
-def _gradient_agrees(way: Way, name: str, tangent: Tensor, slope: Tensor, trial: Trial) -> bool:
-    """Whether its gradient is the slope too, or is refused. A function without any gradient, or
-    one that cuts it on purpose, is not asked for another kind of derivative."""
-    given = {n: x.clone() for n, x in way.given.items()}
+def _gradient_agrees(call: Call, name: str, tangent: Tensor, slope: Tensor, trial: Trial) -> bool:
+    """Whether its gradient is the slope too, or is refused.
+
+    A function without gradients, or one that cuts them on purpose, need not have other derivatives.
+    """
+    given = {n: x.clone() for n, x in call.given.items()}
     x = given[name].requires_grad_()
     push = trial.randn(*slope.shape)
     try:
-        out = way.call(**given)
+        out = call.target(**given)
         if not out.requires_grad:
             return False
         (grad,) = torch.autograd.grad((out * push).sum(), [x], allow_unused=True)
     except (SubjectError, RuntimeError):
         return True
-    told = 0.0 if grad is None else float((grad * tangent).sum())
-    return abs(told - float((slope * push).sum())) <= _allowed(slope) * slope.numel() ** 0.5
+    along = 0.0 if grad is None else float((grad * tangent).sum())
+    return abs(along - float((slope * push).sum())) <= _allowed(slope) * slope.numel() ** 0.5
 
 
-def _is_the_slope(said: str, each: Slope, derive: Callable[[Slope], Tensor | None]) -> bool:
-    """Whether it answers at all; a wrong answer is raised."""
+def _is_the_slope(label: str, each: Slope, derive: Callable[[Slope], Tensor | None]) -> bool:
+    """Whether the derivative is not refused; a wrong one is raised."""
     try:
         got = derive(each)
     except SubjectError as error:
         if refused(error):
             return False
         raise
-    except REFUSALS:  # of torch itself
+    except REFUSALS:  # raised by torch itself
         return False
     cause = "the output has no tangent" if got is None else "the tangent is not the slope"
     found = torch.zeros_like(each.slope) if got is None else got
-    insist(compare(said, found, each.slope, _allowed(each.slope), cause))
+    require(label, found, each.slope, _allowed(each.slope), cause)
     return True
 
 
 def _dual(each: Slope) -> Tensor | None:
-    given = {name: x.clone() for name, x in each.way.given.items()}
+    given = {name: x.clone() for name, x in each.call.given.items()}
     with forward_ad.dual_level():
         given[each.name] = forward_ad.make_dual(given[each.name], each.tangent)
-        tangent: Tensor | None = forward_ad.unpack_dual(each.way.call(**given)).tangent
+        tangent: Tensor | None = forward_ad.unpack_dual(each.call.target(**given)).tangent
         return None if tangent is None else tangent.clone()
 
 
 def _jvp(each: Slope) -> Tensor | None:
     def moved(x: Tensor) -> Tensor:
-        return each.way.call(**{**each.way.given, each.name: x})
+        return each.call.target(**{**each.call.given, each.name: x})
 
-    x = each.way.given[each.name].clone()
+    x = each.call.given[each.name].clone()
     tangent: Tensor = torch.func.jvp(moved, (x,), (each.tangent,))[1]
     return tangent
 
@@ -253,37 +252,36 @@ def _jvp(each: Slope) -> Tensor | None:
 )
 def autocast_precision(subject: Subject, trial: Trial) -> None:
     """Twice the error of the same code in bfloat16, or of rounding weights and output."""
-    judged = 0
-    for way, half in _ways_and_halves(subject, trial):
+    checked = False
+    for call, half in _calls_and_halves(subject, trial):
         try:
-            right, plain = way().double(), half().double()
+            right, plain = call().double(), half().double()
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                got = way().double()
+                got = call().double()
         except SubjectError:
-            continue  # it refuses bfloat16 or autocast, or other laws say so
-        judged += 1
+            continue  # it refuses bfloat16 or autocast, or other laws report it
+        checked = True
         right = torch.where(right.isfinite() & plain.isfinite(), right, got)
-        largest = max((float(x.abs().max()) for n, x in way.given.items() if n == "v"), default=0.0)
+        largest = float(call.given.get("v", torch.zeros(1)).abs().max())
         rounding = 1.5 * HALF * (largest or float(right.abs().max()))
-        own = worst(torch.where(plain.isfinite(), plain, right), right)[1]
-        insist(compare(f"{way.said}, autocast", got, right, 2 * max(own, rounding),
-                       "autocast loses more than bfloat16 does, as where it casts float32 products "
-                       "back"))  # fmt: skip
-    if not judged:
+        own = worst(where_finite(plain, right), right)[1]
+        cause = "autocast loses more than bfloat16 does, as where it casts float32 products back"
+        require(f"{call.label}, autocast", got, right, 2 * max(own, rounding), cause)
+    if not checked:
         raise NotApplicable("it could not be called in bfloat16 and under autocast")
 
 
-def _ways_and_halves(subject: Subject, trial: Trial) -> Iterator[tuple[Way, Way]]:
-    """Ways in float32 on numbers that bfloat16 holds; the same with everything in bfloat16."""
+def _calls_and_halves(subject: Subject, trial: Trial) -> Iterator[tuple[Call, Call]]:
+    """Calls in float32 on values that bfloat16 can represent; the same with all in bfloat16."""
     half = _in_half(subject)
     if subject.attend is not None:
         sizes = subject.fit(Sizes(2, 4, 2, 33, 65, 16, 16))
         heads = dict(zip("qkv", subject.inputs(sizes, trial, peak=8.0), strict=True))
-        asked = dict(modes(subject, sizes, trial))
-        if "softcap" in subject.has and subject.module is None:
-            asked["softcap 20"] = {"softcap": 20.0}
-        for said, options in asked.items():
-            yield _pair(f"{sizes}, {said}", subject.attend, half.attend, options, heads)
+        cases = list(modes(subject, sizes, trial))
+        if subject.has.softcap and subject.module is None:
+            cases.append((f"{sizes}, softcap 20", {"softcap": 20.0}))
+        for label, options in cases:
+            yield _pair(label, subject.attend, half.attend, options, heads)
     if subject.layer is not None:
         x = {"x": 2.0 * subject.tokens(2, 17, trial)}
         yield _pair("B=2 L=17", subject.layer, half.layer, {}, x)
@@ -310,12 +308,13 @@ def _in_half(subject: Subject) -> Subject:
 
 
 def _pair(
-    said: str, call: Any, half: Any, options: dict[str, Any], given: dict[str, Tensor]
-) -> tuple[Way, Way]:
-    said = said.removesuffix(", ")
+    label: str, call: Any, half: Any, options: dict[str, Any], given: dict[str, Tensor]
+) -> tuple[Call, Call]:
     rounded = {name: x.bfloat16() for name, x in given.items()}
     whole = {name: x.float() for name, x in rounded.items()}
-    return Way(said, partial(call, **options), whole), Way(said, partial(half, **options), rounded)
+    return Call(label, partial(call, **options), whole), Call(
+        label, partial(half, **options), rounded
+    )
 
 
 @law(
@@ -326,22 +325,21 @@ def _pair(
     "heads|layer",
 )
 def autocast_dtype(subject: Subject, trial: Trial) -> None:
-    ways = ways_with_tokens(subject, trial)
+    calls = calls_on_tokens(subject, trial)
     if subject.module is None:
-        ways += ways_with_heads(subject, trial)
+        calls += calls_on_heads(subject, trial)
     found: dict[str, torch.dtype] = {}
-    for way, _ in _that_run(ways):
+    for call, _ in _that_run(calls):
         with torch.autocast("cpu", dtype=torch.bfloat16), suppress(SubjectError):  # it may refuse
-            found[way.said] = way().dtype
-            given = {name: x.clone().requires_grad_() for name, x in way.given.items()}
-            found[f"{way.said}, with gradients"] = way.call(**given).dtype
+            found[call.label] = call().dtype
+            found[f"{call.label}, with gradients"] = call.with_gradients()[0].dtype
     if not found:
         raise NotApplicable("it could not be called under autocast")
     first, dtype = next(iter(found.items()))
-    for said, other in found.items():
+    for label, other in found.items():
         if other != dtype:
-            fail(said, "", f"{dtype}, as of {first}", str(other),
-                 "the dtype under autocast depends on the path that is taken")  # fmt: skip
+            fail(label, "", f"{dtype}, as of {first}", str(other),
+                 "the dtype under autocast depends on the path through the code")  # fmt: skip
 
 
 LAWS = (

@@ -1,4 +1,4 @@
-"""Laws of the compiler: it changes nothing, and it has done when it has done."""
+"""Laws of torch.compile: the same values, and no compilation at every call."""
 
 import warnings
 from typing import Any
@@ -6,23 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law
+from regard.verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
+from regard.verify.subject.functions import FunctionCall, laid_out
 from regard.verify.subject.subject import Subject
 
-CALLS = 6
+CALLS = 6  # with the same shapes: enough to tell a compilation at every call from a few at first
+SIZES = Sizes(2, 4, 4, 4, 4, 4, 4)
 
 
 @law(
-    "The compiler changes nothing, least of all where the length is the number of heads.",
+    "torch.compile changes nothing, not even where the length equals the number of heads.",
     "bounded",
     "a fusion that is wrong for one shape, recompilation without end",
     "heads|layer",
     quick=False,
 )
 def compile_agree(subject: Subject, trial: Trial) -> None:
-    sizes = Sizes(2, 4, 4, 4, 4, 4, 4)
-    subject.inputs(subject.fit(sizes), trial)
-    for target, given in _compilable(subject, sizes, trial):
+    subject.inputs(subject.fit(SIZES), trial)
+    for target, given in _compilable(subject, trial):
         torch.compiler.reset()
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -32,20 +33,19 @@ def compile_agree(subject: Subject, trial: Trial) -> None:
                 got = compiled(*given)
             except Exception as error:
                 raise NotApplicable(f"it was not compiled: {type(error).__name__}") from error
-        insist(compare(f"{sizes}, compiled", got, base, 1e-4 * float(1 + base.abs().max()),
-                       "torch.compile gives other numbers for this code"))  # fmt: skip
+        cause = "torch.compile gives other values for this code"
+        require(f"{SIZES}, compiled", got, base, tolerance(base), cause)
 
 
 @law(
-    "Compiled once, it is not compiled again for every call of the same shapes.",
+    "It is compiled once, and not again for every call of the same shapes.",
     "resource",
-    "a count or a history that the compiler has to look at, a step that recompiles",
+    "a count or a history that the compiler guards on, a step that recompiles",
     "heads|layer",
     quick=False,
 )
 def compile_count(subject: Subject, trial: Trial) -> None:
-    sizes = Sizes(2, 4, 4, 4, 4, 4, 4)
-    for target, given in _compilable(subject, sizes, trial):
+    for target, given in _compilable(subject, trial):
         graphs: list[int] = []
 
         def counting(graph: Any, inputs: Any, graphs: list[int] = graphs) -> Any:
@@ -64,19 +64,17 @@ def compile_count(subject: Subject, trial: Trial) -> None:
                     raise NotApplicable(f"it was not compiled: {type(error).__name__}") from error
                 counts.append(len(graphs))
         if counts[-1] > 2 * counts[0]:
-            fail(sizes, f"graphs compiled in {CALLS} calls", f"at most {2 * counts[0]}", counts[-1],
-                 "something changes at every call that the compiler has to look at")  # fmt: skip
+            fail(SIZES, f"graphs compiled in {CALLS} calls", f"at most {2 * counts[0]}", counts[-1],
+                 "something that the compiler guards on changes at every call")  # fmt: skip
 
 
-def _compilable(subject: Subject, sizes: Sizes, trial: Trial) -> list[tuple[Any, tuple[Any, ...]]]:
-    from regard.verify.subject.functions import FunctionCall, laid_out
-
+def _compilable(subject: Subject, trial: Trial) -> list[tuple[Any, tuple[Any, ...]]]:
     if isinstance(subject.attend, FunctionCall):
         call = subject.attend
-        if call._mask_is_required():
-            raise NotApplicable("it must be given a mask")
-        given = subject.inputs(subject.fit(sizes), trial)
-        options = call._options(given[0], given[1], {})
+        if call.requires_a_mask():
+            raise NotApplicable("it requires a mask")
+        given = subject.inputs(subject.fit(SIZES), trial)
+        options = call.arguments(given[0], given[1], {})
         heads = tuple(laid_out(x, call.layout) for x in given)
 
         def target(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Laws of the backward: gradients are those of the definition, and slopes of the output."""
+"""Laws of the backward pass: gradients are those of the definition, and slopes of the output."""
 
 import math
 from functools import partial
@@ -7,19 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.verify.law import (
-    Counterexample,
-    NotApplicable,
-    Sizes,
-    Trial,
-    compare,
-    fail,
-    insist,
-    law,
-    smallest,
-    worst,
-)
-from regard.verify.laws.cases import known, modes, rows_that_see, sizes_for
+from regard.verify.law import NotApplicable, Sizes, Trial, fail, law, require, worst
+from regard.verify.laws.cases import attending, modes, needs_the_definition, on_sizes
 from regard.verify.subject.subject import Subject, SubjectError
 
 
@@ -30,68 +19,61 @@ from regard.verify.subject.subject import Subject, SubjectError
     "heads",
 )
 def oracle_gradient(subject: Subject, trial: Trial) -> None:
-    known(subject)
+    needs_the_definition(subject)
 
-    def broken(sizes: Sizes) -> Counterexample | None:
-        for said, asked in modes(subject, sizes, trial):
-            found = _gradients(subject, sizes, trial, asked)
-            if found is not None:
-                shape = f"{sizes}, {said}" if said else str(sizes)
-                return Counterexample(shape, *list(vars(found).values())[1:])
-        return None
+    def attempt(sizes: Sizes) -> None:
+        for label, options in modes(subject, sizes, trial):
+            _right_gradients(subject, sizes, trial, label, options)
 
-    insist(smallest(sizes_for(subject, trial, most=6), broken))
+    on_sizes(subject, trial, attempt, most=6)
 
 
-def _gradients(
-    subject: Subject, sizes: Sizes, trial: Trial, asked: dict[str, Any]
-) -> Counterexample | None:
+def _right_gradients(
+    subject: Subject, sizes: Sizes, trial: Trial, label: str, options: dict[str, Any]
+) -> None:
     given = subject.inputs(sizes, trial)
-    sees = rows_that_see(subject, sizes, **asked)
-    push = trial.randn(sizes.B, sizes.H, sizes.L, sizes.V) * sees
+    attends = attending(subject, sizes, **options)
+    push = trial.randn(sizes.B, sizes.H, sizes.L, sizes.V) * attends
     ours = [x.clone().requires_grad_() for x in given]
     assert subject.attend is not None
-    out = subject.attend(*ours, **asked)
+    out = subject.attend(*ours, **options)
+    got = _gradients(out, push.to(out.dtype), ours)
+    theirs = [x.double().requires_grad_() for x in given]
+    right = subject.expected(*theirs, **options)
+    expected = _gradients(right.out, push.double(), theirs)
+    value = torch.where(attends, right.out.detach(), out.detach().double())
+    off = worst(out.detach(), value)[1] > 1e-3
+    why = "because the output is: see oracle_forward" if off else "while the output is right"
+    for name, mine, wanted in zip("qkv", got, expected, strict=True):
+        size = float(wanted.abs().max()) + 1.0
+        allowed = 64 * 2.0**-24 * (1 + right.largest) * size * math.sqrt(sizes.S)
+        cause = f"the gradient of {name} is wrong {why}"
+        require(f"{label}, d{name}", mine.double(), wanted, allowed, cause)
+
+
+def _gradients(out: Tensor, push: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients of the sum of out times push, 0 where there is none."""
     if not out.requires_grad:
         raise NotApplicable("its output has no gradient")
-    (out * push.to(out.dtype)).sum().backward()
-    theirs = [x.double().requires_grad_() for x in given]
-    judged = subject.judge(*theirs, **asked)
-    (judged.out * push.double()).sum().backward()
-    for name, mine, right in zip("qkv", ours, theirs, strict=True):
-        expected = torch.zeros_like(right) if right.grad is None else right.grad
-        got = torch.zeros_like(mine) if mine.grad is None else mine.grad
-        size = float(expected.abs().max()) + 1.0
-        allowed = 64 * 2.0**-24 * (1 + judged.largest) * size * math.sqrt(sizes.S)
-        cause = f"the gradient of {name} is wrong {_while(out, judged.out, sees)}"
-        found = compare(f"{sizes}, d{name}", got.double(), expected, allowed, cause)
-        if found is not None:
-            return found
-    return None
-
-
-def _while(out: Tensor, right: Tensor, sees: Tensor) -> str:
-    """Whether the output is wrong too: then the gradient is the lesser worry."""
-    expected = torch.where(sees, right.detach(), out.detach().double())
-    off = worst(out.detach(), expected)[1] > 1e-3
-    return "because the output is: see oracle_forward" if off else "while the output is right"
+    (out * push).sum().backward()
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
 
 
 @law(
-    "Small steps of the inputs move the output as its gradient says, with and without a mask.",
+    "Small steps of the inputs change the output as its gradient predicts, masked or not.",
     "bounded",
     "a hand-written backward, gradients through a mask",
     "heads",
 )
 def gradcheck_tiny(subject: Subject, trial: Trial) -> None:
     sizes = subject.fit(Sizes(1, 2, 2, 3, 4, 3, 3))
-    for said, asked in modes(subject, sizes, trial):
+    for label, options in modes(subject, sizes, trial):
         given = subject.inputs(sizes, trial, dtype=torch.float64)
         assert subject.attend is not None
-        call = partial(subject.attend, **asked)
+        call = partial(subject.attend, **options)
         if not _in_float64(call, given):
-            raise NotApplicable("it computes in float32, too coarsely for small steps")
-        _central_differences(f"{sizes} {said}", call, given, trial)
+            raise NotApplicable("it computes in float32, which is too coarse for small steps")
+        _central_differences(label, call, given, trial)
 
 
 def _in_float64(call: Any, given: tuple[Tensor, ...]) -> bool:
@@ -103,7 +85,7 @@ def _in_float64(call: Any, given: tuple[Tensor, ...]) -> bool:
     return double.dtype == torch.float64 and worst(double, single)[1] > 0.0
 
 
-def _central_differences(said: str, call: Any, given: tuple[Tensor, ...], trial: Trial) -> None:
+def _central_differences(label: str, call: Any, given: tuple[Tensor, ...], trial: Trial) -> None:
     ours = [x.clone().requires_grad_() for x in given]
     out = call(*ours)
     if not out.requires_grad:
@@ -111,24 +93,17 @@ def _central_differences(said: str, call: Any, given: tuple[Tensor, ...], trial:
     push = torch.where(out.detach().isfinite(), trial.randn(*out.shape, dtype=out.dtype), 0.0)
     torch.nan_to_num(out * push).sum().backward()
     step = 1e-4
-    for name, mine, x in zip("qkv", ours, given, strict=True):
-        way = trial.randn(*x.shape, dtype=x.dtype)
-        moved = [
-            float((torch.nan_to_num(call(*_moved(given, x, sign * step * way))) * push).sum())
-            for sign in (1, -1)
-        ]
-        slope = (moved[0] - moved[1]) / (2 * step)
-        told = float((torch.zeros_like(x) if mine.grad is None else mine.grad).mul(way).sum())
-        if not abs(slope - told) <= 1e-3 * (1 + abs(slope)):
-            fail(said, f"d{name} along a random direction", f"{slope:.6g}", f"{told:.6g}",
+    for at, (name, mine) in enumerate(zip("qkv", ours, strict=True)):
+        way = trial.randn(*mine.shape, dtype=mine.dtype)
+        sums = []
+        for sign in (1, -1):
+            moved = [x + sign * step * way if i == at else x for i, x in enumerate(given)]
+            sums.append(float((torch.nan_to_num(call(*moved)) * push).sum()))
+        slope = (sums[0] - sums[1]) / (2 * step)
+        along = float((torch.zeros_like(way) if mine.grad is None else mine.grad).mul(way).sum())
+        if not abs(slope - along) <= 1e-3 * (1 + abs(slope)):
+            fail(label, f"d{name} along a random direction", f"{slope:.6g}", f"{along:.6g}",
                  f"the gradient of {name} is not the slope of the output")  # fmt: skip
 
 
-def _moved(given: tuple[Tensor, ...], x: Tensor, by: Tensor) -> list[Tensor]:
-    return [each + by if each is x else each for each in given]
-
-
-LAWS = (
-    oracle_gradient,
-    gradcheck_tiny,
-)
+LAWS = (oracle_gradient, gradcheck_tiny)

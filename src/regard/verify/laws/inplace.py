@@ -1,4 +1,4 @@
-"""Laws of what is changed in between: tensors in place between forward and backward pass."""
+"""A law of tensors that are changed in place between the forward and the backward pass."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -9,28 +9,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.verify.law import NotApplicable, Sizes, Trial, compare, insist, law
+from regard.verify.law import NotApplicable, Sizes, Trial, law, require
 from regard.verify.laws.cases import modes
-from regard.verify.subject.caches import CUTS
+from regard.verify.subject.caches import TRUNCATES
 from regard.verify.subject.decoding import Past
 from regard.verify.subject.subject import Stepper, Subject, SubjectError, called
 
 FEW, MORE = Sizes(2, 4, 2, 5, 7, 4, 4), Sizes(1, 2, 2, 300, 300, 8, 8)
 
-Change = Callable[[dict[str, Tensor]], None]  # of tensors by name
+Change = Callable[[dict[str, Tensor]], None]  # changes tensors, given by name
 
 
 class Pass(NamedTuple):
     """A forward pass that can be repeated.
 
     Attributes:
-        said: the case, in words.
-        run: makes fresh tensors by name and the output of them.
-        wanted: names of those that require a gradient.
-        changes: what may be done between the passes, by name; given those tensors.
+        label: the case in words.
+        run: makes new tensors, and the output computed from them.
+        wanted: names of the tensors that require a gradient.
+        changes: what may be changed between the passes, by name.
     """
 
-    said: str
+    label: str
     run: Callable[[], tuple[Tensor, dict[str, Tensor]]]
     wanted: tuple[str, ...]
     changes: dict[str, Change]
@@ -40,21 +40,21 @@ class Pass(NamedTuple):
     "A tensor that is changed in place between the forward and the backward pass gives an error or "
     "the right gradient.",
     "exact",
-    "tensors that a backward reads again past autograd's version check, a past written over",
+    "tensors that a backward pass reads without autograd's version check, an overwritten cache",
     "heads|layer",
 )
 def inplace_between_passes(subject: Subject, trial: Trial) -> None:
-    judged = sum(_is_judged(each, trial) for each in _passes(subject, trial))
-    if not judged:
+    checked = [_has_right_gradients(each, trial) for each in _passes(subject, trial)]
+    if not any(checked):
         raise NotApplicable("it has no gradient")
 
 
-def _is_judged(each: Pass, trial: Trial) -> bool:
-    """Whether there is a gradient; one that changes silently is raised."""
+def _has_right_gradients(each: Pass, trial: Trial) -> bool:
+    """Whether there is a gradient; a gradient that changes without an error is raised."""
     try:
         out, tensors = each.run()
     except SubjectError:
-        return False  # it refuses gradients, or other laws say so
+        return False  # it refuses gradients, or other laws report the error
     if not out.requires_grad:
         return False
     push = trial.randn(*out.shape)
@@ -67,11 +67,9 @@ def _is_judged(each: Pass, trial: Trial) -> bool:
             change(tensors)
         got = _gradients(out, push, tensors, each.wanted)
         for wanted, mine, right in zip(each.wanted, got or [], base, strict=False):
-            insist(compare(
-                f"{each.said}, {name} between the passes, d{wanted}", mine, right,
-                1e-4 * (1.0 + float(right.abs().max())),
-                "the backward pass reads what has been changed, and autograd does not notice",
-            ))  # fmt: skip
+            label = f"{each.label}, {name} changed between the passes, d{wanted}"
+            cause = "the backward pass reads the changed tensor, and autograd does not notice"
+            require(label, mine, right, 1e-4 * (1.0 + float(right.abs().max())), cause)
     return True
 
 
@@ -103,7 +101,7 @@ def _passes(subject: Subject, trial: Trial) -> Iterator[Pass]:
 
 
 def _changed(name: str) -> Change:
-    """Writes into the tensor of this name."""
+    """Write into the tensor of this name."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         x = tensors[name]
@@ -116,36 +114,35 @@ def _changed(name: str) -> Change:
 
 
 def _of_heads(subject: Subject, trial: Trial) -> Iterator[Pass]:
-    """All want a gradient, or one alone: that decides what is saved for the backward pass."""
+    """With gradients of all inputs, or of one: that decides what is saved for the backward pass."""
     for wide in (FEW, MORE):
         sizes = subject.fit(wide)
         heads = dict(zip("qkv", subject.inputs(sizes, trial), strict=True))
-        for said, asked in modes(subject, sizes, trial):
+        for label, options in modes(subject, sizes, trial):
             given = heads
-            if "keep" in asked:
-                mask = subject.form.encode(asked["keep"], (sizes.B, sizes.H), heads["q"].dtype)
-                given, asked = {**heads, "mask": mask}, {}
+            if "keep" in options:
+                mask = subject.form.encode(options["keep"], (sizes.B, sizes.H), heads["q"].dtype)
+                given, options = {**heads, "mask": mask}, {}
             changes = {name: _changed(name) for name in given}
             for wanted in ("qkv", "q", "k", "v") if wide == FEW else ("qkv", "q"):
-                run = partial(_run_heads, subject, given, wanted, asked)
-                yield Pass(f"{sizes}, {said}".removesuffix(", "), run, tuple(wanted), changes)
+                run = partial(_run_heads, subject, given, wanted, options)
+                yield Pass(label, run, tuple(wanted), changes)
 
 
 def _run_heads(
-    subject: Subject, given: dict[str, Tensor], wanted: str, asked: dict[str, Any]
+    subject: Subject, given: dict[str, Tensor], wanted: str, options: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     assert subject.attend is not None
     tensors = {name: x.clone() for name, x in given.items()}
     for name in wanted:
         tensors[name].requires_grad_()
     heads = [tensors[name] for name in "qkv"]
-    return subject.attend(*heads, raw=tensors.get("mask"), **asked), tensors
+    return subject.attend(*heads, raw=tensors.get("mask"), **options), tensors
 
 
 def _of_layer(subject: Subject, twin: nn.Module, trial: Trial) -> Iterator[Pass]:
-    """x or one weight is changed, as an optimizer's step does."""
-    call: Any = copy.copy(subject.layer)
-    call.module = twin
+    """x or one weight is changed, as by a step of the optimizer."""
+    call = subject.layer_of(twin)
     weights = dict(twin.named_parameters())
     saved = {name: weight.detach().clone() for name, weight in weights.items()}
     x = subject.tokens(2, 5, trial)
@@ -164,7 +161,7 @@ def _of_layer(subject: Subject, twin: nn.Module, trial: Trial) -> Iterator[Pass]
 
 
 def _of_steps(subject: Subject, stepper: Stepper, twin: nn.Module, trial: Trial) -> Iterator[Pass]:
-    """The past is used again before the backward pass: continued, cut back and filled, reset."""
+    """The cache is used again before the backward pass: continued, truncated and filled, reset."""
     weights = dict(twin.named_parameters())
     x, y = subject.tokens(2, 4, trial), subject.tokens(2, 4, trial)
     pasts: list[Past] = []
@@ -186,21 +183,21 @@ def _of_steps(subject: Subject, stepper: Stepper, twin: nn.Module, trial: Trial)
 
     changes = {
         "the next tokens": again(lambda: pasts[0]),
-        "other tokens after a cut": again(lambda: _emptied(pasts[0])),
+        "other tokens after truncation": again(lambda: _emptied(pasts[0])),
     }
     if stepper.style == "internal":
         changes["other tokens after a reset"] = again(stepper.new)
     alone = [(name,) for name, weight in weights.items() if weight.ndim == 2]
     for wanted in (("x", *weights), *alone[: 4 if trial.quick else 16]):
-        yield Pass("B=2, 4 tokens with a past", partial(run, wanted), wanted, changes)
+        yield Pass("B=2, 4 tokens with a cache", partial(run, wanted), wanted, changes)
 
 
 def _emptied(past: Past) -> Past:
-    """The same memory without its tokens, where it can be cut back."""
-    cut = next((name for name in CUTS if hasattr(past.held, name)), None)
-    if cut is None:
-        raise SubjectError("it cannot be cut back")
-    called(getattr(past.held, cut), 0)
+    """The same cache object without its tokens, where it can be truncated."""
+    truncate = next((name for name in TRUNCATES if hasattr(past.held, name)), None)
+    if truncate is None:
+        raise SubjectError("it cannot be truncated")
+    called(getattr(past.held, truncate), 0)
     return Past(past.held, 0)
 
 

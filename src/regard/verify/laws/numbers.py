@@ -1,117 +1,94 @@
-"""Laws of the numbers: what softmax attention is, whatever computes it."""
+"""Laws of the values: the output is softmax attention, however it is computed."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.verify.law import (
-    Counterexample,
     NotApplicable,
     Sizes,
     Trial,
-    compare,
     fail,
-    insist,
     law,
-    smallest,
+    require,
+    tolerance,
+    where_finite,
     worst,
 )
-from regard.verify.laws.cases import known, modes, rows_that_see, sizes_for, weights_width
+from regard.verify.laws.cases import (
+    attending,
+    modes,
+    needs_the_definition,
+    on_sizes,
+    sizes_for,
+)
 from regard.verify.oracle import attention, bound, variants
 from regard.verify.subject.probe_functions import read_scale
 from regard.verify.subject.subject import Subject
-from regard.verify.visibility import read_weights
 
 
 @law(
-    "The output is softmax(scale q k + mask) v, in every shape, to rounding in float32.",
+    "The output is softmax(scale q k + mask) v in every shape, up to rounding in float32.",
     "bounded",
     "everything gross: scale, softmax axis, head order, softcap that is ignored, lost keys",
     "heads",
 )
 def oracle_forward(subject: Subject, trial: Trial) -> None:
-    known(subject)
+    needs_the_definition(subject)
 
-    def broken(sizes: Sizes) -> Counterexample | None:
+    def attempt(sizes: Sizes) -> None:
         for peak in (0.3, 4.0):
-            for said, asked in modes(subject, sizes, trial):
-                found = _judged(subject, sizes, trial, peak, asked)
-                if found is not None:
-                    shape = f"{sizes}, {said}" if said else str(sizes)
-                    return Counterexample(shape, *list(vars(found).values())[1:])
-        return None
+            for label, options in modes(subject, sizes, trial):
+                q, k, v = subject.inputs(sizes, trial, peak=peak)
+                out = subject.run(q, k, v, **options).double()
+                right = subject.expected(q, k, v, **options)
+                expected = torch.where(attending(subject, sizes, **options), right.out, out)
+                allowed = bound(right, v, torch.float32)
+                if not out.isfinite().all() or worst(out, expected)[1] > allowed:
+                    causes = _causes(subject, q, k, v, options)
+                    require(label, out, expected, allowed, causes)
 
-    insist(smallest(sizes_for(subject, trial), broken))
-
-
-def _judged(
-    subject: Subject, sizes: Sizes, trial: Trial, peak: float, asked: dict[str, Any]
-) -> Counterexample | None:
-    q, k, v = subject.inputs(sizes, trial, peak=peak)
-    out = subject.run(q, k, v, **asked).double()
-    judged = subject.judge(q, k, v, **asked)
-    sees = rows_that_see(subject, sizes, **asked)
-    expected = torch.where(sees, judged.out, out)
-    allowed = bound(judged, v, torch.float32)
-    if not out.isfinite().all() or worst(out, expected)[1] > allowed:
-        return compare(sizes, out, expected, allowed, _causes(subject, q, k, v, asked))
-    return None
+    on_sizes(subject, trial, attempt)
 
 
 def _causes(
-    subject: Subject, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]
+    subject: Subject, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """What the usual mistakes would have given."""
+    """The output that each common mistake gives."""
     width = subject.conventions.width or q.shape[1] * q.shape[3]
-    found = {
-        said: subject.judge(q, k, v, **asked, **options).out
-        for said, options in variants(q, v, width).items()
+    right = partial(subject.expected, q, k, v, **options)
+    found = {mistake: right(**changes).out for mistake, changes in variants(q, v, width).items()}
+    many = q.shape[1] // v.shape[1]
+    values = v.double().repeat_interleave(many, 1)
+    weights = attention(q, k, v, scale=subject.conventions.scale).weights
+    masked_late = (weights * (right().weights > 0)) @ values
+    scores = q.double() @ k.double().repeat_interleave(many, 1).mT * q.shape[-1] ** -0.5
+    mean = v.double().mean(2, keepdim=True).repeat_interleave(many, 1)
+    return {
+        **found,
+        "the mask is ignored": subject.expected(q, k, v).out,
+        "the mask is applied after the softmax, so that weights no longer sum to 1": masked_late,
+        "queries and keys do not matter: it is the mean of the values": mean.expand_as(right().out),
+        "the softmax runs over the queries": scores.softmax(2) @ values,
+        "the softmax runs over the heads": scores.softmax(1) @ values,
+        "the softcap is ignored": right(softcap=0.0).out,
+        "the sinks are ignored": right(sinks=None).out,
     }
-    judged = subject.judge(q, k, v, **asked)
-    plain = subject.judge(q, k, v)
-    found["the mask is ignored"] = plain.out
-    found["the mask is applied after the softmax, so that weights no longer sum to 1"] = (
-        _after_softmax(subject, q, k, v, asked)
-    )
-    mean = v.double().mean(2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1)
-    found["queries and keys do not matter: it is the mean of the values"] = mean.expand_as(
-        judged.out
-    )
-    found["the softmax runs over the queries"] = _over(q, k, v, judged.weights, axis=2)
-    found["the softmax runs over the heads"] = _over(q, k, v, judged.weights, axis=1)
-    found["the softcap is ignored"] = subject.judge(q, k, v, **asked, softcap=0.0).out
-    found["the sinks are ignored"] = subject.judge(q, k, v, **asked, sinks=None).out
-    return found
-
-
-def _after_softmax(
-    subject: Subject, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]
-) -> Tensor:
-    own = attention(q, k, v, scale=subject.conventions.scale).weights
-    keep = subject.judge(q, k, v, **asked).weights > 0
-    values = v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return (own * keep) @ values
-
-
-def _over(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, axis: int) -> Tensor:
-    many = q.shape[1] // k.shape[1]
-    keys = k.double().repeat_interleave(many, 1)
-    scores = q.double() @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5
-    return scores.softmax(axis) @ v.double().repeat_interleave(many, 1)
 
 
 @law(
-    "Two keys whose scores differ by 1 have weights of odds exp(scale).",
+    "Two keys whose scores differ by 1 before scaling have weights in the ratio exp(scale).",
     "bounded",
     "a scale that is missing, doubled, or of the wrong size",
     "heads",
 )
 def scale_closed_form(subject: Subject, trial: Trial) -> None:
-    known(subject)
+    needs_the_definition(subject)
     if subject.conventions.pairing in ("halves", "pairs"):
-        raise NotApplicable("rotation changes the scores; the oracle judges the scale")
+        raise NotApplicable("rotation changes the scores; oracle_forward tests the scale")
     for dim in (4,) if subject.fixed.get("D") else (1, 4, 9, 64):
         dim = subject.fixed.get("D", dim)
         right = subject.conventions.scale or dim**-0.5
@@ -119,7 +96,7 @@ def scale_closed_form(subject: Subject, trial: Trial) -> None:
             right = subject.conventions.softcap * math.tanh(right / subject.conventions.softcap)
         got = read_scale(subject, trial, dim)
         if got is None:
-            raise NotApplicable("query 1 does not see keys 0 and 1")
+            raise NotApplicable("key 0 or key 1 is hidden from query 1")
         if not abs(got - right) <= 1e-5 * (1 + abs(right)):
             cause = _scale_cause(got, dim, subject)
             fail(f"D={dim}", "log odds of two keys", f"{right:.6g}", f"{got:.6g}", cause)
@@ -131,40 +108,35 @@ def _scale_cause(got: float, dim: int, subject: Subject) -> str:
         "the scores are not scaled": 1.0,
         "the scores are divided by the head size without its root": 1 / dim,
         "the scores are multiplied by the root of the head size": dim**0.5,
-        "the scores are scaled twice": 1 / dim,
         f"the scores are scaled by the root of the whole width {width}": width**-0.5,
         "the scores are scaled by the root of the number of keys": 2**-0.5,
-        "the scores do not count": 0.0,
+        "the scores have no effect": 0.0,
     }
-    for said, would in usual.items():
+    for mistake, would in usual.items():
         if abs(got - would) <= 1e-5 * (1 + abs(would)):
-            return said
+            return mistake
     return f"the scale is {got * dim**0.5:.4g} times what it should be"
 
 
 @law(
-    "Weights sum to 1: where every value is 1 the output is 1, and no output leaves the values.",
+    "Weights sum to 1: where all values are 1, so is the output.",
     "bounded",
     "a mask after the softmax, dropout that runs, a softmax over the wrong axis",
     "heads",
 )
 def convexity(subject: Subject, trial: Trial) -> None:
     if subject.sinks is not None:
-        raise NotApplicable("sinks take their share of the weights")
+        raise NotApplicable("sinks take a part of the weight")
 
-    def broken(sizes: Sizes) -> Counterexample | None:
-        for said, asked in modes(subject, sizes, trial):
+    def attempt(sizes: Sizes) -> None:
+        for label, options in modes(subject, sizes, trial):
             q, k, v = subject.inputs(sizes, trial, peak=2.0)
-            out = subject.run(q, k, torch.ones_like(v), **asked).double()
-            sees = rows_that_see(subject, sizes, **asked)
-            expected = torch.where(sees, torch.ones_like(out), out)
+            out = subject.run(q, k, torch.ones_like(v), **options).double()
+            expected = torch.where(attending(subject, sizes, **options), torch.ones_like(out), out)
             cause = "the weights of a query do not sum to 1: they were changed after the softmax"
-            found = compare(f"{sizes} {said}", out, expected, 1e-5, cause)
-            if found is not None:
-                return found
-        return None
+            require(label, out, expected, 1e-5, cause)
 
-    insist(smallest(sizes_for(subject, trial, most=7), broken))
+    on_sizes(subject, trial, attempt, most=7)
 
 
 @law(
@@ -174,63 +146,59 @@ def convexity(subject: Subject, trial: Trial) -> None:
     "heads",
 )
 def value_linearity(subject: Subject, trial: Trial) -> None:
-    def broken(sizes: Sizes) -> Counterexample | None:
+    def attempt(sizes: Sizes) -> None:
         q, k, v = subject.inputs(sizes, trial)
         other = trial.randn(*v.shape)
         parts = [subject.run(q, k, each).double() for each in (v, other)]
         both = subject.run(q, k, 2.0 * v - 0.5 * other).double()
         expected = 2.0 * parts[0] - 0.5 * parts[1]
-        allowed = 1e-4 * float(1 + torch.nan_to_num(expected).abs().max())
-        expected = torch.where(expected.isfinite(), expected, both)
-        return compare(sizes, both, expected, allowed, "the values do more than be averaged")
+        allowed = tolerance(torch.nan_to_num(expected))
+        cause = "the output is not a weighted mean of the values"
+        require(sizes, both, where_finite(expected, both), allowed, cause)
 
-    insist(smallest(sizes_for(subject, trial, most=7), broken))
+    on_sizes(subject, trial, attempt, most=7)
 
 
 @law(
-    "Adding one number to every score of a query changes nothing.",
+    "A constant added to all scores of a query changes nothing.",
     "bounded",
     "a softmax that does not subtract the largest score, and overflows",
     "heads",
 )
 def score_shift(subject: Subject, trial: Trial) -> None:
     if subject.conventions.pairing != "none" or subject.conventions.softcap:
-        raise NotApplicable("rotation or a softcap makes the scores change by more than a number")
+        raise NotApplicable("with a rotation or a softcap the scores do not shift by a constant")
     if subject.sinks is not None:
-        raise NotApplicable("a sink's score is not moved")
+        raise NotApplicable("the scores of sinks are not shifted")
 
-    def broken(sizes: Sizes) -> Counterexample | None:
+    def attempt(sizes: Sizes) -> None:
         q, k, v = subject.inputs(sizes, trial)
         q[..., 0] = 1.0
         scale = subject.conventions.scale or sizes.D**-0.5
         expected = subject.run(q, k, v).double()
         for shift in (100.0, -100.0, 300.0):
-            moved = k.clone()
-            moved[..., 0] += shift / scale
-            got = subject.run(q, moved, v).double()
-            expected = torch.where(expected.isfinite(), expected, got)
+            shifted = k.clone()
+            shifted[..., 0] += shift / scale
+            got = subject.run(q, shifted, v).double()
+            expected = where_finite(expected, got)
             cause = f"all scores of a query are {shift:g} higher: exp overflows or vanishes"
-            allowed = 1e-3 * float(1 + v.abs().max())
-            found = compare(sizes, got, expected, allowed, cause)
-            if found is not None:
-                return found
-        return None
+            require(sizes, got, expected, tolerance(v, 1e-3), cause)
 
-    insist(smallest(sizes_for(subject, trial, most=6), broken))
+    on_sizes(subject, trial, attempt, most=6)
 
 
 @law(
-    "The only visible key gets all the weight, however low its score; and the highest of very "
-    "different scores gets it too.",
+    "The only visible key gets all the weight, however low its score; and of very different scores "
+    "the highest does.",
     "exact",
     "a finite fill that is mistaken for a score, overflow",
     "heads",
     advised=True,
 )
 def extreme_scores(subject: Subject, trial: Trial) -> None:
-    known(subject)
+    needs_the_definition(subject)
     if subject.conventions.softcap or subject.sinks is not None:
-        raise NotApplicable("a softcap or sinks keep other keys in play")
+        raise NotApplicable("with a softcap or sinks other keys keep some weight")
     if subject.conventions.pairing != "none":
         raise NotApplicable("rotation changes the scores")
     sizes = subject.fit(Sizes(1, 1, 1, 3, 3, 4, 3))
@@ -238,65 +206,59 @@ def extreme_scores(subject: Subject, trial: Trial) -> None:
     q, k = torch.zeros_like(q), torch.zeros_like(k)
     q[..., 0] = 1.0
     k[:, :, :, 0] = -5e5 / (subject.conventions.scale or sizes.D**-0.5)
-    if subject.has & {"mask", "padding"}:
-        keep = torch.zeros(sizes.B, 1, sizes.L, sizes.S, dtype=torch.bool)
-        keep[..., 0] = True
-        _one_key(subject, (q, k, v), keep, "a key that is hidden beats a visible, very low score")
+
+    def only_key_0(cause: str, **options: Any) -> None:
+        got = subject.run(q, k, v, **options).double()
+        value = v.double()[:, :, :1].repeat_interleave(got.shape[1] // v.shape[1], 1)
+        require("scores of -5e5", got, value.expand_as(got), 0.0, cause)
+
+    if subject.has.padding:
+        hidden = "a hidden key gets the weight of a visible one whose score is very low"
+        only_key_0(hidden, keep=sizes.mask(*range(1, sizes.S)))
     k[:, :, 0, 0] = -k[:, :, 0, 0]
-    _one_key(subject, (q, k, v), None, "scores of 5e5 and -5e5 overflow")
-
-
-def _one_key(subject: Subject, given: tuple[Tensor, ...], keep: Tensor | None, cause: str) -> None:
-    asked = {} if keep is None else {"keep": keep}
-    got = subject.run(*given, **asked).double()
-    value = given[2].double()[:, :, :1].repeat_interleave(got.shape[1] // given[2].shape[1], 1)
-    insist(compare("scores of -5e5", got, value.expand_as(got), 0.0, cause))
+    only_key_0("scores of 5e5 and -5e5 overflow")
 
 
 @law(
-    "The weights that are read from outside are those of the definition.",
+    "The weights measured from outside are those of the definition.",
     "bounded",
     "a softmax over the wrong axis, lost precision in the scores",
     "heads",
     quick=False,
 )
 def weights_probe(subject: Subject, trial: Trial) -> None:
-    known(subject)
+    needs_the_definition(subject)
     for sizes in sizes_for(subject, trial, most=6):
         q, k, _ = subject.inputs(sizes, trial, peak=3.0)
-        weights = read_weights(subject.run, q, k, width=weights_width(subject, sizes)).double()
-        v = torch.ones(1)
-        judged = subject.judge(q, k, torch.zeros(*k.shape[:3], 1))
-        sees = rows_that_see(subject, sizes)
-        expected = torch.where(sees, judged.weights, weights)
+        weights = subject.read_weights(q, k).double()
+        right = subject.expected(q, k, torch.zeros(*k.shape[:3], 1))
+        expected = torch.where(attending(subject, sizes), right.weights, weights)
         cause = "the weights are not the softmax of the scaled scores"
-        insist(compare(sizes, weights, expected, bound(judged, v, torch.float32), cause))
+        require(sizes, weights, expected, bound(right, torch.ones(1), torch.float32), cause)
 
 
 @law(
-    "What a call asks for is done: its own scale, softcap and bias, with a mask too.",
+    "The scale, softcap and bias of a call are applied, with a mask and without.",
     "bounded",
     "an argument that is accepted and ignored, a bias that is scaled, a cap over the mask",
     "scale|softcap|bias",
 )
 def options_obeyed(subject: Subject, trial: Trial) -> None:
-    known(subject)
+    needs_the_definition(subject)
     if subject.module is not None:
-        raise NotApplicable("a module's options are its own")
+        raise NotApplicable("the options of a module are set when it is built")
     sizes = subject.fit(Sizes(2, 2, 2, 4, 4, 4, 4))
     bias = trial.randn(sizes.B, sizes.H, sizes.L, sizes.S, times=2.0)
-    options: dict[str, Any] = {"scale": 0.9, "softcap": 1.5, "bias": bias}
-    for name, value in options.items():
-        if name not in subject.has:
-            continue
-        for said, asked in modes(subject, sizes, trial):
+    values: dict[str, Any] = {"scale": 0.9, "softcap": 1.5, "bias": bias}
+    for name in (name for name in values if subject.has.any_of(name)):
+        for label, options in modes(subject, sizes, trial):
             q, k, v = subject.inputs(sizes, trial, peak=2.0)
-            with_it: dict[str, Any] = {name: value, **asked}
-            out = subject.run(q, k, v, **with_it).double()
-            judged = subject.judge(q, k, v, **with_it)
-            causes = {f"{name} is ignored": subject.judge(q, k, v, **asked).out}
-            expected = torch.where(rows_that_see(subject, sizes, **asked), judged.out, out)
-            insist(compare(f"{sizes}, {name} {said}", out, expected, 1e-4, causes))
+            attends = attending(subject, sizes, **options)
+            ignored = subject.expected(q, k, v, **options).out
+            options[name] = values[name]
+            out = subject.run(q, k, v, **options).double()
+            expected = torch.where(attends, subject.expected(q, k, v, **options).out, out)
+            require(f"{label}, {name}", out, expected, 1e-4, {f"{name} is ignored": ignored})
 
 
 LAWS = (

@@ -1,131 +1,126 @@
-"""Laws of what is hidden: queries that see nothing, padding, neighbours in the batch."""
+"""Laws of fully masked queries, of padding, of rows of the batch, and of empty inputs."""
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law, worst
-from regard.verify.laws.cases import causal_layer_call, some_keep
-from regard.verify.subject.subject import Subject, SubjectError
+from regard.verify.law import (
+    NotApplicable,
+    Sizes,
+    Trial,
+    fail,
+    law,
+    require,
+    tolerance,
+    worst,
+)
+from regard.verify.laws.cases import FOUR, causal_layer_call, needs_heads, random_mask
+from regard.verify.subject.subject import Call, Subject, SubjectError
+
+SOME = Sizes(2, 2, 2, 3, 3, 4, 4)
 
 
-def _blind(subject: Subject, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """A mask that leaves some queries blind, and which [B, 1, L, 1] those are."""
-    keep = torch.ones(sizes.B, 1, sizes.L, sizes.S, dtype=torch.bool)
+def _masking_queries(subject: Subject, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """A mask that fully masks some queries, and which [B, 1, L, 1] are fully masked."""
+    keep = sizes.mask()
     if subject.form.shape in ("BS", "B11S"):
         keep[0] = False
     else:
         keep[..., 1, :] = False
-    sees = subject.visible(sizes.L, sizes.S)[None, None] & keep
-    return keep, ~sees.any(-1, keepdim=True)
+    visible = subject.visible(sizes.L, sizes.S)[None, None] & keep
+    return keep, ~visible.any(-1, keepdim=True)
 
 
 @law(
-    "A query that sees nothing reads what is declared, zeros if nothing is, and no other query "
-    "notices.",
+    "A fully masked query gives what is declared, by default zeros, and changes no other output.",
     "exact",
     "NaN from a softmax over nothing, the mean of hidden values",
     "mask|padding",
 )
 def fully_masked_forward(subject: Subject, trial: Trial) -> None:
     if subject.attend is None:
-        return _blind_layer(subject, trial)
-    asked = (Sizes(2, 2, 2, 3, 3, 4, 4), Sizes(2, 4, 1, 3, 3, 4, 4))
-    for sizes in dict.fromkeys(subject.fit(each) for each in asked):
-        _blind_query(subject, sizes, trial)
+        return _fully_masked_row(subject, trial)
+    for sizes in dict.fromkeys(subject.fit(each) for each in (SOME, SOME._replace(H=4, G=1))):
+        q, k, v = subject.inputs(sizes, trial)
+        keep, masked = _masking_queries(subject, sizes)
+        out = subject.run(q, k, v, keep=keep)
+        shape, masked = f"{sizes}, query 1 fully masked", masked.expand_as(out)
+        if not bool(out[masked].isfinite().all()):
+            fail(shape, "query 1", "zeros", "NaN", "a softmax over nothing divides 0 by 0")
+        right = subject.expected(q, k, v, keep=keep).out
+        cause = f"a fully masked query must give {subject.conventions.fully_masked or 'zeros'}"
+        require(shape, out.double(), torch.where(masked, right, out.double()), 1e-4, cause)
+        base = torch.where(masked, out, subject.run(q, k, v))
+        require(shape, out, base, 1e-5, "a fully masked query changed another query's output")
     return None
 
 
-def _blind_query(subject: Subject, sizes: Sizes, trial: Trial) -> None:
-    q, k, v = subject.inputs(sizes, trial)
-    keep, blind = _blind(subject, sizes)
-    out = subject.run(q, k, v, keep=keep)
-    shape, row = f"{sizes}, query 1 sees nothing", blind.expand_as(out)
-    if not bool(out[row].isfinite().all()):
-        fail(shape, "query 1", "zeros", "NaN", "a softmax over nothing divides 0 by 0")
-    expected = subject.judge(q, k, v, keep=keep).out
-    cause = "a query that sees nothing must read " + (subject.conventions.fully_masked or "zeros")
-    wrong = torch.where(row, expected, out.double())
-    insist(compare(shape, out.double(), wrong, 1e-4, cause))
-    base = torch.where(row, out, subject.run(q, k, v))
-    cause = "a query that sees nothing changed another query's output"
-    insist(compare(shape, out, base, 1e-5, cause))
-
-
-def _blind_layer(subject: Subject, trial: Trial) -> None:
+def _fully_masked_row(subject: Subject, trial: Trial) -> None:
     x = subject.tokens(2, 4, trial)
     keep = torch.ones(2, 1, 4, 4, dtype=torch.bool)
     keep[0] = False
-    out = subject.through(x, keep=keep)
+    out, shape = subject.run_layer(x, keep=keep), "B=2 L=4, row 0 fully masked"
     if not bool(out.isfinite().all()):
-        fail("B=2 L=4, row 0 sees nothing", "row 0", "finite numbers", "NaN",
-             "a softmax over nothing divides 0 by 0")  # fmt: skip
-    insist(compare("B=2 L=4, row 0 sees nothing", out[1:], subject.through(x)[1:], 1e-5,
-                   "a row that sees nothing changed another"))  # fmt: skip
+        fail(shape, "row 0", "finite values", "NaN", "a softmax over nothing divides 0 by 0")
+    cause = "a fully masked row changed another row"
+    require(shape, out[1:], subject.run_layer(x)[1:], 1e-5, cause)
 
 
 @law(
-    "Where a query sees nothing, every gradient is finite, and its own is 0.",
+    "With a fully masked query all gradients are finite, and its own is 0.",
     "exact",
-    "NaN gradients that poison all weights from one padded row",
+    "NaN gradients that spread from one padded row to all weights",
     "mask|padding",
 )
 def fully_masked_backward(subject: Subject, trial: Trial) -> None:
-    if subject.attend is None:
-        raise NotApplicable("its heads were not reached")
-    sizes = subject.fit(Sizes(2, 2, 2, 3, 3, 4, 4))
-    keep, blind = _blind(subject, sizes)
+    needs_heads(subject)
+    assert subject.attend is not None
+    sizes = subject.fit(SOME)
+    keep, masked = _masking_queries(subject, sizes)
     given = [x.requires_grad_() for x in subject.inputs(sizes, trial)]
     out = subject.attend(*given, keep=keep)
     if not out.requires_grad:
         raise NotApplicable("its output has no gradient")
     out.square().sum().backward()
+    shape = f"{sizes}, query 1 fully masked"
     for name, x in zip("qkv", given, strict=True):
-        grad = x.grad
-        if grad is not None and not bool(grad.isfinite().all()):
-            bad = int((~grad.isfinite()).sum())
-            fail(
-                f"{sizes}, query 1 sees nothing",
-                f"d{name}",
-                "finite numbers",
-                f"{bad} NaN or infinite",
-                "0 times NaN in the backward of the softmax",
-            )
+        if x.grad is not None and not bool(x.grad.isfinite().all()):
+            bad = f"{int((~x.grad.isfinite()).sum())} NaN or infinite"
+            cause = "0 times NaN in the backward pass of the softmax"
+            fail(shape, f"d{name}", "finite values", bad, cause)
     zeros = subject.conventions.fully_masked != "mean" and subject.sinks is None
     if zeros and given[0].grad is not None:
-        found = torch.where(blind, given[0].grad, 0.0)
-        insist(compare(f"{sizes}, query 1 sees nothing", found, torch.zeros_like(found), 0.0,
-                       "a query that sees nothing has a gradient"))  # fmt: skip
+        found = torch.where(masked, given[0].grad, 0.0)
+        cause = "a fully masked query has a gradient"
+        require(shape, found, torch.zeros_like(found), 0.0, cause)
 
 
 @law(
-    "NaN or infinity in a key or value that nobody may see harms nobody.",
+    "NaN or infinity in a key or value that is hidden from all queries has no effect.",
     "exact",
-    "0 times NaN: stale memory and padding that poison visible rows",
+    "0 times NaN: stale memory and padding that spread to visible rows",
     "mask|padding",
     advised=True,
 )
 def masked_poison(subject: Subject, trial: Trial) -> None:
-    if subject.attend is None:
-        raise NotApplicable("its heads were not reached")
-    sizes = subject.fit(Sizes(1, 1, 1, 4, 4, 4, 4))
-    keep = torch.ones(sizes.B, 1, sizes.L, sizes.S, dtype=torch.bool)
-    keep[..., 2] = False
+    needs_heads(subject)
+    sizes = subject.fit(FOUR)
+    keep = sizes.mask(2)
     q, k, v = subject.inputs(sizes, trial)
     base = subject.run(q, k, v, keep=keep)
-    for name, number in (("value", float("nan")), ("value", float("inf")), ("key", float("nan"))):
+    for name, value in (("value", float("nan")), ("value", float("inf")), ("key", float("nan"))):
         keys, values = k.clone(), v.clone()
-        (keys if name == "key" else values)[:, :, 2] = number
+        (keys if name == "key" else values)[:, :, 2] = value
         got = subject.run(q, keys, values, keep=keep)
-        insist(compare(f"{sizes}, {name} 2 hidden and {number}", got, base, 0.0,
-                       "a weight of 0 was multiplied by it"))  # fmt: skip
+        cause = "a weight of 0 was multiplied by it"
+        require(f"{sizes}, {name} 2 hidden and {value}", got, base, 0.0, cause)
 
 
 @law(
-    "What padded tokens hold changes nothing, to the last bit.",
+    "The content of padded tokens changes nothing, not even the last bit.",
     "exact",
-    "a padding mask that is ignored, or hides with a number too small",
+    "a padding mask that is ignored, or hides with a value too small",
     "mask|padding",
 )
 def padding_content(subject: Subject, trial: Trial) -> None:
@@ -137,19 +132,18 @@ def padding_content(subject: Subject, trial: Trial) -> None:
             q, k, v = subject.inputs(sizes, trial)
             base = subject.run(q, k, v, keep=keep[: sizes.B])
             others = [torch.cat([x[:, :, :real], x[:, :, real:] * 50 + 9], 2) for x in (k, v)]
-            got = subject.run(q, *others, keep=keep[: sizes.B])
-            _untouched(sizes, got, base)
+            _unchanged(sizes, subject.run(q, *others, keep=keep[: sizes.B]), base)
         if subject.layer is not None:
             x = subject.tokens(2, length, trial)
-            base = subject.through(x, keep=keep)[:, :real]
+            base = subject.run_layer(x, keep=keep)[:, :real]
             other = torch.cat([x[:, :real], x[:, real:] * 3 + 9], 1)
-            got = subject.through(other, keep=keep)[:, :real]
-            _untouched(f"B=2 L={length}", got, base)
+            got = subject.run_layer(other, keep=keep)[:, :real]
+            _unchanged(f"B=2 L={length}", got, base)
 
 
-def _untouched(shape: object, got: Tensor, base: Tensor) -> None:
+def _unchanged(shape: object, got: Tensor, base: Tensor) -> None:
     cause = "the content of padded, hidden tokens reached the output"
-    insist(compare(f"{shape}, padded", torch.nan_to_num(got), torch.nan_to_num(base), 0.0, cause))
+    require(f"{shape}, padded", torch.nan_to_num(got), torch.nan_to_num(base), 0.0, cause)
 
 
 @law(
@@ -159,111 +153,102 @@ def _untouched(shape: object, got: Tensor, base: Tensor) -> None:
     "layer",
 )
 def padding_side(subject: Subject, trial: Trial) -> None:
-    if not subject.has & {"mask", "padding"}:
+    if not subject.has.padding:
         raise NotApplicable("it takes no mask")
-    if "unknown positions" in subject.has:
-        raise NotApplicable("its positions may be absolute, and then padding moves them")
+    if subject.has.unknown_positions:
+        raise NotApplicable("its positions may be absolute, and padding shifts those")
     real, pad = 4, 3
     x = subject.tokens(1, real, trial)
     causal = causal_layer_call(subject, real) or {}
-    alone = subject.through(x, **causal).double()
+    alone = subject.run_layer(x, **causal).double()
     filler = subject.tokens(1, pad, trial)
     for side in ("right", "left"):
         whole = torch.cat([x, filler] if side == "right" else [filler, x], 1)
         first = 0 if side == "right" else pad
-        shown = (torch.arange(real + pad) >= first) & (torch.arange(real + pad) < first + real)
-        keep = shown.expand(1, 1, real + pad, real + pad)
-        if causal.get("keep") is not None:
+        token = torch.arange(real + pad)
+        keep = ((token >= first) & (token < first + real)).expand(1, 1, real + pad, real + pad)
+        if "keep" in causal:
             keep = keep & subject.visible(real + pad, real + pad, causal=True)
-        got = subject.through(whole, keep=keep)[:, first : first + real].double()
-        cause = f"padding on the {side} moves positions, or is seen"
-        allowed = 1e-3 * float(1 + alone.abs().max())
-        insist(compare(f"L={real} and {pad} of padding", got, alone, allowed, cause))
+        got = subject.run_layer(whole, keep=keep)[:, first : first + real].double()
+        cause = f"padding on the {side} shifts positions, or is attended to"
+        require(f"L={real} and {pad} of padding", got, alone, tolerance(alone, 1e-3), cause)
 
 
 @law(
-    "A row of the batch is what it is alone: neighbours, their order and their number do not "
-    "matter.",
+    "A row of the batch gives what it gives alone, whatever other rows there are, in any order.",
     "exact",
-    "samples that mix, a mask tiled over the batch, statistics shared by rows",
+    "rows that mix, a mask tiled over the batch, statistics shared by rows",
     "heads|layer",
 )
 def batch_invariance(subject: Subject, trial: Trial) -> None:
-    for sizes in (Sizes(2, 2, 2, 3, 3, 4, 4), Sizes(5, 4, 4, 5, 5, 4, 4)):
+    for sizes in (SOME, Sizes(5, 4, 4, 5, 5, 4, 4)):
         if subject.fixed.get("B") == 1:
             raise NotApplicable("it has no batch")
-        for call, given in subject.calls(sizes, trial):
-            with torch.no_grad():
-                _neighbours(str(sizes), call, given)
-        if subject.attend is not None and subject.has & {"mask", "padding"}:
+        for call in subject.calls(sizes, trial):
+            _independent_rows(call)
+        if subject.attend is not None and subject.has.padding:
             _masked_rows(subject, subject.fit(sizes), trial)
 
 
-def _neighbours(shape: str, call: Any, given: dict[str, Tensor]) -> None:
-    base = call(**{n: x.clone() for n, x in given.items()})
-    others = {n: torch.cat([x[:1], x[1:] * 3 - 1]) for n, x in given.items()}
-    cause = "what another row of the batch holds changed this one"
-    insist(compare(shape, call(**others)[:1], base[:1], 0.0, cause))
-    turned = call(**{n: x.flip(0).contiguous() for n, x in given.items()}).flip(0)
-    allowed = 1e-4 * float(1 + torch.nan_to_num(base).abs().max())
-    insist(compare(shape, turned, base, allowed, "the order of the batch's rows matters"))
+def _independent_rows(call: Call) -> None:
+    base, label = call(), call.label
+    others = {n: torch.cat([x[:1], x[1:] * 3 - 1]) for n, x in call.given.items()}
+    cause = "the content of another row of the batch changed this one"
+    require(label, call(**others)[:1], base[:1], 0.0, cause)
+    flipped = call(**{n: x.flip(0).contiguous() for n, x in call.given.items()}).flip(0)
+    allowed = tolerance(torch.nan_to_num(base))
+    require(label, flipped, base, allowed, "the order of the batch's rows matters")
     for row in range(base.shape[0]):
-        alone = call(**{n: x[row : row + 1].clone() for n, x in given.items()})
-        cause = f"row {row} alone is not what it is in the batch"
-        insist(compare(shape, base[row : row + 1], alone, allowed, cause))
+        one = slice(row, row + 1)
+        alone = call(**{n: x[one] for n, x in call.given.items()})
+        require(label, base[one], alone, allowed, f"row {row} gives something else alone")
 
 
 def _masked_rows(subject: Subject, sizes: Sizes, trial: Trial) -> None:
-    keep = some_keep(subject, sizes, trial)
+    keep = random_mask(subject, sizes, trial)
     q, k, v = subject.inputs(sizes, trial)
     base = subject.run(q, k, v, keep=keep)
     for row in range(sizes.B):
         one = slice(row, row + 1)
         alone = subject.run(q[one], k[one], v[one], keep=keep[one])
         alone = torch.where(alone.isnan(), base[one], alone)
-        if worst(base[one], alone)[1] > 1e-4 * float(1 + v.abs().max()):
-            insist(compare(f"{sizes}, each row its own mask", base[one], alone, 1e-4,
-                           f"row {row} is masked by another row's mask"))  # fmt: skip
+        if worst(base[one], alone)[1] > tolerance(v):
+            cause = f"row {row} is masked by another row's mask"
+            require(f"{sizes}, each row its own mask", base[one], alone, 1e-4, cause)
 
 
 @law(
-    "No queries, no keys, no batch, one channel: the output has its shape and nothing is raised.",
+    "No queries, no keys, no rows, one channel: the output has its shape and nothing is raised.",
     "exact",
     "a crash or NaN where a sequence is empty",
     "heads|layer",
     advised=True,
 )
 def zero_sizes(subject: Subject, trial: Trial) -> None:
-    sizes = Sizes(2, 2, 2, 3, 3, 4, 4)
     changes: list[dict[str, int]] = [{"D": 1, "V": 1}, {"L": 1, "S": 1}, {"B": 0}]
     if subject.attend is not None:
-        if "cross" in subject.has:
+        if subject.has.cross:
             changes += [{"L": 0}, {"S": 0}]
         changes.append({"L": 0, "S": 0})
         for change in changes:
-            _empty(subject, subject.fit(sizes._replace(**change)), trial)
+            sizes = subject.fit(SOME._replace(**change))
+            run = partial(subject.run, *subject.inputs(sizes, trial))
+            _has_shape(str(sizes), run, (sizes.B, sizes.H, sizes.L, sizes.V))
     if subject.layer is not None:
         for batch, length in ((2, 1), (0, 3), (2, 0)):
             x = subject.tokens(batch, length, trial)
-            try:
-                out = subject.through(x)
-            except SubjectError as error:
-                fail(f"B={batch} L={length}", "", f"shape {list(x.shape)}", "an error", str(error))
-            if not bool(out.isfinite().all()):
-                fail(f"B={batch} L={length}", "", "finite numbers", "NaN", "an empty sum")
+            _has_shape(f"B={batch} L={length}", partial(subject.run_layer, x), (batch, length))
 
 
-def _empty(subject: Subject, sizes: Sizes, trial: Trial) -> None:
-    q, k, v = subject.inputs(sizes, trial)
-    wanted = (sizes.B, sizes.H, sizes.L, sizes.V)
+def _has_shape(label: str, run: "partial[Tensor]", shape: tuple[int, ...]) -> None:
     try:
-        out = subject.run(q, k, v)
+        out = run()
     except SubjectError as error:
-        fail(sizes, "", f"shape {list(wanted)}", "an error", str(error))
-    if tuple(out.shape) != wanted or not bool(out.isfinite().all()):
-        fail(sizes, "", f"finite numbers of shape {list(wanted)}",
-             f"shape {list(out.shape)}, finite: {bool(out.isfinite().all())}", "an empty softmax",
-        )  # fmt: skip
+        fail(label, "", f"shape {list(shape)}", "an error", str(error))
+    finite = bool(out.isfinite().all())
+    if tuple(out.shape[: len(shape)]) != shape or not finite:
+        fail(label, "", f"finite values of shape {list(shape)}",
+             f"shape {list(out.shape)}, finite: {finite}", "an empty softmax")  # fmt: skip
 
 
 LAWS = (

@@ -1,29 +1,30 @@
-"""Laws of pages, of who owns them, and of prefixes that are found again.
+"""Laws of paged attention, of the allocator of its pages, and of prefix caches.
 
 A paged function is `(q [B, H, D], k_pool [N, T, G, D], v_pool, block_table [B, M], lengths [B])` to
 `[B, H, D]`. An allocator has `allocate(n) -> ids`, `free(ids)`, and maybe `share(ids)` and
 `num_free`. A prefix cache has `insert(tokens, value, salt=...)` and `lookup(tokens, salt=...)`.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Trial, compare, fail, insist, law
+from regard.verify.law import NotApplicable, Trial, fail, law, require
 from regard.verify.oracle import attention
 from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.subject import Subject, SubjectError, called
 
-BLOCK, BLOCKS, TABLE = 4, 12, 3
+BLOCK, BLOCKS, TABLE = 4, 12, 3  # tokens of a page, pages of the pool, pages of a row's table
 
 
 def _pages(trial: Trial, heads: int, groups: int) -> tuple[Tensor, ...]:
-    """Pools full of NaN but where a row's tokens are, and a table whose tail points nowhere."""
+    """Pools that are NaN where no row has a token, and a table whose unused entries are invalid."""
     lengths = torch.tensor([1, BLOCK, BLOCK * 2 - 1, BLOCK * TABLE])
     pools = [torch.full((BLOCKS, BLOCK, groups, 8), float("nan")) for _ in "kv"]
     table = torch.full((len(lengths), TABLE), BLOCKS * 1000, dtype=torch.int64)
-    free = torch.randperm(BLOCKS, generator=trial.dice).tolist()
+    free = trial.permutation(BLOCKS).tolist()
     for row, length in enumerate(lengths.tolist()):
         for at in range(-(-length // BLOCK)):
             table[row, at] = free.pop()
@@ -34,7 +35,7 @@ def _pages(trial: Trial, heads: int, groups: int) -> tuple[Tensor, ...]:
 
 
 @law(
-    "Pages give what the same keys give in one piece; what lies beside them is never read.",
+    "Pages give what the same keys give in one piece; no other slot is read.",
     "bounded",
     "stale slots, a table read past its end, a page counted twice",
     "paged",
@@ -48,15 +49,9 @@ def paged_equals_dense(subject: Subject, trial: Trial) -> None:
             used = table[row, : -(-length // BLOCK)]
             keys, values = (x[used].flatten(0, 1)[:length].movedim(0, 1)[None] for x in (k, v))
             expected = attention(q[row, :, None][None], keys, values).out[0, :, 0]
-            insist(
-                compare(
-                    f"H={heads} G={groups}, {length} tokens in pages of {BLOCK}",
-                    out[row].double(),
-                    expected,
-                    1e-4,
-                    "a slot that is not the row's own was read, or one was missed",
-                )
-            )
+            label = f"H={heads} G={groups}, {length} tokens in pages of {BLOCK}"
+            cause = "a slot that is not of this row was read, or one was missed"
+            require(label, out[row].double(), expected, 1e-4, cause)
 
 
 @law(
@@ -78,87 +73,93 @@ def paged_bounds(subject: Subject, trial: Trial) -> None:
          "it reads past its table, or leaves tokens out")  # fmt: skip
 
 
-def _free(allocator: Any) -> int | None:
-    for name in ("num_free", "free_blocks", "available", "num_free_blocks"):
-        if hasattr(allocator, name):
-            found = getattr(allocator, name)
-            found = called(found) if callable(found) else found
-            return len(found) if hasattr(found, "__len__") else int(found)
-    return None
+@dataclass
+class _Allocations:
+    """An allocator, the blocks of each request, and the operations so far."""
+
+    allocator: Any
+    owned: list[list[int]] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+
+    def used(self) -> set[int]:
+        return {block for blocks in self.owned for block in blocks}
+
+    def free(self) -> int | None:
+        """The number of free blocks, by the allocator's own count."""
+        for name in ("num_free", "free_blocks", "available", "num_free_blocks"):
+            if hasattr(self.allocator, name):
+                found = getattr(self.allocator, name)
+                found = called(found) if callable(found) else found
+                return len(found) if hasattr(found, "__len__") else int(found)
+        return None
+
+    def step(self, trial: Trial, total: int) -> None:
+        """One random operation: free, share or allocate."""
+        verb = int(trial.integers(0, 4, 1))
+        if self.owned and (verb == 0 or len(self.owned) > 6):  # or no block would be free again
+            blocks = self.owned.pop(int(trial.integers(0, len(self.owned), 1)))
+            self.done.append(f"free {blocks}")
+            called(self.allocator.free, blocks)
+        elif verb == 1 and self.owned and hasattr(self.allocator, "share"):
+            blocks = self.owned[int(trial.integers(0, len(self.owned), 1))]
+            self.done.append(f"share {blocks}")
+            called(self.allocator.share, blocks)
+            self.owned.append(list(blocks))
+        else:
+            self.allocate(int(trial.integers(1, total // 2 + 2, 1)))
+
+    def allocate(self, many: int) -> None:
+        used, before = self.used(), self.free()
+        self.done.append(f"allocate {many}")
+        label = "; ".join(self.done[-4:])
+        try:
+            got = called(self.allocator.allocate, many)
+        except SubjectError:
+            got = None
+        if got is None:
+            if before is not None and self.free() != before:
+                fail(label, "free after a request that failed", before, self.free(),
+                     "a request that fails does not return what it had taken")  # fmt: skip
+            if before is not None and many <= before:
+                fail(label, f"a request for {many} of {before}", "blocks", "none",
+                     "it refuses a request although enough blocks are free")  # fmt: skip
+            return
+        got = [int(block) for block in got]
+        if len(set(got)) != many or used & set(got):
+            both = sorted(used & set(got)) or got
+            fail(label, f"blocks {both}", "blocks of one owner", "two owners",
+                 "a block was allocated while in use: it was freed twice")  # fmt: skip
+        self.owned.append(got)
 
 
 @law(
-    "No block has two owners, free and used add up, a failed request takes nothing, and in the end "
-    "all come back.",
+    "No block has two owners, free and used add up, a failed request takes nothing, and all blocks "
+    "come back.",
     "exact",
     "a double free, a leak, a partial allocation that is not undone",
     "allocator",
 )
 def allocator_invariants(subject: Subject, trial: Trial) -> None:
-    allocator = called(subject.thing)
-    total = subject.conventions.capacity or _free(allocator)
+    state = _Allocations(called(subject.thing))
+    total = subject.conventions.capacity or state.free()
     if not total:
-        raise NotApplicable("it does not say how many blocks it has")
-    owned: list[list[int]] = []
-    done: list[str] = []
+        raise NotApplicable("its number of blocks is not known")
     for _ in range(60 if trial.quick else 400):
-        _allocator_step(allocator, owned, done, trial, total)
-        used = len({block for blocks in owned for block in blocks})
-        free = _free(allocator)
+        state.step(trial, total)
+        used, free = len(state.used()), state.free()
         if free is not None and free + used != total:
             cause = "blocks leaked" if free + used < total else "a block is free and in use"
-            fail("; ".join(done[-6:]), "free and used", total, f"{free} + {used}", cause)
-    for blocks in owned:
-        called(allocator.free, blocks)
-    got = list(called(allocator.allocate, total))
+            fail("; ".join(state.done[-6:]), "free and used", total, f"{free} + {used}", cause)
+    for blocks in state.owned:
+        called(state.allocator.free, blocks)
+    got = list(called(state.allocator.allocate, total))
     if len(set(got)) != total:
-        fail("all freed, then all asked for", "different blocks", total, len(set(got)),
-             "after all is freed, not all blocks come back once")  # fmt: skip
-
-
-def _allocator_step(
-    allocator: Any, owned: list[list[int]], done: list[str], trial: Trial, total: int
-) -> None:
-    verb = int(trial.integers(0, 4, 1))
-    if owned and (verb == 0 or len(owned) > 6):  # or nothing would ever be free again
-        blocks = owned.pop(int(trial.integers(0, len(owned), 1)))
-        done.append(f"free {blocks}")
-        called(allocator.free, blocks)
-    elif verb == 1 and owned and hasattr(allocator, "share"):
-        blocks = owned[int(trial.integers(0, len(owned), 1))]
-        done.append(f"share {blocks}")
-        called(allocator.share, blocks)
-        owned.append(list(blocks))
-    else:
-        _allocate(allocator, owned, done, int(trial.integers(1, total // 2 + 2, 1)))
-
-
-def _allocate(allocator: Any, owned: list[list[int]], done: list[str], many: int) -> None:
-    used = {block for blocks in owned for block in blocks}
-    before = _free(allocator)
-    done.append(f"allocate {many}")
-    try:
-        got = called(allocator.allocate, many)
-    except SubjectError:
-        got = None
-    if got is None:
-        if before is not None and _free(allocator) != before:
-            fail("; ".join(done[-4:]), "free after a request that failed", before, _free(allocator),
-                 "a request that fails keeps what it had taken")  # fmt: skip
-        if before is not None and many <= before:
-            fail("; ".join(done[-4:]), f"a request for {many} of {before}", "blocks", "none",
-                 "it refuses what it could give")  # fmt: skip
-        return
-    got = [int(block) for block in got]
-    if len(set(got)) != many or used & set(got):
-        both = sorted(used & set(got)) or got
-        fail("; ".join(done[-4:]), f"blocks {both}", "blocks of one owner", "two owners",
-             "a block was given away while in use: it was freed twice")  # fmt: skip
-    owned.append(got)
+        fail("all freed, then all requested", "different blocks", total, len(set(got)),
+             "after all are freed, not every block comes back once")  # fmt: skip
 
 
 @law(
-    "A prefix is found by its tokens and its salt alone, and what is found is what was put in.",
+    "A prefix is found by its tokens and its salt alone, with the value that was inserted.",
     "exact",
     "keys that ignore the salt or the type, a hit for a longer or other prefix",
     "prefix",
@@ -167,38 +168,30 @@ def prefix_isolation(subject: Subject, trial: Trial) -> None:
     prefixes = called(subject.thing)
     salted = "salt" in parameters_of(prefixes.lookup)
 
-    def put(tokens: list[Any], value: Any, salt: Any) -> None:
-        called(prefixes.insert, tokens, value, **({"salt": salt} if salted else {}))
+    def salt_of(salt: Any) -> dict[str, Any]:
+        return {"salt": salt} if salted else {}
 
-    def get(tokens: list[Any], salt: Any) -> Any:
-        return called(prefixes.lookup, tokens, **({"salt": salt} if salted else {}))
-
-    put([1, 2, 3], "ours", "a")
-    put([9, 23], "other", "a")
+    called(prefixes.insert, [1, 2, 3], "ours", **salt_of("a"))
+    called(prefixes.insert, [9, 23], "other", **salt_of("a"))
     cases: list[tuple[list[int], Any, Any, str]] = [
-        ([1, 2, 3], "a", "ours", "what was put in is not found"),
-        ([1, 2, 4], "a", None, "another's tokens hit"),
-        ([3, 2, 1], "a", None, "the order of the tokens does not count"),
-        ([92, 3], "a", None, "tokens are joined without a border between them"),
+        ([1, 2, 3], "a", "ours", "an inserted prefix is not found"),
+        ([1, 2, 4], "a", None, "other tokens hit"),
+        ([3, 2, 1], "a", None, "the order of the tokens is ignored"),
+        ([92, 3], "a", None, "tokens are joined without a separator"),
         ([1, 2], "a", None, "a shorter prefix hits the longer one's value"),
-        ([], "a", None, "nothing hits something"),
+        ([], "a", None, "an empty prefix hits"),
     ]
     if salted:
         cases += [
-            ([1, 2, 3], "b", None, "another salt hits: tenants see each other's cache"),
-            ([1, 2, 3], None, None, "no salt hits what was salted"),
-            ([2, 3], "a1", None, "salt and tokens are joined without a border"),
-            ([2, 3], "a,1", None, "salt and tokens are joined by what may be in both"),
+            ([1, 2, 3], "b", None, "another salt hits: tenants read each other's cache"),
+            ([1, 2, 3], None, None, "a lookup without salt hits an entry with one"),
+            ([2, 3], "a1", None, "salt and tokens are joined without a separator"),
+            ([2, 3], "a,1", None, "salt and tokens are joined by a separator that both may hold"),
         ]
     for tokens, salt, expected, cause in cases:
-        got = get(tokens, salt)
+        got = called(prefixes.lookup, tokens, **salt_of(salt))
         if got != expected:
             fail(f"lookup {tokens} with salt {salt!r}", "", expected, got, cause)
 
 
-LAWS = (
-    paged_equals_dense,
-    paged_bounds,
-    allocator_invariants,
-    prefix_isolation,
-)
+LAWS = (paged_equals_dense, paged_bounds, allocator_invariants, prefix_isolation)

@@ -1,109 +1,93 @@
-"""Laws of order: of keys, of queries, of heads."""
+"""Laws of order: what happens when keys, queries or heads are permuted."""
 
 from typing import Any
 
 import torch
 
-from regard.verify.law import (
-    Counterexample,
-    NotApplicable,
-    Sizes,
-    Trial,
-    compare,
-    insist,
-    law,
-    smallest,
-)
-from regard.verify.laws.cases import sizes_for, some_keep
+from regard.verify.law import NotApplicable, Sizes, Trial, law, require, tolerance, where_finite
+from regard.verify.laws.cases import on_sizes, random_mask
 from regard.verify.subject.subject import Subject
 
 
-def _refuse_positions(subject: Subject) -> None:
+def _needs_no_positions(subject: Subject) -> None:
     if subject.conventions.causal or subject.conventions.window:
         raise NotApplicable("it hides keys by their position")
     if subject.conventions.pairing != "none":
-        raise NotApplicable("it knows positions")
+        raise NotApplicable("its scores depend on positions")
 
 
 @law(
-    "The order of the keys does not matter, if values and mask move with them.",
+    "The order of the keys does not matter, if values and mask are permuted with them.",
     "bounded",
-    "a dropped tail, positions that leak, a loop over blocks that forgets one",
+    "a dropped tail, positions that leak, a loop over blocks that skips one",
     "heads",
 )
 def key_permutation(subject: Subject, trial: Trial) -> None:
-    _refuse_positions(subject)
+    _needs_no_positions(subject)
 
-    def broken(sizes: Sizes) -> Counterexample | None:
+    def attempt(sizes: Sizes) -> None:
         q, k, v = subject.inputs(sizes, trial)
-        order = torch.randperm(sizes.S, generator=trial.dice)
-        asked: dict[str, Any] = {}
-        moved: dict[str, Any] = {}
-        if subject.has & {"mask", "padding"}:
-            keep = some_keep(subject, sizes, trial)
-            asked, moved = {"keep": keep}, {"keep": keep[..., order]}
-        expected = subject.run(q, k, v, **asked).double()
-        got = subject.run(q, k[:, :, order], v[:, :, order], **moved).double()
-        return compare(sizes, got, expected, 1e-4 * float(1 + v.abs().max()),
-                       f"with keys in the order {order.tolist()} the output changes")  # fmt: skip
+        order = trial.permutation(sizes.S)
+        options: dict[str, Any] = {}
+        permuted: dict[str, Any] = {}
+        if subject.has.padding:
+            keep = random_mask(subject, sizes, trial)
+            options, permuted = {"keep": keep}, {"keep": keep[..., order]}
+        expected = subject.run(q, k, v, **options).double()
+        got = subject.run(q, k[:, :, order], v[:, :, order], **permuted).double()
+        cause = f"with keys in the order {order.tolist()} the output changes"
+        require(sizes, got, expected, tolerance(v), cause)
 
-    insist(smallest(sizes_for(subject, trial), broken))
+    on_sizes(subject, trial, attempt)
 
 
 @law(
-    "Each query is answered for itself: queries in another order give outputs in that order.",
+    "Queries are independent of each other: permuted queries give permuted outputs.",
     "bounded",
     "rows that mix, a softmax over the queries",
     "heads",
 )
 def query_permutation(subject: Subject, trial: Trial) -> None:
-    _refuse_positions(subject)
+    _needs_no_positions(subject)
 
-    def broken(sizes: Sizes) -> Counterexample | None:
+    def attempt(sizes: Sizes) -> None:
         q, k, v = subject.inputs(sizes, trial)
-        order = torch.randperm(sizes.L, generator=trial.dice)
+        order = trial.permutation(sizes.L)
         expected = subject.run(q, k, v).double()[:, :, order]
         got = subject.run(q[:, :, order], k, v).double()
-        cause = "what a query reads depends on the other queries"
-        return compare(sizes, got, expected, 1e-4 * float(1 + v.abs().max()), cause)
+        cause = "the output of a query depends on the other queries"
+        require(sizes, got, expected, tolerance(v), cause)
 
-    insist(smallest(sizes_for(subject, trial), broken))
+    on_sizes(subject, trial, attempt)
 
 
 @law(
-    "Heads keep to themselves: heads in another order give outputs in that order.",
+    "Heads do not mix: permuted heads give permuted outputs.",
     "bounded",
     "heads split or merged by the wrong reshape, heads that mix",
-    "several heads",
+    "several_heads",
 )
 def head_permutation(subject: Subject, trial: Trial) -> None:
-    def broken(sizes: Sizes) -> Counterexample | None:
+    def attempt(sizes: Sizes) -> None:
         if sizes.G < 2 or sizes.H % sizes.G:
-            return None
+            return
         q, k, v = subject.inputs(sizes, trial)
         order = torch.roll(torch.arange(sizes.G), 1)
-        queries = (
-            order[:, None] * (sizes.H // sizes.G) + torch.arange(sizes.H // sizes.G)
-        ).flatten()
+        many = sizes.H // sizes.G
+        queries = (order[:, None] * many + torch.arange(many)).flatten()
         if subject.conventions.head_order == "tiled":
             queries = torch.cat([order + start for start in range(0, sizes.H, sizes.G)])
         expected = subject.run(q, k, v)[:, queries].double()
         got = subject.run(q[:, queries], k[:, order], v[:, order]).double()
-        expected = torch.where(expected.isfinite(), expected, got)
-        allowed = 1e-4 * float(1 + v.abs().max())
         cause = (
-            "a head's output depends on its place among the heads: they were split, merged "
+            "the output of a head depends on its place among the heads: they were split, merged "
             "or shared by the wrong axis"
         )
-        return compare(sizes, got, expected, allowed, cause)
+        require(sizes, got, where_finite(expected, got), tolerance(v), cause)
 
     if subject.sinks is not None:
-        raise NotApplicable("each head has a sink of its own")
-    insist(smallest(sizes_for(subject, trial), broken))
+        raise NotApplicable("each head has its own sink")
+    on_sizes(subject, trial, attempt)
 
 
-LAWS = (
-    key_permutation,
-    query_permutation,
-    head_permutation,
-)
+LAWS = (key_permutation, query_permutation, head_permutation)

@@ -1,4 +1,4 @@
-"""Laws of pasts in wrong hands: one for two layers, and steps that are refused or interrupted."""
+"""Laws of caches after mistakes: one cache in two layers, steps that are refused or interrupted."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.verify.law import NotApplicable, Trial, compare, insist, law
-from regard.verify.laws.caches import same
-from regard.verify.subject.adapters import HostedModel
-from regard.verify.subject.caches import DIM, HEADS, new_store
+from regard.verify.law import NotApplicable, Trial, law, require, tolerance
+from regard.verify.laws.caches import same_tokens
+from regard.verify.subject.adapters import TransformersModel
+from regard.verify.subject.caches import new_store, new_tokens
 from regard.verify.subject.decoding import Past
 from regard.verify.subject.subject import Stepper, Subject, SubjectError
 
-Wrong = Callable[[Past], bool]  # does something wrong; whether that ended in an error
+Wrong = Callable[[Past], bool]  # makes a mistake; returns whether that raised an error
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_num", "idx")
 
 
 @law(
-    "A past that two layers are given is refused by the second, or each reads its own tokens.",
+    "If two layers are given one cache, the second refuses it, or each reads its own tokens.",
     "exact",
-    "one cache for all layers of a model, a past kept by the class and not by the layer",
+    "one cache for all layers of a model, a cache stored in the class and not in the layer",
     "cache",
 )
 def one_past_two_layers(subject: Subject, trial: Trial) -> None:
     assert subject.stepper is not None
     if subject.stepper.style == "tuple":
-        raise NotApplicable("its past is a value that it gives back: there is nothing to share")
+        raise NotApplicable("its cache is a returned value, which is not shared")
     steppers = [subject.stepper, subject.stepper.of(_another_layer(subject))]
     inputs = [subject.tokens(2, 6, trial) for _ in steppers]
     alone = [
@@ -42,16 +42,14 @@ def one_past_two_layers(subject: Subject, trial: Trial) -> None:
     if subject.stepper.style == "object":
         pasts[1] = pasts[0]
     together = _in_turns(steppers, inputs, pasts)
-    for said, mine, right in zip(("first", "second"), together, alone, strict=True):
-        insist(compare(
-            f"B=2, two layers in turns, pieces of 3, the {said} layer",
-            mine, right[:, : mine.shape[1]], 1e-4 * float(1 + right.abs().max()),
-            "two layers share one past without an error: each reads the other's tokens",
-        ))  # fmt: skip
+    for order, mine, right in zip(("first", "second"), together, alone, strict=True):
+        label = f"B=2, two layers in turns, pieces of 3, the {order} layer"
+        cause = "two layers share one cache without an error: each reads the other's tokens"
+        require(label, mine, right[:, : mine.shape[1]], tolerance(right), cause)
 
 
 def _in_turns(steppers: list[Stepper], inputs: list[Tensor], pasts: list[Past]) -> list[Tensor]:
-    """The output of each layer in pieces of 3, in turns; one that refuses is asked no more."""
+    """The outputs of all layers, in turns and in pieces of 3; a layer that refuses is left out."""
     pasts, outs, over = list(pasts), [[x[:, :0]] for x in inputs], set[int]()
     for piece in range(2):
         for layer, stepper in enumerate(steppers):
@@ -67,17 +65,16 @@ def _in_turns(steppers: list[Stepper], inputs: list[Tensor], pasts: list[Past]) 
 
 
 def _another_layer(subject: Subject) -> nn.Module:
-    """A second layer as a model holds it: made anew where that is known, with its own index."""
+    """A second layer as in a model: built anew if that is possible, with the next layer index."""
     module = subject.module
     assert module is not None
     indices = [value for each in module.modules() for value in _indices(each).values()]
-    if isinstance(module, HostedModel) or len(set(indices)) > 1:
-        raise NotApplicable("it is several layers, which share a past by their indices")
+    if isinstance(module, TransformersModel) or len(set(indices)) > 1:
+        raise NotApplicable("it has several layers, which share a cache by their indices")
     try:
-        twin: nn.Module = subject.other["another"]() if "another" in subject.other else module
-        twin = copy.deepcopy(module) if twin is module else twin
+        twin = subject.another() if subject.another is not None else copy.deepcopy(module)
     except Exception as error:
-        raise NotApplicable(f"there is no second one: {type(error).__name__}") from error
+        raise NotApplicable(f"no second layer could be built: {type(error).__name__}") from error
     for each in twin.modules():
         for name, value in _indices(each).items():
             setattr(each, name, value + (value in indices))
@@ -85,7 +82,7 @@ def _another_layer(subject: Subject) -> nn.Module:
 
 
 def _indices(module: nn.Module) -> dict[str, int]:
-    """What a module says of its place in a model."""
+    """The attributes of a module that hold its index in a model."""
     given = {name: getattr(module, name, None) for name in INDICES}
     return {n: v for n, v in given.items() if isinstance(v, int) and not isinstance(v, bool)}
 
@@ -98,11 +95,10 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @law(
-    "A step that is refused leaves the past as it was: the right token then gives what it always "
-    "gives.",
+    "A refused step leaves the cache as it was: the right token then gives its usual output.",
     "exact",
-    "a token that is counted or kept before it is checked",
-    "cache|store",
+    "a token that is counted or stored before it is checked",
+    "cache|cache_object",
 )
 def refused_step(subject: Subject, trial: Trial) -> None:
     if subject.stepper is None:
@@ -110,38 +106,38 @@ def refused_step(subject: Subject, trial: Trial) -> None:
         return
     stepper, x = subject.stepper, subject.tokens(2, 6, trial)
     tries: dict[str, Wrong] = {
-        f"a token {said}": partial(_try_token, stepper, change(x[:, 4:5]))
-        for said, change in WRONG.items()
+        f"a token {mistake}": partial(_try_token, stepper, change(x[:, 4:5]))
+        for mistake, change in WRONG.items()
     }
-    if "mask" in subject.has:
+    if subject.has.mask:
         tries["a mask for 2 keys too many"] = partial(_try_mask, stepper, x[:, 4:5])
-    _leave_the_past(stepper, x, tries)
+    _leave_the_cache(stepper, x, tries)
 
 
 @law(
-    "A step that ends in an error leaves the past as it was, or the past is refused from then on.",
+    "A step that ends in an error leaves the cache as it was, or the cache is refused afterwards.",
     "exact",
-    "a past that has grown by a token whose output was never given: a retry reads it twice",
+    "a cache that grew by a token whose output was never returned: a retry reads it twice",
     "cache",
     advised=True,
 )
 def interrupted_step(subject: Subject, trial: Trial) -> None:
     if subject.stepper is None or subject.module is None:
-        raise NotApplicable("it has no past that was found")
+        raise NotApplicable("no cache of it was found")
     stepper, x = subject.stepper, subject.tokens(2, 6, trial)
     points: list[str] = []
     _, past = stepper.step(x[:, :4], stepper.new())
     with _interrupted(subject.module, points, None):
         stepper.step(x[:, 4:5], past)
     last = list(enumerate(points))[-6 if trial.quick else -30 :]
-    _leave_the_past(stepper, x, {
-        f"an error in {said}": partial(_try_interrupted, stepper, subject.module, x[:, 4:5], at)
-        for at, said in last
+    _leave_the_cache(stepper, x, {
+        f"an error in {point}": partial(_try_interrupted, stepper, subject.module, x[:, 4:5], at)
+        for at, point in last
     })  # fmt: skip
 
 
 def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None:
-    """The output of tokens 4 and 5, after `wrong` was tried; None if that was no error."""
+    """The outputs of tokens 4 and 5 after the mistake `wrong`; None if that raised no error."""
     _, past = stepper.step(x[:, :4], stepper.new())
     if wrong is not None and not wrong(past):
         return None
@@ -152,32 +148,30 @@ def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None
         except SubjectError:
             if wrong is None:
                 raise
-            break  # it says that its past cannot be used
+            break  # the cache is refused
         pieces.append(out)
     return torch.cat(pieces, 1)
 
 
-def _leave_the_past(stepper: Stepper, x: Tensor, tries: dict[str, Wrong]) -> None:
-    """After each try that ends in an error, two more tokens give what they give without it."""
+def _leave_the_cache(stepper: Stepper, x: Tensor, tries: dict[str, Wrong]) -> None:
+    """After each mistake that raises an error, two more tokens give their usual outputs."""
     right = _two_more(stepper, x, None)
     assert right is not None
-    judged = 0
-    for said, wrong in tries.items():
+    checked = False
+    for mistake, wrong in tries.items():
         got = _two_more(stepper, x, wrong)
         if got is None:
             continue
-        judged += 1
-        insist(compare(
-            f"B=2, 4 tokens, {said}, 2 tokens", got, right[:, : got.shape[1]],
-            1e-4 * float(1 + right.abs().max()),
-            "the step ended in an error and has changed the past: a retry is silently wrong",
-        ))  # fmt: skip
-    if not judged:
-        raise NotApplicable("none of its steps ends in an error")
+        checked = True
+        cause = "the step raised an error and has changed the cache: a retry is silently wrong"
+        label = f"B=2, 4 tokens, {mistake}, 2 tokens"
+        require(label, got, right[:, : got.shape[1]], tolerance(right), cause)
+    if not checked:
+        raise NotApplicable("none of the steps raises an error")
 
 
 def _try_token(stepper: Stepper, token: Tensor, past: Past) -> bool:
-    """Whether the subject ended in an error of any kind."""
+    """Whether the subject raised an error of any kind."""
     try:
         stepper.step(token, past)
     except SubjectError as error:
@@ -186,7 +180,7 @@ def _try_token(stepper: Stepper, token: Tensor, past: Past) -> bool:
 
 
 def _try_mask(stepper: Stepper, token: Tensor, past: Past) -> bool:
-    """Whether the subject refused: an error of torch's is an accident, see `interrupted_step`."""
+    """Whether the subject refused; errors of torch are accidents, see `interrupted_step`."""
     try:
         with torch.no_grad():
             stepper.follow(token, past, columns=2)
@@ -210,53 +204,53 @@ PRODUCTS = {
 
 
 class _Watched(TorchFunctionMode):
-    """Tells when a product or a softmax is about to run."""
+    """Calls `before` with the name of each product or softmax that is about to run."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, before: Callable[[str], None]) -> None:
         super().__init__()
-        self.tell = tell
+        self.before = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS:
-            self.tell(func.__name__)
+            self.before(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _interrupted(module: nn.Module, points: list[str], at: int | None) -> Iterator[None]:
-    """Note in `points` each submodule, product and softmax that runs; raise at one of them."""
+    """Record in `points` each submodule, product and softmax that runs; raise at number `at`."""
 
-    def tell(said: str) -> None:
-        points.append(said)
+    def before(point: str) -> None:
+        points.append(point)
         if at == len(points) - 1:
             raise RuntimeError("an error in the middle of a step")
 
     with ExitStack() as stack:
         for name, each in module.named_modules():
             if not list(each.children()):
-                handle = each.register_forward_pre_hook(lambda *_, name=name: tell(name))
+                handle = each.register_forward_pre_hook(lambda *_, name=name: before(name))
                 stack.callback(handle.remove)
-        stack.enter_context(_Watched(tell))
+        stack.enter_context(_Watched(before))
         yield
 
 
 def _refused_update(subject: Subject, trial: Trial) -> None:
-    judged = 0
-    for said, change in WRONG.items():
+    checked = False
+    for mistake, change in WRONG.items():
         store = new_store(subject)
-        first, last = ([trial.randn(1, HEADS, n, DIM) for _ in "kv"] for n in (3, 1))
+        first, last = (new_tokens(trial, n) for n in (3, 1))
         store.append(*first)
         try:
             store.append(*(change(x) for x in last))
             continue
         except SubjectError:
-            judged += 1
-        with suppress(SubjectError):  # it may say that it cannot be used
+            checked = True
+        with suppress(SubjectError):  # the cache may be refused from now on
             for got, *put in zip(store.append(*last), first, last, strict=True):
-                expected = torch.cat(put, 2)
-                same(subject, f"3 tokens, one {said}, one more", got[:, :, -4:], expected,
-                     "it has kept something of tokens that it refused")  # fmt: skip
-    if not judged:
+                cause = "it has stored a part of the tokens that it refused"
+                label = f"3 tokens, one {mistake}, one more"
+                same_tokens(subject, label, got[:, :, -4:], torch.cat(put, 2), cause)
+    if not checked:
         raise NotApplicable("it refuses nothing")
 
 

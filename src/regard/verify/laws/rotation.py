@@ -1,83 +1,82 @@
-"""Laws of rotary positions: of a function (x [B, H, L, D], positions [L]), or of an attention."""
-
-from typing import Any
+"""Laws of rotary positions, of a function (x [B, H, L, D], positions [L]) or of an attention."""
 
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Sizes, Trial, compare, fail, insist, law
-from regard.verify.laws.cases import weights_width
+from regard.verify.law import NotApplicable, Sizes, Trial, fail, law, require
 from regard.verify.oracle import rotated
 from regard.verify.subject.subject import Subject, SubjectError, called
-from regard.verify.visibility import read_weights
 
 DIM = 8
 
 
-def turn(subject: Subject, x: Tensor, positions: Tensor) -> Tensor:
-    """What the subject makes of x [B, H, L, D] at these positions."""
+def rotate(subject: Subject, x: Tensor, positions: Tensor) -> Tensor:
+    """x [B, H, L, D], rotated by the subject."""
     with torch.no_grad():
         out = called(subject.thing, x.clone(), positions.clone())
     if not isinstance(out, Tensor) or out.shape != x.shape:
-        raise SubjectError("it did not give back x, turned, in its own shape")
+        raise SubjectError("it did not return x, rotated, in the same shape")
     return out
 
 
-def pairing_of(subject: Subject, trial: Trial) -> str | None:
-    """Which channels move together, from one-hot channels."""
-    moved = [i for i, _ in _partner(subject, 0)]
-    return "pairs" if moved == [0, 1] else "halves" if moved == [0, DIM // 2] else None
-
-
-def _partner(subject: Subject, channel: int) -> list[tuple[int, float]]:
+def _mixed_with_channel_0(subject: Subject) -> list[int]:
+    """The channels that a vector with channel 0 alone has after rotation."""
     x = torch.zeros(1, 1, 2, DIM)
-    x[..., channel] = 1.0
-    out = turn(subject, x, torch.tensor([0, 1]))[0, 0, 1]
-    return [(i, float(out[i])) for i in range(DIM) if abs(float(out[i])) > 1e-6]
+    x[..., 0] = 1.0
+    out = rotate(subject, x, torch.tensor([0, 1]))[0, 0, 1]
+    return [i for i in range(DIM) if abs(float(out[i])) > 1e-6]
+
+
+PAIRINGS = {"pairs": [0, 1], "halves": [0, DIM // 2]}  # what channel 0 is mixed with
+
+
+def pairing_of(subject: Subject) -> str | None:
+    """Which channels are rotated together."""
+    channels = _mixed_with_channel_0(subject)
+    return next((name for name, found in PAIRINGS.items() if found == channels), None)
 
 
 @law(
-    "Scores of turned queries and keys depend on the distance alone, near and far.",
+    "Scores of rotated queries and keys depend on their distance alone, near and far.",
     "bounded",
-    "absolute positions that leak, wrong tables, values that are turned too",
+    "absolute positions that leak, wrong tables, values that are rotated too",
     "rope|rotation",
 )
 def rope_relative(subject: Subject, trial: Trial) -> None:
     if subject.kind != "rope":
-        return _toeplitz(subject, trial)
+        return _weights_by_distance(subject, trial)
     q, k = (trial.randn(1, 1, 1, DIM).expand(1, 1, 6, DIM) for _ in "qk")
-    base: Tensor | None = None
+    base = torch.zeros(1, 1, 6, 6)
     for shift in (0, 1, 1_000, 100_000):
         positions = torch.arange(6) + shift
-        scores = turn(subject, q, positions).double() @ turn(subject, k, positions).double().mT
-        base = scores if base is None else base
-        allowed = 2e-6 * (10 + shift) ** 0.75 * float(1 + base.abs().max())
-        insist(compare(f"L=6, positions from {shift}", scores, base, max(allowed, 2e-5),
-                       "scores depend on where, not only on how far"))  # fmt: skip
+        scores = rotate(subject, q, positions).double() @ rotate(subject, k, positions).double().mT
+        base = scores if shift == 0 else base
+        allowed = max(2e-6 * (10 + shift) ** 0.75 * float(1 + base.abs().max()), 2e-5)
+        cause = "scores depend on the positions themselves, not on their distance alone"
+        require(f"L=6, positions from {shift}", scores, base, allowed, cause)
     for distance in range(1, 5):
-        row = base[0, 0].diagonal(-distance) if base is not None else torch.zeros(1)
-        insist(compare(f"L=6, distance {distance}", row, row[:1].expand_as(row), 1e-4,
-                       "equal distances give unequal scores"))  # fmt: skip
+        _all_equal(f"L=6, distance {distance}", base[0, 0].diagonal(-distance), 1e-4)
     return None
 
 
-def _toeplitz(subject: Subject, trial: Trial) -> None:
+def _all_equal(label: str, row: Tensor, allowed: float) -> None:
+    require(label, row, row[:1].expand_as(row), allowed, "equal distances give unequal scores")
+
+
+def _weights_by_distance(subject: Subject, trial: Trial) -> None:
     length = 8
     sizes = subject.fit(Sizes(1, 1, 1, length, length, 8, length))
     q, k, _ = subject.inputs(sizes._replace(L=1, S=1), trial)
     q, k = q.expand(-1, -1, length, -1), k.expand(-1, -1, length, -1)
-    weights = read_weights(subject.run, q, k, width=weights_width(subject, sizes)).double()
+    weights = subject.read_weights(q, k).double()
     odds = torch.log(weights[0, 0] / weights[0, 0].diagonal()[:, None])
     for distance in range(1, length - 1):
         row = odds.diagonal(-distance)
-        row = row[row.isfinite()]
-        if len(row) > 1:
-            insist(compare(f"{sizes}, distance {distance}", row, row[:1].expand_as(row), 1e-3,
-                           "equal distances give unequal scores"))  # fmt: skip
+        _all_equal(f"{sizes}, distance {distance}", row[row.isfinite()], 1e-3)
 
 
 @law(
-    "Channels are turned in the declared pairs: (i, i + D/2) or (2i, 2i + 1), by falling "
+    "Channels are rotated in the declared pairs, (i, i + D/2) or (2i, 2i + 1), by decreasing "
     "frequencies.",
     "exact",
     "halves mixed up with pairs, frequencies in another order",
@@ -86,23 +85,22 @@ def _toeplitz(subject: Subject, trial: Trial) -> None:
 def rope_layout(subject: Subject, trial: Trial) -> None:
     declared = subject.conventions.pairing
     if subject.kind != "rope":
-        return  # probing matched its scores to one of the two
-    found = pairing_of(subject, trial)
+        return  # probing has matched its scores to one of the two
+    found = pairing_of(subject)
     if found is None or (declared not in (None, found)):
-        moved = [i for i, _ in _partner(subject, 0)]
-        right = {"pairs": [0, 1], "halves": [0, DIM // 2]}.get(declared or "halves")
-        fail(f"D={DIM}", "channels that move with channel 0", right, moved,
+        right = PAIRINGS.get(declared or "halves")
+        channels = _mixed_with_channel_0(subject)
+        fail(f"D={DIM}", "channels that are rotated with channel 0", right, channels,
              f"the pairing is {found or 'neither halves nor pairs'}")  # fmt: skip
-    assert found is not None
     x, positions = trial.randn(1, 2, 5, DIM), torch.arange(5)
     theta = subject.conventions.theta
     expected = rotated(x, positions, found, theta)
     causes = {
-        "it turns the other way round": rotated(x, -positions, found, theta),
+        "it rotates in the other direction": rotated(x, -positions, found, theta),
         "position 0 is counted as 1": rotated(x, positions + 1, found, theta),
         f"theta is not {theta:g}": rotated(x, positions, found, 500_000.0),
     }
-    insist(compare(f"L=5 D={DIM}", turn(subject, x, positions), expected, 1e-4, causes))
+    require(f"L=5 D={DIM}", rotate(subject, x, positions), expected, 1e-4, causes)
 
 
 @law(
@@ -112,35 +110,28 @@ def rope_layout(subject: Subject, trial: Trial) -> None:
     "rotation",
 )
 def rope_norm_and_long(subject: Subject, trial: Trial) -> None:
-    pairing = pairing_of(subject, trial)
+    pairing = pairing_of(subject)
     if pairing is None:
         raise NotApplicable("its pairing is not known")
     for at in (0, 1_000, 70_000, 1_000_000):
         positions = torch.arange(at, at + 3)
         for dtype in (torch.float32, torch.bfloat16):
-            _long(subject, trial, positions, dtype, pairing)
-
-
-def _long(
-    subject: Subject, trial: Trial, positions: Tensor, dtype: torch.dtype, pairing: str
-) -> None:
-    x = trial.randn(1, 1, len(positions), DIM, dtype=dtype)
-    try:
-        got = turn(subject, x, positions).double()
-    except SubjectError:
-        if int(positions.max()) > 1_000:
-            return  # refused beyond its table
-        raise
-    at, size = int(positions[0]), float(x.double().abs().max())
-    norms = [y.double().square().sum(-1).sqrt() for y in (x, got)]
-    step = torch.finfo(dtype).eps
-    most = 8 * step * (1 + size) + 1e-5
-    insist(compare(f"positions from {at}, {dtype}", norms[1], norms[0], most,
-                   "rotation changes lengths"))  # fmt: skip
-    expected = rotated(x, positions, pairing, subject.conventions.theta)
-    allowed = (4 * step + 2.0**-23 * (8 + at)) * (1 + size)
-    insist(compare(f"positions from {at}, {dtype}", got, expected, allowed,
-                   "angles are computed or kept too coarsely"))  # fmt: skip
+            x = trial.randn(1, 1, 3, DIM, dtype=dtype)
+            try:
+                got = rotate(subject, x, positions).double()
+            except SubjectError:
+                if at >= 1_000:
+                    continue  # refused beyond its table
+                raise
+            label = f"positions from {at}, {dtype}"
+            size, step = float(x.double().abs().max()), torch.finfo(dtype).eps
+            norms = [y.double().square().sum(-1).sqrt() for y in (x, got)]
+            allowed = 8 * step * (1 + size) + 1e-5
+            require(label, norms[1], norms[0], allowed, "rotation changes lengths")
+            expected = rotated(x, positions, pairing, subject.conventions.theta)
+            allowed = (4 * step + 2.0**-23 * (8 + at)) * (1 + size)
+            cause = "angles are computed or stored with too little precision"
+            require(label, got, expected, allowed, cause)
 
 
 @law(
@@ -152,18 +143,13 @@ def _long(
 def rope_autocast(subject: Subject, trial: Trial) -> None:
     x, positions = trial.randn(1, 1, 3, DIM), torch.arange(70_000, 70_003)
     try:
-        base = turn(subject, x, positions)
+        base = rotate(subject, x, positions)
     except SubjectError as error:
-        raise NotApplicable(f"far positions are refused: {error}") from error
+        raise NotApplicable(f"large positions are refused: {error}") from error
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got: Any = turn(subject, x, positions)
-    insist(compare("positions from 70000, autocast", got.double(), base.double(), 1e-6,
-                   "angles are rounded to bfloat16 under autocast"))  # fmt: skip
+        got = rotate(subject, x, positions)
+    cause = "angles are rounded to bfloat16 under autocast"
+    require("positions from 70000, autocast", got.double(), base.double(), 1e-6, cause)
 
 
-LAWS = (
-    rope_relative,
-    rope_layout,
-    rope_norm_and_long,
-    rope_autocast,
-)
+LAWS = (rope_relative, rope_layout, rope_norm_and_long, rope_autocast)

@@ -1,4 +1,4 @@
-"""A report as one page that needs nothing else: laws, counter-examples, and who sees whom."""
+"""A report as one HTML page: laws, counter-examples, pictures of visible keys."""
 
 from html import escape
 
@@ -19,8 +19,8 @@ svg{display:inline-block;margin-right:1rem}
 @media (prefers-color-scheme:dark){body{background:#14171a;color:#e6e8ea}
 td,th{border-color:#2c3238}.passed{color:#4cc27d}.failed{color:#ff8a80}.advice{color:#e3b341}}
 """
-SAID = {"passed": "kept", "failed": "broken", "advice": "advice"}
-CELL = 16
+WORDS = {"passed": "kept", "failed": "broken", "advice": "advice"}
+CELL = 16  # pixels of a cell of a picture
 
 
 def page(report: Report) -> str:
@@ -29,13 +29,13 @@ def page(report: Report) -> str:
     >>> page(Report("mine"))[:15]
     '<!doctype html>'
     """
-    asked = [each for each in report.outcomes if each.status != "not applicable"]
+    applied = [each for each in report.outcomes if each.status != "not applicable"]
     parts = [
         f"<h1>{escape(report.subject)}</h1><p>{escape(report.summary())}</p>",
         _inferred(report),
         _pictures(report),
-        *(_example(each) for each in asked if each.example is not None),
-        _laws(asked),
+        *(_example(each) for each in applied if each.example is not None),
+        _laws(applied),
         _aside(report),
         f"<p class=aside><code>{escape(report.badge())}</code></p>",
     ]
@@ -49,8 +49,8 @@ def page(report: Report) -> str:
 
 def _inferred(report: Report) -> str:
     rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(said)}</td></tr>"
-        for name, said in report.inferred.items()
+        f"<tr><th>{escape(name)}</th><td>{escape(words)}</td></tr>"
+        for name, words in report.inferred.items()
     )
     notes = "".join(f"<p class=aside>{escape(note)}</p>" for note in report.notes)
     return f"<h2>What was found out</h2><table>{rows}</table>{notes}"
@@ -60,11 +60,11 @@ def _pictures(report: Report) -> str:
     if not report.pictures:
         return ""
     drawn = "".join(
-        f"<figure>{_both(each.expected, each.actual)}<figcaption>{escape(each.title)}: as it "
-        f"should be, and as it is</figcaption></figure>"
+        f"<figure>{_both(each.expected, each.actual)}<figcaption>{escape(each.title)}: "
+        f"expected and measured</figcaption></figure>"
         for each in report.pictures
     )
-    return f"<h2>Who sees whom</h2>{drawn}"
+    return f"<h2>Which keys each query attends to</h2>{drawn}"
 
 
 def _both(expected: list[list[bool]], actual: list[list[bool]]) -> str:
@@ -80,10 +80,10 @@ def _grid(cells: list[list[bool]], right: list[list[bool]]) -> str:
             colour = ("#3f6fd8" if cell else "#dfe3e8") if cell == right[i][j] else (
                 "#b42318" if cell else "#f3b4ae"
             )  # fmt: skip
-            said = f"query {i}, key {j}: {'visible' if cell else 'hidden'}"
+            title = f"query {i}, key {j}: {'visible' if cell else 'hidden'}"
             drawn.append(
                 f"<rect x={j * CELL} y={i * CELL} width={CELL - 1} height={CELL - 1} "
-                f"fill='{colour}'><title>{said}</title></rect>"
+                f"fill='{colour}'><title>{title}</title></rect>"
             )
     size = f"width={width * CELL} height={height * CELL}"
     return f"<svg {size} role=img aria-label='visibility'>{''.join(drawn)}</svg>"
@@ -107,7 +107,7 @@ def _example(each: Outcome) -> str:
 
 def _laws(outcomes: list[Outcome]) -> str:
     rows = "".join(
-        f"<tr><td><code>{each.law}</code></td><td class={each.status}>{SAID[each.status]}</td>"
+        f"<tr><td><code>{each.law}</code></td><td class={each.status}>{WORDS[each.status]}</td>"
         f"<td>{each.kind}</td><td>{escape(each.statement)}</td></tr>"
         for each in outcomes
     )

@@ -1,12 +1,11 @@
-"""What was found: every law's outcome, what was inferred, and one line that says it all."""
+"""The report on a subject: the outcomes of the laws, what was found out, a summary and a badge."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from regard.verify.law import Counterexample, Law
-from regard.words import counted
 
 Status = Literal["passed", "failed", "advice", "not applicable"]
 NOT_UNDERSTOOD = 2
@@ -14,17 +13,17 @@ NOT_UNDERSTOOD = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one law said.
+    """The outcome of one law.
 
     Attributes:
         law: the name of the law.
-        status: passed, failed, advice (unwise, not wrong) or not applicable.
+        status: passed, failed, advice (unwise, but not wrong) or not applicable.
         statement: the law in one sentence.
         kind: exact, bounded, statistical or resource.
-        catches: the mistake it is there for.
+        catches: the mistakes that break it.
         reason: why it does not apply.
         example: the counter-example.
-        known: where others have reported the same defect.
+        known: where the same defect is reported.
         seconds: how long it took.
     """
 
@@ -41,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Picture:
-    """Who sees whom, as it should be and as it is."""
+    """Which keys each query attends to [L, S]: expected and measured."""
 
     title: str
     expected: list[list[bool]]
@@ -50,19 +49,19 @@ class Picture:
 
 @dataclass
 class Report:
-    """A subject before the laws.
+    """The outcomes of all laws for one subject.
 
     Attributes:
-        subject: how it was called.
+        subject: its name.
         kind: what it is.
-        inferred: what was found out by probing, in words.
-        declared: what was declared.
+        inferred: what was found out by probing.
+        declared: its conventions, declared or found out.
         notes: remarks.
-        outcomes: of every law, in order.
-        pictures: of who sees whom.
-        problem: why nothing could be asked, if so.
-        seed: of all dice.
-        seconds: altogether.
+        outcomes: of all laws, in their order.
+        pictures: of the visible keys.
+        problem: why no law could be checked, if so.
+        seed: of the random inputs.
+        seconds: in total.
 
     >>> report = Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded", "")])
     >>> report.exit_code, report.badge()
@@ -91,7 +90,7 @@ class Report:
 
     @property
     def advice(self) -> list[str]:
-        """Names of what would be wise."""
+        """Names of the recommendations that are not followed."""
         return [each.law for each in self.having("advice")]
 
     @property
@@ -107,20 +106,21 @@ class Report:
         if self.problem:
             return f"{self.subject}: not understood. {self.problem}"
         passed, failed = len(self.having("passed")), len(self.failed)
-        advice = counted(len(self.advice), "piece of advice", "pieces of advice")
-        also = f", {advice}" if self.advice else ""
-        aside = len(self.having("not applicable"))
-        kept = counted(passed, "law")
-        return f"{self.subject}: {kept} kept, {failed} broken{also}, {aside} not applicable"
+        advice = len(self.advice)
+        parts = [f"{passed} law{'s' * (passed != 1)} kept", f"{failed} broken"]
+        if advice:
+            parts.append(f"{advice} piece{'s' * (advice != 1)} of advice")
+        parts.append(f"{len(self.having('not applicable'))} not applicable")
+        return f"{self.subject}: {', '.join(parts)}"
 
     def badge(self) -> str:
         """A line of Markdown for a README."""
         passed = len(self.having("passed"))
-        asked = passed + len(self.failed)
+        applied = passed + len(self.failed)
         colour = "red" if self.failed or self.problem else "brightgreen"
-        said = f"{passed}_of_{asked}_laws" if not self.problem else "not_understood"
-        text = said.replace("_", " ")
-        return f"![attention: {text}](https://img.shields.io/badge/attention-{said}-{colour})"
+        text = f"{passed} of {applied} laws" if not self.problem else "not understood"
+        name = text.replace(" ", "_")
+        return f"![attention: {text}](https://img.shields.io/badge/attention-{name}-{colour})"
 
     def to_json(self) -> str:
         """The report as JSON; `Report.from_json` reads it."""
@@ -152,7 +152,7 @@ def outcome(
     known: str = "",
     seconds: float = 0.0,
 ) -> Outcome:
-    """What a check said; a broken law that is no law is advice."""
+    """The outcome of a law; a broken recommendation is advice."""
     if status == "failed" and law.advised:
         status = "advice"
     return Outcome(
@@ -161,12 +161,6 @@ def outcome(
 
 
 def ended(law: Law, cause: str) -> Outcome:
-    """The outcome of a check that the subject did not survive."""
-    example = Counterexample("", "", "an answer", "none", cause)
+    """The outcome of a law during which the subject ended its process."""
+    example = Counterexample("", "", "an output", "none", cause)
     return outcome(law, "failed", example=example)
-
-
-def sorted_as(outcomes: Iterable[Outcome], order: Iterable[str]) -> list[Outcome]:
-    """The outcomes in the order of the table of checks."""
-    place = {name: at for at, name in enumerate(order)}
-    return sorted(outcomes, key=lambda each: place.get(each.law, len(place)))

@@ -1,1 +1,1 @@
-"""Asking a subject about the laws, here or in a process of its own."""
+"""Checking the laws: in this process, in a fork of it, or in a separate one."""

@@ -1,4 +1,4 @@
-"""The one function: a subject and what it is like go in, a report comes out."""
+"""The public function: a subject and its conventions in, a report out."""
 
 import json
 import time
@@ -7,8 +7,8 @@ from typing import Any
 
 from regard.verify.laws import LAWS
 from regard.verify.report.report import Report
-from regard.verify.run.in_process import Progress, describe, judge, pictures_of, undisturbed
-from regard.verify.run.separate_process import check_isolated, names
+from regard.verify.run.in_process import describe, pictures_of, run_laws, undisturbed
+from regard.verify.run.separate_process import Progress, Request, run_separately
 from regard.verify.subject.conventions import Conventions, conventions_from
 from regard.verify.subject.subject import SubjectError
 from regard.verify.subject.understand import understand
@@ -23,24 +23,24 @@ def check(
     seed: int = 0,
     limit: float = 30.0,
     memory: float = 4.0,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda law, done, total: None,
 ) -> Report:
-    """Judge somebody's attention.
+    """Check the laws of attention on a subject.
 
     Args:
         subject: a name (`"PATH.py:NAME"`, `"package.module:NAME"`, a folder with a transformers
-            model), which is judged in a process of its own; or an object (a function of q, k and v,
-            an `nn.Module` from x to output, a class), which is judged here.
-        like: its conventions; what is left out is found out.
-        only: names of the checks to run; all if None.
+            model), which is run in a separate process; or an object (a function of q, k and v, an
+            `nn.Module` from x to output, a class), which is run in this one.
+        like: its conventions; those that are left out are found out.
+        only: names of laws; all if None.
         quick: fewer sizes and no compiler.
-        seed: of all dice: the same seed, the same report.
-        limit: seconds for one check, in a process of its own.
-        memory: GiB it may take there.
-        progress: is told what is being asked, how many checks are done, and how many there are.
+        seed: of the random inputs: the same seed gives the same report.
+        limit: seconds for one law, in a separate process.
+        memory: GiB of memory there.
+        progress: called with the law that is checked, how many are done, and how many there are.
 
     Raises:
-        ValueError: for conventions or checks that do not exist.
+        ValueError: for conventions or laws that do not exist.
 
     >>> def attention(q, k, v):
     ...     return (q @ k.mT).softmax(-1) @ v
@@ -51,24 +51,18 @@ def check(
     D=4 at log odds of two keys: expected 0.5, got 1. the scores are not scaled
     """
     own = like if isinstance(like, Conventions) else conventions_from(like or {})
-    only = None if only is None else list(names(only))
+    for name in only or ():
+        if name not in LAWS:
+            raise ValueError(f"no law is called {name!r}; see regard verify --list")
     if isinstance(subject, str):
-        _check_plain(own)
-        return check_isolated(
-            subject,
-            own,
-            only=only,
-            quick=quick,
-            seed=seed,
-            limit=limit,
-            memory=memory,
-            progress=progress,
-        )
-    return _here(subject, own, only=only, quick=quick, seed=seed, progress=progress)
+        _require_plain(own)
+        request = Request(subject, own.declared(), only, quick, seed, memory=memory)
+        return run_separately(request, limit, progress)
+    return _here(subject, own, only, quick, seed, progress)
 
 
-def _check_plain(own: Conventions) -> None:
-    """Conventions travel to another process as JSON."""
+def _require_plain(own: Conventions) -> None:
+    """Conventions are passed to the other process as JSON."""
     try:
         json.dumps(own.declared())
     except TypeError as error:
@@ -81,7 +75,6 @@ def _check_plain(own: Conventions) -> None:
 def _here(
     subject: Any,
     own: Conventions,
-    *,
     only: Sequence[str] | None,
     quick: bool,
     seed: int,
@@ -96,9 +89,9 @@ def _here(
         return Report(name, declared=own.declared(), problem=str(error), seed=seed)
     report = describe(understood, seed)
     total = len(LAWS if only is None else only)
-    for each, outcome in judge(understood, only=only, quick=quick, seed=seed):
+    for law, outcome in run_laws(understood, only=only, quick=quick, seed=seed):
         if outcome is None:
-            progress(each.name, len(report.outcomes), total)
+            progress(law.name, len(report.outcomes), total)
         else:
             report.outcomes.append(outcome)
     report.pictures = pictures_of(understood) if only is None else []

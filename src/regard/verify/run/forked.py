@@ -1,6 +1,6 @@
-"""A question asked in a copy of this process, for calls that may end the interpreter.
+"""Checking a law in a fork of this process, for calls that may crash the interpreter.
 
-What the subject breaks there (the heap, tables computed in another dtype) ends with the copy.
+What the subject damages there (the heap, tables computed in another dtype) ends with the fork.
 """
 
 import contextlib
@@ -15,23 +15,23 @@ from typing import Any, NoReturn
 from regard.verify.law import Broken, Counterexample, NotApplicable, fail
 from regard.verify.subject.subject import SubjectError
 
-PATIENCE = 20  # seconds for one copy: less than a law's own limit, which would condemn
+TIMEOUT = 20  # seconds for one fork: less than the limit of a law, whose timeout is a failure
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-Tell = Callable[[str], None]
+Announce = Callable[[str], None]  # called with what is tried next
 
 
-def in_a_copy(control: Callable[[], None], ask: Callable[[Tell], None]) -> None:
-    """Run `control`, then `ask`, in a fork of this process, and raise here what was raised there.
+def in_a_copy(control: Callable[[], None], attempt: Callable[[Announce], None]) -> None:
+    """Run `control`, then `attempt`, in a fork of this process; raise here what is raised there.
 
     Args:
-        control: calls that are known to work. If the copy does not survive them, forking is at
-            fault, and nothing is said of the subject.
-        ask: the question. It is given a function that notes what is tried next.
+        control: calls that are known to work. If the fork does not survive them, forking is at
+            fault, and the law does not apply.
+        attempt: looks for a counter-example. It is given a function to announce what it tries.
 
     Raises:
-        Broken: if `ask` raises it, or ends the interpreter.
-        NotApplicable: if `ask` raises it, or processes cannot be copied here.
-        SubjectError: if `ask` raises it.
+        Broken: if `attempt` raises it, or ends the interpreter.
+        NotApplicable: if `attempt` raises it, or processes cannot be forked here.
+        SubjectError: if `attempt` raises it.
     """
     reading, writing = os.pipe()
     try:
@@ -39,10 +39,12 @@ def in_a_copy(control: Callable[[], None], ask: Callable[[Tell], None]) -> None:
     except (AttributeError, OSError) as error:
         os.close(reading)
         os.close(writing)
-        raise NotApplicable("it is asked in a copy of the process: none can be made") from error
+        raise NotApplicable(
+            "it is checked in a fork of the process, and none can be made"
+        ) from error
     if child == 0:
         os.close(reading)
-        _answer(writing, control, ask)
+        _run_and_exit(writing, control, attempt)
     os.close(writing)
     try:
         with os.fdopen(reading, encoding="utf-8") as answers:
@@ -52,57 +54,59 @@ def in_a_copy(control: Callable[[], None], ask: Callable[[Tell], None]) -> None:
         raise
     finally:
         _, status = os.waitpid(child, 0)
-    _judge(dict(events), os.waitstatus_to_exitcode(status))
+    _raise_result(dict(events), os.waitstatus_to_exitcode(status))
 
 
-def _answer(writing: int, control: Callable[[], None], ask: Callable[[Tell], None]) -> NoReturn:
-    """The copy: it tells what it does, line by line, and ends without any cleaning up."""
+def _run_and_exit(
+    writing: int, control: Callable[[], None], attempt: Callable[[Announce], None]
+) -> NoReturn:
+    """In the fork: write events line by line, and exit without cleaning up."""
 
-    def tell(event: str, what: Any = "") -> None:
+    def write(event: str, what: Any = "") -> None:
         os.write(writing, (json.dumps([event, what]) + "\n").encode())
 
     try:
         _silent()
         control()
-        tell("ready")
-        ask(lambda said: tell("tries", said))
-        tell("passed")
+        write("ready")
+        attempt(lambda label: write("tries", label))
+        write("passed")
     except Broken as error:
-        tell("broken", asdict(error.example))
+        write("broken", asdict(error.example))
     except NotApplicable as error:
-        tell("not applicable", str(error))
+        write("not applicable", str(error))
     except BaseException as error:
-        tell("error", str(error) or type(error).__name__)
+        write("error", str(error) or type(error).__name__)
     finally:
         os._exit(0)
 
 
 def _silent() -> None:
-    """No last words on the terminal, no core file; and an end, even if the parent is gone."""
+    """No output on the terminal, no core file; and an end in time, even without the parent."""
     faulthandler.disable()
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(PATIENCE)
+    signal.alarm(TIMEOUT)
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _judge(said: dict[str, Any], code: int) -> None:
-    """`said` holds the last event of each kind, `code` how the copy ended."""
-    if "broken" in said:
-        raise Broken(Counterexample(**said["broken"]))
-    if "not applicable" in said:
-        raise NotApplicable(said["not applicable"])
-    if "passed" in said:
+def _raise_result(events: dict[str, Any], code: int) -> None:
+    """Raise what the fork found; `events` has the last event of each kind, `code` is its exit."""
+    if "broken" in events:
+        raise Broken(Counterexample(**events["broken"]))
+    if "not applicable" in events:
+        raise NotApplicable(events["not applicable"])
+    if "passed" in events:
         return
-    if "ready" not in said or (code < 0 and -code not in CRASHES):
-        raise NotApplicable("a copy of this process could not be asked")
-    if "error" in said:
-        raise SubjectError(f"{said['tries']}: {said['error']}")
+    if "ready" not in events or (code < 0 and -code not in CRASHES):
+        raise NotApplicable("the law could not be checked in a fork of this process")
+    if "error" in events:
+        raise SubjectError(f"{events['tries']}: {events['error']}")
     end = f"signal {-code}" if code < 0 else f"exit code {code}"
-    fail(said["tries"], "", "an output or an error", f"the end of the interpreter, {end}",
-         "compiled code is given memory that it does not expect")  # fmt: skip
+    fail(events["tries"], "", "an output or an error", f"the end of the interpreter, {end}",
+         "compiled code is given memory of another size or dtype than it expects")  # fmt: skip

@@ -1,51 +1,46 @@
-"""Asking a subject about every law that applies to it, in this process."""
+"""Checking every law that applies to a subject, in this process."""
 
 import contextlib
 import io
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from regard.verify.law import Broken, Counterexample, Law, NotApplicable, Sizes, Trial
 from regard.verify.laws import LAWS
-from regard.verify.laws.cases import weights_width
-from regard.verify.report.report import Outcome, Picture, Report, outcome
+from regard.verify.report.report import Outcome, Picture, Report, Status, outcome
 from regard.verify.subject.subject import Subject, SubjectError
-from regard.verify.visibility import read_sight, read_weights
+from regard.verify.visibility import read_dependence
 
-Progress = Callable[[str, int, int], None]
-
-LACKS = {
+LACKS = {  # why a law does not apply, by the ability that it needs
     "heads": "its heads were not reached",
     "layer": "it is not a layer from x to output",
-    "several heads": "it has one head, or its heads were not reached",
-    "gqa": "its key heads are as many as its query heads",
-    "cross": "queries and keys must be equally many",
+    "several_heads": "it has one head, or its heads were not reached",
+    "gqa": "it has as many key heads as query heads",
+    "cross": "it needs as many queries as keys",
     "mask": "it takes no mask of queries by keys",
     "padding": "it takes no mask",
-    "dropout": "it drops nothing",
-    "cache": "it has no past that was found",
+    "dropout": "it has no dropout",
+    "cache": "no cache of it was found",
     "context": "it reads no other sequence",
     "module": "it is not a module",
-    "weights": "it gives no weights",
-    "scale": "a call can ask for no scale, softcap or bias",
-    "rope": "nothing is rotated",
+    "weights": "it returns no weights",
+    "scale": "its calls take no scale, softcap or bias",
+    "rope": "it has no rotation",
     "reference": "no reference is declared",
 }
-THINGS = ("store", "paged", "allocator", "prefix", "rotation")
-NAMES = {
-    "cache": "cache",
+THINGS = {  # abilities of a subject that is not attention
+    "cache_object": "cache",
     "paged": "paged attention",
     "allocator": "block allocator",
     "prefix": "prefix cache",
-    "rope": "rotation",
+    "rotation": "rotation",
 }
-KNOWN = {  # defects of others, with the place where they are reported
+KNOWN = {  # defects of torch, and where they are reported
     ("MultiheadAttention", "fully_masked_forward"): "pytorch#41508",
     ("MultiheadAttention", "fully_masked_backward"): "pytorch#41508",
     ("MultiheadAttention", "mask_and_causal"): "pytorch#99282",
@@ -56,25 +51,19 @@ KNOWN = {  # defects of others, with the place where they are reported
 
 def lacking(law: Law, subject: Subject) -> str | None:
     """Why a law does not apply; None if it does."""
-    options = _options(law)
-    if subject.kind not in ("function", "module"):
-        if subject.has & options & set(THINGS):
-            return None
-        return f"it is not about a {NAMES[subject.kind]}"
-    if options <= set(THINGS):
+    needed = {name for need in law.needs for name in need.split("|")}
+    thing = next((name for name in THINGS if subject.has.any_of(name)), None)
+    if thing is not None:
+        return None if thing in needed else f"it is not about a {THINGS[thing]}"
+    if needed <= set(THINGS):
         return "it is about caches, pages, allocators, prefixes or rotations alone"
     for need in law.needs:
-        either = need.split("|")
-        if not subject.has & set(either):
-            return next(LACKS[option] for option in either if option in LACKS)
+        if not subject.has.any_of(need):
+            return next(LACKS[name] for name in need.split("|") if name in LACKS)
     return None
 
 
-def _options(law: Law) -> set[str]:
-    return {option for need in law.needs for option in need.split("|")}
-
-
-def judge(
+def run_laws(
     subject: Subject,
     *,
     only: Iterable[str] | None = None,
@@ -83,44 +72,46 @@ def judge(
     seed: int = 0,
 ) -> Iterator[tuple[Law, Outcome | None]]:
     """Each law, first without and then with its outcome."""
-    wanted = set(LAWS) if only is None else set(only)
+    wanted = set(LAWS if only is None else only) - set(skip)
     for law in LAWS.values():
-        if law.name in wanted and law.name not in skip:
+        if law.name in wanted:
             yield law, None
-            yield law, ask(law, subject, quick=quick, seed=seed)
+            yield law, run_law(law, subject, quick=quick, seed=seed)
 
 
-def ask(law: Law, subject: Subject, *, quick: bool = False, seed: int = 0) -> Outcome:
-    """What one law says of the subject."""
+def run_law(law: Law, subject: Subject, *, quick: bool = False, seed: int = 0) -> Outcome:
+    """The outcome of one law."""
     reason = lacking(law, subject)
     if reason is None and quick and not law.quick:
         reason = "left out by --quick"
     if reason is not None:
         return outcome(law, "not applicable", reason=reason)
     start = time.perf_counter()
-    said = partial(outcome, law)
+    found = _outcome(law, subject, Trial(law.name, seed=seed, quick=quick), seed)
+    if subject.module is not None:  # as it was: in eval mode, without gradients
+        with contextlib.suppress(Exception):
+            subject.module.eval()
+            subject.module.zero_grad(set_to_none=True)
+    return replace(found, seconds=round(time.perf_counter() - start, 4))
+
+
+def _outcome(law: Law, subject: Subject, trial: Trial, seed: int) -> Outcome:
+    status: Status = "failed"
     try:
         with undisturbed(seed):
-            law.run(subject, Trial(law.name, seed=seed, quick=quick))
-        made = said("passed")
+            law.run(subject, trial)
+        return outcome(law, "passed")
     except NotApplicable as error:
-        made = said("not applicable", reason=str(error))
+        return outcome(law, "not applicable", reason=str(error))
     except Broken as error:
-        made = said("failed", example=error.example, known=_known(subject, law))
+        return outcome(law, status, example=error.example, known=_known(subject, law))
     except SubjectError as error:
-        example = Counterexample("", "", "an output", "an error", str(error))
-        refused = isinstance(error.__cause__, NotImplementedError)
-        made = (
-            said("not applicable", reason=f"it refuses: {error}")
-            if refused
-            else said("failed", example=example)
-        )
+        if isinstance(error.__cause__, NotImplementedError):
+            return outcome(law, "not applicable", reason=f"it refuses: {error}")
+        cause = str(error)
     except Exception as error:
         cause = f"the call ended in {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        made = said("failed", example=Counterexample("", "", "an output", "an error", cause))
-    finally:
-        _as_it_was(subject)
-    return Outcome(**{**vars(made), "seconds": round(time.perf_counter() - start, 4)})
+    return outcome(law, status, example=Counterexample("", "", "an output", "an error", cause))
 
 
 def _known(subject: Subject, law: Law) -> str:
@@ -129,17 +120,9 @@ def _known(subject: Subject, law: Law) -> str:
     return next((KNOWN[n, law.name] for n in names if (n, law.name) in KNOWN), "")
 
 
-def _as_it_was(subject: Subject) -> None:
-    """In eval mode and without gradients, whatever a law did to it."""
-    if subject.module is not None:
-        with contextlib.suppress(Exception):
-            subject.module.eval()
-            subject.module.zero_grad(set_to_none=True)
-
-
 @contextlib.contextmanager
 def undisturbed(seed: int = 0) -> Iterator[None]:
-    """One thread, known dice, no warnings and no prints of the subject's; and all as it was."""
+    """One thread, a seeded generator, no warnings and no prints; all settings are restored."""
     threads, dtype, grad = (
         torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
     )  # fmt: skip
@@ -160,7 +143,7 @@ def undisturbed(seed: int = 0) -> Iterator[None]:
 
 
 def describe(subject: Subject, seed: int) -> Report:
-    """A report that has no outcomes yet."""
+    """A report without outcomes."""
     return Report(
         subject.name,
         subject.kind,
@@ -172,55 +155,33 @@ def describe(subject: Subject, seed: int) -> Report:
 
 
 def pictures_of(subject: Subject) -> list[Picture]:
-    """Who sees whom: plainly, with fewer queries than keys, and behind a mask."""
+    """Which keys each query attends to: by default, causal, with fewer queries, with a mask."""
     found: list[Picture] = []
     trial = Trial("picture")
     with contextlib.suppress(SubjectError), undisturbed():
         if subject.attend is not None:
-            _heads_pictures(subject, trial, found)
+            found.extend(_heads_pictures(subject, trial))
         elif subject.layer is not None:
-            seen = read_sight(subject.through, subject.tokens(1, 6, trial))
+            depends = read_dependence(subject.run_layer, subject.tokens(1, 6, trial))
             expected = subject.visible(6, 6) | torch.eye(6, dtype=torch.bool)
-            found.append(Picture("no mask", expected.tolist(), seen.tolist()))
+            found.append(Picture("no mask", expected.tolist(), depends.tolist()))
     return found
 
 
-def _heads_pictures(subject: Subject, trial: Trial, found: list[Picture]) -> None:
-    asked: dict[str, Any] = {}
-    shapes = [(6, 6), (3, 6)] if "cross" in subject.has else [(6, 6)]
-    if "causal" in subject.has and not subject.module and not subject.conventions.causal:
-        asked = {"causal": True}
-    for queries, keys in shapes:
-        _picture(subject, trial, found, "no mask", queries, keys, {})
-        if asked:
-            _picture(subject, trial, found, "causal", queries, keys, asked)
-    if "mask" in subject.has:
-        keep = torch.rand(1, 1, 6, 6, generator=trial.dice) < 0.6
-        keep |= torch.eye(6, dtype=torch.bool)
-        _picture(subject, trial, found, "a mask", 6, 6, {"keep": keep})
+def _heads_pictures(subject: Subject, trial: Trial) -> Iterator[Picture]:
+    def picture(title: str, queries: int, keys: int, **options: Any) -> Picture:
+        sizes = subject.fit(Sizes(1, 1, 1, queries, keys, 4, keys))
+        attended = subject.attended(sizes, trial, **options)[0, 0]
+        expected = subject.visible(queries, keys, causal="causal" in options)
+        if "keep" in options:
+            expected = expected & options["keep"][0, 0]
+        title = f"{title}, {queries} queries, {keys} keys"
+        return Picture(title, expected.tolist(), attended.tolist())
 
-
-def _picture(
-    subject: Subject,
-    trial: Trial,
-    found: list[Picture],
-    title: str,
-    queries: int,
-    keys: int,
-    asked: dict[str, Any],
-) -> None:
-    sizes = subject.fit(Sizes(1, 1, 1, queries, keys, 4, keys))
-    q, k, _ = subject.inputs(sizes, trial)
-    call = partial(subject.run, **asked)
-    seen = (read_weights(call, q, k, width=weights_width(subject, sizes)) != 0)[0, 0]
-    expected = subject.visible(queries, keys, causal=bool(asked.get("causal")))
-    if "keep" in asked:
-        expected = expected & asked["keep"][0, 0]
-    found.append(Picture(f"{title}, {queries} queries, {keys} keys", expected.tolist(),
-                         seen.tolist()))  # fmt: skip
-
-
-def quiet_imports() -> None:
-    """transformers says many things while it is imported: on stderr, and not here."""
-    if "transformers" in sys.modules:
-        sys.modules["transformers"].logging.set_verbosity_error()
+    for queries, keys in [(6, 6), (3, 6)] if subject.has.cross else [(6, 6)]:
+        yield picture("no mask", queries, keys)
+        if options := subject.causal_options():
+            yield picture("causal", queries, keys, **options)
+    if subject.has.mask:
+        keep = torch.rand(1, 1, 6, 6, generator=trial.generator) < 0.6
+        yield picture("a mask", 6, 6, keep=keep | torch.eye(6, dtype=torch.bool))

@@ -1,7 +1,7 @@
-"""The other process: finds the subject, asks it, and writes down each outcome as it comes.
+"""The separate process: finds the subject, checks it, and writes each outcome at once.
 
 `python -m regard.verify.run.worker REQUEST ANSWERS` reads one JSON file and appends lines of JSON
-to another. What the subject prints goes elsewhere; if it dies, what was written stays.
+to another. If the subject ends the process, the lines written so far stay.
 """
 
 import json
@@ -16,11 +16,11 @@ def main(request: str, answers: str) -> None:
     """One run, as requested."""
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
     with Path(answers).open("a", encoding="utf-8") as out:
-        _say(out, "started")
+        _write(out, "started")
         import torch
 
         from regard.verify.laws import LAWS
-        from regard.verify.run.in_process import describe, judge, pictures_of, undisturbed
+        from regard.verify.run.in_process import describe, pictures_of, run_laws, undisturbed
         from regard.verify.subject.conventions import conventions_from
         from regard.verify.subject.subject import SubjectError
         from regard.verify.subject.understand import understand
@@ -32,27 +32,27 @@ def main(request: str, answers: str) -> None:
                 own = conventions_from(asked["conventions"])
                 subject = understand(asked["subject"], own, seed=asked["seed"])
         except (SubjectError, ValueError, ImportError, OSError) as error:
-            _say(out, "problem", said=" ".join(str(error).split()))
+            _write(out, "problem", text=" ".join(str(error).split()))
             return
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-            _say(out, "problem", said=f"it could not be probed: {said}")
+            text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            _write(out, "problem", text=f"it could not be probed: {text}")
             return
-        _say(out, "subject", report=asdict(describe(subject, asked["seed"])))
-        wanted = {"only": asked["only"], "skip": asked["skip"]}
-        for law, outcome in judge(subject, quick=asked["quick"], seed=asked["seed"], **wanted):
+        _write(out, "subject", report=asdict(describe(subject, asked["seed"])))
+        options = {name: asked[name] for name in ("only", "skip", "quick", "seed")}
+        for law, outcome in run_laws(subject, **options):
             if outcome is None:
-                _say(out, "asking", law=law.name, total=len(LAWS))
+                _write(out, "law", law=law.name, total=len(LAWS))
             else:
-                _say(out, "outcome", outcome=asdict(outcome))
-        _say(out, "asking", law="pictures", total=len(LAWS))
-        _say(out, "done", pictures=[asdict(each) for each in pictures_of(subject)],
-             notes=subject.notes)  # fmt: skip
+                _write(out, "outcome", outcome=asdict(outcome))
+        _write(out, "law", law="pictures", total=len(LAWS))
+        pictures = [asdict(each) for each in pictures_of(subject)]
+        _write(out, "done", pictures=pictures, notes=subject.notes)
 
 
 def limit_memory(gibibytes: float) -> None:
-    """No more address space than is in use now, and so much; where the system can."""
+    """Limit the address space to what is in use now and so much more, where the system can."""
     try:
         import resource
 
@@ -63,7 +63,7 @@ def limit_memory(gibibytes: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _say(out: TextIO, event: str, **what: Any) -> None:
+def _write(out: TextIO, event: str, **what: Any) -> None:
     out.write(json.dumps({"event": event, **what}, default=str) + "\n")
     out.flush()
 

@@ -1,7 +1,7 @@
-"""Other libraries' modules in this suite's hands: transformers' attention and models, and regard's.
+"""Adapters: attention of transformers and of regard as modules from x to output.
 
-They want more than x: rotary tables, a mask of their own kind, a cache of their own. Each becomes
-a module that wants x, a mask and a cache.
+They take more than x: rotary tables, masks of another type, cache objects. Here each becomes a
+module that takes x, a mask and a cache. No other file of this suite imports other parts of regard.
 """
 
 import copy
@@ -29,17 +29,17 @@ LATENT = {
 }  # fmt: skip
 
 
-class HostedAttention(nn.Module):
+class TransformersAttention(nn.Module):
     """An attention module of transformers as `forward(x, attention_mask, cache, past)`.
 
-    Neutral tables, while `turning` is False, turn nothing: what is left is attention.
+    While `rotating` is False its rotary tables are 1 and 0, so that nothing is rotated.
     """
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
         self.config = inner.config
-        self.turning = True
+        self.rotating = True
         self.rotary = _rotary_of(inner)
         self.names = set(parameters_of(inner.forward))
         scaling = getattr(inner, "scaling", None)
@@ -65,12 +65,12 @@ class HostedAttention(nn.Module):
 
     def _tables(self, x: Tensor, past: int) -> tuple[Tensor, Tensor]:
         if self.rotary is None:
-            raise SubjectError("it wants position_embeddings, and its file has no RotaryEmbedding")
+            raise SubjectError("it needs position_embeddings, and its file has no RotaryEmbedding")
         positions = torch.arange(past, past + x.shape[1])[None].expand(x.shape[0], -1)
         names = parameters_of(self.rotary.forward)
         kinds = {"layer_type": _layer_type(self.inner)} if "layer_type" in names else {}
         cos, sin = self.rotary(x, positions, **kinds)
-        if self.turning:
+        if self.rotating:
             return cos, sin
         return torch.ones_like(cos), torch.zeros_like(sin)
 
@@ -87,8 +87,8 @@ def _rotary_of(inner: Any) -> Any:
     return None
 
 
-class HostedModel(nn.Module):
-    """A whole model of transformers from embeddings to its last hidden states."""
+class TransformersModel(nn.Module):
+    """A model of transformers, from embeddings to its last hidden states."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class HostedModel(nn.Module):
 
 
 class RegardLayer(nn.Module):
-    """A layer of regard with a mask that is a tensor."""
+    """A layer of regard whose mask is a tensor."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -128,19 +128,18 @@ class RegardLayer(nn.Module):
         cache: Any = None,
         context: Tensor | None = None,
     ) -> Tensor:
-        """`mask` [B, 1, L, S] is True where a query may look."""
+        """`mask` [B, 1, L, S] is True where a query may attend."""
         from regard import EVERYTHING, NO_CACHE, Causal, Dense, Mask
 
-        seen: Mask = EVERYTHING if mask is None else Dense(mask)
+        visible: Mask = EVERYTHING if mask is None else Dense(mask)
         if cache is not None:
-            seen = seen & Causal()  # what a mask that is a tensor says of later tokens is nothing
-        out: Tensor = self.inner(
-            x, mask=seen, cache=NO_CACHE if cache is None else cache, context=context
-        )
+            visible = visible & Causal()  # the tensor has no columns for later tokens
+        cache = NO_CACHE if cache is None else cache
+        out: Tensor = self.inner(x, mask=visible, cache=cache, context=context)
         return out
 
 
-def is_hosted(found: Any) -> bool:
+def is_transformers(found: Any) -> bool:
     """Whether it is a class or an object of transformers."""
     owner = found if isinstance(found, type) else type(found)
     return owner.__module__.split(".")[0] == "transformers"
@@ -153,8 +152,8 @@ def is_regard(found: Any) -> bool:
     return home.split(".")[0] == "regard" and not home.startswith("regard.verify")
 
 
-def hosted(found: Any, arguments: dict[str, Any]) -> nn.Module:
-    """transformers' class, module, model or configuration as a module of this suite.
+def transformers_module(found: Any, arguments: dict[str, Any]) -> nn.Module:
+    """A class, module or model of transformers as a module of this suite.
 
     Raises:
         SubjectError: if it cannot be built.
@@ -163,10 +162,10 @@ def hosted(found: Any, arguments: dict[str, Any]) -> nn.Module:
         torch.manual_seed(0)
         found = _built(found, arguments)
     for name, parameter in found.named_parameters():
-        if name.endswith("sinks"):  # empty memory, as they are made
+        if name.endswith("sinks"):  # left uninitialised by the constructor
             nn.init.normal_(parameter)
     model = hasattr(found, "base_model_prefix")
-    return (HostedModel(found) if model else HostedAttention(found)).eval()
+    return (TransformersModel(found) if model else TransformersAttention(found)).eval()
 
 
 def _built(made_by: type, arguments: dict[str, Any]) -> Any:
@@ -190,16 +189,29 @@ def _config_class(made_by: Any) -> Any:
 
 
 def model_folder(path: Path) -> nn.Module:
-    """The model in a folder: nothing is fetched, nothing in it is executed."""
+    """The model in a folder; nothing is downloaded, and no code in the folder is run."""
     from regard.hf import load
 
-    return hosted(called(load, path)[0], {})
+    return transformers_module(called(load, path)[0], {})
 
 
 def neutral(module: nn.Module) -> nn.Module:
-    """A twin that turns nothing, where that can be had; its weights are the module's own."""
-    if not isinstance(module, HostedAttention):
+    """The module without rotation, where that is possible, with the same weights."""
+    if not isinstance(module, TransformersAttention):
         return module
-    twin = copy.copy(module)  # its children are shared, its own switch is not
-    twin.turning = False
+    twin = copy.copy(module)  # shares the children
+    twin.rotating = False
     return twin
+
+
+def known_cache(module: nn.Module) -> Any:
+    """What makes a cache for a module of a known library; None for others."""
+    if isinstance(module, RegardLayer):
+        from regard import KVCache
+
+        return KVCache
+    if isinstance(module, (TransformersAttention, TransformersModel)):
+        from transformers import DynamicCache
+
+        return DynamicCache
+    return None

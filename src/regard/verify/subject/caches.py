@@ -1,4 +1,4 @@
-"""A cache behind four verbs: append, cut back, reorder, count. Whatever it calls them."""
+"""A cache behind four methods: append, truncate, reorder, length."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,25 +8,23 @@ from torch import Tensor
 
 from regard.verify.law import Trial
 from regard.verify.subject.mask_forms import parameters_of
-from regard.verify.subject.subject import Subject, SubjectError, called
+from regard.verify.subject.subject import CacheMethods, Subject, SubjectError, called
 
-CUTS = ("truncate", "crop", "trim", "rollback")
+TRUNCATES = ("truncate", "crop", "trim", "rollback")
 REORDERS = ("reorder", "reorder_cache", "select", "batch_select_indices")
 LENGTHS = ("length", "get_seq_length", "seq_len", "offset", "size", "current_length", "__len__")
-HEADS, DIM = 2, 4
+HEADS, DIM = 2, 4  # of the keys and values that a cache is tested with
 
 
 @dataclass
 class Store:
-    """One cache, and the names it gives to what it does."""
+    """One cache, and the names of its methods."""
 
     held: Any
-    cut: str | None
-    reorder_name: str | None
-    by_amount: bool = False
+    methods: CacheMethods
 
     def append(self, k: Tensor, v: Tensor, *, copied: bool = True) -> tuple[Tensor, Tensor]:
-        """Add [B, G, L, D], or copies of them; all keys and values that may be attended."""
+        """Add keys and values [B, G, L, D], or copies of them; returns all visible ones."""
         names = list(parameters_of(self.held.update))
         given: list[Any] = [k.clone(), v.clone()] if copied else [k, v]
         if "layer_idx" in names:
@@ -37,31 +35,31 @@ class Store:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        assert self.cut is not None
-        amount = self.length - length if self.by_amount else length
-        called(getattr(self.held, self.cut), amount)
+        assert self.methods.truncate is not None
+        amount = self.length - length if self.methods.by_amount else length
+        called(getattr(self.held, self.methods.truncate), amount)
 
     def reorder(self, rows: Tensor) -> None:
-        """Become the cache of these rows."""
-        assert self.reorder_name is not None
-        called(getattr(self.held, self.reorder_name), rows)
+        """Keep these rows of the batch, in this order."""
+        assert self.methods.reorder is not None
+        called(getattr(self.held, self.methods.reorder), rows)
 
     @property
     def length(self) -> int:
-        """Tokens it says it has seen."""
+        """The number of tokens, by its own count."""
         for name in LENGTHS:
             if hasattr(self.held, name):
                 found = getattr(self.held, name)
                 return int(called(found) if callable(found) else found)
-        raise SubjectError("it does not say how many tokens it has seen")
+        raise SubjectError("it has no count of its tokens")
 
     def storage(self) -> int:
-        """Bytes of all tensors it holds, counted once each, storage and not view."""
-        return sum(_storages(self.held, set()).values())
+        """Bytes of all storages that it refers to."""
+        return storage_bytes(self.held)
 
 
 def _both(result: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values in what `update` gave: two tensors, or parts with streams."""
+    """Keys and values in what `update` returned: two tensors, or parts with streams."""
     if isinstance(result, (tuple, list)) and result and hasattr(result[0], "streams"):
         k, v = (torch.cat([part.streams[i] for part in result], 2) for i in range(2))
         return k, v
@@ -69,14 +67,19 @@ def _both(result: Any) -> tuple[Tensor, Tensor]:
         k, v = result[0], result[1]
         if isinstance(k, Tensor) and isinstance(v, Tensor):
             return k, v
-    raise SubjectError("its update gave back no keys and values")
+    raise SubjectError("its update returned no keys and values")
 
 
-def _storages(held: Any, seen: set[int]) -> dict[int, int]:
+def storage_bytes(held: Any) -> int:
+    """Bytes of all tensors in an object, each storage counted once and whole."""
+    return sum(_storages(held, set()).values())
+
+
+def _storages(held: Any, visited: set[int]) -> dict[int, int]:
     found: dict[int, int] = {}
-    if id(held) in seen:
+    if id(held) in visited:
         return found
-    seen.add(id(held))
+    visited.add(id(held))
     if isinstance(held, Tensor):
         storage = held.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
@@ -85,41 +88,44 @@ def _storages(held: Any, seen: set[int]) -> dict[int, int]:
     inside += list(getattr(held, "__dict__", {}).values())
     for each in inside:
         if not callable(each):
-            found.update(_storages(each, seen))
+            found.update(_storages(each, visited))
     return found
 
 
 def new_store(subject: Subject) -> Store:
-    """A fresh cache behind the four verbs."""
-    return Store(called(subject.thing), *subject.other["verbs"])
+    """A new cache behind the four methods."""
+    return Store(called(subject.thing), subject.cache_methods)
 
 
-def probe_store(subject: Subject, beside: Any) -> None:
-    """Find out what it calls its verbs, and whether cutting back takes a length or an amount."""
+def new_tokens(trial: Trial, length: int, batch: int = 1) -> list[Tensor]:
+    """Random keys and values [B, G, L, D] of `length` tokens."""
+    return [trial.randn(batch, HEADS, length, DIM) for _ in "kv"]
+
+
+def probe_store(subject: Subject) -> None:
+    """Find out the names of its methods, and whether truncation takes a length or an amount."""
     held = called(subject.thing)
-    cut = next((n for n in CUTS if hasattr(held, n)), None)
+    truncate = next((n for n in TRUNCATES if hasattr(held, n)), None)
     reorder = next((n for n in REORDERS if hasattr(held, n)), None)
-    subject.other["verbs"] = (cut, reorder, False)
-    trial = Trial("store")
-    store = new_store(subject)
-    k, v = (trial.randn(2, HEADS, 5, DIM) for _ in "kv")
+    store = Store(called(subject.thing), CacheMethods(truncate, reorder))
+    k, v = new_tokens(Trial("store"), 5, batch=2)
     got, _ = store.append(k, v)
-    subject.other["coarse"] = _coarse(got, k)
-    if subject.other["coarse"]:
-        subject.inferred["rounding"] = f"{subject.other['coarse']:.1%} of the largest number"
-    subject.has |= {"store length"} if _counts(store) else set()
-    if reorder:
-        subject.has.add("store reorder")
-    if cut and "store length" in subject.has:
-        subject.other["verbs"] = (cut, reorder, _by_amount(store, cut))
-        subject.has.add("store cut")
-        said = "the number of tokens to drop" if subject.other["verbs"][2] else "a length to keep"
-        subject.inferred["cutting back"] = f"{cut}({said})"
-    subject.inferred["verbs"] = ", ".join(filter(None, ("update", cut, reorder)))
+    subject.rounding = _rounding(got, k)
+    if subject.rounding:
+        subject.inferred["rounding"] = f"{subject.rounding:.1%} of the largest value"
+    has = subject.has
+    has.cache_length, has.cache_reorder = _counts(store), reorder is not None
+    has.cache_truncate = truncate is not None and has.cache_length
+    if truncate and has.cache_truncate:
+        store.methods = store.methods._replace(by_amount=_by_amount(store, truncate))
+        amount = "the number of tokens to drop" if store.methods.by_amount else "a length to keep"
+        subject.inferred["truncation"] = f"{truncate}({amount})"
+    subject.cache_methods = store.methods
+    subject.inferred["methods"] = ", ".join(filter(None, ("update", truncate, reorder)))
 
 
-def _coarse(got: Tensor, k: Tensor) -> float:
-    """How far off a rounding cache may be: twice what it was, of the largest number; 0 if exact."""
+def _rounding(got: Tensor, k: Tensor) -> float:
+    """The allowed error of a cache that rounds: twice the error here, as a share; 0 if exact."""
     if got.shape != k.shape:
         return 0.0
     error = float((got - k).abs().max() / k.abs().max())
@@ -133,10 +139,10 @@ def _counts(store: Store) -> bool:
         return False
 
 
-def _by_amount(store: Store, cut: str) -> bool:
-    """5 tokens are held: after `cut(1)`, 4 are left if it takes an amount."""
+def _by_amount(store: Store, truncate: str) -> bool:
+    """Whether, of 5 tokens, 4 are left after `truncate(1)`."""
     try:
-        called(getattr(store.held, cut), 1)
+        called(getattr(store.held, truncate), 1)
     except SubjectError:
         return False
     return store.length == 4

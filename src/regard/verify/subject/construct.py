@@ -1,4 +1,4 @@
-"""A class becomes a module: arguments by the names that tutorials and libraries give them."""
+"""Building a class: its arguments are guessed from the names that tutorials and libraries use."""
 
 import inspect
 from collections.abc import Mapping
@@ -55,18 +55,18 @@ class GuessedConfig(SimpleNamespace):
     def __getattr__(self, name: str) -> Any:
         if name in GUESSES:
             return GUESSES[name]
-        raise AttributeError(f"the configuration that was guessed has no {name!r}; declare it")
+        raise AttributeError(f"the guessed configuration has no {name!r}; declare arguments")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dictionary."""
+        """The value, as from a dictionary."""
         return getattr(self, name, GUESSES.get(name, default))
 
 
 def build(made_by: Any, own: Conventions) -> tuple[Any, dict[str, Any], list[str]]:
-    """An instance, the arguments it was built with, and remarks.
+    """An instance, the arguments that it was built with, and remarks.
 
     Raises:
         SubjectError: if an argument cannot be guessed, or building fails.
@@ -80,8 +80,8 @@ def build(made_by: Any, own: Conventions) -> tuple[Any, dict[str, Any], list[str
     built = made_by.__new__(made_by)
     nn.Module.__init__(built)
     called(built.__init__, **arguments)
-    said = f"{made_by.__name__}.__init__ does not call super().__init__(); it was called for it."
-    return built, _plain(arguments), [said]
+    remark = f"{made_by.__name__}.__init__ does not call super().__init__(); it was called for it."
+    return built, _plain(arguments), [remark]
 
 
 def _guessed(made_by: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def _guessed(made_by: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         elif each.default is inspect.Parameter.empty:
             if name.lower() not in GUESSES:
                 raise SubjectError(
-                    f"nothing says what {name!r} of {_name(made_by)} should be; give "
-                    f"arguments={{{name!r}: ...}}, or name a function that builds it"
+                    f"the value of {name!r} of {_name(made_by)} cannot be guessed; give "
+                    f"arguments={{{name!r}: ...}}, or name a function that builds the object"
                 )
             found[name] = GUESSES[name.lower()]
     return found

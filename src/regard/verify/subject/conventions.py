@@ -1,4 +1,4 @@
-"""What a subject may decide for itself: its conventions. `None` is: find out."""
+"""Conventions: what one attention may do otherwise than another, and both be right."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -26,40 +26,42 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 class Conventions:
     """The conventions of one attention. What is left `None` is found out by probing.
 
-    What is declared is a law: a subject that does otherwise fails. What is found out is reported.
+    A declared convention is a law: a subject that deviates from it fails. One that was found out is
+    reported.
 
     Args:
         kind: `"function"` of (q, k, v), `"module"` from x, `"cache"`, `"paged"` function,
             `"allocator"` of blocks, `"prefix"` cache, or `"rope"`, a function of (x, positions).
-        arguments: what a class is built with, or a factory called with.
+        arguments: of the class or of the factory.
         options: further arguments of every call.
-        layout: `"BHLD"`, `"BLHD"`, `"BLD"` or `"LD"` of a function; `"BLE"`, `"LBE"` of a module.
-        returns: of a function, the layout of its output; `"BLE"` has its heads side by side.
-        mask: name of the mask argument; `""` if there is none.
-        polarity: `"keep"` (true or 1 may look), `"drop"`, or `"additive"` (added to the scores).
+        layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLD"` or `"LD"`, of a module
+            `"BLE"` or `"LBE"`.
+        returns: the layout of a function's output; `"BLE"` has the heads side by side.
+        mask: name of the mask argument; `""` for none.
+        polarity: `"keep"` (true or 1 may attend), `"drop"`, or `"additive"` (added to the scores).
         mask_shape: the axes of a mask; `N` is batch times heads.
         mask_dtype: `"bool"`, `"int"` or `"float"`.
-        causal: whether the future is hidden without being asked.
-        alignment: of a causal mask where queries and keys differ in number.
-        window: keys a query sees without being asked, its own counted; 0 if all.
-        scale: of the scores.
-        softcap: of the scores; 0 if none.
+        causal: whether later keys are hidden by default.
+        alignment: the corner of the causal rule where queries and keys differ in number.
+        window: keys visible to a query by default, its own included; 0 for all.
+        scale: factor of the scores.
+        softcap: bound of the scores; 0 for none.
         heads: query heads of a module.
         kv_heads: key heads of a module.
         head_dim: channels of one head of a module.
         width: channels of a module's input.
         head_order: `"grouped"`, neighbours share a key head, or `"tiled"`.
         fused: how a module's one projection for all three is laid out.
-        pairing: which channels RoPE turns together; `"none"` if nothing is rotated.
+        pairing: which channels RoPE rotates together; `"none"` without RoPE.
         theta: the base of RoPE.
-        fully_masked: what a query that sees nothing reads.
-        cache: name of the argument for the past; `""` if there is none.
-        cache_style: `"object"`, changed in place; `"tuple"`, given back; `"internal"`.
-        new_cache: name of what makes a cache, in the subject's own file.
-        cache_bytes: bytes for one token and one row of the batch, a promise to be kept.
-        window_argument: name of the argument that sets a window.
-        capacity: tokens a cache or blocks an allocator has room for.
-        reference: name of a function or module in the subject's own file that gives the truth.
+        fully_masked: the output of a fully masked query.
+        cache: name of the cache argument; `""` for none.
+        cache_style: `"object"`, changed in place; `"tuple"`, returned; `"internal"`, in the module.
+        new_cache: name of a function or class in the subject's file that makes a cache.
+        cache_bytes: bytes for one token and one row of the batch, at most.
+        window_argument: name of the argument for a window.
+        capacity: tokens of a cache, or blocks of an allocator.
+        reference: name of a function or module in the subject's file that returns the right output.
 
     Raises:
         ValueError: if a value is none of those.
@@ -106,19 +108,19 @@ class Conventions:
                 raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}")
 
     def declared(self) -> dict[str, Any]:
-        """What is not left to be found out, for JSON."""
+        """All that differs from the defaults, for JSON."""
         default = Conventions()
         return {
             name: value for name, value in asdict(self).items() if value != getattr(default, name)
         }
 
     def found(self, **values: Any) -> "Conventions":
-        """These, and `values` where nothing was declared."""
+        """These, completed by `values` where nothing was declared."""
         return replace(self, **{n: v for n, v in values.items() if getattr(self, n) is None})
 
 
 def conventions_from(given: Mapping[str, Any]) -> Conventions:
-    """Conventions of a plain dictionary: from JSON, or a subject's own file.
+    """Conventions from a dictionary: of JSON, or of the subject's file.
 
     Raises:
         ValueError: for names and values that no convention has.

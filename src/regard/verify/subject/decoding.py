@@ -1,4 +1,4 @@
-"""A layer with a past, however the past is passed: an object, a tuple given back, or inside it."""
+"""Calling a layer piece by piece, with a cache: an object, a returned tuple, or in the layer."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.law import Trial
-from regard.verify.subject.adapters import HostedAttention, HostedModel, RegardLayer
+from regard.verify.subject.adapters import known_cache
 from regard.verify.subject.lookup import named_beside
 from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.modules import ModuleCall
@@ -19,7 +19,7 @@ RESETS = ("reset_cache", "reset_kv_cache", "clear_cache", "reset")
 
 
 class Past(NamedTuple):
-    """What came before, and how many tokens that is."""
+    """The cache of a layer, and how many tokens it holds."""
 
     held: Any
     length: int
@@ -27,7 +27,13 @@ class Past(NamedTuple):
 
 @dataclass
 class Steps:
-    """One step of a layer with a past."""
+    """One way of passing a cache to a layer.
+
+    Attributes:
+        argument: the name of the cache argument.
+        style: `object`, `tuple` or `internal`, as in `Conventions.cache_style`.
+        new_cache: makes an empty cache, where it is an object.
+    """
 
     call: ModuleCall
     subject: Subject
@@ -36,7 +42,7 @@ class Steps:
     new_cache: Any = None
 
     def new(self) -> Past:
-        """No past."""
+        """An empty cache."""
         if self.style == "internal":
             reset = next(n for n in RESETS if hasattr(self.call.module, n))
             called(getattr(self.call.module, reset))
@@ -44,14 +50,14 @@ class Steps:
         return Past(called(self.new_cache) if self.style == "object" else None, 0)
 
     def step(self, x: Tensor, past: Past) -> tuple[Tensor, Past]:
-        """The output for x, which follows `past`, and the past after it."""
+        """The output for x, whose tokens follow those in `past`, and the cache after it."""
         with torch.no_grad():
             return self.follow(x.clone(), past)
 
     def follow(self, x: Tensor, past: Past, *, columns: int = 0) -> tuple[Tensor, Past]:
-        """`step` with gradients and without a copy; its mask is `columns` keys too wide."""
+        """`step` with gradients and without a copy; the mask is `columns` keys too wide."""
         length = past.length + x.shape[1]
-        given = {**self._positions(past.length, x.shape[1])}
+        given = self._positions(past.length, x.shape[1])
         if self.argument:
             given[self.argument] = past.held
         if "use_cache" in parameters_of(self.call.module.forward):
@@ -59,21 +65,21 @@ class Steps:
         keep = self.keep(past.length, x.shape[1])
         if columns:
             keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
-        result = self.call.raw(x, keep=keep, before=past.length, **given)
-        held = past.held if self.style != "tuple" else _given_back(result)
+        result = self.call.result(x, keep=keep, before=past.length, **given)
+        held = past.held if self.style != "tuple" else _returned_cache(result)
         return self.call.out(result, x), Past(held, length)
 
     def stepper(self) -> Stepper:
-        """What the checks are given."""
+        """The same for the laws, without what it is made of."""
         return Stepper(self.new, self.step, self.style, self.follow, self.of)
 
     def of(self, module: nn.Module) -> Stepper:
-        """The same way of passing a past, to another module of the same kind."""
+        """The same way of passing a cache, with another module of the same kind."""
         return replace(self, call=replace(self.call, module=module)).stepper()
 
     def keep(self, past: int, new: int) -> Tensor | None:
-        """The causal mask of a step, where the layer does not hide the future itself."""
-        if self.subject.conventions.causal or "mask" not in self.subject.has:
+        """The causal mask of a step, where the layer is not causal by itself."""
+        if self.subject.conventions.causal or not self.subject.has.mask:
             return None
         return self.subject.visible(new, past + new, causal=True)[None, None]
 
@@ -84,16 +90,16 @@ class Steps:
         return given
 
 
-def _given_back(result: Any) -> Any:
+def _returned_cache(result: Any) -> Any:
     if isinstance(result, (tuple, list)):
         for each in result[1:][::-1]:
             if isinstance(each, (tuple, list, dict)) or not isinstance(each, (Tensor, type(None))):
                 return each
-    raise SubjectError("it gave back no past beside its output")
+    raise SubjectError("it returned no cache beside its output")
 
 
 def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
-    """Find out how a past is passed; the subject gains a stepper if there is a way."""
+    """Find out how a cache is passed; if there is a way, the subject gets a stepper."""
     call = subject.layer
     assert isinstance(call, ModuleCall)
     own = subject.conventions
@@ -104,13 +110,13 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
                 _, past = steps.step(x, past)
         except (SubjectError, StopIteration) as error:
             if own.cache or own.new_cache or own.cache_style:
-                subject.has.add("unusable cache")
+                subject.has.unusable_cache = True
                 subject.inferred["cache"] = f"{steps.argument} could not be used: {error}"
             continue
         subject.conventions = own.found(cache=steps.argument, cache_style=steps.style)
         subject.stepper = steps.stepper()
-        subject.has = subject.has - {"unusable cache"} | {"cache"}
-        subject.inferred["cache"] = f"{steps.argument or 'inside'}, {steps.style}"
+        subject.has.unusable_cache, subject.has.cache = False, True
+        subject.inferred["cache"] = f"{steps.argument or 'in the layer'}, {steps.style}"
         return
     subject.inferred.setdefault("cache", "none")
 
@@ -141,19 +147,11 @@ def _factory(module: Any, declared: Any, beside: Any) -> Any:
         return declared
     if declared:
         return named_beside(beside, declared)
-    if isinstance(module, RegardLayer):
-        from regard import KVCache
-
-        return KVCache
-    if isinstance(module, (HostedAttention, HostedModel)):
-        from transformers import DynamicCache
-
-        return DynamicCache
-    return None
+    return known_cache(module)
 
 
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:
-    """The whole output, from pieces of these lengths."""
+    """The output for x, computed in pieces of these lengths with a cache."""
     assert subject.stepper is not None
     past, pieces = subject.stepper.new(), []
     for piece in x.split(cuts, dim=1):
@@ -163,10 +161,10 @@ def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:
 
 
 def at_once(subject: Subject, x: Tensor) -> Tensor:
-    """The whole output with the same masks, without a past."""
+    """The output for x in one call with the same masks, without a cache."""
     causal = subject.conventions.causal
-    if causal or "mask" not in subject.has:
-        return subject.through(x)
+    if causal or not subject.has.mask:
+        return subject.run_layer(x)
     length = x.shape[1]
     keep = subject.visible(length, length, causal=True)[None, None]
-    return subject.through(x, keep=keep)
+    return subject.run_layer(x, keep=keep)

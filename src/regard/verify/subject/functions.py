@@ -1,6 +1,5 @@
-"""A function of (q, k, v) behind the canonical call."""
+"""A function of (q, k, v) behind the canonical call: layouts, masks, names of options."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,29 +8,28 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.subject.conventions import Conventions
-from regard.verify.subject.mask_forms import NO_MASK, MaskForm, parameters_of
+from regard.verify.subject.mask_forms import NO_MASK, MaskForm, is_required, parameters_of
 from regard.verify.subject.subject import SubjectError, called, output_of
 
-OPTIONS: dict[str, tuple[str, ...]] = {
+OPTIONS: dict[str, tuple[str, ...]] = {  # options by ability, and the usual names of the argument
     "causal": ("is_causal", "causal"),
     "window": ("window", "window_size", "sliding_window"),
     "scale": ("scale", "scaling", "softmax_scale", "sm_scale"),
     "softcap": ("softcap", "soft_cap", "logit_cap"),
     "bias": ("bias", "score_bias", "attn_bias", "position_bias"),
     "dropout": ("dropout_p", "dropout", "p_dropout", "attn_dropout"),
-    "training": ("training", "train"),
     "gqa": ("enable_gqa",),
     "weights": ("need_weights", "return_weights", "output_attentions", "return_attention"),
 }
 
 
 def options_of(target: Any, own: Conventions) -> dict[str, str]:
-    """What a call may ask for, and the name of the argument that asks."""
+    """The options that a function takes, each with the name of its argument."""
     names = parameters_of(target)
     found = {
-        option: next(name for name in spellings if name in names)
-        for option, spellings in OPTIONS.items()
-        if any(name in names for name in spellings)
+        option: next(name for name in usual if name in names)
+        for option, usual in OPTIONS.items()
+        if any(name in names for name in usual)
     }
     if own.window_argument:
         found["window"] = own.window_argument
@@ -40,7 +38,7 @@ def options_of(target: Any, own: Conventions) -> dict[str, str]:
 
 @dataclass
 class FunctionCall:
-    """Turns the canonical call into the function's own, and its answer back."""
+    """The canonical call, translated into the arguments of the function, and its output back."""
 
     target: Callable[..., Any]
     own: Conventions
@@ -58,34 +56,40 @@ class FunctionCall:
         *,
         keep: Tensor | None = None,
         raw: Tensor | None = None,
-        **asked: Any,
+        **options: Any,
     ) -> Tensor:
         """`raw` is a mask already in the function's own form."""
-        given = self._options(q, k, asked)
+        shape = (*q.shape[:3], v.shape[3])
+        result = self.result(q, k, v, keep=keep, raw=raw, **options)
+        returned = self.returns if self.layout in ("BHLD", "BLHD") else self.layout
+        return canonical(output_of(result, torch.Size(shape).numel()), returned, shape)
+
+    def result(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        keep: Tensor | None = None,
+        raw: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """All that the function returns."""
+        given = self.arguments(q, k, options)
+        if keep is None and raw is None and self.requires_a_mask():
+            keep = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool)
         if keep is not None:
             raw = self.form.encode(keep, (q.shape[0], q.shape[1]), q.dtype)
         if raw is not None:
             given[self.form.argument] = raw
-        elif self._mask_is_required():
-            everything = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool)
-            given[self.form.argument] = self.form.encode(
-                everything, (q.shape[0], q.shape[1]), q.dtype
-            )
-        heads = [laid_out(x, self.layout) for x in (q, k, v)]
-        shape = (q.shape[0], q.shape[1], q.shape[2], v.shape[3])
-        result = called(self.target, *heads, **given)
-        return brought_back(output_of(result, torch.Size(shape).numel()), self.returned, shape)
+        return called(self.target, *(laid_out(x, self.layout) for x in (q, k, v)), **given)
 
-    @property
-    def returned(self) -> str:
-        """The layout of the answer: that of the question, unless told otherwise."""
-        return self.returns if self.layout in ("BHLD", "BLHD") else self.layout
-
-    def _options(self, q: Tensor, k: Tensor, asked: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """The function's own arguments for these options."""
         given = dict(self.own.options)
         if "gqa" in self.names and k.shape[1] != q.shape[1]:
             given[self.names["gqa"]] = True
-        for option, value in asked.items():
+        for option, value in options.items():
             if value is None or value is False or (option == "dropout" and value == 0.0):
                 continue
             if option not in self.names:
@@ -95,13 +99,13 @@ class FunctionCall:
             given[self.names[option]] = value
         return given
 
-    def _mask_is_required(self) -> bool:
-        parameter = parameters_of(self.target).get(self.form.argument)
-        return parameter is not None and parameter.default is inspect.Parameter.empty
+    def requires_a_mask(self) -> bool:
+        """Whether its mask argument has no default."""
+        return is_required(self.target, self.form.argument)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """[B, H, L, D] as the function wants it."""
+    """x [B, H, L, D] in the function's layout."""
     if layout == "BLHD":
         return x.transpose(1, 2)
     if layout == "BLD":
@@ -109,24 +113,27 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return x[0, 0] if layout == "LD" else x
 
 
-def brought_back(out: Tensor, layout: str, shape: tuple[int, ...]) -> Tensor:
-    """What the function gave, as [B, H, L, Dv].
-
-    Raises:
-        SubjectError: if it has another shape.
-    """
+def shape_in(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape [B, H, L, D] in a layout."""
     batch, heads, length, dim = shape
-    wanted = {
-        "BHLD": shape,
+    return {
+        "BHLD": (batch, heads, length, dim),
         "BLHD": (batch, length, heads, dim),
         "BLE": (batch, length, heads * dim),
         "BLD": (batch, length, dim),
         "LD": (length, dim),
     }[layout]
+
+
+def canonical(out: Tensor, layout: str, shape: tuple[int, ...]) -> Tensor:
+    """An output of the function as [B, H, L, Dv].
+
+    Raises:
+        SubjectError: if it has another shape.
+    """
+    wanted = shape_in(layout, shape)
     if tuple(out.shape) != wanted:
-        raise SubjectError(f"it gave back shape {list(out.shape)} where {list(wanted)} was due")
-    if layout == "BLE":
-        out = out.unflatten(-1, (heads, dim))
+        raise SubjectError(f"it returned shape {list(out.shape)} instead of {list(wanted)}")
     if layout in ("BLHD", "BLE"):
-        return out.transpose(1, 2)
+        return out.reshape(shape_in("BLHD", shape)).transpose(1, 2)
     return out.reshape(shape)

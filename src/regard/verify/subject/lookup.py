@@ -1,4 +1,4 @@
-"""The object behind a name: `PATH:NAME`, `package.module:NAME`, `package.module.NAME`, a folder."""
+"""Finding an object by its name: `PATH.py:NAME`, `package.module:NAME`, `package.module.NAME`."""
 
 import builtins
 import importlib
@@ -17,7 +17,7 @@ NEEDED = "give PATH.py:NAME, package.module:NAME, or a folder with a transformer
 
 
 def find(name: str) -> tuple[Any, Any]:
-    """The object, and the module it came with. Only its own file is run.
+    """The object, and the module that holds it. Only that file is run.
 
     Raises:
         SubjectError: if there is no such file or name, or the file cannot be run.
@@ -45,7 +45,7 @@ def _file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.parent.resolve()))  # as if it were run
+    sys.path.insert(0, str(path.parent.resolve()))  # as when the file is run as a program
     called(spec.loader.exec_module, module)
     return module
 
@@ -57,7 +57,7 @@ def _module(name: str) -> Any:
 
 
 def _with_a_signature(found: Any) -> Any:
-    """torch's own function does not say what it takes; this one does, and is otherwise the same."""
+    """The same function with a signature, for torch's, which has none."""
     if found is torch.nn.functional.scaled_dot_product_attention:
         return scaled_dot_product_attention
     return found
@@ -80,12 +80,12 @@ def scaled_dot_product_attention(
 
 
 def is_function(found: Any) -> bool:
-    """Whether it is to be called with q, k and v as it is."""
+    """Whether it is called as it is, and neither a class nor a module."""
     return callable(found) and not isinstance(found, (type, nn.Module))
 
 
 def named_beside(module: Any, name: str) -> Callable[..., Any]:
-    """Another name in the subject's own file, or a dotted one.
+    """The object of another name in the subject's file, or of a dotted name.
 
     Raises:
         SubjectError: if there is none.

@@ -1,4 +1,4 @@
-"""How a subject is told what to hide: one meaning, and the many forms it is written in."""
+"""The forms in which functions and modules take a mask, and masks written in them."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,11 +8,13 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from regard.verify.subject.conventions import Conventions
+
 
 class MaskForm(NamedTuple):
-    """An argument, what its entries mean, its axes, and their type.
+    """The name of a mask argument, the meaning of its entries, its axes, and its dtype.
 
-    `hidden` is what an additive mask adds where a key is hidden.
+    `hidden` is what an additive mask adds where a key is hidden: -inf, or the least finite value.
     """
 
     argument: str
@@ -23,7 +25,7 @@ class MaskForm(NamedTuple):
 
     def __str__(self) -> str:
         meaning = {
-            "keep": "true or 1 may look",
+            "keep": "true or 1 may attend",
             "drop": "true or 1 is hidden",
             "additive": f"added to the scores, {self.hidden} where hidden",
         }[self.polarity]
@@ -32,7 +34,7 @@ class MaskForm(NamedTuple):
     def encode(
         self, keep: Bool[Tensor, "_ _ L S"], sizes: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
-        """`keep` [B | 1, H | 1, L, S] written in this form for `sizes` (B, H)."""
+        """`keep` [B | 1, H | 1, L, S] in this form, for `sizes` (B, H)."""
         batch, heads = sizes
         whole = keep.expand(batch, heads, *keep.shape[-2:])
         shaped = {
@@ -50,28 +52,15 @@ class MaskForm(NamedTuple):
         if self.polarity == "additive":
             low = float("-inf") if self.hidden == "-inf" else torch.finfo(dtype).min
             return torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, low)
-        shown = keep if self.polarity == "keep" else ~keep
-        return shown.to({"bool": torch.bool, "int": torch.int64, "float": dtype}[self.dtype])
-
-    def can_say(self, keep: Tensor) -> bool:
-        """Whether the form has the axes to hide just that."""
-        if self.shape == "LS" and not bool((keep == keep[:1, :1]).all()):
-            return False
-        if self.shape in ("B1LS", "BLS") and not bool((keep == keep[:, :1]).all()):
-            return False
-        if self.shape in ("BS", "B11S"):
-            return bool((keep == keep[:, :1, :1]).all())
-        return True
+        entries = keep if self.polarity == "keep" else ~keep
+        return entries.to({"bool": torch.bool, "int": torch.int64, "float": dtype}[self.dtype])
 
 
 NO_MASK = MaskForm("")
 
 
-def forms(names: list[str], known: Any) -> Iterator[MaskForm]:
-    """Forms in use, likeliest first; a convention that is declared leaves fewer.
-
-    `known` are the conventions.
-    """
+def forms(names: list[str], known: Conventions) -> Iterator[MaskForm]:
+    """All forms that agree with the declared conventions `known`, the most common first."""
     for name in names:
         for dtype, polarity in (
             ("bool", "keep"), ("bool", "drop"), ("float", "drop"), ("float", "additive"),
@@ -92,7 +81,7 @@ def _shapes(name: str) -> tuple[str, ...]:
 
 
 def mask_arguments(target: Any) -> list[str]:
-    """Names of arguments that may be a mask, likeliest first.
+    """Names of arguments that may be a mask, the likeliest first.
 
     >>> def attention(q, k, v, key_padding_mask=None, attn_mask=None, masked=None): ...
     >>> mask_arguments(attention)
@@ -103,8 +92,14 @@ def mask_arguments(target: Any) -> list[str]:
 
 
 def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
-    """The arguments of a callable by name, `self` left out; none if it will not say."""
+    """The arguments of a callable by name, without `self`; none where there is no signature."""
     try:
         return dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return {}
+
+
+def is_required(target: Any, name: str) -> bool:
+    """Whether a callable has an argument of this name without a default."""
+    parameter = parameters_of(target).get(name)
+    return parameter is not None and parameter.default is inspect.Parameter.empty

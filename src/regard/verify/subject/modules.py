@@ -1,10 +1,9 @@
-"""A module from x to output behind two canonical calls: as it is, and on heads of our choosing.
+"""A module from x to output behind two canonical calls: on x, and on queries, keys and values.
 
-What its projections give is replaced while it runs, and what reaches its output projection is read:
-so any module of linear projections becomes a function of (q, k, v), its own weights aside.
+For the second, hooks replace the outputs of its projections while it runs, and read the input of
+its output projection. So any module of linear projections can be called as a function of (q, k, v).
 """
 
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.subject.conventions import Conventions
-from regard.verify.subject.mask_forms import NO_MASK, MaskForm, mask_arguments, parameters_of
+from regard.verify.subject.mask_forms import (
+    NO_MASK,
+    MaskForm,
+    is_required,
+    mask_arguments,
+    parameters_of,
+)
 from regard.verify.subject.subject import SubjectError, called, output_of
 
 SIZES = {
@@ -32,7 +37,7 @@ _VALUE = re.compile(r"(^|[._])(w?_?v|v_?proj|w_?values?|values?(_proj)?|to_v)$",
 
 
 def size_of(module: nn.Module, what: str) -> int | None:
-    """A size that the module, or its configuration, holds under one of its usual names."""
+    """A size of the module, by one of its usual names on the module or its configuration."""
     for holder in (module, getattr(module, "config", None)):
         for name in SIZES[what]:
             value = getattr(holder, name, None)
@@ -43,7 +48,13 @@ def size_of(module: nn.Module, what: str) -> int | None:
 
 @dataclass
 class ModuleCall:
-    """The module's own call: x, or the same x for queries, keys and values."""
+    """The module's own call, on x, or on the same x as queries, keys and values.
+
+    Attributes:
+        inputs: how many tensors its forward takes first: 1, or 3.
+        context: the argument for another sequence, or "".
+        names: the names of its arguments for options.
+    """
 
     module: Any
     own: Conventions
@@ -52,6 +63,7 @@ class ModuleCall:
     inputs: int = 1
     context: str = ""
     heads: int = 1
+    names: dict[str, str] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -60,12 +72,11 @@ class ModuleCall:
         keep: Tensor | None = None,
         raw: Tensor | None = None,
         context: Tensor | None = None,
-        **asked: Any,
+        **options: Any,
     ) -> Tensor:
-        result = self.raw(x, keep=keep, raw=raw, context=context, **asked)
-        return self.out(result, x)
+        return self.out(self.result(x, keep=keep, raw=raw, context=context, **options), x)
 
-    def raw(
+    def result(
         self,
         x: Tensor,
         *,
@@ -74,71 +85,65 @@ class ModuleCall:
         context: Tensor | None = None,
         before: int = 0,
         others: tuple[Tensor, ...] = (),
-        **asked: Any,
+        **options: Any,
     ) -> Any:
-        """What the module gives back, whatever it is."""
-        given = {**self.own.options, **asked}
+        """All that the module returns; `before` is the number of cached tokens."""
+        given = dict(self.own.options)
+        given |= {self.names.get(name, name): value for name, value in options.items()}
+        if keep is None and raw is None and self.requires_a_mask():
+            keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
         if keep is not None:
             raw = self.form.encode(keep, (x.shape[0], self.heads), x.dtype)
-        elif raw is None and self._mask_is_required():
-            raw = self._nothing_hidden(x, before)
         if raw is not None:
             given[self.form.argument] = raw
-        if context is None and self._is_required(self.context):
-            context = x  # it reads another sequence: here, its own
+        if context is None and is_required(forward_of(self.module), self.context):
+            context = x  # it must be given another sequence: here, its own
         if context is not None:
-            given[self.context] = self._laid_out(context)
+            given[self.context] = self.laid_out(context)
         inputs = (x, *others) if others else (x,) * self.inputs
-        return called(self.module, *(self._laid_out(each) for each in inputs), **given)
+        return called(self.module, *(self.laid_out(each) for each in inputs), **given)
 
     def out(self, result: Any, x: Tensor) -> Tensor:
-        """The output [B, L, E] in what the module gave back."""
+        """The output [B, L, E] in what the module returned."""
         out = output_of(result, x.numel())
         batch, length = x.shape[:2]
         wanted = (length, batch) if self.layout == "LBE" else (batch, length)
         if out.ndim != 3 or tuple(out.shape[:2]) != wanted:
-            raise SubjectError(f"from {list(x.shape)} it gave back shape {list(out.shape)}")
-        return out.transpose(0, 1) if self.layout == "LBE" else out
+            raise SubjectError(f"from {list(x.shape)} it returned shape {list(out.shape)}")
+        return self.laid_out(out)
 
-    def _laid_out(self, x: Tensor) -> Tensor:
+    def laid_out(self, x: Tensor) -> Tensor:
+        """x [B, L, E] in the module's layout, and back."""
         return x.transpose(0, 1) if self.layout == "LBE" else x
 
-    def _nothing_hidden(self, x: Tensor, before: int) -> Tensor:
-        shape = (1, 1, x.shape[1], before + x.shape[1])
-        return self.form.encode(torch.ones(shape).bool(), (x.shape[0], self.heads), x.dtype)
-
-    def _mask_is_required(self) -> bool:
-        return self._is_required(self.form.argument)
-
-    def _is_required(self, name: str) -> bool:
-        parameter = parameters_of(_forward(self.module)).get(name)
-        return parameter is not None and parameter.default is inspect.Parameter.empty
+    def requires_a_mask(self) -> bool:
+        """Whether its mask argument has no default."""
+        return is_required(forward_of(self.module), self.form.argument)
 
 
-def _forward(module: Any) -> Any:
+def forward_of(module: Any) -> Any:
+    """The function whose arguments are those of a call."""
     return getattr(module, "forward", module)
-
-
-def inputs_of(module: Any) -> tuple[int, str]:
-    """How many tensors its forward takes first (x, or queries, keys, values), and the name of an
-    argument for another sequence to read."""
-    names = [
-        name
-        for name, each in parameters_of(_forward(module)).items()
-        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    context = next((n for n in names if n in CONTEXTS), "")
-    first = [name.lower()[:1] for name in names[:3]]
-    three = first in (["q", "k", "v"], ["q", "v", "k"])
-    return 3 if three else 1, context
 
 
 CONTEXTS = ("context", "encoder_hidden_states", "encoder_out", "memory", "key_value_states")
 
 
+def inputs_of(module: Any) -> tuple[int, str]:
+    """How many tensors its forward takes first: x, or q, k and v; and its context argument."""
+    names = [
+        name
+        for name, each in parameters_of(forward_of(module)).items()
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    first = [name.lower()[:1] for name in names[:3]]
+    three = first in (["q", "k", "v"], ["q", "v", "k"])
+    return 3 if three else 1, next((n for n in names if n in CONTEXTS), "")
+
+
 @dataclass
 class Projections:
-    """Where a module's queries, keys and values come from, and where its heads go."""
+    """The submodules that make queries, keys and values, and the output projection."""
 
     query: nn.Module | None = None
     key: nn.Module | None = None
@@ -150,18 +155,23 @@ class Projections:
 
 
 def find_projections(call: ModuleCall, x: Tensor) -> Projections | None:
-    """Run it once and see which linear modules read x, and which one gives the output."""
+    """Run the module once: linear submodules that take x, and the one that returns the output."""
     module, readers, last = call.module, [], None
-    seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+    runs: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+
+    def record(name: str, each: nn.Module, given: Any, returned: Any) -> None:
+        if given and isinstance(given[0], Tensor) and isinstance(returned, Tensor):
+            runs.append((name, each, given[0].detach().clone(), returned.detach().clone()))
+
     with ExitStack() as stack, torch.no_grad():
         for name, each in module.named_modules():
             if _is_linear(each):
-                stack.enter_context(_recording(each, name, seen))
-        out = call(x)
-    for name, each, given, gave in seen:
-        if given.shape == call._laid_out(x).shape and torch.equal(given, call._laid_out(x)):
+                stack.enter_context(hooked(each, partial(record, name)))
+        out = call.laid_out(call(x))
+    for name, each, given, returned in runs:
+        if given.shape == call.laid_out(x).shape and torch.equal(given, call.laid_out(x)):
             readers.append((name, each))
-        elif gave.numel() == out.numel() and torch.equal(gave.flatten(), _flat(out, call)):
+        elif returned.numel() == out.numel() and torch.equal(returned.flatten(), out.flatten()):
             last = each
     found = _sorted_out([(name, m) for name, m in readers if "gate" not in name.lower()])
     if found is None:
@@ -172,21 +182,14 @@ def find_projections(call: ModuleCall, x: Tensor) -> Projections | None:
     return found
 
 
-def _flat(out: Tensor, call: ModuleCall) -> Tensor:
-    return call._laid_out(out).flatten()
-
-
 def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 2 and not list(module.children())
 
 
 @contextmanager
-def _recording(module: nn.Module, name: str, seen: list[Any]) -> Iterator[None]:
-    def hook(each: nn.Module, given: Any, gave: Any) -> None:
-        if given and isinstance(given[0], Tensor) and isinstance(gave, Tensor):
-            seen.append((name, each, given[0].detach().clone(), gave.detach().clone()))
-
+def hooked(module: nn.Module, hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """A forward hook, removed afterwards; what it returns replaces the module's output."""
     handle = module.register_forward_hook(hook)
     try:
         yield
@@ -211,7 +214,7 @@ def _sorted_out(readers: list[tuple[str, nn.Module]]) -> Projections | None:
 
 @dataclass
 class HookedHeads:
-    """The module as a function of heads: what its projections would say is put in their mouths."""
+    """The module as a function of heads: hooks replace the outputs of its projections."""
 
     call: ModuleCall
     at: Projections
@@ -226,31 +229,32 @@ class HookedHeads:
         *,
         keep: Tensor | None = None,
         raw: Tensor | None = None,
-        **asked: Any,
+        **options: Any,
     ) -> Tensor:
         batch, heads, length = q.shape[:3]
         if k.shape[2] != length:
             raise SubjectError("it has as many keys as queries")
         x = torch.zeros(batch, length, self.call.own.width or 1, dtype=q.dtype)
-        held: list[Tensor] = []
+        merged: list[Tensor] = []
         with ExitStack() as stack:
-            for module, said in self._sayings(q, k, v):
-                stack.enter_context(_answering(module, partial(_say, said)))
+            for module, rows in self._projected(q, k, v):
+                stack.enter_context(hooked(module, partial(_replace, rows)))
             for gate in self.at.gates:
-                stack.enter_context(_answering(gate, _open))
+                stack.enter_context(hooked(gate, _open))
             for norm in self.at.norms:
-                stack.enter_context(_answering(norm, _pass_on))
+                stack.enter_context(hooked(norm, lambda norm, given, out: given[0]))
             if self.at.output is not None:
-                stack.enter_context(_hearing(self.at.output, held))
-            out = self.call(x, keep=keep, raw=raw, **asked)
-        merged = held[-1] if held else out
-        if self.call.layout == "LBE" and held:
-            merged = merged.transpose(0, 1)
-        if merged.numel() != batch * heads * length * v.shape[3]:
-            raise SubjectError(f"its heads side by side have shape {list(merged.shape)}")
-        return merged.reshape(batch, length, heads, v.shape[3]).transpose(1, 2)
+                stack.enter_context(
+                    hooked(self.at.output, lambda last, given, out: merged.append(given[0]))
+                )
+            out = self.call(x, keep=keep, raw=raw, **options)
+        out = self.call.laid_out(merged[-1]) if merged else out
+        if out.numel() != batch * heads * length * v.shape[3]:
+            raise SubjectError(f"its merged heads have shape {list(out.shape)}")
+        return out.reshape(batch, length, heads, v.shape[3]).transpose(1, 2)
 
-    def _sayings(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[nn.Module, Tensor]]:
+    def _projected(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[nn.Module, Tensor]]:
+        """Each projection, and the output that it is to return."""
         rows = [x.transpose(1, 2) for x in (q, k, v)]  # [B, L, H, D]
         if self.call.layout == "LBE":
             rows = [x.transpose(0, 1) for x in rows]
@@ -262,42 +266,18 @@ class HookedHeads:
         return [(m, x.flatten(-2)) for m, x in zip(modules, rows, strict=True) if m is not None]
 
 
-@contextmanager
-def _answering(module: nn.Module, answer: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """The module answers otherwise, by what it was given and gave."""
-    handle = module.register_forward_hook(lambda m, given, gave: answer(given[0], gave))
-    try:
-        yield
-    finally:
-        handle.remove()
+def _replace(rows: Tensor, module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    return rows.reshape(out.shape)
 
 
-def _say(said: Tensor, given: Tensor, gave: Tensor) -> Tensor:
-    return said.reshape(gave.shape)
-
-
-def _open(given: Tensor, gave: Tensor) -> Tensor:
-    """A gate lets everything through: the sigmoid of so much is 1."""
-    return torch.full_like(gave, 1e4)
-
-
-def _pass_on(given: Tensor, gave: Tensor) -> Tensor:
-    """A norm of queries or keys lets through what it is given."""
-    return given
-
-
-@contextmanager
-def _hearing(module: nn.Module, held: list[Tensor]) -> Iterator[None]:
-    handle = module.register_forward_pre_hook(lambda m, given: held.append(given[0]))
-    try:
-        yield
-    finally:
-        handle.remove()
+def _open(gate: nn.Module, given: Any, out: Tensor) -> Tensor:
+    """A gate that changes nothing: the sigmoid of 1e4 is 1."""
+    return torch.full_like(out, 1e4)
 
 
 @dataclass
 class IdentityHeads:
-    """A module of (q, k, v) whose square matrices are identities: what is left is attention."""
+    """A module of (q, k, v) whose square matrices are identities: it computes attention alone."""
 
     call: ModuleCall
 
@@ -309,17 +289,19 @@ class IdentityHeads:
         *,
         keep: Tensor | None = None,
         raw: Tensor | None = None,
-        **asked: Any,
+        **options: Any,
     ) -> Tensor:
         heads, dim = q.shape[1], q.shape[3]
         merged = [x.transpose(1, 2).flatten(-2) for x in (q, k, v)]
-        result = self.call.raw(merged[0], keep=keep, raw=raw, others=tuple(merged[1:]), **asked)
+        result = self.call.result(
+            merged[0], keep=keep, raw=raw, others=tuple(merged[1:]), **options
+        )
         out = self.call.out(result, merged[0])
         return out.unflatten(-1, (heads, dim)).transpose(1, 2)
 
 
 def made_identity(module: nn.Module, width: int) -> bool:
-    """Make every [width, width] matrix an identity and every bias zero; whether that was all."""
+    """Make every matrix of `width` columns identities, every bias 0; whether that is possible."""
     done = False
     with torch.no_grad():
         for parameter in module.parameters():
@@ -336,4 +318,4 @@ def made_identity(module: nn.Module, width: int) -> bool:
 
 def masks_of(module: Any) -> list[str]:
     """Arguments of its forward that may be a mask."""
-    return mask_arguments(_forward(module))
+    return mask_arguments(forward_of(module))

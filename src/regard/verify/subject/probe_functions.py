@@ -1,6 +1,7 @@
-"""Finding out what nobody declared: each question is a small call whose answer cannot be mistaken.
+"""Probing a function of (q, k, v): what was not declared is found out by small calls.
 
-What was declared is not asked. What is found goes into the conventions, and into the report.
+What is declared is not probed. What is found goes into conventions, abilities and report.
+The probes of masks, patterns, rotation and scale also serve modules, once they have heads.
 """
 
 from collections.abc import Callable
@@ -8,52 +9,53 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from regard.verify.law import Sizes, Trial
-from regard.verify.oracle import attention, pattern, rotated
-from regard.verify.subject.functions import FunctionCall, brought_back, laid_out, options_of
+from regard.verify.oracle import attention, key_heads, pattern, rotated
+from regard.verify.subject.functions import FunctionCall, canonical, laid_out, options_of, shape_in
 from regard.verify.subject.mask_forms import MaskForm, forms, mask_arguments
-from regard.verify.subject.subject import Subject, SubjectError, called, output_of
-from regard.verify.visibility import nearest_pattern, read_weights
+from regard.verify.subject.subject import Subject, SubjectError, output_of
+from regard.verify.visibility import nearest_pattern
 
-LENGTH = 6  # of a probe: longer than any slip by one or two
+LENGTH = 6  # tokens of a probe: enough to tell off-by-one and off-by-two patterns apart
 
 
 def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -> None:
-    """Fill in what a function of (q, k, v) is; the subject is changed."""
+    """Find out what a function of (q, k, v) takes and returns; the subject is changed."""
     own = subject.conventions
     names = options_of(target, own)
     layout, returns = _layouts(target, subject, names, trial)
     own = own.found(layout=layout, returns=returns)
     call = FunctionCall(target, own, layout=layout, returns=returns, names=names)
     subject.fixed = {"BLD": {"H": 1, "G": 1}, "LD": {"B": 1, "H": 1, "G": 1}}.get(layout, {})
-    subject.attend, subject.conventions = call, own
-    subject.has |= {"heads", *(n for n in names if n not in ("gqa", "training"))}
-    subject.inferred["layout"] = layout if layout == returns else f"{layout}, gives {returns}"
-    call = subject.attend = _dropout(call, subject, trial)
-    _abilities(subject, trial)
+    subject.conventions = own
+    has = subject.has
+    has.heads = True
+    has.causal, has.window, has.scale = "causal" in names, "window" in names, "scale" in names
+    has.softcap, has.bias, has.weights = "softcap" in names, "bias" in names, "weights" in names
+    subject.inferred["layout"] = layout if layout == returns else f"{layout}, returns {returns}"
+    call = subject.attend = _probe_dropout(call, subject, trial)
+    _probe_sizes(subject, trial)
     probe_pattern(subject, trial)
-    form = probe_mask(subject, _mask_names(own.mask, target), trial)
+    form = _probe_mask(subject, _mask_names(own.mask, target), trial)
     if form is not None:
         subject.attend = replace(call, own=subject.conventions, form=form)
         subject.form = form
     probe_alignment(subject, trial)
-    probe_numbers(subject, trial)
+    probe_scores(subject, trial)
 
 
-def _dropout(call: FunctionCall, subject: Subject, trial: Trial) -> FunctionCall:
-    """Whether dropout is asked for by a number, or by a module that drops."""
-    if "dropout" not in subject.has:
-        return call
-    given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial)
-    for tried in (call, replace(call, dropout_is_a_module=True)):
-        try:
-            tried(*given, dropout=0.5)
-        except SubjectError:
-            continue
-        return tried
-    subject.has.discard("dropout")
+def _probe_dropout(call: FunctionCall, subject: Subject, trial: Trial) -> FunctionCall:
+    """Whether its dropout argument takes a probability, or a module."""
+    if "dropout" in call.names:
+        given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial)
+        for tried in (call, replace(call, dropout_is_a_module=True)):
+            try:
+                tried(*given, dropout=0.5)
+            except SubjectError:
+                continue
+            subject.has.dropout = True
+            return tried
     return call
 
 
@@ -64,73 +66,56 @@ def _mask_names(declared: str | None, target: Any) -> list[str]:
 
 
 def _layouts(target: Any, subject: Subject, names: dict[str, str], trial: Trial) -> tuple[str, str]:
-    """The layout whose heads keep to themselves, out of those the function accepts."""
+    """The first layout that the function accepts and in which heads do not mix."""
     declared = subject.conventions.layout
-    heard: list[str] = []
+    failures: list[str] = []
+    masks = ["", *_mask_names(subject.conventions.mask, target)]
     for layout in [declared] if declared else ["BHLD", "BLHD", "BLD", "LD"]:
-        for form in _trial_masks(target, subject):
+        for mask in masks:
+            form = MaskForm(mask)
             call = FunctionCall(target, subject.conventions, form, layout, layout, names)
             try:
                 returns = _returns(call, trial)
             except SubjectError as error:
-                heard.append(f"{layout}: {error}")
+                failures.append(f"{layout}: {error}")
                 continue
             found = replace(call, returns=subject.conventions.returns or returns)
             if declared or layout in ("BLD", "LD") or _heads_are_apart(found, trial):
                 return layout, found.returns
-            heard.append(f"{layout}: heads are mixed")
-    mixed = [said for said in heard if said.endswith("mixed")]
-    if mixed:  # every layout mixes them: the commonest, and the checks say what is wrong
+            failures.append(f"{layout}: heads are mixed")
+    mixed = [failure for failure in failures if failure.endswith("mixed")]
+    if mixed:  # in every layout: take the most common one, and the laws report what is wrong
         return mixed[0].split(":")[0], subject.conventions.returns or "BHLD"
-    raise SubjectError(f"it could not be called with (q, k, v): {gathered(heard)}")
+    raise SubjectError(f"it could not be called with (q, k, v): {summary(failures)}")
 
 
-def gathered(heard: list[str]) -> str:
-    """What was heard in each layout, said once where it is the same in all."""
-    reasons = dict.fromkeys(said.split(": ", 1)[1] for said in heard)
-    return next(iter(reasons)) if len(reasons) == 1 else "; ".join(dict.fromkeys(heard))
-
-
-def _trial_masks(target: Any, subject: Subject) -> list[MaskForm]:
-    """Forms to try where a mask must be given."""
-    names = _mask_names(subject.conventions.mask, target)
-    return [MaskForm(""), *(MaskForm(name) for name in names)] if names else [MaskForm("")]
+def summary(failures: list[str]) -> str:
+    """The failures in all layouts, without the layout if they are the same."""
+    reasons = dict.fromkeys(failure.split(": ", 1)[1] for failure in failures)
+    return next(iter(reasons)) if len(reasons) == 1 else "; ".join(dict.fromkeys(failures))
 
 
 def _returns(call: FunctionCall, trial: Trial) -> str:
+    """The layout of the output."""
     sizes = Sizes(*(2, 3, 3, 5, 5, 4, 4) if call.layout[0] == "B" else (1, 1, 1, 5, 5, 4, 4))
     if call.layout in ("BLD", "LD"):
         sizes = sizes._replace(H=1, G=1)
     q, k, v = Subject("", "function", call.own).inputs(sizes, trial)
-    given = call._options(q, k, {})
-    if call._mask_is_required():
-        everything = torch.ones(1, 1, sizes.L, sizes.S, dtype=torch.bool)
-        given[call.form.argument] = call.form.encode(everything, (sizes.B, sizes.H), q.dtype)
     with torch.no_grad():
-        result = called(call.target, *(laid_out(x, call.layout) for x in (q, k, v)), **given)
-    out = output_of(result, q.numel())
+        out = output_of(call.result(q, k, v), q.numel())
+    shape = tuple(q.shape)
     if call.layout in ("BLD", "LD"):
-        brought_back(out, call.layout, tuple(q.shape))
+        canonical(out, call.layout, shape)
         return call.layout
     for returns in ("BHLD", "BLHD", "BLE"):
-        shape = tuple(q.shape)
-        if tuple(out.shape) == tuple(_shape_in(returns, shape)):
+        if tuple(out.shape) == shape_in(returns, shape):
             return returns
-    raise SubjectError(f"from q, k and v of shape {list(laid_out(q, call.layout).shape)} it gave "
-                       f"back shape {list(out.shape)}")  # fmt: skip
-
-
-def _shape_in(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    batch, heads, length, dim = shape
-    return {
-        "BHLD": shape,
-        "BLHD": (batch, length, heads, dim),
-        "BLE": (batch, length, heads * dim),
-    }[layout]
+    raise SubjectError(f"from q, k and v of shape {list(laid_out(q, call.layout).shape)} it "
+                       f"returned shape {list(out.shape)}")  # fmt: skip
 
 
 def _heads_are_apart(call: FunctionCall, trial: Trial) -> bool:
-    """Whether a value of one head moves that head alone, and more than its own row of it."""
+    """Whether a value of one head changes that head alone, and more than one of its rows."""
     q, k, v = Subject("", "function", call.own).inputs(Sizes(1, 3, 3, 5, 5, 4, 4), trial)
     with torch.no_grad():
         base = call(q, k, v)
@@ -140,53 +125,47 @@ def _heads_are_apart(call: FunctionCall, trial: Trial) -> bool:
     return bool(moved[1].any()) and not bool(moved[[0, 2]].any()) and int(moved.sum()) > 1
 
 
-def _abilities(subject: Subject, trial: Trial) -> None:
-    """Fewer key heads, other numbers of keys, wider values: what it takes without complaint."""
-    for name, sizes in (
-        ("gqa", Sizes(2, 6, 2, 5, 5, 4, 4)),
-        ("wide", Sizes(2, 2, 2, 5, 5, 4, 3)),
-        ("cross", Sizes(2, 2, 2, 3, 5, 4, 4)),
-    ):
-        if name == "gqa" and subject.fixed:
-            continue
+def _probe_sizes(subject: Subject, trial: Trial) -> None:
+    """Whether it accepts fewer key heads, values of other width, other numbers of keys."""
+
+    def accepts(sizes: Sizes) -> bool:
         try:
-            subject.has.add(name)
             subject.run(*subject.inputs(subject.fit(sizes), trial))
         except SubjectError:
-            subject.has.discard(name)
+            return False
+        return True
+
+    has = subject.has
+    if not subject.fixed:
+        has.gqa = True  # or `fit` would change the sizes
+        has.gqa = accepts(Sizes(2, 6, 2, 5, 5, 4, 4))
+    has.wide = True
+    has.wide = accepts(Sizes(2, 2, 2, 5, 5, 4, 3))
+    has.cross = True
+    has.cross = accepts(Sizes(2, 2, 2, 3, 5, 4, 4))
+    has.several_heads = not subject.fixed
     if subject.fixed:
         subject.notes.append("It has one head: laws of several heads do not apply.")
-    else:
-        subject.has.add("several heads")
 
 
 def probe_pattern(subject: Subject, trial: Trial) -> None:
-    """What it hides without being asked."""
+    """Which keys it hides by default."""
     own = subject.conventions
     if own.causal is not None and own.window is not None:
         return
-    sizes = subject.fit(Sizes(1, 1, 1, LENGTH, LENGTH, 4, LENGTH))
-    q, k, _ = subject.inputs(sizes, trial)
-    weights = read_weights(subject.run, q, k, width=_width(subject, sizes))
-    best, wrong = nearest_pattern((weights[0] != 0).any(0))
-    subject.conventions = own.found(**best)
-    said = "everything" if not best["causal"] else "the past and its own key"
-    said = f"a window of {best['window']} keys" if best["window"] else said
-    subject.inferred["sees"] = said if not wrong else f"nearly {said}: {wrong} cells are not"
+    attended = subject.attended(subject.fit(Sizes(1, 1, 1, LENGTH, LENGTH, 4, LENGTH)), trial)
+    pattern, subject.inferred["attends to"] = nearest_pattern(attended[0].any(0))
+    subject.conventions = own.found(**pattern)
 
 
-def _width(subject: Subject, sizes: Sizes) -> int | None:
-    return None if "wide" in subject.has else sizes.V
-
-
-def probe_mask(subject: Subject, names: list[str], trial: Trial) -> MaskForm | None:
-    """The form of mask that hides the key it is meant to hide, and no other."""
+def _probe_mask(subject: Subject, names: list[str], trial: Trial) -> MaskForm | None:
+    """The form of mask that hides a key, and only that key."""
     call, own = subject.attend, subject.conventions
     assert isinstance(call, FunctionCall)
 
     def hides(form: MaskForm) -> bool:
         subject.attend = replace(call, own=subject.conventions, form=form)
-        return hides_one_key(subject, form, trial)
+        return hides_one_key(subject, trial)
 
     try:
         return choose_form(subject, list(forms(names, own)), hides, names)
@@ -197,7 +176,7 @@ def probe_mask(subject: Subject, names: list[str], trial: Trial) -> MaskForm | N
 def choose_form(
     subject: Subject, tried: list[MaskForm], hides: Callable[[MaskForm], bool], names: list[str]
 ) -> MaskForm | None:
-    """The first that works; what is declared in full is believed, so that it can be judged."""
+    """The first form that works; a form that is declared in full is taken, so that laws test it."""
     own = subject.conventions
     working = []
     for form in tried:
@@ -217,53 +196,36 @@ def choose_form(
         subject.conventions = own.found(
             mask=form.argument, polarity=form.polarity, mask_shape=form.shape, mask_dtype=form.dtype
         )
-        subject.has |= {"mask"} if form.shape not in ("BS", "B11S") else {"padding"}
-        subject.has.add("padding")
+        subject.has.mask, subject.has.padding = form.shape not in ("BS", "B11S"), True
         subject.inferred["mask"] = str(form)
         return form
-    if names:
-        subject.inferred["mask"] = f"{', '.join(names)}: no form hides a key and nothing else"
-        subject.has.add("unusable mask")
-    else:
-        subject.inferred["mask"] = "none"
+    subject.has.unusable_mask = bool(names)
+    unusable = f"{', '.join(names)}: no form hides a key and nothing else"
+    subject.inferred["mask"] = unusable if names else "none"
     return None
 
 
-def hides_one_key(subject: Subject, form: MaskForm, trial: Trial) -> bool:
-    """Whether hiding key 1 hides key 1; in its own pattern or a causal one."""
+def hides_one_key(subject: Subject, trial: Trial) -> bool:
+    """Whether a mask that hides key 1 hides key 1, beside what its own pattern hides."""
     sizes = subject.fit(Sizes(1, 2, 2, 4, 4, 4, 4))
-    keep = torch.ones(sizes.B, 1, sizes.L, sizes.S, dtype=torch.bool)
-    keep[..., 1] = False
-    q, k, _ = subject.inputs(sizes, trial)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return subject.run(q, k, v, keep=keep)
-
-    seen = read_weights(attend, q, k, width=_width(subject, sizes)) != 0
+    keep = sizes.mask(1)
     expected = subject.visible(sizes.L, sizes.S) & keep
-    return bool((seen == expected).all())
+    return bool((subject.attended(sizes, trial, keep=keep) == expected).all())
 
 
 def probe_alignment(subject: Subject, trial: Trial) -> None:
-    """From which corner a causal rule is counted where keys are more than queries."""
-    own = subject.conventions
-    if own.alignment is not None or "cross" not in subject.has:
+    """From which corner its causal rule is counted, where there are more keys than queries."""
+    own, has = subject.conventions, subject.has
+    if own.alignment is not None or not has.cross or not (own.causal or has.causal):
         return
-    if not own.causal and "causal" not in subject.has:
-        return
+    options = {} if own.causal else {"causal": True}
     sizes = subject.fit(Sizes(1, 1, 1, 2, 5, 4, 5))
-    q, k, _ = subject.inputs(sizes, trial)
-    asked = {"causal": True} if not own.causal else {}
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return subject.run(q, k, v, **asked)
-
     try:
-        seen = (read_weights(attend, q, k, width=_width(subject, sizes)) != 0)[0, 0]
+        attended = subject.attended(sizes, trial, **options)[0, 0]
     except SubjectError:
         return
     wrong = {
-        corner: int((seen != pattern(2, 5, causal=True, alignment=corner)).sum())
+        corner: int((attended != pattern(2, 5, causal=True, alignment=corner)).sum())
         for corner in ("bottom-right", "top-left")
     }
     corner = min(wrong, key=lambda each: wrong[each])
@@ -271,25 +233,34 @@ def probe_alignment(subject: Subject, trial: Trial) -> None:
     subject.inferred["causal alignment"] = f"{corner} corner"
 
 
-def probe_numbers(subject: Subject, trial: Trial) -> None:
-    """Rotation, scale, order of the heads, and what a query that sees nothing reads."""
-    probe_rotation(subject, trial)
-    _probe_scale(subject, trial)
-    _probe_head_order(subject, trial)
-    _probe_nothing_seen(subject, trial)
+def probe_scores(subject: Subject, trial: Trial) -> None:
+    """Rotation, scale, order of the heads, and the output of a fully masked query."""
+    _probe_rotation(subject, trial)
+    if subject.conventions.pairing == "none" and not subject.has.unknown_positions:
+        scale = read_scale(subject, trial)
+        if scale is not None:
+            dim = subject.fit(Sizes(D=4)).D
+            subject.inferred["scale"] = f"{scale:.6g} where 1/sqrt(D) is {dim**-0.5:.6g}"
+    if subject.conventions.head_order is None and subject.has.gqa:
+        groups, sizes = read_head_order(subject, trial), subject.fit(Sizes(1, 6, 2))
+        grouped = groups == key_heads(sizes.H, sizes.G)
+        order = "neighbours share a key head" if grouped else f"reads key heads {groups}"
+        subject.inferred["head order"] = order
+    if subject.conventions.fully_masked is None and subject.has.padding:
+        _probe_fully_masked(subject, trial)
 
 
-def probe_rotation(subject: Subject, trial: Trial) -> None:
-    """Whether positions matter, and which channels are turned together."""
+def _probe_rotation(subject: Subject, trial: Trial) -> None:
+    """Whether positions change the scores, and which channels are rotated together."""
     own = subject.conventions
     if own.pairing is not None:
-        subject.has |= {"rope"} if own.pairing != "none" else set()
+        subject.has.rope |= own.pairing != "none"
         return
     sizes = subject.fit(Sizes(1, 1, 1, 5, 5, 8, 5))
     q, k, _ = subject.inputs(sizes._replace(L=1, S=1), trial, peak=2.0)
     q, k = q.expand(-1, -1, sizes.L, -1), k.expand(-1, -1, sizes.L, -1)
     try:
-        weights = read_weights(subject.run, q, k, width=_width(subject, sizes)).double()
+        weights = subject.read_weights(q, k).double()
     except SubjectError:
         return
     row = weights[0, 0, -1]
@@ -304,44 +275,26 @@ def probe_rotation(subject: Subject, trial: Trial) -> None:
         if float((would[:, :1] - weights[:, :1]).abs().max()) < 1e-3:
             subject.conventions = own.found(pairing=pairing)
             subject.inferred["RoPE"] = f"{pairing}, theta {own.theta:g}"
-            subject.has.add("rope")
+            subject.has.rope = True
             return
-    subject.inferred["RoPE"] = "positions matter, in no way that is known"
-    subject.has.add("unknown positions")
-
-
-def _probe_scale(subject: Subject, trial: Trial) -> None:
-    if subject.conventions.pairing == "none" and not subject.has & {"unknown positions"}:
-        scale = read_scale(subject, trial)
-        if scale is not None:
-            dim = subject.fit(Sizes(D=4)).D
-            subject.inferred["scale"] = f"{scale:.6g} where 1/sqrt(D) is {dim**-0.5:.6g}"
+    subject.inferred["RoPE"] = "positions change the scores in a way that is not known"
+    subject.has.unknown_positions = True
 
 
 def read_scale(subject: Subject, trial: Trial, dim: int = 4) -> float | None:
-    """The scale, from the odds of two keys that differ by a known score."""
+    """The scale, from the odds of two keys whose scores differ by 1; None if one is hidden."""
     sizes = subject.fit(Sizes(1, 1, 1, 2, 2, dim, 2))
     q, k, _ = subject.inputs(sizes, trial)
     q, k = torch.zeros_like(q), torch.zeros_like(k)
     q[..., 0], k[:, :, 1, 0] = 1.0, 1.0
-    row = read_weights(subject.run, q, k, width=_width(subject, sizes)).double()[0, 0, 1]
+    row = subject.read_weights(q, k).double()[0, 0, 1]
     if not bool((row > 0).all()):
         return None
     return float(torch.log(row[1] / row[0]))
 
 
-def _probe_head_order(subject: Subject, trial: Trial) -> None:
-    if subject.conventions.head_order is not None or "gqa" not in subject.has:
-        return
-    groups = read_head_order(subject, trial)
-    sizes = subject.fit(Sizes(1, 6, 2))
-    right = [h * sizes.G // sizes.H for h in range(sizes.H)]
-    said = {True: "neighbours share a key head"}.get(groups == right, f"reads key heads {groups}")
-    subject.inferred["head order"] = said
-
-
 def read_head_order(subject: Subject, trial: Trial) -> list[int]:
-    """Which key head each query head reads: each carries its number as its value."""
+    """The key head that each query head reads: the values of each key head are its index."""
     sizes = subject.fit(Sizes(1, 6, 2, 3, 3, 4, 4))
     q, k, v = subject.inputs(sizes, trial)
     for group in range(sizes.G):
@@ -350,22 +303,20 @@ def read_head_order(subject: Subject, trial: Trial) -> list[int]:
     return [int(x) for x in read.nan_to_num(-1.0).round()]
 
 
-def _probe_nothing_seen(subject: Subject, trial: Trial) -> None:
-    """Zeros, the mean of all values, or NaN."""
-    if not subject.has & {"mask", "padding"} or subject.conventions.fully_masked is not None:
-        return
+def _probe_fully_masked(subject: Subject, trial: Trial) -> None:
+    """Whether a fully masked query gives zeros, the mean of all values, or NaN."""
     sizes = subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2))
     q, k, v = subject.inputs(sizes, trial)
-    keep = torch.zeros(sizes.B, 1, sizes.L, sizes.S, dtype=torch.bool)
     try:
-        out = subject.run(q, k, v, keep=keep).double()
+        out = subject.run(q, k, v, keep=sizes.mask(*range(sizes.S))).double()
     except SubjectError:
         return
     mean = v.double().mean(2, keepdim=True)[:, :1]
     if not bool(out.isfinite().all()):
-        subject.inferred["a query that sees nothing"] = "reads NaN"
+        gives = "NaN"
     elif float((out[:, :1] - mean).abs().max()) < 1e-3:
         subject.conventions = subject.conventions.found(fully_masked="mean")
-        subject.inferred["a query that sees nothing"] = "reads the mean of all values"
+        gives = "the mean of all values"
     else:
-        subject.inferred["a query that sees nothing"] = "reads zeros"
+        gives = "zeros"
+    subject.inferred["a fully masked query"] = f"gives {gives}"

@@ -1,4 +1,4 @@
-"""Finding out what a module from x to output is: its layout, mask, pattern, heads and past."""
+"""Probing a module from x to output: its layout, mask, pattern and heads."""
 
 import copy
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.law import Sizes, Trial
-from regard.verify.subject.adapters import neutral
+from regard.verify.subject.adapters import TransformersAttention, TransformersModel, neutral
 from regard.verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard.verify.subject.modules import (
     HookedHeads,
@@ -25,42 +25,36 @@ from regard.verify.subject.modules import (
 from regard.verify.subject.probe_functions import (
     LENGTH,
     choose_form,
-    gathered,
     hides_one_key,
     probe_alignment,
-    probe_numbers,
     probe_pattern,
+    probe_scores,
+    summary,
 )
 from regard.verify.subject.subject import Subject, SubjectError
-from regard.verify.visibility import nearest_pattern, read_sight, read_weights
+from regard.verify.visibility import nearest_pattern, read_dependence
 
-CALLS = {
-    "training dropout": (),
+OPTIONS = {  # by ability, the usual names of the argument
     "weights": ("need_weights", "output_attentions", "return_weights", "return_attention"),
     "causal": ("is_causal", "causal"),
 }
 
 
-def probe_module(
-    module: nn.Module, subject: Subject, trial: Trial, call: ModuleCall | None = None
-) -> None:
-    """Fill in what a module is; the subject is changed."""
+def probe_module(module: nn.Module, subject: Subject, trial: Trial) -> None:
+    """Find out what a module takes and returns; the subject is changed."""
     subject.module = module
-    _sizes(module, subject, trial)
-    call = call or _call(module, subject)
-    call = _layout(call, subject, trial)
+    _sizes(module, subject)
+    call = _layout(_call(module, subject), subject, trial)
     subject.layer = call
-    subject.has |= {"layer", "module"}
-    _options(module, subject)
+    subject.has.layer = subject.has.module = True
     _pattern_of_layer(subject, trial)
     call = _mask_of_layer(call, subject, trial)
     subject.layer = call
     _heads(call, subject, trial)
-    if _dropouts(module):
-        subject.has.add("dropout")
+    subject.has.dropout = _drops(module)
 
 
-def _sizes(module: nn.Module, subject: Subject, trial: Trial) -> None:
+def _sizes(module: nn.Module, subject: Subject) -> None:
     own = subject.conventions
     heads = size_of(module, "heads")
     found = {
@@ -71,7 +65,7 @@ def _sizes(module: nn.Module, subject: Subject, trial: Trial) -> None:
     }
     own = own.found(**found)
     if own.width is None:
-        raise SubjectError("nothing says how wide its input is; declare width=")
+        raise SubjectError("the width of its input could not be found out; declare width=")
     subject.conventions = own
 
 
@@ -85,17 +79,22 @@ def _first_width(module: nn.Module) -> int | None:
 def _call(module: nn.Module, subject: Subject) -> ModuleCall:
     inputs, context = inputs_of(module)
     heads = subject.conventions.heads or 1
-    call = ModuleCall(module, subject.conventions, inputs=inputs, context=context, heads=heads)
-    if context:
-        subject.has.add("context")
-    names = masks_of(module)
-    return replace(call, form=MaskForm(names[0])) if names else call
+    names = parameters_of(module.forward)
+    options = {option: name for option, usual in OPTIONS.items() for name in usual if name in names}
+    has, masks = subject.has, masks_of(module)
+    has.context, has.weights = bool(context), "weights" in options
+    has.causal = "causal" in options
+    form = MaskForm(masks[0] if masks else "")
+    return ModuleCall(
+        module, subject.conventions, form, inputs=inputs, context=context, heads=heads,
+        names=options,
+    )  # fmt: skip
 
 
 def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
-    """Whether the batch or the length comes first: one of them is not mixed."""
+    """Whether batch or length comes first: rows of the batch do not mix."""
     declared = subject.conventions.layout
-    heard = []
+    failures = []
     width = subject.conventions.width or 1
     for layout in [declared] if declared else ["BLE", "LBE"]:
         for tried in _first_forms(call, subject):
@@ -108,56 +107,44 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
                     other[0, 0] += 1.0
                     moved = (found(other) != base).any(-1)
             except SubjectError as error:
-                heard.append(f"{layout}: {error}")
+                failures.append(f"{layout}: {error}")
                 continue
             if declared or (not bool(moved[1].any()) and int(moved.sum()) > 1):
-                return _settled(found, layout, subject)
-            heard.append(f"{layout}: rows of the batch are mixed")
-    if any(said.endswith("mixed") for said in heard):
-        return _settled(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
-    raise SubjectError(f"it could not be called: {gathered(heard)}")
+                return _with_layout(found, layout, subject)
+            failures.append(f"{layout}: rows of the batch are mixed")
+    if any(failure.endswith("mixed") for failure in failures):
+        return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
+    raise SubjectError(f"it could not be called: {summary(failures)}")
 
 
-def _settled(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:
+def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:
     subject.conventions = subject.conventions.found(layout=layout)
     subject.inferred["layout"] = layout
     return replace(call, own=subject.conventions)
 
 
 def _first_forms(call: ModuleCall, subject: Subject) -> list[ModuleCall]:
-    """The call without a mask; and where one must be given, in every form."""
+    """The call without a mask; where a mask is required, then with each form of mask."""
     names = masks_of(call.module)
-    if not names or not call._mask_is_required():
+    if not names or not call.requires_a_mask():
         return [replace(call, form=MaskForm(names[0] if names else ""))]
     made = [replace(call, form=form) for form in forms(names, subject.conventions)]
     return [_without_a_mask(call), *made]
 
 
 def _without_a_mask(call: ModuleCall) -> ModuleCall:
-    """A required mask is given as None: most code asks `if mask is not None`."""
+    """A required mask is None: most code tests `if mask is not None`."""
     own = replace(call.own, options={**call.own.options, call.form.argument: None})
     return replace(call, own=own, form=MaskForm(""))
-
-
-def _options(module: nn.Module, subject: Subject) -> None:
-    names = parameters_of(module.forward)
-    for option, spellings in CALLS.items():
-        for name in spellings:
-            if name in names:
-                subject.has.add(option)
-                subject.other[option] = name
 
 
 def _pattern_of_layer(subject: Subject, trial: Trial) -> None:
     own = subject.conventions
     if own.causal is not None and own.window is not None:
         return
-    sight = read_sight(subject.through, subject.tokens(1, LENGTH, trial))
-    best, wrong = nearest_pattern(sight, diagonal=False)
-    subject.conventions = own.found(**best)
-    said = "the past and its own key" if best["causal"] else "everything"
-    said = f"a window of {best['window']} keys" if best["window"] else said
-    subject.inferred["sees"] = said if not wrong else f"nearly {said}: {wrong} cells are not"
+    depends = read_dependence(subject.run_layer, subject.tokens(1, LENGTH, trial))
+    pattern, subject.inferred["attends to"] = nearest_pattern(depends, diagonal=False)
+    subject.conventions = own.found(**pattern)
 
 
 def _mask_of_layer(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
@@ -165,15 +152,15 @@ def _mask_of_layer(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCa
     names = ([declared] if declared else []) if declared is not None else masks_of(call.module)
 
     def hides(form: MaskForm) -> bool:
-        keep = torch.ones(1, 1, 5, 5, dtype=torch.bool)
-        keep[..., 1] = False
+        keep = Sizes(L=5, S=5).mask(1)
         masked = partial(replace(call, own=subject.conventions, form=form), keep=keep)
         with torch.no_grad():
-            seen = read_sight(masked, subject.tokens(2, 5, trial))
+            depends = read_dependence(masked, subject.tokens(2, 5, trial))
         expected = subject.visible(5, 5) & keep[0, 0] | torch.eye(5).bool()
-        return torch.equal(seen, expected)
+        return torch.equal(depends, expected)
 
-    hidden = subject.other.get("hidden", "-inf")
+    transformers = isinstance(call.module, (TransformersAttention, TransformersModel))
+    hidden = "min" if transformers else "-inf"
     tried = [form._replace(hidden=hidden) for form in forms(names, subject.conventions)]
     form = choose_form(subject, tried, hides, names)
     if form is None:
@@ -184,7 +171,7 @@ def _mask_of_layer(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCa
 
 
 def _heads(call: ModuleCall, subject: Subject, trial: Trial) -> None:
-    """Make it a function of heads, if its projections can be found."""
+    """Make it a function of heads as well, if its projections can be found."""
     own = subject.conventions
     if call.inputs == 3:
         _identity_heads(call, subject, trial)
@@ -207,14 +194,14 @@ def _heads(call: ModuleCall, subject: Subject, trial: Trial) -> None:
     hooked = HookedHeads(replace(call, module=neutral(call.module)), at, kv_heads)
     if heads == kv_heads > 1 and _is_one_head(hooked, subject, trial):
         subject.fixed = {"H": 1, "G": 1, "D": heads * dim, "V": heads * dim}
-        subject.notes.append(f"It speaks of {heads} heads, and is right as one head alone.")
+        subject.notes.append(f"It declares {heads} heads, and computes one of the whole width.")
     if at.fused is not None:
         hooked = replace(hooked, by_head=_by_head(hooked, subject, trial))
-    _judge_heads(hooked, subject, trial)
+    _use_heads(hooked, subject, trial)
 
 
 def _count_heads(call: ModuleCall, at: Projections, subject: Subject, trial: Trial) -> None:
-    """The number of heads for which the definition holds; one, if it holds for none."""
+    """The number of heads for which the definition holds; 1 if there is none."""
     own = subject.conventions
     hooked = HookedHeads(replace(call, module=neutral(call.module)), at, 1)
     for heads in (1, 2, 3, 4, 6, 8, 12, 16, 32):
@@ -223,7 +210,7 @@ def _count_heads(call: ModuleCall, at: Projections, subject: Subject, trial: Tri
             subject.conventions = subject.conventions.found(kv_heads=heads)
         found = _head_sizes(at, subject)
         if found is not None and _holds(hooked, subject, trial, found):
-            subject.inferred["number of heads"] = f"{heads}: for these the definition holds"
+            subject.inferred["number of heads"] = f"{heads}, for which the definition holds"
             return
     subject.conventions = own.found(heads=1)
 
@@ -235,23 +222,23 @@ def _holds(
     sizes = Sizes(1, heads, kv_heads, 4, 4, dim, dim)
     subject.attend, given = hooked, subject.inputs(sizes, trial)
     try:
-        return float((subject.run(*given) - subject.judge(*given).out).abs().max()) < 1e-3
+        return float((subject.run(*given) - subject.expected(*given).out).abs().max()) < 1e-3
     except SubjectError:
         return False
 
 
 def _is_one_head(hooked: HookedHeads, subject: Subject, trial: Trial) -> bool:
-    """Whether the definition holds for one head as wide as all, and not for many."""
+    """Whether the definition holds for one head of the whole width, and not for several."""
     many, errors = dict(subject.fixed), []
     width = many["H"] * many["D"]
     for fixed in (many, {"H": 1, "G": 1, "D": width, "V": width}):
         sizes = Sizes(1, L=4, S=4)._replace(**fixed)
         subject.attend, given = hooked, subject.inputs(sizes, trial)
         try:
-            out, judged = subject.run(*given), subject.judge(*given)
+            out, right = subject.run(*given), subject.expected(*given)
         except SubjectError:
             return False
-        errors.append(float((out.double() - judged.out).abs().max()))
+        errors.append(float((out.double() - right.out).abs().max()))
     return errors[1] < 1e-3 < errors[0]
 
 
@@ -277,7 +264,7 @@ def _rows(module: nn.Module) -> int:
 
 
 def _by_head(hooked: HookedHeads, subject: Subject, trial: Trial) -> bool:
-    """Whether a fused projection puts each head's own q, k and v side by side."""
+    """Whether a fused projection is sorted by head: q, k and v of each head together."""
     if subject.conventions.fused is not None:
         return subject.conventions.fused == "by head"
     sizes = Sizes(1, L=4, S=4)._replace(**subject.fixed)
@@ -286,8 +273,8 @@ def _by_head(hooked: HookedHeads, subject: Subject, trial: Trial) -> bool:
     for by_head in (False, True):
         subject.attend = replace(hooked, by_head=by_head)
         try:
-            out, judged = subject.run(q, k, v), subject.judge(q, k, v)
-            errors[by_head] = float((out.double() - judged.out).abs().max())
+            out, right = subject.run(q, k, v), subject.expected(q, k, v)
+            errors[by_head] = float((out.double() - right.out).abs().max())
         except SubjectError:
             errors[by_head] = float("inf")
     best = errors[True] < 1e-3 < errors[False]
@@ -304,15 +291,15 @@ def _identity_heads(call: ModuleCall, subject: Subject, trial: Trial) -> None:
         return
     dim = (own.width or 1) // own.heads
     subject.fixed = {"H": own.heads, "G": own.heads, "D": dim, "V": dim}
-    _judge_heads(IdentityHeads(replace(call, module=twin)), subject, trial)
+    _use_heads(IdentityHeads(replace(call, module=twin)), subject, trial)
     try:
-        subject.has.add("cross")
+        subject.has.cross = True
         subject.run(*subject.inputs(Sizes(2, L=2, S=5)._replace(**subject.fixed), trial))
     except SubjectError:
-        subject.has.discard("cross")
+        subject.has.cross = False
 
 
-def _judge_heads(attend: Any, subject: Subject, trial: Trial) -> None:
+def _use_heads(attend: Any, subject: Subject, trial: Trial) -> None:
     subject.attend = attend
     try:
         subject.run(*subject.inputs(Sizes(2, L=3, S=3)._replace(**subject.fixed), trial))
@@ -323,35 +310,28 @@ def _judge_heads(attend: Any, subject: Subject, trial: Trial) -> None:
         return
     subject.form = subject.layer_form
     if subject.form.argument and not _mask_reaches_heads(subject, trial):
-        subject.notes.append("Its mask does not hide the same keys from heads of our choosing.")
-    subject.has.add("heads")
-    if subject.fixed["H"] > 1:
-        subject.has.add("several heads")
-    if subject.fixed["G"] != subject.fixed["H"]:
-        subject.has.add("gqa")
-    subject.inferred["heads"] = "{H} query heads on {G}, {D} channels each".format(**subject.fixed)
+        subject.notes.append("Its mask hides other keys when its heads are called directly.")
+    subject.has.heads = True
+    subject.has.several_heads = subject.fixed["H"] > 1
+    subject.has.gqa = subject.fixed["G"] != subject.fixed["H"]
+    subject.inferred["heads"] = "{H} query heads, {G} key heads, {D} channels each".format(
+        **subject.fixed
+    )
     probe_pattern(subject, trial)
     probe_alignment(subject, trial)
-    probe_numbers(subject, trial)
+    probe_scores(subject, trial)
 
 
 def _mask_reaches_heads(subject: Subject, trial: Trial) -> bool:
     try:
-        return hides_one_key(subject, subject.form, trial)
+        return hides_one_key(subject, trial)
     except SubjectError:
         return False
 
 
-def _dropouts(module: nn.Module) -> bool:
-    """Whether it drops anything in training."""
+def _drops(module: nn.Module) -> bool:
+    """Whether it has any dropout."""
     return any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules()) or any(
         isinstance(getattr(module, name, None), float) and getattr(module, name) > 0
         for name in ("dropout", "attention_dropout", "attn_dropout", "dropout_p")
     )
-
-
-def reads_weights(subject: Subject, trial: Trial, sizes: Sizes, **asked: Any) -> Tensor:
-    """The weights [B, H, L, S] of a call with these sizes."""
-    q, k, _ = subject.inputs(sizes, trial)
-    width = None if "wide" in subject.has else sizes.V
-    return read_weights(partial(subject.run, **asked), q, k, width=width)

@@ -1,33 +1,82 @@
-"""A subject that has been understood: one canonical call, whatever it looks like outside."""
+"""A subject: the code under test behind one canonical call, with what was found out about it."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from regard.verify.law import Sizes, Trial
-from regard.verify.oracle import Judged, attention, pattern, rotated
+from regard.verify.oracle import Reference, attention, pattern, rotated
 from regard.verify.subject.conventions import Conventions, Kind
 from regard.verify.subject.mask_forms import NO_MASK, MaskForm
+from regard.verify.visibility import read_weights
 
 Attend = Callable[..., Tensor]
 
 
 class SubjectError(Exception):
-    """The subject raised, or gave back what is not attention; carries a sentence."""
+    """The subject raised, or returned what is not attention; carries a sentence."""
+
+
+@dataclass
+class Abilities:
+    """What a subject accepts or has; a law applies where the abilities that it needs are there."""
+
+    # How it can be called.
+    heads: bool = False  # with q, k and v: laws of the attention itself
+    layer: bool = False  # with x: laws of layers
+    module: bool = False  # as an nn.Module: weights, train and eval mode
+    # Sizes that a call may have.
+    several_heads: bool = False  # more than one head
+    gqa: bool = False  # fewer key heads than query heads
+    cross: bool = False  # other numbers of keys than of queries
+    wide: bool = False  # values of any number of channels: all weights are read in one call
+    # Arguments of a call.
+    mask: bool = False  # a mask with an axis of queries
+    padding: bool = False  # a mask of any form, with at least an axis of keys
+    unusable_mask: bool = False  # an argument named as a mask that hides nothing as it should
+    causal: bool = False  # a switch for the causal rule
+    window: bool = False  # the size of a sliding window
+    scale: bool = False  # the factor of the scores
+    softcap: bool = False  # the bound of the scores
+    bias: bool = False  # a bias that is added to the scores
+    dropout: bool = False  # of a function an argument, of a module any dropout when training
+    weights: bool = False  # a switch that also returns the attention weights
+    context: bool = False  # another sequence to attend to: cross-attention
+    cache: bool = False  # keys and values of earlier tokens
+    unusable_cache: bool = False  # an argument for a cache that is declared and does not work
+    # What is known of it.
+    rope: bool = False  # queries and keys are rotated in a known way
+    unknown_positions: bool = False  # positions change the scores in a way that is not known
+    reference: bool = False  # a function or module that should return the same is declared
+    # What else it may be.
+    cache_object: bool = False  # a cache by itself
+    cache_length: bool = False  # ... that counts its tokens
+    cache_truncate: bool = False  # ... that can drop its last tokens
+    cache_reorder: bool = False  # ... that can select rows of the batch
+    paged: bool = False  # a function that reads keys and values from pages
+    allocator: bool = False  # an allocator of pages
+    prefix: bool = False  # a cache of prefixes
+    rotation: bool = False  # a function that rotates x by positions
+
+    def any_of(self, names: str) -> bool:
+        """Whether one of the abilities is there that `"heads|layer"` lists."""
+        return any(getattr(self, name) for name in names.split("|"))
 
 
 @dataclass
 class Stepper:
-    """A layer with a past.
+    """A layer that is called piece by piece, with a cache of the earlier tokens.
 
     Attributes:
-        new: makes a past.
-        step: the output for x, and the past after it; without gradients and with a copy of x.
-        style: how the past is passed: `object`, `tuple` or `internal`.
-        follow: `step` of x itself, with gradients; `columns` keys are added to its mask.
+        new: makes an empty cache.
+        step: the output for x and the cache after it; without gradients, on a copy of x.
+        style: how the cache is passed: `object`, `tuple` or `internal`.
+        follow: `step` of x itself, with gradients; its mask is `columns` keys too wide.
         of: the stepper of another module of the same kind.
     """
 
@@ -38,27 +87,58 @@ class Stepper:
     of: "Callable[[nn.Module], Stepper]"
 
 
+class CacheMethods(NamedTuple):
+    """The names of a cache's methods, None where it has none."""
+
+    truncate: str | None = None
+    reorder: str | None = None
+    by_amount: bool = False  # truncate takes the number of tokens to drop, not to keep
+
+
+class Call(NamedTuple):
+    """A call that is ready to run: `target` on the tensors `given`, by name."""
+
+    label: str
+    target: Callable[..., Tensor]
+    given: dict[str, Tensor]
+
+    def __call__(self, **instead: Tensor) -> Tensor:
+        """The output, without gradients, on copies of `given` or of what replaces it."""
+        with torch.no_grad():
+            return self.target(**{n: x.clone() for n, x in {**self.given, **instead}.items()})
+
+    def with_gradients(self, required: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+        """The output, and the copies of `given` that it was computed from."""
+        given = {n: x.clone().requires_grad_(required) for n, x in self.given.items()}
+        return self.target(**given), given
+
+
 @dataclass
 class Subject:
-    """What is judged.
+    """The code under test.
 
     Attributes:
-        name: how it was called.
+        name: its name in the report.
         kind: what it is.
-        conventions: those declared and those found out.
+        conventions: declared ones, and those found out by probing.
+        thing: the object itself: a function, a module, what makes a cache.
         inferred: what was found out, in words.
         attend: q [B, H, L, D], k [B, G, S, D], v [B, G, S, Dv] to [B, H, L, Dv]; also takes
-            `keep`, `causal`, `window`, `scale`, `bias`, `softcap`, `dropout`, `raw`.
+            `keep`, `causal`, `window`, `scale`, `bias`, `softcap`, `dropout`, and `raw`, a mask in
+            the subject's own form.
         layer: x [B, L, E] to [B, L, E]; also takes `keep`, `context`.
-        stepper: the layer with a past.
+        stepper: the layer with a cache.
         module: the module, if it is one.
-        thing: the object itself: a cache, an allocator, a function.
-        form: how it is told what to hide.
-        has: what it has, for the checks to ask.
-        fixed: sizes it cannot change.
-        sinks: one learned score a head, if it has them.
-        dtypes: of inputs it accepts.
+        form: the form of its masks.
+        layer_form: the same for `layer`.
+        has: its abilities.
+        fixed: sizes that it cannot change.
+        sinks: one learned score per head, if it has them.
         notes: remarks for the report.
+        reference: what should return the same, if declared.
+        another: builds a second module of the same kind, if that is known.
+        cache_methods: of a cache, the names of its methods.
+        rounding: of a cache that rounds, the allowed error as a share of the largest value.
     """
 
     name: str
@@ -72,20 +152,23 @@ class Subject:
     module: nn.Module | None = None
     form: MaskForm = NO_MASK
     layer_form: MaskForm = NO_MASK
-    has: set[str] = field(default_factory=set)
+    has: Abilities = field(default_factory=Abilities)
     fixed: dict[str, int] = field(default_factory=dict)
     sinks: Tensor | None = None
     notes: list[str] = field(default_factory=list)
-    other: dict[str, Any] = field(default_factory=dict)
+    reference: Callable[..., Any] | None = None
+    another: Callable[[], nn.Module] | None = None
+    cache_methods: CacheMethods = field(default_factory=CacheMethods)
+    rounding: float = 0.0
 
     def fit(self, sizes: Sizes) -> Sizes:
         """The nearest sizes that it can take."""
         sizes = sizes._replace(**self.fixed)
-        if "gqa" not in self.has and "G" not in self.fixed:
+        if not self.has.gqa and "G" not in self.fixed:
             sizes = sizes._replace(G=sizes.H)
-        if "cross" not in self.has:
+        if not self.has.cross:
             sizes = sizes._replace(S=sizes.L)
-        if "wide" not in self.has and "V" not in self.fixed:
+        if not self.has.wide and "V" not in self.fixed:
             sizes = sizes._replace(V=sizes.D)
         return sizes
 
@@ -105,7 +188,7 @@ class Subject:
         return trial.randn(batch, length, self.conventions.width or 1, dtype=dtype)
 
     def visible(self, queries: int, keys: int, *, causal: bool = False, window: int = 0) -> Tensor:
-        """Which key [L, S] a query may see: its own pattern, and what a call asks for."""
+        """Which keys each query may attend to [L, S]: by its own pattern and the call's options."""
         own = self.conventions
         return pattern(
             queries,
@@ -115,7 +198,7 @@ class Subject:
             alignment=own.alignment or "bottom-right",
         )
 
-    def judge(
+    def expected(
         self,
         q: Tensor,
         k: Tensor,
@@ -125,14 +208,14 @@ class Subject:
         causal: bool = False,
         window: int = 0,
         **options: Any,
-    ) -> Judged:
-        """What the definition gives for the same call, by its conventions."""
+    ) -> Reference:
+        """What the definition gives for the same call, under its conventions."""
         own = self.conventions
-        seen = self.visible(q.shape[2], k.shape[2], causal=causal, window=window)[None, None]
-        seen = seen if keep is None else seen & keep
+        visible = self.visible(q.shape[2], k.shape[2], causal=causal, window=window)[None, None]
+        visible = visible if keep is None else visible & keep
         if own.pairing in ("halves", "pairs"):
-            past = max(k.shape[2] - q.shape[2], 0)
-            q = rotated(q, past + torch.arange(q.shape[2]), own.pairing, own.theta)
+            first = max(k.shape[2] - q.shape[2], 0)
+            q = rotated(q, first + torch.arange(q.shape[2]), own.pairing, own.theta)
             k = rotated(k, torch.arange(k.shape[2]), own.pairing, own.theta)
         options = {
             "scale": own.scale,
@@ -141,68 +224,80 @@ class Subject:
             "tiled": own.head_order == "tiled",
             **options,
         }
-        judged = attention(q, k, v, keep=seen, **options)
+        right = attention(q, k, v, keep=visible, **options)
         if own.fully_masked != "mean":
-            return judged
-        return judged._replace(out=_means(judged.out, v, seen, q.shape[1]))
+            return right
+        mean = v.double().mean(2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1)
+        attends = visible.any(-1, keepdim=True).expand_as(right.out)
+        return right._replace(out=torch.where(attends, right.out, mean))
 
     def run(self, *given: Tensor, **options: Any) -> Tensor:
-        """`attend`, without gradients and with copies, so that no call changes another."""
+        """`attend`, without gradients and on copies, so that no call changes another's inputs."""
         assert self.attend is not None
         with torch.no_grad():
             return self.attend(*(x.clone() for x in given), **options)
 
-    def through(self, x: Tensor, **options: Any) -> Tensor:
+    def run_layer(self, x: Tensor, **options: Any) -> Tensor:
         """`layer`, in the same way."""
         assert self.layer is not None
         with torch.no_grad():
             return self.layer(x.clone(), **options)
 
-    def calls(self, sizes: Sizes, trial: Trial) -> "list[tuple[Attend, dict[str, Tensor]]]":
-        """Each call it has, with inputs by name: laws of any function are asked of all of them."""
-        found: list[tuple[Attend, dict[str, Tensor]]] = []
+    def layer_of(self, module: nn.Module) -> Callable[..., Tensor]:
+        """`layer` with another module of the same kind in it."""
+        call: Any = copy.copy(self.layer)
+        call.module = module
+        return call
+
+    def read_weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+        """The attention weights [B, H, L, S] of a call, measured from outside."""
+        width = None if self.has.wide else self.fixed.get("V", q.shape[-1])
+        return read_weights(partial(self.run, **options), q, k, width=width)
+
+    def attended(self, sizes: Sizes, trial: Trial, **options: Any) -> Tensor:
+        """Which keys [B, H, L, S] have a weight above 0, for random inputs."""
+        q, k, _ = self.inputs(sizes, trial)
+        return self.read_weights(q, k, **options) != 0
+
+    def causal_options(self) -> dict[str, Any] | None:
+        """The options of a causal call: none if it is causal by itself, None if it cannot be."""
+        if self.conventions.causal:
+            return {}
+        return {"causal": True} if self.has.causal and self.module is None else None
+
+    def calls(self, sizes: Sizes, trial: Trial) -> list[Call]:
+        """Each call that it has, on heads and on tokens, with inputs of these sizes."""
+        found = []
         if self.attend is not None:
-            given = dict(zip("qkv", self.inputs(self.fit(sizes), trial), strict=True))
-            found.append((self.attend, given))
+            heads = dict(zip("qkv", self.inputs(self.fit(sizes), trial), strict=True))
+            found.append(Call(str(sizes), self.attend, heads))
         if self.layer is not None:
-            found.append((self.layer, {"x": self.tokens(sizes.B, sizes.L, trial)}))
+            x = self.tokens(sizes.B, sizes.L, trial)
+            found.append(Call(str(sizes), self.layer, {"x": x}))
         return found
 
 
-def _means(out: Tensor, v: Tensor, seen: Tensor, heads: int) -> Tensor:
-    """Rows that see nothing read the mean of all values, as a finite fill makes them."""
-    mean = v.double().mean(2, keepdim=True).repeat_interleave(heads // v.shape[1], 1)
-    return torch.where(seen.any(-1, keepdim=True).expand_as(out), out, mean)
-
-
 def output_of(result: Any, numel: int) -> Tensor:
-    """The output in what a subject gave back: a tensor, or the first in it of the right size.
+    """The output in what a subject returned: a tensor, or the first in it of the right size.
 
     Raises:
         SubjectError: if there is none.
     """
-    found = [x for x in _flat(result) if isinstance(x, Tensor)]
-    if not found:
-        raise SubjectError(f"it gave back {_named(result)}, and no tensor in it")
-    right = [x for x in found if x.numel() == numel]
-    return (right or found)[0]
-
-
-def _flat(result: Any) -> list[Any]:
     if isinstance(result, Mapping):
-        return list(result.values())
-    return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def _named(result: Any) -> str:
-    return "None" if result is None else f"a {type(result).__name__}"
+        result = list(result.values())
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    found = [x for x in parts if isinstance(x, Tensor)]
+    if not found:
+        name = "None" if result is None else f"a {type(result).__name__}"
+        raise SubjectError(f"it returned {name}, and no tensor in it")
+    return next((x for x in found if x.numel() == numel), found[0])
 
 
 def called(target: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """What `target` gives; whatever it raises is a `SubjectError` in one sentence.
+    """What `target` returns; any error that it raises becomes a `SubjectError` in one sentence.
 
     Raises:
-        SubjectError: if it raises or leaves.
+        SubjectError: if it raises, or exits.
     """
     try:
         return target(*given, **options)
@@ -211,5 +306,5 @@ def called(target: Callable[..., Any], *given: Any, **options: Any) -> Any:
     except SystemExit as error:
         raise SubjectError(f"it ended the program with exit code {error.code}") from error
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
-        raise SubjectError(f"it raised {type(error).__name__}: {said}") from error
+        text = " ".join(str(error).split())[:300]
+        raise SubjectError(f"it raised {type(error).__name__}: {text}") from error

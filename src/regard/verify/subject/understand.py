@@ -1,4 +1,4 @@
-"""From an object and what was declared to a subject whose laws can be asked about."""
+"""From an object and declared conventions to a subject: found, built, called and probed."""
 
 import inspect
 import sys
@@ -12,13 +12,13 @@ from torch import nn
 
 from regard.verify.law import Trial
 from regard.verify.subject.adapters import (
-    HostedAttention,
-    HostedModel,
     RegardLayer,
-    hosted,
-    is_hosted,
+    TransformersAttention,
+    TransformersModel,
     is_regard,
+    is_transformers,
     model_folder,
+    transformers_module,
 )
 from regard.verify.subject.caches import probe_store
 from regard.verify.subject.construct import build
@@ -26,11 +26,12 @@ from regard.verify.subject.conventions import Conventions, conventions_from
 from regard.verify.subject.decoding import find_stepper
 from regard.verify.subject.lookup import find, is_function, named_beside
 from regard.verify.subject.mask_forms import parameters_of
+from regard.verify.subject.modules import SIZES, size_of
 from regard.verify.subject.probe_functions import probe_function
 from regard.verify.subject.probe_modules import probe_module
-from regard.verify.subject.subject import Subject, SubjectError, called
+from regard.verify.subject.subject import Abilities, Subject, SubjectError, called
 
-DECLARED = "regard_conventions"  # a dictionary in the subject's own file
+DECLARED = "regard_conventions"  # a dictionary in the subject's file
 
 
 def understand(
@@ -41,7 +42,7 @@ def understand(
     Args:
         target: `PATH:NAME`, a dotted name, a folder with a model, or the object itself.
         own: what is declared.
-        seed: of the probes' dice.
+        seed: of the random inputs.
         name: of the subject in the report.
 
     Raises:
@@ -49,7 +50,7 @@ def understand(
 
     >>> from torch.nn.functional import scaled_dot_product_attention
     >>> understand(scaled_dot_product_attention).inferred["mask"]
-    'attn_mask= bool BHLS, true or 1 may look'
+    'attn_mask= bool BHLS, true or 1 may attend'
     """
     own = Conventions() if own is None else own
     trial = Trial("probe", seed=seed)
@@ -69,13 +70,13 @@ def understand(
     torch.manual_seed(seed)
     subject = _understood(target, own, name, beside, trial)
     if own.reference is not None:
-        subject.other["reference"] = named_beside(beside, own.reference)
-        subject.has.add("reference")
+        subject.reference = named_beside(beside, own.reference)
+        subject.has.reference = True
     return subject
 
 
 def _declared_beside(own: Conventions, beside: Any) -> Conventions:
-    """What the subject's own file declares, where the caller declares nothing."""
+    """The conventions of the caller, completed by those in the subject's file."""
     given = getattr(beside, DECLARED, None)
     if not isinstance(given, dict):
         return own
@@ -87,18 +88,18 @@ def _declared_beside(own: Conventions, beside: Any) -> Conventions:
 
 def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
     if own.kind in ("cache", "paged", "allocator", "prefix", "rope") or _is_cache(target):
-        return _thing(target, own, name, beside)
+        return _thing(target, own, name)
     if isinstance(target, nn.Module):
-        return _module(_hosted_or(target, own), own, name, beside, trial)
+        return _module(_adapted(target, own), own, name, beside, trial)
     if isinstance(target, type):
         return _from_class(target, own, name, beside, trial)
     if not is_function(target):
-        raise SubjectError(f"it is a {type(target).__name__}, which cannot be called")
+        raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
     if own.kind != "function" and _is_factory(target):
         made, _, _ = build(target, own)
         subject = _understood(made, replace(own, arguments={}), name, beside, trial)
         if isinstance(made, nn.Module):
-            subject.other["another"] = lambda: _hosted_or(build(target, own)[0], own)
+            subject.another = lambda: _adapted(build(target, own)[0], own)
         return subject
     subject = Subject(name, "function", replace(own, kind="function"), thing=target)
     probe_function(target, subject, trial)
@@ -106,33 +107,33 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
 
 
 def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    if is_hosted(target):
-        subject = _module(hosted(target, dict(own.arguments)), own, name, beside, trial)
-        subject.other["another"] = lambda: hosted(target, dict(own.arguments))
+    if is_transformers(target):
+        subject = _module(
+            transformers_module(target, dict(own.arguments)), own, name, beside, trial
+        )
+        subject.another = lambda: transformers_module(target, dict(own.arguments))
         return subject
-    made, arguments, said = build(target, own)
+    made, arguments, remarks = build(target, own)
     if isinstance(made, nn.Module):
-        subject = _module(_hosted_or(made, own), own, name, beside, trial)
-        subject.other["another"] = lambda: _hosted_or(build(target, own)[0], own)
+        subject = _module(_adapted(made, own), own, name, beside, trial)
+        subject.another = lambda: _adapted(build(target, own)[0], own)
     elif callable(made):
         subject = _understood(made, replace(own, kind="function"), name, beside, trial)
     else:
-        raise SubjectError(f"a {target.__name__} is no module and cannot be called")
-    subject.notes += said
-    if said:
-        subject.other["forgot super"] = said[0]
+        raise SubjectError(f"a {target.__name__} is not a module and cannot be called")
+    subject.notes += remarks
     if arguments:
         subject.inferred["built with"] = ", ".join(f"{n}={v!r}" for n, v in arguments.items())
     return subject
 
 
-def _hosted_or(module: nn.Module, own: Conventions) -> nn.Module:
-    if isinstance(module, (HostedAttention, HostedModel, RegardLayer)):
+def _adapted(module: nn.Module, own: Conventions) -> nn.Module:
+    if isinstance(module, (TransformersAttention, TransformersModel, RegardLayer)):
         return module
     if is_regard(module):
         return RegardLayer(module)
-    if is_hosted(module) and hasattr(module, "config"):
-        return hosted(module, dict(own.arguments))
+    if is_transformers(module) and hasattr(module, "config"):
+        return transformers_module(module, dict(own.arguments))
     return module
 
 
@@ -142,8 +143,6 @@ def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
     own = replace(own, kind="module", arguments={})
     own = own.found(**_known_of(module))
     subject = Subject(name, "module", own, thing=module)
-    if isinstance(module, (HostedAttention, HostedModel)):
-        subject.other["hidden"] = "min"
     sinks = getattr(module, "sinks", None)
     subject.sinks = sinks if isinstance(sinks, torch.Tensor) else None
     _sizes_from_inside(module, subject)
@@ -153,15 +152,15 @@ def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
 
 
 def _known_of(module: nn.Module) -> dict[str, Any]:
-    """What other libraries' modules say of themselves."""
-    if isinstance(module, HostedAttention):
+    """The known conventions of modules of transformers and regard."""
+    if isinstance(module, TransformersAttention):
         cap = getattr(module.inner, "attn_logit_softcapping", None)
         return {
             "mask": "attention_mask", "polarity": "additive", "mask_shape": "B1LS",
             "mask_dtype": "float", "scale": module.scale, "softcap": cap or 0.0,
             "cache": "cache", "cache_style": "object",
         }  # fmt: skip
-    if isinstance(module, HostedModel):
+    if isinstance(module, TransformersModel):
         return {
             "mask": "attention_mask", "polarity": "keep", "mask_shape": "BS", "mask_dtype": "int",
             "cache": "cache", "cache_style": "object", "pairing": "none",
@@ -177,28 +176,34 @@ def _known_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _sizes_from_inside(module: nn.Module, subject: Subject) -> None:
-    """A wrapped module's sizes are those of what it wraps."""
-    from regard.verify.subject.modules import SIZES, size_of
-
+    """The sizes of an adapter are those of the module in it."""
     inner = getattr(module, "inner", None)
-    if isinstance(module, (HostedAttention, RegardLayer)) and isinstance(inner, nn.Module):
+    if isinstance(module, (TransformersAttention, RegardLayer)) and isinstance(inner, nn.Module):
         found = {what: size_of(inner, what) for what in SIZES}
         subject.conventions = subject.conventions.found(**found)
 
 
-def _thing(target: Any, own: Conventions, name: str, beside: Any) -> Subject:
-    """A cache, a paged function, an allocator or a prefix cache; made anew for every check."""
+def _thing(target: Any, own: Conventions, name: str) -> Subject:
+    """A cache, paged function, allocator, prefix cache or rotation; each law makes it anew."""
     kind = own.kind or "cache"
     make: Callable[[], Any] = target
     plain = kind in ("paged", "rope")
     if not plain and not isinstance(target, type) and not _is_factory(target):
-        raise SubjectError(f"a {kind} is needed anew for every check; name its class or a factory")
+        raise SubjectError(
+            f"each law needs a new {kind}; name its class or a function that makes one"
+        )
     if isinstance(target, type) or own.arguments:
         make = _maker(target, own)
     subject = Subject(name, kind, replace(own, kind=kind), thing=make)
-    subject.has.add({"cache": "store", "rope": "rotation"}.get(kind, kind))
+    subject.has = Abilities(
+        cache_object=kind == "cache",
+        paged=kind == "paged",
+        allocator=kind == "allocator",
+        prefix=kind == "prefix",
+        rotation=kind == "rope",
+    )
     if kind == "cache":
-        probe_store(subject, beside)
+        probe_store(subject)
     elif not plain:
         called(make)
     return subject

@@ -1,4 +1,4 @@
-"""A copy of the process answers like the process itself, and may die without taking it along."""
+"""A fork of the process raises what the process would, and may crash without it."""
 
 import os
 import signal
@@ -20,35 +20,35 @@ def nothing():
 
 
 def raises(error):
-    def ask(tell):
-        tell("the second way")
+    def attempt(announce):
+        announce("the second way")
         raise error
 
-    return ask
+    return attempt
 
 
 def dies(by):
-    def ask(tell):
-        tell("the first way")
-        tell("the second way")
+    def attempt(announce):
+        announce("the first way")
+        announce("the second way")
         os.kill(os.getpid(), by)
 
-    return ask
+    return attempt
 
 
-def test_an_answer_is_that_of_the_process():
-    in_a_copy(nothing, lambda tell: tell("one"))
+def test_errors_in_the_fork_are_raised_here():
+    in_a_copy(nothing, lambda announce: announce("one"))
     with pytest.raises(Broken) as found:
         in_a_copy(nothing, raises(Broken(EXAMPLE)))
     assert found.value.example == EXAMPLE
-    with pytest.raises(NotApplicable, match="it is never asked"):
-        in_a_copy(nothing, raises(NotApplicable("it is never asked")))
-    with pytest.raises(SubjectError, match="the second way: 5 where 7 was due"):
-        in_a_copy(nothing, raises(SubjectError("5 where 7 was due")))
+    with pytest.raises(NotApplicable, match="it never applies"):
+        in_a_copy(nothing, raises(NotApplicable("it never applies")))
+    with pytest.raises(SubjectError, match="the second way: 5 instead of 7"):
+        in_a_copy(nothing, raises(SubjectError("5 instead of 7")))
 
 
 @pytest.mark.parametrize("by", [signal.SIGSEGV, signal.SIGABRT])
-def test_a_crash_is_a_broken_law_and_names_what_was_tried(by, capfd):
+def test_a_crash_is_a_broken_law_and_names_the_call(by, capfd):
     with pytest.raises(Broken) as found:
         in_a_copy(nothing, dies(by))
     assert found.value.example.shape == "the second way"
@@ -58,39 +58,39 @@ def test_a_crash_is_a_broken_law_and_names_what_was_tried(by, capfd):
 
 def test_an_exit_is_a_broken_law():
     with pytest.raises(Broken, match="exit code 4"):
-        in_a_copy(nothing, lambda tell: (tell("one"), os._exit(4)))
+        in_a_copy(nothing, lambda announce: (announce("one"), os._exit(4)))
 
 
 @pytest.mark.parametrize(
-    ("control", "ask"),
+    ("control", "attempt"),
     [
         (lambda: os.abort(), nothing),
         (lambda: 1 / 0, nothing),
         (nothing, dies(signal.SIGKILL)),  # the system is out of memory
-        (nothing, lambda tell: (tell("one"), time.sleep(60))),
+        (nothing, lambda announce: (announce("one"), time.sleep(60))),
     ],
     ids=["control crashes", "control raises", "killed", "does not come back"],
 )
-def test_what_may_be_the_copys_fault_is_not_judged(control, ask, monkeypatch):
-    monkeypatch.setattr(forked, "PATIENCE", 1)
-    with pytest.raises(NotApplicable, match="a copy of this process could not be asked"):
-        in_a_copy(control, ask)
+def test_a_failure_that_may_be_due_to_forking_is_not_reported(control, attempt, monkeypatch):
+    monkeypatch.setattr(forked, "TIMEOUT", 1)
+    with pytest.raises(NotApplicable, match="could not be checked in a fork of this process"):
+        in_a_copy(control, attempt)
 
 
-def test_where_there_is_no_fork_nothing_is_judged(monkeypatch):
+def test_without_fork_the_law_does_not_apply(monkeypatch):
     monkeypatch.delattr(os, "fork")
     with pytest.raises(NotApplicable, match="none can be made"):
         in_a_copy(nothing, nothing)
 
 
-def test_the_process_is_as_it_was():
+def test_the_process_itself_is_unchanged():
     x = torch.zeros(3)
 
-    def ask(tell):
-        tell("one")
+    def attempt(announce):
+        announce("one")
         torch.set_default_dtype(torch.float64)
         x.fill_(1.0)
 
-    in_a_copy(nothing, ask)
+    in_a_copy(nothing, attempt)
     assert torch.get_default_dtype() == torch.float32
     assert x.tolist() == [0.0, 0.0, 0.0]

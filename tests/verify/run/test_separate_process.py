@@ -1,4 +1,4 @@
-"""A subject in another process: whatever it does, there is a report."""
+"""A subject in a separate process: it may do anything, and there is a report."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ FILE = Path(subjects.__file__)
 FEW = ["oracle_forward", "convexity", "no_alias"]
 
 
-def judged(name, only=FEW, **options):
+def report_on(name, only=FEW, **options):
     return check(f"{FILE}:{name}", only=only, **options)
 
 
@@ -19,22 +19,22 @@ def statuses(report):
     return {each.law: each.status for each in report.outcomes}
 
 
-def test_what_it_prints_is_nobodys_business(capfd):
-    report = judged("prints")
+def test_the_output_of_the_subject_is_not_shown(capfd):
+    report = report_on("prints")
     assert statuses(report) == dict.fromkeys(FEW, "passed")
     assert capfd.readouterr() == ("", "")
 
 
-def test_here_and_there_are_the_same():
-    there = judged("Tutorial", quick=True, only=None)
+def test_the_separate_process_gives_the_same_report():
+    there = report_on("Tutorial", quick=True, only=None)
     here = check(subjects.Tutorial, quick=True)
     assert statuses(there) == statuses(here)
     assert [each.example for each in there.outcomes] == [each.example for each in here.outcomes]
     assert there.pictures == here.pictures != []
 
 
-def test_a_crash_is_the_outcome_of_the_law_that_was_asked():
-    report = judged("aborts_on_long_ones")
+def test_a_crash_is_the_outcome_of_the_current_law():
+    report = report_on("aborts_on_long_ones")
     assert statuses(report) == {
         "oracle_forward": "failed",
         "convexity": "passed",
@@ -43,34 +43,34 @@ def test_a_crash_is_the_outcome_of_the_law_that_was_asked():
     assert "ended by signal 6" in report.having("failed")[0].example.cause
 
 
-def test_a_hang_is_the_outcome_of_the_law_that_was_asked():
-    report = judged("hangs_on_long_ones", limit=3.0)
+def test_a_hang_is_the_outcome_of_the_current_law():
+    report = report_on("hangs_on_long_ones", limit=3.0)
     assert statuses(report)["oracle_forward"] == "failed"
     assert statuses(report)["no_alias"] == "passed"
     assert "did not come back within 3 s" in report.having("failed")[0].example.cause
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [("leaves_at_once", "ended the program with exit code 4"), ("eats", "memory")],
 )
-def test_what_does_not_survive_its_first_call(name, said):
-    report = judged(name, memory=2.0)
-    assert said in report.problem
+def test_a_subject_that_ends_its_process_at_the_first_call(name, problem):
+    report = report_on(name, memory=2.0)
+    assert problem in report.problem
     assert report.exit_code == 2
 
 
-def test_a_hang_before_anything_is_known(monkeypatch):
+def test_a_hang_before_the_first_law(monkeypatch):
     monkeypatch.setattr("regard.verify.run.separate_process.LOADING", 6.0)
-    report = judged("hangs")
+    report = report_on("hangs")
     assert "it did not come back within 6 s" in report.problem
 
 
-def test_progress_is_told():
-    seen = []
-    judged("right", progress=lambda what, done, total: seen.append((what, done)))
-    assert [done for _, done in seen] == sorted(done for _, done in seen)
-    assert {name for name, _ in seen} >= set(FEW)
+def test_progress_is_reported():
+    calls = []
+    report_on("right", progress=lambda law, done, total: calls.append((law, done)))
+    assert [done for _, done in calls] == sorted(done for _, done in calls)
+    assert {name for name, _ in calls} >= set(FEW)
 
 
 def test_a_file_may_declare_its_conventions(tmp_path):

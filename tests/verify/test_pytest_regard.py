@@ -50,7 +50,7 @@ def test_laws_as_parameters(tmp_path):
     assert "2 passed, 1 skipped" in out
 
 
-def test_an_object_can_be_judged_too():
+def test_an_object_can_be_checked_too():
     named = {each.id: each.values[0] for each in laws(subjects.Tutorial, quick=True)}
     named["convexity"]()
     with pytest.raises(LawBroken, match="root of the whole width"):

@@ -165,7 +165,7 @@ def any_visible(e, tile, count, bias):
         return ir.Constant(BIT, 1)
     found = cgutils.alloca_once_value(e.builder, BIT(0))
     with e.loop(count) as u:
-        x = e.builder.load(e.pointer(FLOAT, e.advance(bias, u, 4)))
+        x = e.builder.load(e.item(bias, u))
         visible = e.builder.fcmp_unordered("!=", x, FLOAT(float(HIDDEN)))
         e.builder.store(e.builder.or_(e.builder.load(found), visible), found)
     return e.builder.load(found)
@@ -178,8 +178,8 @@ def add_bias(e, tile, count, bias, scores):
     if not tile.biased:
         return
     with e.loop(count) as u:
-        x = e.builder.load(e.pointer(FLOAT, e.advance(bias, u, 4)))
-        place = e.pointer(FLOAT, e.advance(scores, u, 4))
+        x = e.builder.load(e.item(bias, u))
+        place = e.item(scores, u)
         added = e.builder.fmul(x, FLOAT(float(LOG2E)))
         e.builder.store(e.builder.fadd(e.builder.load(place), added), place)
 
@@ -189,8 +189,7 @@ def add_bias(e, tile, count, bias, scores):
 def hide_from(e, tile, count, scores):
     """scores[count:] = -inf, up to the end of the block."""
     with e.loop(e.builder.sub(INT64(tile.block), count)) as u:
-        place = e.advance(scores, e.builder.add(count, u), 4)
-        e.builder.store(FLOAT(float(HIDDEN)), e.pointer(FLOAT, place))
+        e.builder.store(FLOAT(float(HIDDEN)), e.item(scores, e.builder.add(count, u)))
 
 
 @_emits(types.float32)

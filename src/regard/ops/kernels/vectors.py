@@ -53,6 +53,10 @@ class Vectors:
         distance = INT64(offset) if isinstance(offset, int) else offset
         return self.builder.inttoptr(self.builder.add(address, distance), kind.as_pointer())
 
+    def item(self, address: Value, index: Value) -> Value:
+        """A pointer to one float32 of an array, in the form that LLVM vectorises loops over."""
+        return self.builder.gep(self.pointer(FLOAT, address), [index])
+
     def read(self, address: Value, offset: Value | int = 0) -> Value:
         return self.builder.load(self.pointer(self.floats, address, offset), align=4)
 

@@ -19,7 +19,7 @@ pytest.register_assert_rewrite("contract", "kernel_checks", "layers", "plain")
 os.environ["REGARD_SPEED"] = "default"  # a tuned machine chooses as any other, here
 
 hypothesis.settings.register_profile(
-    "normal", max_examples=25, deadline=None, derandomize=True, database=None
+    "normal", max_examples=12, deadline=None, derandomize=True, database=None
 )
 hypothesis.settings.register_profile("long", max_examples=250, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("long" if LONG else "normal")

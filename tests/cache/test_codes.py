@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard import Causal, Padding, QuantizedCache, attend
-from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize
+from regard import (
+    Causal,
+    Padding,
+    QuantizedCache,
+    attend,
+)
+from regard.cache.codes import QuantizedStream, QuantizedStreams, dequantize, quantize
 from regard.ops.attend import prepare
 
 UNIT = torch.finfo(torch.float32).eps / 2
@@ -103,3 +108,22 @@ def test_joined_latents_are_read_as_codes():
     values = parts[0].streams[0]
     wanted = attend(q, values, values[..., :8], span=type(span)(8, 9, 0, 9), backend="eager")
     torch.testing.assert_close(call.run(q, parts), wanted, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("width", [1, 6, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_quantised_value_is_off_by_half_a_step(bits, width, dtype):
+    x = (torch.randn(2, 3, 5, width) * torch.rand(2, 3, 5, 1) * 10 + 3).to(dtype)
+    group = 16
+    codes, scale, zero = quantize(x, bits, group)
+    back = dequantize(codes, scale, zero, bits, group, width)
+    step = scale.float().repeat_interleave(group, -1)[..., :width]
+    allowed = step * 0.5 * (1 + 2**-12) + x.float().abs() * 2**-22  # and float32's own rounding
+    assert ((back - x.float()).abs() <= allowed).all()
+
+
+def test_constant_and_zero_groups_survive():
+    for value in (0.0, 3.5, -2.0):
+        x = torch.full((1, 1, 2, 8), value)
+        assert torch.equal(dequantize(*quantize(x, 8, 8), 8, 8, 8), x)

@@ -53,8 +53,8 @@ def compiling(name: str, **options: object) -> None:
         return gradients(program, compiled(program, **options), list(program.leaves()))
 
     slow = "backend" not in options  # inductor
-    caller(name, dear=2, only_long=slow, refusals=COMPILED)(run)
-    caller(f"{name}, trained", dear=2, only_long=slow, refusals=COMPILED)(run_trained)
+    caller(name, dear=1, only_long=slow, refusals=COMPILED)(run)
+    caller(f"{name}, trained", dear=1, only_long=slow, refusals=COMPILED)(run_trained)
 
 
 def inputs_of(program: Program, seed: int) -> Leaves:

@@ -14,7 +14,7 @@ from callers.programs import Attend
 from callers.table import Caller, Row
 from session import LONG
 
-WIDTH = 2  # calls of each family that a caller meets in an ordinary run
+WIDTH = 1  # calls of each family that a caller meets in an ordinary run
 
 
 def family(name: str, row: Row) -> str:

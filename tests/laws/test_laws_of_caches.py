@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 
-from regard import NO_CACHE, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
-from regard.cache.codes import dequantize, quantize
+from regard import KVCache, QuantizedCache, SlidingCache, StaticCache
 from session import LONG
 
-STEPS = 34_000 if LONG else 500  # three seeds a kind
+STEPS = 34_000 if LONG else 200  # three seeds a kind
 KINDS = {
     "growing": KVCache,
     "static": lambda: StaticCache(40),
@@ -191,15 +190,6 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside(kind):
     assert cache.update(new)[0].kv_stop == 18
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_sliding_cache_can_always_start_again(size):
-    cache, new = SlidingCache(size), torch.randn(1, 1, 20, 2)
-    cache.update(new)
-    cache.truncate(0)
-    assert cache.span(3).kv_start == cache.length == 0
-    assert torch.equal(cache.update(new[:, :, :3])[0].streams[0], new[:, :, :3])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_copies_what_it_is_given(kind):
     cache = KINDS[kind]()
@@ -225,117 +215,10 @@ def test_gradients_flow_through_the_past(make):
     assert torch.equal(new.grad, 2 * new.detach())
 
 
-def test_gradients_are_those_of_a_plain_concatenation():
-    chunks = [torch.randn(2, 2, n, 3, requires_grad=True) for n in (4, 1, 1, 3)]
-    weight, cache, held = torch.randn(2, 2, 9, 3), KVCache(), None
-    with torch.no_grad():
-        cache.update(torch.randn(2, 2, 5, 3))
-    for chunk in chunks:
-        held = cache.update(chunk)[0].streams[0][:, :, 5:]
-    assert torch.equal(held, torch.cat(chunks, dim=2))
-    (held.sin() * weight).sum().backward()
-    mine = [chunk.grad.clone() for chunk in chunks]
-    wanted = torch.autograd.grad((torch.cat(chunks, dim=2).sin() * weight).sum(), chunks)
-    for have, want in zip(mine, wanted, strict=True):
-        assert torch.equal(have, want)
-
-
-def test_gradients_flow_through_a_ragged_past():
-    past = torch.randn(2, 1, 3, 2, requires_grad=True)
-    cache = KVCache()
-    cache.update(past)
-    cache.truncate(torch.tensor([3, 1]))
-    new = torch.randn(2, 1, 1, 2, requires_grad=True)
-    cache.update(new)[0].streams[0].sum().backward()
-    assert torch.equal(new.grad, torch.ones_like(new))
-    assert past.grad[1, 0, 1].eq(0).all()  # overwritten by the new token
-
-
 @pytest.mark.parametrize("make", [lambda: StaticCache(9), QuantizedCache])
 def test_caches_that_cannot_follow_gradients_say_so(make):
     with pytest.raises(ValueError, match=r"gradients.*KVCache"):
         make().update(torch.randn(1, 1, 2, 4, requires_grad=True))
-
-
-def test_a_static_cache_never_moves():
-    cache = StaticCache(8)
-    new = torch.randn(2, 1, 3, 4)
-    pointer = cache.update(new)[0].streams[0].data_ptr()
-    cache.reorder(torch.tensor([1, 0]))
-    cache.truncate(0)
-    assert cache.update(new)[0].streams[0].data_ptr() == pointer
-    assert cache.allocated_bytes == 2 * 8 * 4 * 4
-
-
-@pytest.mark.parametrize(("size", "rollback"), [(1, 0), (16, 0), (64, 10)])
-def test_a_sliding_cache_stays_within_its_bound(size, rollback):
-    cache = SlidingCache(size, rollback)
-    for chunk in (500, 1, 1, 30, *[1] * 100):
-        cache.update(torch.zeros(1, 1, chunk, 1, dtype=torch.uint8))
-        stored = sum(held.untyped_storage().nbytes() for held in cache._held)
-        assert stored <= 1.25 * size + chunk + rollback + 1
-    assert cache.span(1).kv_start == cache.length - size + 1
-
-
-def test_a_growing_cache_copies_rarely():
-    cache = KVCache()
-    pointers = {cache.update(torch.zeros(1, 1, 1, 1))[0].streams[0].data_ptr() for _ in range(2000)}
-    assert len(pointers) <= 5
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("width", [1, 6, 64, 65])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_quantised_value_is_off_by_half_a_step(bits, width, dtype):
-    x = (torch.randn(2, 3, 5, width) * torch.rand(2, 3, 5, 1) * 10 + 3).to(dtype)
-    group = 16
-    codes, scale, zero = quantize(x, bits, group)
-    back = dequantize(codes, scale, zero, bits, group, width)
-    step = scale.float().repeat_interleave(group, -1)[..., :width]
-    allowed = step * 0.5 * (1 + 2**-12) + x.float().abs() * 2**-22  # and float32's own rounding
-    assert ((back - x.float()).abs() <= allowed).all()
-
-
-def test_constant_and_zero_groups_survive():
-    for value in (0.0, 3.5, -2.0):
-        x = torch.full((1, 1, 2, 8), value)
-        assert torch.equal(dequantize(*quantize(x, 8, 8), 8, 8, 8), x)
-
-
-def test_quantised_rows_do_not_know_each_other():
-    x = torch.randn(2, 2, 9, 64)
-    loud = x.clone()
-    loud[1] *= 1e4
-    quiet, other = QuantizedCache(), QuantizedCache()
-    assert torch.equal(quiet.update(x)[0].streams[0][0], other.update(loud)[0].streams[0][0])
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_an_outlier_channel_spoils_its_group_only(bits):
-    x = torch.randn(1, 2, 9, 64)
-    loud = x.clone()
-    loud[..., 20] = 1e4
-    quiet, other = (QuantizedCache(bits, group=16).update(y)[0].streams[0] for y in (x, loud))
-    same = (quiet == other).all((0, 1, 2))
-    assert same[:16].all() and same[32:].all()
-    assert not same[16:32].any()
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_in_chunks_is_quantised_token_by_token(bits):
-    x, whole, steps = torch.randn(2, 2, 9, 12), QuantizedCache(bits, 8), QuantizedCache(bits, 8)
-    for token in x.split(1, dim=2):
-        (part,) = steps.update(token)
-    assert torch.equal(whole.update(x)[0].streams[0], part.streams[0])
-
-
-def test_the_error_of_a_quantised_cache_does_not_grow():
-    cache = QuantizedCache(4)
-    x = torch.randn(1, 1, 4096, 64)
-    for chunk in x.split(512, dim=2):
-        (part,) = cache.update(chunk)
-    gaps = (part.streams[0] - x).abs().mean((0, 1, 3))
-    assert 0.95 < gaps[:1024].mean() / gaps[-1024:].mean() < 1.05
 
 
 def test_bytes_are_counted():
@@ -346,19 +229,6 @@ def test_bytes_are_counted():
     cache = QuantizedCache(bits=4, group=32)
     cache.update(k)
     assert cache.nbytes == 2 * 3 * 5 * (32 + 2 * 2 * 2)
-
-
-def test_no_cache_keeps_nothing():
-    k = torch.zeros(1, 1, 2, 3)
-    assert NO_CACHE.update(k) == (Part(0, 2, (k,)),)
-    assert NO_CACHE.length == 0
-    assert copy.deepcopy(NO_CACHE) is NO_CACHE
-    assert pickle.loads(pickle.dumps(NO_CACHE)) is NO_CACHE
-    with pytest.raises(ValueError, match="length"):
-        NO_CACHE.truncate(1)
-    NO_CACHE.truncate(0)
-    with pytest.raises(ValueError, match="holds nothing"):
-        NO_CACHE.reorder(torch.tensor([0]))
 
 
 @pytest.mark.parametrize(

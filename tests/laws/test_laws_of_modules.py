@@ -119,29 +119,6 @@ def test_layers_move_between_dtypes_and_devices(layer):
     assert away(x.to("meta")).shape == got.shape
 
 
-def test_names_of_parameters_are_hugging_faces():
-    names = {
-        name
-        for name, _ in GroupedQueryAttention(
-            32, 4, 2, qk_norm="head", sinks=True, gate="head"
-        ).named_parameters()
-    }
-    assert names == {
-        *(f"{each}_proj.weight" for each in ("q", "k", "v", "o", "gate")),
-        "q_norm.weight",
-        "k_norm.weight",
-        "sinks",
-    }
-    names = dict(MultiHeadLatentAttention(32, 4, **MLA, q_lora_rank=10).named_parameters())
-    parts = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm")
-    assert names.keys() == {f"{part}.weight" for part in (*parts, "kv_b_proj", "o_proj")}
-
-
-def test_kinds():
-    kinds = [layer.kind for layer in LAYERS]
-    assert kinds == ["MHA", "MHA", "MQA", "GQA", "GQA", "MLA", "LatentKV"]
-
-
 def test_the_layers_have_one_signature():
     def names(layer):
         return [

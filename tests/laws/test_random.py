@@ -15,6 +15,7 @@ import torch
 
 from cases import BACKENDS, DTYPES, Case, bound, draw_case, is_objection
 from contract import assert_within, compare
+from covering import covering
 from oracle import wide_attention
 from regard import (
     Causal,
@@ -224,9 +225,7 @@ WIDE = [  # batch, heads, key heads, head dim, value dim, queries, keys: where k
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", WIDE, ids=str)
+@pytest.mark.parametrize(("size", "dtype", "backend"), covering(WIDE, DTYPES, BACKENDS), ids=str)
 def test_large_calls_keep_the_contract_too(size, dtype, backend):
     """Blocks, splits and long sums, which small sizes never reach; plain, masked, and with all."""
     b, h, g, d, dv, n, s = size

@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from layers import CACHES, LAYERS, PAIRS, assert_same, inputs, make, run_in_pieces, scattered
+from layers import CACHES, LAYERS, PAIRS, assert_same, inputs, make, run_in_pieces
 from regard import (
     Attention,
     Causal,
     KVCache,
     LatentKVAttention,
-    Memory,
-    MultiHeadAttention,
     MultiHeadLatentAttention,
     Padding,
     Rotary,
@@ -290,15 +288,3 @@ def test_padding_on_the_right_is_refused_once_rows_are_cut():
 
 
 # ---- memories
-
-
-def test_a_memory_of_another_layer_is_refused():
-    torch.manual_seed(0)
-    one, other = (scattered(MultiHeadAttention(12, 4)).double() for _ in range(2))
-    x, memory = inputs(2, 3), one.remember(inputs(2, 5, seed=1))
-    for each in (memory, memory.reorder(torch.tensor([1, 0]))):
-        one(x, context=each)
-        with pytest.raises(ValueError, match="remembered by another layer of the same sizes"):
-            other(x, context=each)
-    assert_same(one(x, context=Memory(memory.k, memory.v)), one(x, context=memory))
-    assert pickle.loads(pickle.dumps(memory)).k.shape == memory.k.shape

@@ -14,8 +14,10 @@ import regard.hf
 from regard.cli.generate import show
 from regard.cli.terminal import PIPED
 from regard.hf import Written
+from session import LONG
 
 ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.skipif(not LONG, reason="takes seconds, and shares its code with the others")
 PAGES = ["README.md", "README.zh-CN.md"]
 
 
@@ -116,10 +118,10 @@ def test_every_benchmark_says_what_it_asks(script):
 @pytest.mark.parametrize(
     "command",
     [
-        "decode_gqa.py --rounds 1 --keys 64",
-        "decode_mla.py --rounds 1 --past 16",
+        pytest.param("decode_gqa.py --rounds 1 --keys 64", marks=SLOW),
+        pytest.param("decode_mla.py --rounds 1 --past 16", marks=SLOW),
         "masks.py --rounds 1 --length 300",
-        "memory.py --length 64 --kinds causal",
+        pytest.param("memory.py --length 64 --kinds causal", marks=SLOW),
         "prefill.py --rounds 1 --lengths 33",
     ],
     ids=lambda command: command.split(".")[0],

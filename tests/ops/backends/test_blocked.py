@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cases
 from cases import Sizes, bound, draw_case, draw_leaf, draw_mask, table
 from contract import compare
+from covering import covering
 from regard import (
     EVERYTHING,
     NOTHING,
@@ -53,7 +54,10 @@ MASKS = {
 }
 
 
-@pytest.fixture(params=[5, 1, 8], ids="blocks of {}".format)
+BLOCKS = [5, 1, 8]
+
+
+@pytest.fixture(params=BLOCKS, ids="blocks of {}".format)
 def blocks(request, monkeypatch):
     """Blocks that divide nothing, or are queries, or are larger than some tests' sequences."""
     monkeypatch.setattr(blocked, "BLOCK", request.param)
@@ -110,9 +114,11 @@ def test_random_calls_are_the_definition(blocks, dtype):
     assert accepted > 20
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("v_dim", [3, 5])
+@pytest.mark.parametrize(
+    ("blocks", "mask", "feature", "v_dim"),
+    covering(BLOCKS, MASKS, FEATURES, [3, 5]),
+    indirect=["blocks"],
+)
 def test_output_and_gradients_are_those_of_the_definition(blocks, mask, feature, v_dim):
     """Every mask with everything else there is; hidden keys may hold anything."""
     if MASKS[mask] is NOTHING:
@@ -341,8 +347,9 @@ def test_what_is_dropped_on_the_way_is_dropped_on_the_way_back(blocks):
     assert not torch.equal(out, attend(q, k, v, mask=Causal(), dropout=0.4, backend="blocked"))
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("scale", [0.3, 3.0])
+@pytest.mark.parametrize(
+    ("blocks", "mask", "scale"), covering(BLOCKS, MASKS, [0.3, 3.0]), indirect=["blocks"]
+)
 def test_fast_products_keep_the_bound_that_was_asked_for(blocks, mask, scale):
     if MASKS[mask] is NOTHING:
         pytest.skip("no key is in sight: blocked objects")

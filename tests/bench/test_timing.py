@@ -1,0 +1,82 @@
+"""Timing with a clock of the test: variants take turns, buffers are cold, ratios are robust."""
+
+from types import SimpleNamespace
+
+import torch
+
+import regard.bench.timing as timing
+from regard.bench.timing import Cold, Store, interleave, product_rate, read_bandwidth, summary
+
+
+class Clock:
+    """Time passes when someone works, and only then."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.calls = 0.0, []
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def worker(self, name, *seconds):
+        """Takes these times in turn, then the last for ever."""
+        left = list(seconds)
+
+        def work():
+            self.calls.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return work
+
+
+def test_variants_take_turns_forwards_and_backwards(monkeypatch):
+    clock = Clock(monkeypatch)
+    variants = {name: clock.worker(name, 1.0) for name in "abc"}
+    times = interleave(variants, rounds=2, sample=0.0)
+    assert "".join(clock.calls) == "aabbcc" + "abc" + "cba"  # the first call is not asked
+    assert times == {name: [1.0, 1.0] for name in "abc"}
+
+
+def test_quick_variants_repeat_until_the_sample_is_full(monkeypatch):
+    clock = Clock(monkeypatch)
+    variants = {"slow": clock.worker("s", 0.125), "quick": clock.worker("q", 0.0, 0.0078125)}
+    times = interleave(variants, rounds=1, sample=0.0625)
+    assert "".join(clock.calls) == "ss" + "qq" + "s" + "q" * 8
+    assert times == {"slow": [0.125], "quick": [0.0078125]}
+
+
+def test_no_round_begins_after_the_limit_once_there_are_three(monkeypatch):
+    clock = Clock(monkeypatch)
+    assert len(interleave({"a": clock.worker("a", 1.0)}, rounds=9, sample=0.0, limit=0.0)["a"]) == 3
+    assert len(interleave({"a": clock.worker("a", 1.0)}, rounds=9, sample=0.0, limit=6.5)["a"]) == 5
+    assert len(interleave({"a": clock.worker("a", 1.0)}, rounds=9, sample=0.0)["a"]) == 9
+
+
+def test_a_drifting_clock_and_one_bad_round_change_no_ratio():
+    base = [1.0, 2.0, 4.0, 8.0, 16.0]
+    times = {"base": base, "half": [0.5, 1.0, 2.0, 4.0, 80.0]}
+    rows = summary(times, "base")
+    assert rows["base"] == {"ms": 4000.0, "ratio": 1.0, "low": 1.0, "high": 1.0}
+    assert rows["half"] == {"ms": 2000.0, "ratio": 0.5, "low": 0.5, "high": 0.5}
+
+
+def test_cold_buffers_are_taken_in_turn_and_outgrow_the_cache():
+    made = iter(range(1000))
+    cold = Cold(lambda: next(made), nbytes=100, total=350)
+    assert len(cold.buffers) == 4
+    assert [cold() for _ in range(6)] == [1, 2, 3, 0, 1, 2]
+    assert len(Cold(lambda: 0, nbytes=1 << 40).buffers) == 2
+    assert len(Cold(lambda: 0, nbytes=0).buffers) == 512
+
+
+def test_a_store_cuts_one_tensor_behind_the_other():
+    store = Store(torch.bfloat16, total=1 << 10)
+    first, second = store(3, 5), store(2, 64)
+    assert first.dtype == torch.bfloat16
+    assert second.data_ptr() - first.data_ptr() == 64 * 2
+    larger = store(store.numbers.numel() + 1)
+    assert larger.isfinite().all()
+    left = store.numbers.numel() - store.at
+    assert store(left + 1).data_ptr() == store.numbers.data_ptr()  # from the start again
+
+
+def test_limits_of_a_machine_are_positive():
+    assert read_bandwidth(1) > 0
+    assert product_rate(torch.bfloat16, 16) > 0

@@ -1,0 +1,34 @@
+"""A cache of a fixed size: its buffers never move, and it refuses more than they take."""
+
+import pytest
+import torch
+
+from regard import StaticCache
+
+
+def test_a_static_cache_never_moves():
+    cache = StaticCache(8)
+    new = torch.randn(2, 1, 3, 4)
+    pointer = cache.update(new)[0].streams[0].data_ptr()
+    cache.reorder(torch.tensor([1, 0]))
+    cache.truncate(0)
+    assert cache.update(new)[0].streams[0].data_ptr() == pointer
+    assert cache.allocated_bytes == 2 * 8 * 4 * 4
+
+
+def test_more_tokens_than_there_is_room_for_are_refused_and_change_nothing():
+    cache, new = StaticCache(5), torch.randn(1, 1, 3, 2)
+    cache.update(new)
+    for call in (lambda: cache.update(new), lambda: cache.peek(new), lambda: cache.span(3)):
+        with pytest.raises(ValueError, match="3 tokens held and 3 new ones are more than max_leng"):
+            call()
+    assert cache.length == 3
+    assert cache.update(new[:, :, :2])[0].kv_stop == 5
+
+
+def test_fewer_rows_take_smaller_buffers():
+    cache = StaticCache(4)
+    cache.update(torch.arange(6.0).view(3, 1, 2, 1))
+    cache.reorder(torch.tensor([2]))
+    assert cache.allocated_bytes == 4 * 4
+    assert cache.peek(torch.zeros(1, 1, 0, 1))[0].streams[0].flatten().tolist() == [4.0, 5.0]

@@ -1,0 +1,25 @@
+"""A cache for a window: it holds little more than the window, and starts again anywhere."""
+
+import pytest
+import torch
+
+from regard import SlidingCache
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_sliding_cache_can_always_start_again(size):
+    cache, new = SlidingCache(size), torch.randn(1, 1, 20, 2)
+    cache.update(new)
+    cache.truncate(0)
+    assert cache.span(3).kv_start == cache.length == 0
+    assert torch.equal(cache.update(new[:, :, :3])[0].streams[0], new[:, :, :3])
+
+
+@pytest.mark.parametrize(("size", "rollback"), [(1, 0), (16, 0), (64, 10)])
+def test_a_sliding_cache_stays_within_its_bound(size, rollback):
+    cache = SlidingCache(size, rollback)
+    for chunk in (500, 1, 1, 30, *[1] * 100):
+        cache.update(torch.zeros(1, 1, chunk, 1, dtype=torch.uint8))
+        stored = sum(held.untyped_storage().nbytes() for held in cache._held)
+        assert stored <= 1.25 * size + chunk + rollback + 1
+    assert cache.span(1).kv_start == cache.length - size + 1

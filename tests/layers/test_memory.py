@@ -1,0 +1,24 @@
+"""Another sequence's keys and values: projected once, for one layer."""
+
+import pickle
+
+import pytest
+import torch
+
+from layers import assert_same, inputs, scattered
+from regard import (
+    Memory,
+    MultiHeadAttention,
+)
+
+
+def test_a_memory_of_another_layer_is_refused():
+    torch.manual_seed(0)
+    one, other = (scattered(MultiHeadAttention(12, 4)).double() for _ in range(2))
+    x, memory = inputs(2, 3), one.remember(inputs(2, 5, seed=1))
+    for each in (memory, memory.reorder(torch.tensor([1, 0]))):
+        one(x, context=each)
+        with pytest.raises(ValueError, match="remembered by another layer of the same sizes"):
+            other(x, context=each)
+    assert_same(one(x, context=Memory(memory.k, memory.v)), one(x, context=memory))
+    assert pickle.loads(pickle.dumps(memory)).k.shape == memory.k.shape

@@ -1,0 +1,117 @@
+"""The tests mirror the package: for each folder a folder, for each module a file of its name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, TESTS = ROOT / "src/regard", ROOT / "tests"
+MIRRORED = [  # folders whose every module has its file of tests
+    ".",
+    "bench",
+    "cache",
+    "layers",
+    "masks",
+    "ops",
+    "ops/backends",
+    "ops/kernels",
+    "rope",
+]
+FOLDERS = ["cli", "compare", "convert", "hf", "verify"]  # of these, the folder alone
+WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
+    "against": "comparisons with transformers, torch, and the documents of the source systems",
+    "callers": "what users wrap around a call: tables, and the programs that run them",
+    "laws": "what holds of all layers, caches, masks or backends, across modules",
+    "mutants": "attentions with one fault each, which the laws of regard.verify must notice",
+    "project": "the repository: documents, package, scripts, structure",
+    "support": "what tests share, and no tests",
+}
+OTHER = {  # files of tests in mirrored folders that are about no module of their name
+    "bench/test_bench.py": "the commands bench and tune, and the benchmarks of the repository",
+    "ops/kernels/test_kernels.py": "every kernel that can be compiled, against float64",
+}
+TESTLESS = {  # modules without tests of their own
+    "__main__.py": "two lines; tests/cli runs the command",
+}
+PROGRAMS = ("callers", "mutants")  # tables that the tests beside them run
+
+
+def modules(folder):
+    """The modules of a folder of the package, by their names."""
+    found = {path.name for path in (PACKAGE / folder).glob("*.py")} - {"__init__.py"}
+    assert found, f"src/regard/{folder} has no modules"
+    return found
+
+
+def tests(folder):
+    """The files of tests in a folder, by their names."""
+    found = {path.name for path in (TESTS / folder).glob("test_*.py")}
+    assert found, f"tests/{folder} has no tests"
+    return found
+
+
+def test_every_folder_of_the_package_is_mirrored():
+    top = {path.parent.relative_to(PACKAGE).parts[:1] for path in PACKAGE.rglob("*.py")}
+    assert {parts[0] for parts in top if parts} == {
+        *FOLDERS,
+        *(folder.split("/")[0] for folder in MIRRORED if folder != "."),
+    }
+    for folder in FOLDERS:
+        assert any((TESTS / folder).rglob("test_*.py")), f"tests/{folder} has no tests"
+    below = {
+        path.parent.relative_to(PACKAGE).as_posix()
+        for folder in MIRRORED
+        if folder != "."
+        for path in (PACKAGE / folder).rglob("*.py")
+    }
+    assert {".", *below} == {*MIRRORED}
+
+
+@pytest.mark.parametrize("folder", MIRRORED)
+def test_every_module_has_its_tests(folder):
+    wanted = {f"test_{name}" for name in modules(folder) - TESTLESS.keys()}
+    assert wanted <= tests(folder), f"tests/{folder} lacks {sorted(wanted - tests(folder))}"
+
+
+@pytest.mark.parametrize("folder", MIRRORED)
+def test_every_file_of_tests_has_its_module(folder):
+    other = {name.rpartition("/")[2] for name in OTHER if (Path(name).parent == Path(folder))}
+    assert other <= tests(folder), f"no longer in tests/{folder}: {sorted(other - tests(folder))}"
+    found = {name.removeprefix("test_") for name in tests(folder) - other}
+    assert found <= modules(folder), f"tests/{folder} tests no module in {sorted(found)}"
+
+
+def test_every_other_folder_is_listed():
+    found = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/*.py")}
+    mirrored = {folder.split("/")[0] for folder in (*MIRRORED, *FOLDERS)} - {"."}
+    assert found == mirrored | WITHOUT_MODULE.keys()
+
+
+def test_what_tests_share_is_in_support():
+    paths = [path for path in TESTS.rglob("*.py") if path.name != "conftest.py"]
+    assert any(path.parent.name == "support" for path in paths)
+    for path in paths:
+        folder = path.relative_to(TESTS).parts[0]
+        is_test = path.name.startswith("test_")
+        if folder == "support":
+            assert not is_test, f"{path} holds tests"
+        elif folder not in PROGRAMS:
+            assert is_test, f"{path} belongs in tests/support"
+
+
+def test_every_file_of_tests_has_tests():
+    paths = sorted(TESTS.rglob("test_*.py"))
+    assert len(paths) > 80
+    for path in paths:
+        functions = [n for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, "name")]
+        assert any(each.name.startswith("test_") for each in functions), f"{path} is empty"
+
+
+def test_what_tests_share_has_names_of_its_own():
+    """Modules of tests/support are imported by their bare names, which no library may have."""
+    import importlib.metadata as metadata
+    import sys
+
+    names = {path.stem for path in (TESTS / "support").glob("*.py")}
+    assert not names & (set(sys.stdlib_module_names) | metadata.packages_distributions().keys())

@@ -17,7 +17,7 @@ from regard import (
     Padding,
     Rotary,
 )
-from regard.layers.cache_use import tracked
+from regard.layers.cache_use import requiring_grad
 
 KINDS = [*LAYERS]
 EXACT = [(layer, cache) for layer, cache in PAIRS if not cache.startswith("int")]
@@ -176,12 +176,12 @@ def test_every_single_parameter_trains_while_the_kernel_could_decode(kind):
 
 def test_streams_are_tracked_only_for_gradients():
     k = torch.ones(1, 1, 2, 2)
-    assert tracked(False, k, k)[0] is k
-    first, second = tracked(True, k, k)
+    assert requiring_grad(False, k, k)[0] is k
+    first, second = requiring_grad(True, k, k)
     assert first.requires_grad
     assert second is k
     own = k.clone().requires_grad_()
-    assert tracked(True, k, own)[0] is k
+    assert requiring_grad(True, k, own)[0] is k
 
 
 # ---- calls that fail

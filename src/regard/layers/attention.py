@@ -1,8 +1,8 @@
-"""Self-attention, MHA, MQA, GQA and cross-attention: one outline, one integer.
+"""Self-attention, MHA, MQA, GQA and cross-attention: one layer.
 
     x -> project -> rotate -> cache -> mask -> attend -> output
 
-`num_kv_heads` is the whole difference: `num_heads` makes MHA, 1 makes MQA, a divisor between GQA.
+They differ in `num_kv_heads`: `num_heads` for MHA, 1 for MQA, a divisor in between for GQA.
 """
 
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads, split_heads
-from regard.layers.cache_use import tracked, used_by
+from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
     biased_projections,
@@ -25,7 +25,7 @@ from regard.layers.construct import (
     size_of_head,
 )
 from regard.layers.inputs import Arrival, arrive, check_rope, check_width
-from regard.layers.memory import Memory, check_own, remembered_by
+from regard.layers.memory import Memory, check_own, recorded_for
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision, prepare
 from regard.ops.bias import ScoreBias
@@ -50,17 +50,17 @@ class Attention(nn.Module):
         head_dim: size of a head; `hidden_size // num_heads` if None.
         bias: whether the projections have biases: True, False, or the set of those that do, out of
             `{"q_proj", "k_proj", "v_proj", "o_proj"}`.
-        out_bias: the same for `o_proj` alone; as `bias` says if None.
+        out_bias: whether `o_proj` has a bias; decided by `bias` if None.
         dropout: probability of dropping a weight, in training only.
         qk_norm: `"head"` (RMSNorm of each head), `"width"` (of all heads at once) or a function
             from a size to a module, used for each head. Comes before rotation, as in Qwen3.
         norm_eps: epsilon of those norms.
         rope: a `Rotary`, `NO_ROPE`, or an object with the methods of `regard.rope.Rope`.
-        mask: the layer's pattern, such as `Causal()`. A call's mask can only take away from it.
+        mask: the layer's pattern, such as `Causal()`; intersected with the mask of each call.
         scale: of the scores; `head_dim ** -0.5` times the rope's softmax factor if None.
         score_bias: a tensor or a rule (`Alibi`, `RelativeBias`) added to the scores.
         softcap: `softcap * tanh(score / softcap)`, as in Gemma 2.
-        sinks: one learned score for each head that takes its share and gives nothing (gpt-oss).
+        sinks: one learned score for each head, with a value of 0 (gpt-oss).
         gate: `"head"` or `"channel"`: `sigmoid(gate_proj(x))` times the output, before `o_proj`.
         context_size: width of `context`; `hidden_size` if None.
         backend: `"auto"`, or the name of one.
@@ -143,27 +143,27 @@ class Attention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L O"]:
-        """Attend, and give one tensor back.
+        """Attention of `x` to itself, to what the cache holds, or to `context`.
 
         Args:
             x: `[B, L, hidden_size]`.
             context: another sequence to read, `[B, S, context_size]`, or what `remember` made.
             mask: about this batch (padding, documents); intersected with the layer's own. With
-                `context`, it speaks of the context's keys.
-            cache: holds the past; advanced by L. One cache a layer, held by the caller.
-            positions: rotary positions, `[L]` or `[B, L]`; counted on from the cache if None.
+                `context`, it is about the keys of the context.
+            cache: keys and values of earlier tokens; L tokens are appended. One for each layer.
+            positions: rotary positions, `[L]` or `[B, L]`; the next ones after the cache if None.
 
         Raises:
-            TypeError: if `mask` is a tensor or `cache` is not a cache.
-            ValueError: if shapes do not fit, if the mask shows what the cache does not hold, or if
-                `context` meets a cache or a rope. The cache is then as it was.
+            TypeError: if `mask` is a tensor or `cache` is not a cache. ValueError: if shapes do not
+            fit, if the mask shows keys that the cache does not hold, or
+                if `context` is given with a cache or a rope. The cache is then unchanged.
         """
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
         call = self.call(q, k, v, at)
-        with used_by(self, cache, mask):
-            out = call.run(q, cache.update(*tracked(call.needs_grad, k, v)))
+        with restored_on_error(self, cache, mask):
+            out = call.run(q, cache.update(*requiring_grad(call.needs_grad, k, v)))
             return self.o_proj(merge_heads(self.gated(x, out)))
 
     def weights(
@@ -175,7 +175,7 @@ class Attention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
-        """The attention weights of the same call; the cache is left as it was."""
+        """The attention weights of the same call; the cache does not change."""
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
@@ -190,7 +190,7 @@ class Attention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
-        """Which backend the same call would get, and why; the cache is left as it was."""
+        """Which backend the same call would run on, and why; the cache does not change."""
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
@@ -204,7 +204,7 @@ class Attention(nn.Module):
         """
         self._refuse_rope()
         check_width("context", context, self.context_size, self.k_proj)
-        return remembered_by(self, Memory(*self._keys_values(context)))
+        return recorded_for(self, Memory(*self._keys_values(context)))
 
     def project(
         self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
@@ -216,7 +216,8 @@ class Attention(nn.Module):
         return q, *self._keys_values(x if context is None else context)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Prepared:
-        """The attention of this call, described; all else that can be refused is refused here."""
+        """The described call with its backend; raises for everything that `arrive` does not
+        check."""
         return prepare(
             q,
             k,
@@ -290,10 +291,11 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """One head that looks at its own sequence, with no output projection: the textbook's first.
+    """Self-attention with one head and no output projection, as textbooks introduce it.
 
     `softmax(q k^T / sqrt(head_dim)) v` for q, k, v = three projections of x (arXiv:1706.03762,
-    section 3.2.1). The output is `[B, L, head_dim]`, `head_dim` being `hidden_size` unless said.
+    section 3.2.1). The output is `[B, L, head_dim]`, where `head_dim` is
+    `hidden_size` by default.
 
     >>> import torch
     >>> from regard import Causal, SelfAttention
@@ -338,8 +340,7 @@ class MultiQueryAttention(Attention):
 class GroupedQueryAttention(Attention):
     """Grouped-query attention: groups of query heads share key/value heads (arXiv:2305.13245).
 
-    `num_kv_heads = num_heads // group_size` for those who think in group sizes. Takes the options
-    of `Attention`.
+    A group size is `num_heads // num_kv_heads`. Takes the options of `Attention`.
 
     >>> GroupedQueryAttention(64, 8, 2).kind
     'GQA'

@@ -1,4 +1,4 @@
-"""How a layer uses a cache: alone, outside of backward passes, and undone where a call fails."""
+"""What layers check and record of the caches that they fill, and how a failed call is undone."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,14 +15,14 @@ from regard.tracing import holds_numbers, in_backward, is_transformed
 
 
 class _Use(NamedTuple):
-    """What is remembered of a cache: its layer, and the padding that its first call had."""
+    """What is recorded of a cache: the layer that fills it, and the padding of its first call."""
 
     cache: "ref[Cache]"
     layer: "ref[nn.Module]"
     padding: tuple[Padding, ...]
 
 
-_USES: dict[int, _Use] = {}  # by identity: caches of other classes may have no hash
+_USES: dict[int, _Use] = {}  # by identity: user-defined caches may not be hashable
 
 
 def _use_of(cache: Cache) -> _Use | None:
@@ -30,11 +30,11 @@ def _use_of(cache: Cache) -> _Use | None:
     return use if use is not None and use.cache() is cache else None
 
 
-def _remember(cache: Cache, layer: nn.Module, mask: Mask) -> None:
+def _record(cache: Cache, layer: nn.Module, mask: Mask) -> None:
     number = id(cache)
     try:
         alive = ref(cache, lambda _: _USES.pop(number, None))
-    except TypeError:  # a class with slots has no weak references: its caches are not told apart
+    except TypeError:  # a class with slots has no weak references; sharing is not detected
         return
     _USES[number] = _Use(alive, ref(layer), tuple(_paddings(mask)))
 
@@ -44,8 +44,8 @@ def check_use(layer: nn.Module, cache: Cache, mask: Mask, span: Span) -> None:
 
     Raises:
         ValueError: if another layer fills the cache, if this is a recomputation in a backward
-            pass, if the mask shows what the cache does not hold, or if its padding cannot be about
-            the tokens held.
+            pass, or if its padding cannot be about the tokens that the cache
+            holds.
     """
     if cache is NO_CACHE or torch.compiler.is_compiling():
         return
@@ -68,20 +68,21 @@ def check_use(layer: nn.Module, cache: Cache, mask: Mask, span: Span) -> None:
         _check_padding(padding, use.padding, span)
 
 
-def used_by(layer: nn.Module, cache: Cache, mask: Mask) -> AbstractContextManager[object]:
-    """The time in which `layer` updates `cache` and attends; an error leaves the cache as it was.
+def restored_on_error(layer: nn.Module, cache: Cache, mask: Mask) -> AbstractContextManager[object]:
+    """A block in which `layer` updates `cache` and attends: after an error the cache is as before.
 
-    Of a cache without `snapshot` and `restore`, the error says that it may have advanced.
+    For a cache without `snapshot` and `restore`, a note on the error says that it may hold the new
+    tokens.
     """
     if cache is NO_CACHE or torch.compiler.is_compiling():
         return nullcontext()
     use = _use_of(cache)
     if use is None or use.layer() is not layer or not cache.length:
-        _remember(cache, layer, mask)
-    return _Undone(cache)
+        _record(cache, layer, mask)
+    return _RestoredOnError(cache)
 
 
-class _Undone:
+class _RestoredOnError:
     """Restores a cache when an error leaves the block."""
 
     __slots__ = ("_before", "_cache")
@@ -109,23 +110,24 @@ class _Undone:
             )
 
 
-def tracked(needs_grad: bool, *streams: Tensor) -> tuple[Tensor, ...]:
-    """The streams as a cache must be given them.
+def requiring_grad(needs_grad: bool, *streams: Tensor) -> tuple[Tensor, ...]:
+    """The streams for the cache, one of which requires gradients if the call needs any.
 
-    Where the call has gradients that its keys and values do not have themselves (frozen key and
-    value projections, say), one of them is made to require gradients: the backward pass will read
-    what the cache returns, so that a cache must not overwrite it in place.
+    Backward reads what a cache returns, also if only the queries have gradients (frozen key and
+    value projections, say). A cache recognises that by its streams: it then does not write in
+    place.
     """
     if not needs_grad or any(each.requires_grad for each in streams):
         return streams
     if torch.compiler.is_compiling() or is_transformed():
-        return streams  # these cannot hold it: caches append there, or autograd refuses
+        return streams  # requires_grad_ is not available there; caches append, or autograd raises
     first, *rest = streams
     return first.view_as(first).requires_grad_(), *rest  # detach() would drop a forward tangent
 
 
-def trains(module: nn.Module) -> bool:
-    """Whether a backward pass will want what this module reads now."""
+def has_gradient(module: nn.Module) -> bool:
+    """Whether a parameter of the module has a gradient, so that backward reads the module's
+    inputs."""
     return torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters())
 
 
@@ -138,17 +140,17 @@ def _paddings(mask: Mask) -> Iterator[Padding]:
 
 
 def _check_padding(padding: Padding, first: tuple[Padding, ...], span: Span) -> None:
-    """Refuse padding of the new tokens alone, and a prompt's padding after its rows were cut."""
+    """Refuse padding for the new tokens only, and padding of a prompt whose rows were truncated."""
     width, hides = padding.valid.shape[1], padding.hidden_stop
-    again = any(_begins_with(padding, each) for each in first)
+    repeated = any(_begins_with(padding, each) for each in first)
     if isinstance(span.q_start, Tensor):
-        if again and _hides_new_tokens(padding, span.q_start):
+        if repeated and _hides_new_tokens(padding, span.q_start):
             raise ValueError(
                 f"{padding!r} hides slots that truncate([B]) has given to new tokens: rows were "
                 "cut to their own lengths, so that no padding is left on the right; leave this "
                 "mask out, or give one about the slots as they are now"
             )
-    elif hides and not again and width == span.num_queries < span.kv_stop:
+    elif hides and not repeated and width == span.num_queries < span.kv_stop:
         raise ValueError(
             f"{padding!r} is as wide as the {width} new tokens, but slots count from the first "
             f"token of the cache, which holds {span.first_query}; give [B, {span.kv_stop}] (of "

@@ -1,4 +1,4 @@
-"""How a layer is built from its arguments, and written back as the code that builds it."""
+"""Building layers: arguments recorded and printed as code, sizes checked, norms and gates made."""
 
 import inspect
 from collections.abc import Callable
@@ -156,8 +156,8 @@ def build_norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module |
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """`x` normed in the dtype of the norm's weights, and back in its own: autocast hands half
-    precision to float32 norms."""
+    """`x` normed in the dtype of the norm's weights, then cast back: under autocast `x` is in half
+    precision and the norm in float32."""
     weight = getattr(norm, "weight", None)
     result: Tensor = norm(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
     return result.to(x.dtype)
@@ -175,8 +175,8 @@ def normed_heads(
 
 
 def matrix_objection(module: nn.Module) -> str | None:
-    """Why calling a module may do more than multiply by its weight and add its bias; None if it
-    does just that. Hooks, accelerate's offloading, adapters and quantisation all do more."""
+    """Why a module is not merely a product with its weight plus its bias; None if it is. Hooks,
+    accelerate's offloading, adapters and quantisation make it more."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, not a plain nn.Linear"
     own = vars(module)

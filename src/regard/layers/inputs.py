@@ -1,4 +1,4 @@
-"""What a call of a layer arrives with: checked before anything is computed or cached."""
+"""The arguments of a layer's call, checked before anything is computed or cached."""
 
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ def _length_of(context: "Tensor | Memory") -> int:
 
 
 def check_width(name: str, x: object, width: int, projection: nn.Module) -> None:
-    """A batch of sequences of the right width, in the dtype of the weights that will meet it."""
+    """Refuse inputs of another shape, or of another dtype or device than the weights."""
     refuse_jit_trace()
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a tensor [B, L, {width}], got {type(x).__name__}")
@@ -77,7 +77,7 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
             "is it the output of another layer, or transposed?"
         )
     if matrix_objection(projection) is not None:
-        return  # it may bring weights and inputs together itself
+        return  # such a module may cast or move its inputs itself
     weight = projection.weight
     assert isinstance(weight, Tensor)
     if weight.dtype != x.dtype and not _casts(x.device.type):
@@ -90,7 +90,7 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
 
 
 def _casts(device: str) -> bool:
-    """Whether autocast is on, and so will bring x and the weights together."""
+    """Whether autocast is on, which casts inputs and weights to one dtype."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
@@ -108,7 +108,7 @@ def check_cache(cache: object) -> None:
 
 
 def check_positions(positions: object, x: Tensor) -> None:
-    """Rotary positions: one for each token, shared by the batch or not."""
+    """Refuse rotary positions of another shape than `[L]`, `[1, L]` or `[B, L]`."""
     if positions is None:
         return
     if not isinstance(positions, Tensor):
@@ -134,10 +134,8 @@ def refuse_context(x: Tensor, context: object, cache: Cache) -> None:
 
 
 def check_rope(rope: object, widths: tuple[int, ...] | range, what: str) -> None:
-    """A rope is any object with the methods of `regard.rope.Rope` that rotates channels a head has.
-
-    `widths` are the numbers of channels that it may rotate, `what` says so in words.
-    """
+    """Refuse what is not a rope, and ropes that rotate another number of channels than `widths`,
+    which `what` describes."""
     if not isinstance(rope, Rope):
         raise TypeError(
             "rope is Rotary(dim), NO_ROPE or an object with the methods of regard.rope.Rope, "

@@ -1,5 +1,7 @@
-"""Multi-head latent attention. Absorbed, it is MQA with one wide key head whose values are a prefix
-of its keys; expanded, it is MHA. What is cached is the same: one latent and one rotary key a token.
+"""Multi-head latent attention (MLA), computed in one of two forms from the same cache.
+
+Expanded, it is MHA. Absorbed, it is MQA with one wide key head, whose values are the first columns
+of its keys. The cache holds one latent and one rotary key for each token.
 """
 
 from typing import Any, Literal
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
-from regard.layers.cache_use import tracked, trains, used_by
+from regard.layers.cache_use import has_gradient, requiring_grad, restored_on_error
 from regard.layers.construct import check_sizes, constructor_code, records_arguments
 from regard.layers.inputs import Arrival, arrive, check_rope, refuse_context
 from regard.layers.latent_forms import Form, choose_form, project_latent
@@ -30,10 +32,10 @@ class MultiHeadLatentAttention(nn.Module):
     """MLA of DeepSeek-V2 (arXiv:2405.04434) and V3: low-rank keys and values, decoupled RoPE.
 
     One latent and one rotary key serve all heads, and are all that is cached: `kv_lora_rank +
-    qk_rope_head_dim` numbers a token. They are read in one of two forms with the same result:
-    *expanded* rebuilds every head's keys and values (cheaper for many queries), *absorbed* moves
-    `kv_b_proj` into the queries and the output (cheaper for few). Parameters are named as Hugging
-    Face names them: `q_a_proj q_a_layernorm q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa
+    qk_rope_head_dim` elements per token. They are read in one of two forms with the same result:
+    *expanded* computes the keys and values of every head (less work for many queries), *absorbed*
+    applies `kv_b_proj` to the queries and the outputs (less work for few). Parameters are named as
+    Hugging Face names them: `q_a_proj q_a_layernorm q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa
     kv_a_layernorm kv_b_proj o_proj`.
 
     Args:
@@ -41,8 +43,8 @@ class MultiHeadLatentAttention(nn.Module):
         num_heads: query heads.
         kv_lora_rank: width of the latent.
         q_lora_rank: width of the queries' latent; None for plain `q_proj`.
-        qk_nope_head_dim: channels of a head that do not rotate.
-        qk_rope_head_dim: channels of a head that rotate; their key is shared by all heads.
+        qk_nope_head_dim: channels of a head that are not rotated.
+        qk_rope_head_dim: channels of a head that are rotated; their key is shared by all heads.
         v_head_dim: size of a value head.
         bias: which projections have biases: True for `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`
             (as DeepSeek has it), False for none, or their names. With one on `kv_b_proj` the layer
@@ -50,7 +52,7 @@ class MultiHeadLatentAttention(nn.Module):
         latent_norm: whether the latents are RMS-normed.
         norm_eps: epsilon of those norms.
         rope: a `Rotary(qk_rope_head_dim)`, with `pairing="pairs"` for DeepSeek's checkpoints.
-        mask: the layer's pattern. A call's mask can only take away from it.
+        mask: the layer's pattern; intersected with the mask of each call.
         scale: of the scores; `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5` times the rope's
             softmax factor if None.
         score_bias: a tensor or a rule added to the scores.
@@ -147,16 +149,16 @@ class MultiHeadLatentAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
-        """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
-        `context` is refused, because the rotary key ties keys to the positions of `x`."""
+        """As `Attention.forward`, but `context` is refused: the rotary keys have the positions of
+        x."""
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
         call = self.call(q, joined, form, at)
-        with used_by(self, cache, mask):
-            parts = form.parts(self, cache.update(*tracked(call.needs_grad, joined)))
+        with restored_on_error(self, cache, mask):
+            parts = form.parts(self, cache.update(*requiring_grad(call.needs_grad, joined)))
             return self.o_proj(merge_heads(form.read(self, call.run(q, parts))))
 
     def weights(
@@ -168,7 +170,7 @@ class MultiHeadLatentAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
-        """The attention weights of the same call; the cache is left as it was."""
+        """The attention weights of the same call; the cache does not change."""
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
@@ -186,7 +188,7 @@ class MultiHeadLatentAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
-        """Which form and which backend the same call would get, and why."""
+        """Which form and which backend the same call would run on, and why."""
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
@@ -200,12 +202,15 @@ class MultiHeadLatentAttention(nn.Module):
         return project_latent(self, x)
 
     def join(self, latent: Tensor, k_rope: Tensor) -> Float[Tensor, "B 1 L RDr"]:
-        """The one stream that is cached: latents, and rotary keys behind them."""
-        (joined,) = tracked(trains(self.kv_b_proj), torch.cat([latent, k_rope], dim=-1))
+        """The stream that is cached: latents and rotary keys, concatenated."""
+        (joined,) = requiring_grad(
+            has_gradient(self.kv_b_proj), torch.cat([latent, k_rope], dim=-1)
+        )
         return joined
 
     def call(self, q: Tensor, joined: Tensor, form: Form, at: Arrival) -> Prepared:
-        """The attention of this call, described; all else that can be refused is refused here."""
+        """The described call with its backend; raises for everything that `arrive` does not
+        check."""
         return prepare(
             q,
             *form.outline(self, joined),
@@ -224,7 +229,7 @@ class MultiHeadLatentAttention(nn.Module):
         return self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj
 
     def choose(self, span: Span) -> tuple[Form, str]:
-        """The form a span is read in, and why.
+        """The form for these numbers of queries and keys, and why.
 
         Raises:
             ValueError: if `form="absorbed"` and `kv_b_proj` is not a plain linear map.

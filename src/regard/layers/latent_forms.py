@@ -1,7 +1,7 @@
-"""The two ways to read cached latents: every head's keys rebuilt, or the latents themselves.
+"""The two forms of MLA: expanded to the keys and values of every head, or absorbed.
 
-These are functions of anything that has MLA's sizes and children under their usual names: a layer
-of regard, or another library's module.
+These are functions of any module with MLA's sizes and children under their usual names: a layer of
+regard, or transformers' modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from regard.masks import Span
 
 @runtime_checkable
 class Latent(Protocol):
-    """What MLA is described by: sizes, and the child that rebuilds keys and values."""
+    """The attributes of an MLA module that the forms read."""
 
     num_heads: int
     kv_lora_rank: int
@@ -32,10 +32,16 @@ class Latent(Protocol):
 
 
 class Form(NamedTuple):
-    """One way to read the latents: what the queries, the parts and the outputs become.
+    """The functions that make up a form.
 
-    A part's streams are the latents and rotary keys, joined or apart; `outline` and `parts` of
-    `ABSORBED` take them joined.
+    The streams of a part are latents and rotary keys, concatenated or separate; `outline` and
+    `parts` of `ABSORBED` take them concatenated.
+
+    Attributes:
+        queries: queries as this form scores them, of `q_nope` and rotated `q_rope`.
+        outline: tensors with the shapes that keys and values will have.
+        parts: keys and values of the cached parts.
+        read: the outputs of the heads, of what attention returned.
     """
 
     name: str
@@ -46,7 +52,7 @@ class Form(NamedTuple):
 
 
 def project_latent(layer: Any, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries for every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
+    """Queries of every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
     `[B, 1, L, Dr]` for all of them; before rotation."""
     if layer.q_lora_rank is None:
         q = layer.q_proj(x)
@@ -63,11 +69,11 @@ def project_latent(layer: Any, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tenso
     return q_nope, q_rope, normed(layer.kv_a_layernorm, latent), k_rope
 
 
-_THIN = 8  # tokens: what absorbing a few queries in half precision costs more than its products
+_THIN = 8  # tokens: overhead of absorbing in half precision, as if there were 8 queries more
 
 
 def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]:
-    """The form a span is read in, and why.
+    """The form for these numbers of queries and keys, and why.
 
     Raises:
         ValueError: if `"absorbed"` is asked for and `kv_b_proj` is not a plain linear map.
@@ -90,8 +96,14 @@ def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]
     thin = _THIN if layer.kv_b_proj.weight.dtype.itemsize < 4 else 0
     absorbed = (queries + thin) * rank * both + queries * keys * (2 * rank + rotary)
     if absorbed <= 1.05 * expanded:
-        return ABSORBED, "so few queries take less work on the latents than rebuilding keys"
-    return EXPANDED, "rebuilding the keys takes less work than so many wide queries"
+        return (
+            ABSORBED,
+            "for so few queries, attention to the latents is less work than rebuilding the keys",
+        )
+    return (
+        EXPANDED,
+        "for so many queries, rebuilding the keys is less work than attention to the latents",
+    )
 
 
 def absorption_objection(layer: Any) -> str | None:
@@ -106,7 +118,7 @@ def absorption_objection(layer: Any) -> str | None:
 
 def up_weights(layer: Any) -> tuple[Tensor, Tensor]:
     """`kv_b_proj` as matrices of each head: keys `[H, Dn, R]` and values `[H, Dv, R]`."""
-    weight = layer.kv_b_proj.weight  # not get_parameter: functional_call puts a tensor there
+    weight = layer.kv_b_proj.weight  # under functional_call this is a tensor, no parameter
     assert isinstance(weight, Tensor)
     keys, values = weight.unflatten(0, (layer.num_heads, -1)).split(
         [layer.qk_nope_head_dim, layer.v_head_dim], dim=1
@@ -119,17 +131,17 @@ def _expand_queries(layer: Latent, q_nope: Tensor, q_rope: Tensor) -> Tensor:
 
 
 def _expand_outline(layer: Latent, joined: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as wide as they will be, and nothing in them: only their shapes are read."""
+    """Placeholders with the shapes of the keys and values: their elements are never read."""
     batch, _, length, _ = joined.shape
     like = joined[:, :, :, :1].expand(batch, layer.num_heads, length, 1)
     return like.expand(-1, -1, -1, layer.qk_head_dim), like.expand(-1, -1, -1, layer.v_head_dim)
 
 
 def _expand_parts(layer: Latent, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Rebuild every head's keys and values: MHA."""
+    """The keys and values of every head, as in MHA."""
     rebuilt = []
     for start, stop, streams in parts:
-        latent, k_rope = apart(layer, streams)
+        latent, k_rope = separate(layer, streams)
         heads = split_heads(
             layer.kv_b_proj(latent.squeeze(1)), layer.qk_nope_head_dim + layer.v_head_dim
         )
@@ -139,8 +151,8 @@ def _expand_parts(layer: Latent, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     return tuple(rebuilt)
 
 
-def apart(layer: Latent, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Latents and rotary keys, however they are stored."""
+def separate(layer: Latent, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Latents and rotary keys, which may be stored in one stream or two."""
     if len(streams) == 2:
         return streams[0], streams[1]
     latent, k_rope = streams[0].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
@@ -148,9 +160,9 @@ def apart(layer: Latent, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def absorb_queries(layer: Latent, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-    """Move the up-projection of the keys into the queries, which then score latents:
-    `[B, H, L, Dn] -> [B, H, L, R + Dr]`."""
-    rows = q_nope.transpose(0, 1)  # heads first, the batch as rows: no matrix is copied
+    """Apply the up-projection of the keys to the queries, whose products with latents are then
+    scores: `[B, H, L, Dn] -> [B, H, L, R + Dr]`."""
+    rows = q_nope.transpose(0, 1)  # heads first and the batch as rows, so that no weight is copied
     wide = rows.flatten(1, 2) @ up_weights(layer)[0]
     return torch.cat([wide.unflatten(1, rows.shape[1:3]).transpose(0, 1), q_rope], dim=-1)
 
@@ -160,7 +172,7 @@ def _absorb_outline(layer: Latent, joined: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _absorb_read(layer: Latent, out: Tensor) -> Tensor:
-    """The up-projection of the values, after the attending: `[B, H, L, R] -> [B, H, L, Dv]`."""
+    """Apply the up-projection of the values to the outputs: `[B, H, L, R] -> [B, H, L, Dv]`."""
     rows = out.transpose(0, 1)
     heads = (up_weights(layer)[1] @ rows.flatten(1, 2).mT).mT
     return heads.unflatten(1, rows.shape[1:3]).transpose(0, 1)

@@ -1,7 +1,7 @@
 """GQA whose cache holds one joint latent: keys are rebuilt, normed and rotated when they are read.
 
-What GQA becomes when only memory matters. Rotation is exact, because it is applied to the rebuilt
-keys; rebuilding costs time at every step. The idea is Palu's (arXiv:2407.21118).
+For the smallest cache: rebuilding costs time at every step. Rotation is exact, because it is
+applied to the rebuilt keys. The idea is Palu's (arXiv:2407.21118).
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
 from regard.heads import merge_heads, split_heads
-from regard.layers.cache_use import tracked, trains, used_by
+from regard.layers.cache_use import has_gradient, requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
     build_norm,
@@ -37,9 +37,9 @@ class LatentKVAttention(nn.Module):
     """GQA over a joint latent of keys and values, with exact rotary embedding.
 
     `kv_b_proj(kv_a_proj(x))` are the keys of all `num_kv_heads`, then their values; keys are then
-    normed (`qk_norm`) and rotated. The cache holds two streams: the latent, `kv_lora_rank` numbers
-    a token, and its position, one int32. With `kv_lora_rank >= 2 * num_kv_heads * head_dim` any GQA
-    layer can be written so, exactly.
+    normed (`qk_norm`) and rotated. The cache holds two streams: the latent, `kv_lora_rank` elements
+    per token, and its position, one int32. With `kv_lora_rank >= 2 * num_kv_heads * head_dim` any
+    GQA layer can be converted to this one exactly.
 
     Args:
         hidden_size: width of the input and the output.
@@ -47,7 +47,7 @@ class LatentKVAttention(nn.Module):
         num_kv_heads: key/value heads, a divisor of `num_heads`.
         head_dim: size of a head.
         kv_lora_rank: width of the latent.
-        rope: applied to queries, and to keys on reading.
+        rope: applied to queries, and to keys after they are rebuilt.
         bias: whether `q_proj` and `kv_b_proj` have biases.
         out_bias: whether `o_proj` has one.
         dropout: probability of dropping a weight, in training only.
@@ -123,17 +123,16 @@ class LatentKVAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
-        """Attend, and give one tensor back. Arguments and errors are those of `Attention.forward`;
-        `context` is refused, and so are positions that are not integers (`TypeError`) or do not fit
-        int32 (`ValueError`)."""
+        """As `Attention.forward`, but `context` is refused, and so are positions that are not
+        integers (`TypeError`) or do not fit int32 (`ValueError`)."""
         at = arrive(self, x, context, mask, cache, positions)
         check_int32(positions)
         where = at.positions.to(torch.int32)
         q, latent = self.project(x)
         q = self.rope.rotate(q, where)
         call = self.call(q, latent, at)
-        with used_by(self, cache, mask):
-            parts = cache.update(*tracked(call.needs_grad, latent, as_stream(where, len(x))))
+        with restored_on_error(self, cache, mask):
+            parts = cache.update(*requiring_grad(call.needs_grad, latent, as_stream(where, len(x))))
             return self.o_proj(merge_heads(call.run(q, self.rebuild(parts))))
 
     def weights(
@@ -145,7 +144,7 @@ class LatentKVAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
-        """The attention weights of the same call; the cache is left as it was."""
+        """The attention weights of the same call; the cache does not change."""
         at = arrive(self, x, context, mask, cache, positions)
         check_int32(positions)
         where = at.positions.to(torch.int32)
@@ -163,7 +162,7 @@ class LatentKVAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
-        """Which backend the same call would get, and why."""
+        """Which backend the same call would run on, and why."""
         at = arrive(self, x, context, mask, cache, positions)
         check_int32(positions)
         q, latent = self.project(x)
@@ -190,12 +189,15 @@ class LatentKVAttention(nn.Module):
         self, x: Float[Tensor, "B L E"]
     ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B 1 L R"]]:
         """Queries, normed, before rotation; and the latents of keys and values."""
-        trained = trains(self.kv_b_proj) or (self.k_norm is not None and trains(self.k_norm))
-        (latent,) = tracked(trained, self.kv_a_proj(x).unsqueeze(1))
+        trained = has_gradient(self.kv_b_proj) or (
+            self.k_norm is not None and has_gradient(self.k_norm)
+        )
+        (latent,) = requiring_grad(trained, self.kv_a_proj(x).unsqueeze(1))
         return self.queries(x), latent
 
     def call(self, q: Tensor, latent: Tensor, at: Arrival) -> Prepared:
-        """The attention of this call, described; all else that can be refused is refused here."""
+        """The described call with its backend; raises for everything that `arrive` does not
+        check."""
         batch, _, length, _ = latent.shape
         k = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)
         return prepare(
@@ -227,8 +229,8 @@ def as_stream(positions: Int32[Tensor, "*B L"], batch: int) -> Int32[Tensor, "B 
 
 
 def check_int32(positions: Tensor | None) -> None:
-    """Refuse positions that int32 does not hold: queries are rotated at the numbers that come, keys
-    at those that the cache holds. On a GPU they are checked when the device computes them.
+    """Refuse positions that int32 does not hold: keys are rotated at the positions in the cache,
+    and must be rotated as the queries are. On a GPU this is checked asynchronously.
 
     Raises:
         TypeError: unless they are integers.

@@ -29,15 +29,15 @@ class Memory:
 _LAYER_OF: WeakKeyDictionary[Memory, "ref[nn.Module]"] = WeakKeyDictionary()
 
 
-def remembered_by(layer: nn.Module, memory: Memory) -> Memory:
-    """The memory, known to belong to `layer` from now on."""
+def recorded_for(layer: nn.Module, memory: Memory) -> Memory:
+    """Record that the memory belongs to `layer`."""
     if not torch.compiler.is_compiling():
         _LAYER_OF[memory] = ref(layer)
     return memory
 
 
 def check_own(layer: nn.Module, memory: Memory) -> None:
-    """Another layer's keys and values may have the same sizes, and another meaning."""
+    """Refuse a memory of another layer of the same sizes."""
     if torch.compiler.is_compiling() or memory not in _LAYER_OF:
         return
     if _LAYER_OF[memory]() not in (layer, None):

@@ -154,9 +154,9 @@ class Attention(nn.Module):
             positions: rotary positions, `[L]` or `[B, L]`; the next ones after the cache if None.
 
         Raises:
-            TypeError: if `mask` is a tensor or `cache` is not a cache. ValueError: if shapes do not
-            fit, if the mask shows keys that the cache does not hold, or
-                if `context` is given with a cache or a rope. The cache is then unchanged.
+            TypeError: if `mask` is a tensor or `cache` is not a cache.
+            ValueError: if shapes do not fit, if the mask shows keys that the cache does not hold,
+                or if `context` is given with a cache or a rope. The cache is then unchanged.
         """
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)

@@ -1,4 +1,4 @@
-"""Kernels on disk: found again, never mixed up, and done without where nothing can be written."""
+"""The cache of compiled kernels on disk: found again, never mixed up, not needed."""
 
 import ctypes
 import os
@@ -23,14 +23,14 @@ SOURCES = Path(__file__).parents[3] / "src"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where numba keeps what it compiles, during a test."""
+    """The folder of numba's cache during a test."""
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """What was compiled here, not found on disk."""
+    """The functions that this process compiled and did not find on disk."""
     done = []
     compile = ccallback.CFunc._compile_uncached
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""How a kernel is started: threads, children, torch's defaults, and memory it must not touch."""
+"""How a kernel is run: threads, child processes, torch's defaults, tensors that are refused."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import _launch, _openmp, decode
 
 
-def test_callers_in_several_threads_do_not_meet():
+def test_calls_in_several_threads_do_not_affect_each_other():
     q, k = torch.randn(4, 1, 2, 3, 32), torch.randn(4, 1, 2, 700, 32)
     wanted = [decode(a, b, b, scale=0.2)[0] for a, b in zip(q, k, strict=True)]
     found: list = [None] * 4
@@ -30,8 +30,8 @@ def test_callers_in_several_threads_do_not_meet():
     assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_callers_with_other_sizes_and_numbers_of_threads_do_not_meet():
-    """Each thread of the caller has a workspace of its own, which grows with what it is asked."""
+def test_calls_of_other_sizes_and_numbers_of_threads_do_not_affect_each_other():
+    """Each calling thread has a workspace of its own, which grows with its largest call."""
     torch.set_num_threads(2)
     found: list = []
 
@@ -52,7 +52,7 @@ def test_callers_with_other_sizes_and_numbers_of_threads_do_not_meet():
     assert sorted(found) == [0, 1, 2, 3]
 
 
-def test_without_torchs_threads_pythons_serve(monkeypatch):
+def test_without_torchs_threads_those_of_python_are_used(monkeypatch):
     q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
     torch.set_num_threads(2)
     wanted = decode(q, k, k, scale=0.1)[0]
@@ -193,7 +193,7 @@ def test_tensors_without_memory_of_their_own_are_refused():
         refused_or_raised(lambda: decode(Q, K, K, scale=1.0))  # the output would be fake
         fake = mode.from_tensor(K)
     refused_or_raised(lambda: decode(Q, fake, fake, scale=1.0))
-    check(Q, K, K)  # nothing of theirs is left in the workspace
+    check(Q, K, K)  # the refused calls have changed nothing
 
 
 def test_parameters_are_plain_memory():
@@ -204,7 +204,7 @@ def test_parameters_are_plain_memory():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_torchs_defaults_have_no_part_in_it(dtype, device):
+def test_torchs_defaults_change_nothing(dtype, device):
     bias = torch.randn(40)
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)

@@ -1,4 +1,4 @@
-"""Decoding with a compiled kernel that reads every key and value once, near the memory's speed.
+"""Decoding with a compiled kernel that reads each key and value once, near the memory's bandwidth.
 
 Scores, softmax and weighted sums of all query heads that share a key head are one loop. LLVM
 compiles it through numba on the machine, in about a second for each new head size, and numba caches

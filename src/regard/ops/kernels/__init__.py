@@ -1,10 +1,10 @@
 """Attention of few queries over many keys on a CPU: a kernel that numba compiles on the machine.
 
 PyTorch has no kernel that reads each key and value once for all query heads that share it. This one
-does, and decodes at nearly the speed of the memory. It needs numba, and no C compiler.
+does, so it decodes at nearly the memory's bandwidth. It needs numba, and no C compiler.
 
     tiles.py          what a kernel is compiled for (`Tile`), what a call is given (`Arguments`)
-    specification.py  the kernel in NumPy: read this first; the tests compare the two bit by bit
+    specification.py  the kernel in NumPy: read this first; tests compare the two
     decoding.py       the kernel: its tasks, and its phases score, softmax, gather and merge
     intrinsics.py     the loops over vectors that the phases are made of
     vectors.py        the instructions of LLVM that the intrinsics are made of

@@ -45,10 +45,11 @@ def kernel(tile: Tile) -> Any:
 
     def run(data):
         call = carray(data, 1)[0]
-        padded = (call.rows + tile.rows - 1) // tile.rows * tile.rows
+        padded = (call.rows + tile.rows - 1) // tile.rows * tile.rows  # whole tiles of rows
         part_bytes, ranges = padded * tile.part_bytes, call.ranges
         k_stride, v_stride = tile.item * call.k_row, tile.item * call.v_row
-        queries = call.scratch + next_number(call.counters + 8) * padded * tile.scratch_bytes
+        thread = next_number(call.counters + 8)
+        queries = call.scratch + thread * padded * tile.scratch_bytes
         scores = queries + padded * tile.query_bytes
         while True:
             task = next_number(call.counters)
@@ -72,7 +73,8 @@ def kernel(tile: Tile) -> Any:
                 softmax(tile, call, padded, count, bias, scores, part)
                 k_next = k + tile.block * k_stride
                 gather(tile, padded, count, scores, v, v_stride, part, k_next, k_stride)
-            if next_number(call.counters + 16 + 8 * pair) == ranges - 1:
+            finished = next_number(call.counters + 16 + 8 * pair)
+            if finished == ranges - 1:
                 merge(tile, call, padded, pair, part_bytes)
 
     return compiled_from(run, types.void(types.CPointer(numba.from_dtype(RECORD))))

@@ -26,6 +26,8 @@ from numba.extending import (
 from regard.ops.kernels.tiles import HIDDEN, LOG2E, Tile
 from regard.ops.kernels.vectors import FLOAT, INT32, INT64, Value, Vectors
 
+BIT = ir.IntType(1)
+
 
 @functools.cache
 def machine_lanes() -> int:
@@ -37,9 +39,7 @@ def machine_lanes() -> int:
     return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
 
 
-BIT = ir.IntType(1)
-
-# ---- a Tile in compiled code: a value of no size, whose attributes are constants ----------------
+# ---- a Tile in compiled code: a value of no size, whose attributes are constants ---------------
 
 
 class TileType(types.Opaque):  # type: ignore[misc]  # numba has no types for mypy
@@ -96,7 +96,7 @@ def _emits(result: Any) -> Callable[[Callable[..., Value | None]], Any]:
             return result(*rest), generate
 
         typed.__name__ = emit.__name__
-        typed.__signature__ = inspect.signature(emit)  # numba passes arguments by their names
+        typed.__signature__ = inspect.signature(emit)  # numba binds the arguments of calls to it
         return intrinsic(typed)
 
     return wrap

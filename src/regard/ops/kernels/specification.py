@@ -1,13 +1,13 @@
-"""The decoding kernel in NumPy: the same tiles, phases and order of sums, for reading and testing.
+"""The decoding kernel in NumPy: the same tiles, phases and order of sums, to read and to test with.
 
-Nothing else runs it. bfloat16 is given as the float32 of the same values, which loses nothing.
+Only tests run it. Its inputs are float32; those of bfloat16 are widened first, which is exact.
 
-How near the two are: every float32 operation here is one of the kernel's, in its order. A product
-that the kernel adds with one rounding (`fma`) is computed in float64, where it is exact, and the
-sum is rounded to float64 before it is rounded to float32. That differs from one rounding in about
-one of 2**29 sums, by one unit in the last place. Almost all outputs therefore have the same bits;
-the others may differ by a few units in the last place of the largest value. The log-sum-exp may
-differ by two units more, since NumPy's logarithm is not the C library's.
+How much the two may differ: every float32 operation here is one of the kernel's, in its order. A
+product that the kernel adds with one rounding (`fma`) is exact here in float64; the sum is rounded
+to float64, then to float32. That differs from one rounding in about one of 2**29 sums, by one unit
+in the last place. Almost all outputs therefore have the same bits; the others may differ by a few
+units in the last place of the largest value. The log-sum-exp may differ by two units more, since
+NumPy's logarithm is not the C library's.
 """
 
 import math
@@ -45,9 +45,9 @@ class Specification(NamedTuple):
         out = np.empty((batch, heads, rows, v.shape[3]), np.float32)
         lse = np.empty((batch, heads, rows), np.float32)
         for b, g in np.ndindex(batch, heads):
-            hidden = None if bias is None else bias[b, g]
+            added = None if bias is None else bias[b, g]
             parts = [
-                self.task(q[b, g], k[b, g], v[b, g], hidden, scale, first, first + length)
+                self.task(q[b, g], k[b, g], v[b, g], added, scale, first, first + length)
                 for first in range(0, ranges * length, length)
             ]
             out[b, g], lse[b, g] = self.merge(parts)

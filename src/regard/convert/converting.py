@@ -5,6 +5,7 @@ target -> what all layers share (ranks, frequencies) -> block by block: calibrat
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,24 +93,16 @@ def convert(
     for target in targets:
         for layer in shipped:
             check_fits(target, layer)
-    found = {i: _exact(target, shipped) for i, target in enumerate(targets)}
-    lossy = [i for i, exact in found.items() if exact is None]
+    made = {target: _exact(target, shipped) or Converted(target, [], []) for target in targets}
+    lossy = [each for each in made.values() if not each.layers]
     if lossy:
         _check_text(tokens)
-        names = list(modules)
-        reports: list[list[LayerReport]] = [[] for _ in lossy]
         makes = [
-            _reporting(
-                _maker(model, targets[i], shipped, tokens, progress), targets[i], names, into
-            )
-            for i, into in zip(lossy, reports, strict=True)
+            _appending(each, list(modules), _maker(model, each.target, shipped, tokens, progress))
+            for each in lossy
         ]
-        walked = walk(
-            model, tokens, makes, progress=lambda done, total: progress("layers", done, total)
-        )
-        for i, layers, report in zip(lossy, walked, reports, strict=True):
-            found[i] = Converted(targets[i], layers, report)
-    return [each for each in (found[i] for i in range(len(targets))) if each is not None]
+        walk(model, tokens, makes, progress=partial(progress, "layers"))
+    return [made[target] for target in targets]
 
 
 def _check_text(tokens: Tensor) -> None:
@@ -192,9 +185,7 @@ def _ranks(
         return _latent(module, size, x)
 
     some = tokens[:: max(1, len(tokens) // TRIALS)][:TRIALS, :TRIAL]
-    table = costs(
-        model, some, make, sizes, progress=lambda done, total: progress("ranks", done, total)
-    )
+    table = costs(model, some, make, sizes, progress=partial(progress, "ranks"))
     return allot(table, sizes, target.rank * len(shipped))
 
 
@@ -211,18 +202,18 @@ def _counts(
     )
 
 
-def _reporting(make: Make, target: Target, names: list[str], into: list[LayerReport]) -> Make:
-    """`make`, followed by the refit of the output projection and an entry in the report."""
+def _appending(to: Converted, names: list[str], make: Make) -> Make:
+    """`make`, whose layers are refitted and appended to a conversion and its report."""
 
     def made(step: Step) -> nn.Module:
         layer = make(step)
         before = layer.get_submodule("o_proj")
         missed, still = refit_output(layer, step.x, step.target)
-        if not target.refit:
+        if not to.target.refit:
             layer.o_proj, still = before, missed
-        into.append(
-            LayerReport(names[step.index], missed, still, getattr(layer, "kv_lora_rank", None))
-        )
+        rank = getattr(layer, "kv_lora_rank", None)
+        to.report.append(LayerReport(names[step.index], missed, still, rank))
+        to.layers.append(layer)
         return layer
 
     return made

@@ -74,10 +74,6 @@ def run_job(
     """
     started = time.perf_counter()
     check_free(job.out)
-    if job.low_memory and (job.heal or job.portable):
-        raise ValueError(
-            "low_memory holds one layer in memory at a time; healing and portable need all of them"
-        )
     progress("reading the configuration", 0, 0)
     target, was = _target(job, skeleton(job.model))
     progress("loading", 0, 0)
@@ -116,6 +112,11 @@ def run_job(
 
 
 def _target(job: Job, model: Any) -> tuple[Target, str]:
+    """The target, and a description of the shipped attention."""
+    if job.low_memory and (job.heal or job.portable):
+        raise ValueError(
+            "low_memory holds one layer in memory at a time; healing and portable need all of them"
+        )
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     target = target_of(job.to, shipped, form=job.form, portable=job.portable, budget=job.budget)
     if job.by_layer and target.kind != "exact-rope":

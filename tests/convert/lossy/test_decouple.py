@@ -55,6 +55,12 @@ def test_nothing_is_lost_if_all_components_are_rotated(name, form):
     assert cache.nbytes == 2 * 30 * (full + rotated) * 8
 
 
+def test_the_arguments_of_the_layer_are_those_that_build_it():
+    layer = decouple(made("GQA"), rank=8, rope_dim=6, covariance=covariance_of(inputs())).layer
+    again = type(layer)(**layer.arguments)
+    assert again.rope == layer.rope and repr(again) == repr(layer)
+
+
 @torch.no_grad()
 def test_components_are_uncorrelated_and_make_up_the_keys():
     layer, x = made("GQA"), inputs()

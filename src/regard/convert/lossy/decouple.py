@@ -261,8 +261,6 @@ def _build(
         "v_head_dim": dim,
         "bias": {n for n, child in children.items() if getattr(child, "bias", None) is not None},
         "latent_norm": False,
-        "rope": Rotary(len(rotary)),
+        "rope": rope,
     }
-    made = rebuilt(MultiHeadLatentAttention, arguments, children)
-    made.rope = rope
-    return made.train(layer.training)
+    return rebuilt(MultiHeadLatentAttention, arguments, children).train(layer.training)

@@ -60,7 +60,7 @@ def online_softmax(q, k, v, block=2):
 
 
 def copies_bytes(q, k, v):
-    """Four bytes a number, whatever was allocated."""
+    """Four bytes per value, in memory of any dtype."""
     result = sdpa(q.float(), k.float(), v.float()).contiguous()
     out = torch.empty(result.shape)
     ctypes.memmove(out.data_ptr(), result.data_ptr(), 4 * result.numel())
@@ -98,7 +98,7 @@ class RoPEOnTheFly(nn.Module):
 
 
 def numpy_when_it_may(q, k, v):
-    """The quick path, where nothing asks for a gradient."""
+    """The fast path, where nothing requires a gradient."""
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return sdpa(q, k, v)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def single_query(q, k, v):
 
 
 class Unsaved(torch.autograd.Function):
-    """Inputs kept on ctx as attributes: autograd cannot compare their versions."""
+    """Inputs stored on ctx as attributes: autograd cannot compare their versions."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -211,7 +211,7 @@ class WeightOnCtx(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Causal attention whose past lives in an object: `cache.k`, `cache.v`, or None."""
+    """Causal attention whose cache is an object: `cache.k`, `cache.v`, or None."""
 
     linear = nn.Linear
 
@@ -274,11 +274,11 @@ class Ring:
         self.n = n
 
 
-# --- one past for two layers
+# --- one cache for two layers
 
 
 class Owned:
-    """The first layer that writes owns it; whoever asks without a name is believed."""
+    """The first layer that writes owns it; a call without a layer's name is accepted."""
 
     def __init__(self):
         self.k, self.v, self.owner = None, None, None
@@ -293,7 +293,7 @@ class Owned:
 
 
 class OwnedBlock(Block):
-    """Right: the cache is told who writes, and is put back if the rest fails."""
+    """Right: the cache gets the writing layer, and is restored if the rest fails."""
 
     def forward(self, x, cache=None):
         before = None if cache is None else dict(vars(cache))
@@ -342,7 +342,7 @@ class Ownerless(Owned):
 
 
 class Global(Block):
-    """The past is inside, and the same for all instances."""
+    """The cache is in the class, and the same for all instances."""
 
     past: dict = {}  # noqa: RUF012
 
@@ -487,7 +487,7 @@ def block(name, made, *kills, new_cache=None, after="", **like):
 MUTANTS = [
     function("output allocated in the default dtype", out_buffer, "default_dtype"),
     function("running sums in the default dtype", online_softmax, "default_dtype"),
-    function("four bytes a number are written", copies_bytes, "default_dtype"),
+    function("four bytes per value are written", copies_bytes, "default_dtype"),
     block("a rotary table in the default dtype", RoPEOnTheFly, "default_dtype", pairing="halves"),
     function("NumPy where nothing requires a gradient", numpy_when_it_may, "forward_mode"),
     function("a forward derivative of the values alone", half_jvp, "forward_mode"),
@@ -495,17 +495,18 @@ MUTANTS = [
     function("weights cut short under autocast", hurried, "autocast_precision"),
     function("float32 behind a mask", zeros_where_blind, "autocast_dtype", like=MASKED),
     function("float32 for a single query", single_query, "autocast_dtype"),
-    function("inputs kept as attributes", unsaved, "inplace_between_passes"),
-    block("a weight kept as an attribute", FrozenInside, "inplace_between_passes"),
-    block("a past written through .data", RingBlock, "inplace_between_passes", new_cache="Ring"),
+    function("inputs stored as attributes", unsaved, "inplace_between_passes"),
+    block("a weight stored as an attribute", FrozenInside, "inplace_between_passes"),
+    block("a cache written through .data", RingBlock, "inplace_between_passes", new_cache="Ring"),
     block("one cache for all layers", Block, "one_past_two_layers", new_cache="Ownerless"),
     block("a layer index that is ignored", Indexed, "one_past_two_layers",
           new_cache="IndexForgotten"),
-    block("a past of the class", Global, "one_past_two_layers", cache_style="internal", cache=None),
+    block("a cache of the class", Global, "one_past_two_layers", cache_style="internal",
+          cache=None),
     block("tokens counted before they are projected", CountsAhead, "refused_step"),
     block("a mask refused after the cache has grown", MaskLooksLate, "refused_step",
           new_cache="Owned"),
-    Mutant("a refused token is kept", lambda: ChecksLate, {"kind": "cache"}, ("refused_step",)),
+    Mutant("a refused token is stored", lambda: ChecksLate, {"kind": "cache"}, ("refused_step",)),
     block("a cache that grows before the output fails", GrowsFirst, "interrupted_step",
           new_cache="Owned"),
     block("a list that grows before the output fails", InsideGrowsFirst, "interrupted_step"),

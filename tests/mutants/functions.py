@@ -288,7 +288,7 @@ MASKS = [
         "mask of any head", "mask_broadcast", visible=rule(mask=lambda m: m.any(1, keepdim=True))
     ),
     mutant("mask shifted by one key", "mask_polarity", visible=rule(mask=lambda m: m.roll(1, -1))),
-    made("numbers added for truth", int_as_bias, "mask_dtype", after="pytorch#191612"),
+    made("0 and 1 added to the scores", int_as_bias, "mask_dtype", after="pytorch#191612"),
     made(
         "additive mask cut at -1000",
         weak_additive,
@@ -324,18 +324,18 @@ MASKS = [
         after="pytorch#108108",
     ),
     mutant(
-        "causal skipped where keys are more",
+        "causal skipped with more keys than queries",
         "alignment_probe",
         after="TinyLLM#18",
         visible=rule(causal=lambda r, c: good.causal(r, c) if r == c else torch.ones(r, c).bool()),
     ),
     mutant(
-        "causal off by one where keys are more",
+        "causal off by one with more keys than queries",
         "alignment_probe",
         visible=rule(causal=lambda r, c: shifted(int(r != c))(r, c)),
     ),
     mutant(
-        "mask forgotten when causal",
+        "mask ignored when causal",
         "mask_and_causal",
         after="pytorch#178588",
         visible=lambda m, r, c, is_causal, size: good.visible(
@@ -343,7 +343,7 @@ MASKS = [
         ),
     ),
     mutant(
-        "causal forgotten with a mask",
+        "causal ignored with a mask",
         "mask_and_causal",
         after="pytorch#99282",
         visible=lambda m, r, c, is_causal, size: good.visible(
@@ -393,16 +393,19 @@ MASKS = [
         ),
     ),
     mutant(
-        "blind rows are NaN", "fully_masked_forward", softmax=plain_softmax, after="pytorch#41508"
+        "fully masked rows are NaN",
+        "fully_masked_forward",
+        softmax=plain_softmax,
+        after="pytorch#41508",
     ),
     mutant(
-        "blind rows read the mean",
+        "fully masked rows give the mean",
         "fully_masked_forward",
         softmax=filled(torch.finfo(torch.float32).min),
         after="onnxruntime#28904",
     ),
     mutant(
-        "blind rows have NaN gradients",
+        "fully masked rows have NaN gradients",
         "fully_masked_backward",
         after="pytorch#103963",
         softmax=lambda x, keep: torch.where(keep.any(-1, keepdim=True), added(x, keep), 0.0),
@@ -474,7 +477,7 @@ HEADS = [
         expand_values=lambda v, heads: good.expand(v if v.shape[1] > 2 else v.roll(1, 2), heads),
     ),
     mutant(
-        "blind rows see under one key head",
+        "fully masked rows are not masked with one key head",
         "fully_masked_forward",
         after="pytorch#177842",
         before=lambda q, k, v, m: (
@@ -613,7 +616,7 @@ def compiled_wrong(out, q, k, v):
 
 
 class Remembers:
-    """Keeps the head count of the first call, as a process that has only ever seen one model."""
+    """Stores the head count of the first call, as a process with one model may."""
 
     def __init__(self):
         self.heads = None
@@ -624,7 +627,7 @@ class Remembers:
 
 
 class History:
-    """Writes down every call, and looks at how many there were."""
+    """Records every call, and branches on their number."""
 
     def __init__(self):
         self.calls = []
@@ -655,7 +658,7 @@ RUNS = [
     mutant("scaled in place", "no_mutation", before=scaled_in_place),
     mutant("mask changed in place", "no_mutation", before=mask_in_place),
     Mutant(
-        "one buffer for all answers", lambda: with_steps(after=SameBuffer()), LIKE, ("no_alias",)
+        "one buffer for all outputs", lambda: with_steps(after=SameBuffer()), LIKE, ("no_alias",)
     ),
     mutant(
         "a view of the values",
@@ -672,7 +675,9 @@ RUNS = [
     mutant(
         "dropout without growth", "dropout_stats", drop=lambda w, p: w * (torch.rand_like(w) >= p)
     ),
-    mutant("dropout of what should stay", "dropout_stats", drop=lambda w, p: F.dropout(w, 1 - p)),
+    mutant(
+        "dropout keeps what it should drop", "dropout_stats", drop=lambda w, p: F.dropout(w, 1 - p)
+    ),
     mutant(
         "dropout of whole rows",
         "dropout_stats",
@@ -740,9 +745,9 @@ RUNS = [
         ("shards_agree",),
         "DeepSpeed#8316",
     ),
-    made("weights change the answer", weights_change, "needs_weights_agree"),
+    made("returning weights changes the output", weights_change, "needs_weights_agree"),
     Mutant(
-        "autocast changes the answer",
+        "autocast changes the output",
         lambda: with_steps(after=under_autocast),
         LIKE,
         ("autocast_invariance",),

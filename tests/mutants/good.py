@@ -1,6 +1,6 @@
 """Attention that is right, in steps that can be exchanged one at a time.
 
-A mutant is one of these with one step replaced: whatever it breaks, everything else is right.
+A mutant is one of these with one step replaced: all other steps are right.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def window(rows, columns, size):
 
 
 def visible(mask, rows, columns, is_causal, size):
-    """One truth value a cell, or None where all are seen."""
+    """A boolean for each cell, or None where all are visible."""
     keep = torch.ones(rows, columns, dtype=torch.bool)
     if is_causal:
         keep = keep & causal(rows, columns)
@@ -66,7 +66,7 @@ def drop(weights, p):
 
 
 def clean(x, keep):
-    """Keys that nobody sees may hold anything."""
+    """Keys that are hidden from all queries may hold anything."""
     seen = keep.any(-2)
     seen = seen.reshape(*(1,) * (3 - seen.ndim), *seen.shape)  # [.., H, S]
     if seen.shape[1] not in (1, x.shape[1]):
@@ -178,7 +178,7 @@ LIKE = {
 }
 
 
-def turned(x, positions, theta=10_000.0, table=torch.float32):
+def rotated(x, positions, theta=10_000.0, table=torch.float32):
     """RoPE in halves: x [B, H, L, D]."""
     dim = x.shape[-1]
     with torch.autocast("cpu", enabled=False):
@@ -197,13 +197,13 @@ def merge(x):
 
 
 def rotate(q, k, v, past):
-    """Queries follow the past; keys hold the new tokens only."""
+    """Queries follow the cached tokens; keys are those of the new tokens only."""
     positions = torch.arange(past, past + q.shape[2])
-    return turned(q, positions), turned(k, positions), v
+    return rotated(q, positions), rotated(k, positions), v
 
 
 def append(past, k, v):
-    """The past is (k, v), or None."""
+    """The cache is (k, v), or None."""
     if past is None:
         return k, v
     return torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
@@ -230,7 +230,7 @@ class LayerSteps:
 
 
 class Layer(nn.Module):
-    """Causal GQA with RoPE, dropout on its output and a past that is given back."""
+    """Causal GQA with RoPE, dropout on its output and a cache that is returned."""
 
     def __init__(self, how=LayerSteps(), p=0.0, bias=True):
         super().__init__()
@@ -420,56 +420,56 @@ class Prefixes:
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention, expanded or absorbed; its past is the normed latent and the key
-    that is turned, [B, 1, L, 16] and [B, 1, L, 4]."""
+    """Multi-head latent attention, expanded or absorbed; its cache is the normed latent and the
+    rotated key, [B, 1, L, 16] and [B, 1, L, 4]."""
 
-    heads, nope, turn, rank = 4, 8, 4, 12
+    heads, nope, rope, rank = 4, 8, 4, 12
 
     def __init__(self):
         super().__init__()
         self.num_heads = self.heads
-        self.q = nn.Linear(32, self.heads * (self.nope + self.turn), bias=False)
-        self.down = nn.Linear(32, self.rank + self.turn, bias=False)
+        self.q = nn.Linear(32, self.heads * (self.nope + self.rope), bias=False)
+        self.down = nn.Linear(32, self.rank + self.rope, bias=False)
         self.norm = nn.RMSNorm(self.rank)
         nn.init.uniform_(self.norm.weight, 0.5, 2.0)
         self.up = nn.Linear(self.rank, self.heads * 2 * self.nope, bias=False)
         self.out = nn.Linear(self.heads * self.nope, 32, bias=False)
 
     def held(self, x):
-        """What is kept of new tokens: the latent, and the key before it is turned."""
-        c, k = self.down(x).split([self.rank, self.turn], -1)
+        """What is cached of new tokens: the latent, and the key before rotation."""
+        c, k = self.down(x).split([self.rank, self.rope], -1)
         return self.norm(c)[:, None], k[:, None]
 
     def forward(self, x, past_kv=None, use_cache=False, absorb=False):
         past = 0 if past_kv is None else past_kv[0].shape[2]
         q = split(self.q(x), self.heads)
-        q, q_turn = q.split([self.nope, self.turn], -1)
-        c, k_turn = self.held(x)
-        k_turn = turned(k_turn, torch.arange(past, past + x.shape[1]))
-        q_turn = turned(q_turn, torch.arange(past, past + x.shape[1]))
-        c, k_turn = append(past_kv, c, k_turn)
+        q, q_rope = q.split([self.nope, self.rope], -1)
+        c, k_rope = self.held(x)
+        k_rope = rotated(k_rope, torch.arange(past, past + x.shape[1]))
+        q_rope = rotated(q_rope, torch.arange(past, past + x.shape[1]))
+        c, k_rope = append(past_kv, c, k_rope)
         attend = self.absorbed if absorb else self.expanded
-        out = self.out(merge(attend(q, q_turn, c, k_turn)))
-        return (out, (c, k_turn)) if use_cache else out
+        out = self.out(merge(attend(q, q_rope, c, k_rope)))
+        return (out, (c, k_rope)) if use_cache else out
 
-    def expanded(self, q, q_turn, c, k_turn):
+    def expanded(self, q, q_rope, c, k_rope):
         kv = split(self.up(c[:, 0]), self.heads)
         k, v = kv.split([self.nope, self.nope], -1)
-        keys = torch.cat([k, k_turn.expand(-1, self.heads, -1, -1)], -1)
-        return self.attend(torch.cat([q, q_turn], -1), keys, v, (self.nope + self.turn) ** -0.5)
+        keys = torch.cat([k, k_rope.expand(-1, self.heads, -1, -1)], -1)
+        return self.attend(torch.cat([q, q_rope], -1), keys, v, (self.nope + self.rope) ** -0.5)
 
     def matrices(self):
         return self.up.weight.unflatten(0, (self.heads, 2 * self.nope)).split(self.nope, 1)
 
-    def absorbed(self, q, q_turn, c, k_turn):
+    def absorbed(self, q, q_rope, c, k_rope):
         up_k, up_v = self.matrices()
-        wide = torch.cat([torch.einsum("bhld,hdr->bhlr", q, up_k), q_turn], -1)
-        keys = torch.cat([c, k_turn], -1)
+        wide = torch.cat([torch.einsum("bhld,hdr->bhlr", q, up_k), q_rope], -1)
+        keys = torch.cat([c, k_rope], -1)
         read = self.attend(wide, keys, c, self.absorbed_scale(wide))
         return torch.einsum("bhlr,hdr->bhld", read, up_v)
 
     def absorbed_scale(self, wide):
-        return (self.nope + self.turn) ** -0.5
+        return (self.nope + self.rope) ** -0.5
 
     def attend(self, q, k, v, factor):
         return Steps().run(q, k, v, None, True, None, factor, None, None, 0.0, False)

@@ -1,4 +1,4 @@
-"""Layers from x to output, with a past, with latents, reading another sequence: one fault each."""
+"""Layers from x to output, with caches, latents or cross-attention: one fault each."""
 
 import math
 from dataclasses import replace
@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from mutants import good
-from mutants.good import LAYER_LIKE, MLA, MLA_LIKE, Cross, Layer, LayerSteps, Steps, turned
+from mutants.good import LAYER_LIKE, MLA, MLA_LIKE, Cross, Layer, LayerSteps, Steps, rotated
 from mutants.table import Mutant
 
-PAST = ("chunked_prefill", "decode_equals_full")
+CACHED_TOKENS = ("chunked_prefill", "decode_equals_full")
 
 
 def layer(name, *kills, after="", like=None, p=0.0, bias=True, slow=False, steps=None, **changes):
@@ -31,7 +31,7 @@ def causal_top_left(rows, columns):
 
 
 def unless_past(visible):
-    """The right rule without a past, another with one."""
+    """The right rule without a cache, another with one."""
 
     def chosen(mask, rows, columns, is_causal, size):
         chosen = good.visible if rows == columns else visible
@@ -47,8 +47,8 @@ def restart(q, k, v, past):
 def rotated_by(pairs=False, theta=10_000.0, table=torch.float32, values=False, keys=True, shift=0):
     def rotate(q, k, v, past):
         at = torch.arange(past, past + q.shape[2])
-        turn = partial(paired if pairs else turned, theta=theta, table=table)
-        return turn(q, at + shift), turn(k, at) if keys else k, turn(v, at) if values else v
+        rotate = partial(paired if pairs else rotated, theta=theta, table=table)
+        return rotate(q, at + shift), rotate(k, at) if keys else k, rotate(v, at) if values else v
 
     return rotate
 
@@ -56,7 +56,7 @@ def rotated_by(pairs=False, theta=10_000.0, table=torch.float32, values=False, k
 def paired(x, positions, theta, table):
     order = torch.cat([torch.arange(0, x.shape[-1], 2), torch.arange(1, x.shape[-1], 2)])
     out = torch.empty_like(x)
-    out[..., order] = turned(x[..., order], positions, theta, table)
+    out[..., order] = rotated(x[..., order], positions, theta, table)
     return out
 
 
@@ -72,7 +72,7 @@ def counted(past):
 
 
 class Shared:
-    """One past for everybody."""
+    """One cache for all instances."""
 
     def __init__(self):
         self.held = None
@@ -114,7 +114,7 @@ class Sticky:
 
 
 def padded_positions(layer, x):
-    """Positions that are added, whatever is padding."""
+    """Added positions that count padding."""
     return x + torch.sin(torch.arange(x.shape[1])[:, None] * 1.0)
 
 
@@ -191,12 +191,12 @@ LAYERS = [
     ),
     layer("values rotated", "oracle_forward", rotate=rotated_by(values=True)),
     layer(
-        "keys turned twice as far",
+        "keys rotated twice as far",
         "rope_relative",
         "oracle_forward",
         rotate=lambda q, k, v, past: (
             good.rotate(q, k, v, past)[0],
-            turned(k, 2 * torch.arange(past, past + k.shape[2])),
+            rotated(k, 2 * torch.arange(past, past + k.shape[2])),
             v,
         ),
     ),
@@ -216,43 +216,48 @@ LAYERS = [
         after="gpt-neox#1003",
     ),
     layer("no rotation", "oracle_forward", rotate=lambda q, k, v, past: (q, k, v)),
-    layer("positions restart with each piece", *PAST, rotate=restart, after="transformers#43082"),
-    layer("positions count calls", *PAST, length=lambda past: 0 if past is None else 1),
     layer(
-        "positions one too far after a past",
-        *PAST,
+        "positions restart with each piece",
+        *CACHED_TOKENS,
+        rotate=restart,
+        after="transformers#43082",
+    ),
+    layer("positions count calls", *CACHED_TOKENS, length=lambda past: 0 if past is None else 1),
+    layer(
+        "positions one too far with a cache",
+        *CACHED_TOKENS,
         length=lambda past: 0 if past is None else past[0].shape[2] + 1,
     ),
     layer(
         "keys rotated again and again",
-        *PAST,
+        *CACHED_TOKENS,
         append=grown(
             lambda past, k, v: good.append(
-                (turned(past[0], torch.ones(past[0].shape[2])), past[1]), k, v
+                (rotated(past[0], torch.ones(past[0].shape[2])), past[1]), k, v
             )
         ),
     ),
     layer(
-        "causal rule skipped with a past",
+        "causal rule skipped with a cache",
         "chunked_prefill",
         after="candle#3743",
         steps={"visible": unless_past(lambda m, r, c, causal, s: torch.ones(r, c).bool())},
     ),
     layer(
         "causal rule of the piece alone",
-        *PAST,
+        *CACHED_TOKENS,
         after="onnx#8068",
         steps={"visible": unless_past(lambda m, r, c, causal, s: causal_top_left(r, c))},
     ),
-    layer("past forgotten", *PAST, append=lambda past, k, v: (k, v), length=counted),
+    layer("cache ignored", *CACHED_TOKENS, append=lambda past, k, v: (k, v), length=counted),
     layer(
-        "past in front of itself",
+        "new tokens before cached ones",
         "chunked_prefill",
         append=grown(lambda past, k, v: (torch.cat([k, past[0]], 2), torch.cat([v, past[1]], 2))),
     ),
     layer(
-        "values not kept",
-        *PAST,
+        "values not cached",
+        *CACHED_TOKENS,
         append=grown(
             lambda past, k, v: (
                 torch.cat([past[0], k], 2),
@@ -262,7 +267,7 @@ LAYERS = [
     ),
     layer(
         "last token of a piece lost",
-        *PAST,
+        *CACHED_TOKENS,
         append=grown(
             lambda past, k, v: good.append(
                 (past[0][:, :, 1:].contiguous(), past[1][:, :, 1:].contiguous()), k, v
@@ -270,7 +275,7 @@ LAYERS = [
         ),
     ),
     layer(
-        "past appended to the heads",
+        "cache appended to the heads",
         "decode_equals_full",
         after="mlx-lm#390",
         append=grown(
@@ -281,23 +286,29 @@ LAYERS = [
         ),
     ),
     Mutant(
-        "one past for everybody",
+        "one cache for all instances",
         lambda: Layer(LayerSteps(append=Shared())),
         LAYER_LIKE,
         ("decode_equals_full",),
         "Self-Forcing#78",
     ),
     Mutant(
-        "a past found by its length",
+        "a cache found by its length",
         lambda: Layer(LayerSteps(append=Leaky())),
         LAYER_LIKE,
         ("cache_isolation",),
         "sglang#29755",
     ),
-    Mutant("every past is kept", lambda: Hoarder(), LAYER_LIKE, ("memory_law",), "torchtune#1663"),
+    Mutant(
+        "every earlier cache is held",
+        lambda: Hoarder(),
+        LAYER_LIKE,
+        ("memory_law",),
+        "torchtune#1663",
+    ),
     layer(
-        "window one too wide with a past",
-        *PAST,
+        "window one too wide with a cache",
+        *CACHED_TOKENS,
         like={"window": 3},
         window=3,
         after="transformers#29623",
@@ -307,8 +318,8 @@ LAYERS = [
     ),
     layer("window one too wide", "window_edges", like={"window": 3}, window=4),
     layer(
-        "window lost with a past",
-        *PAST,
+        "window ignored with a cache",
+        *CACHED_TOKENS,
         like={"window": 3},
         window=3,
         steps={
@@ -355,7 +366,7 @@ LAYERS = [
     ),
     layer("mask ignored", "padding_content", "mask_polarity", keep=lambda mask, past: None),
     layer(
-        "mask hides with a small number",
+        "mask hides with a small value",
         "padding_content",
         steps={
             "softmax": lambda x, keep: x.masked_fill(~keep, -20.0).softmax(-1),
@@ -375,7 +386,7 @@ LAYERS = [
         after=lambda layer, x, out: out - 0.1 * out.mean(1, keepdim=True),
     ),
     layer(
-        "a look at the next token",
+        "attends to the next token",
         "causality_exact",
         before=lambda layer, x: x + 0.1 * torch.cat([x[:, 1:], x[:, -1:]], 1),
     ),
@@ -411,7 +422,7 @@ LAYERS = [
         ("causality_exact", "visible_set_probe"),
     ),
     Mutant(
-        "all see all, nothing to hook",
+        "no causal rule, nothing to hook",
         partial(Raw, 99),
         {"width": 32, "causal": True, "window": 0},
         ("causality_exact", "visible_set_probe"),
@@ -456,15 +467,15 @@ def swapped_up(self):
     return MLA.matrices(self)[::-1]
 
 
-def unnormed(self, q, q_turn, c, k_turn):
-    return MLA.absorbed(self, q, q_turn, c / self.norm.weight, k_turn)
+def unnormed(self, q, q_rope, c, k_rope):
+    return MLA.absorbed(self, q, q_rope, c / self.norm.weight, k_rope)
 
 
-def unturned(self, q, q_turn, c, k_turn):
-    return MLA.absorbed(self, q, torch.zeros_like(q_turn), c, k_turn)
+def unturned(self, q, q_rope, c, k_rope):
+    return MLA.absorbed(self, q, torch.zeros_like(q_rope), c, k_rope)
 
 
-def everything_seen(self, q, q_turn, c, k_turn):
+def everything_seen(self, q, q_rope, c, k_rope):
     keep = {
         "attend": lambda q, k, v, f: Steps().run(
             q, k, v, None, False, None, f, None, None, 0.0, False
@@ -472,28 +483,28 @@ def everything_seen(self, q, q_turn, c, k_turn):
     }
     twin = Latent(**{n: (lambda self, *a, f=f: f(*a)) for n, f in keep.items()})
     twin.load_state_dict(self.state_dict())
-    return MLA.absorbed(twin, q, q_turn, c, k_turn)
+    return MLA.absorbed(twin, q, q_rope, c, k_rope)
 
 
 class KeepsHeads(MLA):
-    """Its past holds every head's keys and values."""
+    """Its cache holds the keys and values of every head."""
 
     def forward(self, x, past_kv=None, use_cache=False):
-        q, q_turn = good.split(self.q(x), self.heads).split([self.nope, self.turn], -1)
+        q, q_rope = good.split(self.q(x), self.heads).split([self.nope, self.rope], -1)
         past = 0 if past_kv is None else past_kv[0].shape[2]
         at = torch.arange(past, past + x.shape[1])
-        c, k_turn = self.held(x)
+        c, k_rope = self.held(x)
         k, v = good.split(self.up(c[:, 0]), self.heads).split([self.nope, self.nope], -1)
-        k = torch.cat([k, turned(k_turn, at).expand(-1, self.heads, -1, -1)], -1)
+        k = torch.cat([k, rotated(k_rope, at).expand(-1, self.heads, -1, -1)], -1)
         k, v = good.append(past_kv, k, v)
         out = self.attend(
-            torch.cat([q, turned(q_turn, at)], -1), k, v, (self.nope + self.turn) ** -0.5
+            torch.cat([q, rotated(q_rope, at)], -1), k, v, (self.nope + self.rope) ** -0.5
         )
         return (self.out(good.merge(out)), (k, v)) if use_cache else self.out(good.merge(out))
 
 
 class KeepsTurned(MLA):
-    """Its past holds the turned key once a head."""
+    """Its cache holds the rotated key once for each head."""
 
     def forward(self, x, past_kv=None, use_cache=False):
         if past_kv is not None:
@@ -503,15 +514,15 @@ class KeepsTurned(MLA):
 
 
 class NormedLate(MLA):
-    """Its past holds the latent before the norm, and the whole does not."""
+    """Its cache holds the latent before the norm; without a cache the norm comes first."""
 
     def held(self, x):
-        c, k = self.down(x).split([self.rank, self.turn], -1)
+        c, k = self.down(x).split([self.rank, self.rope], -1)
         return (self.norm(c) if x.shape[1] > 1 else c)[:, None], k[:, None]
 
 
 class Hoarder(Layer):
-    """Gives back its past and all pasts before."""
+    """Returns its cache and all earlier ones."""
 
     def forward(self, x, mask=None, past_kv=None, use_cache=False):
         held = None if past_kv is None else past_kv[:2]
@@ -547,7 +558,7 @@ LATENTS = [
         absorbed_scale=lambda self, wide: wide.shape[-1] ** -0.5,
     ),
     latent(
-        "absorbed scale without the turned part",
+        "absorbed scale without the rotated part",
         "mla_absorbed",
         absorbed_scale=lambda self, wide: self.nope**-0.5,
     ),
@@ -555,9 +566,9 @@ LATENTS = [
     latent("absorbed keys and values swapped", "mla_absorbed", matrices=swapped_up),
     latent("absorbed without its norm", "mla_absorbed", absorbed=unnormed),
     latent("absorbed without rotation", "mla_absorbed", absorbed=unturned),
-    latent("absorbed sees the future", "mla_absorbed", absorbed=everything_seen),
-    Mutant("MLA keeps keys and values", KeepsHeads, MLA_LIKE, ("cache_bytes",)),
-    Mutant("MLA keeps the turned key for every head", KeepsTurned, MLA_LIKE, ("cache_bytes",)),
+    latent("absorbed attends to the future", "mla_absorbed", absorbed=everything_seen),
+    Mutant("MLA caches keys and values", KeepsHeads, MLA_LIKE, ("cache_bytes",)),
+    Mutant("MLA caches the rotated key for every head", KeepsTurned, MLA_LIKE, ("cache_bytes",)),
     Mutant("MLA norms a piece and not a token", NormedLate, MLA_LIKE, ("decode_equals_full",)),
     Mutant("a stale memory", Stale, {"pairing": "none"}, ("cross_attention",), "Self-Forcing#78"),
     Mutant("the other sequence is not read", Itself, {"pairing": "none"}, ("cross_attention",)),

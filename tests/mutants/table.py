@@ -9,8 +9,8 @@ from typing import Any
 class Mutant:
     """One fault.
 
-    `make` gives the subject, `like` its conventions, `kills` the checks that must notice, and
-    `after` the place where the fault was found in the wild.
+    `make` returns the subject, `like` has its conventions, `kills` the laws that must be
+    broken, and `after` the place where the fault was found in published code.
     """
 
     name: str

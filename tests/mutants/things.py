@@ -6,7 +6,15 @@ from functools import partial
 import torch
 
 from mutants import good
-from mutants.good import Allocator, CodedCache, FixedCache, ListCache, Prefixes, WindowCache, turned
+from mutants.good import (
+    Allocator,
+    CodedCache,
+    FixedCache,
+    ListCache,
+    Prefixes,
+    WindowCache,
+    rotated,
+)
 from mutants.table import Mutant
 
 
@@ -88,7 +96,7 @@ def wraps(self, k, v):
 
 
 class CountsFirst(FixedCache):
-    """Counts the tokens, then looks whether they fit."""
+    """Counts the tokens before it checks whether they fit."""
 
     def __init__(self):
         super().__init__()
@@ -142,19 +150,19 @@ def repeated(self, k, v):
 
 CACHES = [
     cache(
-        "cut leaves one too many",
+        "truncation leaves one too many",
         "cache_state_machine",
         truncate=lambda self, n: ListCache.truncate(self, n + 1),
     ),
     cache(
-        "cut moves the count alone",
+        "truncation changes the count alone",
         "cache_state_machine",
         after="mlx-lm#1735",
         truncate=only_counts,
         length=property(lambda self: getattr(self, "cut_to", None) or ListCache.length.fget(self)),
     ),
     cache(
-        "cut of keys alone",
+        "truncation of keys alone",
         "cache_state_machine",
         after="transformers#45510",
         truncate=lambda self, n: setattr(self, "k", self.k[:, :, :n]),
@@ -190,19 +198,24 @@ CACHES = [
         update=lambda self, k, v: ListCache.update(self, k, k),
     ),
     cache(
-        "gives only what is new",
+        "returns only new tokens",
         "cache_state_machine",
         update=lambda self, k, v: (ListCache.update(self, k, v), (k, v))[1],
     ),
     cache(
-        "counts one more after a cut",
+        "counts one more after truncation",
         "cache_state_machine",
         truncate=lambda self, n: (ListCache.truncate(self, n), setattr(self, "off", 1))[0],
         length=property(lambda self: ListCache.length.fget(self) + getattr(self, "off", 0)),
     ),
-    cache("keeps the caller's tensor", "cache_no_alias", update=shared_update),
-    cache("keeps heads repeated", "cache_bytes", update=repeated),
-    Mutant("one cache for everybody", lambda: Everybody, {"kind": "cache"}, ("cache_isolation",)),
+    cache("holds the caller's tensor", "cache_no_alias", update=shared_update),
+    cache("holds repeated heads", "cache_bytes", update=repeated),
+    Mutant(
+        "one cache for all instances of the cache",
+        lambda: Everybody,
+        {"kind": "cache"},
+        ("cache_isolation",),
+    ),
     Mutant(
         "a copy shares its buffers", lambda: SharedCopy, {"kind": "cache"}, ("serialise_cache",)
     ),
@@ -220,7 +233,7 @@ CACHES = [
         {"kind": "cache", "capacity": 16},
         ("cache_bounds",),
     ),
-    window("window keeps views", "cache_bounds", update=window_of_views),
+    window("window holds views", "cache_bounds", update=window_of_views),
     window(
         "window drops too much",
         "cache_state_machine",
@@ -228,7 +241,7 @@ CACHES = [
         after="transformers#37574",
     ),
     coded(
-        "scale frozen by the first tokens",
+        "scale fixed by the first tokens",
         "quant_drift",
         scale_of=frozen,
         after="TensorRT-LLM#16916",
@@ -344,7 +357,7 @@ ALLOCATORS = [
         after="vmlx#68",
     ),
     allocator("one block leaks", "allocator_invariants", free=never_free, after="imp#1115"),
-    allocator("a block given away and kept", "allocator_invariants", allocate=allocate_twice),
+    allocator("a block allocated and still free", "allocator_invariants", allocate=allocate_twice),
 ]
 
 PREFIXES = [
@@ -371,7 +384,7 @@ PREFIXES = [
         key=lambda self, tokens, salt: (salt, tuple(tokens[:2])),
     ),
     prefix(
-        "a hit gives a part",
+        "a hit returns a part",
         "prefix_isolation",
         after="tenstorrent/vllm#415",
         lookup=lambda self, tokens, salt=None: (
@@ -388,7 +401,7 @@ def rope(name, *kills, after="", turn=None):
 def in_pairs(x, positions):
     order = torch.cat([torch.arange(0, x.shape[-1], 2), torch.arange(1, x.shape[-1], 2)])
     out = torch.empty_like(x)
-    out[..., order] = turned(x[..., order], positions)
+    out[..., order] = rotated(x[..., order], positions)
     return out
 
 
@@ -402,7 +415,7 @@ def cast_angles(x, positions):
 
 
 def half_positions(x, positions):
-    return turned(x, positions.bfloat16().double())
+    return rotated(x, positions.bfloat16().double())
 
 
 ROPES = [
@@ -411,7 +424,7 @@ ROPES = [
         "table in bfloat16",
         "rope_layout",
         "rope_norm_and_long",
-        turn=partial(turned, table=torch.bfloat16),
+        turn=partial(rotated, table=torch.bfloat16),
         after="transformers#29285",
     ),
     rope(
@@ -420,32 +433,36 @@ ROPES = [
         turn=half_positions,
         after="transformers#25681",
     ),
-    rope("turned the other way", "rope_layout", turn=lambda x, positions: turned(x, -positions)),
-    rope("positions from 1", "rope_layout", turn=lambda x, positions: turned(x, positions + 1)),
+    rope(
+        "rotated in the other direction",
+        "rope_layout",
+        turn=lambda x, positions: rotated(x, -positions),
+    ),
+    rope("positions from 1", "rope_layout", turn=lambda x, positions: rotated(x, positions + 1)),
     rope(
         "positions wrap at 4096",
         "rope_norm_and_long",
         after="onnxruntime#27597",
         turn=lambda x, positions: (
-            turned(x, positions % 4096) if int(positions.max()) < 10**9 else x
+            rotated(x, positions % 4096) if int(positions.max()) < 10**9 else x
         ),
     ),
     rope(
         "positions stop at the table's end",
         "rope_norm_and_long",
         after="Automodel#2377",
-        turn=lambda x, positions: turned(x, positions.clamp(max=2048)),
+        turn=lambda x, positions: rotated(x, positions.clamp(max=2048)),
     ),
     rope(
         "lengths grow",
         "rope_norm_and_long",
-        turn=lambda x, positions: 1.02 * turned(x, positions),
+        turn=lambda x, positions: 1.02 * rotated(x, positions),
         after="imp#880",
     ),
     rope(
         "absolute positions",
         "rope_relative",
-        turn=lambda x, positions: turned(x, positions) + 0.01 * positions[:, None].to(x.dtype),
+        turn=lambda x, positions: rotated(x, positions) + 0.01 * positions[:, None].to(x.dtype),
     ),
     rope("angles under autocast", "rope_autocast", turn=cast_angles, after="diffusers#13920"),
 ]

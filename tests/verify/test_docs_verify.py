@@ -1,4 +1,4 @@
-"""What the page on verifying shows is run, and names what there is."""
+"""The pages on verify: their snippets run, and their numbers are those of the code."""
 
 import re
 from dataclasses import fields
@@ -26,16 +26,16 @@ def test_every_convention_is_named():
 
 
 def test_the_numbers_are_those_of_the_code():
-    assert f"asks {len(LAWS)} laws" in PAGE
+    assert f"checks {len(LAWS)} laws" in PAGE
     assert f"{len(MUTANTS)} broken attentions" in PAGE
-    assert f"{len(MUTANTS)} of them are noticed" in MATRIX.replace("\n", " ")
+    assert f"{len(MUTANTS)} of them are found" in MATRIX.replace("\n", " ")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in MATRIX.splitlines()]
     assert {mutant.name for mutant in MUTANTS} <= set(rows)
     assert set(LAWS) <= set(rows)
 
 
-def test_every_mutant_is_noticed_by_the_check_that_names_its_cause():
-    table = MATRIX.split("## How much")[0]
+def test_every_mutant_is_found_by_the_law_that_names_its_cause():
+    table = MATRIX.split("## How many")[0]
     for mutant in MUTANTS:
         line = next(row for row in table.splitlines() if row.startswith(f"| {mutant.name} |"))
         assert "**" in line

@@ -168,8 +168,8 @@ def _after_cached_tokens(subject: Subject, trial: Trial) -> list[Call]:
     stepper, first = subject.stepper, subject.tokens(2, 4, trial)
 
     def last(x: Tensor) -> Tensor:
-        _, past = stepper.step(first, stepper.new())
-        return stepper.follow(x, past)[0]
+        _, state = stepper.step(first, stepper.new())
+        return stepper.follow(x, state)[0]
 
     return [Call("B=2, a token after 4", last, {"x": subject.tokens(2, 1, trial)})]
 
@@ -342,9 +342,4 @@ def autocast_dtype(subject: Subject, trial: Trial) -> None:
                  "the dtype under autocast depends on the path through the code")  # fmt: skip
 
 
-LAWS = (
-    default_dtype,
-    forward_mode,
-    autocast_precision,
-    autocast_dtype,
-)
+LAWS = (default_dtype, forward_mode, autocast_precision, autocast_dtype)

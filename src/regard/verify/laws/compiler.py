@@ -90,7 +90,4 @@ def _first(result: Any) -> Tensor:
     return found
 
 
-LAWS = (
-    compile_agree,
-    compile_count,
-)
+LAWS = (compile_agree, compile_count)

@@ -302,13 +302,6 @@ def needs_weights_agree(subject: Subject, trial: Trial) -> None:
 
 
 LAWS = (
-    strides,
-    no_mutation,
-    no_alias,
-    eval_determinism,
-    dropout_stats,
-    repeatability,
-    dtype_bound,
-    autocast_invariance,
-    needs_weights_agree,
-)
+    strides, no_mutation, no_alias, eval_determinism, dropout_stats, repeatability, dtype_bound,
+    autocast_invariance, needs_weights_agree,
+)  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.verify.law import NotApplicable, Sizes, Trial, law, require
 from regard.verify.laws.cases import modes
 from regard.verify.subject.caches import TRUNCATES
-from regard.verify.subject.decoding import Past
+from regard.verify.subject.decoding import CacheState
 from regard.verify.subject.subject import Stepper, Subject, SubjectError, called
 
 FEW, MORE = Sizes(2, 4, 2, 5, 7, 4, 4), Sizes(1, 2, 2, 300, 300, 8, 8)
@@ -68,7 +68,7 @@ def _has_right_gradients(each: Pass, trial: Trial) -> bool:
         got = _gradients(out, push, tensors, each.wanted)
         for wanted, mine, right in zip(each.wanted, got or [], base, strict=False):
             label = f"{each.label}, {name} changed between the passes, d{wanted}"
-            cause = "the backward pass reads the changed tensor, and autograd does not notice"
+            cause = "the backward pass reads the changed tensor, and autograd reports no error"
             require(label, mine, right, 1e-4 * (1.0 + float(right.abs().max())), cause)
     return True
 
@@ -164,26 +164,26 @@ def _of_steps(subject: Subject, stepper: Stepper, twin: nn.Module, trial: Trial)
     """The cache is used again before the backward pass: continued, truncated and filled, reset."""
     weights = dict(twin.named_parameters())
     x, y = subject.tokens(2, 4, trial), subject.tokens(2, 4, trial)
-    pasts: list[Past] = []
+    states: list[CacheState] = []
 
     def run(wanted: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         for name, weight in weights.items():
             weight.requires_grad_(name in wanted)
         tensors = {**weights, "x": x.clone().requires_grad_("x" in wanted)}
-        out, past = stepper.follow(tensors["x"], stepper.new())
-        pasts[:] = [past]
+        out, state = stepper.follow(tensors["x"], stepper.new())
+        states[:] = [state]
         return out, tensors
 
-    def again(past: Callable[[], Past]) -> Change:
+    def again(state: Callable[[], CacheState]) -> Change:
         def change(tensors: dict[str, Tensor]) -> None:
             with suppress(SubjectError):
-                stepper.step(y, past())
+                stepper.step(y, state())
 
         return change
 
     changes = {
-        "the next tokens": again(lambda: pasts[0]),
-        "other tokens after truncation": again(lambda: _emptied(pasts[0])),
+        "the next tokens": again(lambda: states[0]),
+        "other tokens after truncation": again(lambda: _emptied(states[0])),
     }
     if stepper.style == "internal":
         changes["other tokens after a reset"] = again(stepper.new)
@@ -192,13 +192,13 @@ def _of_steps(subject: Subject, stepper: Stepper, twin: nn.Module, trial: Trial)
         yield Pass("B=2, 4 tokens with a cache", partial(run, wanted), wanted, changes)
 
 
-def _emptied(past: Past) -> Past:
+def _emptied(state: CacheState) -> CacheState:
     """The same cache object without its tokens, where it can be truncated."""
-    truncate = next((name for name in TRUNCATES if hasattr(past.held, name)), None)
+    truncate = next((name for name in TRUNCATES if hasattr(state.held, name)), None)
     if truncate is None:
         raise SubjectError("it cannot be truncated")
-    called(getattr(past.held, truncate), 0)
-    return Past(past.held, 0)
+    called(getattr(state.held, truncate), 0)
+    return CacheState(state.held, 0)
 
 
 LAWS = (inplace_between_passes,)

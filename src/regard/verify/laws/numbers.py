@@ -262,12 +262,6 @@ def options_obeyed(subject: Subject, trial: Trial) -> None:
 
 
 LAWS = (
-    oracle_forward,
-    scale_closed_form,
-    convexity,
-    value_linearity,
-    score_shift,
-    extreme_scores,
-    weights_probe,
-    options_obeyed,
-)
+    oracle_forward, scale_closed_form, convexity, value_linearity, score_shift, extreme_scores,
+    weights_probe, options_obeyed,
+)  # fmt: skip

@@ -252,11 +252,6 @@ def _has_shape(label: str, run: "partial[Tensor]", shape: tuple[int, ...]) -> No
 
 
 LAWS = (
-    fully_masked_forward,
-    fully_masked_backward,
-    masked_poison,
-    padding_content,
-    padding_side,
-    batch_invariance,
-    zero_sizes,
-)
+    fully_masked_forward, fully_masked_backward, masked_poison, padding_content, padding_side,
+    batch_invariance, zero_sizes,
+)  # fmt: skip

@@ -14,10 +14,10 @@ from regard.verify.law import NotApplicable, Trial, law, require, tolerance
 from regard.verify.laws.caches import same_tokens
 from regard.verify.subject.adapters import TransformersModel
 from regard.verify.subject.caches import new_store, new_tokens
-from regard.verify.subject.decoding import Past
+from regard.verify.subject.decoding import CacheState
 from regard.verify.subject.subject import Stepper, Subject, SubjectError
 
-Wrong = Callable[[Past], bool]  # makes a mistake; returns whether that raised an error
+Wrong = Callable[[CacheState], bool]  # makes a mistake; returns whether that raised an error
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_num", "idx")
 
 
@@ -38,26 +38,28 @@ def one_past_two_layers(subject: Subject, trial: Trial) -> None:
     ]
     if min(x.shape[1] for x in alone) < 6:
         raise NotApplicable("it could not be run in pieces of 3")
-    pasts = [each.new() for each in steppers]
+    states = [each.new() for each in steppers]
     if subject.stepper.style == "object":
-        pasts[1] = pasts[0]
-    together = _in_turns(steppers, inputs, pasts)
+        states[1] = states[0]
+    together = _in_turns(steppers, inputs, states)
     for order, mine, right in zip(("first", "second"), together, alone, strict=True):
         label = f"B=2, two layers in turns, pieces of 3, the {order} layer"
         cause = "two layers share one cache without an error: each reads the other's tokens"
         require(label, mine, right[:, : mine.shape[1]], tolerance(right), cause)
 
 
-def _in_turns(steppers: list[Stepper], inputs: list[Tensor], pasts: list[Past]) -> list[Tensor]:
+def _in_turns(
+    steppers: list[Stepper], inputs: list[Tensor], caches: list[CacheState]
+) -> list[Tensor]:
     """The outputs of all layers, in turns and in pieces of 3; a layer that refuses is left out."""
-    pasts, outs, over = list(pasts), [[x[:, :0]] for x in inputs], set[int]()
+    states, outs, over = list(caches), [[x[:, :0]] for x in inputs], set[int]()
     for piece in range(2):
         for layer, stepper in enumerate(steppers):
             if layer in over:
                 continue
             try:
                 x = inputs[layer].split(3, 1)[piece]
-                out, pasts[layer] = stepper.step(x, pasts[layer])
+                out, states[layer] = stepper.step(x, states[layer])
                 outs[layer].append(out)
             except SubjectError:
                 over.add(layer)
@@ -126,9 +128,9 @@ def interrupted_step(subject: Subject, trial: Trial) -> None:
         raise NotApplicable("no cache of it was found")
     stepper, x = subject.stepper, subject.tokens(2, 6, trial)
     points: list[str] = []
-    _, past = stepper.step(x[:, :4], stepper.new())
+    _, state = stepper.step(x[:, :4], stepper.new())
     with _interrupted(subject.module, points, None):
-        stepper.step(x[:, 4:5], past)
+        stepper.step(x[:, 4:5], state)
     last = list(enumerate(points))[-6 if trial.quick else -30 :]
     _leave_the_cache(stepper, x, {
         f"an error in {point}": partial(_try_interrupted, stepper, subject.module, x[:, 4:5], at)
@@ -138,13 +140,13 @@ def interrupted_step(subject: Subject, trial: Trial) -> None:
 
 def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None:
     """The outputs of tokens 4 and 5 after the mistake `wrong`; None if that raised no error."""
-    _, past = stepper.step(x[:, :4], stepper.new())
-    if wrong is not None and not wrong(past):
+    _, state = stepper.step(x[:, :4], stepper.new())
+    if wrong is not None and not wrong(state):
         return None
     pieces = [x[:, :0]]
     for token in x[:, 4:].split(1, 1):
         try:
-            out, past = stepper.step(token, past)
+            out, state = stepper.step(token, state)
         except SubjectError:
             if wrong is None:
                 raise
@@ -170,30 +172,30 @@ def _leave_the_cache(stepper: Stepper, x: Tensor, tries: dict[str, Wrong]) -> No
         raise NotApplicable("none of the steps raises an error")
 
 
-def _try_token(stepper: Stepper, token: Tensor, past: Past) -> bool:
+def _try_token(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
     """Whether the subject raised an error of any kind."""
     try:
-        stepper.step(token, past)
+        stepper.step(token, state)
     except SubjectError as error:
         return error.__cause__ is not None
     return False
 
 
-def _try_mask(stepper: Stepper, token: Tensor, past: Past) -> bool:
+def _try_mask(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
     """Whether the subject refused; errors of torch are accidents, see `interrupted_step`."""
     try:
         with torch.no_grad():
-            stepper.follow(token, past, columns=2)
+            stepper.follow(token, state, columns=2)
     except SubjectError as error:
         return isinstance(error.__cause__, (ValueError, TypeError, AssertionError))
     return False
 
 
 def _try_interrupted(
-    stepper: Stepper, module: nn.Module, token: Tensor, at: int, past: Past
+    stepper: Stepper, module: nn.Module, token: Tensor, at: int, state: CacheState
 ) -> bool:
     with _interrupted(module, [], at):
-        return _try_token(stepper, token, past)
+        return _try_token(stepper, token, state)
 
 
 PRODUCTS = {
@@ -254,8 +256,4 @@ def _refused_update(subject: Subject, trial: Trial) -> None:
         raise NotApplicable("it refuses nothing")
 
 
-LAWS = (
-    one_past_two_layers,
-    refused_step,
-    interrupted_step,
-)
+LAWS = (one_past_two_layers, refused_step, interrupted_step)

@@ -343,14 +343,6 @@ def mask_and_causal(subject: Subject, trial: Trial) -> None:
 
 
 LAWS = (
-    causality_exact,
-    self_visible,
-    alignment_probe,
-    visible_set_probe,
-    window_edges,
-    mask_polarity,
-    mask_float_bool_agree,
-    mask_dtype,
-    mask_broadcast,
-    mask_and_causal,
-)
+    causality_exact, self_visible, alignment_probe, visible_set_probe, window_edges,
+    mask_polarity, mask_float_bool_agree, mask_dtype, mask_broadcast, mask_and_causal,
+)  # fmt: skip

@@ -50,7 +50,7 @@ _CONFIGS = ("config", "cfg", "args", "conf", "model_args", "params", "hparams")
 
 
 class GuessedConfig(SimpleNamespace):
-    """Answers for every size that has a usual name: `config.n_embd`, and `config["n_embd"]`."""
+    """A configuration with every size of a usual name: `config.n_embd`, and `config["n_embd"]`."""
 
     def __getattr__(self, name: str) -> Any:
         if name in GUESSES:

@@ -18,7 +18,7 @@ POSITIONS = ("input_pos", "positions", "position_ids", "cache_position")
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache", "reset")
 
 
-class Past(NamedTuple):
+class CacheState(NamedTuple):
     """The cache of a layer, and how many tokens it holds."""
 
     held: Any
@@ -41,33 +41,35 @@ class Steps:
     style: str
     new_cache: Any = None
 
-    def new(self) -> Past:
+    def new(self) -> CacheState:
         """An empty cache."""
         if self.style == "internal":
             reset = next(n for n in RESETS if hasattr(self.call.module, n))
             called(getattr(self.call.module, reset))
-            return Past(None, 0)
-        return Past(called(self.new_cache) if self.style == "object" else None, 0)
+            return CacheState(None, 0)
+        return CacheState(called(self.new_cache) if self.style == "object" else None, 0)
 
-    def step(self, x: Tensor, past: Past) -> tuple[Tensor, Past]:
-        """The output for x, whose tokens follow those in `past`, and the cache after it."""
+    def step(self, x: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
+        """The output for x, whose tokens follow those in `state`, and the cache after it."""
         with torch.no_grad():
-            return self.follow(x.clone(), past)
+            return self.follow(x.clone(), state)
 
-    def follow(self, x: Tensor, past: Past, *, columns: int = 0) -> tuple[Tensor, Past]:
+    def follow(
+        self, x: Tensor, state: CacheState, *, columns: int = 0
+    ) -> tuple[Tensor, CacheState]:
         """`step` with gradients and without a copy; the mask is `columns` keys too wide."""
-        length = past.length + x.shape[1]
-        given = self._positions(past.length, x.shape[1])
+        length = state.length + x.shape[1]
+        given = self._positions(state.length, x.shape[1])
         if self.argument:
-            given[self.argument] = past.held
+            given[self.argument] = state.held
         if "use_cache" in parameters_of(self.call.module.forward):
             given["use_cache"] = True
-        keep = self.keep(past.length, x.shape[1])
+        keep = self.keep(state.length, x.shape[1])
         if columns:
             keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
-        result = self.call.result(x, keep=keep, before=past.length, **given)
-        held = past.held if self.style != "tuple" else _returned_cache(result)
-        return self.call.out(result, x), Past(held, length)
+        result = self.call.result(x, keep=keep, before=state.length, **given)
+        held = state.held if self.style != "tuple" else _returned_cache(result)
+        return self.call.out(result, x), CacheState(held, length)
 
     def stepper(self) -> Stepper:
         """The same for the laws, without what it is made of."""
@@ -77,16 +79,16 @@ class Steps:
         """The same way of passing a cache, with another module of the same kind."""
         return replace(self, call=replace(self.call, module=module)).stepper()
 
-    def keep(self, past: int, new: int) -> Tensor | None:
+    def keep(self, before: int, new: int) -> Tensor | None:
         """The causal mask of a step, where the layer is not causal by itself."""
         if self.subject.conventions.causal or not self.subject.has.mask:
             return None
-        return self.subject.visible(new, past + new, causal=True)[None, None]
+        return self.subject.visible(new, before + new, causal=True)[None, None]
 
-    def _positions(self, past: int, new: int) -> dict[str, Any]:
+    def _positions(self, before: int, new: int) -> dict[str, Any]:
         names = parameters_of(self.call.module.forward)
-        given: dict[str, Any] = {name: past for name in STARTS if name in names}
-        given.update({n: torch.arange(past, past + new) for n in POSITIONS if n in names})
+        given: dict[str, Any] = {name: before for name in STARTS if name in names}
+        given.update({n: torch.arange(before, before + new) for n in POSITIONS if n in names})
         return given
 
 
@@ -105,9 +107,9 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
     own = subject.conventions
     for steps in _ways(call, subject, beside):
         try:
-            past = steps.new()
+            state = steps.new()
             for x in subject.tokens(1, 3, trial).split([2, 1], dim=1):
-                _, past = steps.step(x, past)
+                _, state = steps.step(x, state)
         except (SubjectError, StopIteration) as error:
             if own.cache or own.new_cache or own.cache_style:
                 subject.has.unusable_cache = True
@@ -153,9 +155,9 @@ def _factory(module: Any, declared: Any, beside: Any) -> Any:
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:
     """The output for x, computed in pieces of these lengths with a cache."""
     assert subject.stepper is not None
-    past, pieces = subject.stepper.new(), []
+    state, pieces = subject.stepper.new(), []
     for piece in x.split(cuts, dim=1):
-        out, past = subject.stepper.step(piece, past)
+        out, state = subject.stepper.step(piece, state)
         pieces.append(out)
     return torch.cat(pieces, dim=1)
 

@@ -7,6 +7,7 @@ import pytest
 import regard.cli.tune as tune_module
 from regard.bench import Tuning
 from regard.ops.rates import DEFAULT, SPEED, Speed, read_speed
+from regard_cli.app import run
 
 
 @pytest.fixture
@@ -45,3 +46,8 @@ def test_tune_keeps_nothing_of_a_busy_machine(monkeypatch, capsys, tunable):
     assert command(monkeypatch, "tune") == 2
     assert "busy: call varied 40.0-fold; nothing was kept" in capsys.readouterr().err
     assert read_speed() is None
+
+
+def command(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["regard", *map(str, arguments)])
+    return run()

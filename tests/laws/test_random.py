@@ -20,7 +20,6 @@ from oracle import wide_attention
 from regard import (
     Causal,
     Dense,
-    Part,
     Partial,
     SlidingWindow,
     Span,
@@ -28,7 +27,6 @@ from regard import (
     attend_partial,
     attention_weights,
     merge,
-    prepare,
 )
 from session import LONG, worst
 
@@ -123,20 +121,6 @@ def test_parts_merge_to_the_whole(batch):
         if accepted == EACH:
             return
     pytest.fail(f"only {accepted} calls were accepted")
-
-
-@pytest.mark.parametrize("batch", range(BATCHES // 4))
-def test_a_call_runs_on_keys_in_parts_as_on_the_whole(batch):
-    """What a paged cache does: the keys come in pieces, some of them empty, masks and all."""
-    for seed in range(20_000_000 + batch * EACH, 20_000_000 + (batch + 1) * EACH):
-        case, rng = draw_case(seed), random.Random(f"pieces {seed}")
-        call = prepare(case.q, case.k, case.v, **case.given)
-        first = case.sizes.kv_start
-        parts = tuple(
-            Part(first + a, first + b, (case.k[:, :, a:b], case.v[:, :, a:b]))
-            for a, b in cut(case, rng)
-        )
-        compare(call.run(case.q, parts), case, what="parts")
 
 
 @pytest.mark.parametrize("batch", range(BATCHES // 8))

@@ -22,3 +22,19 @@ def test_a_memory_of_another_layer_is_refused():
             other(x, context=each)
     assert_same(one(x, context=Memory(memory.k, memory.v)), one(x, context=memory))
     assert pickle.loads(pickle.dumps(memory)).k.shape == memory.k.shape
+
+
+def test_beams_of_a_memory_belong_to_its_layer():
+    layer = scattered(MultiHeadAttention(12, 4)).double()
+    context = inputs(2, 5)
+    memory = layer.remember(context)
+    rows = torch.tensor([1, 1, 0])
+    x = inputs(3, 2, seed=1)
+    assert_same(layer(x, context=memory.reorder(rows)), layer(x, context=context[rows]))
+
+
+def test_a_memory_of_no_layer_serves_any():
+    k = torch.randn(2, 4, 5, 3, dtype=torch.float64)
+    for _ in range(2):
+        layer = scattered(MultiHeadAttention(12, 4)).double()
+        assert layer(inputs(2, 3), context=Memory(k, k)).shape == (2, 3, 12)

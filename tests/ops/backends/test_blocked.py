@@ -1,16 +1,13 @@
 """Queries in blocks: the definition whatever the cut, nothing computed that no block may see, and
 nothing kept or made that is as large as queries by keys."""
 
-import itertools
-import random
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
-from cases import Sizes, bound, draw_case, draw_leaf, draw_mask, table
+from cases import draw_case
 from contract import compare
 from covering import covering
 from regard import (
@@ -28,10 +25,8 @@ from regard import (
     SlidingWindow,
     Span,
     attend,
-    explain,
     prepare,
 )
-from regard.masks.visible_runs import covers, sight
 from regard.ops.backends import blocked
 
 WINDOW = Causal() & SlidingWindow(6)
@@ -135,33 +130,6 @@ def test_output_and_gradients_are_those_of_the_definition(blocks, mask, feature,
         found.append([out, again, *(x.grad for x in (*inputs, *learned(given)))])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_what_blocks_see_is_never_too_little_nor_what_all_see_too_much(seed):
-    rng = random.Random(seed)
-    sizes = Sizes(2, 2, 1, 1, 1, [0, 0], 9, 0, 9)
-    mask, sees = draw_mask(rng, sizes)
-    cells = table(cases.Case(seed, sizes, *[torch.empty(0)] * 3, sees=sees))
-    look = sight(mask.within(sizes.span()))
-    for first, last in itertools.combinations(range(9), 2):
-        seen, full = look(first, last)
-        here = cells[:, :, first : last + 1]
-        for key in range(9):
-            assert covers(seen, key, key + 1) or not here[..., key].any(), (mask, first, last, key)
-            assert not covers(full, key, key + 1) or here[..., key].all(), (mask, first, last, key)
-
-
-@pytest.mark.parametrize("kind", ["causal", "window", "chunked", "prefix", "documents", "padding"])
-@pytest.mark.parametrize("seed", range(5))
-def test_of_simple_rules_nothing_is_seen_in_vain(kind, seed):
-    """For one query of one row both answers are the rule itself."""
-    sizes = Sizes(1, 1, 1, 1, 1, [0], 9, 0, 9)
-    mask, sees = draw_leaf(random.Random(seed), sizes, kind)
-    look = sight(mask)
-    for query, key in itertools.product(range(9), repeat=2):
-        seen, full = look(query, query)
-        assert covers(seen, key, key + 1) == covers(full, key, key + 1) == sees(0, 0, query, key)
 
 
 def visited(mask: Mask, length: int, **options) -> int:
@@ -345,75 +313,3 @@ def test_what_is_dropped_on_the_way_is_dropped_on_the_way_back(blocks):
     (grad,) = torch.autograd.grad(out, v, cotangent)
     torch.testing.assert_close((grad * v).sum(), (out * cotangent).sum())
     assert not torch.equal(out, attend(q, k, v, mask=Causal(), dropout=0.4, backend="blocked"))
-
-
-@pytest.mark.parametrize(
-    ("blocks", "mask", "scale"), covering(BLOCKS, MASKS, [0.3, 3.0]), indirect=["blocks"]
-)
-def test_fast_products_keep_the_bound_that_was_asked_for(blocks, mask, scale):
-    if MASKS[mask] is NOTHING:
-        pytest.skip("no key is in sight: blocked objects")
-    q, k, v = tensors(dtype=torch.bfloat16)
-    for feature in ({}, {"softcap": 5.0}, {"sinks": torch.zeros(4)}):
-        given = {"mask": MASKS[mask], "scale": scale, **feature}
-        got = attend(q, k, v, **given, precision="fast", backend="blocked")
-        given |= {"sinks": given["sinks"].double()} if "sinks" in given else {}
-        want = attend(q.double(), k.double(), v.double(), **given, backend="eager")
-        largest = scale * (q.double().abs() @ k.double().abs().repeat_interleave(2, 1).mT).max()
-        allowed = bound(torch.float32, v.abs().max().item(), largest.item())
-        allowed *= torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
-        assert (got.double() - want).abs().max() <= allowed
-
-
-def test_fast_gradients_are_near_strict_ones(blocks):
-    found = []
-    for precision in ("strict", "fast"):
-        torch.manual_seed(3)
-        inputs = [x.requires_grad_() for x in tensors(dtype=torch.bfloat16)]
-        out = attend(*inputs, mask=WINDOW, precision=precision, backend="blocked")
-        out.sum().backward()
-        found.append([x.grad for x in inputs])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("mask", [name for name in MASKS if name != "nothing"])
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_fast_gradients_err_no_more_than_plain_ones(blocks, mask, heads):
-    """Not more than three times those of attention written down in bfloat16."""
-    if blocked.BLOCK == 1:
-        pytest.skip("sums over as many blocks as queries are rounded as often")
-    torch.manual_seed(4)
-    q, k, v = tensors(dtype=torch.bfloat16)
-    inputs = q, k[:, :1].expand(-1, heads, -1, -1), v[:, :1].expand(-1, heads, -1, -1)
-    cotangent = torch.randn(q.shape[:3] + v.shape[-1:]).bfloat16()
-
-    def gradients(of, dtype):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-        return torch.autograd.grad(of(*leaves), leaves, cotangent.to(dtype))
-
-    def fast(q, k, v):
-        return attend(q, k, v, mask=MASKS[mask], precision="fast", backend="blocked")
-
-    def exact(q, k, v):
-        return attend(q, k, v, mask=MASKS[mask], backend="eager")
-
-    def plain(q, k, v):
-        k, v = (x.repeat_interleave(4 // heads, 1) for x in (k, v))
-        at = torch.meshgrid(*map(torch.arange, (2, 4, 23, 23)), indexing="ij")
-        keep = MASKS[mask](*at)
-        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~keep, -torch.inf)
-        return scores.softmax(-1).nan_to_num() @ v
-
-    wants = gradients(exact, torch.float64)
-    for got, near, want in zip(
-        gradients(fast, torch.bfloat16), gradients(plain, torch.bfloat16), wants, strict=True
-    ):
-        allowed = 3 * (near.double() - want).abs().max() + 1e-6
-        assert (got.double() - want).abs().max() <= allowed
-
-
-def test_what_fast_gives_up_is_said():
-    made = call(mask=Causal(), dtype=torch.bfloat16, precision="fast")
-    assert "scores and weights are kept in bfloat16" in explain(made)
-    assert "bfloat16:" not in explain(call(mask=Causal(), dtype=torch.bfloat16))

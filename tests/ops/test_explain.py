@@ -1,0 +1,52 @@
+"""What a call runs on, said in lines; and the weights that it has."""
+
+import pytest
+import torch
+
+from regard import Causal, SlidingWindow, Span, attend, attention_weights, explain, prepare
+from regard.ops.backends import BACKENDS
+
+
+def test_every_backend_has_a_line_and_one_runs():
+    q, k = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 9, 8)
+    options = {"mask": Causal(), "span": Span(8, 9, 0, 9)}
+    text = explain(q, k, k, **options)
+    first, mask, *lines = text.splitlines()
+    assert first == "1 query x 9 keys, 4 heads on 2, head dim 8, float32, cpu"
+    assert mask.startswith("mask     Causal()")
+    assert [line.split()[0] for line in lines] == list(BACKENDS)
+    (running,) = [line.split()[0] for line in lines if " runs, " in line]
+    assert running == prepare(q, k, k, **options).name
+    assert explain(prepare(q, k, k, **options)) == text
+
+
+def test_keys_that_no_query_may_attend_to_are_not_read():
+    q, k = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 100, 8)
+    text = explain(q, k, k, mask=Causal() & SlidingWindow(10), span=Span(99, 100, 0, 100))
+    assert "keys     10 are read: slots 90..99" in text
+
+
+def test_values_of_another_width_are_said():
+    q, v = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 4)
+    assert "2 queries x 2 keys, 1 heads on 1, head dim 8 (values 4)" in explain(q, q, v)
+
+
+def test_without_values_there_is_nothing_to_explain():
+    with pytest.raises(TypeError, match="takes q, k and v as attend does"):
+        explain(torch.zeros(1, 1, 2, 8))
+
+
+def test_weights_times_values_are_the_output():
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 3)
+    weights = attention_weights(q, k, mask=Causal())
+    out = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, attend(q, k, v, mask=Causal()))
+    some = attention_weights(q, k, mask=Causal(), heads=[3, -4], queries=[4, -5])
+    torch.testing.assert_close(some, weights[:, [3, 0]][:, :, [4, 0]])
+
+
+@pytest.mark.parametrize("wrong", [{"heads": [4]}, {"heads": [-5]}, {"queries": [5]}], ids=str)
+def test_weights_of_what_is_not_there_are_refused(wrong):
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises(IndexError, match="is not among the"):
+        attention_weights(q, q, **wrong)

@@ -1,0 +1,140 @@
+"""Attention with precision="fast": products in bfloat16, within the bound that it states."""
+
+import pytest
+import torch
+
+from cases import bound
+from covering import covering
+from regard import (
+    EVERYTHING,
+    NOTHING,
+    Causal,
+    Chunked,
+    Dense,
+    Documents,
+    Padding,
+    Prefix,
+    SlidingWindow,
+    attend,
+    explain,
+    prepare,
+)
+from regard.ops.backends import blocked
+
+WINDOW = Causal() & SlidingWindow(6)
+
+
+DOCUMENTS = Documents(torch.tensor([0] * 9 + [1] * 4 + [0] * 3 + [2] * 7))
+
+
+MASKS = {
+    "everything": EVERYTHING,
+    "nothing": NOTHING,
+    "causal": Causal(),
+    "window": WINDOW,
+    "window before": SlidingWindow(9) & ~SlidingWindow(2),
+    "chunks": Causal() & Chunked(7),
+    "chunks by row": Causal() & Chunked(7, start=torch.tensor([0, 3])),
+    "prefix and window": WINDOW | Prefix(3),
+    "documents": Causal() & DOCUMENTS,
+    "documents by row": Documents((torch.arange(46).view(2, 23) % 23) // torch.tensor([[5], [8]])),
+    "padding": Causal() & Padding.from_lengths([23, 8]),
+    "padding on the left": Causal() & Padding(torch.arange(23) > torch.tensor([[0], [17]])),
+    "dense": Dense(torch.rand(2, 4, 23, 23, generator=torch.Generator().manual_seed(0)) < 0.3),
+    "holes": Padding((torch.arange(23) % 9 < 2)[None]),
+}
+
+
+BLOCKS = [5, 1, 8]
+
+
+@pytest.fixture(params=BLOCKS, ids="blocks of {}".format)
+def blocks(request, monkeypatch):
+    """Blocks that divide nothing, or are queries, or are larger than some tests' sequences."""
+    monkeypatch.setattr(blocked, "BLOCK", request.param)
+    monkeypatch.setattr(blocked, "GAP", 2)
+    return request.param
+
+
+def tensors(length=23, batch=2, heads=4, kv_heads=2, dim=3, v_dim=3, dtype=torch.float64):
+    q = torch.randn(batch, heads, length, dim, dtype=dtype)
+    k = torch.randn(batch, kv_heads, length, dim, dtype=dtype)
+    return q, k, torch.randn(batch, kv_heads, length, v_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "mask", "scale"), covering(BLOCKS, MASKS, [0.3, 3.0]), indirect=["blocks"]
+)
+def test_fast_products_keep_the_bound_that_was_asked_for(blocks, mask, scale):
+    if MASKS[mask] is NOTHING:
+        pytest.skip("no key is in sight: blocked objects")
+    q, k, v = tensors(dtype=torch.bfloat16)
+    for feature in ({}, {"softcap": 5.0}, {"sinks": torch.zeros(4)}):
+        given = {"mask": MASKS[mask], "scale": scale, **feature}
+        got = attend(q, k, v, **given, precision="fast", backend="blocked")
+        given |= {"sinks": given["sinks"].double()} if "sinks" in given else {}
+        want = attend(q.double(), k.double(), v.double(), **given, backend="eager")
+        largest = scale * (q.double().abs() @ k.double().abs().repeat_interleave(2, 1).mT).max()
+        allowed = bound(torch.float32, v.abs().max().item(), largest.item())
+        allowed *= torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
+        assert (got.double() - want).abs().max() <= allowed
+
+
+def test_fast_gradients_are_near_strict_ones(blocks):
+    found = []
+    for precision in ("strict", "fast"):
+        torch.manual_seed(3)
+        inputs = [x.requires_grad_() for x in tensors(dtype=torch.bfloat16)]
+        out = attend(*inputs, mask=WINDOW, precision=precision, backend="blocked")
+        out.sum().backward()
+        found.append([x.grad for x in inputs])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "nothing"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_fast_gradients_err_no_more_than_plain_ones(blocks, mask, heads):
+    """Not more than three times those of attention written down in bfloat16."""
+    if blocked.BLOCK == 1:
+        pytest.skip("sums over as many blocks as queries are rounded as often")
+    torch.manual_seed(4)
+    q, k, v = tensors(dtype=torch.bfloat16)
+    inputs = q, k[:, :1].expand(-1, heads, -1, -1), v[:, :1].expand(-1, heads, -1, -1)
+    cotangent = torch.randn(q.shape[:3] + v.shape[-1:]).bfloat16()
+
+    def gradients(of, dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        return torch.autograd.grad(of(*leaves), leaves, cotangent.to(dtype))
+
+    def fast(q, k, v):
+        return attend(q, k, v, mask=MASKS[mask], precision="fast", backend="blocked")
+
+    def exact(q, k, v):
+        return attend(q, k, v, mask=MASKS[mask], backend="eager")
+
+    def plain(q, k, v):
+        k, v = (x.repeat_interleave(4 // heads, 1) for x in (k, v))
+        at = torch.meshgrid(*map(torch.arange, (2, 4, 23, 23)), indexing="ij")
+        keep = MASKS[mask](*at)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~keep, -torch.inf)
+        return scores.softmax(-1).nan_to_num() @ v
+
+    wants = gradients(exact, torch.float64)
+    for got, near, want in zip(
+        gradients(fast, torch.bfloat16), gradients(plain, torch.bfloat16), wants, strict=True
+    ):
+        allowed = 3 * (near.double() - want).abs().max() + 1e-6
+        assert (got.double() - want).abs().max() <= allowed
+
+
+def test_what_fast_gives_up_is_said():
+    made = call(mask=Causal(), dtype=torch.bfloat16, precision="fast")
+    assert "scores and weights are kept in bfloat16" in explain(made)
+    assert "bfloat16:" not in explain(call(mask=Causal(), dtype=torch.bfloat16))
+
+
+def call(length=8192, heads=8, kv_heads=8, dim=64, dtype=torch.float32, grad=False, **options):
+    q = torch.empty(1, heads, length, dim, dtype=dtype, requires_grad=grad)
+    k = torch.empty(1, kv_heads, length, dim, dtype=dtype)
+    return prepare(q, k, k, **options)

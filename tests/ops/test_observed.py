@@ -1,0 +1,49 @@
+"""Which backends run inside a block of code: counted there, and only there."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from regard import Causal, attend
+from regard.ops.backends import BACKENDS
+from regard.ops.observed import backends_run, kernel_objection, names
+
+Q = torch.randn(1, 2, 3, 8)
+
+
+def test_calls_are_counted_inside_the_block_alone():
+    before = dict(BACKENDS)
+    with backends_run() as ran:
+        for backend in ("eager", "eager", "sdpa"):
+            attend(Q, Q, Q, mask=Causal(), backend=backend)
+    attend(Q, Q, Q, backend="eager")
+    assert ran == Counter(eager=2, sdpa=1)
+    assert before == BACKENDS
+
+
+def test_a_failure_inside_the_block_leaves_the_table_as_it_was():
+    before = dict(BACKENDS)
+    with pytest.raises(RuntimeError, match="inside"), backends_run():
+        raise RuntimeError("inside")
+    assert before == BACKENDS
+
+
+def test_counting_changes_no_output():
+    wanted = attend(Q, Q, Q, mask=Causal())
+    with backends_run() as ran:
+        assert torch.equal(attend(Q, Q, Q, mask=Causal()), wanted)
+    assert ran.total() == 1
+
+
+def test_the_most_frequent_backend_is_named_first():
+    assert names(Counter(eager=1, sdpa=5, fused=3)) == "sdpa and fused and eager"
+    assert names(Counter()) == ""
+
+
+def test_the_kernel_runs_here_or_says_why_not(monkeypatch):
+    pytest.importorskip("numba")
+    assert kernel_objection() is None
+    objecting = BACKENDS["fused"]._replace(objection=lambda call: "it is switched off")
+    monkeypatch.setitem(BACKENDS, "fused", objecting)
+    assert kernel_objection() == "it is switched off"

@@ -24,14 +24,13 @@ from regard.layers.construct import (
     records_arguments,
     size_of_head,
 )
-from regard.layers.inputs import Arrival, arrive, check_rope, check_width
+from regard.layers.inputs import arrive, check_rope, check_width, describe
 from regard.layers.memory import Memory, check_own, recorded_for
 from regard.masks import EVERYTHING, Mask
-from regard.ops.attend import Precision, prepare
+from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
-from regard.ops.prepared import Prepared
 from regard.rope import NO_ROPE, Rope
 
 
@@ -161,7 +160,7 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        call = self.call(q, k, v, at)
+        call = describe(self, q, k, v, at)
         with restored_on_error(self, cache, mask):
             out = call.run(q, cache.update(*requiring_grad(call.needs_grad, k, v)))
             return self.o_proj(merge_heads(self.gated(x, out)))
@@ -179,7 +178,7 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return weights_of(self.call(q, k, v, at), q, cache.peek(k, v))
+        return weights_of(describe(self, q, k, v, at), q, cache.peek(k, v))
 
     def explain(
         self,
@@ -194,7 +193,7 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return explain(self.call(q, k, v, at))
+        return explain(describe(self, q, k, v, at))
 
     def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
         """Project another sequence's keys and values once, to be read as `context=` at every step.
@@ -214,24 +213,6 @@ class Attention(nn.Module):
         if isinstance(context, Memory):
             return q, context.k, context.v
         return q, *self._keys_values(x if context is None else context)
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Prepared:
-        """The described call with its backend; raises for everything that `arrive` does not
-        check."""
-        return prepare(
-            q,
-            k,
-            v,
-            mask=at.mask,
-            span=at.span,
-            scale=self.scale,
-            score_bias=self.score_bias,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            dropout=self.dropout if self.training else 0.0,
-            backend=self.backend,
-            precision=self.precision,
-        )
 
     @property
     def first_projection(self) -> nn.Module:

@@ -10,7 +10,9 @@ from regard.layers.cache_use import check_use
 from regard.layers.construct import matrix_objection
 from regard.layers.memory import Memory
 from regard.masks import Mask, Span
+from regard.ops.attend import prepare
 from regard.ops.check import check_decodable, check_mask, refuse_jit_trace
+from regard.ops.prepared import Prepared
 from regard.rope import Rope
 
 
@@ -53,6 +55,27 @@ def arrive(
         check_decodable(both, span)
         check_use(layer, cache, mask, span)
     return Arrival(both, span, span.positions(x.device) if positions is None else positions)
+
+
+def describe(layer: Any, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Prepared:
+    """The call of a layer and the backend chosen for it; raises for all that `arrive` cannot check.
+
+    Of keys and values only the shapes are read: they are those of the new tokens.
+    """
+    return prepare(
+        q,
+        k,
+        v,
+        mask=at.mask,
+        span=at.span,
+        scale=layer.scale,
+        score_bias=layer.score_bias,
+        softcap=layer.softcap,
+        sinks=layer.sinks,
+        dropout=layer.dropout if layer.training else 0.0,
+        backend=layer.backend,
+        precision=layer.precision,
+    )
 
 
 def _length_of(context: "Tensor | Memory") -> int:

@@ -14,15 +14,14 @@ from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
 from regard.layers.cache_use import has_gradient, requiring_grad, restored_on_error
 from regard.layers.construct import check_sizes, constructor_code, records_arguments
-from regard.layers.inputs import Arrival, arrive, check_rope, refuse_context
+from regard.layers.inputs import arrive, check_rope, describe, refuse_context
 from regard.layers.latent_forms import Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import EVERYTHING, Mask, Span
-from regard.ops.attend import Precision, prepare
+from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
-from regard.ops.prepared import Prepared
 from regard.rope import Rope
 
 __all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
@@ -79,6 +78,7 @@ class MultiHeadLatentAttention(nn.Module):
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     check_context = staticmethod(refuse_context)
+    softcap = sinks = None  # MLA has neither
 
     @records_arguments()
     def __init__(
@@ -156,7 +156,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = self.call(q, joined, form, at)
+        call = describe(self, q, *form.outline(self, joined), at)
         with restored_on_error(self, cache, mask):
             parts = form.parts(self, cache.update(*requiring_grad(call.needs_grad, joined)))
             return self.o_proj(merge_heads(form.read(self, call.run(q, parts))))
@@ -176,7 +176,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = self.call(q, joined, form, at)
+        call = describe(self, q, *form.outline(self, joined), at)
         return weights_of(call, q, form.parts(self, cache.peek(joined)))
 
     def explain(
@@ -194,7 +194,8 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, why = self.choose(at.span)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        return f"form     {form.name}: {why}\n{explain(self.call(q, joined, form, at))}"
+        call = describe(self, q, *form.outline(self, joined), at)
+        return f"form     {form.name}: {why}\n{explain(call)}"
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries for every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
@@ -207,21 +208,6 @@ class MultiHeadLatentAttention(nn.Module):
             has_gradient(self.kv_b_proj), torch.cat([latent, k_rope], dim=-1)
         )
         return joined
-
-    def call(self, q: Tensor, joined: Tensor, form: Form, at: Arrival) -> Prepared:
-        """The described call with its backend; raises for everything that `arrive` does not
-        check."""
-        return prepare(
-            q,
-            *form.outline(self, joined),
-            mask=at.mask,
-            span=at.span,
-            scale=self.scale,
-            score_bias=self.score_bias,
-            dropout=self.dropout if self.training else 0.0,
-            backend=self.backend,
-            precision=self.precision,
-        )
 
     @property
     def first_projection(self) -> nn.Module:

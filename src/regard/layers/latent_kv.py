@@ -22,13 +22,12 @@ from regard.layers.construct import (
     normed_heads,
     records_arguments,
 )
-from regard.layers.inputs import Arrival, arrive, check_rope, refuse_context
+from regard.layers.inputs import arrive, check_rope, describe, refuse_context
 from regard.masks import EVERYTHING, Mask
-from regard.ops.attend import Precision, prepare
+from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
-from regard.ops.prepared import Prepared
 from regard.rope import NO_ROPE, Rope
 from regard.tracing import holds_numbers, is_transformed
 
@@ -71,6 +70,7 @@ class LatentKVAttention(nn.Module):
     kind = "LatentKV"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     check_context = staticmethod(refuse_context)
+    sinks = None
 
     @records_arguments()
     def __init__(
@@ -130,7 +130,7 @@ class LatentKVAttention(nn.Module):
         where = at.positions.to(torch.int32)
         q, latent = self.project(x)
         q = self.rope.rotate(q, where)
-        call = self.call(q, latent, at)
+        call = describe(self, q, *self.outline(latent), at)
         with restored_on_error(self, cache, mask):
             parts = cache.update(*requiring_grad(call.needs_grad, latent, as_stream(where, len(x))))
             return self.o_proj(merge_heads(call.run(q, self.rebuild(parts))))
@@ -151,7 +151,7 @@ class LatentKVAttention(nn.Module):
         q, latent = self.project(x)
         q = self.rope.rotate(q, where)
         parts = self.rebuild(cache.peek(latent, as_stream(where, len(x))))
-        return weights_of(self.call(q, latent, at), q, parts)
+        return weights_of(describe(self, q, *self.outline(latent), at), q, parts)
 
     def explain(
         self,
@@ -167,7 +167,7 @@ class LatentKVAttention(nn.Module):
         check_int32(positions)
         q, latent = self.project(x)
         q = self.rope.rotate(q, at.positions.to(torch.int32))
-        return explain(self.call(q, latent, at))
+        return explain(describe(self, q, *self.outline(latent), at))
 
     def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """Keys, normed and rotated, and values from the latents and positions of each part."""
@@ -195,24 +195,11 @@ class LatentKVAttention(nn.Module):
         (latent,) = requiring_grad(trained, self.kv_a_proj(x).unsqueeze(1))
         return self.queries(x), latent
 
-    def call(self, q: Tensor, latent: Tensor, at: Arrival) -> Prepared:
-        """The described call with its backend; raises for everything that `arrive` does not
-        check."""
+    def outline(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Placeholders with the shapes of the keys and values: their elements are never read."""
         batch, _, length, _ = latent.shape
         k = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)
-        return prepare(
-            q,
-            k,  # keys and values are rebuilt later: only their shapes are read here
-            k,
-            mask=at.mask,
-            span=at.span,
-            scale=self.scale,
-            score_bias=self.score_bias,
-            softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0,
-            backend=self.backend,
-            precision=self.precision,
-        )
+        return k, k
 
     @property
     def first_projection(self) -> nn.Module:

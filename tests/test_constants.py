@@ -1,4 +1,4 @@
-"""Small constant tensors are memoised where that is safe, and made afresh where it is not."""
+"""Small constant tensors are memoised where that is safe."""
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -21,7 +21,7 @@ def test_a_constant_is_made_once_for_each_of_its_arguments():
     assert made == [3, 2]
 
 
-def test_a_constant_made_in_inference_mode_can_be_trained_with():
+def test_a_constant_made_in_inference_mode_can_be_used_with_autograd():
     with torch.inference_mode():
         vector = device_vector((0.25, 0.75), torch.float64, CPU)
     assert not vector.is_inference()
@@ -51,7 +51,7 @@ def test_torch_func_transforms_do_not_memoise():
     assert not torch._C._functorch.is_functorch_wrapped_tensor(three())
 
 
-def test_sums_are_kept_in_float32_and_in_float64_for_float64():
+def test_sums_are_in_float32_or_in_float64_for_float64():
     assert accumulating_dtype(torch.bfloat16) == torch.float32
     assert accumulating_dtype(torch.float16, torch.float32) == torch.float32
     assert accumulating_dtype(torch.bfloat16, torch.float64) == torch.float64

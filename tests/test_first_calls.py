@@ -1,4 +1,4 @@
-"""Importing regard calls MKL's vector functions once, from one thread, whatever the caller does."""
+"""Importing regard calls MKL's vector functions once, from one thread, in any context."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def watch(name):
 
 for name in {names}:
     watch(name)
-for caller in {callers}:  # each in a process of its own, which has torch but not yet regard
+for caller in {callers}:  # each in another process, which has imported torch but not regard
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -103,11 +103,11 @@ def test_importing_regard_calls_each_function_on_one_plain_number():
     assert len(found["plainly"]) == len(wanted)
 
 
-def test_a_version_without_the_race_costs_nothing():
+def test_with_a_version_without_the_race_nothing_is_called():
     assert calls_of("import regard", version="2025.0") == [[]]
 
 
-def test_where_no_thread_can_be_started_importing_still_works():
+def test_importing_works_where_no_thread_can_be_started():
     caller = (
         'def refuse(self): raise RuntimeError("can\'t start new thread")\n'
         "threading.Thread.start = refuse\n"
@@ -116,11 +116,11 @@ def test_where_no_thread_can_be_started_importing_still_works():
     assert calls_of(caller) == [[]]
 
 
-def test_when_it_is_needed():
+def test_versions_of_mkl_that_need_it():
     line = "  - Intel(R) oneAPI Math Kernel Library Version {}-Product Build 2024\n"
     assert is_needed(line.format("2024.2"), has_mkl=True)
     assert is_needed(line.format("2021.4"), has_mkl=True)
     assert not is_needed(line.format("2025.0"), has_mkl=True)
     assert not is_needed(line.format("2026.1"), has_mkl=True)
-    assert is_needed("Math Kernel Library, in other words", has_mkl=True)
+    assert is_needed("Math Kernel Library without a version", has_mkl=True)
     assert not is_needed("", has_mkl=False)

@@ -1,4 +1,4 @@
-"""The one piece of geometry: what it counts, what it reads, what it refuses."""
+"""Spans: their sizes and positions, which tensors they read, and errors."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_a_ragged_span_counts_its_slots_in_each_row(starts, queries):
         assert span.positions().dtype == torch.int64
 
 
-def test_a_span_that_is_told_its_bounds_reads_nothing():
+def test_a_span_with_given_bounds_reads_no_tensor():
     span = Span.ragged(
         torch.empty(2, dtype=torch.int64, device="meta"),
         queries=3,
@@ -60,12 +60,12 @@ def test_a_span_that_is_told_its_bounds_reads_nothing():
         ),
     ],
 )
-def test_a_span_that_cannot_be_says_so(wrong, message):
+def test_errors_of_the_constructor(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()
 
 
-def test_a_ragged_span_has_a_copy_of_what_it_read():
+def test_a_ragged_span_copies_its_starts():
     starts = torch.tensor([3, 5])
     span = Span(starts, starts + 2, 0, 7)
     starts.zero_()

@@ -1,4 +1,4 @@
-"""Calls that torch traces, transforms or differentiates forward: right, or refused in words."""
+"""Calls that torch traces, transforms or differentiates forward: correct, or refused."""
 
 import numpy as np
 import pytest
@@ -28,9 +28,9 @@ from regard import (
 )
 from regard.ops.backends import BACKENDS
 from regard.ops.choose import objection_of
-from regard.tracing import holds_numbers, in_backward, is_forward_mode, is_immediate, is_vmapped
+from regard.tracing import in_backward, is_concrete, is_forward_mode, is_immediate, is_vmapped
 
-pytestmark = [  # of torch's own: what loads its derivatives of forward mode, and slow batching
+pytestmark = [  # warnings of torch itself about forward mode and vmap
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
 ]
@@ -46,7 +46,7 @@ def tensors(seed=0):
     return q, k, v
 
 
-def judged(q, k, v, keep=True):
+def expected_output(q, k, v, keep=True):
     return torch.from_numpy(
         wide_attention(*(x.double().numpy() for x in (q, k, v)), keep=np.asarray(keep))[0]
     )
@@ -57,15 +57,15 @@ def close(out, expected):
 
 
 def run(q, k, v, name, mask):
-    """The output, or None where the backend named objects in a sentence."""
-    if name != "auto" and prepare_objects(q, k, v, name, mask):
+    """The output, or None where the named backend objects."""
+    if name != "auto" and backend_objects(q, k, v, name, mask):
         with pytest.raises(ValueError, match=f"backend='{name}' cannot run this call: "):
             attend(q, k, v, mask=mask, span=DECODE, backend=name)
         return None
     return attend(q, k, v, mask=mask, span=DECODE, backend=name)
 
 
-def prepare_objects(q, k, v, name, mask):
+def backend_objects(q, k, v, name, mask):
     return objection_of(prepare(q, k, v, mask=mask, span=DECODE).call, name) is not None
 
 
@@ -81,29 +81,29 @@ def test_forward_mode_gives_the_derivative_or_objects(name, mask):
             return
         tangent = forward_ad.unpack_dual(out).tangent
     keep = VALID.numpy() if isinstance(mask, Padding) else True
-    ahead, behind = (judged(q.double() + h * step, k, v, keep) for h in (1e-5, -1e-5))
+    ahead, behind = (expected_output(q.double() + h * step, k, v, keep) for h in (1e-5, -1e-5))
     assert close(tangent, (ahead - behind) / 2e-5)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("mask", [Causal(), Padding(VALID)], ids=["causal", "padding"])
-def test_vmap_gives_each_its_own(name, mask):
+def test_vmap_computes_each_call(name, mask):
     q, k, v = tensors()
     more = torch.stack([q, 2 * q])
-    objected = []
+    objections = []
 
     def alone(q):
         out = run(q, k, v, name, mask)
-        objected.append(out is None)
+        objections.append(out is None)
         return q if out is None else out
 
     out = torch.func.vmap(alone)(more)
-    if objected == [True]:
+    if objections == [True]:
         assert name in ("fused", "sdpa")
         return
     keep = VALID.numpy() if isinstance(mask, Padding) else True
     for one, each in zip(out, more, strict=True):
-        assert close(one, judged(each, k, v, keep))
+        assert close(one, expected_output(each, k, v, keep))
 
 
 def test_vmap_over_the_data_of_a_mask():
@@ -111,11 +111,11 @@ def test_vmap_over_the_data_of_a_mask():
     valid = torch.stack([VALID, ~VALID])
     out = torch.func.vmap(lambda each: attend(q, k, v, mask=Padding(each), span=DECODE))(valid)
     for one, each in zip(out, valid, strict=True):
-        assert close(one, judged(q, k, v, each.numpy()))
+        assert close(one, expected_output(q, k, v, each.numpy()))
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_recorded_program_computes_for_other_inputs(name):
+def test_a_traced_program_computes_other_inputs(name):
     q, k, v = tensors()
     if name == "fused":
         with pytest.raises(ValueError, match="fused takes plain tensors"):
@@ -124,11 +124,11 @@ def test_a_recorded_program_computes_for_other_inputs(name):
     mask = Causal() & Padding(VALID)
     program = make_fx(lambda q, k, v: run(q, k, v, name, mask))(q, k, v)
     others = tensors(seed=3)
-    assert close(program(*others), judged(*others, VALID.numpy()))
+    assert close(program(*others), expected_output(*others, VALID.numpy()))
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_fake_tensors_have_shapes_alone(name):
+def test_fake_tensors_have_only_shapes(name):
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x) for x in tensors())
         out = run(q, k, v, name, Causal())
@@ -138,7 +138,7 @@ def test_fake_tensors_have_shapes_alone(name):
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
 def test_torch_func_differentiates_long_windows(transform):
-    """Queries in blocks would be computed again in the backward pass, which torch.func forbids."""
+    """`blocked` recomputes in the backward pass, which torch.func does not allow."""
     x = torch.randn(1, 1, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def through(name):
@@ -150,7 +150,7 @@ def test_torch_func_differentiates_long_windows(transform):
         transform(through("blocked"))(x)
 
 
-def test_what_transforms_make_is_not_memoised():
+def test_tensors_made_under_transforms_are_not_memoised():
     layer = Attention(8, 2, mask=Causal(), score_bias=Alibi([0.25, 0.2]), rope=Rotary(4, theta=7.0))
     x = torch.randn(1, 3, 8)
     slope = torch.func.grad(lambda x: layer(x).sum())
@@ -162,7 +162,7 @@ def test_what_transforms_make_is_not_memoised():
 
 
 @pytest.mark.parametrize("make", [KVCache, lambda: StaticCache(8), lambda: SlidingCache(3)])
-def test_forward_mode_follows_the_past(make):
+def test_forward_mode_differentiates_cached_tokens(make):
     layer = Attention(8, 2, mask=Causal() & SlidingWindow(3)).double()
     x, step = torch.randn(1, 6, 8).double(), torch.randn(1, 6, 8).double()
 
@@ -179,7 +179,7 @@ def test_forward_mode_follows_the_past(make):
 
 
 @pytest.mark.parametrize("trained", [[], ["q_proj"], ["q_proj", "sinks"]])
-def test_forward_mode_beside_frozen_halves(trained):
+def test_forward_mode_with_frozen_parameters(trained):
     layer = Attention(8, 2, mask=Causal(), sinks=True).double()
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name.split(".")[0] in trained)
@@ -195,7 +195,7 @@ def test_forward_mode_beside_frozen_halves(trained):
 
 
 @pytest.mark.parametrize("make", [KVCache, lambda: SlidingCache(3)])
-def test_torch_func_beside_frozen_halves(make):
+def test_torch_func_with_frozen_parameters(make):
     layer = Attention(8, 2, mask=Causal() & SlidingWindow(3)).double().requires_grad_(False)
     x = torch.randn(1, 5, 8).double()
 
@@ -212,7 +212,7 @@ def test_torch_func_beside_frozen_halves(make):
     assert torch.func.jacrev(lambda x: cross(x, context=memory))(x).isfinite().all()
 
 
-def test_functionalized_documents():
+def test_functionalize_with_documents():
     q = torch.randn(1, 2, 600, 16)
     mask = Causal() & Documents(torch.arange(600)[None] // 100)
     out = torch.func.functionalize(lambda q: attend(q, q, q, mask=mask))(q)
@@ -228,26 +228,24 @@ def test_fake_tensors_go_through_blocks(precision):
     assert out.shape == (1, 2, 300, 16)
 
 
-def test_what_is_immediate():
+def test_immediate_calls():
     x = torch.ones(2)
     assert is_immediate(x, torch.nn.Parameter(x))
     assert not is_immediate(x, torch.nn.parameter.UninitializedParameter())
-    seen = []
-    torch.func.vmap(lambda y: seen.append((is_immediate(x), holds_numbers(y), is_vmapped())) or y)(
-        x
-    )
-    torch.func.jvp(lambda y: seen.append((is_immediate(x), holds_numbers(x), is_vmapped())) or y,
+    found = []
+    torch.func.vmap(lambda y: found.append((is_immediate(x), is_concrete(y), is_vmapped())) or y)(x)
+    torch.func.jvp(lambda y: found.append((is_immediate(x), is_concrete(x), is_vmapped())) or y,
                    (x,), (x,))  # fmt: skip
-    assert seen == [(False, False, True), (False, False, False)]
+    assert found == [(False, False, True), (False, False, False)]
     with FlopCounterMode(display=False):
-        assert not is_immediate(x)  # nothing may run that it cannot count
-        assert holds_numbers(x)
+        assert not is_immediate(x)  # compiled kernels would not be counted
+        assert is_concrete(x)
     with FakeTensorMode():
-        assert not holds_numbers(x)
+        assert not is_concrete(x)
     with TorchDispatchMode():
         assert not is_immediate(x)
-    make_fx(lambda y: seen.append(is_immediate(y)) or y, pre_dispatch=True)(x)
-    assert seen[-1] is False
+    make_fx(lambda y: found.append(is_immediate(y)) or y, pre_dispatch=True)(x)
+    assert found[-1] is False
 
 
 def test_a_flop_counter_counts_decoding():
@@ -259,9 +257,9 @@ def test_a_flop_counter_counts_decoding():
 
 
 def test_inside_a_backward_pass():
-    seen = []
+    found = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda slope: seen.append(in_backward()))
+    x.register_hook(lambda slope: found.append(in_backward()))
     assert not in_backward()
     x.sum().backward()
-    assert seen == [True]
+    assert found == [True]

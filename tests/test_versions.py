@@ -1,4 +1,4 @@
-"""Tensors that are written in place after they were read: noticed, never half used."""
+"""Tensors that are written in place after they were read are detected, and refused."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ from regard import (
 )
 from regard.versions import Versions
 
-REFUSED = {  # where a tensor is read again as it came; the others read copies
+REFUSED = {  # backends whose backward pass reads the input again; others read copies
     ("sdpa", "strict", "q"),
     *(("blocked", "strict", which) for which in "qkv"),
     *(("blocked", "fast", which) for which in "kv"),
@@ -61,8 +61,8 @@ def test_inputs_changed_before_backward_give_the_right_gradient_or_an_error(
             {"q": q, "k": k, "v": v}[which].mul_(0.5)
         return torch.autograd.grad(out.float().square().sum(), leaves)
 
-    untouched = attend(*leaves, mask=WINDOW, backend=backend, precision=precision)
-    expected = torch.autograd.grad(untouched.float().square().sum(), leaves)
+    unchanged = attend(*leaves, mask=WINDOW, backend=backend, precision=precision)
+    expected = torch.autograd.grad(unchanged.float().square().sum(), leaves)
     if (backend, precision, which) in REFUSED:
         with pytest.raises(RuntimeError, match=r"written in place|modified .*inplace"):
             gradients()
@@ -73,7 +73,7 @@ def test_inputs_changed_before_backward_give_the_right_gradient_or_an_error(
 
 
 @pytest.mark.parametrize("which", ["bias", "sinks", "module"])
-def test_biases_and_sinks_changed_before_backward(which):
+def test_biases_and_sinks_changed_before_backward_are_refused(which):
     q, k, v = inputs()
     module = RelativeBias(2)
     learned = {
@@ -90,7 +90,7 @@ def test_biases_and_sinks_changed_before_backward(which):
         out.sum().backward()
 
 
-def test_parameters_swapped_in_for_one_call():
+def test_gradients_of_parameters_of_functional_call():
     torch.manual_seed(0)
     bias = RelativeBias(2, num_buckets=8, max_distance=20)
     layer = Attention(12, 2, mask=Causal() & SlidingWindow(40), score_bias=bias).double()
@@ -103,8 +103,8 @@ def test_parameters_swapped_in_for_one_call():
         assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_static_cache_filled_again_before_backward():
-    """The queries alone have gradients; what the cache holds is read again in the backward pass."""
+def test_caches_filled_again_before_the_backward_pass():
+    """Only queries have gradients; the backward pass reads the cached keys and values again."""
     torch.manual_seed(0)
     layer = Attention(32, 2, mask=WINDOW)
     layer.k_proj.requires_grad_(False)
@@ -157,7 +157,7 @@ def test_a_mask_whose_tensor_was_written_is_refused(name, how, backend):
         mask.dense(Span(0, 5, 0, 5), batch=2)
 
 
-def test_a_mask_made_of_inference_tensors_has_a_copy():
+def test_a_mask_copies_inference_tensors():
     with torch.inference_mode():
         valid = torch.ones(1, 4, dtype=torch.bool)
         mask = Padding(valid)
@@ -165,7 +165,7 @@ def test_a_mask_made_of_inference_tensors_has_a_copy():
         assert mask.dense(Span(0, 4, 0, 4)).all()
 
 
-def test_versions_speak_of_their_tensors():
+def test_versions_change_with_their_tensors():
     x = torch.zeros(2)
     read = Versions(x)
     assert not read.changed

@@ -1,4 +1,4 @@
-"""`python -m regard` is `regard`."""
+"""Makes `python -m regard` the command `regard`."""
 
 from regard_cli import main
 

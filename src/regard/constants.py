@@ -1,4 +1,4 @@
-"""Small constant tensors, memoised where that is safe; and the dtype in which sums are kept."""
+"""Small constant tensors, memoised where that is safe, and the dtype of sums."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -18,17 +18,17 @@ Device = torch.device | str | None
 def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Memoise the tensors that `make` returns by its arguments, where that is safe.
 
-    Traced programs compute theirs afresh, since a memoised tensor would be baked in as an input; so
-    do `torch.func` transforms and fake tensors, whose tensors must not outlive them.
+    Nothing is memoised in traced programs, where a memoised tensor would become an input, and under
+    `torch.func` transforms and fake tensors, whose tensors are invalid after them.
     """
-    kept = lru_cache(maxsize=128)(make)
+    memoised = lru_cache(maxsize=128)(make)
 
     @wraps(make)
     def look_up(*args: P.args, **kwargs: P.kwargs) -> Tensor:
         if not is_immediate() or _is_capturing():
             return make(*args, **kwargs)
-        with torch.inference_mode(False):  # an inference tensor could not be used in training later
-            return kept(*args, **kwargs)  # type: ignore[arg-type]  # hashable, by contract
+        with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
+            return memoised(*args, **kwargs)  # type: ignore[arg-type]  # hashable, by contract
 
     return look_up
 
@@ -41,10 +41,10 @@ def _is_capturing() -> bool:
 def device_vector(
     values: tuple[float | int, ...], dtype: torch.dtype, device: torch.device
 ) -> Shaped[Tensor, " n"]:
-    """`values` as a tensor on `device`, copied there once."""
+    """`values` as a tensor on `device`, memoised."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 def accumulating_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of scores, sums and angles: float64 if any is float64, float32 for all others."""
+    """The dtype of scores, sums and angles: float64 if any dtype is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32

@@ -1,4 +1,4 @@
-"""A protection against a race in MKL, needed while torch ships oneMKL older than 2025.
+"""A workaround for a race in MKL, needed while torch ships oneMKL older than 2025.
 
 On a CPU with MKL, torch computes cos, exp, tanh and others with MKL's vector functions, from
 several OpenMP threads at once. MKL chooses the code for each function when it is first called. If
@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-FIXED = 2025  # the first version of oneMKL that chooses before its threads start
+FIXED = 2025  # the first version of oneMKL without the race
 VECTOR_FUNCTIONS = (  # those of MKL that ATen calls (aten/src/ATen/cpu/vml.h)
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp",
     "log", "log10", "log2", "sin", "sqrt", "tan", "tanh", "trunc",

@@ -1,7 +1,7 @@
-"""Every reshape there is: heads split from the width, merged back, grouped by their key head.
+"""Reshapes of heads: split from the hidden size, merged, grouped by key head, folded into rows.
 
-Letters, here and everywhere in the package: B batch, L queries, S keys, H query heads, G key/value
-heads, D head dim, Dv value head dim, E hidden size, R latent rank.
+Letters of shapes, in all of regard: B batch, L queries, S keys, H query heads, G key/value heads,
+D head dim, Dv value head dim, E hidden size, R latent rank.
 """
 
 from jaxtyping import Shaped
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def split_heads(x: Shaped[Tensor, "B L HD"], head_dim: int) -> Shaped[Tensor, "B H L D"]:
-    """Cut the width into heads of `head_dim`.
+    """Split the last dimension into heads of `head_dim` channels.
 
     >>> import torch
     >>> split_heads(torch.zeros(2, 5, 12), 4).shape
@@ -19,14 +19,14 @@ def split_heads(x: Shaped[Tensor, "B L HD"], head_dim: int) -> Shaped[Tensor, "B
 
 
 def merge_heads(x: Shaped[Tensor, "B H L D"]) -> Shaped[Tensor, "B L HD"]:
-    """Put the heads side by side again: the inverse of `split_heads`."""
+    """Concatenate the heads: the inverse of `split_heads`."""
     return x.transpose(1, 2).flatten(-2)
 
 
 def group_heads(x: Shaped[Tensor, "B H L X"], num_kv_heads: int) -> Shaped[Tensor, "B G N L X"]:
-    """Give each key head its own query heads; a size-one axis of the keys will meet them.
+    """Group query heads by key head, so that keys `[B, G, 1, S, D]` broadcast over each group.
 
-    Query head `h` belongs to key head `h // (H // G)`.
+    Query head `h` uses key head `h // (H // G)`.
     """
     return x.unflatten(1, (num_kv_heads, x.shape[1] // num_kv_heads))
 

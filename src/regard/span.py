@@ -1,4 +1,4 @@
-"""The rectangle of scores to compute: which queries meet which keys. The one piece of geometry."""
+"""The slots of the queries and keys of a call: the rectangle of scores to compute."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from regard.constants import Device
+
 
 @dataclass(frozen=True)
 class Span:
-    """Queries `q_start..q_stop` by keys `kv_start..kv_stop`, as slots in the sequence.
+    """Queries `q_start..q_stop` by keys `kv_start..kv_stop`; slots are positions in the sequence.
 
-    The queries of a ragged batch start at another slot in each row: `q_start` and `q_stop` are then
-    `[B]` tensors, and `queries` (how many) and `bounds` (the smallest and largest start) are known
-    on the host. They are read once if not given.
+    In a ragged batch, the queries of each row start at a different slot. `q_start` and `q_stop` are
+    then `[B]` tensors, `queries` is the number of queries, and `bounds` are the smallest and
+    largest start, as Python integers. If these are not given, the tensors are read.
 
     Raises:
         ValueError: if a range ends before it starts, or rows differ in their number of queries.
@@ -37,17 +39,17 @@ class Span:
                 f"q_stop={self.q_stop}; give q_stop = q_start + L"
             )
         if not starts:
-            self._forwards("queries", "q", self.q_start, self.q_stop)
+            self._check_order("queries", "q", self.q_start, self.q_stop)
         elif self.queries is None or self.bounds is None:
             self._read()
-        self._forwards("keys", "kv", self.kv_start, self.kv_stop)
+        self._check_order("keys", "kv", self.kv_start, self.kv_stop)
 
     @staticmethod
-    def _forwards(what: str, name: str, start: int | Tensor, stop: int | Tensor) -> None:
+    def _check_order(what: str, name: str, start: int | Tensor, stop: int | Tensor) -> None:
         if start > stop:
             raise ValueError(
                 f"{what} end before they start: {name}_start={start}, {name}_stop={stop}; "
-                "give Span(past, past + L, 0, S)"
+                "give Span(cached, cached + L, 0, S)"
             )
 
     def _read(self) -> None:
@@ -70,7 +72,7 @@ class Span:
                 f"q_stop={self.q_stop.tolist()}; give q_stop = q_start + L"
             )
         low, high = int(self.q_start.min()), int(self.q_start.max())
-        object.__setattr__(self, "q_start", self.q_start.clone())  # bounds speak of it as it is now
+        object.__setattr__(self, "q_start", self.q_start.clone())  # so that the bounds stay true
         object.__setattr__(self, "q_stop", self.q_stop.clone())
         object.__setattr__(self, "queries", int(counts[0]))
         object.__setattr__(self, "bounds", (low, high))
@@ -85,9 +87,9 @@ class Span:
         kv_stop: int,
         bounds: tuple[int, int],
     ) -> "Span":
-        """A span whose rows start apart, made without reading a tensor.
+        """A span whose rows start at different slots, made without reading a tensor.
 
-        `bounds` are the smallest and largest `q_start` as the host knows them; wider is safe.
+        `bounds` are at most the smallest and at least the largest `q_start`.
 
         >>> starts = torch.tensor([3, 5])
         >>> span = Span.ragged(starts, queries=2, kv_start=0, kv_stop=7, bounds=(3, 5))
@@ -110,7 +112,7 @@ class Span:
 
     @property
     def first_query(self) -> int:
-        """The smallest slot a query stands at."""
+        """The smallest slot of a query."""
         if isinstance(self.q_start, Tensor):
             assert self.bounds is not None
             return self.bounds[0]
@@ -118,14 +120,14 @@ class Span:
 
     @property
     def last_query(self) -> int:
-        """The largest slot a query stands at."""
+        """The largest slot of a query."""
         if isinstance(self.q_start, Tensor):
             assert self.bounds is not None
             return self.bounds[1] + self.num_queries - 1
         assert not isinstance(self.q_stop, Tensor)
         return self.q_stop - 1
 
-    def positions(self, device: torch.device | str | None = None) -> Int[Tensor, "*B L"]:
+    def positions(self, device: Device = None) -> Int[Tensor, "*B L"]:
         """The slots of the queries, `[L]`, or `[B, L]` where rows differ."""
         if isinstance(self.q_start, Tensor):
             steps = torch.arange(self.num_queries, device=device)

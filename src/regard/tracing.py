@@ -1,7 +1,6 @@
-"""How torch runs the present call: at once on plain tensors, or traced, transformed, differentiated
-forward.
+"""How torch runs the present call: immediately, traced, transformed, or in forward mode.
 
-Compiled kernels and decisions that read data need plain tensors. Everything else gets the
+Compiled kernels, and decisions that read elements of tensors, need immediate calls. Other calls use
 operators that torch can trace and transform.
 """
 
@@ -13,17 +12,17 @@ from torch.autograd import forward_ad
 
 
 def is_immediate(*tensors: Tensor) -> bool:
-    """Whether operators on these tensors compute numbers now, and nothing records or transforms
-    them: no compiled graph, no `torch.func` transform, no dispatch mode (`make_fx`, fake tensors,
-    FLOP counters), no tensor subclass, no forward-mode derivative."""
+    """Whether operators on these tensors run now, and nothing records or transforms them: no
+    compiled graph, no `torch.func` transform, no dispatch mode (`make_fx`, fake tensors, FLOP
+    counters), no tensor subclass, no forward-mode derivative."""
     if torch.compiler.is_compiling() or is_transformed() or is_forward_mode() or has_modes():
         return False
     return all(type(each) in _PLAIN for each in tensors)
 
 
-def holds_numbers(value: Tensor) -> bool:
-    """Whether a tensor's numbers can be read now: neither it nor the program is traced, fake or
-    transformed."""
+def is_concrete(value: Tensor) -> bool:
+    """Whether the elements of a tensor can be read now: neither it nor the program is traced, fake
+    or transformed."""
     if torch.compiler.is_compiling() or is_transformed() or type(value) not in _PLAIN:
         return False
     return not any(torch._C._get_dispatch_mode(mode) for mode in _TRACERS)
@@ -45,7 +44,7 @@ def is_vmapped() -> bool:
 
 
 def is_forward_mode() -> bool:
-    """Whether forward-mode derivatives may be carried by tensors."""
+    """Whether tensors may have forward-mode derivatives."""
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
@@ -62,7 +61,7 @@ def in_backward() -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A block in which autocast is off: it would round float32 products to half precision."""
+    """A context without autocast, which would round float32 products to half precision."""
     kind = device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

@@ -1,23 +1,23 @@
-"""Noticing that a tensor was written in place after it was read."""
+"""Detection of tensors that were written in place after they were read."""
 
 import torch
 from torch import Tensor
 
-from regard.tracing import holds_numbers
+from regard.tracing import is_concrete
 
 
 class ChangedInPlace(ValueError, RuntimeError):
-    """A tensor was written in place while what was read of it is still in use.
+    """A tensor was written in place while results computed from it are still in use.
 
-    A `RuntimeError`, as autograd's own, and a `ValueError`, as all that a caller can mend.
+    A `RuntimeError`, like autograd's, and a `ValueError`, like other errors of the caller.
     """
 
 
 class Versions:
-    """The versions of some tensors at the time of making; torch counts one up at each write.
+    """The version counters of tensors at the time of construction; each write in place adds 1.
 
-    Tensors whose version cannot be known are left out: those of inference mode, and those that are
-    traced or transformed. A copy of this speaks of the copied tensors, as they are then.
+    Tensors without a version counter are left out: those of inference mode, and traced or
+    transformed ones. A copy holds copies of the tensors, with their versions at that time.
 
     >>> ids = torch.tensor([0, 0, 1])
     >>> read = Versions(ids)
@@ -31,7 +31,7 @@ class Versions:
 
     @property
     def changed(self) -> bool:
-        """Whether one of them was written since; never known inside a compiled graph."""
+        """Whether one of them was written since; False inside a compiled graph."""
         if torch.compiler.is_compiling():
             return False
         return any(each._version != version for each, version in self._read)
@@ -41,5 +41,5 @@ class Versions:
 
 
 def _versions_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, int], ...]:
-    known = (each for each in tensors if holds_numbers(each) and not each.is_inference())
+    known = (each for each in tensors if is_concrete(each) and not each.is_inference())
     return tuple((each, each._version) for each in known)

@@ -1,4 +1,4 @@
-"""Products with codes are products with what they stand for, and nothing is written out."""
+"""Products with quantised tensors equal products with their values; codes stay codes."""
 
 import pytest
 import torch
@@ -17,16 +17,16 @@ UNIT = torch.finfo(torch.float32).eps / 2
 SIZES = [(8, 4, 8), (8, 4, 10), (4, 4, 7), (4, 8, 20), (8, 64, 64), (4, 32, 33)]
 
 
-def coded(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
+def quantized(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
     x = torch.randn(2, 3, tokens, width) + offset
     return QuantizedStream(*quantize(x, bits, group), bits, group, width, dtype)
 
 
 @pytest.mark.parametrize("offset", [0.0, 5.0])
 @pytest.mark.parametrize(("bits", "group", "width"), SIZES)
-def test_products_are_those_with_the_values(bits, group, width, offset, monkeypatch):
+def test_products_with_codes_equal_products_with_values(bits, group, width, offset, monkeypatch):
     monkeypatch.setattr("regard.cache.codes._BLOCK", 4)
-    stream, rows = coded(bits, group, width, offset=offset), torch.randn(2, 3, 5, width)
+    stream, rows = quantized(bits, group, width, offset=offset), torch.randn(2, 3, 5, width)
     values = stream.dequantized().double()
     wanted = rows.double() @ values.mT
     sizes = rows.double().abs() @ (values.abs() + values.abs().amax(-1, keepdim=True)).mT
@@ -36,8 +36,8 @@ def test_products_are_those_with_the_values(bits, group, width, offset, monkeypa
     assert error.max() <= 16 * UNIT * values.abs().max()
 
 
-def test_a_part_of_the_tokens():
-    stream = coded(8, 4, 10)
+def test_narrow_takes_some_of_the_tokens():
+    stream = quantized(8, 4, 10)
     assert stream.narrow(2, 5).dequantized().equal(stream.dequantized()[:, :, 2:7])
     both = QuantizedStreams([stream, torch.arange(9).view(1, 1, 9, 1)]).narrow(3, 2)
     assert both[0].equal(stream.dequantized()[:, :, 3:5])
@@ -73,7 +73,7 @@ def test_decoding_over_codes_is_attention_over_the_values(options, dtype):
 
 
 class Largest(TorchDispatchMode):
-    """The number of floating elements of the largest tensor made."""
+    """Measures the largest floating-point tensor that is made, in elements."""
 
     size = 0
 
@@ -86,7 +86,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_the_past_is_not_written_out(monkeypatch):
+def test_decoding_does_not_dequantise_the_whole_cache(monkeypatch):
     monkeypatch.setattr("regard.cache.codes._BLOCK", 64)
     cache, tokens = QuantizedCache(), 1024
     cache.update(*[torch.randn(1, 2, tokens, 64) for _ in range(2)])
@@ -98,7 +98,7 @@ def test_the_past_is_not_written_out(monkeypatch):
 
 
 def test_joined_latents_are_read_as_codes():
-    """One stream whose first columns are the values, as absorbed MLA has it."""
+    """One stream of keys, whose first columns are the values, as in absorbed MLA."""
     cache, joined = QuantizedCache(group=4), torch.randn(1, 1, 9, 12)
     parts = cache.update(joined)
     q = torch.randn(1, 4, 1, 12)
@@ -113,7 +113,7 @@ def test_joined_latents_are_read_as_codes():
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("width", [1, 6, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_quantised_value_is_off_by_half_a_step(bits, width, dtype):
+def test_the_error_of_a_quantised_value_is_at_most_half_a_step(bits, width, dtype):
     x = (torch.randn(2, 3, 5, width) * torch.rand(2, 3, 5, 1) * 10 + 3).to(dtype)
     group = 16
     codes, scale, zero = quantize(x, bits, group)
@@ -123,7 +123,7 @@ def test_a_quantised_value_is_off_by_half_a_step(bits, width, dtype):
     assert ((back - x.float()).abs() <= allowed).all()
 
 
-def test_constant_and_zero_groups_survive():
+def test_constant_and_zero_groups_are_exact():
     for value in (0.0, 3.5, -2.0):
         x = torch.full((1, 1, 2, 8), value)
         assert torch.equal(dequantize(*quantize(x, 8, 8), 8, 8, 8), x)

@@ -1,4 +1,4 @@
-"""A cache of a fixed size: its buffers never move, and it refuses more than they take."""
+"""`StaticCache`: its buffers are never reallocated, and too many tokens are refused."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from regard import StaticCache
 
 
-def test_a_static_cache_never_moves():
+def test_the_buffers_of_a_static_cache_are_never_reallocated():
     cache = StaticCache(8)
     new = torch.randn(2, 1, 3, 4)
     pointer = cache.update(new)[0].streams[0].data_ptr()
@@ -16,7 +16,7 @@ def test_a_static_cache_never_moves():
     assert cache.allocated_bytes == 2 * 8 * 4 * 4
 
 
-def test_more_tokens_than_there_is_room_for_are_refused_and_change_nothing():
+def test_more_tokens_than_the_maximum_are_refused_and_change_nothing():
     cache, new = StaticCache(5), torch.randn(1, 1, 3, 2)
     cache.update(new)
     for call in (lambda: cache.update(new), lambda: cache.peek(new), lambda: cache.span(3)):
@@ -26,7 +26,7 @@ def test_more_tokens_than_there_is_room_for_are_refused_and_change_nothing():
     assert cache.update(new[:, :, :2])[0].kv_stop == 5
 
 
-def test_fewer_rows_take_smaller_buffers():
+def test_fewer_rows_have_smaller_buffers():
     cache = StaticCache(4)
     cache.update(torch.arange(6.0).view(3, 1, 2, 1))
     cache.reorder(torch.tensor([2]))

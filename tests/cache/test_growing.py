@@ -1,4 +1,4 @@
-"""A cache that grows: it copies rarely, and gradients pass through it."""
+"""`KVCache` copies its buffers rarely, and gradients flow through it."""
 
 import torch
 
@@ -20,15 +20,15 @@ def test_gradients_are_those_of_a_plain_concatenation():
         assert torch.equal(have, want)
 
 
-def test_gradients_flow_through_a_ragged_past():
-    past = torch.randn(2, 1, 3, 2, requires_grad=True)
+def test_gradients_flow_through_ragged_cached_tokens():
+    cached = torch.randn(2, 1, 3, 2, requires_grad=True)
     cache = KVCache()
-    cache.update(past)
+    cache.update(cached)
     cache.truncate(torch.tensor([3, 1]))
     new = torch.randn(2, 1, 1, 2, requires_grad=True)
     cache.update(new)[0].streams[0].sum().backward()
     assert torch.equal(new.grad, torch.ones_like(new))
-    assert past.grad[1, 0, 1].eq(0).all()  # overwritten by the new token
+    assert cached.grad[1, 0, 1].eq(0).all()  # overwritten by the new token
 
 
 def test_a_growing_cache_copies_rarely():

@@ -1,4 +1,4 @@
-"""What a cache has, and the neutral one, which holds nothing."""
+"""The protocol of caches, and the neutral cache."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ from regard import NO_CACHE, KVCache, Part, QuantizedCache, SlidingCache, Static
 from regard.cache import Cache
 
 
-def test_no_cache_keeps_nothing():
+def test_no_cache_holds_no_tokens():
     k = torch.zeros(1, 1, 2, 3)
     assert NO_CACHE.update(k) == (Part(0, 2, (k,)),)
     assert NO_CACHE.length == 0
@@ -26,21 +26,21 @@ def test_no_cache_keeps_nothing():
 @pytest.mark.parametrize(
     "cache", [NO_CACHE, KVCache(), StaticCache(8), SlidingCache(3), QuantizedCache()], ids=repr
 )
-def test_every_cache_keeps_the_protocol(cache):
+def test_every_cache_has_the_protocol(cache):
     assert isinstance(cache, Cache)
     new = torch.randn(1, 2, 3, 4)
-    (looked,) = cache.peek(new)
+    (peeked,) = cache.peek(new)
     span = cache.span(3)
     (part,) = cache.update(new)
     assert (part.kv_start, part.kv_stop) == (span.kv_start, span.kv_stop) == (0, 3)
-    assert torch.equal(looked.streams[0], part.streams[0])
+    assert torch.equal(peeked.streams[0], part.streams[0])
 
 
-def test_what_lacks_a_method_is_no_cache():
-    class Half:
+def test_a_class_without_all_methods_is_not_a_cache():
+    class Incomplete:
         length = nbytes = 0
 
         def update(self, *new):
             return ()
 
-    assert not isinstance(Half(), Cache)
+    assert not isinstance(Incomplete(), Cache)

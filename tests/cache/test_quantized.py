@@ -1,4 +1,4 @@
-"""A cache of 8 or 4 bits: every token is quantised by itself, and counted as it is stored."""
+"""`QuantizedCache`: tokens are quantised independently, and `nbytes` counts the codes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from regard import QuantizedCache
 
 
-def test_quantised_rows_do_not_know_each_other():
+def test_batch_rows_are_quantised_independently():
     x = torch.randn(2, 2, 9, 64)
     loud = x.clone()
     loud[1] *= 1e4
@@ -15,7 +15,7 @@ def test_quantised_rows_do_not_know_each_other():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_an_outlier_channel_spoils_its_group_only(bits):
+def test_an_outlier_channel_affects_only_its_group(bits):
     x = torch.randn(1, 2, 9, 64)
     loud = x.clone()
     loud[..., 20] = 1e4
@@ -26,7 +26,7 @@ def test_an_outlier_channel_spoils_its_group_only(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_in_chunks_is_quantised_token_by_token(bits):
+def test_quantising_all_tokens_and_one_at_a_time_agree(bits):
     x, whole, steps = torch.randn(2, 2, 9, 12), QuantizedCache(bits, 8), QuantizedCache(bits, 8)
     for token in x.split(1, dim=2):
         (part,) = steps.update(token)
@@ -49,7 +49,7 @@ def test_codes_scales_and_zeros_are_counted():
     assert cache.allocated_bytes >= cache.nbytes
 
 
-def test_integer_streams_are_held_exactly():
+def test_integer_streams_are_stored_unchanged():
     cache = QuantizedCache(bits=4, group=2)
     numbers = torch.tensor([[[[2**31 - 1], [0], [77]]]])
     (part,) = cache.update(torch.randn(1, 1, 3, 4), numbers)

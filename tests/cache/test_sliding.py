@@ -1,4 +1,4 @@
-"""A cache for a window: it holds little more than the window, and starts again anywhere."""
+"""`SlidingCache`: its memory is bounded, and it can be emptied."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from regard import SlidingCache
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_sliding_cache_can_always_start_again(size):
+def test_a_sliding_cache_can_be_truncated_to_nothing(size):
     cache, new = SlidingCache(size), torch.randn(1, 1, 20, 2)
     cache.update(new)
     cache.truncate(0)

@@ -1,4 +1,4 @@
-"""Streams and their lengths: parts cut short, lengths of rows, copies that share no buffer."""
+"""Streams, parts, lengths of rows, copies and snapshots."""
 
 import copy
 
@@ -9,12 +9,11 @@ from regard import KVCache
 from regard.cache.streams import (
     Lengths,
     Part,
-    appended,
-    bytes_a_token,
     check_streams,
     check_whole,
+    concatenated,
     empty_like,
-    write,
+    write_tokens,
 )
 
 
@@ -33,23 +32,23 @@ def test_lengths_of_rows_are_cut_and_grow():
     assert longer.rows.tolist() == [5, 8]
     assert longer.reordered(torch.tensor([1, 1])) == Lengths(8, 8)
     assert longer.truncated(6).rows.tolist() == [5, 6]
-    assert longer.truncated(5) == Lengths(5, 5)  # rows of one length are no rows
+    assert longer.truncated(5) == Lengths(5, 5)  # equal lengths need no tensor
     assert lengths.span(1).positions().tolist() == [[2], [5]]
 
 
 @pytest.mark.parametrize("length", [-1, 7, torch.tensor([7, 0]), torch.tensor([-1, 0])])
-def test_lengths_are_cut_to_what_is_held(length):
-    with pytest.raises(ValueError, match=r"among 0..6, the tokens held"):
+def test_lengths_beyond_the_tokens_held_are_refused(length):
+    with pytest.raises(ValueError, match=r"in 0..6, the tokens held"):
         Lengths(6, 6).truncated(length)
 
 
 @pytest.mark.parametrize(("value", "message"), [(True, "whole"), (1.0, "whole"), (0, "at least 1")])
-def test_what_is_no_whole_number_is_refused(value, message):
+def test_sizes_that_are_not_whole_numbers_are_refused(value, message):
     with pytest.raises(ValueError, match=f"size is .*{message}"):
         check_whole("size", value, least=1)
 
 
-def test_streams_fit_each_other_and_those_held():
+def test_streams_that_do_not_fit_each_other_or_the_cache_are_refused():
     held = (torch.zeros(2, 3, 8, 4), torch.zeros(2, 1, 8, 2))
     new = (torch.zeros(2, 3, 5, 4), torch.zeros(2, 1, 5, 2))
     assert check_streams(new, ()) == check_streams(new, held) == 5
@@ -62,14 +61,14 @@ def test_streams_fit_each_other_and_those_held():
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([1, 3])])
-def test_tokens_written_in_place_are_those_appended(rows):
+def test_writing_in_place_and_concatenating_agree(rows):
     lengths = Lengths(3, 3) if rows is None else Lengths(3, 1, rows)
     new = torch.randn(2, 1, 2, 4)
     buffer = empty_like(new, 6)
     buffer[:, :, :3] = torch.randn(2, 1, 3, 4)
     before = buffer.clone()
-    (whole,) = appended((before,), (new,), lengths)
-    write((buffer,), (new,), lengths)
+    (whole,) = concatenated((before,), (new,), lengths)
+    write_tokens((buffer,), (new,), lengths)
     assert torch.equal(buffer[:, :, :5], whole)
     for row, start in enumerate([3, 3] if rows is None else rows.tolist()):
         assert torch.equal(buffer[row, :, start : start + 2], new[row])
@@ -86,15 +85,18 @@ def test_a_copy_shares_no_buffer():
     assert other.peek(torch.zeros(1, 1, 0, 3))[0].streams[0][0, 0, 2:].eq(1).all()
 
 
-def test_a_snapshot_is_gone_back_to():
+def test_a_snapshot_can_be_restored():
     cache = KVCache()
     cache.update(torch.zeros(1, 1, 2, 3))
     before = cache.snapshot()
-    cache.update(torch.ones(1, 1, 500, 3))  # which moves the buffers
+    cache.update(torch.ones(1, 1, 500, 3))  # allocates new buffers
     cache.restore(before)
     assert cache.length == 2
     assert cache.peek(torch.zeros(1, 1, 0, 3))[0].streams[0].eq(0).all()
 
 
-def test_bytes_of_a_token_are_of_all_rows_and_heads():
-    assert bytes_a_token(torch.zeros(2, 3, 100, 4, dtype=torch.bfloat16)) == 2 * 3 * 4 * 2
+def test_nbytes_counts_the_tokens_of_all_rows_and_heads():
+    cache = KVCache()
+    cache.update(torch.zeros(2, 3, 100, 4, dtype=torch.bfloat16))
+    cache.truncate(7)
+    assert cache.nbytes == 7 * (2 * 3 * 4 * 2)

@@ -76,14 +76,14 @@ def anomaly() -> Iterator[None]:
 
 
 class Passing(TorchDispatchMode):
-    """A mode that sees every operator and changes nothing."""
+    """A mode that intercepts every operator and changes nothing."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 class Watching(TorchFunctionMode):
-    """A mode that sees every function and changes nothing."""
+    """A mode that intercepts every function and changes nothing."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

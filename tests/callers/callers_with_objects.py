@@ -105,7 +105,7 @@ def first_head(x: Tensor) -> Tensor:
 
 
 def negated(x: Tensor) -> Tensor:
-    """A view that says that its memory holds the negative."""
+    """A view with the negative bit: its memory holds the negated values."""
     return torch._neg_view((-x).contiguous())
 
 
@@ -113,7 +113,7 @@ LAYOUTS = (heads_last, columns_first, every_other, with_offset, first_row, first
 
 
 def laid_out(how: Callable[[Tensor], Tensor]) -> None:
-    """Two callers: inputs in an order in memory that nobody expects, or with repeated numbers."""
+    """Two callers: inputs in an unusual order in memory, or with repeated numbers."""
 
     def given(leaves: Leaves) -> Leaves:
         return {n: x if "." in n or x.dim() < 3 else how(x) for n, x in leaves.items()}
@@ -149,11 +149,11 @@ def weights_columns_first(program: Program) -> Found:
 
 
 class Named(torch.Tensor):
-    """A subclass without a mind of its own."""
+    """A subclass that changes nothing."""
 
 
 class Counting(torch.Tensor):
-    """A subclass that counts the functions it meets."""
+    """A subclass that counts the functions called with it."""
 
     calls = 0
 
@@ -228,7 +228,7 @@ as_subclass("wrapper subclass", Wrapped)
 
 
 class Doubled(nn.Module):
-    """An adapter around a projection: what it gives, twice."""
+    """An adapter around a projection: its output, doubled."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def ids(sizes: Sizes) -> Tensor:
 
 
 def scattered(sizes: Sizes) -> Tensor:
-    """A mask without structure, `[B, 1, L, S]`; the first query of the last row sees nothing."""
+    """A mask without structure, `[B, 1, L, S]`; the first query of the last row is fully masked."""
     slots = torch.arange(sizes.batch * sizes.queries * sizes.keys, device="cpu")
     keep = (slots * 7919 % 101 < 60).view(sizes.batch, 1, sizes.queries, sizes.keys)
     keep[-1:, :, :1] = False
@@ -182,7 +182,7 @@ def bias_shape(sizes: Sizes, which: str | None) -> tuple[int, int, int, int] | N
 
 
 def rows() -> dict[str, Attend]:
-    """Every call of `attend`, by a name that says what it is."""
+    """Every call of `attend`, by a name that describes it."""
     table = {}
     for backend in BACKENDS:
         for dtype in FLOATS:

@@ -198,7 +198,7 @@ def fits(name: str, cache: str) -> bool:
 
 
 def rows() -> dict[str, Layer]:
-    """Every call of a layer, by a name that says what it is."""
+    """Every call of a layer, by a name that describes it."""
     table = {**LAYERS, **others()}
     for name in ("GQA", "MLA auto", "MLA absorbed", "LatentKV"):
         for mask in MASKS:

@@ -39,7 +39,7 @@ class Verdict:
 
 
 def run_cell(caller_name: str, call_name: str) -> Verdict:
-    """What this caller gets of this call, judged. The world is as it was afterwards."""
+    """Run a call under a caller and compare the result; global state is restored afterwards."""
     caller, program = CALLERS[caller_name], CALLS[call_name].build()
     torch.manual_seed(zlib.crc32(f"{caller_name}/{call_name}".encode()))
     before, world = _copies(program), _world()

@@ -1,4 +1,4 @@
-"""Attention and the layers as the papers write them, in plain torch: the judge of every caller.
+"""Attention and the layers as the papers write them, in plain torch: callers are compared with it.
 
 It shares nothing with the library but the names of parameters. In float64 it is what is right, with
 every derivative that autograd has; in another dtype its error is what a plain implementation has.
@@ -22,7 +22,7 @@ def attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q `[B, H, L, D]`, k `[B, G, S, D]`, v `[B, G, S, Dv]`; a fully masked row gives zeros."""
+    """q `[B, H, L, D]`, k `[B, G, S, D]`, v `[B, G, S, Dv]`; a fully masked row is zero."""
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return weights(q, k, keep=keep, scale=scale, softcap=softcap, bias=bias, sinks=sinks) @ v
 

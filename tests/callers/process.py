@@ -1,4 +1,4 @@
-"""The other end of the pipe: starts the processes that cells run in, and says what killed them."""
+"""Starts the processes that cells run in, and describes how one of them died."""
 
 import contextlib
 import json

@@ -16,7 +16,7 @@ from callers import definition
 from callers.definition import Leaves
 from regard import EVERYTHING, NO_CACHE, Mask, Span
 
-Keep = Tensor  # True where a query sees a key; broadcasts to [B, H, L, S]
+Keep = Tensor  # True where a query may attend to a key; broadcasts to [B, H, L, S]
 
 
 @dataclass(frozen=True)

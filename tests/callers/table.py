@@ -87,7 +87,7 @@ class Caller:
 
 CALLERS: dict[str, Caller] = {}
 ABSORBED = "form='absorbed' reads kv_b_proj.weight"
-NO_GRADIENTS = "which gradients cannot follow"  # StaticCache and QuantizedCache
+NO_GRADIENTS = "gradients do not flow"  # StaticCache and QuantizedCache
 
 
 def caller(name: str, **options: object) -> Callable[[Run], Run]:

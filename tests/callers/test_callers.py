@@ -1,7 +1,7 @@
 """Every call under every caller: equal to the definition, or refused in a sentence of ours.
 
-A run takes a covering share of the matrix: every caller meets every family of calls, another of its
-calls for each caller. REGARD_LONG=1 takes it all.
+A run takes a covering share of the matrix: every caller runs a call of every family, another one
+for each caller. REGARD_LONG=1 takes it all.
 """
 
 import zlib
@@ -31,7 +31,7 @@ def number(*words: str) -> int:
 
 
 def chosen(caller: Caller) -> list[str]:
-    """The calls that a caller meets; a plain one meets them all."""
+    """The calls that run under a caller; under a plain one, all."""
     fitting = {name: row for name, row in CALLS.items() if caller.fits(row)}
     if LONG or caller.name == "plain":
         return list(fitting)
@@ -92,5 +92,5 @@ def test_every_caller_notices_what_is_off_by_a_tenth(name, processes):
         assert processes("wrong").run(name, call)["kind"] == "wrong"
 
 
-def test_every_call_meets_a_caller():
+def test_every_call_has_a_caller():
     assert {call for _, call in CELLS} == set(CALLS)

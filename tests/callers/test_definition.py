@@ -1,4 +1,4 @@
-"""The judge of the callers, held against the loops of the oracle and the layers spelled out."""
+"""The plain torch form of the callers against the loops of `oracle` and the layers in numpy."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Decoding with a cache takes two graphs, whatever its length; and errors as users meet them.
+"""Decoding with a cache takes two graphs, whatever its length; and errors as users get them.
 
 In a Python of their own: the suite's type checks cannot be traced, and speak before our errors do.
 """

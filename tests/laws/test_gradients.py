@@ -1,4 +1,4 @@
-"""Gradients: finite differences in float64, rounding against a plain implementation, blind rows."""
+"""Gradients: finite differences in float64, rounding against plain attention, masked rows."""
 
 import random
 from functools import partial
@@ -31,7 +31,7 @@ TINY = Sizes(2, 4, 2, 3, 2, [1, 1], 3, 0, 4)
 
 
 def tiny(rows: int = 2, kv_heads: int = 2, v_dim: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v: three queries and four keys, of two rows and four heads on two if not told."""
+    """q, k, v: three queries and four keys, by default of two rows, and four heads on two."""
     q, k = torch.randn(rows, 4, 3, 3), torch.randn(rows, kv_heads, 4, 3)
     v = torch.randn(rows, kv_heads, 4, v_dim)
     return tuple(x.double().requires_grad_() for x in (q, k, v))
@@ -69,7 +69,7 @@ FEATURES = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_are_the_derivatives_with_every_feature(feature, backend):
-    """Of the sinks and the score bias too; blind rows among them."""
+    """Of the sinks and the score bias too; fully masked rows among them."""
     blind = (Causal() & SlidingWindow(2)) & Padding(
         torch.tensor([[True] * 4, [False] * 3 + [True]])
     )
@@ -157,7 +157,7 @@ def test_gradients_are_the_derivatives_of_every_layer(layer):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_sinks_softcap_bias_window_qk_norm_and_gqa_train_in_one_layer(dtype):
-    """All of it at once, with rows that see nothing: finite gradients everywhere, and none idle."""
+    """All of it at once, with fully masked rows: finite gradients everywhere, and none idle."""
     layer = scattered(everything_at_once()).to(dtype).train()
     x = inputs(3, 9).to(dtype).requires_grad_()
     valid = torch.ones(3, 9).bool()
@@ -254,7 +254,7 @@ def draw_training(seed: int, shape: tuple, feature: str, dtype: torch.dtype, bac
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_round_little_more_than_their_plain_selves(layer, dtype):
-    """At most twice the error of the same layer, spelled out cell by cell in its dtype."""
+    """At most twice the error of the same layer, computed cell by cell in its dtype."""
     exact = make(layer)
     rounded = make(layer).to(dtype)
     exact.load_state_dict(rounded.state_dict())

@@ -111,7 +111,7 @@ def test_a_cache_shares_no_storage_with_the_caller(layer, cache):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_looking_leaves_the_cache_as_it_was(layer):
+def test_weights_and_explain_leave_the_cache_as_it_was(layer):
     """`layer.weights` and `layer.explain` ask what would be."""
     layer, x = make(layer), inputs(2, TOKENS)
     held = KVCache()
@@ -171,7 +171,7 @@ def test_a_full_static_cache_refuses_and_stays():
 
 @pytest.mark.parametrize("mask", [EVERYTHING, Where(lambda b, h, q, kv: kv <= q + 1), ~Causal()])
 @pytest.mark.parametrize("cache", ["growing", "static", "int8"])
-def test_a_rule_that_looks_ahead_is_refused_with_a_cache(cache, mask):
+def test_a_mask_of_future_keys_is_refused_with_a_cache(cache, mask):
     """Decoding would silently differ from the full forward."""
     layer = attention(mask=mask).double()
     with pytest.raises(ValueError, match=r"Causal\(\)"):
@@ -179,7 +179,7 @@ def test_a_rule_that_looks_ahead_is_refused_with_a_cache(cache, mask):
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal() & SlidingWindow(5)])
-def test_a_rule_that_asks_for_dropped_keys_is_refused(mask):
+def test_a_mask_of_keys_that_the_cache_dropped_is_refused(mask):
     """A window in the cache needs a window in the mask, and no wider one."""
     layer, held, x = attention(mask=mask).double(), SlidingCache(3), inputs(2, 30)
     with torch.no_grad(), pytest.raises(ValueError, match="SlidingWindow"):

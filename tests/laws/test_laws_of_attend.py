@@ -45,7 +45,7 @@ def run(case: Case, backend: str = "auto", **changed) -> Tensor | None:
 
 
 def by_key_head(seen: Tensor, case: Case) -> Tensor:
-    """[B, H, ...] to [B, G, ...]: whether any query head of the group sees."""
+    """[B, H, ...] to [B, G, ...]: whether it is visible to any query head of the group."""
     return seen.unflatten(1, (case.sizes.kv_heads, -1)).any(2)
 
 
@@ -70,7 +70,7 @@ def draw_partial(seed: int) -> Partial:
 
 
 def as_tensor(partial: Partial) -> Tensor:
-    """The two halves side by side; blind rows have no output and a log-sum-exp of -inf."""
+    """The two halves side by side; fully masked rows have no output and a log-sum-exp of -inf."""
     blind = partial.lse == -torch.inf
     assert (partial.out[blind] == 0).all()
     return torch.cat([partial.out, partial.lse.masked_fill(blind, -1e3).unsqueeze(-1)], -1)
@@ -195,7 +195,7 @@ def test_hidden_finite_content_never_changes_a_bit(backend, poison, gradients):
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("gradients", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_non_finite_content_that_nobody_sees_never_changes_a_bit(backend, gradients, junk):
+def test_non_finite_content_hidden_from_all_queries_never_changes_a_bit(backend, gradients, junk):
     """Padding and stale slots may hold anything, and no gradient comes from them."""
 
     @given(SEEDS)
@@ -224,7 +224,7 @@ def test_non_finite_content_that_nobody_sees_never_changes_a_bit(backend, gradie
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_query_that_may_see_nothing_gives_zeros_and_zero_gradients(backend, dtype, sinks):
+def test_a_fully_masked_row_has_zeros_and_zero_gradients(backend, dtype, sinks):
     blind = Causal() & Where(lambda b, h, q, kv: (q != 2) & ((q != 3) | (b == 0)))
     for options in ({}, {"softcap": 2.0}, {"score_bias": torch.randn(4, 5, 5).to(dtype)}):
         q, k, v = (torch.randn(2, g, 5, 8).to(dtype).requires_grad_() for g in (4, 2, 2))

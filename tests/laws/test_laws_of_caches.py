@@ -258,6 +258,6 @@ def test_a_repr_pastes_back(cache):
         (lambda: QuantizedCache(group=0), "even number"),
     ],
 )
-def test_wrong_caches_say_what_is_right(wrong, message):
+def test_errors_of_wrong_caches_state_what_is_right(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()

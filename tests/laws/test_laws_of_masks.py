@@ -102,7 +102,7 @@ def test_a_structured_mask_simplifies_rightly_on_every_small_span(mask):
 
 
 @given(SEEDS)
-def test_a_mask_reaches_as_far_as_it_says(seed):
+def test_no_cell_beyond_the_reach_of_a_mask_is_visible(seed):
     """`reach` is never narrower than the truth, also outside the span's own keys."""
     _, s, mask, sees, _ = draw_rule(seed)
     assume("Dense" not in repr(mask))
@@ -117,7 +117,7 @@ def test_a_mask_reaches_as_far_as_it_says(seed):
 
 
 @given(SEEDS)
-def test_a_mask_explains_what_it_does(seed):
+def test_a_mask_describes_its_cells(seed):
     """Cell by cell, in words that name the cell's fate; and calling it is asking it."""
     rng, s, mask, sees, _ = draw_rule(seed)
     assume("Dense" not in repr(mask))

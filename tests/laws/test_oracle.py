@@ -1,4 +1,4 @@
-"""The judge is judged by closed forms: nothing here runs the library."""
+"""The loops of `oracle` against closed forms: nothing here runs the library."""
 
 import math
 import random
@@ -24,7 +24,7 @@ def numbers(*sizes, seed=0):
 
 
 def test_sums_are_rounded_once():
-    """As exact as fractions: float64 is judged by something better than itself."""
+    """As exact as fractions: float64 is compared with something more exact."""
     q, k, v = [numbers(40)], [numbers(40, seed=1), [0.0] * 40], [[1.0], [0.0]]
     exact = sum(Fraction(x) * Fraction(y) for x, y in zip(q[0], k[0], strict=True))
     assert math.exp(exact) > 0
@@ -93,7 +93,7 @@ def test_rows_and_columns_reach_the_rule_in_order():
                 assert row == [float((b + h + i) % 5 == j) for j in range(5)]
 
 
-def test_a_query_that_sees_nothing_reads_zeros():
+def test_a_fully_masked_row_is_zero():
     q, k, v = numbers(1, 1, 2, 2), numbers(1, 1, 3, 2), numbers(1, 1, 3, 2)
     judged = attention(q, k, v, visible=lambda b, h, i, j: i == 1)
     assert judged.out[0][0][0] == [0.0, 0.0]
@@ -124,15 +124,15 @@ def test_the_largest_score_is_a_sum_of_sizes_not_the_size_of_a_sum():
     assert biased.largest == 5.0
 
 
-def test_nothing_at_all_is_judged_too():
+def test_sizes_of_zero_are_computed_too():
     assert attention([], [], []).out == []
     assert attention([[[]]], [[[]]], [[[]]]).out == [[[]]]
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 0.0]])
-def test_the_wide_judge_agrees_with_the_loops(softcap, sinks):
-    """Masks, biases, groups and blind rows: it is only faster."""
+def test_the_numpy_form_agrees_with_the_loops(softcap, sinks):
+    """Masks, biases, groups and fully masked rows: it is only faster."""
     q, k, v = numbers(2, 4, 5, 3), numbers(2, 2, 6, 3, seed=1), numbers(2, 2, 6, 2, seed=2)
     bias = np.array(numbers(2, 4, 5, 6, seed=3))
     keep = np.array(numbers(2, 4, 5, 6, seed=4)) > 0

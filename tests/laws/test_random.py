@@ -1,4 +1,4 @@
-"""Random calls against the judge, within the numeric contract and nothing more.
+"""Random calls against the loops of `oracle`, within the numeric contract and nothing more.
 
     half precision      error <= 1.5 u vmax
     float32, float64    error <= 2 u vmax (1 + S)
@@ -88,7 +88,7 @@ def part_of(case: Case, start: int, stop: int) -> dict:
 
 
 def sliceable(case: Case) -> bool:
-    """Whether the call can be made on pieces of its keys: `Dense` speaks of the whole rectangle."""
+    """Whether the call can be made on pieces of its keys: `Dense` is of all keys."""
     return "Dense" not in repr(case.given["mask"])
 
 

@@ -59,7 +59,7 @@ def test_a_cache_of_another_layer_is_refused(kind):
     assert_same(one(x[:, :1], cache=cache), make(kind)(torch.cat([x, x[:, :1]], 1))[:, 4:])
 
 
-def test_a_cache_of_nothing_belongs_to_nobody():
+def test_an_empty_cache_belongs_to_no_layer():
     one, other, cache = make("MHA"), make("MHA"), KVCache()
     x = inputs(1, 4)
     one(x, cache=cache)
@@ -71,7 +71,7 @@ def test_a_cache_of_nothing_belongs_to_nobody():
     other(x, cache=refused)
 
 
-def test_caches_that_compare_equal_are_told_apart():
+def test_caches_that_compare_equal_are_distinguished():
     layer, x, others = make("MHA"), inputs(1, 4), (Equal(), Equal())
     for cache in others:
         assert_same(run_in_pieces(layer, x, cache, [2, 3]), layer(x))
@@ -88,7 +88,7 @@ def test_a_cache_outlives_its_layer():
 
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
-def test_a_copy_goes_its_own_way(name, how):
+def test_a_copy_is_independent(name, how):
     layer, x = make("window"), inputs(2, 9)
     with torch.no_grad():
         cache = CACHES[name]()
@@ -128,7 +128,7 @@ def test_every_single_parameter_trains_over_chunks(kind, name):
         layer.zero_grad()
         cache = CACHES[name]()
         if name == "static" and trained not in AFTER_ATTENTION:
-            with pytest.raises(ValueError, match="StaticCache writes in place, which gradients"):
+            with pytest.raises(ValueError, match="StaticCache writes in place, so that gradients"):
                 layer(x[:, :3], cache=cache)
             assert cache.length == 0
             continue

@@ -1,4 +1,4 @@
-"""What masks have in common: how they combine, how large they become, what they say of a cell."""
+"""What all masks have: combination, the size of the dense mask, explanations."""
 
 import itertools
 import os
@@ -51,27 +51,27 @@ MASKS = [
 SPAN = Span(0, 7, 0, 7)
 
 
-class Untouched(TorchDispatchMode):
-    """Fails where a tensor is so much as looked at."""
+class NoOperators(TorchDispatchMode):
+    """Fails where an operator of torch is called."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         raise AssertionError(f"{func} was called")
 
 
 @given(st.integers(0, 10**9))
-def test_simplifying_and_reaching_touch_no_tensor(seed):
+def test_simplifying_and_reach_call_no_operator(seed):
     rng = random.Random(seed)
     sizes = draw_sizes(rng)
     mask, _ = draw_mask(rng, sizes)
     span = sizes.span()
-    with Untouched():
+    with NoOperators():
         mask.within(span).within(span)
         mask.reach(span)
         assert isinstance(mask.opaque, bool)
 
 
 @given(st.integers(0, 10**9))
-def test_an_explanation_tells_the_fate_of_its_cell_and_who_decided_it(seed):
+def test_an_explanation_says_whether_the_key_is_visible_and_which_rule_decides(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sizes = draw_sizes(rng)
@@ -82,17 +82,17 @@ def test_an_explanation_tells_the_fate_of_its_cell_and_who_decided_it(seed):
     b, h = rng.randrange(sizes.batch), rng.randrange(sizes.heads)
     q = sizes.starts[b] + rng.randrange(span.num_queries)
     k = rng.randrange(span.kv_start, span.kv_stop)
-    seen = bool(sees(b, h, q, k))
-    said = mask.within(span).explain(b, h, q, k)
-    assert said.startswith(f"query {q} {'may' if seen else 'may not'} see key {k}: ")
-    assert said.count(" hides ") + said.count(" shows ") >= 1
+    may = "may" if sees(b, h, q, k) else "may not"
+    text = mask.within(span).explain(b, h, q, k)
+    assert text.startswith(f"query {q} {may} attend to key {k}: ")
+    assert text.count(" hides ") + text.count(" allows ") >= 1
 
 
-def test_explanations_name_the_parts_that_decide():
+def test_explanations_name_the_rules_that_decide():
     explain = lambda mask, q, k: mask.explain(0, 0, q, k).split(": ", 1)[1]  # noqa: E731
     both, either = Causal() & SlidingWindow(2), Causal() | Prefix(2)
-    assert explain(Causal(), 3, 1) == "Causal() shows it"
-    assert explain(both, 1, 0) == "every rule shows it"
+    assert explain(Causal(), 3, 1) == "Causal() allows it"
+    assert explain(both, 1, 0) == "every rule allows it"
     assert explain(both, 3, 1) == "SlidingWindow(size=2) hides keys 2 or more before the query " + (
         "(3 - 1 = 2)"
     )
@@ -100,15 +100,15 @@ def test_explanations_name_the_parts_that_decide():
         "SlidingWindow(size=2) hides keys 2 or more before the query (3 - 1 = 2)",
         "Prefix(lengths=1) hides keys outside the prefix (0 <= key < 1)",
     ]
-    assert explain(either, 0, 1) == "Prefix(lengths=2) shows it"
+    assert explain(either, 0, 1) == "Prefix(lengths=2) allows it"
     assert explain(either, 0, 2) == (
-        "no rule shows it: Causal() hides keys after the query (2 > 0); "
+        "no rule allows it: Causal() hides keys after the query (2 > 0); "
         "Prefix(lengths=2) hides keys outside the prefix (0 <= key < 2)"
     )
     assert explain(~Causal(), 0, 2) == (
-        "~Causal() shows it, as Causal() hides keys after the query (2 > 0)"
+        "~Causal() allows it, as Causal() hides keys after the query (2 > 0)"
     )
-    assert explain(~Causal(), 2, 0) == "~Causal() hides it, as Causal() shows it"
+    assert explain(~Causal(), 2, 0) == "~Causal() hides it, as Causal() allows it"
     assert explain(NOTHING, 2, 0) == "Nothing() hides everything"
 
 
@@ -127,21 +127,21 @@ def test_explanations_name_the_parts_that_decide():
         (Dense(torch.ones(1, 3, 1, 7).bool()), (1, 3, 7, 7)),
     ],
 )
-def test_a_dense_mask_is_as_small_as_the_rule_allows(mask, shape):
+def test_a_dense_mask_has_no_axis_that_the_rule_does_not_need(mask, shape):
     assert mask.dense(SPAN, batch=2, heads=3).shape == shape
     inner = Span(0, 7, 2, 4)
     assert mask.within(SPAN).within(inner).dense(inner, batch=2, heads=3).shape == (*shape[:-1], 2)
 
 
-def test_padding_for_every_query_takes_the_memory_of_one():
+def test_dense_padding_stores_one_row_for_all_queries():
     assert Padding(VALID).dense(SPAN, batch=2).stride(-2) == 0
 
 
-def test_a_ragged_span_needs_a_table_for_each_row():
+def test_a_dense_mask_of_a_ragged_span_has_a_batch_axis():
     span = Span.ragged(STARTS, queries=2, kv_start=0, kv_stop=5, bounds=(0, 2))
-    seen = Causal().dense(span, batch=2)
-    assert seen.shape == (2, 1, 2, 5)
-    assert seen.sum(-1).flatten(1).tolist() == [[1, 2], [3, 4]]
+    visible = Causal().dense(span, batch=2)
+    assert visible.shape == (2, 1, 2, 5)
+    assert visible.sum(-1).flatten(1).tolist() == [[1, 2], [3, 4]]
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -156,18 +156,18 @@ def test_sizes_that_do_not_fit_are_refused():
     assert (~heads).heads == 2
 
 
-def test_a_rectangle_shows_nothing_outside_itself():
-    """On every span that holds it, cuts it, or leaves it on some side."""
-    rectangle = Dense(torch.rand(2, 3) < 0.7)
-    for mask, (top, left) in ((rectangle, (0, 0)), (rectangle.within(Span(4, 6, 3, 6)), (4, 3))):
+def test_a_dense_mask_hides_all_keys_outside_of_it():
+    """For spans that contain it, overlap it, or lie beside it."""
+    dense = Dense(torch.rand(2, 3) < 0.7)
+    for mask, (top, left) in ((dense, (0, 0)), (dense.within(Span(4, 6, 3, 6)), (4, 3))):
         whole = torch.zeros(9, 9).bool()
-        whole[top : top + 2, left : left + 3] = rectangle.keep
+        whole[top : top + 2, left : left + 3] = dense.keep
         for a, c in itertools.product(range(8), range(8)):
             for b, d in itertools.product(range(a + 1, 9), range(c + 1, 9)):
                 assert torch.equal(mask.dense(Span(a, b, c, d)), whole[a:b, c:d])
 
 
-def test_a_rectangle_is_cut_not_copied():
+def test_a_part_of_a_dense_mask_is_a_view():
     keep = torch.rand(2, 2, 4, 6) < 0.5
     mask = Dense(keep).within(Span(3, 7, 2, 8))
     inner = mask.dense(Span(4, 6, 3, 5), batch=2, heads=2)
@@ -175,7 +175,7 @@ def test_a_rectangle_is_cut_not_copied():
     assert inner.untyped_storage().data_ptr() == keep.untyped_storage().data_ptr()
 
 
-def test_a_rectangle_of_ragged_rows_is_placed_row_by_row():
+def test_a_dense_mask_of_ragged_rows_is_placed_row_by_row():
     keep = torch.rand(2, 1, 3, 6) < 0.5
     span = Span.ragged(STARTS, queries=3, kv_start=1, kv_stop=7, bounds=(0, 2))
     mask = Dense(keep).within(span)
@@ -196,7 +196,7 @@ def test_values_are_equal_by_value_and_tensors_by_identity():
     assert len({Causal(), Causal(), ~Causal(), ~Causal(), padding, padding}) == 3
 
 
-def test_equal_parts_are_said_once_and_nested_ones_are_flat():
+def test_equal_parts_are_kept_once_and_nested_ones_are_unpacked():
     a, b, c = Causal(), SlidingWindow(2), Prefix(3)
     assert a & a == a == a | a
     assert ((a & b) & (b & c)).parts == (a, b, c)
@@ -204,7 +204,7 @@ def test_equal_parts_are_said_once_and_nested_ones_are_flat():
     assert (a & (b | c)).parts == (a, b | c)
 
 
-def test_rules_that_cannot_be_analysed_say_so():
+def test_rules_that_cannot_be_analysed_are_opaque():
     some = Where(lambda b, h, q, kv: kv == q)
     assert some.opaque
     assert (~Causal()).opaque
@@ -214,13 +214,13 @@ def test_rules_that_cannot_be_analysed_say_so():
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
-def test_a_mask_is_a_mask_mod(mask):
+def test_a_mask_is_a_mask_mod_of_flex_attention(mask):
     dense = mask.dense(SPAN, batch=2, heads=3).expand(2, 3, 7, 7)
     assert torch.equal(create_mask(mask, 2, 3, 7, 7, device="cpu"), dense)
 
 
 def test_masks_go_through_compile_and_export():
-    """In a process of its own: the checks of annotations cannot be traced, nor take symbols."""
+    """In another process, because jaxtyping's checks can neither be traced nor take symbols."""
     script = Path(__file__).parents[1] / "support/traced_masks.py"
     where = os.environ | {"PYTHONPATH": str(Path(regard.__file__).parents[1])}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=where)
@@ -232,7 +232,7 @@ def test_masks_go_through_compile_and_export():
     [
         (lambda: torch.ones(2, 2).bool() | Causal(), TypeError, r"Dense\(keep\)"),
         (lambda: AllOf(()), ValueError, "EVERYTHING hides nothing"),
-        (lambda: AnyOf(()), ValueError, "NOTHING shows nothing"),
+        (lambda: AnyOf(()), ValueError, "NOTHING hides every key"),
         (lambda: AllOf((Causal(), torch.ones(2))), TypeError, "got Tensor|Type-check"),
         (lambda: not Causal(), TypeError, "neither true nor false"),
         (lambda: Where(torch.ones(2)), TypeError, r"Dense\(keep\)|Type-check"),
@@ -243,12 +243,12 @@ def test_masks_go_through_compile_and_export():
         (lambda: Dense(torch.ones(2, 4).bool()).within(SPAN), ValueError, r"\[7, 7\].*\[2, 4\]"),
     ],
 )
-def test_wrong_combinations_say_what_is_right(wrong, error, message):
+def test_errors_of_combination_say_what_to_write_instead(wrong, error, message):
     with pytest.raises(error, match=message):
         wrong()
 
 
-def test_not_of_not_is_the_mask_again():
+def test_not_of_not_simplifies_to_the_mask():
     assert (~~Causal()).within(SPAN) == Causal()
     assert (~NOTHING).within(SPAN) == EVERYTHING
     assert repr(~(Causal() & SlidingWindow(2))) == "~(Causal() & SlidingWindow(size=2))"

@@ -1,4 +1,4 @@
-"""A picture shows what the mask is, cell by cell, and how large it is by itself."""
+"""Masks drawn as text: the cells and the size."""
 
 import random
 
@@ -11,16 +11,16 @@ from cases import draw_mask, draw_sizes
 from regard import Causal, Dense, Documents, Padding, SlidingWindow, Span, Where
 
 
-def read(picture: str) -> tuple[list[int], list[int], list[list[bool]]]:
-    """A picture taken apart: its key slots, its query slots, its cells."""
-    header, *lines = picture.splitlines()[1:]
+def read(drawing: str) -> tuple[list[int], list[int], list[list[bool]]]:
+    """The key slots, the query slots and the cells of a drawing."""
+    header, *lines = drawing.splitlines()[1:]
     rows = [line.split() for line in lines]
     cells = [[cell == "■" for cell in row[1:]] for row in rows]
     return [int(key) for key in header.split()], [int(row[0]) for row in rows], cells
 
 
 @given(st.integers(0, 10**9))
-def test_a_picture_is_the_mask(seed):
+def test_a_drawing_has_the_cells_of_the_mask(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sizes = draw_sizes(rng)
@@ -35,7 +35,7 @@ def test_a_picture_is_the_mask(seed):
     assert cells == [[bool(sees(b, h, q, k)) for k in keys] for q in queries]
 
 
-def test_a_picture_looks_like_this():
+def test_a_drawing_of_a_window():
     assert (Causal() & SlidingWindow(2)).draw(Span(9, 11, 8, 11)).splitlines() == [
         "Causal() & SlidingWindow(size=2)",
         "    8  9 10",
@@ -54,25 +54,25 @@ def test_a_picture_looks_like_this():
         (Dense(torch.ones(2, 4).bool()).within(Span(6, 8, 3, 7)) & Causal(), (2, 4)),
     ],
 )
-def test_a_picture_is_as_large_as_the_data(mask, sizes):
+def test_a_drawing_is_as_large_as_the_data_of_the_mask(mask, sizes):
     keys, queries, _ = read(mask.draw())
     assert (len(queries), len(keys)) == sizes
 
 
-def test_a_picture_is_as_large_as_one_asks():
-    for asked, sizes in (({"queries": 3}, (3, 3)), ({"keys": 4}, (4, 4))):
-        keys, queries, _ = read(Causal().draw(**asked))
+def test_a_drawing_has_the_size_that_is_given():
+    for size, sizes in (({"queries": 3}, (3, 3)), ({"keys": 4}, (4, 4))):
+        keys, queries, _ = read(Causal().draw(**size))
         assert (len(queries), len(keys)) == sizes
     keys, queries, _ = read(Causal().draw(2, 5))
     assert (len(queries), len(keys)) == (2, 5)
 
 
-def test_a_placed_rectangle_is_drawn_at_its_place():
+def test_a_placed_dense_mask_is_drawn_at_its_slots():
     keys, queries, _ = read(Dense(torch.ones(2, 4).bool()).within(Span(6, 8, 3, 7)).draw())
     assert (queries, keys) == ([6, 7], [3, 4, 5, 6])
 
 
-def test_rows_and_heads_are_drawn_one_by_one():
+def test_one_batch_row_and_one_head_are_drawn():
     padded = Padding(torch.tensor([[1, 0], [0, 1]]))
     assert padded.draw(1, b=0, keys=2).endswith("0 ■ ·")
     assert padded.draw(1, b=1, keys=2).endswith("0 · ■")

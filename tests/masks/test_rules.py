@@ -1,4 +1,4 @@
-"""Every rule against a Python predicate that shares nothing with it, cell by cell."""
+"""Each rule against a Python predicate that shares no code with it, cell by cell."""
 
 import random
 
@@ -31,7 +31,7 @@ def last(rows, b, slot):
     return rows[b][min(slot, len(rows[b]) - 1)]
 
 
-RULES = {  # rule -> what a person would say of one cell
+RULES = {  # each rule, and whether query q may attend to key k in batch row b
     "everything": (EVERYTHING, lambda b, q, k: True),
     "nothing": (NOTHING, lambda b, q, k: False),
     "causal": (Causal(), lambda b, q, k: k <= q),
@@ -57,7 +57,7 @@ RULES = {  # rule -> what a person would say of one cell
 
 
 def combined(rng: random.Random):
-    """A random expression of rules, and of predicates."""
+    """A random expression of rules, and the same expression of predicates."""
     (a, p), (b, q), (c, r) = (RULES[rng.choice(list(RULES))] for _ in range(3))
     return rng.choice(
         [
@@ -93,7 +93,7 @@ def table(predicate, starts, queries, kv_start, kv_stop):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_mask_is_its_cells_and_simplifies_to_its_equal(seed):
+def test_a_mask_equals_its_predicate_before_and_after_simplification(seed):
     rng = random.Random(seed)
     for _ in range(150):
         mask, predicate = combined(rng)
@@ -106,7 +106,7 @@ def test_a_mask_is_its_cells_and_simplifies_to_its_equal(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_visible_lies_beyond_the_reach(seed):
+def test_no_visible_key_lies_outside_of_the_reach(seed):
     rng = random.Random(1000 + seed)
     for _ in range(100):
         mask, predicate = combined(rng)
@@ -130,7 +130,7 @@ def test_nothing_visible_lies_beyond_the_reach(seed):
         (NOTHING, Span(5, 7, 0, 9), (0, -1)),
     ],
 )
-def test_the_reach_of_a_rule_about_places_is_exact(mask, span, reach):
+def test_the_reach_of_a_rule_of_positions_is_exact(mask, span, reach):
     assert mask.reach(span) == reach
 
 
@@ -155,16 +155,16 @@ def test_the_reach_of_a_rule_about_places_is_exact(mask, span, reach):
     ],
     ids=repr,
 )
-def test_what_a_mask_becomes(mask, span, becomes):
+def test_masks_simplify(mask, span, becomes):
     assert mask.within(span) == becomes
 
 
 def test_a_window_counts_the_query_itself():
-    seen = (Causal() & SlidingWindow(3)).dense(Span(0, 6, 0, 6)).sum(-1)
-    assert seen.tolist() == [1, 2, 3, 3, 3, 3]
+    visible = (Causal() & SlidingWindow(3)).dense(Span(0, 6, 0, 6)).sum(-1)
+    assert visible.tolist() == [1, 2, 3, 3, 3, 3]
 
 
-def test_a_dense_mask_speaks_of_the_rectangle():
+def test_a_dense_mask_is_placed_at_the_slots_of_the_span():
     keep = torch.rand(2, 3, 4) < 0.5
     span = Span(5, 8, 2, 6)
     mask = Dense(keep).within(span)
@@ -178,23 +178,23 @@ def test_a_dense_mask_speaks_of_the_rectangle():
         Dense(keep).within(Span(0, 3, 0, 5))
 
 
-def test_a_dense_mask_from_additive_ones():
+def test_an_additive_mask_becomes_a_dense_mask():
     lowest = torch.finfo(torch.float32).min
     added = torch.tensor([[0.0, -torch.inf], [lowest, 0.0], [-1e4, 0.0]])
     assert Dense.from_additive(added).keep.tolist() == [[True, False], [False, True], [False, True]]
-    coarse = torch.tensor([[0.0, -1e4]], dtype=torch.bfloat16)  # which holds -9984 for it
+    coarse = torch.tensor([[0.0, -1e4]], dtype=torch.bfloat16)  # rounded to -9984
     assert Dense.from_additive(coarse).keep.tolist() == [[True, False]]
     with pytest.raises(ValueError, match="split_additive"):
         Dense.from_additive(torch.tensor([[0.0, -1.0]]))
 
 
-def test_cumulative_lengths_are_documents():
+def test_documents_from_cumulative_lengths():
     assert Documents.from_cu_seqlens(torch.tensor([0, 2, 3])).ids.tolist() == [[0, 0, 1]]
     with pytest.raises(ValueError, match="starts at 0"):
         Documents.from_cu_seqlens(torch.tensor([1, 2]))
 
 
-def test_the_start_of_padding_is_the_first_real_slot():
+def test_the_start_of_padding_is_the_first_real_token():
     assert Padding(torch.tensor([[0, 0, 1], [1, 0, 1], [0, 0, 0]])).start.tolist() == [2, 0, 3]
     assert Padding.from_lengths([2, 0], total=3).valid.tolist() == [
         [True, True, False],
@@ -202,23 +202,23 @@ def test_the_start_of_padding_is_the_first_real_slot():
     ]
 
 
-def test_an_explanation_names_the_part_that_hides():
+def test_an_explanation_names_the_rule_that_hides_the_key():
     mask = Causal() & SlidingWindow(3)
     assert mask.explain(0, 0, 5, 1) == (
-        "query 5 may not see key 1: "
+        "query 5 may not attend to key 1: "
         "SlidingWindow(size=3) hides keys 3 or more before the query (5 - 1 = 4)"
     )
     assert mask.explain(0, 0, 1, 3) == (
-        "query 1 may not see key 3: Causal() hides keys after the query (3 > 1)"
+        "query 1 may not attend to key 3: Causal() hides keys after the query (3 > 1)"
     )
-    assert mask.explain(0, 0, 3, 3) == "query 3 may see key 3: every rule shows it"
+    assert mask.explain(0, 0, 3, 3) == "query 3 may attend to key 3: every rule allows it"
     for q in range(6):
         for k in range(6):
-            seen = bool(mask.dense(Span(q, q + 1, k, k + 1)))
-            assert ("may see" in mask.explain(0, 0, q, k)) == seen
+            visible = bool(mask.dense(Span(q, q + 1, k, k + 1)))
+            assert ("may attend" in mask.explain(0, 0, q, k)) == visible
 
 
-def test_a_drawing_is_the_mask():
+def test_a_drawing_has_a_line_for_each_query():
     drawn = (Causal() & SlidingWindow(2)).draw(3, 4)
     assert drawn.splitlines()[1:] == ["  0 1 2 3", "0 ■ · · ·", "1 ■ ■ · ·", "2 · ■ ■ ·"]
     assert Causal().draw(Span(9, 10, 8, 11)).splitlines()[1:] == ["   8  9 10", "9  ■  ■  ·"]
@@ -239,7 +239,7 @@ def test_a_drawing_is_the_mask():
     ],
     ids=repr,
 )
-def test_a_repr_pastes_back(mask):
+def test_the_repr_of_a_mask_is_the_code_that_builds_it(mask):
     names = {
         "Causal": Causal,
         "SlidingWindow": SlidingWindow,
@@ -252,7 +252,7 @@ def test_a_repr_pastes_back(mask):
     assert hash(eval(repr(mask), names)) == hash(mask)
 
 
-def test_neutral_masks_disappear():
+def test_neutral_masks_are_left_out():
     assert Causal() & EVERYTHING == Causal() == EVERYTHING & Causal()
     assert Causal() | NOTHING == Causal()
 
@@ -288,19 +288,19 @@ def test_neutral_masks_disappear():
         ),
     ],
 )
-def test_wrong_masks_say_what_is_right(wrong, error, message):
+def test_errors_say_what_to_give_instead(wrong, error, message):
     with pytest.raises(error, match=message):
         wrong()
 
 
-def test_a_ragged_span_knows_its_bounds():
+def test_the_bounds_of_a_ragged_span():
     span = Span(torch.tensor([3, 1]), torch.tensor([5, 3]), 0, 5)
     assert (span.num_queries, span.first_query, span.last_query) == (2, 1, 4)
     assert span.positions().tolist() == [[3, 4], [1, 2]]
 
 
-def test_a_function_with_the_data_of_the_tokens_alone_decodes():
-    """FlexAttention's document masks end where the documents do; the look ahead goes beyond."""
+def test_a_function_with_data_for_the_present_tokens_only_decodes():
+    """FlexAttention's document masks cover the documents only; the check of later keys goes on."""
     documents = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     mask = Where(lambda b, h, q, k: documents[q] == documents[k])
     layer = Attention(12, 4, mask=Causal())
@@ -309,8 +309,8 @@ def test_a_function_with_the_data_of_the_tokens_alone_decodes():
     assert torch.allclose(steps, layer(x, mask=mask), atol=1e-5)
 
 
-def test_planes_of_heads_beside_a_function_decode():
+def test_a_dense_mask_with_heads_and_a_function_decode():
     layer, cache = Attention(12, 4, mask=Causal()), KVCache()
-    planes = Dense(torch.rand(1, 4, 3, 3) > 0.5) & Where(lambda b, h, q, k: q >= k)
-    layer(torch.randn(2, 3, 12), mask=planes, cache=cache)
+    heads = Dense(torch.rand(1, 4, 3, 3) > 0.5) & Where(lambda b, h, q, k: q >= k)
+    layer(torch.randn(2, 3, 12), mask=heads, cache=cache)
     assert cache.length == 3

@@ -208,6 +208,6 @@ def test_split_additive_keeps_shape_and_gradient():
         (lambda: split_additive([[0.0]]), TypeError, "got list"),
     ],
 )
-def test_what_cannot_be_says_why(unchecked, make, error, message):
+def test_wrong_arguments_are_refused_with_the_reason(unchecked, make, error, message):
     with pytest.raises(error, match=message):
         make()

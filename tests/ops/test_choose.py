@@ -66,7 +66,7 @@ def test_the_table_is_in_order_of_preference():
     assert all(backend.objection(call(queries=2).call) is None for backend in BACKENDS.values())
 
 
-def test_only_keys_in_sight_are_read():
+def test_only_visible_keys_are_read():
     made = call(mask=Causal() & Padding.from_lengths([4096]), span=Span(9, 10, 0, 4096))
     assert (made.span.kv_start, made.span.kv_stop) == (0, 10)
     assert "10 are read" in explain(made)

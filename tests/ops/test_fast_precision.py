@@ -128,7 +128,7 @@ def test_fast_gradients_err_no_more_than_plain_ones(blocks, mask, heads):
         assert (got.double() - want).abs().max() <= allowed
 
 
-def test_what_fast_gives_up_is_said():
+def test_the_larger_error_of_fast_is_explained():
     made = call(mask=Causal(), dtype=torch.bfloat16, precision="fast")
     assert "scores and weights are kept in bfloat16" in explain(made)
     assert "bfloat16:" not in explain(call(mask=Causal(), dtype=torch.bfloat16))

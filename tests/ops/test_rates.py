@@ -48,7 +48,7 @@ def test_what_was_written_is_read():
     assert path.name == f"speed-{torch.__version__}-{torch.get_num_threads()}.json"
 
 
-def test_the_file_is_looked_for_once_and_only_when_a_rate_is_asked_for(monkeypatch):
+def test_the_file_is_read_once_and_only_when_a_rate_is_needed(monkeypatch):
     asked = []
     monkeypatch.setattr(speed_module, "read_speed", lambda: asked.append(1))
     rates = Rates()
@@ -63,7 +63,7 @@ def test_what_is_no_rate_is_an_attribute_error():
         _ = Rates().speed_of_light
 
 
-def test_the_environment_can_ask_for_the_rates_of_the_source(monkeypatch):
+def test_an_environment_variable_selects_the_default_rates(monkeypatch):
     write_speed(TUNED)
     monkeypatch.setenv("REGARD_SPEED", "default")
     assert Rates().now() == DEFAULT
@@ -164,7 +164,7 @@ def test_writing_is_whole_or_not_at_all(monkeypatch):
 @pytest.mark.parametrize("name", [rate.name for rate in fields(Speed)])
 def test_rates_are_bounded(name, factor):
     wrong = replace(DEFAULT, **{name: getattr(DEFAULT, name) * factor})
-    with pytest.raises(ValueError, match=f"not kept: {name}"):
+    with pytest.raises(ValueError, match=f"not written: {name}"):
         write_speed(wrong)
     assert not speed_path().exists()
 

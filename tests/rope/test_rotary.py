@@ -1,4 +1,4 @@
-"""Rotation against complex numbers whose angles are exact to 40 digits."""
+"""RoPE against products of complex numbers whose angles are exact to 40 digits."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def partners(dim, pairing):
     return [(i, i + half) if pairing == "halves" else (2 * i, 2 * i + 1) for i in range(half)]
 
 
-def turned_by_complex_numbers(x, positions, dim, theta, pairing):
+def rotated_as_complex_numbers(x, positions, dim, theta, pairing):
     """Each pair of channels as one complex number, times `exp(i * position * frequency)`."""
     out = x.double().clone()
     batch, heads, length, _ = x.shape
@@ -44,9 +44,9 @@ def turned_by_complex_numbers(x, positions, dim, theta, pairing):
         for t in range(length):
             for i, (real, imaginary) in enumerate(partners(dim, pairing)):
                 angle = mpmath.mpf(rows[b][t]) * mpmath.mpf(theta) ** (-mpmath.mpf(2 * i) / dim)
-                turn = complex(mpmath.expj(angle))
+                factor = complex(mpmath.expj(angle))
                 for h in range(heads):
-                    z = complex(float(x[b, h, t, real]), float(x[b, h, t, imaginary])) * turn
+                    z = complex(float(x[b, h, t, real]), float(x[b, h, t, imaginary])) * factor
                     out[b, h, t, real], out[b, h, t, imaginary] = z.real, z.imag
     return out
 
@@ -61,7 +61,7 @@ def test_rotation_is_a_product_of_complex_numbers(pairing, dim, width, positions
     rope = Rotary(dim, theta=500.0, pairing=pairing)
     rotated = rope(q, k, positions)
     for x, y in zip((q, k), rotated, strict=True):
-        expected = turned_by_complex_numbers(x, positions, dim, 500.0, pairing)
+        expected = rotated_as_complex_numbers(x, positions, dim, 500.0, pairing)
         torch.testing.assert_close(y, expected, rtol=0, atol=3e-10)  # 1e6 * 2**-53, and a little
         assert torch.equal(y[..., dim:], x[..., dim:])
         assert torch.equal(y, rope.rotate(x, positions))
@@ -69,11 +69,11 @@ def test_rotation_is_a_product_of_complex_numbers(pairing, dim, width, positions
 
 @pytest.mark.parametrize("position", [1_000, 65_536, 100_003, 1_000_000])
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_a_float32_angle_is_off_by_its_rounding_and_no_more(position, pairing):
+def test_the_error_of_a_float32_angle_is_its_rounding(position, pairing):
     x = torch.randn(1, 1, 1, 16)
     rope = Rotary(16, pairing=pairing)
     positions = torch.tensor([position])
-    expected = turned_by_complex_numbers(x, positions, 16, 10_000.0, pairing)
+    expected = rotated_as_complex_numbers(x, positions, 16, 10_000.0, pairing)
     bound = (position * 2**-24 * 2 + 2**-22) * x.abs().max().item() * 2
     assert (rope.rotate(x, positions) - expected).abs().max() <= bound
     exact = rope.rotate(x.double(), positions)
@@ -93,7 +93,7 @@ def test_float32_rotation_is_what_transformers_computes():
 
 def test_pairs_are_halves_with_the_channels_in_another_order():
     x = torch.randn(2, 3, 5, 8)
-    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # where each channel of a pair lies in halves
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # pairs to halves
     positions = torch.arange(5)
     halves = Rotary(8).rotate(x, positions)
     assert torch.equal(
@@ -103,24 +103,24 @@ def test_pairs_are_halves_with_the_channels_in_another_order():
 
 @pytest.mark.parametrize("rope", EVERY_ROPE, ids=repr)
 @given(start=st.integers(0, 500), shift=st.integers(0, 500))
-def test_a_score_depends_on_distance_alone(rope, start, shift):
+def test_a_score_depends_on_distance_only(rope, start, shift):
     if rope.scaling is not None and rope.scaling.uses_length:
-        rope = Rotary(6, pairing=rope.pairing)  # these read the length, so a shift may change them
+        rope = Rotary(6, pairing=rope.pairing)  # a shift changes the length
     q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
 
     def scores(positions):
-        turned_q, turned_k = rope(q, k, positions)
-        return turned_q @ turned_k.mT
+        rotated_q, rotated_k = rope(q, k, positions)
+        return rotated_q @ rotated_k.mT
 
     positions = torch.arange(6) + start
     torch.testing.assert_close(scores(positions), scores(positions + shift), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("rope", EVERY_ROPE, ids=repr)
-def test_rotation_preserves_length_but_for_the_attention_factor(rope):
+def test_rotation_multiplies_norms_by_the_attention_factor(rope):
     x = torch.randn(2, 3, 9, 6, dtype=torch.float64)
-    turned = rope.rotate(x, torch.arange(9) * 100)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1) * rope.attention_factor)
+    rotated = rope.rotate(x, torch.arange(9) * 100)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1) * rope.attention_factor)
 
 
 @pytest.mark.parametrize("rope", EVERY_ROPE, ids=repr)
@@ -133,7 +133,7 @@ def test_half_precision_is_rounded_once(rope, dtype):
 
 @pytest.mark.parametrize("rope", EVERY_ROPE, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_changes_no_bit(rope, dtype):
+def test_autocast_has_no_effect(rope, dtype):
     q, k = torch.randn(2, 1, 2, 5, 8)
     positions = torch.arange(65_536, 65_541)
     plain = rope(q, k, positions)
@@ -154,19 +154,19 @@ def test_a_module_cast_to_bfloat16_keeps_its_rope():
 
 
 @pytest.mark.parametrize("rope", EVERY_ROPE, ids=repr)
-def test_rows_may_stand_at_positions_of_their_own(rope):
+def test_batch_rows_may_have_different_positions(rope):
     x = torch.randn(3, 2, 5, 8)
     rows = torch.stack([torch.arange(5) + s for s in (9, 0, 4)])
     whole = rope.rotate(x, rows)
     if rope.scaling is not None and rope.scaling.uses_length:
-        return  # the longest row speaks for the batch
+        return  # the length is that of the longest row
     for i in range(3):
         assert torch.equal(whole[i : i + 1], rope.rotate(x[i : i + 1], rows[i]))
     assert torch.equal(rope.rotate(x, rows[:1]), rope.rotate(x, rows[0]))
 
 
 @pytest.mark.parametrize("scaling", [SCALINGS[3], SCALINGS[6]], ids=repr)
-def test_scalings_that_read_the_length_read_the_longest_row(scaling):
+def test_the_length_of_a_batch_is_that_of_its_longest_row(scaling):
     rope = Rotary(6, scaling=scaling)
     x = torch.randn(1, 1, 1, 6, dtype=torch.float64)
     within = rope.angles(torch.tensor([5]), torch.float64)
@@ -179,14 +179,14 @@ def test_scalings_that_read_the_length_read_the_longest_row(scaling):
 
 
 @pytest.mark.parametrize("rope", EVERY_ROPE, ids=repr)
-def test_nothing_to_rotate_is_rotated_to_nothing(rope):
+def test_empty_tensors_stay_empty(rope):
     x = torch.randn(2, 3, 0, 6)
     assert rope.rotate(x, torch.arange(0)).shape == x.shape
     assert rope.rotate(x[:0], torch.arange(0)).shape == (0, 3, 0, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.float32])
-def test_positions_may_be_any_integers_or_wide_floats(dtype):
+def test_positions_may_be_any_integers_or_float32(dtype):
     x = torch.randn(1, 1, 4, 6)
     positions = torch.tensor([0, 1, 2, 100])
     for rope in (Rotary(6), Rotary(6, scaling=SCALINGS[3])):
@@ -194,17 +194,17 @@ def test_positions_may_be_any_integers_or_wide_floats(dtype):
 
 
 @pytest.mark.parametrize("rope", [*EVERY_ROPE, Rotary(4, theta=7), Rotary(2, pairing="pairs")])
-def test_a_rope_is_a_value(rope):
+def test_a_rope_can_be_compared_copied_pickled_and_rebuilt_from_its_repr(rope):
     names = {c.__name__: c for c in (Rotary, LinearScaling, NTK, Yarn, Llama3, LongRope)}
-    pasted = eval(repr(rope), names)
-    for other in (pasted, copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
+    rebuilt = eval(repr(rope), names)
+    for other in (rebuilt, copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
         assert other == rope and hash(other) == hash(rope) and repr(other) == repr(rope)
     with pytest.raises(AttributeError):
         rope.dim = 4
     assert isinstance(rope, Rope) and rope != Rotary(6, theta=9.0)
 
 
-def test_repr_is_short_where_the_defaults_hold():
+def test_repr_leaves_out_defaults():
     assert repr(Rotary(64)) == "Rotary(64)"
     assert repr(Rotary(64, theta=1e6, pairing="pairs")) == (
         "Rotary(64, theta=1000000.0, pairing='pairs')"
@@ -213,7 +213,7 @@ def test_repr_is_short_where_the_defaults_hold():
 
 
 @pytest.mark.parametrize("rope", EVERY_ROPE, ids=repr)
-def test_inputs_are_left_alone_and_may_share_memory(rope):
+def test_inputs_are_not_written_and_may_share_memory(rope):
     x = torch.randn(2, 5, 3, 8).transpose(1, 2)
     positions = torch.arange(5)
     before = x.clone(), positions.clone()
@@ -223,7 +223,7 @@ def test_inputs_are_left_alone_and_may_share_memory(rope):
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_gradients_turn_back(pairing):
+def test_gradients_are_rotated_back(pairing):
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
     rope = Rotary(6, pairing=pairing)
     out = rope.rotate(x, torch.arange(5))
@@ -315,7 +315,7 @@ def test_factors_come_from_the_scaling():
         ({"dim": "6"}, TypeError, "dim must be a number"),
     ],
 )
-def test_a_rope_that_cannot_be_says_why(unchecked, arguments, error, message):
+def test_errors_of_the_constructor_say_why(unchecked, arguments, error, message):
     with pytest.raises(error, match=message):
         Rotary(**arguments)
 
@@ -332,19 +332,19 @@ def test_a_rope_that_cannot_be_says_why(unchecked, arguments, error, message):
         ((1, 1, 3, 6), torch.ones(3).bool(), TypeError, "torch.bool.*cannot count"),
     ],
 )
-def test_a_call_that_cannot_be_says_why(unchecked, shape, positions, error, message):
+def test_errors_of_calls_say_why(unchecked, shape, positions, error, message):
     x = torch.zeros(shape)
     for call in (lambda: Rotary(6).rotate(x, positions), lambda: Rotary(6)(x, x, positions)):
         with pytest.raises(error, match=message):
             call()
 
 
-def test_integers_are_not_rotated(unchecked):
+def test_integer_tensors_are_refused(unchecked):
     with pytest.raises(TypeError, match="rotates floating-point tensors, got"):
         Rotary(2).rotate(torch.ones(1, 1, 1, 2, dtype=torch.int64), torch.arange(1))
 
 
-def test_no_rope_turns_nothing():
+def test_no_rope_returns_its_inputs():
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 5, 4)
     assert all(x is y for x, y in zip(NO_ROPE(q, k, torch.arange(3)), (q, k), strict=True))
     assert NO_ROPE.rotate(q, torch.arange(3)) is q

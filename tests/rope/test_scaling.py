@@ -1,4 +1,4 @@
-"""Every scaling against transformers' own, and the laws a scaling keeps."""
+"""Scalings against those of transformers, and properties of all scalings."""
 
 import copy
 import math
@@ -158,7 +158,7 @@ def test_longrope_is_transformers_longrope(length, options, factor):
     original=st.integers(32, 10_000),
     pairs=st.integers(2, 64),
 )
-def test_a_scaling_slows_by_at_most_its_factor(factor, theta, original, pairs):
+def test_a_scaling_divides_frequencies_by_at_most_its_factor(factor, theta, original, pairs):
     plain = plain_frequencies(2 * pairs, theta)
     for scaling in (
         LinearScaling(factor),
@@ -166,12 +166,12 @@ def test_a_scaling_slows_by_at_most_its_factor(factor, theta, original, pairs):
         Yarn(factor, original_max_position=original),
         Llama3(factor, original_max_position=original),
     ):
-        slowed = plain / scaling.frequencies(2 * pairs, theta)
-        assert (slowed >= 1 - 1e-9).all() and (slowed <= factor * (1 + 1e-9)).all()
-        assert (slowed.diff() >= -1e-9).all()  # and a slower pair is never slowed less
+        divided_by = plain / scaling.frequencies(2 * pairs, theta)
+        assert (divided_by >= 1 - 1e-9).all() and (divided_by <= factor * (1 + 1e-9)).all()
+        assert (divided_by.diff() >= -1e-9).all()  # lower frequencies by at least as much
 
 
-def test_frequencies_are_what_was_given():
+def test_given_frequencies_are_returned():
     given = [1.0, 0.3, 0.3, 0.0, -0.01]
     scaling = Frequencies(given)
     expected = torch.tensor(given, dtype=torch.float64)
@@ -182,7 +182,7 @@ def test_frequencies_are_what_was_given():
     torch.testing.assert_close(angles, positions[:, None] * expected)
 
 
-def test_given_frequencies_turn_as_computed_ones_do():
+def test_given_frequencies_rotate_as_computed_ones_do():
     plain = plain_frequencies(DIM, 10_000.0).tolist()
     q, positions = torch.randn(1, 2, 5, DIM), torch.arange(5) * 100
     given = Rotary(DIM, theta=3.0, scaling=Frequencies(plain))
@@ -200,7 +200,7 @@ def test_plain_frequencies_are_powers_of_theta():
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_scaling_is_a_value(value):
+def test_a_scaling_can_be_compared_copied_pickled_and_rebuilt_from_its_repr(value):
     names = {c.__name__: c for c in (LinearScaling, NTK, Yarn, Llama3, LongRope, Frequencies)}
     for other in (
         eval(repr(value), names),
@@ -214,7 +214,7 @@ def test_a_scaling_is_a_value(value):
     assert len({*VALUES}) == len(VALUES)
 
 
-def test_repr_shows_what_was_chosen():
+def test_repr_leaves_out_defaults():
     assert repr(NTK(2)) == "NTK(2)"
     assert repr(Yarn(4, original_max_position=64)) == "Yarn(4, original_max_position=64)"
     given = "Yarn(4, original_max_position=64, attention_factor=1.5)"
@@ -222,7 +222,7 @@ def test_repr_shows_what_was_chosen():
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_frequencies_are_made_where_asked_for(value):
+def test_frequencies_are_on_the_device_given(value):
     assert value.frequencies(DIM, 10_000.0, device="meta").is_meta
     length = torch.tensor(100)
     assert value.frequencies(DIM, 10_000.0, length=length).device.type == "cpu"
@@ -291,6 +291,6 @@ def yarn(**options):
         ),
     ],
 )
-def test_a_scaling_that_cannot_be_says_why(make, error, message):
+def test_errors_say_why(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Caches: what a layer remembers of the tokens before. `regard.cache.protocol` says what one is."""
+"""Caches of keys and values of earlier tokens. `regard.cache.protocol` has the protocol."""
 
 from regard.cache.fixed import StaticCache
 from regard.cache.growing import KVCache

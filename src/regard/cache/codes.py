@@ -1,8 +1,8 @@
-"""Tensors quantised to 8 or 4 bits, and products with them that do not dequantise the whole.
+"""Tensors quantised to 8 or 4 bits, and matrix products with them, a block of tokens at a time.
 
 `value = zero + scale * code`, with a scale and a zero for each token, head and group of channels. A
-product with values is then one with codes, scaled, and a sum: what is read is a quarter of float32,
-and only a block of codes at a time is converted to floating point.
+product with values is a scaled product with codes, plus a sum. So 8-bit codes are read, a quarter
+of float32, and only one block of them at a time is converted to floating point.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-_BLOCK = 1024  # tokens converted to floating point at a time: these fit the L2 cache
+_BLOCK = 1024  # tokens converted to floating point at a time; they fit in the L2 cache
 
 
 class QuantizedStream(NamedTuple):
-    """A stream `[B, G, S, W]` of `dtype`, as codes of `bits` bits that `quantize` made."""
+    """A stream `[B, G, S, W]` of `dtype`, quantised by `quantize`."""
 
     codes: UInt8[Tensor, "B G S bytes"]
     scale: Tensor
@@ -27,9 +27,8 @@ class QuantizedStream(NamedTuple):
     dtype: torch.dtype
 
     def dequantized(self) -> Float[Tensor, "B G S W"]:
-        """The values."""
-        quantized = (self.codes, self.scale, self.zero)
-        return dequantize(*quantized, self.bits, self.group, self.width).to(self.dtype)
+        """The values in the original dtype."""
+        return dequantize(*self[:6]).to(self.dtype)
 
     def narrow(self, start: int, size: int) -> "QuantizedStream":
         """The tokens `start..start + size`."""
@@ -41,11 +40,11 @@ class QuantizedStream(NamedTuple):
 
     def product(self, rows: Float[Tensor, "B G M W"]) -> Float[Tensor, "B G M S"]:
         """The product of every row with every token."""
-        middle = 2.0 ** (self.bits - 1)  # codes centred on 0 lose fewer digits to cancellation
+        middle = 2.0 ** (self.bits - 1)  # codes around 0 lose fewer digits to cancellation
         return torch.cat([self._block_product(rows, block, middle) for block in self._blocks()], -1)
 
     def weighted_sum(self, weights: Float[Tensor, "B G M S"]) -> Float[Tensor, "B G M W"]:
-        """The sum of the tokens, each by its weight."""
+        """The weighted sum of the tokens for every row of weights."""
         total = weights.new_zeros(*weights.shape[:3], self.width)
         start = 0
         for block in self._blocks():
@@ -83,7 +82,7 @@ class QuantizedStream(NamedTuple):
 
 
 class QuantizedStreams(Sequence[Tensor]):
-    """The streams of a part, dequantised on indexing; backends may read `stored` instead."""
+    """The streams of a part. Indexing dequantises; backends may read the codes from `stored`."""
 
     def __init__(self, stored: Sequence[QuantizedStream | Tensor]) -> None:
         self.stored = tuple(stored)
@@ -97,7 +96,7 @@ class QuantizedStreams(Sequence[Tensor]):
         return _values(self.stored[index])
 
     def narrow(self, start: int, size: int) -> "QuantizedStreams":
-        """The tokens `start..start + size` of each."""
+        """The tokens `start..start + size` of each stream."""
         return QuantizedStreams([_narrow(each, start, size) for each in self.stored])
 
 
@@ -114,8 +113,8 @@ def _values(stream: QuantizedStream | Tensor) -> Tensor:
 def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes `[B, G, L, bytes]`, and a scale and a zero for each group of channels.
 
-    Scale and zero are rounded to bfloat16 first, zero down and scale up, so that codes cover the
-    range; codes are computed with the rounded ones, so that this rounding adds little error.
+    Scale and zero are rounded to bfloat16 first, zero down and scale up, so that the codes cover
+    the range. Codes are computed from the rounded values, so that this rounding adds little error.
     """
     levels = 2**bits - 1
     width = x.shape[-1]
@@ -134,7 +133,7 @@ def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor
 
 
 def _bfloat16(x: Float[Tensor, "..."], towards: float) -> Tensor:
-    """The nearest bfloat16 on that side of `x`."""
+    """`x` rounded to bfloat16 towards plus or minus infinity."""
     rounded = x.bfloat16()
     beyond = rounded.float() > x if towards < 0 else rounded.float() < x
     limit = torch.full_like(rounded, towards)
@@ -142,7 +141,7 @@ def _bfloat16(x: Float[Tensor, "..."], towards: float) -> Tensor:
 
 
 def unpacked(codes: UInt8[Tensor, "B G L bytes"]) -> UInt8[Tensor, "B G L W"]:
-    """Two codes of 4 bits out of every byte."""
+    """4-bit codes, of which each byte holds two."""
     return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
 
 
@@ -154,7 +153,7 @@ def dequantize(
     group: int,
     width: int,
 ) -> Float[Tensor, "B G L W"]:
-    """The values that the codes stand for, in float32."""
+    """The values `zero + scale * code`, in float32."""
     if bits == 4:
         codes = unpacked(codes)
     missing = scale.shape[-1] * group - codes.shape[-1]

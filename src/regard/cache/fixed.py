@@ -1,28 +1,26 @@
-"""The cache of a fixed size: its buffers are allocated once and never moved."""
+"""A cache of a fixed size, whose buffers are allocated once."""
 
 from torch import Tensor
 
 from regard.cache.streams import (
-    Lengths,
+    Contiguous,
     Part,
-    Stored,
-    appended,
-    bytes_a_token,
     check_rows,
     check_streams,
     check_whole,
-    chosen,
+    concatenated,
     empty_like,
-    wants_grad,
-    write,
+    needs_gradients,
+    select_rows,
+    write_tokens,
 )
 from regard.span import Span
 
 
-class StaticCache(Stored):
-    """Fixed buffers for `max_length` tokens: nothing is allocated after the first update.
+class StaticCache(Contiguous):
+    """Buffers for `max_length` tokens, allocated by the first update, as `torch.compile` needs.
 
-    For `torch.compile`. Takes no gradients.
+    Without gradients.
 
     >>> import torch
     >>> cache = StaticCache(8)
@@ -38,64 +36,50 @@ StaticCache, truncate this one, or use KVCache()
 
     def __init__(self, max_length: int) -> None:
         check_whole("max_length", max_length, least=1)
+        super().__init__()
         self.max_length = max_length
-        self._lengths = Lengths()
-        self._held: tuple[Tensor, ...] = ()
-
-    @property
-    def length(self) -> int:
-        return self._lengths.longest
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes stored for the tokens held."""
-        return sum(bytes_a_token(held) for held in self._held) * self.length
-
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(held.numel() * held.element_size() for held in self._held)
 
     def span(self, new: int) -> Span:
         self._check_room(new)
         return self._lengths.span(new)
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
-        """Write `[B, G, L, W]` streams behind those held; give what has been written.
+        """Append `[B, G, L, W]` streams; return all tokens, as one part.
 
         Raises:
-            ValueError: if they do not fit, or gradients are wanted.
+            ValueError: if they do not fit, or require gradients.
         """
         added = self._check(new)
         if not self._held:
             self._held = tuple(empty_like(each, self.max_length) for each in new)
-        write(self._held, new, self._lengths)
+        write_tokens(self._held, new, self._lengths)
         self._lengths = self._lengths.grown(added)
         total = self.length
         return (Part(0, total, tuple(held.narrow(2, 0, total) for held in self._held)),)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         added = self._check(new)
-        return (Part(0, self.length + added, appended(self._held, new, self._lengths)),)
+        return (Part(0, self.length + added, concatenated(self._held, new, self._lengths)),)
 
     def truncate(self, length: int | Tensor) -> None:
         self._lengths = self._lengths.truncated(length, self._held)
 
     def reorder(self, rows: Tensor) -> None:
         check_rows(rows, self._held)
-        picked = chosen(self._held, rows)
+        selected = select_rows(self._held, rows)
         if self._held and len(rows) == self._held[0].shape[0]:
-            for held, each in zip(self._held, picked, strict=True):
+            for held, each in zip(self._held, selected, strict=True):
                 held.copy_(each)
         else:
-            self._held = picked
+            self._held = selected
         self._lengths = self._lengths.reordered(rows)
 
     def _check(self, new: tuple[Tensor, ...]) -> int:
         added = check_streams(new, self._held)
         self._check_room(added)
-        if wants_grad(new, self._held):
+        if needs_gradients(new, self._held):
             raise ValueError(
-                "StaticCache writes in place, which gradients cannot follow; use KVCache(), or "
+                "StaticCache writes in place, so that gradients do not flow; use KVCache(), or "
                 "torch.no_grad()"
             )
         return added

@@ -1,27 +1,25 @@
-"""The cache that grows as needed: every token is kept, buffers double."""
+"""A cache of all tokens, in buffers that double when they are full."""
 
 from torch import Tensor
 
 from regard.cache.streams import (
-    Lengths,
+    Contiguous,
     Part,
-    Stored,
-    appended,
-    bytes_a_token,
     check_rows,
     check_streams,
-    chosen,
+    concatenated,
     empty_like,
-    is_followed,
-    write,
+    needs_derivatives,
+    select_rows,
+    write_tokens,
 )
 from regard.span import Span
 
-_FIRST_CAPACITY = 256  # tokens: decoding a while from an empty cache copies nothing
+_FIRST_CAPACITY = 256  # tokens; short generations then never copy the buffers
 
 
-class KVCache(Stored):
-    """Grows as needed, by doubling; by concatenation while gradients are wanted.
+class KVCache(Contiguous):
+    """A cache without a limit. Buffers grow by doubling; with gradients, tensors are concatenated.
 
     >>> import torch
     >>> cache = KVCache()
@@ -32,67 +30,43 @@ class KVCache(Stored):
     3
     """
 
-    def __init__(self) -> None:
-        self._lengths = Lengths()
-        self._held: tuple[Tensor, ...] = ()
-
-    @property
-    def length(self) -> int:
-        return self._lengths.longest
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes stored for the tokens held."""
-        return sum(bytes_a_token(held) for held in self._held) * self.length
-
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(held.numel() * held.element_size() for held in self._held)
-
     def span(self, new: int) -> Span:
         return self._lengths.span(new)
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
-        """Append `[B, G, L, W]` streams; give everything held, as one part.
+        """Append `[B, G, L, W]` streams; return all tokens, as one part.
 
         Raises:
             ValueError: if the streams do not fit each other or those held.
         """
         added = check_streams(new, self._held)
-        if is_followed(new, self._held):
-            self._held = appended(self._held, new, self._lengths)
+        if needs_derivatives(new, self._held):
+            self._held = concatenated(self._held, new, self._lengths)
         else:
             self._held = self._reserve(new, self.length + added)
-            write(self._held, new, self._lengths)
+            write_tokens(self._held, new, self._lengths)
         self._lengths = self._lengths.grown(added)
-        return (self._part(self._held),)
+        total = self.length
+        return (Part(0, total, tuple(held.narrow(2, 0, total) for held in self._held)),)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         added = check_streams(new, self._held)
-        return (Part(0, self.length + added, appended(self._held, new, self._lengths)),)
+        return (Part(0, self.length + added, concatenated(self._held, new, self._lengths)),)
 
     def truncate(self, length: int | Tensor) -> None:
         self._lengths = self._lengths.truncated(length, self._held)
 
     def reorder(self, rows: Tensor) -> None:
         check_rows(rows, self._held)
-        self._held = chosen(self._held, rows)
+        self._held = select_rows(self._held, rows)
         self._lengths = self._lengths.reordered(rows)
 
-    def _part(self, held: tuple[Tensor, ...]) -> Part:
-        return Part(0, self.length, tuple(each.narrow(2, 0, self.length) for each in held))
-
     def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
-        """Buffers for `total` tokens, holding what is held."""
-        if (
-            self._held
-            and self._held[0].shape[2] >= total
-            and not any(h.requires_grad for h in self._held)
-        ):
+        """Buffers with the tokens held and room for `total`."""
+        present = self._held[0].shape[2] if self._held else 0
+        if self._held and present >= total and not any(h.requires_grad for h in self._held):
             return self._held
-        capacity = max(_FIRST_CAPACITY, total)
-        if self._held and total > self._held[0].shape[2]:
-            capacity = max(capacity, 2 * self._held[0].shape[2])
+        capacity = max(_FIRST_CAPACITY, total, 2 * present if total > present else 0)
         buffers = tuple(empty_like(each, capacity) for each in new)
         for buffer, held in zip(buffers, self._held, strict=False):
             buffer.narrow(2, 0, self.length).copy_(held.detach().narrow(2, 0, self.length))

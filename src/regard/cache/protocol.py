@@ -1,7 +1,8 @@
-"""The past of a layer: one verb, and no idea what it stores.
+"""The protocol of caches, and the neutral cache `NO_CACHE`.
 
-Keys and values, one joined latent, integer positions: anything that grows along dim 2. One cache a
-layer, held by the caller. An operation that cannot be done raises before it changes anything.
+A cache holds streams: keys and values, one joined latent, or integer positions, which grow along
+dim 2. Each layer has its own cache, and the caller holds it. An operation that cannot be done
+raises before it changes anything.
 """
 
 from typing import Protocol, runtime_checkable
@@ -14,38 +15,39 @@ from regard.span import Span
 
 @runtime_checkable
 class Cache(Protocol):
-    """What a layer asks of a cache. What `update` returns is read-only until the next call.
+    """The methods of a cache. Tensors that `update` returns must not be written; they are valid
+    until the next call.
 
-    A cache may also have `snapshot()` and `restore(snapshot)`; then a layer whose call fails after
-    its update leaves the cache as it was.
+    If a cache also has `snapshot()` and `restore(snapshot)`, a layer whose call fails after its
+    update leaves the cache as it was.
     """
 
     @property
     def length(self) -> int:
-        """Tokens seen."""
+        """The number of tokens so far."""
 
     @property
     def nbytes(self) -> int:
         """Bytes stored for the tokens held."""
 
     def span(self, new: int) -> Span:
-        """Which queries will meet which keys, once `new` tokens are added."""
+        """The slots of the queries and keys of a call with `new` more tokens."""
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
-        """Append along dim 2; give what may be attended."""
+        """Append along dim 2; return the keys and values to attend to, in parts."""
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
-        """The same, leaving the cache as it was."""
+        """The result of `update`, without changing the cache."""
 
     def truncate(self, length: int | Tensor) -> None:
-        """Keep the first `length` tokens, or `[B]` lengths, one for each row."""
+        """Keep the first `length` tokens, or `[B]` lengths, one for each batch row."""
 
     def reorder(self, rows: Tensor) -> None:
-        """Become the cache of these batch rows: beams, selection, repetition."""
+        """Keep these batch rows, in this order: for beams, selection and repetition."""
 
 
 class NoCache:
-    """The neutral cache, `NO_CACHE`: nothing came before, nothing is kept."""
+    """The neutral cache, `NO_CACHE`: it holds no tokens."""
 
     length = 0
     nbytes = 0
@@ -59,15 +61,15 @@ class NoCache:
     peek = update
 
     def truncate(self, length: int | Tensor) -> None:
-        """Nothing is held: only 0 tokens can remain.
+        """Do nothing.
 
         Raises:
-            ValueError: if `length` is anything else.
+            ValueError: if `length` is not 0, the number of tokens held.
         """
         Lengths().truncated(length)
 
     def reorder(self, rows: Tensor) -> None:
-        """Nothing is held, and what is not kept cannot follow.
+        """Refuse: there are no tokens to reorder.
 
         Raises:
             ValueError: always.
@@ -78,13 +80,7 @@ class NoCache:
         return "NO_CACHE"
 
     def __reduce__(self) -> str:
-        return "NO_CACHE"
-
-    def __copy__(self) -> "NoCache":
-        return self
-
-    def __deepcopy__(self, memo: object) -> "NoCache":
-        return self
+        return "NO_CACHE"  # copies and unpickled ones are the same object
 
 
 NO_CACHE = NoCache()

@@ -1,33 +1,40 @@
-"""A cache in 8 or 4 bits: for memory alone, the cheapest thing there is.
+"""A cache whose keys and values are quantised to 8 or 4 bits.
 
-Every token, head and group of channels has a scale and a zero of its own, so that nothing is ever
-requantised, no neighbour matters, and an outlier channel spoils its group only.
+Each token, head and group of channels has its own scale and zero point. So tokens are quantised
+once, independently of each other, and an outlier channel affects only its group.
 """
 
 from torch import Tensor
 
 from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize
 from regard.cache.growing import KVCache
-from regard.cache.streams import Part, Stored, check_streams, check_whole, chosen, wants_grad
+from regard.cache.streams import (
+    Part,
+    Stored,
+    check_streams,
+    check_whole,
+    needs_gradients,
+    select_rows,
+)
 from regard.span import Span
 from regard.tracing import is_forward_mode
 
 
 class QuantizedCache(Stored):
-    """Holds floating streams as codes of `bits`, integer streams exactly. Grows by doubling.
+    """A cache of floating-point streams as codes of `bits`, and of integer streams unchanged.
 
-    Codes are asymmetric: `value = zero + scale * code`, both in bfloat16, for each `group` channels
-    of a token and head; the error of a value is at most half a scale, and one rounding. What
-    `update` returns is what is held, the new tokens too, in the dtype that came; decoding reads the
-    codes a block at a time, and other calls dequantise them all. Values must be
-    finite, and below 1e38 in size: nothing reads them to check.
+    Quantisation is asymmetric: `value = zero + scale * code`, with a bfloat16 scale and zero for
+    each `group` channels of a token and head. The error of a value is at most half a scale, and one
+    rounding. `update` returns the quantised values of all tokens, the new ones too, in their
+    original dtype. Decoding reads the codes a block at a time; other calls dequantise them all.
+    Values must be finite, and below 1e38 in size; this is not checked. Buffers grow by doubling.
 
     Args:
         bits: 8 or 4 (two codes a byte).
-        group: channels that share a scale; the last group of a width may be smaller.
+        group: channels with one scale, an even number; the last group may be smaller.
 
     Raises:
-        ValueError: if `bits` or `group` is neither.
+        ValueError: if `bits` or `group` is none of these.
 
     >>> import torch
     >>> cache = QuantizedCache()
@@ -47,7 +54,7 @@ class QuantizedCache(Stored):
             raise ValueError(f"group is an even number of channels, got {group}")
         self.bits, self.group = bits, group
         self._store = KVCache()
-        self._like: tuple[Tensor, ...] = ()  # empty, of the shapes and dtypes that came
+        self._like: tuple[Tensor, ...] = ()  # empty tensors with the original shapes and dtypes
 
     @property
     def length(self) -> int:
@@ -66,10 +73,10 @@ class QuantizedCache(Stored):
         return self._store.span(new)
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
-        """Append `[B, G, L, W]` streams; return everything held, dequantised on indexing.
+        """Append `[B, G, L, W]` streams; return all tokens, dequantised on indexing.
 
         Raises:
-            ValueError: if the streams do not fit, or gradients are wanted.
+            ValueError: if the streams do not fit, or require gradients.
         """
         quantized = self._quantized(new)
         if not self._like:
@@ -92,40 +99,34 @@ class QuantizedCache(Stored):
 
     def reorder(self, rows: Tensor) -> None:
         self._store.reorder(rows)
-        self._like = chosen(self._like, rows)
+        self._like = select_rows(self._like, rows)
 
     def _quantized(self, new: tuple[Tensor, ...]) -> list[Tensor]:
         check_streams(new, self._like)
-        if wants_grad(new, ()) or is_forward_mode():
+        if needs_gradients(new, ()) or is_forward_mode():
             raise ValueError(
-                "QuantizedCache rounds, which gradients cannot follow; use KVCache(), or "
+                "QuantizedCache rounds, so that gradients do not flow; use KVCache(), or "
                 "torch.no_grad()"
             )
-        quantized: list[Tensor] = []
+        stored: list[Tensor] = []
         for each in new:
-            quantized += (
-                quantize(each, self.bits, self.group) if each.is_floating_point() else [each]
-            )
-        return quantized
+            floating = each.is_floating_point()
+            stored += quantize(each, self.bits, self.group) if floating else [each]
+        return stored
 
     def _parts(self, parts: tuple[Part, ...], like: tuple[Tensor, ...]) -> tuple[Part, ...]:
-        """The parts: dequantised on indexing; backends may read the codes."""
+        """The parts of the store with codes, scale and zero joined to one stream each."""
         described = []
         for start, stop, stored in parts:
-            rest = list(stored)
+            tensors = iter(stored)
             streams: list[QuantizedStream | Tensor] = []
             for each in like:
-                if each.is_floating_point():
-                    codes, scale, zero, *rest = rest
-                    width = each.shape[-1]
-                    streams.append(
-                        QuantizedStream(
-                            codes, scale, zero, self.bits, self.group, width, each.dtype
-                        )
-                    )
-                else:
-                    first, *rest = rest
-                    streams.append(first)
+                if not each.is_floating_point():
+                    streams.append(next(tensors))
+                    continue
+                codes, scale, zero = next(tensors), next(tensors), next(tensors)
+                sizes = self.bits, self.group, each.shape[-1]
+                streams.append(QuantizedStream(codes, scale, zero, *sizes, each.dtype))
             described.append(Part(start, stop, QuantizedStreams(streams)))
         return tuple(described)
 

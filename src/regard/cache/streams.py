@@ -1,4 +1,8 @@
-"""What grows along dim 2: streams, how many tokens each row holds, and where new ones go."""
+"""The tensors of a cache, called streams, `[B, G, tokens, W]`; how they are checked and extended.
+
+Keys are one stream and values another; a latent cache has one joined stream. New tokens are
+appended along dim 2. In a ragged batch the rows have different lengths.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +16,7 @@ from regard.tracing import is_forward_mode, is_transformed
 
 
 class Part(NamedTuple):
-    """Keys `kv_start..kv_stop`, and what was stored for them, each `[B, G, stop - start, W]`."""
+    """The slots `kv_start..kv_stop` of a cache: streams of shape `[B, G, stop - start, W]`."""
 
     kv_start: int
     kv_stop: int
@@ -20,11 +24,11 @@ class Part(NamedTuple):
 
     @property
     def quantized(self) -> "tuple[QuantizedStream | Tensor, ...] | None":
-        """The streams as they are stored, where any of them is quantised."""
+        """The streams as they are stored, if any of them is quantised."""
         return self.streams.stored if isinstance(self.streams, QuantizedStreams) else None
 
     def narrow(self, start: int, stop: int) -> "Part":
-        """The keys `start..stop` of these."""
+        """The part with only the slots `start..stop`."""
         begin, size = start - self.kv_start, stop - start
         if isinstance(self.streams, QuantizedStreams):
             return Part(start, stop, self.streams.narrow(begin, size))
@@ -32,10 +36,10 @@ class Part(NamedTuple):
 
 
 class Stored:
-    """What caches have in common: independent copies, and going back after a call that failed.
+    """Base class of caches: copies that share no memory, and a snapshot to undo failed updates.
 
-    An update binds attributes anew and writes buffers only behind the tokens held, so that the
-    attributes alone are the state.
+    An update rebinds attributes, and writes to buffers only after the tokens held. So the
+    attributes are the whole state, and a snapshot needs no copy of a tensor.
     """
 
     def __copy__(self) -> "Stored":
@@ -47,17 +51,20 @@ class Stored:
         return self.__copy__()
 
     def snapshot(self) -> object:
-        """The state now."""
+        """The present state."""
         return dict(vars(self))
 
     def restore(self, snapshot: object) -> None:
-        """Go back to a state that `snapshot` gave, with nothing but updates since."""
+        """Undo the updates since `snapshot` was called; nothing else may have happened."""
         assert isinstance(snapshot, dict)
         vars(self).update(snapshot)
 
 
 def _copied(value: Any) -> Any:
-    """Tensors cloned, with their graph: caches that shared a buffer would overwrite each other."""
+    """A copy with cloned tensors, because caches with a common buffer would overwrite each other.
+
+    Clones keep their autograd graph.
+    """
     if isinstance(value, Tensor):
         return _writable(value.clone)
     if isinstance(value, tuple):
@@ -67,7 +74,7 @@ def _copied(value: Any) -> Any:
 
 
 class Lengths(NamedTuple):
-    """How many tokens each row holds: `longest` everywhere, unless `rows` says otherwise."""
+    """The number of tokens in each batch row: `longest` in all, or the tensor `rows`, `[B]`."""
 
     longest: int = 0
     shortest: int = 0
@@ -88,15 +95,11 @@ class Lengths(NamedTuple):
         """These lengths, of the rows of `held`, cut to `length`.
 
         Raises:
-            ValueError: if it is negative or more than is held, or not one number for each row.
+            ValueError: if it is negative, more than is held, or not one number for each row.
         """
         if not isinstance(length, Tensor):
             check_whole("length", length)
-            if not 0 <= length <= self.longest:
-                raise ValueError(
-                    f"length={length} is not among 0..{self.longest}, the tokens held; truncate "
-                    "states what remains, not what goes"
-                )
+            self._check_range(length, not 0 <= length <= self.longest)
             if self.rows is None or length <= self.shortest:
                 return Lengths(length, length)
             return _lengths_of(self.rows.clamp(max=length))
@@ -111,12 +114,15 @@ class Lengths(NamedTuple):
                 f"{length.tolist()}; truncate to a whole number to cut all rows alike"
             )
         most = self.longest if self.rows is None else self.rows.to(length.device)
-        if bool(((length < 0) | (length > most)).any()):
-            raise ValueError(
-                f"length={length.tolist()} is not among 0..{self.longest}, the tokens held; "
-                "truncate states what remains, not what goes"
-            )
+        self._check_range(length.tolist(), bool(((length < 0) | (length > most)).any()))
         return _lengths_of(length.to(torch.int64, copy=True))
+
+    def _check_range(self, length: object, outside: bool) -> None:
+        if outside:
+            raise ValueError(
+                f"length={length} is not in 0..{self.longest}, the tokens held; give truncate the "
+                "number of tokens that remain"
+            )
 
     def reordered(self, rows: Tensor) -> "Lengths":
         return self if self.rows is None else _lengths_of(self.rows[rows.to(self.rows.device)])
@@ -125,6 +131,32 @@ class Lengths(NamedTuple):
 def _lengths_of(rows: Tensor) -> Lengths:
     low, high = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
     return Lengths(high, low) if low == high else Lengths(high, low, rows)
+
+
+class Contiguous(Stored):
+    """Base class of caches that hold each stream in one tensor."""
+
+    _first = 0  # the slot of the first token held
+
+    def __init__(self) -> None:
+        self._lengths = Lengths()
+        self._held: tuple[Tensor, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self._lengths.longest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held."""
+        sizes = ((held.shape, held.element_size()) for held in self._held)
+        per_token = sum(shape[0] * shape[1] * shape[3] * size for shape, size in sizes)
+        return per_token * (self.length - self._first)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the buffers, which have room for more tokens."""
+        return sum(held.numel() * held.element_size() for held in self._held)
 
 
 def check_whole(name: str, value: object, least: int = 0) -> None:
@@ -136,7 +168,7 @@ def check_whole(name: str, value: object, least: int = 0) -> None:
 
 
 def check_streams(new: Sequence[Tensor], held: Sequence[Tensor]) -> int:
-    """How many tokens come, if the streams fit each other and those held."""
+    """The number of new tokens. Raises if the streams do not fit each other or those held."""
     if not new:
         raise ValueError("update() takes at least one stream [B, G, L, W], got none")
     for index, each in enumerate(new):
@@ -150,16 +182,16 @@ def check_streams(new: Sequence[Tensor], held: Sequence[Tensor]) -> int:
             )
     if held and len(held) != len(new):
         raise ValueError(
-            f"the cache holds {len(held)} streams, got {len(new)}; one cache serves one layer"
+            f"the cache holds {len(held)} streams, got {len(new)}; each layer needs its own cache"
         )
-    for index, (each, past) in enumerate(zip(new, held, strict=False)):
-        _check_stream(index, each, past)
+    for index, (each, present) in enumerate(zip(new, held, strict=False)):
+        _check_stream(index, each, present)
     return new[0].shape[2]
 
 
 def _check_stream(index: int, new: Tensor, held: Tensor) -> None:
-    came, has = new.shape, held.shape
-    same = came[0] == has[0] and came[1] == has[1] and came[3] == has[3]
+    theirs, ours = new.shape, held.shape
+    same = theirs[0] == ours[0] and theirs[1] == ours[1] and theirs[3] == ours[3]
     if same and new.dtype == held.dtype and new.device == held.device:
         return
     if new.shape[0] != held.shape[0]:
@@ -170,7 +202,7 @@ def _check_stream(index: int, new: Tensor, held: Tensor) -> None:
     if (new.shape[1], new.shape[3]) != (held.shape[1], held.shape[3]):
         raise ValueError(
             f"stream {index} has (heads, width) = {(new.shape[1], new.shape[3])}, the cache "
-            f"{(held.shape[1], held.shape[3])}; one cache serves one layer"
+            f"{(held.shape[1], held.shape[3])}; each layer needs its own cache"
         )
     if new.dtype != held.dtype or new.device != held.device:
         raise ValueError(
@@ -180,6 +212,7 @@ def _check_stream(index: int, new: Tensor, held: Tensor) -> None:
 
 
 def check_rows(rows: object, held: Sequence[Tensor]) -> None:
+    """Raise unless `rows` are batch rows of the streams held."""
     if (
         not isinstance(rows, Tensor)
         or rows.dim() != 1
@@ -189,20 +222,22 @@ def check_rows(rows: object, held: Sequence[Tensor]) -> None:
         raise ValueError(f"rows is [N] batch rows in int64 or int32, got {got}")
     batch = held[0].shape[0] if held else None
     if batch is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
-        raise ValueError(f"rows={rows.tolist()} are not all among the {batch} rows held")
+        raise ValueError(
+            f"rows={rows.tolist()} are not all in 0..{batch - 1}: {batch} rows are held"
+        )
 
 
-def is_followed(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
-    """Whether derivatives, backward or forward, or `torch.func` may follow what a cache returns."""
-    return wants_grad(new, held) or is_forward_mode() or is_transformed()
+def needs_derivatives(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
+    """Whether autograd, forward-mode derivatives or `torch.func` may differentiate the streams."""
+    return needs_gradients(new, held) or is_forward_mode() or is_transformed()
 
 
-def wants_grad(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
+def needs_gradients(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in (*new, *held))
 
 
 def _writable(make: Callable[[], Tensor]) -> Tensor:
-    """What `make` gives, as a tensor that may be written later: those of inference mode may not."""
+    """The tensor that `make` returns, made outside of inference mode so that it can be written."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return make()
@@ -210,22 +245,22 @@ def _writable(make: Callable[[], Tensor]) -> Tensor:
 
 
 def empty_like(stream: Tensor, capacity: int) -> Tensor:
-    """A buffer of zeros: whatever is read before it is written is at least finite."""
+    """A buffer for `capacity` tokens, of zeros: slots that are not written yet are finite."""
     shape = (*stream.shape[:2], capacity, stream.shape[3])
     return _writable(lambda: stream.new_zeros(shape))
 
 
-def chosen(held: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
-    """These batch rows of everything held."""
-    return tuple(_pick(each, rows.to(each.device)) for each in held)
+def select_rows(held: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
+    """These batch rows of all streams."""
+    return tuple(_select(each, rows.to(each.device)) for each in held)
 
 
-def _pick(held: Tensor, rows: Tensor) -> Tensor:
+def _select(held: Tensor, rows: Tensor) -> Tensor:
     return _writable(lambda: held.index_select(0, rows))
 
 
-def write(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:
-    """Put the new tokens behind those that each row holds."""
+def write_tokens(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:
+    """Write the new tokens to the buffers, after the tokens of each row."""
     for buffer, each in zip(buffers, new, strict=True):
         if lengths.rows is None:
             source = each.detach() if each.requires_grad else each
@@ -235,28 +270,26 @@ def write(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) ->
             buffer[rows, :, slots] = each.detach().transpose(1, 2)
 
 
-def appended(held: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> tuple[Tensor, ...]:
-    """Held and new tokens in new tensors, which gradients can follow."""
+def concatenated(
+    held: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths
+) -> tuple[Tensor, ...]:
+    """The tokens held and the new tokens in new tensors, which autograd can differentiate."""
     if not held:
         return tuple(each.clone() for each in new)
     whole = []
-    for past, each in zip(held, new, strict=True):
-        past = past.narrow(2, 0, lengths.longest)
+    for buffer, each in zip(held, new, strict=True):
+        present = buffer.narrow(2, 0, lengths.longest)
         if lengths.rows is None:
-            whole.append(torch.cat([past, each], dim=2))
+            whole.append(torch.cat([present, each], dim=2))
         else:
             rows, slots = _ragged_slots(lengths.rows, each)
-            room = torch.cat([past, torch.zeros_like(each)], dim=2).transpose(1, 2)
+            room = torch.cat([present, torch.zeros_like(each)], dim=2).transpose(1, 2)
             whole.append(room.index_put((rows, slots), each.transpose(1, 2)).transpose(1, 2))
     return tuple(whole)
 
 
 def _ragged_slots(rows: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Batch rows and slots, `[B, L]`, where the new tokens of a ragged batch go."""
+    """Batch rows and slots, `[B, L]`, of the new tokens of a ragged batch."""
     steps = torch.arange(new.shape[2], device=new.device)
     slots = rows.to(new.device)[:, None] + steps
     return torch.arange(new.shape[0], device=new.device)[:, None].expand_as(slots), slots
-
-
-def bytes_a_token(held: Tensor) -> int:
-    return held.shape[0] * held.shape[1] * held.shape[3] * held.element_size()

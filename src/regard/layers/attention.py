@@ -158,7 +158,7 @@ class Attention(nn.Module):
                 or if `context` is given with a cache or a rope. The cache is then unchanged.
         """
         at = arrive(self, x, context, mask, cache, positions)
-        q, k, v = self.project(x, context)
+        q, k, v = self.project(x, context)  # [B, H, L, D], [B, G, S, D], [B, G, S, D]
         q, k = self.rope(q, k, at.positions)
         call = describe(self, q, k, v, at)
         with restored_on_error(self, cache, mask):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.masks import AllOf, AnyOf, Mask, Padding, Span
-from regard.tracing import holds_numbers, in_backward, is_transformed
+from regard.tracing import in_backward, is_concrete, is_transformed
 
 
 class _Use(NamedTuple):
@@ -126,8 +126,7 @@ def requiring_grad(needs_grad: bool, *streams: Tensor) -> tuple[Tensor, ...]:
 
 
 def has_gradient(module: nn.Module) -> bool:
-    """Whether a parameter of the module has a gradient, so that backward reads the module's
-    inputs."""
+    """Whether a parameter has a gradient, so that backward reads the inputs of the module."""
     return torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters())
 
 
@@ -162,7 +161,7 @@ def _begins_with(padding: Padding, other: Padding) -> bool:
     mine, its = padding.valid, other.valid
     if mine is its:
         return True
-    if not (holds_numbers(mine) and mine.device == its.device) or mine.shape[0] != its.shape[0]:
+    if not (is_concrete(mine) and mine.device == its.device) or mine.shape[0] != its.shape[0]:
         return False
     return mine.shape[1] >= its.shape[1] and torch.equal(mine[:, : its.shape[1]], its)
 
@@ -170,7 +169,7 @@ def _begins_with(padding: Padding, other: Padding) -> bool:
 def _hides_new_tokens(padding: Padding, lengths: Tensor) -> bool:
     """Whether some row's next slot is hidden."""
     valid = padding.valid.to(lengths.device)
-    if not holds_numbers(lengths) or valid.shape[1] == 0:
+    if not is_concrete(lengths) or valid.shape[1] == 0:
         return False
     inside = lengths < valid.shape[1]
     at = lengths.clamp(max=valid.shape[1] - 1)[:, None]

@@ -149,8 +149,7 @@ class MultiHeadLatentAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
-        """As `Attention.forward`, but `context` is refused: the rotary keys have the positions of
-        x."""
+        """As `Attention.forward`; `context` is refused, since rotary keys have positions of x."""
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)

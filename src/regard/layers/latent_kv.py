@@ -29,7 +29,7 @@ from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
 from regard.ops.explain import explain, weights_of
 from regard.rope import NO_ROPE, Rope
-from regard.tracing import holds_numbers, is_transformed
+from regard.tracing import is_concrete, is_transformed
 
 
 class LatentKVAttention(nn.Module):
@@ -132,7 +132,9 @@ class LatentKVAttention(nn.Module):
         q = self.rope.rotate(q, where)
         call = describe(self, q, *self.outline(latent), at)
         with restored_on_error(self, cache, mask):
-            parts = cache.update(*requiring_grad(call.needs_grad, latent, as_stream(where, len(x))))
+            parts = cache.update(
+                *requiring_grad(call.needs_grad, latent, as_stream(where, x.shape[0]))
+            )
             return self.o_proj(merge_heads(call.run(q, self.rebuild(parts))))
 
     def weights(
@@ -150,7 +152,7 @@ class LatentKVAttention(nn.Module):
         where = at.positions.to(torch.int32)
         q, latent = self.project(x)
         q = self.rope.rotate(q, where)
-        parts = self.rebuild(cache.peek(latent, as_stream(where, len(x))))
+        parts = self.rebuild(cache.peek(latent, as_stream(where, x.shape[0])))
         return weights_of(describe(self, q, *self.outline(latent), at), q, parts)
 
     def explain(
@@ -233,7 +235,7 @@ def check_int32(positions: Tensor | None) -> None:
         )
     wide = positions.to(torch.int64)
     fit = ((wide >= -_INT32_END) & (wide < _INT32_END)).all()
-    if not holds_numbers(positions) or positions.device.type != "cpu":
+    if not is_concrete(positions) or positions.device.type != "cpu":
         if not (positions.is_meta or is_transformed()):
             torch._assert_async(fit, "positions of a layer that caches them fit int32")
         return

@@ -1,4 +1,4 @@
-"""Masks: rules for which keys a query may see, combined with `&`, `|` and `~`."""
+"""Masks: rules for which keys a query may attend to, combined with `&`, `|` and `~`."""
 
 from regard.masks.algebra import EVERYTHING, NOTHING, AllOf, AnyOf, Everything, Mask, Not, Nothing
 from regard.masks.data import Chunked, Documents, Padding, Prefix

@@ -1,17 +1,21 @@
-"""A mask is a rule before it is a tensor: combine it, ask it, simplify it, and only then lower it.
+"""The base class of masks, and how masks combine with `&`, `|` and `~`.
 
-Calling one is calling a FlexAttention `mask_mod`. `True` means *may look*; indices are slots in the
-sequence as the cache counts them. The rules themselves are in `masks`.
+A mask is a rule: a function of positions that says whether a query may attend to a key. It can be
+simplified for the slots of one call, and becomes a boolean tensor only where a kernel needs one.
+Masks have the signature of FlexAttention's `mask_mod`. `True` means that the query may attend to
+the key. Indices are slots: positions in the sequence, counted from the first token of the cache.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from regard.constants import Device
 from regard.masks.draw import frame, picture
 from regard.span import Span
 
@@ -19,37 +23,37 @@ Reach = tuple[int | None, int | None]
 
 
 class Mask:
-    """A rule for which keys a query may see. Combine rules with `&`, `|` and `~`."""
+    """A rule for which keys a query may attend to. Combine rules with `&`, `|` and `~`."""
 
     @property
     def batch(self) -> int | None:
-        """The batch size the rule speaks of; 1 and None serve any."""
+        """The batch size of the rule's data; 1 and None fit any batch."""
         return None
 
     @property
     def heads(self) -> int | None:
-        """The number of query heads the rule speaks of; 1 and None serve any."""
+        """The number of query heads in the rule's data; 1 and None fit any number."""
         return None
 
     @property
     def extent(self) -> Span | None:
-        """The slots the rule holds data about; None if it holds none."""
+        """The slots that the rule has data for; None if it has no data."""
         return None
 
     @property
     def opaque(self) -> bool:
-        """Whether `reach` may be wider than the truth, because the rule cannot be analysed."""
+        """Whether `reach` may be wider than necessary, because the rule cannot be analysed."""
         return False
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Bool[Tensor, "..."]:
-        """Whether query slot `q_idx` may see key slot `kv_idx`; index tensors that broadcast.
+        """Whether query slot `q_idx` may attend to key slot `kv_idx`; index tensors that broadcast.
 
-        The answer leaves out the axes that make no difference.
+        The result has no axis for an index that the rule does not depend on.
         """
         raise NotImplementedError
 
     def within(self, span: Span) -> "Mask":
-        """The simplest mask that agrees with this one everywhere inside `span`. Reads no tensor.
+        """The simplest mask that equals this one on the slots of `span`. Reads no tensor.
 
         >>> from regard.masks import Causal, SlidingWindow
         >>> (Causal() & SlidingWindow(4096)).within(Span(0, 512, 0, 512))
@@ -60,8 +64,10 @@ class Mask:
         return self
 
     def reach(self, span: Span) -> Reach:
-        """The lowest and highest key slot that any query of `span` may see, also outside its keys;
-        None where no bound is known. Never narrower than the truth.
+        """The lowest and highest key slot that any query of `span` may attend to.
+
+        They may lie outside the keys of `span`, and may be wider than necessary, but hide no
+        visible key. None where no bound is known.
 
         >>> from regard.masks import Causal, SlidingWindow
         >>> (Causal() & SlidingWindow(4)).reach(Span(10, 12, 0, 12))
@@ -75,55 +81,53 @@ class Mask:
         *,
         batch: int = 1,
         heads: int = 1,
-        device: torch.device | str | None = None,
+        device: Device = None,
     ) -> Bool[Tensor, "*B L S"]:
-        """The rule as a tensor: `[L, S]`, or four-dimensional and broadcasting to `[B, H, L, S]`.
+        """The rule as a boolean tensor: `[L, S]`, or broadcasting to `[B, H, L, S]`.
 
-        It may be an expanded view: read it, do not write to it.
+        It may be an expanded view: do not write to it.
 
         Raises:
-            ValueError: if the rule speaks of another batch size or number of heads.
+            ValueError: if the rule's data has another batch size or number of heads.
         """
-        for what, own, asked in (("batch", self.batch, batch), ("heads", self.heads, heads)):
-            if own is not None and own != 1 and own != asked:
+        for name, own, given in (("batch", self.batch, batch), ("heads", self.heads, heads)):
+            if own is not None and own != 1 and own != given:
                 raise ValueError(
-                    f"{self!r} speaks of {what}={own}, the call has {what}={asked}; "
-                    f"give {what}={own}, or a mask of size 1 there, which serves any"
+                    f"{self!r} is for {name}={own}, the call has {name}={given}; "
+                    f"give {name}={own}, or a mask of size 1 there, which broadcasts"
                 )
         return self._dense(span, batch, heads, device)
 
-    def _dense(
-        self, span: Span, batch: int, heads: int, device: torch.device | str | None
-    ) -> Tensor:
+    def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads, device=device).view(-1, 1, 1)
         q = span.positions(device).unsqueeze(-1)
         q = q.unsqueeze(1) if q.dim() == 3 else q  # [B, 1, L, 1] where rows differ
         kv = torch.arange(span.kv_start, span.kv_stop, device=device)
-        seen = self(b, h, q, kv)
-        seen = seen.unsqueeze(0) if seen.dim() == 3 else seen
-        leading = seen.shape[:-2] if seen.dim() >= 2 else ()
-        return seen.expand(*leading, span.num_queries, span.num_keys)
+        visible = self(b, h, q, kv)
+        visible = visible.unsqueeze(0) if visible.dim() == 3 else visible
+        leading = visible.shape[:-2] if visible.dim() >= 2 else ()
+        return visible.expand(*leading, span.num_queries, span.num_keys)
 
     def explain(self, b: int, h: int, q: int, k: int) -> str:
-        """In one sentence, whether a query slot may see a key slot, and which part decides it.
+        """In one sentence, whether query `q` may attend to key `k`, and which rule decides it.
 
         >>> from regard.masks import Causal, SlidingWindow
         >>> (Causal() & SlidingWindow(3)).explain(0, 0, 1, 3)
-        'query 1 may not see key 3: Causal() hides keys after the query (3 > 1)'
+        'query 1 may not attend to key 3: Causal() hides keys after the query (3 > 1)'
         """
-        may = "may" if self._shows(b, h, q, k) else "may not"
-        return f"query {q} {may} see key {k}: {self._because(b, h, q, k)}"
+        may = "may" if self._allows(b, h, q, k) else "may not"
+        return f"query {q} {may} attend to key {k}: {self._reason(b, h, q, k)}"
 
-    def _shows(self, b: int, h: int, q: int, k: int) -> bool:
+    def _allows(self, b: int, h: int, q: int, k: int) -> bool:
         return bool(self(*(torch.tensor(i, device="cpu") for i in (b, h, q, k))))
 
-    def _because(self, b: int, h: int, q: int, k: int) -> str:
-        shows = self._shows(b, h, q, k)
-        return f"{self!r} shows it" if shows else f"{self!r} hides {self._hides(b, q, k)}"
+    def _reason(self, b: int, h: int, q: int, k: int) -> str:
+        allows = self._allows(b, h, q, k)
+        return f"{self!r} allows it" if allows else f"{self!r} hides {self._hidden_keys(b, q, k)}"
 
-    def _hides(self, b: int, q: int, k: int) -> str:
-        """What it is that hides a hidden cell."""
+    def _hidden_keys(self, b: int, q: int, k: int) -> str:
+        """The keys that the rule hides from a query, in words; key `k` is one of them."""
         return "it"
 
     def draw(
@@ -134,9 +138,10 @@ class Mask:
         b: int = 0,
         h: int = 0,
     ) -> str:
-        """A picture for a terminal: lines are queries, columns keys, `■` is visible.
+        """The mask as text: a line for each query, a column for each key, `■` where visible.
 
-        Its size is what you ask for, in slots from 0 or as a `Span`; else that of the mask's data.
+        `queries` and `keys` are counts from slot 0, or `queries` is a `Span`. The default is the
+        size of the mask's data.
 
         >>> from regard.masks import Causal
         >>> print(Causal().draw(3))
@@ -149,19 +154,16 @@ class Mask:
         return picture(self, frame(self, queries, keys), b, h)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return _one_or(AllOf, (self, _rule(other)))
+        return _combined(AllOf, (self, _checked(other)))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return _one_or(AnyOf, (self, _rule(other)))
+        return _combined(AnyOf, (self, _checked(other)))
 
     def __invert__(self) -> "Mask":
         return Not(self)
 
-    def __rand__(self, other: object) -> "Mask":
-        return _one_or(AllOf, (_rule(other), self))
-
-    def __ror__(self, other: object) -> "Mask":
-        return _one_or(AnyOf, (_rule(other), self))
+    __rand__ = __and__  # for other types on the left: raises a TypeError
+    __ror__ = __or__
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -169,12 +171,12 @@ class Mask:
         )
 
 
-def _rule(other: object) -> Mask:
+def _checked(other: object) -> Mask:
     if isinstance(other, Mask):
         return other
     raise TypeError(
         f"masks combine with masks, got {type(other).__name__}; wrap a tensor in Dense(keep) "
-        "([.., L, S], True where a query may look) or Padding(valid) ([B, S], True for real tokens)"
+        "([.., L, S], True where a query may attend) or Padding(valid) ([B, S], True if real)"
     )
 
 
@@ -188,7 +190,7 @@ class Everything(Mask):
 
 @dataclass(frozen=True)
 class Nothing(Mask):
-    """Shows nothing: the neutral element of `|`."""
+    """Hides every key: the neutral element of `|`."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx != kv_idx
@@ -196,7 +198,7 @@ class Nothing(Mask):
     def reach(self, span: Span) -> Reach:
         return 0, -1
 
-    def _hides(self, b: int, q: int, k: int) -> str:
+    def _hidden_keys(self, b: int, q: int, k: int) -> str:
         return "everything"
 
 
@@ -206,9 +208,11 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True)
 class _Parts(Mask):
-    """Several rules together. Abstract: `AllOf` and `AnyOf` say how."""
+    """Several rules combined. Abstract: see `AllOf` and `AnyOf`."""
 
     parts: tuple[Mask, ...]
+    neutral: ClassVar[Mask]  # the part that changes nothing
+    absorbing: ClassVar[Mask]  # the part that decides the result alone
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", _flat(type(self), self.parts))
@@ -219,11 +223,11 @@ class _Parts(Mask):
 
     @property
     def batch(self) -> int | None:
-        return _agreed("batch", self, [part.batch for part in self.parts])
+        return _common_size("batch", self, [part.batch for part in self.parts])
 
     @property
     def heads(self) -> int | None:
-        return _agreed("heads", self, [part.heads for part in self.parts])
+        return _common_size("heads", self, [part.heads for part in self.parts])
 
     @property
     def extent(self) -> Span | None:
@@ -234,25 +238,26 @@ class _Parts(Mask):
     def opaque(self) -> bool:
         return any(part.opaque for part in self.parts)
 
+    def within(self, span: Span) -> Mask:
+        simple = tuple(part.within(span) for part in self.parts)
+        return self.absorbing if self.absorbing in simple else _combined(type(self), simple)
+
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return reduce(self._join, [part(b, h, q_idx, kv_idx) for part in self.parts])
 
-    def _dense(
-        self, span: Span, batch: int, heads: int, device: torch.device | str | None
-    ) -> Tensor:
+    def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
         return reduce(self._join, [part._dense(span, batch, heads, device) for part in self.parts])
 
 
 @dataclass(frozen=True, repr=False)
 class AllOf(_Parts):
-    """What every part shows. Write it `a & b`."""
+    """A key is visible if every part allows it: `a & b`."""
+
+    neutral, absorbing = EVERYTHING, NOTHING
 
     @staticmethod
     def _join(one: Tensor, other: Tensor) -> Tensor:
         return one & other
-
-    def within(self, span: Span) -> Mask:
-        return _simplest(AllOf, self.parts, span)
 
     def reach(self, span: Span) -> Reach:
         low, high = self.parts[0].reach(span)
@@ -262,10 +267,10 @@ class AllOf(_Parts):
             high = _tighter(min, high, other_high)
         return low, high
 
-    def _because(self, b: int, h: int, q: int, k: int) -> str:
-        hiders = [part for part in self.parts if not part._shows(b, h, q, k)]
-        reasons = (part._because(b, h, q, k) for part in hiders)
-        return "; ".join(reasons) if hiders else "every rule shows it"
+    def _reason(self, b: int, h: int, q: int, k: int) -> str:
+        hiding = [part for part in self.parts if not part._allows(b, h, q, k)]
+        reasons = (part._reason(b, h, q, k) for part in hiding)
+        return "; ".join(reasons) if hiding else "every rule allows it"
 
     def __repr__(self) -> str:
         return " & ".join(f"({p!r})" if isinstance(p, AnyOf) else repr(p) for p in self.parts)
@@ -273,14 +278,13 @@ class AllOf(_Parts):
 
 @dataclass(frozen=True, repr=False)
 class AnyOf(_Parts):
-    """What some part shows. Write it `a | b`."""
+    """A key is visible if any part allows it: `a | b`."""
+
+    neutral, absorbing = NOTHING, EVERYTHING
 
     @staticmethod
     def _join(one: Tensor, other: Tensor) -> Tensor:
         return one | other
-
-    def within(self, span: Span) -> Mask:
-        return _simplest(AnyOf, self.parts, span)
 
     def reach(self, span: Span) -> Reach:
         low, high = self.parts[0].reach(span)
@@ -290,11 +294,11 @@ class AnyOf(_Parts):
             high = None if high is None or other_high is None else max(high, other_high)
         return low, high
 
-    def _because(self, b: int, h: int, q: int, k: int) -> str:
-        showing = [part for part in self.parts if part._shows(b, h, q, k)]
-        if showing:
-            return showing[0]._because(b, h, q, k)
-        return "no rule shows it: " + "; ".join(p._because(b, h, q, k) for p in self.parts)
+    def _reason(self, b: int, h: int, q: int, k: int) -> str:
+        for part in self.parts:
+            if part._allows(b, h, q, k):
+                return part._reason(b, h, q, k)
+        return "no rule allows it: " + "; ".join(p._reason(b, h, q, k) for p in self.parts)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
@@ -302,7 +306,7 @@ class AnyOf(_Parts):
 
 @dataclass(frozen=True)
 class Not(Mask):
-    """What a rule hides. Write it `~a`."""
+    """A key is visible if the rule hides it: `~a`."""
 
     mask: Mask
 
@@ -320,7 +324,7 @@ class Not(Mask):
 
     @property
     def opaque(self) -> bool:
-        return True  # what a rule hides has no bounds that its reach could give
+        return True  # the reach of a rule does not bound the keys that it hides
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~self.mask(b, h, q_idx, kv_idx)
@@ -336,14 +340,12 @@ class Not(Mask):
                 return inner.mask
         return Not(inner)
 
-    def _dense(
-        self, span: Span, batch: int, heads: int, device: torch.device | str | None
-    ) -> Tensor:
+    def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
         return ~self.mask._dense(span, batch, heads, device)
 
-    def _because(self, b: int, h: int, q: int, k: int) -> str:
-        verb = "shows" if self._shows(b, h, q, k) else "hides"
-        return f"{self!r} {verb} it, as {self.mask._because(b, h, q, k)}"
+    def _reason(self, b: int, h: int, q: int, k: int) -> str:
+        verb = "allows" if self._allows(b, h, q, k) else "hides"
+        return f"{self!r} {verb} it, as {self.mask._reason(b, h, q, k)}"
 
     def __repr__(self) -> str:
         simple = not isinstance(self.mask, AllOf | AnyOf)
@@ -357,43 +359,39 @@ def _tighter(choose: Callable[[int, int], int], bound: int | None, other: int | 
 
 
 def _flat(kind: type[_Parts], parts: Iterable[Mask]) -> tuple[Mask, ...]:
-    """The parts of parts of the same kind, each once, in order."""
+    """The parts in order, each once, with nested parts of the same kind unpacked."""
     flat: list[Mask] = []
-    for part in map(_rule, parts):
+    for part in map(_checked, parts):
         for piece in part.parts if isinstance(part, kind) else (part,):
             if piece not in flat:
                 flat.append(piece)
     if not flat:
         raise ValueError(
             f"{kind.__name__} combines one mask or more, got none; "
-            "EVERYTHING hides nothing, NOTHING shows nothing"
+            "EVERYTHING hides nothing, NOTHING hides every key"
         )
     return tuple(flat)
 
 
-def _one_or(kind: type[_Parts], parts: tuple[Mask, ...]) -> Mask:
-    """The parts combined, without neutral ones; the part itself if there is but one."""
-    neutral: Mask = EVERYTHING if kind is AllOf else NOTHING
-    left = tuple(part for part in _flat(kind, parts) if part != neutral)
-    if len(left) > 1:
-        return kind(left)
-    return left[0] if left else neutral
+def _combined(kind: type[_Parts], parts: tuple[Mask, ...]) -> Mask:
+    """The parts combined, without neutral ones; a single part is returned as it is."""
+    rest = tuple(part for part in _flat(kind, parts) if part != kind.neutral)
+    if len(rest) > 1:
+        return kind(rest)
+    return rest[0] if rest else kind.neutral
 
 
-def _simplest(kind: type[_Parts], parts: tuple[Mask, ...], span: Span) -> Mask:
-    """The parts simplified and combined; the absorbing one swallows the rest."""
-    absorbing: Mask = NOTHING if kind is AllOf else EVERYTHING
-    simple = tuple(part.within(span) for part in parts)
-    return absorbing if absorbing in simple else _one_or(kind, simple)
+def _common_size(name: str, mask: Mask, sizes: list[int | None]) -> int | None:
+    """The size that fits all parts; None fits any size, 1 broadcasts.
 
-
-def _agreed(what: str, mask: Mask, sizes: list[int | None]) -> int | None:
-    """The size that all parts agree on: None says nothing, 1 serves any."""
-    known = [size for size in sizes if size is not None]
-    insisting = {size for size in known if size != 1}
-    if len(insisting) > 1:
+    Raises:
+        ValueError: if two parts have different sizes above 1.
+    """
+    known = {size for size in sizes if size is not None}
+    fixed = known - {1}
+    if len(fixed) > 1:
         raise ValueError(
-            f"the parts of {mask!r} speak of different sizes, {what}={sorted(insisting)}; "
+            f"the parts of {mask!r} have different sizes, {name}={sorted(fixed)}; "
             "give all of them one row for each, or a single one for all"
         )
-    return insisting.pop() if insisting else (1 if known else None)
+    return max(fixed or known, default=None)

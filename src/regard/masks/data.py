@@ -1,8 +1,7 @@
-"""Rules that hold data for each row of a batch: chunks, prefixes, documents, padding."""
+"""Rules with data for each row of a batch: chunks, prefixes, documents, padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -10,35 +9,35 @@ from torch import Tensor
 
 from regard.masks.algebra import EVERYTHING, NOTHING, Mask, Reach
 from regard.masks.row_data import (
+    DataMask,
+    as_booleans,
+    as_rows,
+    at_row,
     bounds,
-    check_unchanged,
-    chunk,
-    code,
+    check_size,
+    check_vector,
+    chunk_index,
     distinct,
-    equal,
     first_true,
     index,
     is_whole,
     last_true,
-    lasting,
-    positive,
-    row,
     row_index,
-    rows,
-    vector,
-    zero_or_one,
+    same_fields,
+    stable,
 )
 from regard.span import Span
-from regard.versions import Versions
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Chunked(Mask):
-    """Keys of the query's own chunk of `size` slots (Llama 4's local attention, with `Causal()`).
+class Chunked(DataMask):
+    """Each query may attend to the keys of its own chunk of `size` slots.
+
+    `Causal() & Chunked(size)` is the local attention of Llama 4.
 
     Args:
-        size: of a chunk, at least 1.
-        start: `[B]` integers, the first real slot of each row, for left padding;
+        size: slots in a chunk, at least 1.
+        start: `[B]` integers, the slot of each row's first real token, for left padding:
             `Padding(...).start`.
 
     Raises:
@@ -55,27 +54,25 @@ class Chunked(Mask):
 
     size: int
     start: Tensor | None = None
-    starts: tuple[int, ...] | None = field(init=False, default=None)  # those that occur
-    read: Versions = field(init=False)
+    starts: tuple[int, ...] | None = field(init=False, default=None)  # the values of `start`
 
     def __post_init__(self) -> None:
-        positive("Chunked", "it counts the keys of a chunk", self.size)
-        vector("start", self.start)
-        object.__setattr__(self, "start", _lasting(self.start))
-        object.__setattr__(self, "starts", (0,) if self.start is None else distinct(self.start))
-        object.__setattr__(self, "read", _read(self.start))
+        check_size("Chunked", self.size, "it counts the keys of a chunk")
+        check_vector("start", self.start)
+        start = None if self.start is None else stable(self.start)
+        self._set(start, start=start, starts=(0,) if start is None else distinct(start))
 
     @property
     def batch(self) -> int | None:
         return None if self.start is None else self.start.shape[0]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        check_unchanged(self, self.read)
-        start = 0 if self.start is None else row(self.start, b)
-        return chunk(q_idx - start, self.size) == chunk(kv_idx - start, self.size)
+        self._check_unchanged()
+        start = 0 if self.start is None else at_row(self.start, b)
+        return chunk_index(q_idx - start, self.size) == chunk_index(kv_idx - start, self.size)
 
     def within(self, span: Span) -> Mask:
-        check_unchanged(self, self.read)
+        self._check_unchanged()
         if not self.starts or torch.compiler.is_exporting():
             return self
         slots = (span.first_query, span.last_query, span.kv_start, span.kv_stop - 1)
@@ -93,28 +90,27 @@ class Chunked(Mask):
         high = max((last - start) // size * size + start for start in self.starts)
         return max(0, low), high + size - 1
 
-    def _hides(self, b: int, q: int, k: int) -> str:
-        start = 0 if self.start is None else int(row(self.start, index(b)))
+    def _hidden_keys(self, b: int, q: int, k: int) -> str:
+        start = 0 if self.start is None else int(at_row(self.start, index(b)))
         mine, its = (q - start) // self.size, (k - start) // self.size
         return f"keys of other chunks (key in chunk {its}, query in {mine})"
 
-    def __repr__(self) -> str:
-        return code("Chunked", size=self.size, start=self.start)
-
     def __eq__(self, other: object) -> bool:
-        return equal(self, other, ("size", "start"))
+        return same_fields(self, other, ("size", "start"))
 
     def __hash__(self) -> int:
         return hash((Chunked, self.size, id(self.start)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Prefix(Mask):
-    """The first `lengths` slots, seen by all: `Causal() | Prefix(n)` is a prefix language model.
+class Prefix(DataMask):
+    """Every query may attend to the first `lengths` keys.
+
+    `Causal() | Prefix(n)` is the mask of a prefix language model.
 
     Args:
         lengths: one number, one for each row, or `[B]` integers.
-        start: `[B]` integers, the first real slot of each row, for left padding.
+        start: `[B]` integers, the slot of each row's first real token, for left padding.
 
     Raises:
         ValueError: if a length is negative, or `start` is not `[B]`.
@@ -131,35 +127,32 @@ class Prefix(Mask):
 
     lengths: int | Sequence[int] | Tensor
     start: Tensor | None = None
-    end: int | Tensor = field(init=False)
-    ends: tuple[int, int] | None = field(init=False, default=None)
-    begins: tuple[int, int] | None = field(init=False, default=None)
-    read: Versions = field(init=False)
+    end: int | Tensor = field(init=False)  # one past the last slot of the prefix
+    ends: tuple[int, int] | None = field(init=False, default=None)  # its bounds over the rows
+    begins: tuple[int, int] | None = field(init=False, default=None)  # the bounds of `start`
 
     def __post_init__(self) -> None:
         lengths = self.lengths
         if isinstance(lengths, Sequence):
-            object.__setattr__(self, "lengths", tuple(lengths))
+            self._set(lengths=tuple(lengths))
             lengths = torch.tensor(
                 lengths, device="cpu" if self.start is None else self.start.device
             )
         elif not isinstance(lengths, Tensor | int | torch.SymInt):
             raise TypeError(f"Prefix takes lengths as whole numbers, got {type(lengths).__name__}")
-        vector("lengths", lengths if isinstance(lengths, Tensor) else None)
-        vector("start", self.start)
-        self._agree(lengths)
-        lengths = _lasting(lengths)
-        object.__setattr__(self, "start", _lasting(self.start))
+        check_vector("lengths", lengths if isinstance(lengths, Tensor) else None)
+        check_vector("start", self.start)
+        self._check_rows(lengths)
+        lengths = stable(lengths) if isinstance(lengths, Tensor) else lengths
+        start = None if self.start is None else stable(self.start)
         known = bounds(lengths)
         if known is not None and known[0] < 0:
             raise ValueError(f"Prefix has lengths of 0 or more, got {self.lengths!r}; 0 is none")
-        end = lengths if self.start is None else lengths + self.start
-        object.__setattr__(self, "end", end)
-        object.__setattr__(self, "ends", bounds(end))
-        object.__setattr__(self, "begins", bounds(0 if self.start is None else self.start))
-        object.__setattr__(self, "read", _read(lengths, self.start))
+        end = lengths if start is None else lengths + start
+        begins = bounds(0 if start is None else start)
+        self._set(lengths, start, start=start, end=end, ends=bounds(end), begins=begins)
 
-    def _agree(self, lengths: int | Tensor) -> None:
+    def _check_rows(self, lengths: int | Tensor) -> None:
         if not isinstance(lengths, Tensor) or self.start is None:
             return
         if 1 not in (len(lengths), len(self.start)) and len(lengths) != len(self.start):
@@ -173,12 +166,12 @@ class Prefix(Mask):
         return self.end.shape[0] if isinstance(self.end, Tensor) else None
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        check_unchanged(self, self.read)
-        inside = kv_idx < (row(self.end, b) if isinstance(self.end, Tensor) else self.end)
-        return inside if self.start is None else inside & (kv_idx >= row(self.start, b))
+        self._check_unchanged()
+        inside = kv_idx < (at_row(self.end, b) if isinstance(self.end, Tensor) else self.end)
+        return inside if self.start is None else inside & (kv_idx >= at_row(self.start, b))
 
     def within(self, span: Span) -> Mask:
-        check_unchanged(self, self.read)
+        self._check_unchanged()
         if self.ends is None or self.begins is None or torch.compiler.is_exporting():
             return self
         if span.kv_stop <= self.ends[0] and span.kv_start >= self.begins[1]:
@@ -191,18 +184,15 @@ class Prefix(Mask):
             return 0, None
         return self.begins[0], self.ends[1] - 1
 
-    def _hides(self, b: int, q: int, k: int) -> str:
+    def _hidden_keys(self, b: int, q: int, k: int) -> str:
         start, end = (
-            int(row(x, index(b))) if isinstance(x, Tensor) else x or 0
+            int(at_row(x, index(b))) if isinstance(x, Tensor) else x or 0
             for x in (self.start, self.end)
         )
         return f"keys outside the prefix ({start} <= key < {end})"
 
-    def __repr__(self) -> str:
-        return code("Prefix", lengths=self.lengths, start=self.start)
-
     def __eq__(self, other: object) -> bool:
-        return equal(self, other, ("lengths", "start"))
+        return same_fields(self, other, ("lengths", "start"))
 
     def __hash__(self) -> int:
         lengths = id(self.lengths) if isinstance(self.lengths, Tensor) else self.lengths
@@ -210,15 +200,16 @@ class Prefix(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Documents(Mask):
-    """Tokens see their own document only: packed sequences.
+class Documents(DataMask):
+    """Each query may attend to the keys of its own document, in packed sequences.
 
     Args:
-        ids: `[B, S]` or `[S]` integers, one for each token. Beyond them a row's last id continues.
+        ids: `[B, S]` or `[S]` integers, the document of each token. The last id of a row holds for
+            all slots after it, too.
 
     Raises:
         TypeError: if `ids` are not integers.
-        ValueError: if they are not of one or two dimensions, or none.
+        ValueError: if they do not have one or two dimensions, or are empty.
 
     >>> print(Documents(torch.tensor([0, 0, 1])).draw())
     Documents(ids=<[1, 3] int64>)
@@ -229,11 +220,10 @@ class Documents(Mask):
     """
 
     ids: Tensor
-    last_start: int | None = field(init=False, default=None)  # where every row is in its last one
-    read: Versions = field(init=False)
+    last_start: int | None = field(init=False, default=None)  # all rows: last document from here
 
     def __post_init__(self) -> None:
-        ids = rows("Documents", "ids", self.ids)
+        ids = as_rows("Documents", "ids", self.ids)
         if not is_whole(ids):
             raise TypeError(
                 f"Documents takes integer ids, one for each token, got {ids.dtype}; "
@@ -241,19 +231,18 @@ class Documents(Mask):
             )
         if ids.shape[1] == 0:
             raise ValueError(
-                f"Documents continues a row's last id, got rows of none: shape {tuple(ids.shape)}; "
+                f"Documents continues a row's last id, got empty rows: shape {tuple(ids.shape)}; "
                 "give one id at least, or leave the mask out"
             )
-        object.__setattr__(self, "ids", lasting(ids))
-        object.__setattr__(self, "last_start", last_true(ids != ids[:, -1:]))
-        object.__setattr__(self, "read", _read(self.ids))
+        ids = stable(ids)
+        self._set(ids, ids=ids, last_start=last_true(ids != ids[:, -1:]))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Int[Tensor, " documents_and_1"]) -> "Documents":
-        """From cumulative lengths `[0, n1, n1 + n2, ...]`, as packed kernels take them.
+        """From cumulative lengths `[0, n1, n1 + n2, ...]`, as kernels for packed sequences take.
 
         Raises:
-            ValueError: if they do not start at 0, or fall.
+            ValueError: if they do not start at 0, or decrease.
 
         >>> Documents.from_cu_seqlens(torch.tensor([0, 2, 5])).ids.tolist()
         [[0, 0, 1, 1, 1]]
@@ -266,8 +255,8 @@ class Documents(Mask):
         lengths = cu_seqlens.diff()
         if int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
             raise ValueError(
-                f"cu_seqlens starts at 0 and never falls, got {cu_seqlens.tolist()}; "
-                "lengths become it by cumsum, with a 0 in front"
+                f"cu_seqlens starts at 0 and never decreases, got {cu_seqlens.tolist()}; "
+                "it is the cumsum of the lengths, with a 0 in front"
             )
         documents = torch.arange(len(lengths), device=lengths.device)
         return cls(documents.repeat_interleave(lengths)[None])
@@ -281,39 +270,36 @@ class Documents(Mask):
         return Span(0, self.ids.shape[1], 0, self.ids.shape[1])
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        check_unchanged(self, self.read)
-        return self._at(b, q_idx) == self._at(b, kv_idx)
+        self._check_unchanged()
+        return self._id(b, q_idx) == self._id(b, kv_idx)
 
-    def _at(self, b: Tensor, slot: Tensor) -> Tensor:
+    def _id(self, b: Tensor, slot: Tensor) -> Tensor:
         ids = self.ids.to(slot.device)
         return ids[row_index(ids, b), slot.clamp(0, ids.shape[1] - 1)]
 
     def within(self, span: Span) -> Mask:
-        check_unchanged(self, self.read)
+        self._check_unchanged()
         start = self.last_start
         if start is not None and span.first_query >= start and span.kv_start >= start:
             return EVERYTHING
         return self
 
-    def _hides(self, b: int, q: int, k: int) -> str:
-        mine, its = (int(self._at(index(b), index(slot))) for slot in (q, k))
+    def _hidden_keys(self, b: int, q: int, k: int) -> str:
+        mine, its = (int(self._id(index(b), index(slot))) for slot in (q, k))
         return f"other documents (key in {its}, query in {mine})"
-
-    def __repr__(self) -> str:
-        return code("Documents", ids=self.ids)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Padding(Mask):
-    """Keys that are real tokens.
+class Padding(DataMask):
+    """Each query may attend to the keys that are real tokens.
 
     Args:
-        valid: `[B, S]` or `[S]`, True (or 1) for real tokens; keys beyond are visible.
+        valid: `[B, S]` or `[S]`, True (or 1) for real tokens. Keys after the last are visible.
 
-    `start` is `[B]`: each row's first real slot, as `Chunked` and `Prefix` take it.
+    `start` is `[B]`, the slot of each row's first real token, as `Chunked` and `Prefix` take it.
 
     Raises:
-        TypeError: if `valid` is floating point, whose polarity nobody can know.
+        TypeError: if `valid` is floating point, because its meaning would be ambiguous.
         ValueError: if it holds numbers other than 0 and 1.
 
     >>> Padding(torch.tensor([[0, 0, 1, 1]])).start.tolist()
@@ -322,19 +308,17 @@ class Padding(Mask):
 
     valid: Tensor
     hidden_stop: int | None = field(init=False, default=None)  # keys from here on are all visible
-    shown_start: int | None = field(init=False, default=None)  # keys before are all hidden
+    visible_start: int | None = field(init=False, default=None)  # keys before are all hidden
     start: Tensor = field(init=False)
-    read: Versions = field(init=False)
 
     def __post_init__(self) -> None:
-        valid = lasting(zero_or_one(rows("Padding", "valid", self.valid)))
-        object.__setattr__(self, "valid", valid)
-        object.__setattr__(self, "hidden_stop", last_true(~valid))
-        object.__setattr__(self, "shown_start", first_true(valid))
+        valid = stable(as_booleans(as_rows("Padding", "valid", self.valid)))
         beyond = valid.new_ones(valid.shape[0], 1)
-        first = torch.cat([valid, beyond], dim=1).to(torch.int8).argmax(dim=1)
-        object.__setattr__(self, "start", first)
-        object.__setattr__(self, "read", _read(valid))
+        start = torch.cat([valid, beyond], dim=1).to(torch.int8).argmax(dim=1)
+        hidden_stop, visible_start = last_true(~valid), first_true(valid)
+        self._set(
+            valid, valid=valid, hidden_stop=hidden_stop, visible_start=visible_start, start=start
+        )
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int], total: int | None = None) -> "Padding":
@@ -347,7 +331,7 @@ class Padding(Mask):
         [[1, 0, 0], [1, 1, 1]]
         """
         counts = torch.as_tensor(lengths)
-        vector("lengths", counts)
+        check_vector("lengths", counts)
         known = bounds(counts)
         size = total if total is not None or known is None else known[1]
         if size is None or (known is not None and not 0 <= known[0] <= known[1] <= size):
@@ -367,7 +351,7 @@ class Padding(Mask):
         return Span(0, self.valid.shape[1], 0, self.valid.shape[1])
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        check_unchanged(self, self.read)
+        self._check_unchanged()
         valid = self.valid.to(kv_idx.device)
         size = valid.shape[1]
         if size == 0:
@@ -375,25 +359,14 @@ class Padding(Mask):
         return valid[row_index(valid, b), kv_idx.clamp(0, size - 1)] | (kv_idx >= size)
 
     def within(self, span: Span) -> Mask:
-        check_unchanged(self, self.read)
+        self._check_unchanged()
         stop = self.valid.shape[1] if self.hidden_stop is None else self.hidden_stop
         if span.kv_start >= stop:
             return EVERYTHING
         if torch.compiler.is_exporting():
             return self
-        hidden = self.shown_start is not None and span.kv_stop <= self.shown_start
+        hidden = self.visible_start is not None and span.kv_stop <= self.visible_start
         return NOTHING if hidden else self
 
-    def _hides(self, b: int, q: int, k: int) -> str:
+    def _hidden_keys(self, b: int, q: int, k: int) -> str:
         return f"padding (key {k} of row {b})"
-
-    def __repr__(self) -> str:
-        return code("Padding", valid=self.valid)
-
-
-def _lasting(value: Any) -> Any:
-    return lasting(value) if isinstance(value, Tensor) else value
-
-
-def _read(*data: object) -> Versions:
-    return Versions(*(each for each in data if isinstance(each, Tensor)))

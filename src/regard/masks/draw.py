@@ -1,4 +1,4 @@
-"""A mask as a picture for a terminal: what would take a paragraph to say takes a glance to see."""
+"""A mask drawn as text, for a terminal."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from regard.masks.algebra import Mask
 
 VISIBLE, HIDDEN = "■", "·"
-SIZE = 8  # of a picture, where the mask holds no data to go by
+SIZE = 8  # queries and keys that are drawn of a mask without data
 
 
 def picture(mask: "Mask", span: Span, b: int, h: int) -> str:
@@ -29,15 +29,15 @@ def picture(mask: "Mask", span: Span, b: int, h: int) -> str:
 
 
 def grid(mask: "Mask", span: Span, b: int, h: int) -> Bool[Tensor, "L S"]:
-    """What one row of the batch sees with one head."""
+    """The visible keys of each query, for one batch row and one head."""
     rows = len(span.q_start) if isinstance(span.q_start, Tensor) else 1
     batch, heads = max(b + 1, rows, mask.batch or 1), max(h + 1, mask.heads or 1)
-    seen = mask.within(span).dense(span, batch=batch, heads=heads, device="cpu")
-    return seen.expand(batch, heads, span.num_queries, span.num_keys)[b, h]
+    visible = mask.within(span).dense(span, batch=batch, heads=heads, device="cpu")
+    return visible.expand(batch, heads, span.num_queries, span.num_keys)[b, h]
 
 
 def frame(mask: "Mask", queries: "int | Span | None", keys: int | None) -> Span:
-    """What to draw: what was asked for, else the data the mask holds."""
+    """The slots to draw: those given, else the slots of the mask's data."""
     if isinstance(queries, Span):
         return queries
     if queries is None and keys is None:

@@ -1,8 +1,8 @@
-"""Which keys a block of queries may see, as runs of slots: found on the host, from the rule.
+"""The keys that a block of queries may attend to, as ranges of slots, computed on the CPU.
 
-Two answers are given for a block: runs that hold every key some query of it may see, and runs in
-which every query sees every key. Both are right for all rows of a batch at once; neither is exact
-for every rule, but the first is never too small and the second never too large.
+Two lists of ranges are computed for a block. The first contains every key that is visible to some
+query of the block. In the second, every key is visible to every query. Both hold for all batch rows
+together. For some rules the first is larger, or the second smaller, than necessary.
 """
 
 from bisect import bisect_right
@@ -33,23 +33,25 @@ from regard.masks import (
 )
 from regard.masks.row_data import readable
 
-FAR = 1 << 62  # beyond every slot
-Runs = list[tuple[int, int]]  # half-open, in order, apart from each other
-Sight = Callable[[int, int], tuple[Runs, Runs]]  # of the queries at slots first..last
+FAR = 1 << 62  # a slot after all others
+Runs = list[tuple[int, int]]  # half-open ranges of slots, sorted, with gaps between them
+Finder = Callable[[int, int], tuple[Runs, Runs]]
+"""From the first and last slot of a block of queries to the keys visible to some and to all."""
 
 ALL: Runs = [(-FAR, FAR)]
 NONE: Runs = []
 
 AnyMask = TypeVar("AnyMask", bound=Mask)
-_READ: WeakKeyDictionary[Mask, Sight] = WeakKeyDictionary()
+# Memo table: the data of a mask is read once for all the layers that the mask is passed to.
+_FINDERS: WeakKeyDictionary[Mask, Finder] = WeakKeyDictionary()
 
 
-def sight(mask: Mask) -> Sight:
-    """What blocks of queries may see and what all of them see; reads the rule's data here, once.
+def visible_runs_of(mask: Mask) -> Finder:
+    """A function that finds the visible keys of blocks of queries. Reads the rule's tensors, once.
 
     >>> from regard.masks import Causal, Prefix, SlidingWindow
-    >>> look = sight((Causal() & SlidingWindow(4)) | Prefix(2))
-    >>> [(max(0, start), stop) for start, stop in look(10, 12)[0]]
+    >>> find = visible_runs_of((Causal() & SlidingWindow(4)) | Prefix(2))
+    >>> [(max(0, start), stop) for start, stop in find(10, 12)[0]]
     [(0, 2), (7, 13)]
     """
     match mask:
@@ -66,22 +68,22 @@ def sight(mask: Mask) -> Sight:
         case Prefix():
             return _prefix(mask)
         case Documents() if _readable(mask.ids):
-            return _once(mask, _documents)
+            return _memoised(mask, _documents)
         case Padding() if _readable(mask.valid):
-            return _once(mask, _padding)
+            return _memoised(mask, _padding)
         case Not(mask=inner):
-            return _hidden(sight(inner))
+            return _inverted(visible_runs_of(inner))
         case AllOf(parts=parts):
-            return _together([sight(part) for part in parts], meet)
+            return _combined([visible_runs_of(part) for part in parts], intersection)
         case AnyOf(parts=parts):
-            return _together([sight(part) for part in parts], join)
+            return _combined([visible_runs_of(part) for part in parts], union)
         case Dense() | Where():
             return lambda first, last: (ALL, NONE)
-    return _reached(mask)
+    return _user_defined(mask)
 
 
-def join(some: Runs, others: Runs) -> Runs:
-    """The slots of either."""
+def union(some: Runs, others: Runs) -> Runs:
+    """The slots in either list."""
     joined: Runs = []
     for start, stop in sorted([*some, *others]):
         if joined and start <= joined[-1][1]:
@@ -91,30 +93,30 @@ def join(some: Runs, others: Runs) -> Runs:
     return joined
 
 
-def meet(some: Runs, others: Runs) -> Runs:
-    """The slots of both."""
-    met, mine, its = [], 0, 0
+def intersection(some: Runs, others: Runs) -> Runs:
+    """The slots in both lists."""
+    common, mine, its = [], 0, 0
     while mine < len(some) and its < len(others):
         start = max(some[mine][0], others[its][0])
         stop = min(some[mine][1], others[its][1])
         if start < stop:
-            met.append((start, stop))
+            common.append((start, stop))
         if some[mine][1] < others[its][1]:
             mine += 1
         else:
             its += 1
-    return met
+    return common
 
 
-def without(runs: Runs) -> Runs:
-    """The slots of none."""
+def complement(runs: Runs) -> Runs:
+    """The slots in none of the runs."""
     edges = [-FAR, *(edge for run in runs for edge in run), FAR]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return [(start, stop) for start, stop in pairs if start < stop]
 
 
-def bridged(runs: Runs, gap: int) -> Runs:
-    """The runs, those that lie nearer than `gap` made one: keys are cheaper than more pieces."""
+def without_gaps(runs: Runs, gap: int) -> Runs:
+    """The runs, joined where fewer than `gap` slots lie between them."""
     near: Runs = []
     for start, stop in runs:
         if near and start - near[-1][1] < gap:
@@ -125,7 +127,7 @@ def bridged(runs: Runs, gap: int) -> Runs:
 
 
 def true_runs(flags: list[bool]) -> Runs:
-    """Where the flags are true.
+    """The runs of indices at which the flags are true.
 
     >>> true_runs([True, False, False, True, True])
     [(0, 1), (3, 5)]
@@ -135,115 +137,116 @@ def true_runs(flags: list[bool]) -> Runs:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def covers(runs: Runs, start: int, stop: int) -> bool:
-    """Whether the slots start..stop all lie in the runs."""
+def contains(runs: Runs, start: int, stop: int) -> bool:
+    """Whether the slots `start..stop` all lie in one run."""
     return any(low <= start and stop <= high for low, high in runs)
 
 
 def _readable(data: Tensor) -> bool:
-    """Whether the data can be read now: not while a device records what it will do later."""
+    """Whether the data can be read now: no CUDA graph is being captured."""
     return readable(data) and not (data.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _once(mask: AnyMask, read: Callable[[AnyMask], Sight]) -> Sight:
-    """Data is read once for each mask, not once for each layer that it goes through."""
-    look = _READ.get(mask)
-    if look is None:
-        look = _READ[mask] = read(mask)
-    return look
+def _memoised(mask: AnyMask, read: Callable[[AnyMask], Finder]) -> Finder:
+    found = _FINDERS.get(mask)
+    if found is None:
+        found = _FINDERS[mask] = read(mask)
+    return found
 
 
-def _hidden(look: Sight) -> Sight:
-    def hidden(first: int, last: int) -> tuple[Runs, Runs]:
-        seen, full = look(first, last)
-        return without(full), without(seen)
+def _inverted(find: Finder) -> Finder:
+    def inverted(first: int, last: int) -> tuple[Runs, Runs]:
+        some, every = find(first, last)
+        return complement(every), complement(some)
 
-    return hidden
-
-
-def _together(looks: Sequence[Sight], how: Callable[[Runs, Runs], Runs]) -> Sight:
-    def together(first: int, last: int) -> tuple[Runs, Runs]:
-        seen, full = zip(*(look(first, last) for look in looks), strict=True)
-        return reduce(how, seen), reduce(how, full)
-
-    return together
+    return inverted
 
 
-def _reached(mask: Mask) -> Sight:
-    """A rule of somebody's own."""
+def _combined(finders: Sequence[Finder], combine: Callable[[Runs, Runs], Runs]) -> Finder:
+    def combined(first: int, last: int) -> tuple[Runs, Runs]:
+        some, every = zip(*(find(first, last) for find in finders), strict=True)
+        return reduce(combine, some), reduce(combine, every)
+
+    return combined
+
+
+def _user_defined(mask: Mask) -> Finder:
+    """For a subclass of `Mask` outside of regard: from its `reach`."""
 
     def reached(first: int, last: int) -> tuple[Runs, Runs]:
         low, high = mask.reach(Span(first, last + 1, 0, FAR))
-        run = (-FAR if low is None else low, FAR if high is None else high + 1)
-        return ([run] if run[0] < run[1] else NONE), NONE
+        return _run(-FAR if low is None else low, FAR if high is None else high + 1), NONE
 
     return reached
 
 
-def _chunks(mask: Chunked) -> Sight:
+def _run(start: int, stop: int) -> Runs:
+    return [(start, stop)] if start < stop else NONE
+
+
+def _chunks(mask: Chunked) -> Finder:
     size, starts = mask.size, mask.starts
-    if not starts:  # not to be read
+    if not starts:  # not readable
         return lambda first, last: (ALL, NONE)
 
     def chunks(first: int, last: int) -> tuple[Runs, Runs]:
-        seen, full = NONE, ALL
+        some, every = NONE, ALL
         for start in starts:
             low, high = (first - start) // size, (last - start) // size
-            here = [(low * size + start, (high + 1) * size + start)]
-            seen = join(seen, here)
-            full = meet(full, here) if low == high else NONE
-        return seen, full
+            runs = [(low * size + start, (high + 1) * size + start)]
+            some = union(some, runs)
+            every = intersection(every, runs) if low == high else NONE
+        return some, every
 
     return chunks
 
 
-def _prefix(mask: Prefix) -> Sight:
-    if mask.begins is None or mask.ends is None:
+def _prefix(mask: Prefix) -> Finder:
+    if mask.begins is None or mask.ends is None:  # not readable
         return lambda first, last: (ALL, NONE)
-    seen, full = (mask.begins[0], mask.ends[1]), (mask.begins[1], mask.ends[0])
-    found = ([seen] if seen[0] < seen[1] else NONE), ([full] if full[0] < full[1] else NONE)
+    found = _run(mask.begins[0], mask.ends[1]), _run(mask.begins[1], mask.ends[0])
     return lambda first, last: found
 
 
-def _padding(mask: Padding) -> Sight:
+def _padding(mask: Padding) -> Finder:
     if 0 in mask.valid.shape:
         return lambda first, last: (ALL, ALL)
-    seen, full = (_endless(rows.tolist()) for rows in (mask.valid.any(0), mask.valid.all(0)))
-    return lambda first, last: (seen, full)
+    found = _endless(mask.valid.any(0).tolist()), _endless(mask.valid.all(0).tolist())
+    return lambda first, last: found
 
 
 def _endless(valid: list[bool]) -> Runs:
-    """Runs of real tokens; beyond the data all are real."""
+    """Runs of real tokens; all slots after the data are real tokens, too."""
     runs = true_runs([*valid, True])
     runs[-1] = (runs[-1][0], FAR)
     return runs
 
 
-def _documents(mask: Documents) -> Sight:
+def _documents(mask: Documents) -> Finder:
     if 0 in mask.ids.shape:
         return lambda first, last: (ALL, NONE)
     rows = [_row_documents(row) for row in mask.ids]
 
     def documents(first: int, last: int) -> tuple[Runs, Runs]:
-        seen, full = NONE, ALL
-        for starts, ids, places in rows:
-            here = range(bisect_right(starts, first) - 1, bisect_right(starts, last))
-            mine = {ids[max(0, segment)] for segment in here}
-            runs = reduce(join, [places[document] for document in mine])
-            seen = join(seen, runs)
-            full = meet(full, runs) if len(mine) == 1 else NONE
-        return seen, full
+        some, every = NONE, ALL
+        for starts, ids, runs_of in rows:
+            segments = range(bisect_right(starts, first) - 1, bisect_right(starts, last))
+            found = {ids[max(0, segment)] for segment in segments}
+            runs = reduce(union, [runs_of[document] for document in found])
+            some = union(some, runs)
+            every = intersection(every, runs) if len(found) == 1 else NONE
+        return some, every
 
     return documents
 
 
 def _row_documents(row: Tensor) -> tuple[list[int], list[int], dict[int, Runs]]:
-    """Where a row's segments start, which document each is of, and where each document lies."""
+    """For the segments of a row, their first slots and documents; for each document, its runs."""
     change = (row[1:] != row[:-1]).nonzero().squeeze(1) + 1
     starts = [0, *change.tolist()]
     ids = row[torch.tensor(starts, device=row.device)].tolist()
-    edges = [-FAR, *starts[1:], FAR]  # the first and the last go on
-    places: dict[int, Runs] = {}
+    edges = [-FAR, *starts[1:], FAR]  # the first and the last segment have no end
+    runs_of: dict[int, Runs] = {}
     for document, start, stop in zip(ids, edges[:-1], edges[1:], strict=True):
-        places.setdefault(document, []).append((start, stop))
-    return starts, ids, places
+        runs_of.setdefault(document, []).append((start, stop))
+    return starts, ids, runs_of

@@ -17,8 +17,7 @@ from regard.masks.rules import HIDDEN_BELOW
 
 @runtime_checkable
 class ScoreBias(Protocol):
-    """What `score_bias=` takes besides a tensor: `Alibi`, `RelativeBias`, or a user-defined
-    rule."""
+    """A rule for `score_bias=`: `Alibi`, `RelativeBias`, or a user-defined one."""
 
     def bias(
         self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype

@@ -16,7 +16,7 @@ from regard.masks import (
     Span,
 )
 from regard.ops.bias import ScoreBias
-from regard.tracing import holds_numbers
+from regard.tracing import is_concrete
 
 LARGEST_SCALE = 1e38  # of scores: kernels multiply it by log2(e) in float32, which ends at 3.4e38
 POLARITIES = (
@@ -279,4 +279,4 @@ def _shows(mask: Mask, span: Span, start: int, stop: int) -> bool:
 def _any_visible(mask: Mask, span: Span, start: int, stop: int) -> bool:
     outside = Span(span.first_query, span.last_query + 1, start, stop)
     cells = mask.dense(outside, batch=mask.batch or 1, heads=mask.heads or 1, device="cpu")
-    return holds_numbers(cells) and bool(cells.any())
+    return is_concrete(cells) and bool(cells.any())

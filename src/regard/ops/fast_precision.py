@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard.heads import fold_heads, unfold_heads
-from regard.masks.visible_runs import bridged, true_runs
+from regard.masks.visible_runs import true_runs, without_gaps
 from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
 from regard.ops.definition import scores_of, softmax
 from regard.ops.rates import SPEED
-from regard.tracing import holds_numbers
+from regard.tracing import is_concrete
 
 NOTE = (
     "scores and weights are kept in bfloat16: "
@@ -70,8 +70,7 @@ def _simple(call: Call) -> bool:
 
 
 class Edge(NamedTuple):
-    """Keys that are hidden from some queries, and the addend of their scores, for N heads in a
-    group."""
+    """Keys that are hidden from some queries, and the addend of their scores."""
 
     start: int
     stop: int
@@ -116,8 +115,8 @@ def _with_gradient(
 
 class _Recomputed(torch.autograd.Function):
     """Saves the queries only. Backward reads the keys and computes the weights again, as in
-    FlashAttention (arXiv:2205.14135): over all blocks, both would take memory for queries x
-    keys."""
+    FlashAttention (arXiv:2205.14135): saved, both would have queries x keys
+    elements over all blocks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, k: Tensor, v: Tensor, steps: Steps) -> Tensor:
@@ -156,8 +155,8 @@ def _edges(call: Call) -> tuple[list[Edge], Tensor | None]:
     edge = ~keep.flatten(0, -2).all(0)
     masked = hidden.expand(call.batch, call.num_heads, call.num_queries, 1)
     runs = [(0, call.num_keys)]
-    if holds_numbers(edge):
-        runs = bridged(true_runs(edge.tolist()), 64)
+    if is_concrete(edge):
+        runs = without_gaps(true_runs(edge.tolist()), 64)
     edges = [Edge(start, stop, _added(call, keep[..., start:stop])) for start, stop in runs]
     return edges, fold_heads(masked, call.num_kv_heads)
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: positions become angles, angles rotate queries and keys."""
+"""Rotary position embeddings: queries and keys are rotated by angles proportional to positions."""
 
 from regard.rope.rotary import NO_ROPE, NoRotary, Pairing, Rope, Rotary
 from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Scaling, Yarn

@@ -1,29 +1,13 @@
-"""What every scaling is made with: plain frequencies, kept tensors, numbers that are checked."""
+"""The frequencies of RoPE without scaling, and checks of numeric arguments."""
 
 import math
-from dataclasses import fields
 from typing import Any
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-Device = torch.device | str | None
-
-
-def paste(value: Any, *, always: int = 1, **derived: Any) -> str:
-    """The code that builds a dataclass: its first `always` fields bare, others unless implied.
-
-    A field is implied by its default, or by the value it is `derived` to when not given.
-    """
-    shown = []
-    for i, field in enumerate(fields(value)):
-        content = getattr(value, field.name)
-        if i < always:
-            shown.append(repr(content))
-        elif content != derived.get(field.name, field.default):
-            shown.append(f"{field.name}={content!r}")
-    return f"{type(value).__name__}({', '.join(shown)})"
+from regard.constants import Device
 
 
 def plain_frequencies(
@@ -39,7 +23,7 @@ def plain_frequencies(
 
 
 def require_positive(owner: str, **values: Any) -> None:
-    """Raise unless every value is a finite number above 0, or None: TypeError or ValueError."""
+    """Raise TypeError or ValueError unless every value is None or a finite number above 0."""
     for name, value in values.items():
         if value is None:
             continue
@@ -49,7 +33,7 @@ def require_positive(owner: str, **values: Any) -> None:
 
 
 def require_finite(owner: str, **values: Any) -> None:
-    """Raise unless every value is a finite number: TypeError or ValueError."""
+    """Raise TypeError or ValueError unless every value is a finite number."""
     for name, value in values.items():
         _require_number(owner, name, value)
         if not math.isfinite(value):

@@ -1,4 +1,7 @@
-"""Rotary positions: channels turn in pairs by their position, so a score sees only the distance."""
+"""Rotary position embedding (RoPE): pairs of channels are rotated in proportion to the position.
+
+The score of a query and a key then depends on their distance only.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
@@ -9,56 +12,57 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from regard.constants import accumulating_dtype, constant
-from regard.rope.frequencies import paste, plain_frequencies, require_positive
+from regard.rope.frequencies import plain_frequencies, require_positive
 from regard.rope.scaling import Scaling
 from regard.tracing import without_autocast
+from regard.words import code_of
 
 Pairing = Literal["halves", "pairs"]
-Positions = Shaped[Tensor, "..."]  # [L] or [B, L]; `_require_positions` says so in words
+Positions = Shaped[Tensor, "..."]  # [L] or [B, L]; checked by `_require_positions`
 
 
 @runtime_checkable
 class Rope(Protocol):
-    """What a layer asks of its `rope=`: `Rotary`, `NO_ROPE`, or one of your own."""
+    """The protocol of a layer's `rope=`: `Rotary`, `NO_ROPE`, or a user-defined class."""
 
     @property
     def dim(self) -> int:
-        """How many of the head's channels are rotated: the first ones."""
+        """The number of channels of a head that are rotated; they are the first ones."""
 
     @property
     def softmax_factor(self) -> float:
-        """What a layer whose `scale` is None multiplies its softmax scale by."""
+        """A factor of the softmax scale of layers whose `scale` is None."""
 
     def __call__(
         self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G L D"], positions: Positions
     ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B G L D"]]:
-        """Queries and keys at `positions`, rotated."""
+        """Rotate queries and keys at the same `positions`."""
 
     def rotate(self, x: Float[Tensor, "B H L D"], positions: Positions) -> Float[Tensor, "B H L D"]:
-        """Either of them alone."""
+        """Rotate queries, or keys."""
 
 
 @dataclass(frozen=True, repr=False)
 class Rotary:
     """Rotary position embedding (RoFormer, arXiv 2104.09864) of the first `dim` channels of a head.
 
-    `pairing` says which channels turn together: `"halves"` turns channel `i` with `i + dim / 2`, as
-    Hugging Face weights expect; `"pairs"` turns `2i` with `2i + 1`, as Meta's and DeepSeek's do.
-    The output keeps the layout of the input.
+    `pairing` selects the channels of a pair: `"halves"` pairs channel `i` with `i + dim / 2`, as
+    Hugging Face weights expect; `"pairs"` pairs `2i` with `2i + 1`, as Meta's and DeepSeek's do.
+    The output has the channel order of the input.
 
-    A value, not a module: there is no buffer that `.to(bfloat16)` could spoil. Frequencies are
-    computed in float64. Angles and the rotation are computed in float32 and rounded once to the
-    dtype of the input; for float64 inputs, in float64. A float32 angle is `position * frequency`
-    rounded, as it was when the published models were trained, so at position 1e6 it is true to
-    about 0.06 radians and no better. Autocast changes nothing.
+    This is a frozen dataclass, not a module: it has no buffer that `.to(bfloat16)` would round.
+    Frequencies are computed in float64. Angles and the rotation are computed in float32 and rounded
+    once to the dtype of the input; for float64 inputs, in float64. A float32 angle is `position *
+    frequency` rounded, as in the training of the published models; at position 1e6 its error is up
+    to 0.06 radians. Autocast has no effect.
 
-    `softmax_factor` is what the scaling multiplies a layer's softmax scale by, and
-    `attention_factor` what it multiplies cosines and sines by: 1.0 unless the scaling says so.
+    `softmax_factor` is a factor of a layer's softmax scale, and `attention_factor` of cosines and
+    sines. Both come from the scaling, and are 1.0 without one.
 
     Raises:
-        TypeError: if an argument is of the wrong kind.
-        ValueError: if `dim` is not even and positive, `theta` not finite and above 0, or `pairing`
-            unknown; whatever the scaling objects to in this `dim` and `theta`.
+        TypeError: if an argument has the wrong type.
+        ValueError: if `dim` is not even and positive, `theta` not finite and above 0, `pairing`
+            unknown, or the scaling does not support `dim` or `theta`.
 
     >>> rope = Rotary(2, theta=100.0)
     >>> q = k = torch.tensor([[[[1.0, 0.0], [1.0, 0.0]]]])
@@ -77,7 +81,7 @@ class Rotary:
     def __post_init__(self) -> None:
         require_positive("Rotary", dim=self.dim, theta=self.theta)
         if self.dim % 2:
-            raise ValueError(f"Rotary turns channels in pairs, so dim must be even, got {self.dim}")
+            raise ValueError(f"Rotary rotates pairs of channels: dim must be even, got {self.dim}")
         if self.pairing not in get_args(Pairing):
             raise ValueError(
                 f"Rotary: pairing must be 'halves' (Hugging Face) or 'pairs' (Meta, DeepSeek), "
@@ -93,35 +97,36 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """A factor of cosines and sines."""
         return 1.0 if self.scaling is None else float(self.scaling.attention_factor or 1.0)
 
     @property
     def softmax_factor(self) -> float:
-        """What a layer whose `scale` is None multiplies its softmax scale by."""
+        """A factor of the softmax scale of layers whose `scale` is None."""
         return 1.0 if self.scaling is None else float(self.scaling.softmax_factor)
 
     def __call__(
         self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G L D"], positions: Positions
     ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B G L D"]]:
-        """Queries and keys at the same `positions`, `[L]` or `[B, L]`, rotated.
+        """Rotate queries and keys at the same `positions`, `[L]` or `[B, L]`.
 
         Raises:
-            TypeError: if q or k is not floating, or positions are neither integers nor wide floats.
+            TypeError: if q or k is not floating point, or positions are not integers, float32 or
+                float64.
             ValueError: if D is below `dim`, or positions are not `[L]` or `[B, L]`.
         """
         for x in (q, k):
             self._require_fit(x, positions)
         with without_autocast(q.device):
             cos, sin = self._cos_sin(positions, accumulating_dtype(q.dtype, k.dtype))
-            return self._turn(q, cos, sin), self._turn(k, cos, sin)
+            return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
 
     def rotate(self, x: Float[Tensor, "B H L D"], positions: Positions) -> Float[Tensor, "B H L D"]:
-        """Queries, or keys, at `positions`, `[L]` or `[B, L]`; raises as calling does."""
+        """Rotate queries, or keys, at `positions`, `[L]` or `[B, L]`; raises as a call does."""
         self._require_fit(x, positions)
         with without_autocast(x.device):
             cos, sin = self._cos_sin(positions, accumulating_dtype(x.dtype))
-            return self._turn(x, cos, sin)
+            return self._rotated(x, cos, sin)
 
     def angles(
         self, positions: Positions, dtype: torch.dtype = torch.float32
@@ -136,27 +141,27 @@ class Rotary:
 
     def _frequencies(self, positions: Positions) -> Float[Tensor, " half"]:
         if self.scaling is None or not self.scaling.uses_length:
-            return _steady_frequencies(self, positions.device)
-        length = F.pad(positions.flatten(), (1, 0)).max() + 1  # the pad: no positions, length 1
+            return _fixed_frequencies(self, positions.device)
+        length = F.pad(positions.flatten(), (1, 0)).max() + 1  # pad: no positions, length 1
         return self.scaling.frequencies(
             self.dim, self.theta, length=length, device=positions.device
         )
 
     def _cos_sin(self, positions: Positions, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = self.angles(positions, dtype).unsqueeze(-3)  # [1 or B, 1, L, dim/2]: heads share
+        angles = self.angles(positions, dtype).unsqueeze(-3)  # [1 or B, 1, L, dim/2]
         cos, sin = angles.cos(), angles.sin()
         factor = self.attention_factor
         return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
-    def _turn(
+    def _rotated(
         self, x: Float[Tensor, "B H L D"], cos: Tensor, sin: Tensor
     ) -> Float[Tensor, "B H L D"]:
-        turned, rest = x[..., : self.dim], x[..., self.dim :]
+        rotating, rest = x[..., : self.dim], x[..., self.dim :]
         if self.pairing == "halves":
-            a, b = turned.chunk(2, dim=-1)
-            return torch.cat([*(y.to(x.dtype) for y in _spin(a, b, cos, sin)), rest], dim=-1)
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        pairs = torch.stack(_spin(a, b, cos, sin), dim=-1).flatten(-2).to(x.dtype)
+            a, b = rotating.chunk(2, dim=-1)
+            return torch.cat([*(y.to(x.dtype) for y in _rotate(a, b, cos, sin)), rest], dim=-1)
+        a, b = rotating[..., 0::2], rotating[..., 1::2]
+        pairs = torch.stack(_rotate(a, b, cos, sin), dim=-1).flatten(-2).to(x.dtype)
         return torch.cat([pairs, rest], dim=-1) if rest.shape[-1] else pairs
 
     def _require_fit(self, x: Tensor, positions: Tensor) -> None:
@@ -170,12 +175,12 @@ class Rotary:
         _require_positions(x, positions)
 
     def __repr__(self) -> str:
-        return paste(self)
+        return code_of(self, 1)
 
 
 @dataclass(frozen=True, repr=False)
 class NoRotary:
-    """The neutral rope, `NO_ROPE`: positions turn nothing.
+    """The neutral rope, `NO_ROPE`, which rotates nothing.
 
     >>> NO_ROPE.rotate(torch.ones(1, 1, 1, 2), torch.tensor([7]))
     tensor([[[[1., 1.]]]])
@@ -188,17 +193,17 @@ class NoRotary:
     def __call__(
         self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G S D"], positions: Positions
     ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B G S D"]]:
-        """q and k themselves."""
+        """Return `q` and `k`."""
         return q, k
 
     def rotate(self, x: Float[Tensor, "B H L D"], positions: Positions) -> Float[Tensor, "B H L D"]:
-        """x itself."""
+        """Return `x`."""
         return x
 
     def angles(
         self, positions: Positions, dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "... 0"]:
-        """No angle at any position: `[*positions.shape, 0]`."""
+        """An empty tensor, `[*positions.shape, 0]`."""
         return positions.new_empty((*positions.shape, 0), dtype=dtype)
 
     def __repr__(self) -> str:
@@ -212,14 +217,14 @@ NO_ROPE = NoRotary()
 
 
 @constant
-def _steady_frequencies(rope: Rotary, device: torch.device) -> Float[Tensor, " half"]:
+def _fixed_frequencies(rope: Rotary, device: torch.device) -> Float[Tensor, " half"]:
     if rope.scaling is None:
         return plain_frequencies(rope.dim, rope.theta, device)
     return rope.scaling.frequencies(rope.dim, rope.theta, device=device)
 
 
-def _spin(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return a * cos - b * sin, b * cos + a * sin  # half-precision a and b are promoted, exactly
+def _rotate(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return a * cos - b * sin, b * cos + a * sin  # half-precision a and b become float32
 
 
 def _require_positions(x: Tensor, positions: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""A scaling maps rotary frequencies to slower ones: a model then reads further than it was trained.
+"""Scalings of RoPE: lower frequencies, for contexts longer than those a model was trained with.
 
-Every scaling is a frozen value with three members: `frequencies`, which maps `(dim, theta)` to the
-scaled frequencies; `attention_factor`, which multiplies cosines and sines; and `softmax_factor`,
-which multiplies the softmax scale. Frequencies are computed in float64; `Rotary` casts them last.
+Every scaling is a frozen dataclass with three members: `frequencies`, which maps `(dim, theta)` to
+the scaled frequencies; `attention_factor`, a factor of cosines and sines; and `softmax_factor`, a
+factor of the softmax scale. Frequencies are computed in float64 and cast by `Rotary`.
 
-Two of them, `NTK` with an `original_max_position` and `LongRope`, look at the length of the
-sequence, which is the call's largest position plus one. Keys a cache already holds were rotated
-with the frequencies of their own call and keep them: the published models do the same.
+The frequencies of `NTK` with an `original_max_position` and of `LongRope` depend on the length of
+the sequence, which is the largest position of the call plus one. Cached keys are not rotated again:
+they keep the frequencies of their own call, as in the published models.
 """
 
 import math
@@ -18,43 +18,49 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
-from regard.constants import device_vector
-from regard.rope.frequencies import (
-    Device,
-    paste,
-    plain_frequencies,
-    require_finite,
-    require_positive,
-)
+from regard.constants import Device, device_vector
+from regard.rope.frequencies import plain_frequencies, require_finite, require_positive
+from regard.words import code_of
 
 Length = Shaped[Tensor, ""] | None
-RAMP_EPSILON = 0.001  # YaRN's code keeps an empty ramp from dividing by zero with this
+RAMP_EPSILON = 0.001  # pairs; the width of an empty ramp, as in YaRN's code: avoids dividing by 0
 
 
 @runtime_checkable
 class Scaling(Protocol):
-    """What `Rotary(scaling=...)` asks of a scaling. Values compare, hash and paste back."""
+    """The protocol of `Rotary(scaling=...)`. Scalings can be compared and hashed."""
 
     @property
     def uses_length(self) -> bool:
-        """Whether `frequencies` reads `length`."""
+        """Whether `frequencies` depend on `length`."""
 
     @property
     def attention_factor(self) -> float | int | None:
-        """What cosines and sines are multiplied by; None is 1."""
+        """A factor of cosines and sines; None is 1."""
 
     @property
     def softmax_factor(self) -> float | int:
-        """What the softmax scale is multiplied by, where the layer's `scale` is None."""
+        """A factor of the softmax scale of layers whose `scale` is None."""
 
     def frequencies(
         self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
     ) -> Float64[Tensor, " half"]:
-        """Radians a position for each of the `dim / 2` pairs, in float64."""
+        """The frequencies of the `dim / 2` pairs, in radians per position, in float64."""
+
+
+class _Fixed:
+    """Base class of scalings that change frequencies only, and do not depend on the length."""
+
+    uses_length: ClassVar[bool] = False
+    attention_factor: ClassVar[float] = 1.0
+    softmax_factor: ClassVar[float] = 1.0
+
+    def __repr__(self) -> str:
+        return code_of(self, 1)
 
 
 @dataclass(frozen=True, repr=False)
-class LinearScaling:
+class LinearScaling(_Fixed):
     """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`.
 
     Raises:
@@ -66,30 +72,23 @@ class LinearScaling:
 
     factor: float | int
 
-    uses_length: ClassVar[bool] = False
-    attention_factor: ClassVar[float] = 1.0
-    softmax_factor: ClassVar[float] = 1.0
-
     def __post_init__(self) -> None:
         require_positive("LinearScaling", factor=self.factor)
 
     def frequencies(
         self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
     ) -> Float64[Tensor, " half"]:
-        """Radians a position, `[dim / 2]` in float64; `length` is not read."""
+        """Radians per position, `[dim / 2]` in float64; `length` has no effect."""
         return plain_frequencies(dim, theta, device) / self.factor
-
-    def __repr__(self) -> str:
-        return paste(self)
 
 
 @dataclass(frozen=True, repr=False)
 class NTK:
-    """NTK-aware scaling: a larger `theta`, so fast pairs keep their speed and slow ones stretch.
+    """NTK-aware scaling: a larger `theta`, which lowers low frequencies more than high ones.
 
-    With `original_max_position=None` the base is `theta * factor ** (dim / (dim - 2))` always. With
-    a number the base grows with the call's length beyond it ("dynamic NTK"), and calls within it
-    are unscaled. The length is the largest position of the whole batch plus one.
+    With `original_max_position=None` the base is always `theta * factor ** (dim / (dim - 2))`. With
+    a number ("dynamic NTK"), the base grows with the length of longer calls, and shorter calls are
+    not scaled. The length is the largest position of the whole batch plus one.
 
     Raises:
         TypeError, ValueError: if a number is not finite and above 0; on use, if `dim` is below 4.
@@ -117,11 +116,11 @@ class NTK:
     def frequencies(
         self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
     ) -> Float64[Tensor, " half"]:
-        """Radians a position, `[dim / 2]` in float64. No `length` is one within the original."""
+        """Radians per position, `[dim / 2]` in float64; None is a `length` within the original."""
         if dim < 4:
             raise ValueError(f"NTK needs dim >= 4 (its exponent is dim / (dim - 2)), got dim={dim}")
-        slower = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / (dim - 2)
-        return plain_frequencies(dim, theta, device) * self._growth(length, slower) ** -slower
+        exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / (dim - 2)
+        return plain_frequencies(dim, theta, device) * self._growth(length, exponents) ** -exponents
 
     def _growth(self, length: Length, like: Float64[Tensor, " half"]) -> Float64[Tensor, ""]:
         original = self.original_max_position
@@ -133,22 +132,22 @@ class NTK:
         return self.factor * beyond - (self.factor - 1)
 
     def __repr__(self) -> str:
-        return paste(self)
+        return code_of(self, 1)
 
 
 @dataclass(frozen=True, repr=False)
 class Yarn:
-    """YaRN (arXiv 2309.00071): slow pairs divided by `factor`, fast ones kept, a ramp between.
+    """YaRN (arXiv 2309.00071): low frequencies divided by `factor`, high ones kept, a ramp between.
 
-    A pair that turns more than `beta_fast` times within `original_max_position` is kept, one that
-    turns less than `beta_slow` times is divided; `truncate` rounds the ends of the ramp to whole
+    A pair that rotates more than `beta_fast` times within `original_max_position` is kept, one that
+    rotates less than `beta_slow` times is divided; `truncate` rounds the ends of the ramp to whole
     pairs. Cosines and sines are multiplied by the `attention_factor` given, else by the ratio of
     the two mscales if both are given, else by `0.1 ln(factor) + 1`. DeepSeek's `mscale_all_dim`
-    acts on the softmax scale as well, by the square of its mscale: `softmax_factor`.
+    also multiplies the softmax scale by the square of its mscale: `softmax_factor`.
 
     Raises:
-        TypeError, ValueError: if a number is not finite and above 0 (an mscale may be 0, which is
-            as good as None), or `beta_fast < beta_slow`; on use, if `theta` is not above 1.
+        TypeError, ValueError: if a number is not finite and above 0 (an mscale of 0 is the same as
+            None), or `beta_fast < beta_slow`; on use, if `theta` is not above 1.
 
     >>> Yarn(40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0).attention_factor
     1.0
@@ -172,7 +171,7 @@ class Yarn:
         require_positive("Yarn", **(numbers | unused))
         if self.beta_fast < self.beta_slow:
             raise ValueError(
-                f"Yarn: beta_fast={self.beta_fast} counts the turns of the fast pairs and must not "
+                f"Yarn: beta_fast={self.beta_fast} counts rotations of the fast pairs and must not "
                 f"be below beta_slow={self.beta_slow}; swap the two"
             )
         if self.attention_factor is None:
@@ -180,30 +179,31 @@ class Yarn:
 
     @property
     def softmax_factor(self) -> float:
-        """The square of the mscale that `mscale_all_dim` asks for; 1.0 without one."""
+        """The square of the mscale of `mscale_all_dim`; 1.0 without one."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def frequencies(
         self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
     ) -> Float64[Tensor, " half"]:
-        """Radians a position, `[dim / 2]` in float64; `length` is not read."""
+        """Radians per position, `[dim / 2]` in float64; `length` has no effect."""
         low, high = self._ramp(dim, theta)
         pairs = torch.arange(dim // 2, dtype=torch.float64, device=device)
-        slowed = ((pairs - low) / (high - low)).clamp(0, 1)
+        divided = ((pairs - low) / (high - low)).clamp(0, 1)
         plain = plain_frequencies(dim, theta, device)
-        return torch.lerp(plain, plain / self.factor, slowed)
+        return torch.lerp(plain, plain / self.factor, divided)
 
     def _ramp(self, dim: int, theta: float | int) -> tuple[float, float]:
         if theta <= 1:
-            raise ValueError(f"Yarn needs theta > 1 (frequencies that fall), got theta={theta}")
-        low, high = (self._pair_turning(n, dim, theta) for n in (self.beta_fast, self.beta_slow))
+            raise ValueError(f"Yarn needs theta > 1 (falling frequencies), got theta={theta}")
+        low, high = (self._pair_rotating(n, dim, theta) for n in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = float(math.floor(low)), float(math.ceil(high))
         low, high = max(low, 0.0), min(high, dim - 1.0)
         return low, high + RAMP_EPSILON if high == low else high
 
-    def _pair_turning(self, turns: float | int, dim: int, theta: float | int) -> float:
-        wavelength = self.original_max_position / turns
+    def _pair_rotating(self, rotations: float | int, dim: int, theta: float | int) -> float:
+        """The index of the pair that rotates so many times within the original context."""
+        wavelength = self.original_max_position / rotations
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
     def _mscale(self, weight: float | int) -> float:
@@ -215,15 +215,15 @@ class Yarn:
         return self._mscale(1)
 
     def __repr__(self) -> str:
-        return paste(self, attention_factor=self._derived_attention_factor())
+        return code_of(self, 1, attention_factor=self._derived_attention_factor())
 
 
 @dataclass(frozen=True, repr=False)
-class Llama3:
-    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, a blend between.
+class Llama3(_Fixed):
+    """Llama 3.1's scaling: low frequencies divided by `factor`, high ones kept, a ramp between.
 
-    Wavelengths above `original_max_position / low_freq_factor` are long, those below
-    `original_max_position / high_freq_factor` are short.
+    Low frequencies have wavelengths above `original_max_position / low_freq_factor`, high ones
+    below `original_max_position / high_freq_factor`.
 
     Raises:
         TypeError, ValueError: if a number is not finite and above 0, or `high_freq_factor` is not
@@ -239,10 +239,6 @@ class Llama3:
     high_freq_factor: float | int = 4.0
     original_max_position: int = 8192
 
-    uses_length: ClassVar[bool] = False
-    attention_factor: ClassVar[float] = 1.0
-    softmax_factor: ClassVar[float] = 1.0
-
     def __post_init__(self) -> None:
         require_positive("Llama3", **{f.name: getattr(self, f.name) for f in fields(self)})
         if self.high_freq_factor <= self.low_freq_factor:
@@ -254,23 +250,20 @@ class Llama3:
     def frequencies(
         self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
     ) -> Float64[Tensor, " half"]:
-        """Radians a position, `[dim / 2]` in float64; `length` is not read."""
+        """Radians per position, `[dim / 2]` in float64; `length` has no effect."""
         plain = plain_frequencies(dim, theta, device)
-        turns = self.original_max_position * plain / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        rotations = self.original_max_position * plain / (2 * math.pi)
+        kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return torch.lerp(plain / self.factor, plain, kept.clamp(0, 1))
-
-    def __repr__(self) -> str:
-        return paste(self)
 
 
 @dataclass(frozen=True, repr=False)
 class LongRope:
-    """LongRoPE (arXiv 2402.13753): each pair divided by its own factor, one list a length.
+    """LongRoPE (arXiv 2402.13753): the frequency of each pair is divided by its own factor.
 
-    `long_factor` serves calls longer than `original_max_position` (by the largest position of the
-    whole batch plus one), `short_factor` the others; both have `dim / 2` entries. `factor` is how
-    much longer the new context is than the original. Cosines and sines are multiplied by the
+    `long_factor` is used for calls longer than `original_max_position` (the length is the largest
+    position of the whole batch plus one), `short_factor` for others; both have `dim / 2` entries.
+    `factor` is the new context length over the original. Cosines and sines are multiplied by the
     `attention_factor` given, else by `sqrt(1 + ln(factor) / ln(original_max_position))`.
 
     Raises:
@@ -311,7 +304,7 @@ class LongRope:
     def frequencies(
         self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
     ) -> Float64[Tensor, " half"]:
-        """Radians a position, `[dim / 2]` in float64. No `length` is one within the original."""
+        """Radians per position, `[dim / 2]` in float64; None is a `length` within the original."""
         if dim != 2 * len(self.short_factor):
             raise ValueError(
                 f"LongRope: short_factor and long_factor have {len(self.short_factor)} entries, "
@@ -330,16 +323,16 @@ class LongRope:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position))
 
     def __repr__(self) -> str:
-        return paste(self, always=2, attention_factor=self._derived_attention_factor())
+        return code_of(self, 2, attention_factor=self._derived_attention_factor())
 
 
 @dataclass(frozen=True, repr=False)
-class Frequencies:
-    """Frequencies given one by one, in radians a position: `theta` is not read.
+class Frequencies(_Fixed):
+    """Given frequencies, in radians per position; `theta` has no effect.
 
-    What a conversion leaves when it keeps some pairs of several heads: any order, and repeats.
-    0 is a pair that does not turn, a negative frequency turns the other way. There must be
-    `dim / 2` of them.
+    There are `dim / 2` of them, in any order, and values may repeat: conversions that keep some
+    pairs of several heads need this. A pair of frequency 0 is not rotated; a negative frequency
+    rotates in the other direction.
 
     Raises:
         TypeError, ValueError: if a frequency is not a finite number, or there is none; on use, if
@@ -351,10 +344,6 @@ class Frequencies:
 
     values: Sequence[float | int]
 
-    uses_length: ClassVar[bool] = False
-    attention_factor: ClassVar[float] = 1.0
-    softmax_factor: ClassVar[float] = 1.0
-
     def __post_init__(self) -> None:
         values = tuple(self.values)
         if not values:
@@ -365,13 +354,10 @@ class Frequencies:
     def frequencies(
         self, dim: int, theta: float | int, *, length: Length = None, device: Device = None
     ) -> Float64[Tensor, " half"]:
-        """Radians a position, `[dim / 2]` in float64; `theta` and `length` are not read."""
+        """Radians per position, `[dim / 2]` in float64; `theta` and `length` have no effect."""
         if dim != 2 * len(self.values):
             raise ValueError(
                 f"Frequencies: there are {len(self.values)} values, but dim={dim} has {dim // 2} "
                 "pairs"
             )
         return torch.tensor(self.values, dtype=torch.float64, device=device)
-
-    def __repr__(self) -> str:
-        return paste(self)

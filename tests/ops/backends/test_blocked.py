@@ -1,5 +1,5 @@
-"""Queries in blocks: the definition whatever the cut, nothing computed that no block may see, and
-nothing kept or made that is as large as queries by keys."""
+"""Queries in blocks: the definition for any size of block, without computing hidden keys, and
+without a tensor as large as queries by keys."""
 
 import pytest
 import torch
@@ -139,7 +139,7 @@ def visited(mask: Mask, length: int, **options) -> int:
     return sum(block.cells for block in blocked.plan(call))
 
 
-def test_what_no_block_sees_is_skipped(monkeypatch):
+def test_keys_hidden_from_a_block_are_skipped(monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK", 64)
     monkeypatch.setattr(blocked, "GAP", 32)
     length, wide = 1024, 1024 * 1024
@@ -265,7 +265,7 @@ def test_hidden_keys_may_hold_anything(blocks):
         torch.testing.assert_close(x.detach(), y, rtol=0, atol=0, equal_nan=True)
 
 
-def test_fast_gradients_do_not_look_at_hidden_keys(blocks):
+def test_fast_gradients_do_not_depend_on_hidden_keys(blocks):
     """Nor do queries that see nothing give any, whatever stands behind them."""
     inputs = q, k, v = tuple(x.requires_grad_() for x in tensors(dtype=torch.bfloat16))
     with torch.no_grad():
@@ -282,7 +282,7 @@ def test_fast_gradients_do_not_look_at_hidden_keys(blocks):
     assert all(x.grad.isfinite().all() for x in inputs)
 
 
-def test_queries_that_see_nothing_give_zeros_and_no_gradient(blocks):
+def test_fully_masked_rows_are_zero_and_have_no_gradient(blocks):
     q, k, v = inputs = [x.requires_grad_() for x in tensors()]
     mask = Causal() & Dense((torch.arange(23) >= 11)[None].expand(23, 23))
     out = attend(q, k, v, mask=mask, backend="blocked")
@@ -305,7 +305,7 @@ def test_rows_may_start_apart(blocks):
     torch.testing.assert_close(got, attend(q, k, v, **given, backend="eager"))
 
 
-def test_what_is_dropped_on_the_way_is_dropped_on_the_way_back(blocks):
+def test_the_backward_pass_drops_the_same_weights(blocks):
     """The output is linear in the values, if both ways drop the same weights."""
     q, k, v = (x.requires_grad_() for x in tensors())
     out = attend(q, k, v, mask=Causal(), dropout=0.4, backend="blocked")

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from regard.masks import EVERYTHING, Dense, Mask, Span
-from regard.masks.visible_runs import Runs, bridged, covers, meet, sight
+from regard.masks.visible_runs import Runs, contains, intersection, visible_runs_of, without_gaps
 from regard.ops import fast_precision
 from regard.ops.backends import eager, sdpa
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything
@@ -123,14 +123,12 @@ def _again(call: Call) -> bool:
 
 def plan(call: Call) -> Iterator[Block]:
     """The blocks of queries in order, each with the runs of key slots it needs."""
-    visible_runs, span, size = sight(call.mask), call.span, _size(call)
+    runs_of, span, size = visible_runs_of(call.mask), call.span, _size(call)
     here = [(span.kv_start, span.kv_stop)]
     for first in range(0, call.num_queries, size):
         stop = min(first + size, call.num_queries)
-        runs, full = visible_runs(
-            span.first_query + first, span.last_query - call.num_queries + stop
-        )
-        yield Block(first, stop - first, bridged(meet(runs, here), GAP), full)
+        runs, full = runs_of(span.first_query + first, span.last_query - call.num_queries + stop)
+        yield Block(first, stop - first, without_gaps(intersection(runs, here), GAP), full)
 
 
 class Tiles:
@@ -234,7 +232,7 @@ def _part(call: Call, block: Block, runs: Runs) -> Call:
     parts = []
     for start, stop in runs:
         span = _placed(call.span, block, start, stop)
-        mask = EVERYTHING if covers(block.full, start, stop) else call.mask.within(span)
+        mask = EVERYTHING if contains(block.full, start, stop) else call.mask.within(span)
         parts.append(replace(call, span=span, mask=mask, score_bias=bias))
     return parts[0] if len(parts) == 1 else _concatenated(parts)
 

@@ -153,8 +153,7 @@ def _flash(call: Call, rows: Tensor, k: Tensor, v: Tensor) -> Partial:
 
 
 def _pieces(call: Call, rows: Tensor, k: Tensor, v: Tensor, size: int) -> Partial:
-    """One key head split into pieces of equal size, as if they were heads, and a short
-    remainder."""
+    """One key head split into equal pieces, as if they were heads, and a short remainder."""
     whole = _PIECES * size
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         rows.expand(-1, _PIECES, -1, -1),

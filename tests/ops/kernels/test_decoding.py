@@ -104,7 +104,7 @@ def test_code_for_processors_without_wide_vectors(name, features, lanes):
     kinds = [kind for kind in EVERY if kind.lanes == lanes] if LONG else [plain, wide]
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_kernels import Kind, machine_lanes\n"
+        "from test_decoding import Kind, machine_lanes\n"
         f"assert machine_lanes() == {lanes}\n"
         f"for kind in {kinds}:\n    kind.check()"
     )
@@ -129,6 +129,14 @@ def test_every_number_of_keys(keys):
     q, k = torch.randn(1, 1, 3, 32), torch.randn(1, 1, keys, 32)
     v = torch.randn(1, 1, keys, 32)
     check(q, k, v)
+    check_specification(q, k, v)
+
+
+def test_many_ranges_are_merged_in_the_order_of_their_keys():
+    torch.set_num_threads(2)
+    q, k, v = (torch.randn(1, 1, n, 32) for n in (9, 1500, 1500))
+    tile = tile_for(9, 32, 32, False, False, False, machine_lanes())
+    assert tile.ranges(1500, 1, 2)[0] == 5
     check_specification(q, k, v)
 
 

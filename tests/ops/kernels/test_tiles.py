@@ -1,0 +1,70 @@
+"""Tiles: their loops divide every call; arguments are packed as a kernel reads them."""
+
+import itertools
+import struct
+
+import pytest
+
+from regard.ops.kernels.tiles import (
+    BLOCK_BYTES,
+    KEYS_A_TASK,
+    LINE,
+    PACKED,
+    RECORD,
+    Arguments,
+    tile_for,
+)
+
+WIDTHS = [(16, 16), (64, 64), (80, 48), (192, 128), (576, 512)]
+TILES = [
+    tile_for(rows, *widths, half, False, False, lanes)
+    for rows, widths, half, lanes in itertools.product(
+        (1, 3, 6, 7, 40), WIDTHS, (False, True), (4, 8, 16)
+    )
+    if widths[0] % lanes == 0 and widths[1] % lanes == 0
+]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_strips_and_vectors_divide_the_widths(tile):
+    assert tile.value_width % tile.strip == 0
+    assert tile.strip % tile.lanes == 0
+    assert tile.rows * tile.strip <= max(tile.registers * tile.lanes, tile.rows * tile.value_width)
+    assert tile.block % tile.keys == 0
+    assert tile.prefetch_bytes % LINE == 0
+    assert tile.prefetch_bytes * tile.prefetches >= tile.width * tile.item
+    assert tile.part_bytes % (4 * tile.lanes) == 0
+
+
+@pytest.mark.parametrize("rows", range(1, 20))
+def test_a_tile_pads_as_little_as_it_can(rows):
+    tile = tile_for(rows, 64, 64, False, False, False, 16)
+    padded = tile.padded(rows)
+    assert padded % tile.rows == 0 and rows <= padded < rows + tile.rows
+    assert padded == min(-(-rows // r) * r for r in range(1, 7))
+
+
+def test_a_block_of_keys_is_long_enough_to_pay():
+    for width, half in itertools.product((16, 64, 576), (False, True)):
+        tile = tile_for(1, width, width, half, False, False, 16)
+        assert tile.block == 64 or tile.block * width * tile.item >= BLOCK_BYTES
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("heads", [1, 8, 64])
+@pytest.mark.parametrize("keys", [1, 255, 4096, 5001])
+def test_ranges_hold_every_key_once(keys, heads, threads):
+    tile = tile_for(1, 64, 64, False, False, False, 16)
+    ranges, length = tile.ranges(keys, heads, threads)
+    assert (ranges - 1) * length < keys <= ranges * length
+    assert ranges == 1 or (length % tile.block == 0 and keys / ranges >= KEYS_A_TASK / 2)
+
+
+def test_arguments_are_packed_as_the_kernel_reads_them():
+    numbers = [*range(1, len(Arguments._fields)), 0.5]
+    packed = PACKED.pack(*numbers)
+    assert len(packed) == RECORD.itemsize
+    for name, number in zip(Arguments._fields, numbers, strict=True):
+        kind, offset = RECORD.fields[name][:2]
+        code = "f" if kind.kind == "f" else "q"
+        assert struct.unpack_from(code, packed, offset) == (number,)

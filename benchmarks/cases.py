@@ -1,4 +1,4 @@
-"""The cases of the suite, as rows of data, and what the least work of each is."""
+"""The cases of the suite as rows of data, and the least work of each."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ LATENT = (512, 64)  # of MLA: the rank, which is the width of its values, and th
 
 @dataclass(frozen=True)
 class Case:
-    """One row. `queries` of 0 means as many as keys; `quick` puts it among the representative."""
+    """One row. `queries` of 0 means as many as keys; `quick` makes it representative."""
 
     kind: str
     keys: int
@@ -27,7 +27,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """What distinguishes it from the others."""
         size = f"{self.keys // 1024}K" if self.keys >= 1024 else str(self.keys)
         batch = f" x{self.batch}" if self.batch > 1 else ""
         mask = "" if self.mask == "causal" and self.kind != "mask" else f" {self.mask}"
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Numbers a token that are cached: keys and values, or a latent and its rotary key."""
+        """Cached elements per token: keys and values, or a latent and its rotary key."""
         return sum(LATENT) if self.latent else 2 * self.kv_heads * self.head_dim
 
     @property
@@ -64,13 +64,13 @@ class Case:
         return [max(1, int(self.keys * (1 - step * row))) for row in range(self.batch)]
 
     def nbytes(self) -> int:
-        """Of the keys and values that are read, once."""
+        """Bytes of the keys and values, each read once."""
         tokens = sum(self.lengths()) if self.kind == "ragged" else self.batch * self.keys
         size = 1 if self.kind == "int8 cache" else self.torch_dtype.itemsize
         return tokens * self.width * size
 
     def needs(self) -> int:
-        """Bytes that the hungriest peer holds at once, roughly."""
+        """Bytes of the peer that needs most memory, roughly."""
         held = 5 * self.batch * self.keys * self.width * self.torch_dtype.itemsize  # and copies
         held = max(held, 1 << (32 if self.kind == "int8 cache" else 30))
         repeated = 0 if self.latent else 2 * self.batch * self.heads * self.keys * self.head_dim
@@ -80,7 +80,7 @@ class Case:
         return held + wide + masks * self.batch
 
     def tiny(self) -> "Case":
-        """The same question where only the answering is tested."""
+        """The same case in a tiny size, to test the script."""
         heads = max(1, self.heads // 8)
         return replace(
             self,

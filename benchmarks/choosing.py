@@ -1,4 +1,4 @@
-"""Is the chosen backend the quickest? Random shapes, every backend that can run them, taking turns.
+"""Is the chosen backend the fastest? Random shapes, every backend that can run them, interleaved.
 
     python benchmarks/choosing.py                   (target: 95 % within 1.15x of the quickest)
     python benchmarks/choosing.py --dump rows.jsonl     a line for each shape and backend, to fit to
@@ -43,7 +43,7 @@ from regard.ops.choose import objection_of
 NEAR, TARGET = 1.15, 0.95
 SLOW = 1.0  # seconds
 BYTES = 1 << 30  # of keys and values
-CELLS = 600_000_000  # scores, of which someone may hold several copies
+CELLS = 600_000_000  # scores, of which a backend may hold several copies
 LATENT_EVERY = 8
 
 Run = Callable[[], Tensor]
@@ -84,7 +84,7 @@ class Shape:
 
 @dataclass
 class Contest:
-    """Who can run a shape, who is chosen, and what each was expected to take."""
+    """The backends that can run a shape, the chosen one, and the estimate of each."""
 
     runs: dict[str, Run]
     chosen: str
@@ -92,7 +92,7 @@ class Contest:
 
 
 def shapes(seed: int, most_queries: int, most_keys: int) -> Iterator[Shape]:
-    """Shapes without end, the same for a seed; sizes are spread evenly over their logarithms."""
+    """Endless random shapes, the same for a seed; sizes are uniform on a logarithmic scale."""
     dice = random.Random(seed)
 
     def between(low: int, high: int) -> int:
@@ -131,7 +131,7 @@ def _fits(shape: Shape) -> bool:
 
 
 def contest(shape: Shape, store: Store) -> Contest:
-    """Every backend without an objection, forced."""
+    """Every backend without an objection, by name."""
     size = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
     options: dict[str, Any] = {"mask": shape.rule, "span": shape.span}
@@ -187,7 +187,7 @@ def latent_contest(shape: Shape, store: Store) -> Contest:
 
 
 def judge(shape: Shape, found: Contest, rounds: int) -> dict[str, Any] | None:
-    """How near the choice is to the quickest; None if that takes too long or nobody else can."""
+    """Time of the choice over the fastest; None if too slow, or if no other backend can."""
     if len(found.runs) < 2:
         return None
     if any(_seconds(run) > SLOW and _seconds(run) > SLOW for run in found.runs.values()):
@@ -213,7 +213,7 @@ def _seconds(run: Run) -> float:
 
 
 def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Judge random shapes until there are enough, or the time is over."""
+    """Measure random shapes until there are enough, or the time is over."""
     total = options.cold << 20
     stores = {name: Store(getattr(torch, name), total) for name in ("float32", "bfloat16")}
     begun, judged = time.perf_counter(), []
@@ -230,7 +230,7 @@ def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def share(results: list[dict[str, Any]]) -> float:
-    """Of the choices, those within 1.15x of the quickest."""
+    """The share of choices within 1.15x of the fastest."""
     return sum(each["slower"] <= NEAR for each in results) / max(1, len(results))
 
 

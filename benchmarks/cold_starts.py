@@ -23,7 +23,7 @@ import os, signal, sys, torch
 if sys.argv[1] == "with":
     import regard
 names = ("cos", "sin", "exp", "tanh", "sqrt", "erf")
-torch.set_num_threads(1)  # a fork would wait for ever for the parent's OpenMP threads
+torch.set_num_threads(1)  # a fork would wait forever for the parent's OpenMP threads
 x = torch.arange(200_000) * 2.0**-15  # up to 6.1, exactly
 wrong = 0
 torch.set_num_threads(2)
@@ -50,7 +50,7 @@ while os.getppid() == parent:  # an orphan ends
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes that never rest."""
+    """So many processes that compute without pause."""
     started = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(processes)]
     try:
         yield
@@ -61,14 +61,14 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def wrong_first_results(side: str, forks: int) -> int:
-    """Of so many forks, how many computed something else the first time than the second."""
+    """The number of forks whose first result differed from the second."""
     command = [sys.executable, "-c", FORKS, side, str(forks)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(done.stdout)
 
 
 def compares(count: int) -> int:
-    """In how many of so many cold starts the main command failed; each is told as it ends."""
+    """The number of cold starts in which the main command failed; each is printed at its end."""
     command = [sys.executable, "-m", "regard.cli", "compare", "--attention", "shipped"]
     options = ["--context", "256", "--json"]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}

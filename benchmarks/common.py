@@ -1,4 +1,4 @@
-"""What the scripts share: the number of threads, a table for people, one line of JSON."""
+"""Shared by the scripts: the number of threads, a printed table, one line of JSON."""
 
 import json
 import os
@@ -38,7 +38,7 @@ torch.set_num_threads(THREADS)
 
 
 def card(title: str, rows: dict[str, dict[str, float]], base: str) -> None:
-    """Print a table for people."""
+    """Print a table."""
     print(f"\n{title}\n{'':2}{'':<36}{'ms':>10}{'ratio':>9}   quartiles   (ratio to {base})")
     for name, row in rows.items():
         spread = f"[{row['low']:.2f}, {row['high']:.2f}]"
@@ -46,7 +46,7 @@ def card(title: str, rows: dict[str, dict[str, float]], base: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What ran the measurements."""
+    """The machine of the measurements."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -56,5 +56,5 @@ def machine() -> dict[str, Any]:
 
 
 def finish(name: str, results: list[dict[str, Any]]) -> None:
-    """Print one JSON line, the last."""
+    """Print the last line, in JSON."""
     print(json.dumps({"benchmark": name, "machine": machine(), "results": results}))

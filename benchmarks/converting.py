@@ -35,7 +35,7 @@ from regard.convert.measuring import ratio
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
 from regard.hf import attention_modules, attention_of, fetch_smollm2, load
 from regard.hf.generating.predicting import losses_of
-from regard.hf.loading.loading import quiet
+from regard.hf.packages import quiet
 
 DOCS = Path(__file__).parent.parent / "docs"
 ALONE = 4  # windows to calibrate on, if all are of one kind of text

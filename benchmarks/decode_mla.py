@@ -121,7 +121,7 @@ def case(dtype: torch.dtype, past: int, rounds: int) -> dict[str, object]:
 
 
 def paired(x: torch.Tensor) -> torch.Tensor:
-    """Halves, as transformers caches the rotary key, back to pairs, as the weights have it."""
+    """From halves, as transformers caches the rotary key, to pairs, as the weights have it."""
     return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 

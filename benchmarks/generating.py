@@ -21,7 +21,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, 
 import regard.hf
 
 ROUNDS = 15
-ROOM = 256  # tokens: what the steps of a benchmark write
+ROOM = 256  # tokens: more than a benchmark generates
 
 
 def smollm2(dtype: torch.dtype) -> Any:
@@ -57,7 +57,7 @@ MODELS = {"SmolLM2-135M": smollm2, "DeepSeek-V3, 4 layers": deepseek}
 
 
 def twin(model: Any) -> Any:
-    """The same weights under modules of their own."""
+    """A copy whose modules share the weights."""
     return copy.deepcopy(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
 
 
@@ -87,7 +87,7 @@ def contestants(model: Any, context: int, compiled: bool) -> dict[str, Callable[
 
 
 def stepping(model: Any, cache: Any, context: int, call: Any = None) -> Callable[[], Any]:
-    """Fill the cache, and give the step that follows."""
+    """Fill the cache, and return the decoding step."""
     tokens = torch.randint(3, 1000, (1, context), generator=torch.Generator().manual_seed(0))
     for chunk in tokens.split(1024, dim=1):
         model(chunk, past_key_values=cache, logits_to_keep=1)

@@ -35,7 +35,7 @@ from regard.convert import Healed, Recipe, convert, draw_losses, heal, target_of
 from regard.convert.healing.environment import keep_freed_memory
 from regard.convert.measuring import loss_of, ratio
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
-from regard.hf.loading.loading import quiet
+from regard.hf.packages import quiet
 
 MEASURED = 2  # windows of 1,024 tokens of each text that is held out
 CALIBRATION = 16  # windows, over all texts

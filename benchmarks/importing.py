@@ -1,4 +1,4 @@
-"""What does importing regard add to importing torch? Fresh processes, taking turns.
+"""What does importing regard add to importing torch? New processes, interleaved.
 
 python benchmarks/importing.py        (target: at most 50 ms)
 """

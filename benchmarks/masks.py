@@ -1,4 +1,4 @@
-"""What does a mask cost in a prefill? What it lets be seen, or the whole rectangle.
+"""What does a mask cost in a prefill? Its visible cells, or the whole rectangle.
 
 python benchmarks/masks.py
 

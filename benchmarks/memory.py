@@ -1,4 +1,4 @@
-"""How does training's memory grow with the length? Forward and backward, each in a fresh process.
+"""How does training's memory grow with the length? Forward and backward, each in a new process.
 
 python benchmarks/memory.py        (target: peak(4 L) at most 4.4 times peak(L))
 
@@ -22,7 +22,7 @@ BACKENDS = ("auto", "eager")
 
 
 def options_of(name: str, length: int) -> dict[str, Any]:
-    """What is asked of a call besides queries, keys and values."""
+    """Options of a call besides queries, keys and values."""
     return {
         "causal": {"mask": Causal()},
         "window": {"mask": Causal() & SlidingWindow(1024)},

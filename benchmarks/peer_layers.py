@@ -1,4 +1,4 @@
-"""Who else can run a case as a whole layer: the modules of transformers, torch and x-transformers.
+"""A case as a whole layer, by the modules of transformers, torch and x-transformers.
 
 They hold the weights that regard's layer holds. A peer's cache is put back to the same length
 before every step, at no cost worth measuring.
@@ -111,14 +111,14 @@ def _decode(case: Case, cold: int) -> tuple[dict[str, Run], nn.Module, Cold]:
 
 
 def _fill(cache: KVCache, *streams: Tensor) -> None:
-    """Hold these, with room for one token more: that a cache grows is no part of one step."""
+    """A cache of these with room for one more token: growing is not part of the step."""
     length = streams[0].shape[2]
     cache.update(*(torch.cat([each, each[:, :, :1]], dim=2) for each in streams))
     cache.truncate(length)
 
 
 def _inputs(case: Case, hidden: int) -> Cold:
-    """Tokens for a prefill; its keys are made on the way, so that nothing needs to be cold."""
+    """Tokens for a prefill; its keys are computed, so no buffers need to be cold."""
     x = torch.randn(case.batch, case.keys, hidden).to(case.torch_dtype)
     return Cold(lambda: x, 1, 1)
 
@@ -135,7 +135,7 @@ def _prefill(case: Case, cold: int) -> tuple[dict[str, Run], nn.Module, Cold]:
 
 
 def _without_positions(case: Case, cold: int) -> tuple[dict[str, Run], nn.Module, Cold]:
-    """What torch's own module does: no rotation, every head with keys of its own."""
+    """Torch's own module: no rotation, and keys for every head."""
     hidden = case.heads * case.head_dim
     layer = MultiHeadAttention(hidden, case.heads, mask=Causal()).to(case.torch_dtype).eval()
     peer = nn.MultiheadAttention(hidden, case.heads, bias=False, batch_first=True)
@@ -163,7 +163,7 @@ def _without_positions(case: Case, cold: int) -> tuple[dict[str, Run], nn.Module
 def _x_transformers(layer: nn.Module, case: Case) -> nn.Module | None:
     try:
         from x_transformers.x_transformers import Attention
-    except ImportError:  # it is not installed, or not whole
+    except ImportError:  # not installed, or incomplete
         return None
     hidden = case.heads * case.head_dim
     other = Attention(dim=hidden, dim_head=case.head_dim, heads=case.heads, causal=True, flash=True)

@@ -1,4 +1,4 @@
-"""Who else can run a case of attention itself: torch's kernel called in each way, FlexAttention.
+"""The implementations of attention itself: torch's kernel called in each way, FlexAttention.
 
 Every peer gets what it wants beforehand: a mask as a tensor, lengths as numbers, a compiled kernel.
 regard gets the rule, and makes of it what it needs within the time that is measured.
@@ -68,7 +68,7 @@ def random_blocks(n: int, kept: float = 0.25) -> Tensor:
 
 @dataclass
 class Problem:
-    """A case with its tensors: `cold()` gives keys and values that are in no cache."""
+    """A case with its tensors: `cold()` returns keys and values in no cache of the processor."""
 
     case: Case
     q: Tensor
@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """How torch is told about the mask."""
+        """The arguments of torch for the mask."""
         if self.keep is not None:
             return {"attn_mask": self.keep}
         return {"is_causal": True} if self.case.length > 1 else {}
@@ -122,7 +122,7 @@ def cells(given: Problem) -> int:
 
 @dataclass
 class Contest:
-    """What runs a case, by name; the operations it takes; the buffers they take turns with."""
+    """Implementations of a case by name; its operations; the buffers they alternate on."""
 
     runs: dict[str, Run]
     flops: int
@@ -182,7 +182,7 @@ def _regard_float(given: Problem) -> Run | None:
 
 
 def _cached(given: Problem, make: Callable[[], Any]) -> Run:
-    """A step on caches held by the caller: write one token's keys, attend, forget the token."""
+    """A step on the caller's caches: append one token's keys, attend, truncate."""
     case, q = given.case, given.q
     before = torch.tensor([length - 1 for length in case.lengths()])
     start: Any = int(before) if case.batch == 1 else before
@@ -212,7 +212,7 @@ def _scale(given: Problem) -> dict[str, Any]:
 
 
 def _sdpa(given: Problem) -> Run | None:
-    """As its manual says: key heads are shared by a flag."""
+    """As in its manual: a flag makes query heads share key heads."""
     flags = {**given.flags, **_scale(given)}
     grouped = given.case.heads != given.case.kv_heads
     return lambda: F.scaled_dot_product_attention(
@@ -283,7 +283,7 @@ def _piecewise(given: Problem) -> Run | None:
 
 
 def _flex(given: Problem) -> Run | None:
-    """Compiled for this very shape, its block mask made beforehand."""
+    """Compiled for this shape, with its block mask made before timing."""
     case = given.case
     if case.latent or case.kind in ("backward", "ragged", "int8 cache"):
         return None

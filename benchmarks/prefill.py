@@ -1,4 +1,4 @@
-"""What does regard make of torch's kernel in a prefill? Causal, through `attend` and by hand.
+"""How fast is a prefill compared with torch's kernel? Causal, through `attend` and by hand.
 
 python benchmarks/prefill.py
 

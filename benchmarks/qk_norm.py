@@ -34,7 +34,7 @@ from regard.convert import (
 from regard.convert.healing.environment import keep_freed_memory
 from regard.convert.measuring import ratio
 from regard.convert.texts import calibration, python_texts, python_topics
-from regard.hf.loading.loading import quiet
+from regard.hf.packages import quiet
 
 LENGTH = 512  # tokens of a window
 DESCRIPTIONS = 2000  # texts of installed packages, to heal on

@@ -1,4 +1,4 @@
-"""How does regard compare, over everything it does? Every case beside everyone who can run it.
+"""How does regard compare, over everything it does? Every case, by all that can run it.
 
     python benchmarks/suite.py                   all cases: about half an hour
     python benchmarks/suite.py --quick           a representative dozen: a minute
@@ -35,11 +35,15 @@ from peers import Contest, contest
 
 DOCS = Path(__file__).parent.parent / "docs"
 MOST = 24 << 30  # bytes
-GAPS = {"float32": 2e-3, "bfloat16": 6e-2, "int8 cache": 2e-1}  # relative; beyond, not the same sum
+GAPS = {
+    "float32": 2e-3,
+    "bfloat16": 6e-2,
+    "int8 cache": 2e-1,
+}  # relative error at most
 
 
 class Effort(NamedTuple):
-    """How much is spent on a case."""
+    """The effort for a case."""
 
     rounds: int = 15
     sample: float = 0.02
@@ -49,7 +53,7 @@ class Effort(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What this machine can do at most: bytes read and operations of products a second."""
+    """The limits of this machine: bytes read and operations of products per second."""
 
     read: float
     products: dict[str, float]
@@ -63,7 +67,7 @@ def measure_limits(tiny: bool) -> Limits:
 
 
 def available() -> int:
-    """Bytes of memory that are free for the asking."""
+    """Bytes of available memory."""
     table = Path("/proc/meminfo")
     if table.exists():
         for line in table.read_text().splitlines():
@@ -73,7 +77,7 @@ def available() -> int:
 
 
 def run_case(case: Case, limits: Limits, effort: Effort) -> dict[str, Any]:
-    """One row of the results; where it cannot be run, a remark."""
+    """One row of the results; a remark if it cannot be run."""
     result: dict[str, Any] = {"case": case.name, **case.row()}
     room = min(MOST, int(0.8 * available()))
     if case.needs() > room:
@@ -123,7 +127,7 @@ def _row(mine: list[float], seconds: list[float], least: float, gap: float) -> d
 
 
 def _agreement(case: Case, found: Contest) -> tuple[dict[str, float], list[str]]:
-    """How far each is from regard on the same keys; who fails or computes something else is out."""
+    """The error of each relative to regard on the same keys; failed and wrong ones are left out."""
     gaps: dict[str, float] = {}
     remarks = []
     wanted = _on_first_keys(found, found.runs["regard"])
@@ -131,7 +135,7 @@ def _agreement(case: Case, found: Contest) -> tuple[dict[str, float], list[str]]
     for name, run in list(found.runs.items()):
         try:
             out = _on_first_keys(found, run)
-        except (RuntimeError, NotImplementedError) as error:  # a compiler that is not there, say
+        except (RuntimeError, NotImplementedError) as error:  # e.g. without a compiler
             remarks.append(f"{name} failed: {str(error).splitlines()[0][:200]}")
             del found.runs[name]
             continue
@@ -148,7 +152,7 @@ def _on_first_keys(found: Contest, run: Callable[[], torch.Tensor]) -> torch.Ten
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print a case for people."""
+    """Print a case."""
     print(f"\n{result['case']}")
     for name, row in result.get("rows", {}).items():
         spread = f"[{row['low']:.2f}, {row['high']:.2f}]"
@@ -189,7 +193,7 @@ def main() -> None:
 
 
 def keep(results: list[dict[str, Any]], limits: Limits, options: argparse.Namespace) -> None:
-    """Write what was asked for."""
+    """Write the files of the options."""
     whole = {
         "benchmark": "suite",
         "machine": machine(),

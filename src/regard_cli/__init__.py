@@ -1,7 +1,7 @@
-"""The command line's entry: options are read here, beside the package, before torch is imported.
+"""The entry point of the command line: options are parsed before torch is imported.
 
 Importing `regard.cli` imports `regard`, and so torch, which takes seconds; `regard --version`,
-`--help` and a wrong option need neither. What a verb does is in `regard.cli`, one module a verb.
+`--help` and wrong options need neither. The verbs are in `regard.cli`, one module each.
 """
 
 import sys
@@ -10,7 +10,7 @@ MISSING = "the regard command needs {}: python -m pip install 'regard[cli]'\n"
 
 
 def main() -> None:
-    """The entry point; says how to install what it lacks."""
+    """Run the command; if a package is missing, print how to install it."""
     try:
         from regard_cli.app import run
     except ModuleNotFoundError as error:

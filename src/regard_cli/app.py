@@ -1,4 +1,4 @@
-"""Every verb's options. An error that a user can mend is a sentence and exit code 2."""
+"""Every verb's options. An error of the user is a sentence and exit code 2."""
 
 import functools
 import sys
@@ -44,7 +44,7 @@ app = typer.Typer(
 
 
 def verb(options: Callable[..., None]) -> Callable[..., None]:
-    """A verb whose options and first refusals are this function, and whose work is `run` in the
+    """A verb with the options of this function, which may refuse them. Then it calls `run` in the
     module of the same name in `regard.cli`, which is imported only then."""
 
     @functools.wraps(options)
@@ -64,18 +64,16 @@ def compare(
         typer.Option(help="Text to measure on; topics of Python's own help if left out."),
     ] = None,
     attention: Annotated[
-        list[str] | None, typer.Option(help=f"Rows, again and again: {ROWS}.")
+        list[str] | None, typer.Option(help=f"A row; may be repeated: {ROWS}.")
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in each of two windows.")] = 1024,
-    memory: Annotated[
-        float, typer.Option(help="GiB for the cache, to say what context fits.")
-    ] = 1.0,
+    memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Cache, speed and perplexity of a real model under each attention it can be turned into."""
+    """Cache, speed and perplexity of a model under each attention it can be converted to."""
     if memory <= 0:
-        raise typer.BadParameter(f"{memory} GiB holds nothing", param_hint="--memory")
+        raise typer.BadParameter(f"{memory} GiB is not above 0", param_hint="--memory")
 
 
 @verb
@@ -91,28 +89,29 @@ def convert(
         bool, typer.Option("--portable", help="As a stock deepseek_v3 checkpoint.")
     ] = False,
     budget: Annotated[
-        float | None, typer.Option(help="Of the shipped cache, for --to mla: 0.5 is half.")
+        float | None,
+        typer.Option(help="Cache for --to mla: 0.5 is half of the model's own."),
     ] = None,
     by_layer: Annotated[
-        bool, typer.Option("--by-layer", help="Deal out ranks to the layers that need them.")
+        bool, typer.Option("--by-layer", help="Choose a rank for each layer.")
     ] = False,
     calibrate: Annotated[
-        list[Path] | None, typer.Option(help="Text like what it will read; Python's own if none.")
+        list[Path] | None, typer.Option(help="Text to calibrate on; Python's help if none.")
     ] = None,
     heal: Annotated[
-        list[Path] | None, typer.Option(help="Text to learn from the original model on.")
+        list[Path] | None, typer.Option(help="Text for distillation from the original model.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Of healing.")] = 30.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time for healing.")] = 30.0,
     text: Annotated[
-        list[Path] | None, typer.Option(help="More text to measure on; kept from the rest.")
+        list[Path] | None, typer.Option(help="Held-out text to measure on, too.")
     ] = None,
     low_memory: Annotated[
-        bool, typer.Option("--low-memory", help="Keep one layer at a time in memory.")
+        bool, typer.Option("--low-memory", help="Load one layer at a time.")
     ] = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Turn a model's attention into another, say what that lost, and keep it in a folder."""
+    """Convert a model's attention, report what that lost, and save it in a folder."""
 
 
 @verb
@@ -125,15 +124,17 @@ def generate(
     ] = "regard",
     cache: Annotated[
         Literal["growing", "static", "sliding", "int8", "int4", "transformers"],
-        typer.Option(help="What keeps the past; transformers has its own."),
+        typer.Option(help="Where keys and values are stored."),
     ] = "growing",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 for the likeliest token each time.")
+        float, typer.Option(min=0.0, help="0 for the most likely token at each step.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the dice, where the temperature is above 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed, for temperatures above 0.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    stream: Annotated[bool, typer.Option(help="Show the text as it comes, or at the end.")] = True,
+    stream: Annotated[
+        bool, typer.Option(help="Show text as it is generated, or at the end.")
+    ] = True,
     against: Annotated[
         Literal["transformers"] | None,
         typer.Option(help="Run transformers' own attention and cache too, and compare."),
@@ -144,7 +145,7 @@ def generate(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Write text with regard inside a transformers model, and say what it cost."""
+    """Generate text with a transformers model on regard, with its time and memory."""
 
 
 @verb
@@ -159,7 +160,7 @@ def bench(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """How fast attention is here: decoding and prefill, regard and its backends against torch."""
+    """Time decoding and prefill on this machine: regard and its backends against torch."""
     if heads % kv_heads:
         raise typer.BadParameter(
             f"{kv_heads} does not divide the {heads} query heads", param_hint="--kv-heads"
@@ -169,7 +170,7 @@ def bench(
 @verb
 def tune(
     forget: Annotated[
-        bool, typer.Option("--forget", help="Remove what was kept; the source's rates again.")
+        bool, typer.Option("--forget", help="Remove the saved rates; use the defaults.")
     ] = False,
     threads: Annotated[
         int | None,
@@ -177,7 +178,7 @@ def tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine once, so that the quickest backend is chosen on it."""
+    """Measure this machine once, so that the fastest backend is chosen on it."""
 
 
 @verb
@@ -196,7 +197,7 @@ def verify(
     only: Annotated[
         list[str] | None, typer.Option("--only", help="A law to check; may be repeated.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, no compiler.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, no torch.compile.")] = False,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     limit: Annotated[float, typer.Option(min=1.0, help="Seconds for one law.")] = 30.0,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB the subject may take.")] = 4.0,
@@ -229,7 +230,7 @@ def _installed() -> str:
 def options(
     version: Annotated[
         bool | None,
-        typer.Option("--version", callback=_version, is_eager=True, help="Say which version."),
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = None,
 ) -> None:
     """Options that come before the verb."""
@@ -248,7 +249,7 @@ def run() -> int:
 
 
 def _complain(sentence: str) -> None:
-    """On stderr; a terminal gets lines that end between words."""
+    """Print on stderr; on a terminal, wrapped between words."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         sentence = wrapped(sentence, console.width)

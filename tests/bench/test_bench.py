@@ -1,4 +1,4 @@
-"""Timing with a clock of our own, the short benchmark, `regard bench` and `tune`, the scripts."""
+"""The commands `regard bench` and `tune`, and the scripts of the benchmarks."""
 
 import json
 import subprocess
@@ -104,7 +104,7 @@ def test_the_suite_measures_a_representative_dozen_and_draws_it(tmp_path):
 
 
 @pytest.mark.skipif(not LONG, reason="takes ten seconds")
-def test_choosing_judges_random_shapes(tmp_path):
+def test_choosing_compares_backends_on_random_shapes(tmp_path):
     lines = tmp_path / "rows.jsonl"
     sizes = ["--shapes", 9, "--keys", 64, "--queries", 8, "--cold", 1, "--rounds", 1]
     (result,) = script("choosing", *sizes, "--dump", lines)["results"]

@@ -1,4 +1,4 @@
-"""Timing with a clock of the test: variants take turns, buffers are cold, ratios are robust."""
+"""Timing with a clock of the test: variants interleave, buffers are cold, ratios are robust."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ class Clock:
         return work
 
 
-def test_variants_take_turns_forwards_and_backwards(monkeypatch):
+def test_variants_interleave_forwards_and_backwards(monkeypatch):
     clock = Clock(monkeypatch)
     variants = {name: clock.worker(name, 1.0) for name in "abc"}
     times = interleave(variants, rounds=2, sample=0.0)
@@ -57,7 +57,7 @@ def test_a_drifting_clock_and_one_bad_round_change_no_ratio():
     assert rows["half"] == {"ms": 2000.0, "ratio": 0.5, "low": 0.5, "high": 0.5}
 
 
-def test_cold_buffers_are_taken_in_turn_and_outgrow_the_cache():
+def test_cold_buffers_alternate_and_exceed_the_cache():
     made = iter(range(1000))
     cold = Cold(lambda: next(made), nbytes=100, total=350)
     assert len(cold.buffers) == 4

@@ -24,7 +24,7 @@ def tunable(monkeypatch, tmp_path):
     vars(SPEED).update(before)
 
 
-def test_tune_keeps_what_it_measures_and_forgets_it(monkeypatch, capsys, tunable):
+def test_tune_saves_what_it_measures_and_removes_it(monkeypatch, capsys, tunable):
     assert command(monkeypatch, "tune") == 0
     out = capsys.readouterr().out
     assert "GFLOP/s" in out and "320" in out and "1.05x" in out
@@ -38,13 +38,13 @@ def test_tune_keeps_what_it_measures_and_forgets_it(monkeypatch, capsys, tunable
     assert capsys.readouterr().out == f"removed {result['path']}\n"
     assert read_speed() is None
     assert command(monkeypatch, "tune", "--forget") == 0
-    assert capsys.readouterr().out == "nothing was kept\n"
+    assert capsys.readouterr().out == "nothing was saved\n"
 
 
-def test_tune_keeps_nothing_of_a_busy_machine(monkeypatch, capsys, tunable):
+def test_tune_saves_nothing_on_a_busy_machine(monkeypatch, capsys, tunable):
     tunable.spread["call"] = 40.0
     assert command(monkeypatch, "tune") == 2
-    assert "busy: call varied 40.0-fold; nothing was kept" in capsys.readouterr().err
+    assert "busy: call varied 40.0-fold; nothing was saved" in capsys.readouterr().err
     assert read_speed() is None
 
 

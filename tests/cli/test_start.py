@@ -1,4 +1,4 @@
-"""The command line before anything runs: it says what it can at once, without torch."""
+"""The command line before a verb runs: help, version and errors need no torch."""
 
 import inspect
 import re

@@ -64,7 +64,7 @@ def test_every_row_has_its_own_numbers(width):
         assert any(line.startswith(row.name[:18].rstrip()) for line in lines[at - 1 : at + 1])
 
 
-def test_tables_say_which_backends_ran():
+def test_tables_name_the_backends_that_ran():
     text = sentences(printed(PRINTED["compare"], 80))
     assert "Prefill ran on sdpa." in text
     grouped = "(on grouped: GQA, int8 cache; DeepSeek's MLA, 50 %, int8 cache)"
@@ -92,7 +92,7 @@ def test_the_kernels_objection_is_the_backends_own(monkeypatch):
     assert "numba" in kernel_objection()
 
 
-def test_bench_says_of_every_backend_why_it_was_not_measured():
+def test_bench_reports_why_each_backend_was_not_measured():
     absent = bench._absent(BENCH)
     assert absent == {
         "backend fused": "fused needs numba",
@@ -138,14 +138,14 @@ def test_any_table_keeps_its_words_whole(table):
 
 def test_a_word_longer_than_the_line_stays_whole():
     path = "/a/very/long/path" * 9
-    text = printed(lambda console: terminal.say(console, f"kept in {path}"), 60)
+    text = printed(lambda console: terminal.say(console, f"saved in {path}"), 60)
     assert path in text.split()
     rows = [[path, "1"], ["short", "2"]]
     columns = [Column("", words=True), Column("before")]
     assert path in printed(lambda console: tabulate(console, columns, rows), 60).split()
 
 
-def test_a_first_cell_is_said_once_for_rows_that_share_it():
+def test_a_first_cell_is_shown_once_for_rows_that_share_it():
     columns = [Column("what", left=True), Column("by", left=True)]
     rows = [["one shape", "a"], ["one shape", "b"], ["other", "c"]]
     for width in (60, 10):

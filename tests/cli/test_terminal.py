@@ -1,4 +1,4 @@
-"""On a terminal: text stays when the bar beside it is erased, and the width is followed."""
+"""On a terminal: text stays when the progress bar is erased, and the width is respected."""
 
 import fcntl
 import os
@@ -93,12 +93,12 @@ def folder(tmp_path_factory):
 def test_generate_leaves_the_whole_text(folder):
     options = ["--prompt", "to be or not", "--max-new-tokens", "60", "--against", "transformers"]
     written = on_terminal(["-m", "regard", "generate", str(folder), *options])
-    assert "writing it again with transformers" in written  # and erased again
+    assert "generating again with transformers" in written  # and erased later
     text = regard.hf.write(*regard.hf.load(folder), "to be or not", max_new_tokens=60).text
     assert len(text.strip()) > COLUMNS
     lines = screen(written)
     assert text.strip() in "".join(line.ljust(COLUMNS) for line in lines)
-    assert not any("writing it again" in line for line in lines)
+    assert not any("generating again" in line for line in lines)
     assert any(line.startswith("transformers, transformers cache: prefill") for line in lines)
     assert any(line.startswith("the same text; ") for line in lines)
 

@@ -1,4 +1,4 @@
-"""transformers, quiet: what it says about tiny random models is not about us."""
+"""transformers without warnings, which for tiny random models are about nothing."""
 
 import pytest
 import transformers
@@ -16,7 +16,7 @@ def _quiet():
 
 @pytest.fixture(autouse=True)
 def copies(tmp_path_factory, monkeypatch):
-    """Where copies of GGUF files go: not where the user's are."""
+    """The folder for copies of GGUF files: not the user's."""
     root = tmp_path_factory.mktemp("copies") / "gguf"
     monkeypatch.setattr(gguf_copies, "_root", lambda: root)
     return root

@@ -1,4 +1,4 @@
-"""How fast is this machine, and what does regard make of it? Timing, a short benchmark, tuning."""
+"""Timing, a short benchmark of attention on this machine, and the rates for choosing backends."""
 
 from regard.bench.short import Bench, Entry, Measured, Shape, bench
 from regard.bench.tuning import Tuning, measure_speed

@@ -1,4 +1,4 @@
-"""The short form: a few shapes on this machine, regard and each of its backends against torch.
+"""A short benchmark: a few shapes on this machine, regard and each of its backends against torch.
 
 shape -> entries that compute the same -> interleave -> ratios, and the share of the machine's limit
 """
@@ -29,16 +29,16 @@ from regard.ops.choose import objection_of
 from regard.words import counted
 
 TORCH = "torch sdpa"
-ROUNDS = 9
-SLOW = 20.0  # a backend expected to take this many times the best one's time is left out
-SECONDS = 2.0  # for each shape, after which no round begins
+ROUNDS = 9  # in each of which every entry runs once
+SLOW = 20.0  # backends whose estimate is this many times the best one are not measured
+SECONDS = 2.0  # for each shape, after which no further round begins
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One causal call: `queries` at the end of `keys`."""
+    """One causal call, whose queries are the last of the keys' tokens."""
 
     name: str
     heads: int
@@ -53,12 +53,12 @@ class Shape:
         return Span(self.keys - self.queries, self.keys, 0, self.keys)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Keys and values, read once."""
+        """Bytes of keys and values, each read once."""
         return 2 * self.batch * self.kv_heads * self.keys * self.head_dim * dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Two products over the visible cells."""
+        """Floating-point operations of two products over the visible cells."""
         hidden = self.queries * (self.queries - 1) // 2
         cells = self.batch * self.heads * (self.queries * self.keys - hidden)
         return 4 * cells * self.head_dim
@@ -66,7 +66,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one way to compute a shape took; `ratio` and its quartiles are to torch's time."""
+    """The time of one way to compute a shape; `ratio` and its quartiles are relative to torch."""
 
     name: str
     milliseconds: float
@@ -78,8 +78,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape; `limit` says what bounds it and takes `limit_milliseconds` at least. `absent` says
-    of every backend that was not measured why."""
+    """One shape, all its entries, and why the backends in `absent` were not measured.
+
+    `limit` is what bounds the time, "reads" or "products", to `limit_milliseconds` at least.
+    """
 
     shape: Shape
     dtype: str
@@ -92,7 +94,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Bench:
-    """All shapes, and what this machine can do at most, measured in the same run."""
+    """All shapes, and the limits of this machine, measured in the same run."""
 
     torch: str
     threads: int
@@ -117,7 +119,7 @@ def shapes(heads: int, kv_heads: int, head_dim: int, keys: int) -> list[Shape]:
         shape(f"prefill, {counted(some, 'token')}", some, some),
         shape(f"prefill, {counted(few, 'token')}", few, few),
     ]
-    return list(dict.fromkeys(found))  # of very few keys, some are the same
+    return list(dict.fromkeys(found))  # with very few keys, some are equal
 
 
 def bench(
@@ -131,7 +133,7 @@ def bench(
     cold: int = COLD,
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
-    """Measure regard on this machine; `cold` is how many bytes keys are spread over.
+    """Measure regard on this machine; keys are spread over `cold` bytes of memory.
 
     Raises:
         ValueError: if a size is below 1, or `kv_heads` does not divide `heads`.
@@ -145,7 +147,7 @@ def bench(
             "and there is at least one key"
         )
     wanted = shapes(heads, kv_heads, head_dim, keys)
-    progress("what this machine can do at most", 0, len(wanted) + 1)
+    progress("the limits of this machine", 0, len(wanted) + 1)
     with torch.no_grad():
         result = Bench(
             torch=torch.__version__,
@@ -179,8 +181,8 @@ def _measured(
 
 
 def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]]:
-    """Torch's own, regard's choice, and every other backend that can and is not far too slow; which
-    was chosen; and why the others are absent."""
+    """What is measured: torch's kernel, the chosen backend and others; the name of the chosen one;
+    and why the backends left out are absent."""
     key_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
     k, v = store(*key_shape), store(*key_shape)
@@ -203,14 +205,14 @@ def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]
 
 
 def _absent(call: Call) -> dict[str, str]:
-    """Why backends are not measured: their objections, or that they would be far too slow."""
+    """Why backends are not measured: their objections, or that they would be too slow."""
     found = {name: objection_of(call, name) for name in BACKENDS}
     absent = {name: objection for name, objection in found.items() if objection is not None}
     able = {name: BACKENDS[name].estimate(call) for name in BACKENDS if name not in absent}
     best = min(able.values())
     slow = {name: seconds / best for name, seconds in able.items() if seconds > SLOW * best}
     return absent | {
-        name: f"{name} would take about {times:,.0f} times as long as the quickest backend"
+        name: f"{name} would take about {times:,.0f} times as long as the fastest backend"
         for name, times in slow.items()
     }
 
@@ -218,7 +220,7 @@ def _absent(call: Call) -> dict[str, str]:
 def _torch(
     shape: Shape, q: Tensor, store: Store, key_shape: tuple[int, ...]
 ) -> Callable[[], Tensor]:
-    """Torch's kernel with the flags its manual asks for; a mask as a tensor is made beforehand."""
+    """Torch's kernel with the flags of its manual; a dense mask is made before timing."""
     flags: dict[str, Any] = {"enable_gqa": shape.heads != shape.kv_heads}
     if shape.queries == shape.keys:
         flags["is_causal"] = True

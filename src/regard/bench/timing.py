@@ -1,7 +1,7 @@
-"""Timing that survives a noisy machine: variants take turns, keys are cold, ratios are medians.
+"""Timing on machines with other load: variants interleave, keys are cold, ratios are medians.
 
-Every round runs each variant once, forwards then backwards, so that a slow neighbour or a drifting
-clock hits all of them alike; what is reported is the median of the ratios within rounds.
+Every round runs each variant once, in the opposite order of the round before, so that other load
+and a drifting clock change all of them alike; reported is the median of the ratios within rounds.
 """
 
 import math
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LAST_LEVEL_CACHE = 64 << 20  # bytes; buffers together are larger, so that keys come from memory
-COLD = 4 * LAST_LEVEL_CACHE
-_MOST_BUFFERS = 512  # of tiny ones, which no machine keeps apart from everything else it holds
-_LEAST_ROUNDS = 3  # a median and quartiles of fewer say nothing
+LAST_LEVEL_CACHE = 64 << 20  # bytes, of large processors
+COLD = 4 * LAST_LEVEL_CACHE  # bytes of all buffers, so that keys are read from memory
+_MOST_BUFFERS = 512  # of small sizes, which other data push out of the cache anyway
+_LEAST_ROUNDS = 3  # for a median and quartiles
 
 Variants = dict[str, Callable[[], Any]]
 
 
 class Cold:
-    """Buffers taken in turn, together larger than the last-level cache: as in a deep model."""
+    """Buffers used in turn, together larger than the last-level cache: as in a deep model."""
 
     def __init__(self, make: Callable[[], Any], nbytes: int, total: int = COLD) -> None:
         wanted = -(-total // max(nbytes, 1))
@@ -35,14 +35,14 @@ class Cold:
 
 
 class Store:
-    """Random tensors cut from one long buffer, one behind the other: cold keys at no cost.
+    """Random tensors, consecutive slices of one long buffer: cold keys without copying.
 
     >>> Store(total=1 << 12)(2, 3).shape
     torch.Size([2, 3])
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, total: int = COLD) -> None:
-        block = torch.randn(1 << 18).to(dtype)  # repeated, because random numbers are slow
+        block = torch.randn(1 << 18).to(dtype)  # repeated: random numbers take long to generate
         self.numbers = block.repeat(-(-total // (block.numel() * block.itemsize)))
         self.at = 0
 
@@ -53,7 +53,7 @@ class Store:
         if self.at + size > self.numbers.numel():
             self.at = 0
         cut = self.numbers[self.at : self.at + size].view(shape)
-        self.at += -(-size // 64) * 64  # where a fresh tensor could start
+        self.at += -(-size // 64) * 64  # aligned as a new tensor is
         return cut
 
 
@@ -79,7 +79,7 @@ def interleave(
 
 
 def _repeats(run: Callable[[], Any], sample: float) -> int:
-    """Calls that fill a sample. The first call of anything is slow (it may compile): not asked."""
+    """Calls that fill a sample. The first call is not timed: it may compile."""
     run()
     start = time.perf_counter()
     run()
@@ -87,7 +87,7 @@ def _repeats(run: Callable[[], Any], sample: float) -> int:
 
 
 def quartiles(times: list[float], base: list[float]) -> tuple[float, float, float]:
-    """Of the ratios within rounds: the median, and the lower and upper quartile.
+    """The median, and the lower and upper quartile, of the ratios within rounds.
 
     >>> quartiles([1.0, 2.0, 30.0], [1.0, 1.0, 10.0])
     (2.0, 1.0, 3.0)
@@ -97,7 +97,7 @@ def quartiles(times: list[float], base: list[float]) -> tuple[float, float, floa
 
 
 def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Of each variant: median milliseconds, and median and quartiles of its ratio to `base`."""
+    """For each variant: median milliseconds, and median and quartiles of its ratio to `base`."""
     rows = {}
     for name, seconds in times.items():
         ratio, low, high = quartiles(seconds, times[base])
@@ -111,14 +111,14 @@ def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, flo
 
 
 def read_bandwidth(mib: int = 512) -> float:
-    """Bytes a second this machine reads from memory: the limit of every decode step."""
+    """Bytes per second that this machine reads from memory: the limit of every decode step."""
     x = torch.ones((mib << 20) // 4)
     times = interleave({"sum": x.sum, "dot": lambda: torch.dot(x, x)}, rounds=5, sample=0.0)
     return x.numel() * 4 / min(statistics.median(t) for t in times.values())
 
 
 def product_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
-    """Floating-point operations a second in a large matrix product: the limit of every prefill."""
+    """Floating-point operations per second of a large matrix product: the limit of prefill."""
     a = torch.randn(size, size).to(dtype)
     times = interleave({"mm": lambda: a @ a}, rounds=5, sample=0.0)
     return 2 * size**3 / statistics.median(times["mm"])

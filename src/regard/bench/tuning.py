@@ -1,4 +1,4 @@
-"""Measure a machine's rates, each by the work it stands for in the backends' estimates."""
+"""Measure a machine's rates, each by the operation it stands for in the backends' estimates."""
 
 import statistics
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from regard.ops.backends import fused
 from regard.ops.rates import DEFAULT, Speed
 
 ROUNDS = 15
-BUSY = 3.0  # quartiles this far apart are those of another program's work
+BUSY = 3.0  # ratio of quartiles above which other programs disturb the measurement
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One rate: what is run, and how much of its unit one run does.
+    """One rate: what is run, and how many units one run does.
 
-    `inverse` marks what is counted in seconds for each, and not in so many a second.
+    With `inverse` the rate is seconds per unit, not units per second.
     """
 
     run: Callable[[], Any]
@@ -33,13 +33,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Rates as measured, and how many times the lower quartile of each its upper one is."""
+    """Measured rates, and the ratio of the upper to the lower quartile of each."""
 
     speed: Speed
     spread: dict[str, float]
 
     def objection(self) -> str | None:
-        """Why these rates are not worth keeping, in a sentence; None if they are."""
+        """Why these rates should not be saved, in a sentence; None if they should."""
         name = max(self.spread, key=self.spread.__getitem__)
         if self.spread[name] > BUSY:
             return f"this machine is busy: {name} varied {self.spread[name]:.1f}-fold"
@@ -47,10 +47,10 @@ class Tuning:
 
 
 def measure_speed(*, rounds: int = ROUNDS, size: float = 1.0) -> Tuning:
-    """This machine's rates: medians of rounds in which every one is measured once.
+    """This machine's rates: medians of rounds in which each is measured once.
 
-    `size` below 1 makes the work smaller and the figures worse. A rate nobody here measures is the
-    source's, as much faster or slower as the machine is in products.
+    `size` below 1 makes the operations smaller and the rates less exact. A rate that is not
+    measured is the default one, scaled as the rate of matrix products is.
     """
     with torch.no_grad():
         rates = {name: make(size) for name, make in MEASURED.items()}
@@ -67,7 +67,7 @@ def measure_speed(*, rounds: int = ROUNDS, size: float = 1.0) -> Tuning:
 
 
 def _call(size: float) -> Rate:
-    """Operators as a decode step starts them, on almost nothing."""
+    """The operators of a decode step, on tiny tensors."""
     x = torch.randn(2, 4, 8)
 
     def run() -> None:
@@ -84,14 +84,14 @@ def _products(size: float) -> Rate:
 
 
 def _elements(size: float) -> Rate:
-    """Numbers that come from memory and go back there."""
+    """Elements that are read from memory and written to it."""
     x = torch.ones(max(1 << 10, int((1 << 24) * size)))
     out = torch.empty_like(x)
     return Rate(lambda: torch.mul(x, 1.5, out=out), float(x.numel()))
 
 
 def _row(dtype: torch.dtype, size: float) -> Rate:
-    """One query a head through torch's kernel, over keys that are not in any cache."""
+    """One query per head through torch's kernel, over keys in no cache of the processor."""
     heads, keys, dim = 8, max(16, int(2048 * size)), 128
     store = Store(dtype, total=max(1 << 20, int(COLD * size)))
     q = store(1, heads, 1, dim)
@@ -103,7 +103,7 @@ def _row(dtype: torch.dtype, size: float) -> Rate:
 
 
 def _stream(size: float) -> Rate:
-    """One query a head through `fused`, over keys that are not in any cache."""
+    """One query per head through `fused`, over keys in no cache of the processor."""
     from regard.ops.kernels.launching import decode
 
     heads, keys, dim = 8, max(16, int(4096 * size)), 128
@@ -117,7 +117,7 @@ def _stream(size: float) -> Rate:
 
 
 def _fused(size: float) -> Rate:
-    """As many queries through `fused` as an absorbed latent has."""
+    """As many query rows through `fused` as an absorbed latent has."""
     from regard.ops.kernels.launching import decode
 
     rows, keys, rank, rotary = 64, max(16, int(4096 * size)), 512, 64

@@ -1,4 +1,4 @@
-"""What the command line's verbs do, one module a verb: results on stdout, all else on stderr.
+"""The verbs of the command line, one module each: results on stdout, all else on stderr.
 
 Their options are in `regard_cli`, which imports these modules only when a verb runs.
 """

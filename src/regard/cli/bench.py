@@ -1,4 +1,4 @@
-"""regard bench: this machine, a few shapes, regard and each of its backends against torch."""
+"""regard bench: a few shapes on this machine, regard and each of its backends against torch."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def run(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Measure, and print for people or for programs."""
+    """Measure, and print a table or JSON."""
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -53,14 +53,14 @@ def run(
 
 
 def show(result: Bench, console: Console) -> None:
-    """Print the measurements for people, as wide as the console."""
+    """Print the measurements as a table."""
     one = result.shapes[0].shape
     heads = f"{counted(one.heads, 'head')} on {one.kv_heads}, head dim {one.head_dim}"
     threads = counted(result.threads, "thread")
     say(console, f"{heads}, {result.dtype}; torch {result.torch}, {threads}", bold=heads)
     say(
         console,
-        f"At most {result.read_bandwidth / 1e9:.1f} GB/s read and "
+        f"Limits: {result.read_bandwidth / 1e9:.1f} GB/s read and "
         f"{result.product_rate / 1e9:.0f} GFLOP/s in products, measured just now.",
     )
     console.print()
@@ -69,14 +69,14 @@ def show(result: Bench, console: Console) -> None:
     console.print()
     say(
         console,
-        "ratio: time to torch's, median of rounds that take turns; keys are cold. limit: what "
-        "reading keys and values once, or the products alone, would take.",
+        "ratio: time relative to torch, median of interleaved rounds; keys are cold. limit: the "
+        "time of reading keys and values once, or of the products alone.",
         style="dim",
     )
 
 
 def _rows(measured: Measured) -> list[list[str]]:
-    """The shape, with what limits it, and a row for each that computed it; regard's is bold."""
+    """A row for each entry of a shape, with what limits it; regard's is bold."""
     shape = f"{measured.shape.name} ({measured.limit})"
     rows = []
     for entry in measured.entries:
@@ -93,7 +93,7 @@ def _rows(measured: Measured) -> list[list[str]]:
 
 
 def _absent(result: Bench) -> dict[str, str]:
-    """Why backends were not measured, by their name and, unless it is all of them, their shapes."""
+    """Why backends were not measured, by their names, and by shape where it is not for all."""
     shapes: dict[tuple[str, str], list[str]] = {}
     for measured in result.shapes:
         for name, reason in measured.absent.items():

@@ -14,7 +14,7 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
 from regard.hf import SMOLLM2, fetch_smollm2, load
-from regard.hf.loading.loading import quiet
+from regard.hf.packages import quiet
 from regard.ops.observed import kernel_objection
 from regard.words import counted
 

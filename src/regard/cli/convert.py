@@ -17,7 +17,7 @@ from regard.convert.job import Job, run_job
 from regard.convert.measuring import Measured
 from regard.convert.report import Report
 from regard.convert.texts import read_texts
-from regard.hf.loading.loading import quiet
+from regard.hf.packages import quiet
 
 COLUMNS = (Column("", words=True), Column("before"), Column("after"))
 

@@ -1,4 +1,4 @@
-"""regard generate: text as it comes, then what it cost."""
+"""regard generate: text while it is generated, then its time and memory."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from regard.cli.terminal import say, stdout, waiting
 from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
-from regard.hf.loading.loading import quiet
+from regard.hf.packages import quiet
 from regard.ops.observed import kernel_objection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,22 +32,38 @@ def run(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Load, write once or twice, and print; `settings` are further arguments of `write`."""
+    """Load, generate once or twice, and print; `settings` are further arguments of `write`."""
     if threads is not None:
         torch.set_num_threads(threads)
     shown = stream and not as_json
     with quiet():
         with waiting(f"loading {model or SMOLLM2}"):
-            lent = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
-        if against:  # the first run of anything is slow, and neither should be the first
+            loaded = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
+        if against:  # the first run of each is slow, so it is not timed
             for setting in ((attention, cache), (against, against)):
-                _run(lent, prompt, setting, seed, _hide, {**settings, "max_new_tokens": 2})
-        runs = [_run(lent, prompt, (attention, cache), seed, _show if shown else _hide, settings)]
+                _run(
+                    loaded,
+                    prompt,
+                    setting,
+                    seed,
+                    _hide,
+                    {**settings, "max_new_tokens": 2},
+                )
+        runs = [
+            _run(
+                loaded,
+                prompt,
+                (attention, cache),
+                seed,
+                _show if shown else _hide,
+                settings,
+            )
+        ]
         if shown:
-            _show("\n")  # before anything else is drawn on the text's last line
+            _show("\n")  # so that a progress line does not erase the text's last line
         if against:
-            with waiting("writing it again with transformers"):
-                runs.append(_run(lent, prompt, (against, against), seed, _hide, settings))
+            with waiting("generating again with transformers"):
+                runs.append(_run(loaded, prompt, (against, against), seed, _hide, settings))
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in runs], indent=2) + "\n")
         return
@@ -58,7 +74,7 @@ def run(
 
 
 def show(runs: list[Written], console: Console) -> None:
-    """Print what each run cost, as wide as the console, and how two compare."""
+    """Print the time and memory of each run, and how two compare."""
     for sentence in (*map(str, runs), *_compared(runs)):
         say(console, sentence)
     objection = kernel_objection()
@@ -67,17 +83,17 @@ def show(runs: list[Written], console: Console) -> None:
 
 
 def _run(
-    lent: tuple[Any, Any],
+    loaded: tuple[Any, Any],
     prompt: str,
     setting: tuple[str, str],
     seed: int,
     shown: Callable[[str], object],
     settings: dict[str, Any],
 ) -> Written:
-    """One text, by one attention and cache, from the same dice."""
+    """One text, by one attention and cache, from the same seed."""
     torch.manual_seed(seed)
     attention: Any = setting[0]
-    return write(*lent, prompt, attention=attention, cache=setting[1], shown=shown, **settings)
+    return write(*loaded, prompt, attention=attention, cache=setting[1], shown=shown, **settings)
 
 
 def _hide(text: str) -> None:
@@ -90,7 +106,7 @@ def _show(text: str) -> None:
 
 
 def _compared(runs: list[Written]) -> list[str]:
-    """The sentence that two runs end with."""
+    """A sentence that compares two runs."""
     if len(runs) < 2:
         return []
     mine, theirs = runs

@@ -1,7 +1,7 @@
-"""A table in as many columns as the terminal has: no word is broken, and no cell is cut.
+"""A table that fits the width of the terminal: no word is broken, and no cell is cut.
 
-The plainest of three layouts that fits: a line a row; the first cell on a line of its own, above
-the others; a line a cell.
+The first of three layouts that fits: one line for each row; the first cell of a row on its own
+line, above the others; one line for each cell.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from rich.text import Text
 
 from regard.cli.terminal import say
 
-GAP = 2  # spaces between columns, and before what stands under a first cell
-READABLE = 20  # columns that wrapped words get at least: fewer read badly
-TALLEST = 4  # lines of a cell, about: sentences get as many columns as that takes
+GAP = 2  # spaces between columns, and before lines below a first cell
+READABLE = 20  # characters of a line of wrapped words at least
+TALLEST = 4  # lines of a cell, about, from which the width of sentences follows
 
 Cells = list[list[Text]]
 
@@ -39,7 +39,7 @@ class Column:
 
 
 def tabulate(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print the rows, whose cells may have rich's markup, in the plainest layout that fits.
+    """Print the rows, whose cells may have rich's markup, in the first layout that fits.
 
     A first cell that is the same as the one above is shown once.
     """
@@ -47,7 +47,7 @@ def tabulate(console: Console, columns: Sequence[Column], rows: Sequence[Sequenc
     least = [_least(column, at, cells) for at, column in enumerate(columns)]
     if _across(least) <= console.width:
         widths = _grown(columns, cells, least, console.width)
-        console.print(_table(columns, widths, _said_once(cells)))
+        console.print(_table(columns, widths, _without_repeats(cells)))
     elif GAP + _across(least[1:]) <= console.width:
         _print_stacked(console, columns, cells, least)
     else:
@@ -59,7 +59,7 @@ def _across(widths: Sequence[int]) -> int:
 
 
 def _least(column: Column, at: int, cells: Cells) -> int:
-    """The fewest columns in which no word is broken."""
+    """The smallest width in which no word is broken."""
     head = max(map(cell_len, column.head.split()), default=0)
     longest = max((row[at].cell_len for row in cells), default=0)
     if not column.words:
@@ -69,7 +69,7 @@ def _least(column: Column, at: int, cells: Cells) -> int:
 
 
 def _grown(columns: Sequence[Column], cells: Cells, least: Sequence[int], width: int) -> list[int]:
-    """The widths with what is spare given away: to wrapped words first, then to headings."""
+    """The widths with the rest of the line added: to wrapped words first, then to headings."""
     widths, spare = list(least), width - _across(least)
     for at in sorted(range(len(columns)), key=lambda at: not columns[at].words):
         longest = max((row[at].cell_len for row in cells), default=0)
@@ -99,13 +99,13 @@ def _table(columns: Sequence[Column], widths: Sequence[int], cells: Cells) -> Ta
 def _print_stacked(
     console: Console, columns: Sequence[Column], cells: Cells, least: Sequence[int]
 ) -> None:
-    """First cells on lines of their own; the others under them, in columns."""
+    """First cells on their own lines; the others below them, in columns."""
     first, *others = columns
     widths = _grown(others, [row[1:] for row in cells], least[1:], console.width - GAP)
     if first.head:
         say(console, first.head, style="bold")
     console.print(_under(_table(others, widths, [])))
-    for row, shown in zip(cells, _said_once(cells), strict=True):
+    for row, shown in zip(cells, _without_repeats(cells), strict=True):
         say(console, shown[0].plain)
         table = _table(others, widths, [row[1:]])
         table.show_header = False
@@ -117,17 +117,17 @@ def _under(table: Table) -> Padding:
 
 
 def _print_listed(console: Console, columns: Sequence[Column], cells: Cells) -> None:
-    """First cells on lines of their own; under them a line for each other cell, heading first."""
-    for first, *others in _said_once(cells):
+    """First cells on their own lines; below them one line for each other cell, heading first."""
+    for first, *others in _without_repeats(cells):
         say(console, first.plain)
         for column, cell in zip(columns[1:], others, strict=True):
             say(console, f"{column.head} {cell.plain}".strip(), bold=column.head, indent=GAP)
 
 
-def _said_once(cells: Cells) -> Cells:
+def _without_repeats(cells: Cells) -> Cells:
     """The rows; a first cell that is the same as the one above is empty."""
-    said = [list(row) for row in cells]
-    for before, row in reversed(list(pairwise(said))):
+    once = [list(row) for row in cells]
+    for before, row in reversed(list(pairwise(once))):
         if row[0] == before[0]:
             row[0] = Text()
-    return said
+    return once

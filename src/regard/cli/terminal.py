@@ -1,4 +1,4 @@
-"""The terminal: its width, sentences that end lines between words, and progress on stderr."""
+"""Output on a terminal: its width, wrapped sentences, and progress on stderr."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,8 +24,7 @@ def stdout() -> Console:
 def say(
     console: Console, sentence: str, *, style: str = "", bold: str = "", indent: int = 0
 ) -> None:
-    """Print a sentence that may begin with what is `bold`; lines end between words, and a word
-    longer than the line stays whole."""
+    """Print a sentence, wrapped between words; `bold` is its beginning, if that is to be bold."""
     lines = wrapped(sentence, console.width, margin=" " * indent)
     if not lines:
         return
@@ -35,7 +34,7 @@ def say(
 
 
 def remarks(console: Console, heading: str, reasons: Mapping[str, str]) -> None:
-    """Under a table: why a row is missing, by its name; rows with one reason share a sentence."""
+    """Below a table: why rows are missing. Rows with the same reason share a sentence."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
@@ -47,9 +46,9 @@ def remarks(console: Console, heading: str, reasons: Mapping[str, str]) -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Say on stderr what is waited for, as long as it takes.
+    """Show on stderr what the program waits for, until it is done.
 
-    It is erased afterwards with the line it stands on: text on stdout ends with a newline first.
+    The line is erased afterwards, so text on stdout must end with a newline before.
     """
     with _progress() as bar:
         bar.add_task(what, total=None)
@@ -58,7 +57,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr that goes away when the work is done; a total of 0 is not known yet."""
+    """A bar on stderr, erased when the work is done; a total of 0 means not known yet."""
     with _progress(BarColumn(bar_width=20)) as bar:
         task = bar.add_task("loading", total=None)
 
@@ -69,7 +68,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _progress(*columns: ProgressColumn) -> Progress:
-    """One line on stderr: what is done, shortened where it does not fit, and for how long."""
+    """One line on stderr: the current step, shortened to fit, and the time so far."""
     console = Console(stderr=True)
     console.width = min(console.width, PIPED)
     whole = Column(ratio=1, no_wrap=True, overflow="ellipsis")

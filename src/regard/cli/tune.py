@@ -1,4 +1,4 @@
-"""regard tune: measure what choosing a backend needs to know about this machine, and keep it."""
+"""regard tune: measure this machine's rates, from which backends are chosen, and save them."""
 
 import json
 import sys
@@ -33,19 +33,19 @@ COLUMNS = (
 
 
 def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
-    """Measure and keep, or forget; print for people or for programs."""
+    """Measure and save, or remove what was saved; print a table or JSON."""
     if threads is not None:
         torch.set_num_threads(threads)
     if forget:
         gone = forget_speed()
-        sys.stdout.write(f"removed {gone}\n" if gone else "nothing was kept\n")
+        sys.stdout.write(f"removed {gone}\n" if gone else "nothing was saved\n")
         return
     before = SPEED.load()
     with waiting("measuring this machine"):
         tuning = measure_speed()
     objection = tuning.objection()
     if objection is not None:
-        raise ValueError(f"{objection}; nothing was kept, measure again when it is quiet")
+        raise ValueError(f"{objection}; nothing was saved: stop other programs first")
     path = write_speed(tuning.speed)
     SPEED.use(tuning.speed)
     if as_json:
@@ -57,11 +57,11 @@ def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
     console = stdout()
     show(before, tuning, console)
     console.print()
-    say(console, f"kept in {path}")
+    say(console, f"saved in {path}")
 
 
 def show(before: Speed, tuning: Tuning, console: Console) -> None:
-    """Print the rates for people, as wide as the console."""
+    """Print the rates as a table."""
     rows, unmeasured = [], []
     for rate in fields(Speed):
         what, factor, unit = UNITS.get(rate.name, (rate.name, 1.0, ""))
@@ -73,5 +73,5 @@ def show(before: Speed, tuning: Tuning, console: Console) -> None:
         rows.append([what, *(f"{value * factor:.3g}" for value in values), unit, spread])
     tabulate(console, COLUMNS, rows)
     reason = kernel_objection() or "this machine was measured without it"
-    scaled = "its rates are the source's, as much faster as this machine is in products"
+    scaled = "its rates are the defaults, scaled as those of matrix products are"
     remarks(console, "Not measured", dict.fromkeys(unmeasured, f"{reason}; {scaled}"))

@@ -1,4 +1,4 @@
-"""transformers hosts the models, regard runs their attention: load one, install, uninstall.
+"""Models of transformers whose attention regard runs: load one, install, uninstall.
 
 >>> import regard.hf
 >>> model, tokenizer = regard.hf.load("path/to/model")  # doctest: +SKIP
@@ -9,11 +9,11 @@ from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of, rope_of
 from regard.hf.families.table import FAMILIES, Family
 from regard.hf.generating.cache_of_model import cache
-from regard.hf.generating.writing import Written, write
+from regard.hf.generating.text import Written, write
+from regard.hf.loading.checkpoints import load
 from regard.hf.loading.default_model import SMOLLM2, fetch_smollm2, smollm2
-from regard.hf.loading.loading import load
 from regard.hf.loading.untrusted import CheckpointError
-from regard.hf.placing.placing import place
+from regard.hf.placing.place import place
 from regard.hf.running.installing import Installation, InstalledLayer, install, uninstall
 from regard.hf.running.registering import register
 

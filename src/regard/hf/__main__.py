@@ -1,9 +1,9 @@
-"""`python -m regard.hf` fetches the default model into the user's cache, and says where it lies."""
+"""`python -m regard.hf` downloads the default model to the user's cache, and prints its folder."""
 
 import sys
 
 from regard.hf.loading.default_model import fetch_smollm2
-from regard.hf.loading.loading import quiet
+from regard.hf.packages import quiet
 
 if __name__ == "__main__":
     try:

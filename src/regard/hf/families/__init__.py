@@ -1,1 +1,1 @@
-"""Model families as data, and what regard knows of their attention modules."""
+"""Model families as data: how the attention of each projects, rotates, masks and outputs."""

@@ -1,6 +1,7 @@
-"""Which modules of a model are attention, and which of them regard knows."""
+"""The attention modules of a model: those with a row in the table of families, and others."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -17,15 +18,15 @@ class Found(NamedTuple):
 
 
 def find(model: nn.Module) -> Found:
-    """Look through a model.
+    """The attention modules of a model.
 
-    A module is attention if its family is known, or if it has parameters and its class, or one
-    that this is made of, is called so; and if it neither lies inside attention nor merely wraps it.
+    A module is attention if its family is known; or if it has parameters, the name of its class or
+    of a base class contains "attention", and it neither contains nor is part of other attention.
     """
     known = {name: module for name, module in model.named_modules() if family_of(module)}
     unknown: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not _says_so(module) or not list(module.parameters()):
+        if not _is_named_attention(module) or not list(module.parameters()):
             continue
         wraps = any(each == name or each.startswith(f"{name}.") for each in known)
         inside = any(name.startswith(f"{each}.") for each in (*known, *unknown))
@@ -34,15 +35,15 @@ def find(model: nn.Module) -> Found:
     return Found(known, unknown)
 
 
-def asks_the_interface(modules: Iterable[nn.Module]) -> bool:
-    """Whether all of these find their attention function through transformers' interface: whether
-    the files that define their classes import it."""
+def uses_the_interface(modules: Iterable[nn.Module]) -> bool:
+    """Whether all of these get their attention function from transformers' AttentionInterface: the
+    files that define their classes then import it."""
     files = [sys.modules.get(type(module).__module__) for module in modules]
     return bool(files) and all(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
-def _says_so(module: nn.Module) -> bool:
-    """Whether the module's class, or one that it is made of, is called attention."""
+def _is_named_attention(module: nn.Module) -> bool:
+    """Whether the name of the module's class, or of a base class, contains "attention"."""
     return any("attention" in each.__name__.lower() for each in type(module).__mro__)
 
 
@@ -62,18 +63,15 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unknown_attention(model: nn.Module, found: Found) -> str:
-    """What a model has that regard does not know, and what would make it known."""
-    config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
+    """The first half of an error: the attention of a model that has no row, and what it lacks."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     what = type(model).__name__ + (f" (model_type {model_type!r})" if model_type else "")
     if not found.unknown:
         return (
             f"{what} has no attention module that regard knows; "
             f"it knows {', '.join(FAMILIES)}, as transformers builds them"
         )
-    counts: dict[str, int] = {}
-    for module in found.unknown.values():
-        counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    counts = Counter(type(module).__name__ for module in found.unknown.values())
     names = ", ".join(f"{kind} ({count} modules)" for kind, count in counts.items())
     return (
         f"{what} has attention that regard does not know: {names}; what is missing is a row in "

@@ -1,4 +1,4 @@
-"""A model's attention module said as a regard layer that shares its weights."""
+"""A model's attention module as a layer of regard that shares its weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,19 +7,20 @@ import torch
 from torch import nn
 
 from regard.hf.families import rotating
-from regard.hf.families.table import FAMILIES, Family, family_of, is_hosted
+from regard.hf.families.projecting import Separate
+from regard.hf.families.table import FAMILIES, Family, family_of, is_placed
 from regard.layers.attention import Attention
-from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
 from regard.rope import NO_ROPE, NoRotary, Rotary
 from regard.rope.scaling import LinearScaling, Llama3, Scaling, Yarn
 
-TURNING = (rotating.halves, rotating.half_angles, rotating.halves_where_used)
+# rotations that a layer computes from positions it counts itself
+COUNTED = (rotating.halves, rotating.half_angles, rotating.halves_where_used)
 
 
 def attention_of(module: Any) -> Attention:
-    """A regard layer that computes what this module does, with its very weights.
+    """A layer of regard that computes what this module does, with the same parameters.
 
-    The layer counts positions and holds the mask itself: it takes hidden states and a cache.
+    The layer counts positions and has the mask itself: it takes hidden states and a cache.
 
     Raises:
         ValueError: if the module is of no known family or does what no single layer does, or its
@@ -31,13 +32,13 @@ def attention_of(module: Any) -> Attention:
             f"{type(module).__name__} has no row in regard.hf.families; it has "
             f"{', '.join(FAMILIES)}"
         )
-    if is_hosted(module):
+    if is_placed(module):
         raise ValueError(f"this {module.kind} layer is regard's own already, and no Attention")
     children = _children(family, module)
     heads, kv_heads, head_dim = family.sizes(module)
     norm = family.project.children.norm if family.project.children else None
     biased = {name for name in children if getattr(children[name], "bias", None) is not None}
-    with torch.device("meta"):  # all that is built here is replaced by the module's own
+    with torch.device("meta"):  # all parameters are replaced by the module's own
         layer = Attention(
             children["q_proj"].in_features,
             heads,
@@ -47,7 +48,7 @@ def attention_of(module: Any) -> Attention:
             qk_norm=norm,
             dropout=family.dropout(module),
             rope=_rope(module, head_dim),
-            mask=_pattern(family, module),
+            mask=family.pattern_of(module),
             scale=family.scale(module),
             softcap=family.softcap(module),
             sinks=family.sinks(module) is not None,
@@ -60,26 +61,19 @@ def attention_of(module: Any) -> Attention:
 
 
 def _children(family: Family, module: nn.Module) -> dict[str, Any]:
-    """The children that a regard layer has too, by name."""
-    said = family.project.children
-    named = said is not None and (said.q, said.k, said.v, said.clip) == (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        None,
-    )
-    if not named or family.output is not FAMILIES["LlamaAttention"].output:
+    """The children that an `Attention` has too, by name."""
+    of, output = family.project.children, FAMILIES["LlamaAttention"].output
+    if of is None or of != Separate(norm=of.norm) or family.output is not output:
         raise ValueError(
-            f"{type(module).__name__} projects or puts out in a way that no single layer of regard "
+            f"{type(module).__name__} projects or outputs in a way that no single layer of regard "
             "does; regard.hf.install runs it as it is"
         )
-    if family.rotate not in TURNING:
+    if family.rotate not in COUNTED:
         raise ValueError(
-            f"{type(module).__name__} does not turn its halves by positions that a layer can "
+            f"{type(module).__name__} does not rotate halves by positions that a layer can "
             "count; regard.hf.install runs it as it is"
         )
-    assert said is not None
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", *(("q_norm", "k_norm") if said.norm else ()))
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", *(("q_norm", "k_norm") if of.norm else ()))
     return {name: module.get_submodule(name) for name in names}
 
 
@@ -130,9 +124,3 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-
-
-def _pattern(family: Family, module: Any) -> Mask:
-    window = family.window_of(module)
-    mask: Mask = Causal() if module.is_causal else EVERYTHING
-    return mask if window is None else mask & SlidingWindow(window)

@@ -1,4 +1,4 @@
-"""How a family's module makes queries, keys and values, before rotation. Children are called."""
+"""How a family's module projects queries, keys and values, before rotation, by its own children."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ Heads = Float[Tensor, "B H L D"]
 
 
 class Projection(NamedTuple):
-    """From hidden states to heads. `queries` and `memory` are `both` in two steps, for modules
-    that may look at another sequence; None where they never do. `children` says which child makes
-    what, where each makes one thing."""
+    """From hidden states to heads.
+
+    `queries` and `memory` are `both` in two steps, for modules with cross-attention; None for
+    others. `children` names the child that projects queries, keys or values, where each has one.
+    """
 
     both: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
     queries: Callable[[Any, Tensor], Tensor] | None = None
@@ -28,10 +30,10 @@ class Separate:
     """Three children, one each for queries, keys and values.
 
     Args:
-        q: the child that makes queries; `k` and `v` likewise.
+        q: the child that projects queries; `k` and `v` likewise.
         head_dim: the module's attribute that holds the size of a head.
-        norm: whether `q_norm` and `k_norm` norm each head, or the whole width, or are not there.
-        clip: the attribute of the config whose value, if any, bounds all three.
+        norm: whether `q_norm` and `k_norm` norm each head or the whole width; None without them.
+        clip: the attribute of the config whose value, unless None, bounds all three.
     """
 
     q: str = "q_proj"

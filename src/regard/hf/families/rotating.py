@@ -1,64 +1,71 @@
-"""How a family turns queries and keys: always by the angles that the model itself has computed."""
+"""How a family rotates queries and keys: by the angles that the model itself has computed."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.hf.families.memoised import remembered
-
+T = TypeVar("T")
 Rotate = Callable[[Any, Tensor, Any], Tensor]  # module, queries or keys, the model's angles
 
 
-def unturned(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
-    """Positions, if there are any, came in with the hidden states."""
+def not_rotated(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
+    """Positions, if there are any, are part of the hidden states."""
     return x
 
 
 def halves(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
-    """Channel i turns with channel i + n/2 of the first n, n being as wide as the angles."""
-    cos, sin = remembered("_angles_of_regard", angles[1], lambda: _signed(*angles))
+    """Channel i is rotated with channel i + n/2 of the first n, where n is the angles' width."""
+    cos, sin = memoised("_angles_of_regard", angles[1], lambda: _signed(*angles))
     width = cos.shape[-1]
-    turning = x if width == x.shape[-1] else x[..., :width]
-    turned = torch.addcmul(turning * cos, turning.roll(width // 2, -1), sin).to(x.dtype)
-    return turned if turning is x else torch.cat([turned, x[..., width:]], dim=-1)
+    first = x if width == x.shape[-1] else x[..., :width]
+    rotated = torch.addcmul(first * cos, first.roll(width // 2, -1), sin).to(x.dtype)
+    return rotated if first is x else torch.cat([rotated, x[..., width:]], dim=-1)
 
 
 def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[B, 1, L, n]`, the first half of the sines negative: what a half rolled
-    over the other has to be multiplied by."""
+    """Cosines and sines `[B, 1, L, n]`, the first half of the sines negative: the factor of the
+    channels rolled by n/2."""
     first, second = sin.chunk(2, dim=-1)
     return cos.unsqueeze(1), torch.cat([-first, second], dim=-1).unsqueeze(1)
 
 
-def by_itself(module: Any, x: Float[Tensor, "B H L D"], positions: Any) -> Tensor:
-    """The module has a rope of its own, and is handed positions where others are handed angles."""
-    turned: Tensor = module.rope.rotate(x, positions)
-    return turned
+def memoised(name: str, of: Tensor, make: Callable[[], T]) -> T:
+    """The result of `make`, held as an attribute of the tensor it is computed from until that is
+    written to: a model passes the same mask and the same angles to every layer."""
+    if torch.compiler.is_compiling() or of.requires_grad:
+        return make()
+    version = 0 if of.is_inference() else of._version
+    held: Any = getattr(of, name, None)
+    if held is None or held[0] != version:
+        held = version, make()
+        setattr(of, name, held)
+    made: T = held[1]
+    return made
 
 
 def half_angles(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
-    """The same, each angle given once (gpt-oss)."""
+    """The same, where `angles` has one column for each pair of channels (gpt-oss)."""
     cos, sin = (each.unsqueeze(1) for each in angles)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def halves_where_used(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
-    """Some layers turn, some do not (SmolLM3)."""
+    """Some layers rotate, some do not (SmolLM3)."""
     return halves(module, x, angles) if module.use_rope else x
 
 
-def halves_if_given(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
-    """Models with ALiBi do not turn (Falcon)."""
+def halves_without_alibi(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
+    """Models with ALiBi do not rotate (Falcon)."""
     return x if module.config.alibi else halves(module, x, angles)
 
 
 def pairs_or_halves(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
-    """Neighbouring channels turn together and come out as halves (DeepSeek-V3): queries and keys
-    are shuffled alike, so their products do not change."""
+    """Neighbouring channels are rotated together and returned as halves (DeepSeek-V3): queries and
+    keys are permuted alike, so their products do not change."""
     if not module.config.rope_interleave:
         return halves(module, x, angles)
     cos, sin = (each[..., : each.shape[-1] // 2] for each in angles)

@@ -1,4 +1,4 @@
-"""A family of models is a row of data: what its attention is called, and what it does."""
+"""A family of models as a row of data: what its attention is called, and what it computes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from regard.hf.families import rotating
 from regard.hf.families.projecting import Projection, blocks, by_group, by_head, gpt2, separate
-from regard.masks import AllOf, SlidingWindow
+from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
 
 Reads = Callable[[Any], Any]  # one fact about an attention module
 
 
-def nowhere(module: Any) -> None:
-    """This family does not have it."""
+def absent(module: Any) -> None:
+    """Of families that do not have it."""
 
 
 def own(name: str) -> Reads:
@@ -29,7 +29,7 @@ def configured(name: str) -> Reads:
 
 
 def probability(name: str) -> Reads:
-    """A dropout: the number itself, or a child that holds it."""
+    """A dropout probability: an attribute, or a child that holds it."""
 
     def read(module: Any) -> float:
         value: Any = getattr(module, name)
@@ -55,7 +55,7 @@ def _starcoder_output(module: Any, merged: Tensor) -> Tensor:
 
 
 def _t5_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Tensor | None:
-    """Made by the first layer, handed down to the others."""
+    """Computed by the first layer, passed on to the others."""
     if given.get("position_bias") is not None:
         return given["position_bias"]
     if not module.has_relative_attention_bias:
@@ -79,7 +79,7 @@ _SOME_LAYERS = own("sliding_window")
 
 @dataclass(frozen=True)
 class Family:
-    """How one of transformers' attention classes projects, turns, looks and puts out.
+    """How one of transformers' attention classes projects, rotates, attends and outputs.
 
     Args:
         attention: the class's name; its module says which model it belongs to.
@@ -87,9 +87,9 @@ class Family:
         output: merged heads to hidden states.
         rotate: what is done to queries and keys with the model's own angles.
         window: the sliding window of a module, or None; likewise `softcap` and `sinks`.
-        scale: what the scores are multiplied by.
+        scale: the factor of the scores.
         dropout: the probability of dropping a weight in training.
-        bias: what is added to the scores besides the mask.
+        bias: what is added to the scores besides the mask, or None.
         mask: the argument that holds the mask; `cache` and `context` likewise, `""` if there is
             none; `context_mask` holds the mask where there is a context.
         returns_bias: whether the bias is returned between output and weights, as T5's are.
@@ -100,9 +100,9 @@ class Family:
     project: Projection = _THREE
     output: Callable[[Any, Tensor], Tensor] = _O_PROJ
     rotate: rotating.Rotate = rotating.halves
-    window: Reads = nowhere
-    softcap: Reads = nowhere
-    sinks: Reads = nowhere
+    window: Reads = absent
+    softcap: Reads = absent
+    sinks: Reads = absent
     scale: Reads = _SCALING
     dropout: Reads = _DROPOUT
     bias: Callable[[Any, Any, int, int, Any], Tensor | None] = _no_bias
@@ -117,6 +117,12 @@ class Family:
         """The sliding window of one attention module, or None."""
         size: int | None = self.window(module)
         return size
+
+    def pattern_of(self, module: nn.Module) -> Mask:
+        """The mask of one attention module, without what a call adds to it."""
+        mask: Mask = Causal() if getattr(module, "is_causal", True) else EVERYTHING
+        window = self.window_of(module)
+        return mask if window is None else mask & SlidingWindow(window)
 
     def sizes(self, module: Any) -> tuple[int, int, int]:
         """Query heads, key heads and the size of a head."""
@@ -143,14 +149,14 @@ _BERT = Family(
     "BertSelfAttention",
     project=separate(q="query", k="key", v="value", head_dim="attention_head_size"),
     output=through(),
-    rotate=rotating.unturned,
+    rotate=rotating.not_rotated,
     dropout=_ANY_DROPOUT,
 )
 _BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hidden_states")
 _BART = Family(
     "BartAttention",
     output=through("out_proj"),
-    rotate=rotating.unturned,
+    rotate=rotating.not_rotated,
     dropout=_ANY_DROPOUT,
     context="key_value_states",
 )
@@ -181,7 +187,7 @@ FAMILIES = {
             "GPT2Attention",
             project=gpt2(),
             output=through("c_proj", "resid_dropout"),
-            rotate=rotating.unturned,
+            rotate=rotating.not_rotated,
             dropout=probability("attn_dropout"),
             context="encoder_hidden_states",
             context_mask="encoder_attention_mask",
@@ -196,7 +202,7 @@ FAMILIES = {
             "FalconAttention",
             project=by_group("query_key_value"),
             output=through("dense"),
-            rotate=rotating.halves_if_given,
+            rotate=rotating.halves_without_alibi,
             scale=own("inv_norm_factor"),
             dropout=lambda module: module.attention_dropout.p if module.config.alibi else 0.0,
             cache="layer_past",
@@ -205,14 +211,14 @@ FAMILIES = {
         _BERT_CROSS,
         replace(_BERT, attention="RobertaSelfAttention"),
         replace(_BERT_CROSS, attention="RobertaCrossAttention"),
-        Family("ViTAttention", rotate=rotating.unturned),
+        Family("ViTAttention", rotate=rotating.not_rotated),
         _BART,
         replace(_BART, attention="WhisperAttention"),
         Family(
             "T5Attention",
             project=separate(q="q", k="k", v="v", head_dim="key_value_proj_dim"),
             output=through("o"),
-            rotate=rotating.unturned,
+            rotate=rotating.not_rotated,
             dropout=_ANY_DROPOUT,
             bias=_t5_bias,
             mask="mask",
@@ -226,37 +232,15 @@ FAMILIES = {
 }
 
 
-def _own_window(module: Any) -> int | None:
-    """The window in the pattern of a layer of regard."""
-    rules = module.mask.parts if isinstance(module.mask, AllOf) else (module.mask,)
-    return min((rule.size for rule in rules if isinstance(rule, SlidingWindow)), default=None)
-
-
-_HOSTED_LATENT = Family(
-    "HostedLatent",
-    rotate=rotating.by_itself,
-    window=_own_window,
-    scale=own("scale"),
-    dropout=_ANY_DROPOUT,
-    latent=True,
-)
-HOSTED = {  # layers of regard that stand in a model of transformers (`regard.hf.placing`)
-    "HostedLatent": _HOSTED_LATENT,
-    "HostedLatentKV": replace(
-        _HOSTED_LATENT, attention="HostedLatentKV", softcap=own("softcap"), latent=False
-    ),
-}
-
-
-def is_hosted(module: nn.Module) -> bool:
-    """Whether this is a layer of regard in a model of transformers."""
-    kind = type(module)
-    return kind.__module__ == "regard.hf.placing.placing" and kind.__name__ in HOSTED
+def is_placed(module: nn.Module) -> bool:
+    """Whether this is a layer of regard in a model of transformers: its class holds its family."""
+    return isinstance(vars(type(module)).get("family"), Family)
 
 
 def family_of(module: nn.Module) -> Family | None:
     """The row for an attention module, by its type's own name: a subclass may do something else."""
-    if is_hosted(module):
-        return HOSTED[type(module).__name__]
+    if is_placed(module):
+        family: Family = vars(type(module))["family"]
+        return family
     known = type(module).__module__.startswith("transformers.")
     return FAMILIES.get(type(module).__name__) if known else None

@@ -1,1 +1,1 @@
-"""Caches for `generate`, and text from a prompt."""
+"""Caches for `generate`, logits of parts of a text, and text from a prompt."""

@@ -6,24 +6,24 @@ from typing import Any
 
 from regard.hf.families.finding import find
 from regard.hf.families.table import family_of
-from regard.hf.loading.loading import require
+from regard.hf.packages import require
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 def cache(model: Any, kind: str = "growing", **options: Any) -> Any:
-    """A fresh cache for `model.generate(past_key_values=...)`; one for each text or batch.
+    """A new cache for `model.generate(past_key_values=...)`; one for each text or batch.
 
     Args:
         model: a transformers model that generates.
-        kind: `"growing"`; `"static"`, which needs `max_length=`; `"sliding"`, which keeps the
+        kind: `"growing"`; `"static"`, which needs `max_length=`; `"sliding"`, which holds the
             window of layers that have one (`rollback=` more for assisted decoding); `"quantized"`,
             with `bits=8 | 4` and `group=64`.
         options: of that kind.
 
     Raises:
-        ValueError: if the kind or an option is unknown, an option is missing, a sliding cache is
-            asked for a model without windows, or the model keeps something other than keys.
+        ValueError: if the kind or an option is unknown, an option is missing, the kind is "sliding"
+            and the model has no windows, or layers of it cache something other than keys.
         ImportError: if transformers is missing.
 
     >>> import regard.hf, torch, transformers
@@ -46,8 +46,8 @@ def cache(model: Any, kind: str = "growing", **options: Any) -> Any:
     windows = _windows(model)
     if kind == "sliding" and not any(windows):
         raise ValueError(
-            f"no layer of {type(model).__name__} has a window, so nothing may be dropped; "
-            "kind='quantized' saves memory and keeps every token"
+            f"no layer of {type(model).__name__} has a window, so no token may be dropped; "
+            "kind='quantized' saves memory and holds every token"
         )
     held = GenerationCache([CacheLayer(_maker(make, window)) for window in windows])
     if not model.config.is_encoder_decoder:
@@ -60,7 +60,7 @@ def _maker(make: Callable[[int | None], Any], window: int | None) -> Callable[[]
 
 
 def _checked(kind: str, maker: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options, if the kind takes them all and lacks none."""
+    """The options, if they are those that the kind takes."""
     parameters = inspect.signature(maker).parameters
     unknown = [name for name in options if name not in parameters]
     missing = [
@@ -76,7 +76,7 @@ def _checked(kind: str, maker: Callable[..., Any], options: dict[str, Any]) -> d
 
 
 def _windows(model: Any) -> list[int | None]:
-    """The window of each layer that writes text; None where it sees everything before it."""
+    """The window of each decoder layer; None where all earlier tokens are visible."""
     config = model.config.get_text_config(decoder=True)
     layers = config.num_hidden_layers
     if model.config.is_encoder_decoder:
@@ -87,7 +87,7 @@ def _windows(model: Any) -> list[int | None]:
     other = sorted({each for each in kinds if each not in (FULL, WINDOWED)})
     if other:
         raise ValueError(
-            f"{type(model).__name__} has layers of type {', '.join(other)}, which keep something "
+            f"{type(model).__name__} has layers of type {', '.join(other)}, which cache something "
             "other than keys and values; use transformers' own cache"
         )
     known: dict[Any, int | None] = {

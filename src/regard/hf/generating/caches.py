@@ -12,17 +12,17 @@ from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, Sta
 from regard.ops.prepared import concatenated
 from regard.span import Span
 
-ASSISTED_ROLLBACK = 256  # tokens: more than an assistant ever proposes at once
+ASSISTED_ROLLBACK = 256  # tokens: more than an assistant model proposes in one step
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's cache of regard, behind transformers' names for what a cache does.
+    """A cache of regard for one layer, with the methods that transformers calls.
 
-    `append` takes any streams and gives parts, as regard's caches do; `update` takes a key and a
-    value and gives them back whole.
+    `append` takes any streams and returns parts, as regard's caches do; `update` takes keys and
+    values and returns all of them.
     """
 
-    supports_early_init = False  # shapes come with the first tokens
+    supports_early_init = False  # shapes are known from the first tokens
 
     def __init__(self, make: Callable[[], Cache]) -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return not isinstance(self.cache, SlidingCache) or self.cache.rollback > 0
 
     def append(self, *streams: Tensor) -> tuple[Part, ...]:
-        """Store the streams of new tokens; give what may be attended.
+        """Append the streams of new tokens; returns all parts that may be attended to.
 
         Raises:
-            ValueError: if rows hold different numbers of tokens, which transformers' masks do not
-                say.
+            ValueError: if rows hold different numbers of tokens, which transformers' masks cannot
+                express.
         """
         self._span(streams[0].shape[2])
         self.is_initialized, self.batch_size = True, streams[0].shape[0]
@@ -52,7 +52,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do before the first tokens come."""
+        """Nothing to do before the first tokens."""
 
     def get_seq_length(self) -> int:
         return self.cache.length
@@ -66,8 +66,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if isinstance(span.q_start, Tensor):
             raise ValueError(
                 f"rows of this cache hold {span.q_start.tolist()} tokens after truncate([B]), and "
-                "transformers' masks and positions count one length for all rows: it would show "
-                "stale tokens; pad on the left instead, or truncate to a whole number"
+                "transformers' masks and positions count one length for all rows: stale tokens "
+                "would be visible; pad on the left instead, or truncate to a whole number"
             )
         return span
 
@@ -79,15 +79,15 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
     def activate_past_recording(self) -> None:
-        """From now on, keep what assisted decoding may take back."""
+        """Hold enough tokens, from now on, for those that assisted decoding may remove."""
         if isinstance(self.cache, SlidingCache):
             self.cache.rollback = max(self.cache.rollback, ASSISTED_ROLLBACK)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Take back the last tokens; a negative number, as transformers has it.
+        """Remove the last tokens; their number is negative, as transformers passes it.
 
         Raises:
-            ValueError: if the number is positive, or more than can be taken back.
+            ValueError: if the number is positive, or more tokens than can be removed.
         """
         if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() != 1:
             raise ValueError(
@@ -128,28 +128,28 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     """A cache for every layer of a model. Made by `regard.hf.cache`."""
 
     def append(self, layer_idx: int, *streams: Tensor) -> tuple[Part, ...]:
-        """Store the streams of new tokens in one layer; give what may be attended."""
+        """Append the streams of new tokens in one layer; returns all parts."""
         parts: tuple[Part, ...] = self.layers[layer_idx].append(*streams)
         return parts
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored for the tokens held, in all layers."""
+        """Bytes of the tokens held, in all layers."""
         return sum(layer.cache.nbytes for layer in self.layers)
 
 
 def growing() -> Callable[[int | None], Cache]:
-    """Every token is kept; buffers double."""
+    """All tokens, in buffers that double."""
     return lambda window: KVCache()
 
 
 def static(*, max_length: int) -> Callable[[int | None], Cache]:
-    """Every token is kept, in buffers of `max_length` that never move."""
+    """All tokens, in buffers of `max_length` that never move."""
     return lambda window: StaticCache(max_length)
 
 
 def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
-    """Layers with a window keep their window, and `rollback` more; the others keep everything."""
+    """The window of layers that have one, and `rollback` more tokens; all tokens of others."""
 
     def make(window: int | None) -> Cache:
         return KVCache() if window is None else SlidingCache(window, rollback)
@@ -158,7 +158,7 @@ def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
 
 
 def quantized(*, bits: int = 8, group: int = 64) -> Callable[[int | None], Cache]:
-    """Every token is kept, in codes of 8 or 4 bits."""
+    """All tokens, in codes of 8 or 4 bits."""
     return lambda window: QuantizedCache(bits, group)
 
 

@@ -1,7 +1,7 @@
-"""A causal model in two halves: its last hidden states, and what its head makes of them.
+"""A causal model in two halves: its last hidden states, and the logits of its head.
 
-Hidden states are small enough to keep where logits over a large vocabulary are not, so heads are
-asked a few tokens at a time.
+Hidden states are small, logits over a large vocabulary are not: the head runs on a few tokens at a
+time.
 """
 
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from regard.hf.running.binding import bound
 
-AT_ONCE = 256  # tokens
+AT_ONCE = 256  # tokens whose logits are computed at a time
 
 
 def hidden_states(model: Any, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
-    """What comes before the head."""
+    """The hidden states that the head reads."""
     hidden: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     return hidden
 
 
 def logits_of(model: Any, hidden: Float[Tensor, "*batch E"]) -> Float[Tensor, "*batch V"]:
-    """What the model makes of hidden states: its own forward without its blocks.
+    """The logits of hidden states: the model's own forward without its blocks.
 
-    A head alone is not enough: some models scale its logits, or cap them.
+    A head alone is not enough: some models scale or cap its logits.
     """
-    from transformers.modeling_outputs import MoeModelOutputWithPast  # has what any head asks
+    from transformers.modeling_outputs import MoeModelOutputWithPast  # has what every head reads
 
     states = hidden.flatten(0, -2)[None]
     whole = MoeModelOutputWithPast(last_hidden_state=states)
@@ -38,7 +38,7 @@ def logits_of(model: Any, hidden: Float[Tensor, "*batch E"]) -> Float[Tensor, "*
 
 
 def pieces(length: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each run of tokens whose logits are made at once."""
+    """Start and stop of each run of tokens whose logits are computed at a time."""
     for start in range(0, length, AT_ONCE):
         yield start, min(start + AT_ONCE, length)
 

@@ -1,1 +1,1 @@
-"""Loading models from folders and GGUF files: checked first, nothing fetched or executed."""
+"""Models from files that are not trusted: checked, then read by transformers, without network."""

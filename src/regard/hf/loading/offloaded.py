@@ -1,7 +1,7 @@
-"""Weights that stay on the disk until they are read: models larger than the memory.
+"""Weights that stay on the disk until they are read: for models larger than the memory.
 
-accelerate's hooks fetch a module's weights when it runs and let go of them after. What is not run
-but read, by a conversion or a writer, is fetched here.
+accelerate's hooks load a module's weights when it runs, and free them afterwards. Conversions and
+writers read weights without running the module: they use `fetched`.
 """
 
 from typing import Any
@@ -9,13 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def is_offloaded(model: nn.Module) -> bool:
-    """Whether any weight is not in memory."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 def only_offloaded(module: nn.Module) -> bool:
-    """Whether all that accelerate's hook adds to calling a module is to bring its weights."""
+    """Whether accelerate's hook loads the weights of a module, and does nothing else."""
     own = vars(module)
     hook, old = own.get("_hf_hook"), own.get("_old_forward")
     return type(hook).__name__ == "AlignDevicesHook" and (
@@ -24,10 +19,10 @@ def only_offloaded(module: nn.Module) -> bool:
 
 
 def fetched(module: nn.Module, name: str) -> Tensor:
-    """A tensor of a module's own, from the disk if that is where it is.
+    """A parameter or buffer of a module, read from the disk if it is offloaded.
 
     Raises:
-        ValueError: if it is nowhere: a module on the meta device has no numbers.
+        ValueError: if it is on the meta device and not offloaded.
 
     >>> fetched(nn.Linear(2, 3), "bias").shape
     torch.Size([3])
@@ -39,7 +34,7 @@ def fetched(module: nn.Module, name: str) -> Tensor:
     held = getattr(hook, "weights_map", None)
     if held is None:
         raise ValueError(
-            f"{name} of {type(module).__name__} is on the meta device: it has no numbers"
+            f"{name} of {type(module).__name__} is on the meta device: it has no values"
         )
     read: Tensor = held[name]
     return read

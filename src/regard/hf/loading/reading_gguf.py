@@ -1,6 +1,6 @@
-"""GGUF files read once, and quickly: the vocabulary is most of what there is to parse.
+"""A reader for GGUF files that parses each file once; most of the time goes into the vocabulary.
 
-transformers reads a file three times (tokenizer, configuration, weights) with gguf's own reader,
+transformers parses a file three times (tokenizer, configuration, weights) with gguf's own reader,
 which makes two numpy arrays of every word: 85 s for 262,000 words and as many merges.
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from regard.hf.loading.untrusted_gguf import ARRAY, FORMATS, STRING
 
-_LOCK = RLock()  # `gguf.GGUFReader` is one name for all threads
+_LOCK = RLock()  # `gguf.GGUFReader` is replaced for all threads
 
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Let whoever asks for `gguf.GGUFReader` in here get one reader for each file, a quick one.
+    """Replace `gguf.GGUFReader`, inside of the `with` block, by one quick reader for each file.
 
-    Files must have been checked: `check_gguf` bounds every length before it is believed.
+    Files must have been checked by `check_gguf`, which bounds every length.
     """
     import gguf
 
@@ -45,7 +45,7 @@ def _quick_reader() -> Any:
 
     class Reader(gguf_reader.GGUFReader):  # type: ignore[misc]
         def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
-            """Size in bytes, parts, which of them hold the items, and their types."""
+            """Size in bytes, parts, the indices of those that are items, and their types."""
             if raw_type != ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
             kind, length = struct.unpack_from("<IQ", self.data, orig_offs)
@@ -59,7 +59,7 @@ def _quick_reader() -> Any:
 
 
 def _strings(data: Any, at: int, kind: int, length: int) -> tuple[list[bytes], int]:
-    """So many strings, each behind its length, and where they end."""
+    """The strings, each of which follows its length, and the offset of their end."""
     view, read = memoryview(data), struct.Struct("<Q").unpack_from
     items = []
     for _ in range(length):
@@ -70,7 +70,7 @@ def _strings(data: Any, at: int, kind: int, length: int) -> tuple[list[bytes], i
 
 
 def _numbers(data: Any, at: int, kind: int, length: int) -> tuple[list[tuple[Any]], int]:
-    """So many numbers, each as gguf has it: the only item of something, and where they end."""
+    """The numbers, each as a tuple of one, as gguf expects, and the offset of their end."""
     form = f"<{length}{FORMATS[kind]}"
     values = struct.unpack_from(form, data, at)
     return [(value,) for value in values], at + struct.calcsize(form)

@@ -1,7 +1,7 @@
-"""The model that a configuration asks for, without its weights: does it fit what the files hold?
+"""The model of a configuration without weights, compared with what the files of weights hold.
 
-A file of a kilobyte can ask for a million layers or a vocabulary of 2**40. The skeleton is built on
-the meta device, where tensors take no memory, and while it is built its modules are counted.
+A configuration of a kilobyte can have a million layers or a vocabulary of 2**40. The skeleton is
+built on the meta device, where tensors take no memory, and its modules are counted meanwhile.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,17 +16,17 @@ from torch.nn.modules import module as registry
 from regard.hf.loading.untrusted import refused
 from regard.hf.loading.untrusted_weights import Contents
 
-MODULES = 16  # for each tensor; published models have up to 3
-FREE = 2_000  # modules of models with few tensors
-UNSAVED = 1 << 24  # elements of tables that models compute instead of saving them
-BUFFERS = 1 << 28
-PACKED = 8  # elements a byte of quantised weights
+MODULES = 16  # modules and parameters for each tensor at most; published models have up to 3
+FREE = 2_000  # modules and parameters that any model may have, however few its tensors
+UNSAVED = 1 << 24  # elements of parameters that models compute instead of saving them
+BUFFERS = 1 << 28  # elements of buffers beyond those of the weights: tables of positions
+PACKED = 8  # elements in a byte of quantised weights at most
 MEND = "its weights and its configuration must be whole and of one model"
-SHOWN = 3
+SHOWN = 3  # weights that an error names
 
 
 def model_class(config: Any) -> Any:
-    """The class for `config`: the one it names, if transformers has it, else one that fits.
+    """The class for `config`: the one it names, if transformers has it, else the usual one.
 
     Raises:
         ValueError: if transformers has no model for it.
@@ -75,7 +75,7 @@ def check_skeleton(made_by: Any, config: Any, contents: Contents, file: Path) ->
 
 
 def check_report(report: Mapping[str, Any], path: Path) -> None:
-    """Raise if transformers did not find every weight: it makes up random values for those.
+    """Raise if transformers did not find every weight: it fills missing ones with random values.
 
     Raises:
         CheckpointError: naming some of them.
@@ -93,7 +93,7 @@ def _shown(key: str | tuple[str, Any, Any]) -> str:
 
 @contextmanager
 def _counted(tensors: int, file: Path) -> Iterator[None]:
-    """Stop whoever registers more modules or parameters than so many tensors could belong to."""
+    """Raise if more modules and parameters are registered than a model of so many tensors has."""
     limit = FREE + MODULES * tensors
     count = 0
 

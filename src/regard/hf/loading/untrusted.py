@@ -1,7 +1,7 @@
-"""What is checked in a folder before transformers reads it: links, JSON, the numbers in it.
+"""Checks of a folder before transformers reads it: links, JSON files, and the numbers in them.
 
-Every limit is far above what published models need, and low enough that a file of any content costs
-little time and memory to refuse.
+Every limit is far above what published models need, and low enough that refusing a file takes
+little time and memory, whatever it contains.
 """
 
 import json
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 MEBIBYTE = 1 << 20
-JSON_LIMIT = 16 * MEBIBYTE  # an index of 150,000 tensors, a header of 100,000
-TOKENIZER_LIMIT = 256 * MEBIBYTE  # the largest vocabularies take 40
-COMMAS = 1 << 20  # each makes an object, and an object costs fifty times its two bytes
+JSON_LIMIT = 16 * MEBIBYTE  # enough for an index of 150,000 tensors or a header of 100,000
+TOKENIZER_LIMIT = 256 * MEBIBYTE  # the largest vocabularies take 40 MiB
+COMMAS = 1 << 20  # in a JSON file: each makes an object, of fifty times its two bytes
 TOKENIZER_COMMAS = 1 << 24
-DEPTH = 64
-LAYERS = 10_000
-COUNT = 1 << 20  # of labels, heads, experts: configurations make lists of them
-INTEGER = 1 << 40
+DEPTH = 64  # levels of nested JSON
+LAYERS = 10_000  # the largest number of layers
+COUNT = 1 << 20  # of labels, heads, experts: configurations make lists of that length
+INTEGER = 1 << 40  # the largest of all other integers
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -39,26 +39,26 @@ REFUSED = {
     "fusion_config": "a checkpoint may not exchange modules; remove the entry",
 }
 KERNELS = ("attn_implementation", "experts_implementation")
-RULE = 400  # of a sentence; a rule may quote a key, and a key can be as long as the file
+RULE = 400  # characters of a rule in an error: it may quote a key, of any length
 SHORT = reprlib.Repr()
 SHORT.maxstring = 200
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, hostile, or not what it says it is."""
+    """A checkpoint that is damaged, hostile, or of another format than its name tells."""
 
 
 def refused(
     file: Path, rule: str, came: object, out: str = "get the file from a source you trust"
 ) -> CheckpointError:
-    """The error for `file`: the rule, the value that came, the way out."""
+    """The error for `file`: the rule, the value that breaks it, and what to do."""
     return CheckpointError(f"{file}: {rule[:RULE]}, got {SHORT.repr(came)}; {out}")
 
 
 def check_files(folder: Path) -> None:
-    """Raise unless what could be read in `folder` are files, there, and of bounded size.
+    """Raise unless all that could be read in `folder` are existing files of bounded size.
 
-    A link must stay inside the folder, or be one of a Hugging Face cache, which keeps the files in
+    A link must stay inside the folder, or be one of a Hugging Face cache, which has the files in
     `blobs` and links to them from `snapshots/<revision>`.
 
     Raises:
@@ -73,7 +73,7 @@ def check_files(folder: Path) -> None:
             out = "put the file itself into the folder"
             came = str(file.resolve())
             raise refused(file, "a link may not lead out of its folder", came, out)
-        if not file.is_file():  # a pipe would be read for ever
+        if not file.is_file():  # reading a pipe would never end
             raise refused(file, "it must be a file", "something else or a link to nothing")
         if file.suffix.lower() not in WEIGHTY and file.stat().st_size > TOKENIZER_LIMIT:
             raise refused(file, f"it may have {TOKENIZER_LIMIT} bytes", file.stat().st_size)
@@ -85,7 +85,7 @@ def check_json_files(folder: Path) -> None:
     Raises:
         CheckpointError: naming the file.
     """
-    if (folder / "adapter_config.json").exists():  # it can name another model, and pickles
+    if (folder / "adapter_config.json").exists():  # it can name another model and pickles
         out = "merge it into its model and save that, or move it elsewhere"
         raise refused(folder, "an adapter is not read", "adapter_config.json", out)
     for name in OTHER_JSON:
@@ -100,7 +100,7 @@ def read_json(file: Path, *, limit: int = JSON_LIMIT, commas: int = COMMAS) -> d
     """The JSON object in `file`, of at most `limit` bytes.
 
     Raises:
-        CheckpointError: if it is larger, is not an object, or says a key twice.
+        CheckpointError: if it is larger, is not an object, or has a key twice.
     """
     if not file.is_file():
         raise refused(file, "it must be a file", "something else")
@@ -111,7 +111,7 @@ def read_json(file: Path, *, limit: int = JSON_LIMIT, commas: int = COMMAS) -> d
 
 
 def parse_json(data: bytes, file: Path, *, commas: int = COMMAS) -> dict[str, Any]:
-    """The JSON object that `data`, out of `file`, spells.
+    """The JSON object in `data`, which was read from `file`.
 
     Raises:
         CheckpointError: as `read_json`.
@@ -128,7 +128,7 @@ def parse_json(data: bytes, file: Path, *, commas: int = COMMAS) -> dict[str, An
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A key that comes twice means one thing to one reader and another to the next."""
+    """A dict without duplicate keys: parsers differ in which of two values they take."""
     value = dict(pairs)
     if len(value) != len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -137,7 +137,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], file: Path) -> None:
-    """Raise unless every number is one that a model could have, and no entry brings code.
+    """Raise unless every number is one that a model could have, and no entry names code.
 
     Raises:
         CheckpointError: naming the entry.

@@ -1,4 +1,4 @@
-"""What is checked in a GGUF before it is read: every count and length, against the file's size.
+"""Checks of a GGUF before it is read: every count and length, against the file's size.
 
 Layout: magic, version, number of tensors, number of keys; the keys with their values; the tensors'
 names, dimensions, types and offsets; then, aligned, the data.
@@ -20,23 +20,11 @@ from regard.hf.loading.untrusted_weights import Contents
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
-FORMATS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "B",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-ENTRIES = 1 << 16  # tensors, and keys; the largest models have some 2,000 and 60
+FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIifBQqd", strict=True))  # of `struct`
+ENTRIES = 1 << 16  # tensors at most, and keys; the largest models have 2,000 and 60
 ITEMS = 1 << 21  # in all arrays together; the largest vocabularies have 1.3 million
-NAME = 1 << 10
-TEXT = 16 * MEBIBYTE
+NAME = 1 << 10  # bytes of a name
+TEXT = 16 * MEBIBYTE  # bytes of any other string
 DIMENSIONS = 4
 BLOCK = re.compile(r"\bblk\.(\d+)\.")
 
@@ -58,7 +46,7 @@ class _Cursor:
         self.items = 0
 
     def skip(self, size: int, what: str) -> int:
-        """Go on by `size` bytes; where they began."""
+        """Advance by `size` bytes; returns the offset of the first."""
         start, left = self.at, len(self.data) - self.at
         if size > left:
             raise refused(self.file, f"{what} must end within the {left} bytes left", size)
@@ -70,17 +58,16 @@ class _Cursor:
         return struct.unpack_from(f"<{format}", self.data, self.skip(size, what))[0]
 
     def skip_strings(self, count: int, key: str) -> None:
-        """Go on by so many strings, each behind its length: a million of them in a third of a
-        second."""
+        """Advance by so many strings, each after its length: a million in a third of a second."""
         read, at, end = struct.Struct("<Q").unpack_from, self.at, len(self.data)
         for _ in range(count):
             self.at = at
             if end - at < 8:
-                self.number("Q", f"a length in {key!r}")  # refuses
+                self.number("Q", f"a length in {key!r}")  # raises
             (size,) = read(self.data, at)
             if size > end - at - 8:
                 self.at = at + 8
-                self.skip(size, f"an item of {key!r}")  # refuses
+                self.skip(size, f"an item of {key!r}")  # raises
             at += 8 + size
         self.at = at
 
@@ -96,7 +83,7 @@ class _Cursor:
 
 
 def check_gguf(file: Path) -> GGUF:
-    """What a GGUF says it holds, once every number in its header is sound.
+    """What a GGUF holds according to its header, every number of which is checked.
 
     Raises:
         CheckpointError: if the header breaks a rule of the format, or a limit of this module.
@@ -137,7 +124,7 @@ def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for _ in range(count):
         key = cursor.text(NAME, "a key")
-        if key in values or key.startswith("GGUF."):  # readers keep the counts under that name
+        if key in values or key.startswith("GGUF."):  # readers store the counts under that prefix
             raise refused(cursor.file, "a key may come once, and not begin with 'GGUF.'", key)
         values[key] = _read_value(cursor, key)
     return values
@@ -158,7 +145,7 @@ def _read_value(cursor: _Cursor, key: str) -> Any:
 
 
 def _skip_array(cursor: _Cursor, key: str) -> int:
-    """The length of the array of `key`. Arrays of arrays are refused: nothing reads them."""
+    """The length of the array of `key`. Arrays of arrays are refused: no model has them."""
     kind, length = cursor.number("I", f"the type of {key!r}"), cursor.number("Q", "a length")
     if kind not in FORMATS and kind != STRING:
         rule = f"the items of {key!r} must be strings or numbers"
@@ -204,7 +191,7 @@ def _read_tensors(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int, ...
 
 
 def _check_blocks(values: Mapping[str, Any], names: Iterable[str], file: Path) -> None:
-    """Without a count, or with too large a one, readers would build blocks that nothing fills."""
+    """Raise unless the count of blocks fits: readers would build blocks without weights."""
     key = f"{values['general.architecture']}.block_count"
     blocks = {number for name in names for number in BLOCK.findall(name)}
     count = values.get(key)
@@ -215,7 +202,7 @@ def _check_blocks(values: Mapping[str, Any], names: Iterable[str], file: Path) -
 def _check_tensors(
     tensors: Mapping[str, tuple[tuple[int, ...], int, int]], alignment: int, size: int, file: Path
 ) -> Contents:
-    """What `size` bytes of data hold; no tensor lies outside of them, or on another."""
+    """What `size` bytes of data hold; raises if tensors overlap or lie outside of them."""
     spans, elements = [], 0
     for name, (dims, kind, offset) in tensors.items():
         nbytes = _nbytes(name, dims, kind, file)
@@ -233,7 +220,7 @@ def _check_tensors(
 
 
 def _nbytes(name: str, dims: tuple[int, ...], kind: int, file: Path) -> int:
-    """How many bytes a tensor takes; its rows are whole blocks of its type."""
+    """The bytes of a tensor, whose rows are whole blocks of its type."""
     if kind not in _types():
         known = ", ".join(str(known) for known in _types())
         raise refused(file, f"the type of {name!r} must be one of {known}", kind)

@@ -1,4 +1,4 @@
-"""What is checked in safetensors before they are read: the index, the headers, their sums."""
+"""Checks of safetensors before they are read: the index, the headers, and their sums."""
 
 import math
 import reprlib
@@ -17,7 +17,7 @@ from regard.hf.loading.untrusted import (
     refused,
 )
 
-DIMENSIONS = 16
+DIMENSIONS = 16  # of a tensor at most
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
 BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 BITS |= {"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
@@ -26,7 +26,7 @@ BITS |= {"I64": 64, "U64": 64, "F64": 64, "C64": 64}
 
 @dataclass(frozen=True)
 class Contents:
-    """What the headers of a checkpoint say it holds."""
+    """What a checkpoint holds according to its headers."""
 
     names: frozenset[str]
     elements: int
@@ -34,7 +34,7 @@ class Contents:
 
 
 def check_weights(folder: Path) -> Contents:
-    """What the weights of `folder` hold, once they are the only ones and their headers are sound.
+    """What the weights of `folder` hold, after checks of their headers.
 
     Raises:
         FileNotFoundError: if a file of weights is missing.
@@ -49,7 +49,7 @@ def check_weights(folder: Path) -> Contents:
 
 
 def check_index(file: Path) -> Contents:
-    """What the shards hold together; each lies beside the index and holds what it is said to."""
+    """What the shards hold together; each must be beside the index and hold its tensors."""
     places = read_json(file).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise refused(file, "'weight_map' must be an object that is not empty", places)
@@ -68,7 +68,7 @@ def check_index(file: Path) -> Contents:
 
 
 def _plain(name: str) -> bool:
-    """Neither a path nor anything that some system would take for one."""
+    """Whether this is a file name, and not a path on any system."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
 
 

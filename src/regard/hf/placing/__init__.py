@@ -1,1 +1,1 @@
-"""Putting regard's layers into a transformers model."""
+"""Layers of regard as the attention modules of a transformers model."""

@@ -1,4 +1,8 @@
-"""Changing what a module's `forward` does, and nothing else: class, weights and hooks stay."""
+"""Attributes of single modules, replaced and restored: class, weights and hooks stay.
+
+What was there before is held in one attribute of the module, so that a copy or a pickle of an
+installed model is installed too, and can be uninstalled.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,46 +11,56 @@ from typing import Any
 
 from torch import nn
 
-_REPLACED = "_forward_before_regard"
+_BEFORE = "_before_regard"  # {name of an attribute: its value before; None if it had none}
+
+
+def replace(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of this module alone, until `restore`."""
+    before = module.__dict__.setdefault(_BEFORE, {})
+    before.setdefault(name, module.__dict__.get(name))
+    module.__dict__[name] = value
+
+
+def restore(module: nn.Module) -> None:
+    """Put back what was there before the first `replace`; nothing is done if there was none."""
+    for name, value in module.__dict__.pop(_BEFORE, {}).items():
+        _put(module, name, value)
+
+
+def _put(module: nn.Module, name: str, value: Any) -> None:
+    if value is None:
+        del module.__dict__[name]
+    else:
+        module.__dict__[name] = value
 
 
 def bind(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let `module(...)` call `forward(module, ...)`; hooks still run around it.
+    """Let `module(...)` call `forward(module, ...)`, until `restore`; hooks still run around it.
 
     A bound method, so that a deep copy of the module calls itself and not the original.
     """
-    if not is_bound(module):
-        module.__dict__[_REPLACED] = module.__dict__.get("forward")
-    module.__dict__["forward"] = MethodType(forward, module)
+    replace(module, "forward", MethodType(forward, module))
 
 
-def unbind(module: nn.Module) -> None:
-    """Put back what was there before the first `bind`."""
-    before = module.__dict__.pop(_REPLACED)
-    if before is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = before
+def is_bound(module: nn.Module) -> bool:
+    """Whether `bind` has replaced the forward of this module."""
+    return "forward" in module.__dict__.get(_BEFORE, {})
 
 
 @contextmanager
 def bound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module with another forward, for a while."""
-    bind(module, forward)
+    """The module with another forward inside of the `with` block."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = MethodType(forward, module)
     try:
         yield
     finally:
-        unbind(module)
+        _put(module, "forward", before)
 
 
 def calling(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward for attention modules of transformers: what the layer makes of hidden states.
+    """The forward of an attention module of transformers that calls `layer` on hidden states.
 
-    No weights are returned. The layer counts positions and hides the future itself.
+    It returns no attention weights. The layer applies its own mask and counts positions itself.
     """
     return lambda module, hidden_states, **given: (layer(hidden_states), None)
-
-
-def is_bound(module: nn.Module) -> bool:
-    """Whether `bind` has changed this module."""
-    return _REPLACED in module.__dict__

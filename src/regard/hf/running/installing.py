@@ -1,7 +1,8 @@
 """install: the same model, the same weights, the same caches, with its attention run by regard.
 
-Only `forward` of each attention module is rebound. Rotation uses the model's own angles, and the
-past lives in transformers' own caches or in `regard.hf.cache`, so `generate` works as before.
+Of each attention module, only `forward` is replaced, and `precision` is set. Rotation uses the
+model's own angles; keys and values are in transformers' own caches or in one of `regard.hf.cache`,
+so `generate` works as before.
 """
 
 from dataclasses import dataclass
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.hf.families.finding import asks_the_interface, find, unknown_attention
-from regard.hf.families.table import Family, family_of, is_hosted
-from regard.hf.running import attending, attending_latent
-from regard.hf.running.binding import bind, is_bound, unbind
-from regard.hf.running.versions import check_version
+from regard.hf.families.finding import find, unknown_attention, uses_the_interface
+from regard.hf.families.table import Family, family_of, is_placed
+from regard.hf.packages import check_version
+from regard.hf.running import heads, latent
+from regard.hf.running.binding import bind, replace, restore
 from regard.layers.latent_forms import ABSORBED, choose_form
-from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow, Span
+from regard.masks import Span
 from regard.ops.attend import prepare
 from regard.ops.check import check_options
 
@@ -33,7 +34,7 @@ PREFILL, DECODE = Span(0, 1024, 0, 1024), Span(1024, 1025, 0, 1025)
 
 @dataclass(frozen=True)
 class InstalledLayer:
-    """What runs in one layer: its shape, its rules, and which backend reads it when."""
+    """One layer: its shape, its rules, and the backends that run its prefill and its decoding."""
 
     name: str
     kind: str
@@ -53,7 +54,7 @@ class InstalledLayer:
 
 @dataclass(frozen=True)
 class Installation:
-    """Layer by layer, what `install` made of a model; `str` of it is for reading."""
+    """How regard runs each layer of a model; `str` of it is for reading."""
 
     model: str
     layers: tuple[InstalledLayer, ...]
@@ -77,12 +78,13 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
 
     Classes, children, parameters and hooks stay; `uninstall` restores. Attention that regard does
     not know is left alone, and the report says so. `output_attentions=True` works under every
-    implementation: those weights are then computed, and only then.
+    implementation: weights are computed only then.
 
     Args:
         model: one with attention of a known family.
-        precision: of `attend`, in every layer; `"fast"` keeps scores and weights in bfloat16 where
-            hidden states are, on CPUs.
+        precision: of `attend`: the attribute `precision` of every attention module until
+            `uninstall`. `"fast"` keeps scores and weights in bfloat16 where hidden states are, on
+            CPUs.
 
     Raises:
         ValueError: if regard knows none of the model's attention, or the model reads masks that are
@@ -93,15 +95,16 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     check_options(dropout=0.0, softcap=None, precision=precision, scale=None)
     found = find(model)
     if not found.known:
-        out = THROUGH_THE_INTERFACE if asks_the_interface(found.unknown.values()) else NO_WAY
+        out = THROUGH_THE_INTERFACE if uses_the_interface(found.unknown.values()) else NO_WAY
         raise ValueError(f"{unknown_attention(model, found)}; {out}")
     for module in found.known.values():
         _check_readable(module)
     layers = tuple(_describe(name, module, precision) for name, module in found.known.items())
     for module in found.known.values():
-        module.__dict__[attending.PRECISION] = precision
-        if not is_hosted(module):  # those run on regard as they are
-            bind(module, _forward_of(module))
+        replace(module, "precision", precision)
+        if not is_placed(module):  # a placed layer runs on regard already
+            known = family_of(module)
+            bind(module, latent.forward if known and known.latent else heads.forward)
     return Installation(
         type(model).__name__,
         layers,
@@ -110,16 +113,9 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Give every attention module back its own `forward`; does nothing where none was changed."""
+    """Restore every attention module's own `forward` and `precision`; else do nothing."""
     for module in model.modules():
-        if is_bound(module):
-            unbind(module)
-        module.__dict__.pop(attending.PRECISION, None)
-
-
-def _forward_of(module: nn.Module) -> Any:
-    latent = attending.known(module).latent
-    return attending_latent.forward if latent else attending.forward
+        restore(module)
 
 
 def _no_row(module: nn.Module) -> str:
@@ -127,7 +123,7 @@ def _no_row(module: nn.Module) -> str:
 
 
 def is_readable(module: Any) -> bool:
-    """Whether masks come to this attention as tensors, or not at all."""
+    """Whether the model passes its masks to this attention as tensors, or as None."""
     return getattr(module.config, "_attn_implementation", None) in READABLE
 
 
@@ -135,7 +131,7 @@ def _check_readable(module: Any) -> None:
     if not is_readable(module):
         implementation = getattr(module.config, "_attn_implementation", None)
         raise ValueError(
-            f"attn_implementation={implementation!r} hands out masks that regard does not "
+            f"attn_implementation={implementation!r} has masks that regard does not "
             'read; call model.set_attn_implementation("sdpa") first'
         )
 
@@ -158,19 +154,19 @@ def _describe(name: str, module: Any, precision: str) -> InstalledLayer:
 
 
 def _cached(family: Family, module: Any) -> tuple[str, int, int, int]:
-    """The kind of a layer, its query heads, and the heads that it caches and their width."""
+    """The kind of a layer, its query heads, and the number and width of the heads it caches."""
     heads, kv_heads, head_dim = family.sizes(module)
     if family.latent:
         return "MLA", heads, 1, module.kv_lora_rank + module.qk_rope_head_dim
-    if is_hosted(module):
+    if is_placed(module):
         return module.kind, heads, 1, module.kv_lora_rank
     kind = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
     return kind, heads, kv_heads, head_dim
 
 
 def _rules(family: Family, module: Any) -> list[str]:
-    """What a layer's scores obey besides the mask that comes with a call."""
-    rules = [] if getattr(module, "is_causal", True) else ["looks both ways"]
+    """What a layer does to its scores, besides the mask of a call."""
+    rules = [] if getattr(module, "is_causal", True) else ["bidirectional"]
     if family.window_of(module) is not None:
         rules.append(f"window {family.window_of(module):,}")
     if family.softcap(module) is not None:
@@ -184,13 +180,9 @@ def _rules(family: Family, module: Any) -> list[str]:
 
 def _runs(family: Family, module: Any, span: Span, precision: str) -> str:
     """The backend that a call of this span would get, found from shapes alone."""
-    window = family.window_of(module)
-    mask: Mask = Causal() if getattr(module, "is_causal", True) else EVERYTHING
-    if window is not None:
-        mask = mask & SlidingWindow(window)
     heads, kv_heads, head_dim = family.sizes(module)
     key_width = value_width = head_dim
-    form = "rebuilt by " if is_hosted(module) else ""
+    form = "rebuilt by " if is_placed(module) else ""
     if family.latent:
         chosen, _ = choose_form(module, span)
         rank = module.kv_lora_rank
@@ -202,15 +194,21 @@ def _runs(family: Family, module: Any, span: Span, precision: str) -> str:
     q = one.expand(1, heads, span.num_queries, key_width)
     k = one.expand(1, kv_heads, span.num_keys, key_width)
     v = one.expand(1, kv_heads, span.num_keys, value_width)
-    softcap, sinks = family.softcap(module), family.sinks(module)
     with torch.no_grad():
         call = prepare(
-            q, k, v, mask=mask, span=span, softcap=softcap, sinks=sinks, precision=precision
+            q,
+            k,
+            v,
+            mask=family.pattern_of(module),
+            span=span,
+            softcap=family.softcap(module),
+            sinks=family.sinks(module),
+            precision=precision,
         )
     return form + call.name
 
 
 def _floating(module: nn.Module) -> torch.dtype:
-    """The dtype that hidden states come in: quantised weights are not of it."""
+    """The dtype of hidden states: that of the first parameter that is not quantised."""
     kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
     return next(kinds, torch.float32)

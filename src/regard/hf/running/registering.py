@@ -5,23 +5,19 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.cache import Part
-from regard.hf.loading.loading import require
-from regard.hf.running.attending import of_one_dtype, refuse, total, weights_wanted
+from regard.hf.packages import check_version, require
+from regard.hf.running.calls import attended, of_one_dtype, one_part, refuse
 from regard.hf.running.masks import visible
-from regard.hf.running.versions import check_version
-from regard.ops.attend import prepare
-from regard.ops.explain import weights_of
 
 NAME = "regard"
-UNREADABLE = ("cache",)  # transformers' paged cache: keys come in blocks that we do not read
+UNREADABLE = ("cache",)  # transformers' paged cache, whose blocks of keys are not supported
 
 
 def register() -> str:
-    """Make `model.set_attn_implementation("regard")` work; gives that name. Twice is once.
+    """Make `model.set_attn_implementation("regard")` work; returns that name. Twice is once.
 
-    The mask function is registered too: without it, transformers drops masks without a word.
-    Windows, softcaps, sinks and position biases are honoured; what is not raises.
+    The mask function is registered too: without it, transformers leaves out masks, silently.
+    Windows, softcaps, sinks and position biases are supported; other arguments raise.
 
     Raises:
         ImportError: if transformers is missing.
@@ -55,32 +51,29 @@ def attention(
     position_bias: Float[Tensor, "..."] | None = None,
     **given: Any,
 ) -> tuple[Float[Tensor, "B L H Dv"], Float[Tensor, "B H L S"] | None]:
-    """What transformers calls an attention function. `sliding_window` counts only where no mask
-    came, because a mask has it in it.
+    """What transformers calls an attention function. `sliding_window` applies only without a mask,
+    because a mask contains it.
 
     Raises:
-        ValueError: if an argument would change the result and is not honoured.
+        ValueError: if an argument would change the result and is not supported.
     """
     refuse(given, also=UNREADABLE)
     query, key, value = of_one_dtype(query, key, value)
-    mask, added, span = visible(
+    at = visible(
         module, attention_mask, query.shape[2], key.shape[2],
         window=sliding_window, is_causal=is_causal,
     )  # fmt: skip
     if position_bias is not None:  # a static cache has more slots than the span has keys
-        position_bias = position_bias[..., : span.num_keys]
-    call = prepare(
+        position_bias = position_bias[..., : at.span.num_keys]
+    out, weights = attended(
         query,
-        key,
-        value,
-        mask=mask,
-        span=span,
+        one_part(key, value),
+        at,
+        given,
+        bias=position_bias,
         scale=scaling,
-        score_bias=total(added, position_bias),
         softcap=softcap,
         sinks=s_aux,
         dropout=dropout,
     )
-    parts = (Part(0, key.shape[2], (key, value)),)
-    out = call.run(query, parts).transpose(1, 2).contiguous()
-    return out, weights_of(call, query, parts) if weights_wanted(given) else None
+    return out.transpose(1, 2).contiguous(), weights

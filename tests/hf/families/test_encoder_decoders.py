@@ -1,4 +1,4 @@
-"""Two models in one: encoders and decoders of families that are usually alone."""
+"""Encoder-decoders made of two families that are usually alone."""
 
 import pytest
 import torch

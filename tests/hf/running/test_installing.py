@@ -1,7 +1,8 @@
-"""install changes who computes, and nothing else: hooks, adapters, copies, files, reports stay."""
+"""install changes the implementation alone: hooks, adapters, copies, files and reports stay."""
 
 import copy
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import transformers
 from torch import nn
 
 import regard.hf
-from regard.hf import attention_modules
-from regard.hf.running import attending, attending_latent, versions
+from regard.hf import attention_modules, packages
+from regard.hf.running import calls
 from regard.hf.running.masks import visible
 from regard.ops.attend import prepare
 from tiny import tiny
@@ -30,7 +31,7 @@ def run(model, given):
         return result(model(**given))
 
 
-def test_a_forward_that_someone_else_bound_comes_back():
+def test_a_forward_that_was_replaced_before_is_restored():
     model = ZOO["llama"].build()
     attention = next(iter(attention_modules(model).values()))
     theirs = attention.forward
@@ -41,10 +42,8 @@ def test_a_forward_that_someone_else_bound_comes_back():
     assert attention.forward is theirs
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("llama", attending), ("deepseek-v3", attending_latent)]
-)
-def test_the_precision_is_that_of_every_layer_until_it_is_taken_back(name, module):
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_the_precision_is_that_of_every_layer_until_uninstall(name):
     model = ZOO[name].build().to(torch.bfloat16)
     with pytest.raises(ValueError, match="precision is 'strict' or 'fast', got 'quick'"):
         regard.hf.install(model, precision="quick")
@@ -53,7 +52,7 @@ def test_the_precision_is_that_of_every_layer_until_it_is_taken_back(name, modul
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            module, "prepare", lambda *a, **given: seen.append(given) or prepare(*a, **given)
+            calls, "prepare", lambda *a, **given: seen.append(given) or prepare(*a, **given)
         )
         run(model, inputs(name))
         assert {given["precision"] for given in seen} == {"fast"}
@@ -77,6 +76,21 @@ def test_hooks_still_run(name):
     assert seen[0] == "before"
     assert seen[-1] == {"deepseek-v3": 32}.get(name, 24)
     assert seen.count("child") >= 3 or name == "gpt2"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_installed_as_precisely_and_can_be_uninstalled(copied):
+    model = ZOO["llama"].build()
+    regard.hf.install(model, precision="fast")
+    other = copied(model)
+    modules = attention_modules(other).values()
+    assert {calls.precision_of(module) for module in modules} == {"fast"}
+    assert all(module.forward.__self__ is module for module in modules)
+    regard.hf.uninstall(other)
+    assert {calls.precision_of(module) for module in modules} == {"strict"}
+    left = {"forward", "precision", "_before_regard"}
+    assert not any(left & vars(module).keys() for module in modules)
+    assert all(left <= vars(module).keys() for module in attention_modules(model).values())
 
 
 def test_a_copy_runs_on_its_own_weights():
@@ -169,7 +183,7 @@ def test_gradient_checkpointing(name, reentrant):
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "gpt2", "bert", "bart", "t5"])
-def test_attention_weights_are_handed_out(name, implementation):
+def test_attention_weights_are_returned(name, implementation):
     model, given = ZOO[name].build("eager"), inputs(name)
     wanted = model(**given, output_attentions=True)
     if implementation == "sdpa" and name not in ("gemma2", "gpt-oss"):
@@ -185,7 +199,7 @@ def test_attention_weights_are_handed_out(name, implementation):
 
 @pytest.fixture(scope="module")
 def traced():
-    script = Path(__file__).parents[1] / "support/traced_models.py"
+    script = Path(__file__).parents[2] / "support/traced_models.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -201,14 +215,14 @@ def test_compiled_models_train_as_eager_ones(traced):
     assert max(traced["trained"].values()) <= 1e-5
 
 
-def test_the_report_says_what_runs():
+def test_the_report_names_what_runs():
     text = str(regard.hf.install(ZOO["smollm3"].build()))
     assert text.startswith("SmolLM3ForCausalLM: 3 attention layers run on regard\n")
     assert "layers.0.self_attn .. model.layers.2.self_attn (2): " in text
     assert "GQA 4 heads on 2 of 6, window 5; prefill: " in text
     assert "softcap 2" in str(regard.hf.install(ZOO["gemma2"].build()))
     assert "sinks" in str(regard.hf.install(ZOO["gpt-oss"].build()))
-    assert "looks both ways, relative bias" in str(regard.hf.install(ZOO["t5"].build()))
+    assert "bidirectional, relative bias" in str(regard.hf.install(ZOO["t5"].build()))
     latent = str(regard.hf.install(ZOO["deepseek-v3"].build()))
     assert "MLA 4 heads on 1 of 16; prefill: expanded by sdpa, decode: absorbed by" in latent
 
@@ -222,7 +236,7 @@ class Both(nn.Module):
         self.other = nn.MultiheadAttention(8, 2)
 
 
-def test_what_is_not_known_is_left_alone_and_said():
+def test_what_is_not_known_is_left_alone_and_reported():
     model = Both()
     report = regard.hf.install(model)
     assert report.left_alone == {
@@ -281,15 +295,15 @@ def test_what_would_change_the_result_is_refused(option):
         model(input_ids=tokens(1, 3), **{option: torch.zeros(2)})
 
 
-def test_another_version_of_transformers_is_said(monkeypatch):
-    monkeypatch.setattr(versions, "version", lambda name: "5.99.0.dev0")
+def test_another_version_of_transformers_is_warned_of(monkeypatch):
+    monkeypatch.setattr(packages, "version", lambda name: "5.99.0.dev0")
     with pytest.warns(UserWarning, match=r"5\.99\.0\.dev0 is not one of the versions 5\.17 to 5"):
         regard.hf.install(ZOO["llama"].build())
-    monkeypatch.setattr(versions, "version", lambda name: "5.17.0")
+    monkeypatch.setattr(packages, "version", lambda name: "5.17.0")
     regard.hf.install(ZOO["llama"].build())
 
 
-def test_installing_needs_no_memory_to_speak_of():
+def test_installing_allocates_nothing():
     model = ZOO["llama"].build()
     before = [id(p) for p in model.parameters()]
     regard.hf.install(model)

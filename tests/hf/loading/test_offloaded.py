@@ -1,4 +1,4 @@
-"""accelerate's hooks on single projections: offloaded or changed, they are called, never read."""
+"""accelerate's hooks on single projections, offloaded or changed: they are called, never read."""
 
 import pytest
 import torch

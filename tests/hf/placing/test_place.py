@@ -1,4 +1,4 @@
-"""A model with other layers in it: what they compute is what the model writes, with any cache."""
+"""A model with placed layers has their logits and generates their text, with any cache."""
 
 import copy
 import re
@@ -12,8 +12,9 @@ from joined import joined, random_mla
 from regard import NO_CACHE, Alibi, Causal, LatentKVAttention, Rotary, SlidingWindow
 from regard.convert import as_latent, spell_out
 from regard.hf import attention_modules, attention_of
-from regard.hf.placing.placing import HostedLatent, HostedLatentKV, hosts, place
-from regard.hf.running import attending_latent, attending_latent_kv
+from regard.hf.placing.place import has_placed_layers, place
+from regard.hf.placing.placed import PlacedLatentKV, PlacedMLA
+from regard.hf.running import calls
 from regard.ops.attend import prepare
 from tiny import tiny, tokens
 
@@ -35,8 +36,8 @@ def layers_of(model):
     return [attention_of(module) for module in attention_modules(model).values()]
 
 
-def hosted(family, form):
-    """The model, and a copy of it in which the layers of regard stand."""
+def placed(family, form):
+    """The model, and a copy of it with layers of regard placed in it."""
     model = tiny(family)
     model.generation_config.eos_token_id = None
     other = copy.deepcopy(model)
@@ -61,12 +62,11 @@ def write(model, given, **options):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_installing_says_how_precisely_hosted_layers_attend(form, monkeypatch):
-    module = {"latent kv": attending_latent_kv, "mla": attending_latent}[form]
-    _, model = hosted("llama", form)
+def test_installing_sets_the_precision_of_placed_layers(form, monkeypatch):
+    _, model = placed("llama", form)
     asked = []
     monkeypatch.setattr(
-        module,
+        calls,
         "prepare",
         lambda *given, **named: asked.append(named["precision"]) or prepare(*given, **named),
     )
@@ -81,9 +81,24 @@ def test_installing_says_how_precisely_hosted_layers_attend(form, monkeypatch):
     assert half == len(attention_modules(model))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_placed_layers_have_the_precision_they_were_built_with(form):
+    model = tiny("llama")
+    layers = [FORMS[form](layer) for layer in layers_of(model)]
+    for layer in layers:
+        layer.precision = "fast"
+    place(model, layers)
+    modules = attention_modules(model).values()
+    assert {module.precision for module in modules} == {"fast"}
+    regard.hf.install(model)
+    assert {module.precision for module in modules} == {"strict"}
+    regard.hf.uninstall(model)
+    assert {module.precision for module in modules} == {"fast"}
+
+
 @pytest.mark.parametrize(("family", "form"), PLACED)
 def test_an_exact_layer_leaves_the_logits_as_they_are(family, form):
-    model, other = hosted(family, form)
+    model, other = placed(family, form)
     ids = tokens(2, 11)
     torch.testing.assert_close(logits(other, input_ids=ids), logits(model, input_ids=ids), **CLOSE)
     given = padded()
@@ -94,7 +109,7 @@ def test_an_exact_layer_leaves_the_logits_as_they_are(family, form):
 
 @pytest.mark.parametrize(("family", "form"), PLACED)
 def test_the_same_text_with_transformers_caches(family, form):
-    model, other = hosted(family, form)
+    model, other = placed(family, form)
     given = padded()
     before = write(model, given)
     assert write(other, given).equal(before)
@@ -107,7 +122,7 @@ def test_the_same_text_with_transformers_caches(family, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_same_text_with_our_caches(family, form, kind):
-    model, other = hosted(family, form)
+    model, other = placed(family, form)
     given = padded()
     if kind == "sliding" and family != "mistral":
         with pytest.raises(ValueError, match=r"no layer of \w+ has a window"):
@@ -128,7 +143,7 @@ def test_the_same_text_with_our_caches(family, form, kind):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_and_single_tokens_give_the_logits_of_a_whole(form, implementation):
-    _, other = hosted("mistral", form)
+    _, other = placed("mistral", form)
     other.set_attn_implementation(implementation)
     given = padded(length=12, pads=5)
     shown = given["attention_mask"].bool()
@@ -153,7 +168,7 @@ def test_chunks_and_single_tokens_give_the_logits_of_a_whole(form, implementatio
 
 def test_positions_of_the_new_keys_are_taken_as_they_are():
     """Two texts in one row: the second begins at 0 again."""
-    model, other = hosted("llama", "latent kv")
+    model, other = placed("llama", "latent kv")
     given = {"input_ids": tokens(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     torch.testing.assert_close(logits(other, **given), logits(model, **given), **CLOSE)
     other.config._attn_implementation = model.config._attn_implementation = "eager"
@@ -163,7 +178,7 @@ def test_positions_of_the_new_keys_are_taken_as_they_are():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_without_positions_and_mask_they_are_its_own(family, form):
-    _, other = hosted(family, form)
+    _, other = placed(family, form)
     layer = other.model.layers[0].self_attn
     x = torch.randn(1, 7, 24)
     torch.testing.assert_close(layer(x)[0], FORMS[form](layers_of(tiny(family))[0])(x), **CLOSE)
@@ -173,7 +188,7 @@ def test_without_positions_and_mask_they_are_its_own(family, form):
 
 
 def test_positions_that_the_cache_would_not_hold_are_refused():
-    _, model = hosted("llama", "latent kv")
+    _, model = placed("llama", "latent kv")
     cache, layer = regard.hf.cache(model), model.model.layers[0].self_attn
     for where, error in (
         (torch.arange(5)[None] / 2, TypeError),
@@ -185,7 +200,7 @@ def test_positions_that_the_cache_would_not_hold_are_refused():
 
 
 def test_what_the_caches_hold_is_the_latent():
-    _, other = hosted("llama", "latent kv")
+    _, other = placed("llama", "latent kv")
     with torch.no_grad():
         held = other(tokens(1, 7), use_cache=True).past_key_values
     rank = other.model.layers[0].self_attn.kv_lora_rank
@@ -198,8 +213,8 @@ def test_what_the_caches_hold_is_the_latent():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_attention_weights_are_handed_out(family, form):
-    model, other = hosted(family, form)
+def test_attention_weights_of_placed_layers_are_returned(family, form):
+    model, other = placed(family, form)
     model.set_attn_implementation("eager")
     given = padded()
     before = model(**given, output_attentions=True).attentions
@@ -212,7 +227,7 @@ def test_attention_weights_are_handed_out(family, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_it_trains(form):
-    model, other = hosted("qwen2", form)
+    model, other = placed("qwen2", form)
     ids = tokens(2, 7)
     for each in (model, other):
         each.train()
@@ -227,7 +242,7 @@ def test_it_trains(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_install_takes_it_as_it_is(form):
-    _, other = hosted("mistral", form)
+    _, other = placed("mistral", form)
     given = padded()
     before = logits(other, **given)
     report = regard.hf.install(other)
@@ -254,9 +269,9 @@ def test_layers_share_their_numbers_with_the_model():
     place(model, made)
     stands = model.model.layers[1].self_attn
     assert stands.kv_a_proj.weight is made[1].kv_a_proj.weight
-    assert isinstance(stands, HostedLatentKV)
-    assert hosts(model) and not hosts(tiny("llama"))
-    assert repr(stands).startswith("HostedLatentKV(24, 4, num_kv_heads=2, head_dim=8")
+    assert isinstance(stands, PlacedLatentKV)
+    assert has_placed_layers(model) and not has_placed_layers(tiny("llama"))
+    assert repr(stands).startswith("PlacedLatentKV(24, 4, num_kv_heads=2, head_dim=8")
     copied = copy.deepcopy(model)
     assert copied.model.layers[1].self_attn.kv_a_proj.weight is not stands.kv_a_proj.weight
     assert copied.model.layers[1].self_attn.config is copied.config
@@ -271,7 +286,7 @@ def test_a_latent_layer_that_is_not_exact_runs_as_it_does_alone(pairing):
     wanted = layers[0](x, cache=NO_CACHE)
     place(model, layers)
     stands = model.model.layers[0].self_attn
-    assert isinstance(stands, HostedLatent)
+    assert isinstance(stands, PlacedMLA)
     torch.testing.assert_close(stands(x)[0], wanted, **CLOSE)
     for cache in (regard.hf.cache(model), StaticCache(model.config, max_cache_len=8)):
         pieces = [
@@ -311,8 +326,8 @@ def test_a_bias_that_only_the_class_has_is_zero():
     assert model.model.layers[0].self_attn.k_proj.bias.eq(0).all()
 
 
-def test_a_hosted_layer_is_taken_out_and_replaced_but_is_no_attention():
-    model, other = hosted("llama", "latent kv")
+def test_a_placed_layer_can_be_replaced_but_is_no_attention():
+    model, other = placed("llama", "latent kv")
     before = list(attention_modules(other).values())
     with pytest.raises(ValueError, match="this LatentKV layer is regard's own already"):
         attention_of(before[0])
@@ -327,7 +342,7 @@ def test_a_hosted_layer_is_taken_out_and_replaced_but_is_no_attention():
 
 
 def test_save_pretrained_does_not_write_what_it_cannot_describe(tmp_path):
-    _, other = hosted("llama", "mla")
+    _, other = placed("llama", "mla")
     with pytest.raises(ValueError, match=r"use regard\.convert\.save"):
         other.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -105,7 +105,7 @@ def test_sampling_draws_the_same(kind):
 
 @pytest.mark.parametrize("kind", ["growing", "static", "sliding", "quantized"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "deepseek-v3"])
-def test_an_assistant_proposes_and_is_taken_back(name, kind):
+def test_rejected_tokens_of_an_assistant_are_removed(name, kind):
     model, assistant = model_of(name), model_of(name, **WITHOUT_WINDOWS.get(name, {}))
     if kind == "sliding" and name not in WINDOWED:
         pytest.skip("no windows")
@@ -154,9 +154,9 @@ def test_our_caches_hold_the_joined_latent(name):
 @pytest.mark.parametrize("ours", [False, True])
 def test_decoding_absorbs_with_either_cache(name, ours, monkeypatch):
     model, forms = model_of(name), []
-    choose = regard.hf.running.attending_latent.choose_form
+    choose = regard.hf.running.latent.choose_form
     monkeypatch.setattr(
-        regard.hf.running.attending_latent,
+        regard.hf.running.latent,
         "choose_form",
         lambda *a: forms.append(choose(*a)[0].name) or choose(*a),
     )
@@ -184,7 +184,7 @@ def test_layers_get_the_caches_they_need():
     assert regard.hf.cache(model, "static", max_length=9).get_max_length() == 9
 
 
-def test_sliding_caches_forget():
+def test_sliding_caches_drop_old_tokens():
     model = model_of("mistral")
     regard.hf.install(model)
     cache = regard.hf.cache(model, "sliding")
@@ -218,14 +218,14 @@ def test_what_is_no_cache_is_a_sentence(kind, options, message):
         regard.hf.cache(model_of("llama"), kind, **options)
 
 
-def test_layers_that_keep_something_else_are_refused():
+def test_layers_that_cache_something_else_are_refused():
     model = model_of("smollm3")
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(ValueError, match="layers of type linear_attention, which keep something"):
+    with pytest.raises(ValueError, match="layers of type linear_attention, which cache something"):
         regard.hf.cache(model)
 
 
-def test_what_cannot_be_taken_back_is_refused():
+def test_tokens_that_cannot_be_removed_are_refused():
     model = model_of("mistral")
     cache = regard.hf.cache(model, "sliding")
     assert not cache.is_croppable
@@ -241,7 +241,7 @@ def test_what_cannot_be_taken_back_is_refused():
 
 @pytest.mark.parametrize("kind", ["growing", "static", "quantized"])
 def test_rows_of_different_lengths_are_refused_before_anything_is_stored(kind):
-    """transformers' masks have one length for all rows, and would show stale tokens."""
+    """transformers' masks have one length for all rows, and stale tokens would be visible."""
     model, given = ZOO["llama"].build(), inputs("llama", padding="left")
     regard.hf.install(model)
     options = {"max_length": 40} if kind == "static" else {}

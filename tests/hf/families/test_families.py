@@ -6,6 +6,7 @@ import torch
 import regard.hf
 from regard.hf import FAMILIES, attention_modules, attention_of
 from regard.hf.families.finding import find
+from regard.hf.running import calls
 from zoo import DECODERS, SPOKEN, VOCABULARY, ZOO, inputs, result, tokens
 
 UNIT = torch.finfo(torch.float32).eps / 2
@@ -46,7 +47,7 @@ def test_results_are_the_models_own(name, padding):
 
 
 @pytest.mark.parametrize("name", EITHER)
-def test_under_eager_masks_are_numbers_and_say_the_same(name):
+def test_under_eager_masks_are_additive_and_hide_the_same(name):
     model, given = ZOO[name].build("eager"), inputs(name, padding="left")
     if name == "falcon alibi":
         pytest.skip("transformers adds ALiBi twice under eager")
@@ -118,7 +119,7 @@ def test_no_tokens_result_depends_on_its_neighbours(name):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_encoders_see_no_padding(name):
+def test_encoders_do_not_attend_to_padding(name):
     model = ZOO[name].build()
     regard.hf.install(model)
     row = tokens(1, 6)
@@ -132,7 +133,7 @@ UNPACKED = ("gpt-oss", "falcon", "falcon groups", "bert decoder")  # masks are t
 
 
 @pytest.mark.parametrize("name", [name for name in SPOKEN if name not in UNPACKED])
-def test_packed_documents_do_not_see_each_other(name):
+def test_packed_documents_do_not_attend_to_each_other(name):
     model = ZOO[name].build()
     regard.hf.install(model)
     rows = [tokens(1, length) for length in (5, 8)]
@@ -156,20 +157,19 @@ def test_half_precision_stays_within_its_rounding(name):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_attention_runs_on_regard(name, monkeypatch):
-    calls = []
-    for module in (regard.hf.running.attending, regard.hf.running.attending_latent):
-        prepare = module.prepare
-        monkeypatch.setattr(
-            module, "prepare", lambda *a, to=prepare, **o: calls.append(a) or to(*a, **o)
-        )
+    prepared = []
+    prepare = calls.prepare
+    monkeypatch.setattr(
+        calls, "prepare", lambda *a, **options: prepared.append(a) or prepare(*a, **options)
+    )
     model = ZOO[name].build()
     regard.hf.install(model)
     run(model, inputs(name))
-    assert len(calls) == len(attention_modules(model))
+    assert len(prepared) == len(attention_modules(model))
 
 
 def test_every_family_has_a_model_in_the_zoo():
-    crossed = {"BertCrossAttention", "RobertaCrossAttention"}  # tests/hf/test_pairs.py
+    crossed = {"BertCrossAttention", "RobertaCrossAttention"}  # test_encoder_decoders.py
     seen = {
         type(module).__name__
         for kind in ZOO.values()
@@ -187,7 +187,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_module_said_as_a_layer_computes_the_same(name):
+def test_a_module_as_a_layer_computes_the_same(name):
     model = ZOO[name].build()
     ids = tokens(2, 17)
     seen = {}
@@ -207,10 +207,10 @@ def test_a_module_said_as_a_layer_computes_the_same(name):
 
 def test_what_is_no_single_layer_is_refused():
     module = next(iter(attention_modules(ZOO["phi3"].build()).values()))
-    with pytest.raises(ValueError, match=r"Phi3Attention projects or puts out in a way"):
+    with pytest.raises(ValueError, match=r"Phi3Attention projects or outputs in a way"):
         attention_of(module)
     module = next(iter(attention_modules(ZOO["vit"].build()).values()))
-    with pytest.raises(ValueError, match="ViTAttention does not turn its halves"):
+    with pytest.raises(ValueError, match="ViTAttention does not rotate halves"):
         attention_of(module)
 
 

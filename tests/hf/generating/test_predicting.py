@@ -1,4 +1,4 @@
-"""A model cut in two halves predicts what it predicts whole."""
+"""The hidden states and the head of a model, run apart, give the logits of the whole."""
 
 import pytest
 import torch

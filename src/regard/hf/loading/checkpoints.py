@@ -1,7 +1,7 @@
 """Loading a model from a Hugging Face folder or a GGUF: nothing is fetched, nothing executed.
 
-A checkpoint may come from anybody. What transformers would read is checked first, and the model's
-skeleton is held against the headers of the weights before any weight is given memory.
+Checkpoints are not trusted. What transformers would read is checked first, and the model's skeleton
+is compared with the headers of the weights before memory for any weight is allocated.
 """
 
 import shutil
@@ -9,8 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partialmethod
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -33,19 +31,14 @@ from regard.hf.loading.untrusted import (
 )
 from regard.hf.loading.untrusted_gguf import check_gguf
 from regard.hf.loading.untrusted_weights import Contents, check_weights
+from regard.hf.packages import quiet, require
 
-SLOW = 10.0  # seconds of reading a GGUF after which a copy is missed
-Progress = Callable[[str, int, int], None]  # what is done now, steps done, steps in all
+SLOW = 10.0  # seconds of reading a GGUF: if longer, and no copy could be written, a warning
+Progress = Callable[[str, int, int], None]  # the current step, steps done, steps in all
 NEEDED = "a folder with config.json and *.safetensors, or a .gguf file"
-TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
+TOKENIZERS = (  # any of these files is a tokenizer
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json"),
 )
 
 
@@ -63,9 +56,9 @@ def load(
     that comes with a checkpoint are refused. The model's class is the first of the configuration's
     `architectures` that transformers has.
 
-    Reading a GGUF takes long, so a safetensors copy of what was read is kept in `$REGARD_CACHE`,
-    `$XDG_CACHE_HOME/regard` or `~/.cache/regard`, and read the next time. Where none can be kept,
-    and reading took more than ten seconds, a warning says so.
+    Reading a GGUF takes long, so a safetensors copy is written to `$REGARD_CACHE`,
+    `$XDG_CACHE_HOME/regard` or `~/.cache/regard`, and read the next time. If no copy can be
+    written, and reading took more than ten seconds, there is a warning.
 
     Args:
         path: of a folder, or of a GGUF file.
@@ -73,7 +66,7 @@ def load(
         device: where they go.
         low_memory: leave the weights in their safetensors, and fetch each when it is read: for
             models larger than the memory. They run on the CPU, slowly.
-        progress: called with what is done, steps done and steps in all, while a GGUF is read.
+        progress: called with the current step, steps done and steps in all, while a GGUF is read.
 
     Raises:
         FileNotFoundError: if there is nothing at `path`, or the folder lacks a file.
@@ -83,12 +76,12 @@ def load(
     """
     path = _existing(path)
     with _one_error(path), _offline():
-        hosted = path.is_dir() and latent_layers.is_hosted(path)
-        if low_memory and (hosted or not path.is_dir()):
+        placed = path.is_dir() and latent_layers.is_described(path)
+        if low_memory and (placed or not path.is_dir()):
             raise _Refused("low_memory reads stock safetensors; give the model's own folder")
-        if hosted:
-            model, config = latent_layers.load_hosted(path, dtype)
-            tokenizer = _tokenizer(_pretrained(path), config=config) if _speaks(path) else None
+        if placed:
+            model, config = latent_layers.load_described(path, dtype)
+            tokenizer = _tokenizer(_local(path), config=config) if _has_tokenizer(path) else None
             return model.to(device).eval(), tokenizer
         if path.is_dir():
             model, tokenizer = _from_folder(path, dtype, low_memory)
@@ -98,18 +91,17 @@ def load(
 
 
 def skeleton(path: str | Path) -> Any:
-    """The model that `load` would give, on the meta device: its modules without their numbers.
+    """The model that `load` would return, on the meta device: its modules without weights.
 
-    Of the weights only headers are read, so that what a model's configuration forbids is known in a
-    second.
+    Of the weights only headers are read, so that errors of the configuration take a second.
 
     Raises:
         FileNotFoundError, CheckpointError, ImportError: as `load`.
     """
     path = _existing(path)
     with _one_error(path), _offline():
-        if path.is_dir() and latent_layers.is_hosted(path):
-            return latent_layers.checked_hosted(path)[2]
+        if path.is_dir() and latent_layers.is_described(path):
+            return latent_layers.check_described(path)[2]
         with nullcontext() if path.is_dir() else read_once():
             source, contents, _ = _folder(path) if path.is_dir() else sound_gguf(path)
             config = _config(source)
@@ -117,7 +109,7 @@ def skeleton(path: str | Path) -> Any:
 
 
 def _existing(path: str | Path) -> Path:
-    """The path, if something is there and what reads it is installed."""
+    """The path, if it exists and the packages that read it are installed."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give {NEEDED}")
@@ -132,7 +124,7 @@ def _from_folder(path: Path, dtype: torch.dtype, low_memory: bool = False) -> tu
 
 
 def _from_gguf(path: Path, dtype: torch.dtype, progress: Progress) -> tuple[Any, Any]:
-    """From the copy of this file, if there is a sound one; else the file, and a copy is kept."""
+    """From the copy of this file, if there is a sound one; else from the file, and it is copied."""
     checked = sound_gguf(path)
     name = gguf_copies.name_of(path, dtype)
     copy = gguf_copies.find(name)
@@ -143,13 +135,13 @@ def _from_gguf(path: Path, dtype: torch.dtype, progress: Progress) -> tuple[Any,
     started = time.perf_counter()
     model, tokenizer = read_gguf(path, checked, dtype, progress)
     seconds = time.perf_counter() - started
-    progress("keeping a copy", 2, 3)
+    progress("writing a copy", 2, 3)
     with quiet():
-        missing = gguf_copies.keep(name, model, tokenizer)
+        missing = gguf_copies.write(name, model, tokenizer)
     progress("read", 3, 3)
     if missing is not None and seconds > SLOW:
         warnings.warn(
-            f"reading {path} took {seconds:.0f} s, and will again: no copy could be kept, because "
+            f"reading {path} took {seconds:.0f} s, and will again: no copy was written, because "
             f"{missing}; set {gguf_copies.FOLDER} to a folder that can be written",
             stacklevel=4,
         )
@@ -170,14 +162,14 @@ def read_gguf(
         progress("reading weights", 1, 3)
         model = _model(source, contents, path, dtype)
     quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None:  # weights are plain numbers now, which can be saved
+    if quantizer is not None:  # the weights are dequantised now, and can be saved
         quantizer.remove_quantization_config(model)
     vars(model.config).pop("quantization_config", None)
     return model, tokenizer
 
 
 def _folder(path: Path) -> tuple[dict[str, Any], Contents, bool]:
-    """Where transformers is to read, what the weights hold, and whether there is a tokenizer."""
+    """Arguments of `from_pretrained`, what the weights hold, and whether there is a tokenizer."""
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json; give {NEEDED}")
     if not any((path / name).exists() for name in (WEIGHTS, INDEX)):
@@ -187,42 +179,41 @@ def _folder(path: Path) -> tuple[dict[str, Any], Contents, bool]:
     check_files(path)
     check_json_files(path)
     check_config(read_json(path / "config.json"), path / "config.json")
-    return _pretrained(path), check_weights(path), _speaks(path)
+    return _local(path), check_weights(path), _has_tokenizer(path)
 
 
-def _pretrained(path: Path) -> dict[str, Any]:
-    return {"pretrained_model_name_or_path": str(path)}
+def _local(path: Path, **given: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that read this folder, and run no code from it."""
+    name = {"pretrained_model_name_or_path": str(path)}
+    return {**name, "local_files_only": True, "trust_remote_code": False, **given}
 
 
-def _speaks(path: Path) -> bool:
-    """Whether there is a tokenizer."""
+def _has_tokenizer(path: Path) -> bool:
     return any((path / name).exists() for name in TOKENIZERS)
 
 
 def sound_gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
-    """As `_folder`. The JSON that lies beside a GGUF is read too, where there is any."""
+    """As `_folder`. JSON files beside a GGUF are read too."""
     checked = check_gguf(path)
     check_json_files(path.parent)
-    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    source = _local(path.parent, gguf_file=path.name)
     return source, checked.contents, "tokenizer.ggml.model" in checked.values
 
 
 def _tokenizer(source: Mapping[str, Any], **given: Any) -> Any:
     from transformers import AutoTokenizer
 
-    local = {**source, "local_files_only": True, "trust_remote_code": False}
-    return AutoTokenizer.from_pretrained(**local, **given)
+    return AutoTokenizer.from_pretrained(**source, **given)
 
 
 def _config(source: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    local = {**source, "local_files_only": True, "trust_remote_code": False}
-    return AutoConfig.from_pretrained(**local)
+    return AutoConfig.from_pretrained(**source)
 
 
 class _Refused(ValueError):
-    """About the arguments, not about the checkpoint."""
+    """An error of the arguments, not of the checkpoint."""
 
 
 def _model(
@@ -233,23 +224,24 @@ def _model(
     low_memory: bool = False,
 ) -> Any:
     """The model, if the files hold all of its weights and it is no larger than they are."""
-    local = {**source, "local_files_only": True, "trust_remote_code": False}
+    options: dict[str, Any] = {}
     config = _config(source)
     made_by = model_class(config)
     check_skeleton(made_by, config, contents, path)
-    if made_by._supports_sdpa:  # else transformers knows best
-        local["attn_implementation"] = "sdpa"
+    if made_by._supports_sdpa:  # else transformers chooses
+        options["attn_implementation"] = "sdpa"
     if low_memory:
         require("accelerate")
         scratch = mkdtemp(prefix="regard-")
-        local |= {"device_map": {"": "disk"}, "offload_folder": scratch}
+        options |= {"device_map": {"": "disk"}, "offload_folder": scratch}
     model, report = made_by.from_pretrained(
-        **local,
+        **source,
+        **options,
         **_plain_weights(source),
         config=config,
         dtype=dtype,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that the report names them; they are refused there
+        ignore_mismatched_sizes=True,  # the report names them, and check_report raises
     )
     check_report(report, path)
     if low_memory:
@@ -267,7 +259,7 @@ def _plain_weights(source: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _one_error(path: Path) -> Iterator[None]:
-    """Whatever goes wrong in reading becomes a CheckpointError that names `path`."""
+    """Every error while reading becomes a CheckpointError that names `path`."""
     try:
         yield
     except (CheckpointError, FileNotFoundError, _Refused):
@@ -282,7 +274,7 @@ def _one_error(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """For what transformers reads by itself, too: nothing under here reaches for the network."""
+    """Without network access, for all that transformers reads inside of the `with` block."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -291,33 +283,3 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def require(*packages: str) -> None:
-    """Raise an ImportError that says how to install what is missing."""
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
-        raise ImportError(
-            f"regard.hf needs {', '.join(missing)}: python -m pip install 'regard[hf]'"
-        )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' own bars and notes off the terminal while a program shows its own."""
-    require("transformers", "tqdm")
-    import tqdm
-    from transformers.utils import logging
-
-    made = tqdm.tqdm.__init__
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    tqdm.tqdm.__init__ = partialmethod(made, disable=True)  # the GGUF reader asks nobody
-    try:
-        yield
-    finally:
-        tqdm.tqdm.__init__ = made
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""load brings back what was saved, of any kind, and says in a sentence why it does not."""
+"""load returns the model that was saved, of any kind, or raises with the reason."""
 
 import json
 import struct
@@ -43,7 +43,7 @@ def test_shards_come_back(tmp_path):
     assert all(model.state_dict()[name].equal(one) for name, one in saved.state_dict().items())
 
 
-def test_the_dtype_is_the_one_that_was_asked_for(folder):
+def test_the_dtype_is_the_argument(folder):
     model, _ = regard.hf.load(folder, dtype=torch.bfloat16)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 

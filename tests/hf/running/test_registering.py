@@ -1,4 +1,4 @@
-"""register: regard among transformers' attention functions; masks, caps and sinks honoured."""
+"""register: regard among transformers' attention functions; masks, caps and sinks included."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import regard.hf
 from regard.hf.running.registering import attention
 from zoo import ZOO, inputs, result, tokens
 
-THROUGH = [name for name in ZOO if not name.startswith("falcon")]  # Falcon asks nobody
+THROUGH = [name for name in ZOO if not name.startswith("falcon")]  # Falcon calls its own
 OTHERS = {  # families without a row, through the interface
     "cohere": lambda: transformers.CohereForCausalLM(
         transformers.CohereConfig(**SMALL, logit_scale=1.0)
@@ -168,7 +168,7 @@ def test_what_cannot_be_honoured_raises(option):
         attention(torch.nn.Module(), q, q, q, None, **{option: torch.zeros(1)})
 
 
-def test_weights_come_when_asked_for():
+def test_weights_are_returned_if_requested():
     model, given = ZOO["llama"].build("eager"), inputs("llama")
     wanted = model(**given, output_attentions=True).attentions
     model.set_attn_implementation("regard")

@@ -1,4 +1,4 @@
-"""regard generate: the same text under each attention and cache, its cost, and honest errors."""
+"""regard generate: the same text under each attention and cache, time, memory, errors."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import regard.hf
-from regard.hf.generating.writing import ATTENTIONS, CACHES, Written, _size
+from regard.hf.generating.text import ATTENTIONS, CACHES, Written, _size
 from regard.ops.backends import BACKENDS
 from regard_cli.app import run
 from zoo import VOCABULARY, ZOO
@@ -35,12 +35,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def lent(folder):
+def loaded(folder):
     return regard.hf.load(folder)
 
 
-def test_the_text_does_not_depend_on_who_attends_or_what_keeps(lent):
-    model, tokenizer = lent
+def test_the_text_does_not_depend_on_attention_or_cache(loaded):
+    model, tokenizer = loaded
     implementation = model.config._attn_implementation
     texts = {
         regard.hf.write(
@@ -56,8 +56,8 @@ def test_the_text_does_not_depend_on_who_attends_or_what_keeps(lent):
 
 
 @pytest.mark.parametrize("cache", [*CACHES, "transformers"])
-def test_what_it_cost_is_what_was_kept(lent, cache):
-    model, tokenizer = lent
+def test_the_bytes_are_those_of_the_cache(loaded, cache):
+    model, tokenizer = loaded
     written = regard.hf.write(model, tokenizer, PROMPT, cache=cache, max_new_tokens=9)
     assert written.prompt_tokens == len(PROMPT)
     numbers = 3 * 2 * 2 * 6  # of a token: layers, keys and values, heads, channels
@@ -80,24 +80,24 @@ def test_what_it_cost_is_what_was_kept(lent, cache):
     assert f"/s on {written.decode_backend}, cache" in str(written)
 
 
-def test_transformers_own_attention_is_named_as_it_names_it(lent):
+def test_transformers_own_attention_has_its_own_name(loaded):
     options = {"attention": "transformers", "cache": "transformers", "max_new_tokens": 3}
-    written = regard.hf.write(*lent, PROMPT, **options)
+    written = regard.hf.write(*loaded, PROMPT, **options)
     assert (written.prefill_backend, written.decode_backend) == ("sdpa", "sdpa")
-    (one,) = {regard.hf.write(*lent, PROMPT, max_new_tokens=1).decode_backend}
+    (one,) = {regard.hf.write(*loaded, PROMPT, max_new_tokens=1).decode_backend}
     assert one == ""  # the prompt alone was read
 
 
-def test_pieces_are_shown_as_they_come(lent):
-    model, tokenizer = lent
+def test_pieces_are_shown_when_generated(loaded):
+    model, tokenizer = loaded
     pieces = []
     written = regard.hf.write(model, tokenizer, PROMPT, max_new_tokens=6, shown=pieces.append)
     assert "".join(pieces).strip() == written.text.strip()
     assert len(pieces) > 1
 
 
-def test_sampling_follows_the_dice(lent):
-    model, tokenizer = lent
+def test_sampling_follows_the_seed(loaded):
+    model, tokenizer = loaded
 
     def once(seed):
         torch.manual_seed(seed)
@@ -106,9 +106,9 @@ def test_sampling_follows_the_dice(lent):
     assert once(1) == once(1) != once(2)
 
 
-def test_pairs_write_too(lent):
+def test_encoder_decoders_generate_too(loaded):
     model = ZOO["t5"].build()
-    written = regard.hf.write(model, lent[1], PROMPT, max_new_tokens=5)
+    written = regard.hf.write(model, loaded[1], PROMPT, max_new_tokens=5)
     assert isinstance(written, Written)
     assert written.cache_bytes > 0
 
@@ -125,12 +125,12 @@ def test_sizes_are_for_reading():
         ({"prompt": ""}, "the prompt is empty"),
         ({"cache": "paged"}, "cache='paged' is not one of growing, static"),
         ({"attention": "flash"}, "attention='flash' is not one of regard, interface"),
-        ({"tokenizer": None}, "came without a tokenizer"),
-        ({"model": ZOO["bert"].build()}, "BertModel writes no text"),
+        ({"tokenizer": None}, "has no tokenizer, which a prompt needs"),
+        ({"model": ZOO["bert"].build()}, "BertModel does not generate text"),
     ],
 )
-def test_what_cannot_be_written_is_a_sentence(lent, options, message, unchecked):
-    given = {"model": lent[0], "tokenizer": lent[1], "prompt": PROMPT, **options}
+def test_what_cannot_be_written_is_a_sentence(loaded, options, message, unchecked):
+    given = {"model": loaded[0], "tokenizer": loaded[1], "prompt": PROMPT, **options}
     with pytest.raises(ValueError, match=message):
         regard.hf.write(**given)
 

@@ -1,4 +1,4 @@
-"""The quick reader gives transformers what gguf's own gives, and reads each file once."""
+"""The quick reader returns what gguf's own does, and parses each file once."""
 
 import gguf
 import numpy as np

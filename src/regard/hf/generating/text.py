@@ -1,10 +1,11 @@
-"""Text from a prompt, as it comes, and what it cost: what `regard generate` shows."""
+"""Text from a prompt, with its time and memory: what `regard generate` shows."""
 
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.hf.generating.cache_of_model import cache as cache_for
-from regard.hf.loading.loading import require
+from regard.hf.packages import require
 from regard.hf.running.installing import install, uninstall
 from regard.hf.running.registering import register
 from regard.ops.observed import backends_run, names
@@ -31,8 +32,10 @@ OTHERS = "transformers"
 
 @dataclass(frozen=True)
 class Written:
-    """A text, what it cost, and on which backends: regard's, or transformers' own. Memory is the
-    largest the process has had so far, in bytes."""
+    """A text, its time and memory, and the backends that ran: regard's, or transformers' own.
+
+    `peak_memory` is that of the whole process so far, in bytes.
+    """
 
     attention: str
     cache: str
@@ -48,7 +51,7 @@ class Written:
 
     def __str__(self) -> str:
         decode = f"{len(self.tokens):,} at {self.decode_tokens_per_second:,.1f}/s"
-        if self.decode_backend:  # none where the prompt alone was read
+        if self.decode_backend:  # empty if no token was decoded after the prompt
             decode = f"{decode} on {self.decode_backend}"
         return (
             f"{self.attention}, {self.cache} cache: prefill {counted(self.prompt_tokens, 'token')} "
@@ -69,18 +72,18 @@ def write(
     chat: bool = False,
     shown: Callable[[str], object] = lambda text: None,
 ) -> Written:
-    """Continue a prompt with a model that is left as it was.
+    """Continue a prompt with a model, which is restored afterwards.
 
     Args:
         model: a transformers model that generates, and its tokenizer.
-        tokenizer: as `regard.hf.load` gives it.
+        tokenizer: as `regard.hf.load` returns it.
         prompt: what to continue, or to answer if `chat`.
         attention: `"regard"` installs, `"interface"` registers, `"transformers"` does neither.
         cache: `"growing"`, `"static"`, `"sliding"`, `"int8"`, `"int4"` or `"transformers"`.
-        max_new_tokens: when to stop, unless the model does so earlier.
-        temperature: 0 for the likeliest token each time.
-        chat: whether to set the prompt in the tokenizer's chat template.
-        shown: called with every piece of text as it comes.
+        max_new_tokens: when to stop, unless the model ends earlier.
+        temperature: 0 for the most likely token at each step.
+        chat: whether to put the prompt into the tokenizer's chat template.
+        shown: called with every piece of text when it is generated.
 
     Raises:
         ValueError: if the model does not generate, there is no tokenizer, the prompt is empty, or
@@ -91,12 +94,12 @@ def write(
     inputs = _encoded(tokenizer, prompt, chat).to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
-        raise ValueError("the prompt is empty, and nothing comes from nothing; give some words")
+        raise ValueError("the prompt is empty; give at least one token")
     store = _cache(model, cache, length + max_new_tokens)
     options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
     if temperature > 0:
         options["temperature"] = temperature
-    with _Attending(model, attention), backends_run() as ran:
+    with _attention_of(model, attention), backends_run() as ran:
         clock = _clock(tokenizer, shown, ran)
         started = time.perf_counter()
         out = model.generate(
@@ -121,31 +124,28 @@ def write(
     )
 
 
-class _Attending:
-    """The model under another attention, for a while."""
-
-    def __init__(self, model: Any, attention: str) -> None:
-        self.model, self.attention = model, attention
-        self.before = model.config._attn_implementation
-
-    def __enter__(self) -> None:
-        if self.attention == "regard":
-            install(self.model)
-        elif self.attention == "interface":
-            self.model.set_attn_implementation(register())
-
-    def __exit__(self, *exception: object) -> None:
-        if self.attention == "regard":
-            uninstall(self.model)
-        elif self.attention == "interface":
-            self.model.set_attn_implementation(self.before)
+@contextmanager
+def _attention_of(model: Any, attention: str) -> Iterator[None]:
+    """The model with the chosen attention, inside of the `with` block."""
+    before = model.config._attn_implementation
+    if attention == "regard":
+        install(model)
+    elif attention == "interface":
+        model.set_attn_implementation(register())
+    try:
+        yield
+    finally:
+        if attention == "regard":
+            uninstall(model)
+        elif attention == "interface":
+            model.set_attn_implementation(before)
 
 
 def _check(model: Any, tokenizer: Any, attention: str, cache: str) -> None:
     if not getattr(model, "can_generate", lambda: False)():
-        raise ValueError(f"{type(model).__name__} writes no text; give a model that generates")
+        raise ValueError(f"{type(model).__name__} does not generate text; give a model that does")
     if tokenizer is None:
-        raise ValueError(f"{type(model).__name__} came without a tokenizer, which a prompt needs")
+        raise ValueError(f"{type(model).__name__} has no tokenizer, which a prompt needs")
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r} is not one of {', '.join(ATTENTIONS)}")
     if cache not in (*CACHES, OTHERS):
@@ -156,10 +156,10 @@ def _encoded(tokenizer: Any, prompt: str, chat: bool) -> Any:
     if not chat:
         return tokenizer(prompt, return_tensors="pt")
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("this tokenizer has no chat template; leave chat away")
-    said = [{"role": "user", "content": prompt}]
+        raise ValueError("this tokenizer has no chat template; leave out chat")
+    messages = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(
-        said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
 
 
@@ -177,7 +177,7 @@ def _cache(model: Any, name: str, length: int) -> Any:
 
 
 def _clock(tokenizer: Any, shown: Callable[[str], object], ran: Counter[str]) -> Any:
-    """A streamer that shows text, and notes when each token came and what had run by the first."""
+    """A streamer that shows text, and records each token's time and the backends of prefill."""
     from transformers import TextStreamer
 
     class Clock(TextStreamer):  # type: ignore[misc]
@@ -199,7 +199,7 @@ def _clock(tokenizer: Any, shown: Callable[[str], object], ran: Counter[str]) ->
 
 
 def _bytes(store: Any) -> int:
-    """What a cache of regard or of transformers holds; of a pair, both sides."""
+    """Bytes that a cache of regard or of transformers holds, with its cross-attention part."""
     if hasattr(store, "cross_attention_cache"):
         return _bytes(store.self_attention_cache) + _bytes(store.cross_attention_cache)
     if hasattr(store, "nbytes"):
@@ -212,7 +212,7 @@ def _bytes(store: Any) -> int:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kibibytes elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 

@@ -1,4 +1,4 @@
-"""A GGUF is read once: what its copy gives back is what the file gave, and bad copies are not."""
+"""A GGUF is read once: its copy has the same weights, and damaged copies are written anew."""
 
 import json
 import shutil
@@ -11,9 +11,9 @@ import torch
 import regard.hf
 from checkpoints import write_gguf
 from regard.compare import converted_cache as kept
-from regard.hf.loading import gguf_copies, loading
+from regard.hf.loading import checkpoints, gguf_copies
+from regard.hf.loading.checkpoints import load
 from regard.hf.loading.gguf_copies import SAMPLE, cache_folder
-from regard.hf.loading.loading import load
 
 WORDS = 300
 
@@ -27,8 +27,8 @@ def file(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """How often a GGUF itself was read."""
-    seen, own = [], loading.read_gguf
-    monkeypatch.setattr(loading, "read_gguf", lambda *a, **o: seen.append(a[0]) or own(*a, **o))
+    seen, own = [], checkpoints.read_gguf
+    monkeypatch.setattr(checkpoints, "read_gguf", lambda *a, **o: seen.append(a[0]) or own(*a, **o))
     return seen
 
 
@@ -134,17 +134,15 @@ def too_large(copies, monkeypatch):
 
 
 @pytest.mark.parametrize("where", [nowhere, homeless, full, too_large])
-def test_where_no_copy_can_be_kept_the_model_is_read_and_slowness_said(
-    file, copies, monkeypatch, where
-):
+def test_without_a_copy_the_model_is_read_and_slowness_warned_of(file, copies, monkeypatch, where):
     first = load(file)
     shutil.rmtree(copies)
     where(copies, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same(first, load(file))
-    monkeypatch.setattr(loading, "SLOW", 0.0)
-    with pytest.warns(UserWarning, match=r"no copy could be kept, because .*; set REGARD_CACHE to"):
+    monkeypatch.setattr(checkpoints, "SLOW", 0.0)
+    with pytest.warns(UserWarning, match=r"no copy was written, because .*; set REGARD_CACHE to"):
         load(file)
 
 
@@ -168,7 +166,7 @@ def test_what_a_killed_process_left_is_removed(file, copies, monkeypatch):
     assert not (copies / "old.partial").exists()
 
 
-def test_progress_is_told(file):
+def test_progress_is_called(file):
     seen = []
     load(file, progress=lambda what, done, total: seen.append((what, done, total)))
     assert seen[0] == ("reading the vocabulary", 0, 3) and seen[-1] == ("read", 3, 3)
@@ -184,7 +182,7 @@ def test_progress_is_told(file):
         ({}, "/home/me/.cache/regard"),
     ],
 )
-def test_one_folder_for_all_that_is_kept(settings, folder, monkeypatch):
+def test_one_folder_for_all_copies(settings, folder, monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     for name in ("REGARD_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -1,8 +1,7 @@
-"""place: whole models of layers that regard has made, for transformers to run and to generate with.
+"""place: layers of regard as the attention of a transformers model, which runs and generates.
 
 Layers of keys and values go into the model's own attention classes, so that it stays a stock model.
-Latent layers have no such class; they stand in its place themselves, hosted: called as transformers
-calls its attention, turned by their own rope, cached by any cache.
+Latent layers have no such class and are placed themselves (`regard.hf.placing.placed`).
 """
 
 import math
@@ -11,76 +10,22 @@ from types import MethodType
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
-from regard.hf.families.table import HOSTED, family_of, is_hosted
-from regard.hf.placing.describing import arguments_of
-from regard.hf.running import attending_latent, attending_latent_kv, positions
+from regard.hf.families.table import family_of, is_placed
+from regard.hf.placing.placed import LatentLayer, empty_copy, window_of
 from regard.layers.attention import Attention
 from regard.layers.construct import matrix_objection
-from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 
 SAME = ("hidden_size", "num_heads", "head_dim", "norm_width", "rope", "mask", "softcap", "dropout")
-Layer = Attention | LatentKVAttention | MultiHeadLatentAttention
+Layer = Attention | LatentLayer
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class HostedLatentKV(LatentKVAttention):
-    """A `LatentKVAttention` that is called as transformers calls its attention."""
-
-    layer_idx: int
-    config: Any
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Float[Tensor, "B L E"],
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        **given: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output and, if asked for, weights. The model's own angles are not read."""
-        return attending_latent_kv.forward(
-            self,
-            hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **given,
-        )
-
-
-class HostedLatent(MultiHeadLatentAttention):
-    """A `MultiHeadLatentAttention` that is called as transformers calls its attention."""
-
-    layer_idx: int
-    config: Any
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Float[Tensor, "B L E"],
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        position_ids: Int[Tensor, "*B L"] | None = None,
-        **given: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output and, if asked for, weights. The model's own angles are not read."""
-        where = positions.of_queries(hidden_states, position_ids, past_key_values, self.layer_idx)
-        return attending_latent.forward(
-            self,
-            hidden_states,
-            position_embeddings=where,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **given,
-        )
-
-
 def place(model: Model, layers: Sequence[nn.Module]) -> Model:
-    """Put `layers` where the attention of a transformers model is, in order; gives the model back.
+    """Put `layers` where the attention of a transformers model is, in order; returns the model.
 
     Args:
         model: one whose attention regard knows, with or without `install`.
@@ -103,7 +48,7 @@ def place(model: Model, layers: Sequence[nn.Module]) -> Model:
     >>> model = transformers.LlamaForCausalLM(config)
     >>> layers = [as_latent(attention_of(each)) for each in attention_modules(model).values()]
     >>> type(place(model, layers).model.layers[0].self_attn).__name__
-    'HostedLatentKV'
+    'PlacedLatentKV'
     """
     found = attention_modules(model)
     if len(layers) != len(found):
@@ -119,25 +64,25 @@ def place(model: Model, layers: Sequence[nn.Module]) -> Model:
     if all(isinstance(layer, Attention) for layer in layers):
         _place_native(model, dict(zip(found.values(), layers, strict=True)))
     else:
-        _place_hosted(model, dict(zip(found, layers, strict=True)))
+        _place_latent(model, dict(zip(found, layers, strict=True)))
     return model
 
 
-def hosts(model: nn.Module) -> bool:
-    """Whether layers of regard stand in a model of transformers."""
-    return any(is_hosted(module) for module in model.modules())
+def has_placed_layers(model: nn.Module) -> bool:
+    """Whether `place` has put latent layers of regard into a model of transformers."""
+    return any(is_placed(module) for module in model.modules())
 
 
-def _place_hosted(model: Any, layers: Mapping[str, Any]) -> None:
-    hosted = {name: _hosted(model, name, layer) for name, layer in layers.items()}
-    for name, layer in hosted.items():
+def _place_latent(model: Any, layers: Mapping[str, Any]) -> None:
+    placed = {name: _placed(model, name, layer) for name, layer in layers.items()}
+    for name, layer in placed.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     model.save_pretrained = MethodType(_refuse_to_save, model)
 
 
-def _hosted(model: Any, name: str, layer: Any) -> nn.Module:
-    """The layer as one that transformers can call, sharing its parameters."""
+def _placed(model: Any, name: str, layer: Any) -> nn.Module:
+    """The layer as transformers can call it, sharing its parameters."""
     from transformers.utils.output_capturing import install_output_capuring_hook
 
     if isinstance(layer, Attention):
@@ -147,15 +92,13 @@ def _hosted(model: Any, name: str, layer: Any) -> nn.Module:
         )
     module = model.get_submodule(name)
     _check_fits(module, name, layer)
-    made_by = HostedLatentKV if isinstance(layer, LatentKVAttention) else HostedLatent
-    chosen = {"form": layer.form} if made_by is HostedLatent else {}
-    with torch.device("meta"):  # all of it is replaced
-        hosted = made_by(**arguments_of(layer), **chosen, backend=layer.backend)
-    for child_name, child in list(hosted.named_children()):
-        setattr(hosted, child_name, _like(child, layer.get_submodule(child_name)))
-    hosted.layer_idx, hosted.config = module.layer_idx, module.config
-    install_output_capuring_hook(hosted, "attentions", 1)  # transformers collects by class
-    return hosted.train(module.training)
+    placed: Any = empty_copy(layer)
+    for child_name, child in list(placed.named_children()):
+        setattr(placed, child_name, _like(child, layer.get_submodule(child_name)))
+    placed.layer_idx, placed.config = module.layer_idx, module.config
+    install_output_capuring_hook(placed, "attentions", 1)  # transformers collects by class
+    placed.train(module.training)
+    return placed
 
 
 def _check_fits(module: Any, name: str, layer: Any) -> None:
@@ -166,7 +109,7 @@ def _check_fits(module: Any, name: str, layer: Any) -> None:
         )
     family = family_of(module)
     assert family is not None
-    theirs, own = family.window_of(module), HOSTED["HostedLatent"].window_of(layer)
+    theirs, own = family.window_of(module), window_of(layer)
     if theirs != own:
         raise ValueError(
             f"the layer for {name} has window {own}, the model's masks have {theirs} there; set "
@@ -175,7 +118,7 @@ def _check_fits(module: Any, name: str, layer: Any) -> None:
 
 
 def _refuse_to_save(model: Any, *args: Any, **options: Any) -> NoReturn:
-    """transformers would read such a folder and make up the weights that it does not find."""
+    """transformers would load such a folder with random values for the weights it does not find."""
     raise ValueError(
         f"this {type(model).__name__} has latent layers of regard, which save_pretrained does not "
         "describe; use regard.convert.save(model, tokenizer, out, ...)"
@@ -197,7 +140,7 @@ def _place_native(model: Any, layers: Mapping[nn.Module, Any]) -> None:
 
 
 def _check_native(own: Attention, layer: Attention) -> None:
-    """Raise unless the module's class would do with the layer's numbers what the layer does."""
+    """Raise unless the module's class computes, with the layer's weights, what the layer does."""
     differing = {
         name: (getattr(layer, name), getattr(own, name))
         for name in SAME
@@ -205,8 +148,8 @@ def _check_native(own: Attention, layer: Attention) -> None:
     }
     if not math.isclose(layer.scale, own.scale):
         differing["scale"] = layer.scale, own.scale
-    kept = {name for name, _ in own.named_parameters()}
-    extra = sorted(name for name, _ in layer.named_parameters() if name not in kept)
+    existing = {name for name, _ in own.named_parameters()}
+    extra = sorted(name for name, _ in layer.named_parameters() if name not in existing)
     if differing or extra or layer.score_bias is not None:
         unlike = [f"{name}={a!r} instead of {b!r}" for name, (a, b) in differing.items()]
         unlike += [f"{name}, which the model's class does not have" for name in extra]
@@ -218,8 +161,8 @@ def _check_native(own: Attention, layer: Attention) -> None:
 
 
 def _exchange(module: Any, layer: Attention) -> None:
-    """Give a module the layer's children, and the numbers it would have with them: it stays the
-    same object, so hooks stay."""
+    """Set a module's children to the layer's, and its sizes to match: it stays the same object, so
+    hooks stay."""
     with torch.device("meta"):
         fresh = type(module)(module.config, module.layer_idx)
     for name, value in vars(fresh).items():
@@ -232,7 +175,7 @@ def _exchange(module: Any, layer: Attention) -> None:
 
 
 def _like(child: nn.Module, given: nn.Module) -> nn.Module:
-    """The child that is given, with a bias of zeros if the class has one and it does not."""
+    """The child that is given; with a bias of zeros, if only the class's child has a bias."""
     if getattr(child, "bias", None) is None or getattr(given, "bias", None) is not None:
         return given
     if (objection := matrix_objection(given)) is not None:

@@ -1,4 +1,4 @@
-"""Spoiled checkpoints, by the thousand: each loads or raises CheckpointError, and costs little."""
+"""Thousands of damaged checkpoints: each loads or raises CheckpointError, quickly."""
 
 import faulthandler
 import json
@@ -172,7 +172,7 @@ def refused(call, *arguments) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(CHUNKS))
-def test_spoiled_safetensors(folder, tmp_path, seed):
+def test_damaged_safetensors(folder, tmp_path, seed):
     numbers = random.Random(seed)
     data = (folder / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
@@ -224,7 +224,7 @@ def test_headers_that_do_not_add_up_are_refused(tmp_path, tensors, sentence):
         check_safetensors(file)
 
 
-def test_spoiled_safetensors_do_not_load_half(folder, tmp_path):
+def test_damaged_safetensors_do_not_load_half(folder, tmp_path):
     """The same, through load; a changed name or shape is found there."""
     numbers = random.Random(99)
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -237,7 +237,7 @@ def test_spoiled_safetensors_do_not_load_half(folder, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_spoiled_gguf(sound_gguf, tmp_path, seed):
+def test_damaged_gguf(sound_gguf, tmp_path, seed):
     numbers = random.Random(seed)
     end = sound_gguf.index(b"blk.0.ffn_down.weight") + 60
     file, passed = tmp_path / "tiny.gguf", 0
@@ -324,7 +324,7 @@ def test_an_honest_gguf_is_not(tmp_path):
     assert check_gguf(tmp_path / "tiny.gguf").contents.elements == 8
 
 
-def test_spoiled_configurations(folder, tmp_path):
+def test_damaged_configurations(folder, tmp_path):
     numbers = random.Random(0)
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -335,7 +335,7 @@ def test_spoiled_configurations(folder, tmp_path):
     assert answers == {True, False}
 
 
-def test_spoiled_indexes(sharded):
+def test_damaged_indexes(sharded):
     numbers = random.Random(0)
     file = sharded / "model.safetensors.index.json"
     sound = file.read_bytes()
@@ -349,7 +349,7 @@ def test_spoiled_indexes(sharded):
     assert not refused(regard.hf.load, sharded)
 
 
-def test_without_the_checks_safetensors_would_say_it_in_its_own_words(folder, tmp_path):
+def test_without_the_checks_safetensors_would_raise_errors_of_its_own(folder, tmp_path):
     """The reader that follows refuses the same files: the two do not drift apart."""
     numbers = random.Random(7)
     data = (folder / "model.safetensors").read_bytes()

@@ -1,0 +1,150 @@
+"""Latent layers of regard as attention modules of a transformers model.
+
+A model of transformers has no class for them. So each is an attention module itself: called as
+transformers calls its attention, rotated by its own rope, cached by any cache.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.hf.families.table import Family, own, probability
+from regard.hf.running import latent, latent_kv
+from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
+from regard.masks import AllOf, Causal, Mask, SlidingWindow
+
+LatentLayer = LatentKVAttention | MultiHeadLatentAttention
+
+
+def window_of(layer: Any) -> int | None:
+    """The window in the mask of a layer of regard, or None."""
+    rules = layer.mask.parts if isinstance(layer.mask, AllOf) else (layer.mask,)
+    return min((rule.size for rule in rules if isinstance(rule, SlidingWindow)), default=None)
+
+
+def _rotated_by_its_rope(module: Any, x: Float[Tensor, "B H L D"], positions: Any) -> Tensor:
+    rotated: Tensor = module.rope.rotate(x, positions)
+    return rotated
+
+
+def _family(name: str, **facts: Any) -> Family:
+    return Family(
+        name,
+        rotate=_rotated_by_its_rope,
+        window=window_of,
+        scale=own("scale"),
+        dropout=probability("dropout"),
+        **facts,
+    )
+
+
+class PlacedLatentKV(LatentKVAttention):
+    """A `LatentKVAttention` that is called as transformers calls its attention."""
+
+    family: ClassVar[Family] = _family("PlacedLatentKV", softcap=own("softcap"))
+    layer_idx: int
+    config: Any
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Float[Tensor, "B L E"],
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and, if asked for, weights. The model's own angles are not read."""
+        return latent_kv.forward(
+            self,
+            hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **given,
+        )
+
+
+class PlacedMLA(MultiHeadLatentAttention):
+    """A `MultiHeadLatentAttention` that is called as transformers calls its attention."""
+
+    family: ClassVar[Family] = _family("PlacedMLA", latent=True)
+    layer_idx: int
+    config: Any
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Float[Tensor, "B L E"],
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_ids: Int[Tensor, "*B L"] | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and, if asked for, weights. The model's own angles are not read."""
+        positions = latent_kv.positions_of_queries(
+            hidden_states, position_ids, past_key_values, self.layer_idx
+        )
+        return latent.forward(
+            self,
+            hidden_states,
+            position_embeddings=positions,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **given,
+        )
+
+
+def empty_copy(layer: LatentLayer) -> nn.Module:
+    """The same layer as transformers calls it, with parameters that are yet to be filled.
+
+    Raises:
+        ValueError: as `arguments_of`.
+    """
+    made_by = PlacedLatentKV if isinstance(layer, LatentKVAttention) else PlacedMLA
+    with torch.device("meta"):
+        return made_by(**arguments_of(layer))
+
+
+def arguments_of(layer: LatentLayer) -> dict[str, Any]:
+    """The arguments that build such a layer, as it is now: attributes may have been set since.
+
+    Raises:
+        ValueError: if it has a score bias, or a mask other than `Causal()` with or without a
+            `SlidingWindow`: no other mask has a form in transformers.
+    """
+    window = window_of(layer)
+    other_order = Causal() if window is None else SlidingWindow(window) & Causal()
+    if layer.mask not in (pattern_of(window), other_order):
+        raise ValueError(
+            f"a layer in a model of transformers has mask=Causal(), or Causal() & "
+            f"SlidingWindow(size), got {layer.mask!r}"
+        )
+    if layer.score_bias is not None:
+        raise ValueError("a layer in a model of transformers has no score_bias; set it to None")
+    arguments = {name: getattr(layer, name, value) for name, value in layer.arguments.items()}
+    biased = {
+        name
+        for name, child in layer.named_children()
+        if "proj" in name and getattr(child, "bias", None) is not None
+    }
+    if isinstance(layer, LatentKVAttention):
+        kind = None if layer.k_norm is None else "width" if layer.norm_width else "head"
+        bias = {"bias": bool(biased - {"o_proj"}), "out_bias": "o_proj" in biased}
+        return arguments | bias | {"qk_norm": kind, "norm_eps": _eps_of(layer.k_norm)}
+    norm = layer.kv_a_layernorm
+    normed = not isinstance(norm, nn.Identity)
+    eps = getattr(norm, "eps", None) if normed else None
+    return arguments | {"bias": biased, "latent_norm": normed, "norm_eps": eps or 1e-6}
+
+
+def pattern_of(window: int | None) -> Mask:
+    """The mask of a decoder's layer with this window, or none."""
+    return Causal() if window is None else Causal() & SlidingWindow(window)
+
+
+def _eps_of(norm: Any) -> float:
+    """The epsilon of an RMS norm; that of its dtype where it is left to torch, 1e-6 without one."""
+    if not isinstance(norm, nn.RMSNorm):
+        return 1e-6
+    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps

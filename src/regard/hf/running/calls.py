@@ -1,0 +1,144 @@
+"""What every call of attention in a transformers model has in common, however keys are made."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.cache import Part
+from regard.hf.families.table import Family, family_of
+from regard.hf.running.masks import Visible, visible
+from regard.ops.attend import prepare
+from regard.ops.explain import weights_of
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_table")
+FROM_THE_MODULE = ("softcap", "s_aux")  # read from the module: as arguments they would be ignored
+
+
+def arrive(
+    module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[Family, dict[str, Any]]:
+    """The family of a module, and by their names the arguments that follow the hidden states.
+
+    Raises:
+        ValueError: if an argument would change the result and is not supported.
+    """
+    family = family_of(module)
+    assert family is not None
+    if args:
+        names = list(inspect.signature(type(module).forward).parameters)[2:]
+        given = {**dict(zip(names, args, strict=False)), **given}
+    refuse(given, also=FROM_THE_MODULE)
+    return family, given
+
+
+def refuse(given: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
+    """Raise for arguments that would change the result and are not supported."""
+    for name in (*PACKED, *also):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name}= would change the result and is not supported by regard.hf; "
+                "uninstall(model), or set another attn_implementation"
+            )
+
+
+def visible_in(
+    family: Family,
+    module: nn.Module,
+    given: Mapping[str, Any],
+    queries: int,
+    keys: int,
+    *,
+    across: bool = False,
+) -> Visible:
+    """`visible` with the mask among the arguments of a call; `across` for cross-attention."""
+    return visible(
+        module,
+        given.get(family.context_mask if across else family.mask),
+        queries,
+        keys,
+        window=family.window_of(module),
+        is_causal=False if across else given.get("is_causal"),
+    )
+
+
+def options_of(family: Family, module: nn.Module) -> dict[str, Any]:
+    """The options of `prepare` that a module holds."""
+    return {
+        "scale": family.scale(module),
+        "softcap": family.softcap(module),
+        "sinks": family.sinks(module),
+        "dropout": family.dropout(module) if module.training else 0.0,
+        "precision": precision_of(module),
+    }
+
+
+def precision_of(module: nn.Module) -> str:
+    """The attribute `precision`: `install` sets it, and layers of regard have it."""
+    return str(getattr(module, "precision", "strict"))
+
+
+def attended(
+    q: Tensor,
+    parts: tuple[Part, ...],
+    at: Visible,
+    given: Mapping[str, Any],
+    *,
+    bias: Tensor | None = None,
+    v_head_dim: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over the parts, `[B, H, L, Dv]`; and its weights, if the caller wants them.
+
+    Args:
+        q: queries.
+        parts: keys and values; or keys alone, whose first `v_head_dim` columns are the values.
+        at: which keys are visible, and what the mask adds to the scores.
+        given: the arguments of the call.
+        bias: what is added to the scores besides.
+        v_head_dim: the width of the values, where they are columns of the keys.
+        options: further options of `prepare`.
+    """
+    k, *rest = parts[0].streams
+    (v,) = rest or (k[..., :v_head_dim],)
+    if at.bias is not None:
+        bias = at.bias if bias is None else at.bias + bias
+    call = prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
+    out = call.run(q, parts)
+    return out, weights_of(call, q, parts) if weights_wanted(given) else None
+
+
+def weights_wanted(given: Mapping[str, Any]) -> bool:
+    """Whether the caller of the model asked for attention weights: models pass that on, or collect
+    what their modules return."""
+    from transformers.utils.output_capturing import _active_collector
+
+    if given.get("output_attentions"):
+        return True
+    collected = _active_collector.get()
+    return collected is not None and ("attentions" in collected or "cross_attentions" in collected)
+
+
+def one_part(*streams: Tensor) -> tuple[Part, ...]:
+    """Streams of all keys, as the one part of a cache."""
+    return (Part(0, streams[0].shape[2], streams),)
+
+
+def appended(cache: Any, layer: int, *streams: Tensor) -> tuple[Part, ...]:
+    """The parts of a cache of `regard.hf.cache` with these streams appended, numbered from the
+    first key that is still held: so do the masks of transformers number a window's keys."""
+    parts: tuple[Part, ...] = cache.append(layer, *streams)
+    first = parts[0].kv_start
+    return tuple(Part(start - first, stop - first, each) for start, stop, each in parts)
+
+
+def of_one_dtype(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, rounded to the narrowest of their dtypes under autocast: norms with
+    float32 weights widen queries and keys there, and torch's own attention rounds all three."""
+    kind = heads[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return heads
+    narrow = min((each.dtype for each in heads), key=lambda dtype: dtype.itemsize)
+    return tuple(each.to(narrow) for each in heads)

@@ -1,0 +1,76 @@
+"""The forward of an MLA module: cached are the latent and the rotary key; decoding absorbs.
+
+regard's caches hold the two joined, as one stream. transformers' own hold them in two slots; then
+the rotary product is a bias on the scores of the latents, and nothing is joined or copied.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.cache import Part
+from regard.constants import accumulating_dtype
+from regard.heads import merge_heads
+from regard.hf.running.calls import (
+    appended,
+    arrive,
+    attended,
+    one_part,
+    options_of,
+    visible_in,
+)
+from regard.layers.latent_forms import ABSORBED, Form, absorb_queries, choose_form, project_latent
+
+
+class Read(NamedTuple):
+    """Queries, the parts they attend to, and what is added to their scores."""
+
+    q: Tensor
+    parts: tuple[Part, ...]
+    bias: Tensor | None = None
+
+
+def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
+    """What a DeepSeek module's own forward computes, in the form that is less work."""
+    family, given = arrive(self, args, given)
+    q_nope, q_rope, latent, k_rope = project_latent(self, hidden_states)
+    angles = given["position_embeddings"]  # a placed layer passes positions here
+    q_rope, k_rope = (family.rotate(self, x, angles) for x in (q_rope, k_rope))
+    parts = _stored(given.get(family.cache), self.layer_idx, latent, k_rope)
+    keys = sum(part.kv_stop - part.kv_start for part in parts)
+    at = visible_in(family, self, given, q_rope.shape[2], keys)
+    form, _ = choose_form(self, at.span)
+    options = options_of(family, self)
+    q, parts, bias = _read(self, form, q_nope, q_rope, parts, options["scale"])
+    heads, weights = attended(
+        q, parts, at, given, bias=bias, v_head_dim=self.kv_lora_rank, **options
+    )
+    return family.output(self, merge_heads(form.read(self, heads))), weights
+
+
+def _stored(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Part, ...]:
+    """All latents and rotary keys, with the new ones: joined in regard's caches, else apart."""
+    if hasattr(cache, "append"):
+        return appended(cache, layer, torch.cat([latent, k_rope], dim=-1))
+    if cache is not None:
+        latent, k_rope = cache.update(latent, k_rope, layer)
+    return one_part(latent, k_rope)
+
+
+def _read(
+    module: Any,
+    form: Form,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    parts: tuple[Part, ...],
+    scale: float,
+) -> Read:
+    if form is not ABSORBED or len(parts[0].streams) == 1:
+        return Read(form.queries(module, q_nope, q_rope), form.parts(module, parts))
+    latent, k_rope = parts[0].streams
+    wide = absorb_queries(module, q_nope, q_rope[..., :0])
+    dtype = accumulating_dtype(q_rope.dtype)
+    bias = (q_rope.to(dtype) * scale) @ k_rope.to(dtype).mT
+    return Read(wide, one_part(latent), bias)

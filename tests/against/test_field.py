@@ -69,7 +69,7 @@ def test_llama(kv_heads, bias):
     agree(load(layer, peer), run(peer, rotary, x, causal()), x)
 
 
-def test_mistral_looks_through_a_window():
+def test_mistral_has_a_window():
     peer, rotary, x = decoder(
         "mistral", "MistralConfig", sizes(), sliding_window=4, rope_parameters=rope(1e4)
     )
@@ -154,7 +154,7 @@ def test_gpt_oss_has_sinks(yarn, window):
     agree(load(layer, peer), run(peer, rotary, x, causal(window)), x)
 
 
-def test_phi_turns_some_channels():
+def test_phi_rotates_some_channels():
     size = sizes(hidden=60)
     peer, rotary, x = decoder(
         "phi", "PhiConfig", size, rope_parameters=rope(1e4, partial_rotary_factor=0.4)
@@ -163,7 +163,7 @@ def test_phi_turns_some_channels():
     agree(load(layer, peer, [("dense", "o_proj")]), run(peer, rotary, x, causal()), x)
 
 
-def test_bert_sees_both_ways_and_no_padding():
+def test_bert_attends_both_ways_but_not_to_padding():
     from transformers.models.bert.modeling_bert import BertSelfAttention
 
     config = transformers.BertConfig(hidden_size=36, num_attention_heads=6, num_hidden_layers=1)

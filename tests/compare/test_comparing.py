@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from regard.compare import CANDIDATES, Runner, Texts, chosen, compare, texts_for
-from regard.hf import attention_modules, attention_of
+from regard.compare import CANDIDATES, Texts, chosen, compare
 from regard.ops.backends import BACKENDS
 from regard_cli.app import run
 from tiny import VOCABULARY, tiny, tokens
@@ -21,13 +20,6 @@ COLUMNS = {
     "perplexity",
     "largest_logit_difference",
 }
-
-
-class Words:
-    """A tokenizer of characters."""
-
-    def __call__(self, text, **options):
-        return {"input_ids": [3 + ord(letter) % (VOCABULARY - 3) for letter in text]}
 
 
 @pytest.fixture(scope="module")
@@ -99,25 +91,6 @@ def test_a_row_that_cannot_be_made_says_why(texts):
     assert rows["MHA, spelled out"].perplexity == pytest.approx(rows["GQA, as shipped"].perplexity)
 
 
-def test_rows_are_chosen_by_their_keys(texts):
-    assert [each.key for each in chosen(["mqa", "int8"])] == ["shipped", "int8", "mqa"]
-    with pytest.raises(ValueError, match=r"nothing: attentions to compare are shipped, int8"):
-        chosen(["nothing"])
-
-
-@pytest.mark.parametrize("family", ["llama 3 rope", "llama with biases", "mistral", "qwen2"])
-def test_layers_made_of_modules_compute_what_the_model_does(family, texts):
-    model = tiny(family)
-    layers = [attention_of(module) for module in attention_modules(model).values()]
-    ids = texts.windows
-    with torch.no_grad():
-        wanted = model(input_ids=ids).logits
-        runner = Runner(model, layers, cache=CANDIDATES[0].cache)
-        hidden = torch.cat([runner.hidden(chunk) for chunk in ids.split(17, dim=1)], 1)
-        torch.testing.assert_close(model.lm_head(hidden), wanted, atol=5e-5, rtol=1e-4)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 def test_a_context_beyond_the_models_positions_is_refused():
     long = Texts(tokens(2, 200), tokens(1, 50), "")
     with pytest.raises(ValueError, match="more than the 128 positions"):
@@ -134,21 +107,6 @@ def test_progress_counts_to_its_end(texts):
     )
     assert [done for done, _ in seen] == list(range(9))
     assert {total for _, total in seen} == {8}
-
-
-def test_calibration_text_is_not_measured_on():
-    default = texts_for(Words(), context=64)
-    assert default.windows.shape == (2, 64)
-    assert default.calibration.shape == (6, 1024)
-    own = texts_for(Words(), context=10, text="ab" * 5000, name="own")
-    assert own.source == "own"
-    assert own.calibration.shape == (6, 1024)
-    apart = texts_for(Words(), context=10, text="A" * 20 + "B" * 7000)
-    assert not set(apart.windows.flatten().tolist()) & set(apart.calibration.flatten().tolist())
-    short = texts_for(Words(), context=10, text="ab" * 20)
-    assert short.calibration.equal(default.calibration)
-    with pytest.raises(ValueError, match="at most 10"):
-        texts_for(Words(), context=11, text="ab" * 10)
 
 
 def test_rows_say_which_backends_ran(result):

@@ -11,7 +11,7 @@ import regard.hf
 from regard.convert import job as jobs
 from regard.convert.job import Job, run_job
 from regard.hf import attention_modules
-from regard.hf.loading.loading import skeleton
+from regard.hf.loading.checkpoints import skeleton
 from tiny import BUILDERS, SIZES, VOCABULARY, tiny
 
 
@@ -132,6 +132,6 @@ def test_a_model_with_qk_norm_is_converted_to_a_joint_latent(family, tmp_path):
     assert report.after.cache_bytes_per_token < 0.7 * report.before.cache_bytes_per_token
     model, _ = regard.hf.load(tmp_path / "out")
     layers = list(attention_modules(model).values())
-    assert [type(each).__name__ for each in layers] == ["HostedLatentKV"] * 2
+    assert [type(each).__name__ for each in layers] == ["PlacedLatentKV"] * 2
     assert all(each.k_norm is not None for each in layers)
     assert all(report.still_missed < 0.5 for report in report.layers)

@@ -7,9 +7,18 @@ import torch
 
 from regard.cache import KVCache
 from regard.compare import Runner
-from regard.convert.measuring import DECODE_STEPS, Timings, compare_logits, loss_of, measure, ratio
+from regard.convert.measuring import (
+    DECODE_STEPS,
+    Timings,
+    compare_logits,
+    divergence,
+    loss_of,
+    measure,
+    ratio,
+)
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
+from students import pair
 from tiny import tiny, tokens
 
 
@@ -64,3 +73,17 @@ def test_backends_of_prefill_and_decoding_are_named_apart():
     assert timings.prefill_ran.total() == len(layers) and not timings.decode_ran
     timings.decode(runner.step, window)
     assert timings.decode_ran.total() == len(layers) * (DECODE_STEPS - 1)
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 300])
+def test_the_divergence_and_its_gradient_are_those_of_the_definition(count):
+    student, teacher = pair()
+    ours, theirs = torch.randn(2, 1, count, 24)
+    ours.requires_grad_()
+    value = divergence(student, ours, teacher, theirs)
+    (got,) = torch.autograd.grad(value, ours)
+    p, q = (m.lm_head(h).double().softmax(-1) for m, h in ((teacher, theirs), (student, ours)))
+    expected = (p * (p.log() - q.log())).sum() / count
+    (wanted,) = torch.autograd.grad(expected, ours)
+    torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-4)

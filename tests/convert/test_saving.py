@@ -27,8 +27,8 @@ from regard.convert import as_latent, saving, spell_out
 from regard.convert.exact.portable import to_deepseek_v3
 from regard.convert.saving import check_free, save
 from regard.hf import CheckpointError, attention_modules, attention_of
-from regard.hf.placing.describing import described, layer_from
-from regard.hf.placing.placing import hosts, place
+from regard.hf.loading.descriptions import described, layer_from
+from regard.hf.placing.place import has_placed_layers, place
 from regard.rope.scaling import Frequencies, LinearScaling
 from tiny import tiny, tokens
 
@@ -82,7 +82,7 @@ def test_a_saved_model_loads_unchanged(family, form, tmp_path):
     out = save(saved, tokenizer(), tmp_path / "out", **TEXTS)
     model, words = regard.hf.load(out)
     assert type(model) is type(saved)
-    assert hosts(model) and not model.training
+    assert has_placed_layers(model) and not model.training
     before, after = saved.state_dict(), model.state_dict()
     assert before.keys() == after.keys()
     assert all(after[name].equal(weight) for name, weight in before.items())

@@ -19,8 +19,8 @@ import regard
 from regard import convert
 from regard.convert.linear import linear_of, with_kv_heads
 from regard.convert.targets import Target
+from regard.hf.loading.descriptions import described, layer_from
 from regard.hf.loading.gguf_copies import FOLDER, cache_folder
-from regard.hf.placing.describing import described, layer_from
 from regard.layers.attention import Attention
 
 CODE = Path(convert.__file__).parent

@@ -22,8 +22,8 @@ from regard.convert.targets import Form, Target, target_of
 from regard.convert.texts import LENGTH, calibration, python_topics, windows_of
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
-from regard.hf.loading.loading import load, skeleton
-from regard.hf.placing.placing import hosts, place
+from regard.hf.loading.checkpoints import load, skeleton
+from regard.hf.placing.place import has_placed_layers, place
 
 MEASURED = 2  # windows of each text to measure on
 OWN = "Python's own texts"  # name of the default calibration texts in the report
@@ -95,7 +95,7 @@ def run_job(
         model=job.model.name,
         was=was,
         target=target,
-        stock=not hosts(made),
+        stock=not has_placed_layers(made),
         calibrated_on=tuple(dict.fromkeys([*job.calibrate, *job.heal])) or (OWN,),
         calibration_tokens=tokens.numel(),
         before=before,

@@ -21,6 +21,7 @@ class Call(NamedTuple):
 def recording(modules: Sequence[nn.Module]) -> Iterator[list[list[Call]]]:
     """Record the calls of each of these modules.
 
+    >>> import torch
     >>> layer = nn.Identity()
     >>> with recording([layer]) as (calls,):
     ...     out = layer(torch.ones(1))

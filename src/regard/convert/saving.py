@@ -11,10 +11,10 @@ from typing import Any
 from uuid import uuid4
 
 from regard.hf.families.finding import attention_modules
+from regard.hf.loading.descriptions import described
 from regard.hf.loading.latent_layers import FORMAT, INDEX, MODEL_TYPE, WEIGHTS
 from regard.hf.loading.offloaded import fetched
-from regard.hf.placing.describing import described
-from regard.hf.placing.placing import hosts
+from regard.hf.placing.place import has_placed_layers
 
 SHARD = "5GB"  # largest file of weights, as transformers 4 writes them
 
@@ -68,7 +68,7 @@ def save(
     out = check_free(out)
     texts = {"README.md": card, "report.json": _json(report)}
     with _beside(out) as folder:
-        if hosts(model):
+        if has_placed_layers(model):
             _write_placed(model, folder, max_shard_size)
         else:
             _write_stock(model, folder, max_shard_size)
@@ -81,7 +81,7 @@ def save(
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """A new folder that becomes `out` if all goes well, and is removed if not."""
+    """A new folder that is renamed to `out` at the end, and removed after an error."""
     folder = out.with_name(f".{out.name}.{uuid4().hex[:8]}.partial")
     folder.mkdir()
     try:

@@ -54,11 +54,6 @@ class Target:
         rotary = f"+{self.rope_dim}" if self.kind == "deepseek" else ""
         return f"mla:{self.rank}{rotary} {self.kind}{', portable' if self.portable else ''}"
 
-    @property
-    def latent(self) -> bool:
-        """Whether latents are cached."""
-        return self.kind != "heads"
-
 
 def target_of(
     to: str,

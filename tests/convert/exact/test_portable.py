@@ -12,7 +12,7 @@ from joined import joined, random_mla
 from regard import Causal, MultiHeadLatentAttention, Rotary, SlidingWindow
 from regard.convert.exact.portable import to_deepseek_v3
 from regard.hf import attention_modules, attention_of
-from regard.hf.placing.placing import place
+from regard.hf.placing.place import place
 from regard.rope.scaling import NTK, Frequencies, LinearScaling
 from tiny import SIZES, tiny, tokens
 

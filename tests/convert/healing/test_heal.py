@@ -1,4 +1,4 @@
-"""A student with damaged attention is trained to imitate its teacher, interrupted or not."""
+"""A student with damaged attention is trained to imitate its teacher."""
 
 import copy
 import json
@@ -11,59 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from regard.convert import Healed, Recipe, draw_losses
-from regard.convert.healing import heal as healing
+from regard.convert import Recipe
 from regard.convert.healing.heal import heal
-from regard.convert.healing.losses import relative_error
-from regard.convert.healing.recipe import positions_of, rows_of
-from regard.convert.measuring import divergence
-from regard.hf import attention_modules, attention_of
-from regard.hf.running.attending import precision_of
+from regard.hf import attention_modules
+from regard.hf.running.calls import precision_of
 from session import LONG
-from tiny import VOCABULARY, tiny, tokens
-
-WINDOWS = tokens(6, 17)
-QUICK = Recipe(batch=2, aligning=0.5, lr=2e-3, aligning_lr=4e-3, layer_weight=1.0, positions=1.0)
-
-
-class Interrupted(Exception):
-    """Raised to interrupt a run."""
-
-
-class Placed(nn.Module):
-    """A layer of regard in the place of a module of transformers."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden_states, **given):
-        return self.layer(hidden_states), None
-
-
-def pair(family="llama", placed=False):
-    """A teacher, and a student whose keys and values have lost half of their rank."""
-    teacher = tiny(family)
-    student = copy.deepcopy(teacher)
-    for name, module in attention_modules(student).items():
-        for each in (module.k_proj, module.v_proj):
-            u, s, v = torch.linalg.svd(each.weight.detach(), full_matrices=False)
-            each.weight.data = (u[:, :6] * s[:6]) @ v[:6]
-        if placed:
-            block = student.get_submodule(name.rpartition(".")[0])
-            block.self_attn = Placed(attention_of(module))
-    return student, teacher
-
-
-def distance(student, teacher):
-    """The divergence of the predictions, in nats a token, by its definition."""
-    with torch.no_grad():
-        ours, theirs = (m(tokens(3, 19)).logits.double().softmax(-1) for m in (student, teacher))
-    return float((theirs * (theirs / ours).log()).sum(-1).mean())
-
-
-def state_of(model):
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
+from students import QUICK, WINDOWS, distance, pair, state_of
+from tiny import VOCABULARY, tokens
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -111,70 +65,6 @@ def test_the_models_gradients_and_modes_are_restored():
     assert all(flags.values())
     assert student.training and student.model.layers[0].training and not teacher.training
     assert all(each.grad is None for each in (*student.parameters(), *teacher.parameters()))
-
-
-def interrupted(step):
-    def progress(what, done, total):
-        if done == step:
-            raise Interrupted
-
-    return progress
-
-
-@pytest.mark.parametrize("stop", [1, 3, 5])
-def test_interrupted_and_resumed_is_the_same_to_the_last_bit(tmp_path, monkeypatch, stop):
-    monkeypatch.setattr(healing, "SAVE_SECONDS", 0.0)
-    given = {"steps": 6, "recipe": QUICK}
-    whole, teacher = pair()
-    expected = heal(whole, teacher, WINDOWS, **given)
-    half, _ = pair()
-    with pytest.raises(Interrupted):
-        heal(half, teacher, WINDOWS, **given, state=tmp_path, progress=interrupted(stop))
-    resumed, _ = pair()
-    healed = heal(resumed, teacher, WINDOWS, **given, state=tmp_path)
-    assert (healed.losses, healed.aligned) == (expected.losses, expected.aligned)
-    for name, value in state_of(whole).items():
-        assert state_of(resumed)[name].equal(value), name
-
-
-def test_a_finished_state_is_only_loaded(tmp_path):
-    student, teacher = pair()
-    first = heal(student, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path)
-    again, _ = pair()
-    assert heal(again, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path) == first
-    assert all(value.equal(state_of(student)[name]) for name, value in state_of(again).items())
-
-
-def test_a_state_is_safetensors_and_json(tmp_path, monkeypatch):
-    monkeypatch.setattr(healing, "SAVE_SECONDS", 0.0)
-    student, teacher = pair()
-    seen = set()
-
-    def list_files(what, done, total):
-        seen.update(file.name for file in tmp_path.glob("**/*"))
-
-    heal(student, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path, progress=list_files)
-    assert seen == {"healing.json", "step-1.safetensors", "step-2.safetensors"}
-    assert {file.name for file in tmp_path.iterdir()} == {"healing.json", "step-3.safetensors"}
-    written = json.loads((tmp_path / "healing.json").read_text())
-    assert written["steps"] == len(written["losses"]) == 3
-    for file in tmp_path.glob("*.safetensors"):
-        assert b"pickle" not in file.read_bytes()
-
-
-def test_another_task_does_not_resume_from_a_state(tmp_path):
-    student, teacher = pair()
-    heal(student, teacher, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
-    was = state_of(student)
-    other = Recipe(**{**vars(QUICK), "lr": 1.0})
-    with pytest.raises(ValueError, match=r"healing with lr=0\.002, this one has 1\.0"):
-        heal(student, teacher, WINDOWS, steps=1, recipe=other, state=tmp_path)
-    with pytest.raises(ValueError, match="holds a healing with tokens="):
-        heal(student, teacher, WINDOWS[:4], steps=1, recipe=QUICK, state=tmp_path)
-    (tmp_path / "healing.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not the record of a healing"):
-        heal(student, teacher, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
-    assert all(value.equal(was[name]) for name, value in state_of(student).items())
 
 
 def test_windows_in_pieces_are_the_same_batch():
@@ -272,43 +162,6 @@ def test_meanwhile_other_weights_are_in_bfloat16_and_attention_is_fast():
             assert precision_of(module) == "strict"
 
 
-@pytest.mark.parametrize("count", [1, 255, 256, 300])
-def test_the_divergence_and_its_gradient_are_those_of_the_definition(count):
-    student, teacher = pair()
-    ours, theirs = torch.randn(2, 1, count, 24)
-    ours.requires_grad_()
-    value = divergence(student, ours, teacher, theirs)
-    (got,) = torch.autograd.grad(value, ours)
-    p, q = (m.lm_head(h).double().softmax(-1) for m, h in ((teacher, theirs), (student, ours)))
-    expected = (p * (p.log() - q.log())).sum() / count
-    (wanted,) = torch.autograd.grad(expected, ours)
-    torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-4)
-
-
-def test_relative_error_is_a_share_of_the_teachers_energy():
-    assert relative_error(torch.zeros(3), torch.tensor([1.0, 2.0, 2.0])) == 1
-    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])) == 0
-
-
-def test_an_epoch_contains_every_window_once():
-    orders = []
-    for epoch in range(3):
-        steps = range(epoch * 5, epoch * 5 + 5)
-        seen = [row for s in steps for row in rows_of(s, windows=15, batch=3, seed=1)]
-        assert sorted(seen) == list(range(15))
-        orders.append(seen)
-    assert orders[0] != orders[1] != orders[2]
-    assert rows_of(0, windows=15, batch=3, seed=2) != orders[0][:3]
-
-
-def test_positions_differ_from_step_to_step():
-    first, second = (positions_of(step, length=40, share=0.25, seed=0) for step in (0, 1))
-    assert len(first) == len(second) == len(set(first.tolist())) == 10
-    assert first.tolist() != second.tolist()
-    assert len(positions_of(0, length=40, share=1e-6, seed=0)) == 1
-
-
 def refuses(message, *models, windows=WINDOWS, **given):
     student, teacher = models or pair()
     was = state_of(student)
@@ -336,27 +189,3 @@ def test_models_that_do_not_fit_are_refused():
     refuses("the student has vocab_size=61 and the teacher 99", student, many)
     refuses("is the teacher's own weight", teacher, teacher)
     refuses(r"k_proj.weight is torch.bfloat16|q_proj.weight is torch.bfloat16", student.bfloat16(), teacher)  # fmt: skip  # noqa: E501
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch": 0}, "batch is above 0"),
-        ({"lr": 0.0}, "lr is above 0"),
-        ({"aligning": 1.5}, "aligning is a share"),
-        ({"batch": 4, "at_once": 3}, "at_once=3 does not divide batch=4"),
-        ({"train": "head"}, "train is 'attention' or 'all'"),
-    ],
-)
-def test_recipes_out_of_range_are_refused(options, message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        Recipe(**options)
-
-
-def test_the_loss_curve_is_drawn(tmp_path):
-    healed = Healed(tuple(1.0 / (1 + i) for i in range(50)), 20, 65.0, 12_800)
-    for stages in (healed, Healed(healed.losses, 0, 1.0, 1), Healed(healed.losses, 50, 1.0, 1)):
-        draw_losses(stages, tmp_path / "losses.png")
-        assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no step"):
-        draw_losses(Healed((), 0, 0.0, 0), tmp_path / "none.png")

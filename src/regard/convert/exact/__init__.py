@@ -1,1 +1,1 @@
-"""Conversions that change no output: only the layout of the weights differs."""
+"""Exact conversions: outputs are equal, and only the layout of the weights differs."""

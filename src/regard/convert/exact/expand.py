@@ -1,6 +1,6 @@
 """The same attention with more key heads: GQA's are copied, MLA's computed from its latent.
 
-Exact both ways. What is lost is the small cache.
+Both are exact; only the cache grows.
 """
 
 import torch

@@ -41,15 +41,15 @@ def only_training(
 
 
 @contextmanager
-def rest_in(
+def others_in(
     dtype: torch.dtype | None, student: nn.Module, trained: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
     """Parameters that are not trained, in the dtype of the arithmetic: autocast would convert them
     in each step, and hidden states would have the dtype of the embeddings."""
     chosen = {id(each) for each in trained.values()}
-    rest = [each for each in student.parameters() if id(each) not in chosen]
+    others = [each for each in student.parameters() if id(each) not in chosen]
     original = [
-        (each, each.data) for each in rest if dtype is not None and each.is_floating_point()
+        (each, each.data) for each in others if dtype is not None and each.is_floating_point()
     ]
     try:
         for parameter, data in original:

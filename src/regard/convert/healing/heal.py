@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.convert.healing.environment import fast_attention, only_training, rest_in
+from regard.convert.healing.environment import fast_attention, only_training, others_in
 from regard.convert.healing.losses import Distillation
 from regard.convert.healing.recipe import Budget, Recipe, positions_of, rows_of
 from regard.convert.healing.state import Record, fingerprint, load_record, load_state, save_state
 from regard.hf.families.finding import find
-from regard.hf.loading.loading import require
+from regard.hf.packages import require
 
 DEFAULT = Recipe()
 SAVE_SECONDS = 120.0  # between two states on disk: the most work that an interruption loses
@@ -93,10 +93,10 @@ def heal(
     state = None if state is None else Path(state)
     record = Record(task) if state is None else load_record(state, task)
     dtype = recipe.autocast
-    with only_training(student, teacher, trained), rest_in(dtype, student, trained):
+    with only_training(student, teacher, trained), others_in(dtype, student, trained):
         run = _Run(loss, tokens, recipe, budget, record, trained, state, progress)
         with fast_attention(dtype, run.accelerator.device, student, teacher):
-            run.to_the_end()
+            run.run()
     return Healed(
         tuple(record.losses),
         record.aligned,
@@ -135,7 +135,7 @@ class _Run:
         plain: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return plain
 
-    def to_the_end(self) -> None:
+    def run(self) -> None:
         """Run all steps; write the state every `SAVE_SECONDS` and at the end."""
         started, before = time.perf_counter(), self.record.seconds
         saved = started

@@ -1,1 +1,1 @@
-"""Conversions that lose something, chosen by calibration so that it is little."""
+"""Lossy conversions, calibrated on text to lose little."""

@@ -171,7 +171,7 @@ def walk(
 
 
 class _Block:
-    """One block of the model and its attention, run over all windows, a few at once."""
+    """One block of a model and its attention, run over windows a few at a time."""
 
     def __init__(self, block: nn.Module, module: nn.Module, given: dict[str, Any]) -> None:
         self.block, self.module, self.given = block, module, given

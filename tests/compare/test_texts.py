@@ -1,0 +1,28 @@
+"""The texts of a comparison: calibration text is not measured on."""
+
+import pytest
+
+from regard.compare import texts_for
+from tiny import VOCABULARY
+
+
+class Words:
+    """A tokenizer of characters."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [3 + ord(letter) % (VOCABULARY - 3) for letter in text]}
+
+
+def test_calibration_text_is_not_measured_on():
+    default = texts_for(Words(), context=64)
+    assert default.windows.shape == (2, 64)
+    assert default.calibration.shape == (6, 1024)
+    own = texts_for(Words(), context=10, text="ab" * 5000, name="own")
+    assert own.source == "own"
+    assert own.calibration.shape == (6, 1024)
+    apart = texts_for(Words(), context=10, text="A" * 20 + "B" * 7000)
+    assert not set(apart.windows.flatten().tolist()) & set(apart.calibration.flatten().tolist())
+    short = texts_for(Words(), context=10, text="ab" * 20)
+    assert short.calibration.equal(default.calibration)
+    with pytest.raises(ValueError, match="at most 10"):
+        texts_for(Words(), context=11, text="ab" * 10)

@@ -1,0 +1,78 @@
+"""A healing that was interrupted resumes from its state, and only from its own."""
+
+import json
+
+import pytest
+
+from regard.convert import Recipe
+from regard.convert.healing import heal as healing
+from regard.convert.healing.heal import heal
+from students import QUICK, WINDOWS, pair, state_of
+
+
+class Interrupted(Exception):
+    """Raised to interrupt a run."""
+
+
+def interrupted(step):
+    def progress(what, done, total):
+        if done == step:
+            raise Interrupted
+
+    return progress
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_interrupted_and_resumed_is_the_same_to_the_last_bit(tmp_path, monkeypatch, stop):
+    monkeypatch.setattr(healing, "SAVE_SECONDS", 0.0)
+    given = {"steps": 6, "recipe": QUICK}
+    whole, teacher = pair()
+    expected = heal(whole, teacher, WINDOWS, **given)
+    half, _ = pair()
+    with pytest.raises(Interrupted):
+        heal(half, teacher, WINDOWS, **given, state=tmp_path, progress=interrupted(stop))
+    resumed, _ = pair()
+    healed = heal(resumed, teacher, WINDOWS, **given, state=tmp_path)
+    assert (healed.losses, healed.aligned) == (expected.losses, expected.aligned)
+    for name, value in state_of(whole).items():
+        assert state_of(resumed)[name].equal(value), name
+
+
+def test_a_finished_state_is_only_loaded(tmp_path):
+    student, teacher = pair()
+    first = heal(student, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path)
+    again, _ = pair()
+    assert heal(again, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path) == first
+    assert all(value.equal(state_of(student)[name]) for name, value in state_of(again).items())
+
+
+def test_a_state_is_safetensors_and_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(healing, "SAVE_SECONDS", 0.0)
+    student, teacher = pair()
+    seen = set()
+
+    def list_files(what, done, total):
+        seen.update(file.name for file in tmp_path.glob("**/*"))
+
+    heal(student, teacher, WINDOWS, steps=3, recipe=QUICK, state=tmp_path, progress=list_files)
+    assert seen == {"healing.json", "step-1.safetensors", "step-2.safetensors"}
+    assert {file.name for file in tmp_path.iterdir()} == {"healing.json", "step-3.safetensors"}
+    written = json.loads((tmp_path / "healing.json").read_text())
+    assert written["steps"] == len(written["losses"]) == 3
+    for file in tmp_path.glob("*.safetensors"):
+        assert b"pickle" not in file.read_bytes()
+
+
+def test_another_task_does_not_resume_from_a_state(tmp_path):
+    student, teacher = pair()
+    heal(student, teacher, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
+    was = state_of(student)
+    other = Recipe(**{**vars(QUICK), "lr": 1.0})
+    with pytest.raises(ValueError, match=r"healing with lr=0\.002, this one has 1\.0"):
+        heal(student, teacher, WINDOWS, steps=1, recipe=other, state=tmp_path)
+    with pytest.raises(ValueError, match="holds a healing with tokens="):
+        heal(student, teacher, WINDOWS[:4], steps=1, recipe=QUICK, state=tmp_path)
+    (tmp_path / "healing.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not the record of a healing"):
+        heal(student, teacher, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
+    assert all(value.equal(was[name]) for name, value in state_of(student).items())

@@ -12,8 +12,8 @@ PAGE = ROOT / "docs" / "verify-matrix.md"
 HEAD = """# Which law finds which fault
 
 `tests/mutants/` has {mutants} attentions, caches, allocators and rotations with one fault each. All
-{laws} laws of `regard verify` are checked on them. {killed} of them are found. **Bold** laws name the
-cause; the others find it too. Regenerate with `python tests/mutants/matrix.py`.
+{laws} laws of `regard verify` are checked on them. {killed} of them are found. **Bold** laws name
+the cause; the others find it too. Regenerate with `python tests/mutants/matrix.py`.
 
 """
 

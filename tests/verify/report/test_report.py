@@ -26,10 +26,10 @@ def test_badges():
 
 
 @pytest.mark.parametrize(
-    ("advised", "said"),
+    ("advised", "text"),
     [(0, "2 laws kept, 0 broken, 0"), (1, ", 1 piece of advice,"), (2, ", 2 pieces of advice,")],
 )
-def test_numbers_agree_with_their_nouns(advised, said):
+def test_numbers_agree_with_their_nouns(advised, text):
     statuses = ["passed"] * 2 + ["advice"] * advised
     report = Report("mine", outcomes=[Outcome("convexity", each, "", "", "") for each in statuses])
-    assert said in report.summary()
+    assert text in report.summary()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from regard.verify.forked import Announce, in_a_copy
 from regard.verify.law import NotApplicable, Sizes, Trial, fail, law, require, where_finite, worst
 from regard.verify.laws.cases import (
     REFUSALS,
@@ -19,7 +20,6 @@ from regard.verify.laws.cases import (
     modes,
     refused,
 )
-from regard.verify.run.forked import Announce, in_a_copy
 from regard.verify.subject.decoding import in_steps
 from regard.verify.subject.subject import Call, Subject, SubjectError
 

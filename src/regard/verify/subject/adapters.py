@@ -7,6 +7,7 @@ module that takes x, a mask and a cache. No other file of this suite imports oth
 import copy
 import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +30,54 @@ LATENT = {
 }  # fmt: skip
 
 
-class TransformersAttention(nn.Module):
+class Adapter(nn.Module):
+    """A module of another library as a module from x to output.
+
+    Attributes:
+        inner: that module.
+        known: its conventions.
+        hidden: what its additive masks add where a key is hidden.
+        new_cache: makes an empty cache for it.
+    """
+
+    hidden = "-inf"
+
+    def __init__(self, inner: Any, **known: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.known = {"cache": "cache", "cache_style": "object", **known}
+        sinks = getattr(inner, "sinks", None)
+        self.sinks = sinks.detach() if isinstance(sinks, Tensor) else None
+
+    def new_cache(self) -> Any:
+        """A cache of transformers."""
+        from transformers import DynamicCache
+
+        return DynamicCache()
+
+
+class TransformersAttention(Adapter):
     """An attention module of transformers as `forward(x, attention_mask, cache, past)`.
 
     While `rotating` is False its rotary tables are 1 and 0, so that nothing is rotated.
     """
 
+    hidden = "min"
+
     def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
+        scaling = getattr(inner, "scaling", None)
+        super().__init__(
+            inner, mask="attention_mask", polarity="additive", mask_shape="B1LS",
+            mask_dtype="float", scale=float(scaling) if isinstance(scaling, (int, float)) else None,
+            softcap=getattr(inner, "attn_logit_softcapping", None) or 0.0,
+        )  # fmt: skip
         self.config = inner.config
         self.rotating = True
         self.rotary = _rotary_of(inner)
         self.names = set(parameters_of(inner.forward))
-        scaling = getattr(inner, "scaling", None)
-        self.scale = float(scaling) if isinstance(scaling, (int, float)) else None
-        sinks = getattr(inner, "sinks", None)
-        self.sinks = sinks.detach() if isinstance(sinks, Tensor) else None
 
     def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: Any = None,
-        past: int = 0,
+        self, x: Tensor, attention_mask: Tensor | None = None, cache: Any = None, past: int = 0
     ) -> Tensor:
         """The output alone."""
         given: dict[str, Any] = {"attention_mask": attention_mask}
@@ -68,15 +93,13 @@ class TransformersAttention(nn.Module):
             raise SubjectError("it needs position_embeddings, and its file has no RotaryEmbedding")
         positions = torch.arange(past, past + x.shape[1])[None].expand(x.shape[0], -1)
         names = parameters_of(self.rotary.forward)
-        kinds = {"layer_type": _layer_type(self.inner)} if "layer_type" in names else {}
+        kinds = (
+            {"layer_type": getattr(self.inner, "layer_type", None)} if "layer_type" in names else {}
+        )
         cos, sin = self.rotary(x, positions, **kinds)
         if self.rotating:
             return cos, sin
         return torch.ones_like(cos), torch.zeros_like(sin)
-
-
-def _layer_type(inner: Any) -> Any:
-    return getattr(inner, "layer_type", None)
 
 
 def _rotary_of(inner: Any) -> Any:
@@ -87,12 +110,16 @@ def _rotary_of(inner: Any) -> Any:
     return None
 
 
-class TransformersModel(nn.Module):
+class TransformersModel(Adapter):
     """A model of transformers, from embeddings to its last hidden states."""
 
+    hidden = "min"
+
     def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__(
+            inner, mask="attention_mask", polarity="keep", mask_shape="BS", mask_dtype="int",
+            pairing="none",
+        )  # fmt: skip
         self.config = inner.config
 
     def forward(
@@ -111,15 +138,20 @@ class TransformersModel(nn.Module):
         return hidden
 
 
-class RegardLayer(nn.Module):
+class RegardLayer(Adapter):
     """A layer of regard whose mask is a tensor."""
 
     def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-        sinks = getattr(inner, "sinks", None)
-        self.sinks = None if sinks is None else sinks.detach()
-        self.scale = getattr(inner, "scale", None)
+        super().__init__(
+            inner, mask="mask", polarity="keep", mask_shape="BHLS", mask_dtype="bool",
+            scale=getattr(inner, "scale", None), softcap=getattr(inner, "softcap", None) or 0.0,
+        )  # fmt: skip
+
+    def new_cache(self) -> Any:
+        """A cache of regard."""
+        from regard import KVCache
+
+        return KVCache()
 
     def forward(
         self,
@@ -139,20 +171,22 @@ class RegardLayer(nn.Module):
         return out
 
 
-def is_transformers(found: Any) -> bool:
-    """Whether it is a class or an object of transformers."""
-    owner = found if isinstance(found, type) else type(found)
-    return owner.__module__.split(".")[0] == "transformers"
+def is_of(library: str, found: Any) -> bool:
+    """Whether it is a class or an object of a library; this suite is no part of regard here."""
+    module = (found if isinstance(found, type) else type(found)).__module__
+    return module.split(".")[0] == library and not module.startswith("regard.verify")
 
 
-def is_regard(found: Any) -> bool:
-    """Whether it is a layer of regard."""
-    owner = found if isinstance(found, type) else type(found)
-    home = owner.__module__
-    return home.split(".")[0] == "regard" and not home.startswith("regard.verify")
+def adapted(module: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
+    """The module in its adapter, if it is of regard or transformers."""
+    if is_of("regard", module):
+        return RegardLayer(module)
+    if is_of("transformers", module) and hasattr(module, "config"):
+        return transformers_module(module, arguments)
+    return module
 
 
-def transformers_module(found: Any, arguments: dict[str, Any]) -> nn.Module:
+def transformers_module(found: Any, arguments: Mapping[str, Any]) -> nn.Module:
     """A class, module or model of transformers as a module of this suite.
 
     Raises:
@@ -168,7 +202,7 @@ def transformers_module(found: Any, arguments: dict[str, Any]) -> nn.Module:
     return (TransformersModel(found) if model else TransformersAttention(found)).eval()
 
 
-def _built(made_by: type, arguments: dict[str, Any]) -> Any:
+def _built(made_by: type, arguments: Mapping[str, Any]) -> Any:
     sizes = {**TINY, **(LATENT if "Deepseek" in made_by.__name__ else {}), **arguments}
     config = called(_config_class(made_by), **sizes)
     config._attn_implementation = sizes.get("attn_implementation", "eager")
@@ -202,16 +236,3 @@ def neutral(module: nn.Module) -> nn.Module:
     twin = copy.copy(module)  # shares the children
     twin.rotating = False
     return twin
-
-
-def known_cache(module: nn.Module) -> Any:
-    """What makes a cache for a module of a known library; None for others."""
-    if isinstance(module, RegardLayer):
-        from regard import KVCache
-
-        return KVCache
-    if isinstance(module, (TransformersAttention, TransformersModel)):
-        from transformers import DynamicCache
-
-        return DynamicCache
-    return None

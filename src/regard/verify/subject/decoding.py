@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.law import Trial
-from regard.verify.subject.adapters import known_cache
+from regard.verify.subject.adapters import Adapter
 from regard.verify.subject.lookup import named_beside
 from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.modules import ModuleCall
@@ -149,7 +149,7 @@ def _factory(module: Any, declared: Any, beside: Any) -> Any:
         return declared
     if declared:
         return named_beside(beside, declared)
-    return known_cache(module)
+    return module.new_cache if isinstance(module, Adapter) else None
 
 
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:

@@ -48,19 +48,9 @@ class FunctionCall:
     names: dict[str, str] = field(default_factory=dict)
     dropout_is_a_module: bool = False
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        keep: Tensor | None = None,
-        raw: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """`raw` is a mask already in the function's own form."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         shape = (*q.shape[:3], v.shape[3])
-        result = self.result(q, k, v, keep=keep, raw=raw, **options)
+        result = self.result(q, k, v, **options)
         returned = self.returns if self.layout in ("BHLD", "BLHD") else self.layout
         return canonical(output_of(result, torch.Size(shape).numel()), returned, shape)
 
@@ -74,7 +64,7 @@ class FunctionCall:
         raw: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """All that the function returns."""
+        """All that the function returns; `raw` is a mask already in its own form."""
         given = self.arguments(q, k, options)
         if keep is None and raw is None and self.requires_a_mask():
             keep = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.verify.subject.adapters import Adapter
 from regard.verify.subject.conventions import Conventions
 from regard.verify.subject.mask_forms import (
     NO_MASK,
@@ -38,7 +39,8 @@ _VALUE = re.compile(r"(^|[._])(w?_?v|v_?proj|w_?values?|values?(_proj)?|to_v)$",
 
 def size_of(module: nn.Module, what: str) -> int | None:
     """A size of the module, by one of its usual names on the module or its configuration."""
-    for holder in (module, getattr(module, "config", None)):
+    inner = module.inner if isinstance(module, Adapter) else module
+    for holder in (inner, getattr(inner, "config", None)):
         for name in SIZES[what]:
             value = getattr(holder, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -65,16 +67,8 @@ class ModuleCall:
     heads: int = 1
     names: dict[str, str] = field(default_factory=dict)
 
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        keep: Tensor | None = None,
-        raw: Tensor | None = None,
-        context: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        return self.out(self.result(x, keep=keep, raw=raw, context=context, **options), x)
+    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+        return self.out(self.result(x, **options), x)
 
     def result(
         self,
@@ -221,16 +215,7 @@ class HookedHeads:
     kv_heads: int
     by_head: bool = False
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        keep: Tensor | None = None,
-        raw: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         batch, heads, length = q.shape[:3]
         if k.shape[2] != length:
             raise SubjectError("it has as many keys as queries")
@@ -247,7 +232,7 @@ class HookedHeads:
                 stack.enter_context(
                     hooked(self.at.output, lambda last, given, out: merged.append(given[0]))
                 )
-            out = self.call(x, keep=keep, raw=raw, **options)
+            out = self.call(x, **options)
         out = self.call.laid_out(merged[-1]) if merged else out
         if out.numel() != batch * heads * length * v.shape[3]:
             raise SubjectError(f"its merged heads have shape {list(out.shape)}")
@@ -281,21 +266,10 @@ class IdentityHeads:
 
     call: ModuleCall
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        keep: Tensor | None = None,
-        raw: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         heads, dim = q.shape[1], q.shape[3]
         merged = [x.transpose(1, 2).flatten(-2) for x in (q, k, v)]
-        result = self.call.result(
-            merged[0], keep=keep, raw=raw, others=tuple(merged[1:]), **options
-        )
+        result = self.call.result(merged[0], others=tuple(merged[1:]), **options)
         out = self.call.out(result, merged[0])
         return out.unflatten(-1, (heads, dim)).transpose(1, 2)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.verify.law import Sizes, Trial
-from regard.verify.subject.adapters import TransformersAttention, TransformersModel, neutral
+from regard.verify.subject.adapters import Adapter, neutral
 from regard.verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard.verify.subject.modules import (
     HookedHeads,
@@ -159,8 +159,7 @@ def _mask_of_layer(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCa
         expected = subject.visible(5, 5) & keep[0, 0] | torch.eye(5).bool()
         return torch.equal(depends, expected)
 
-    transformers = isinstance(call.module, (TransformersAttention, TransformersModel))
-    hidden = "min" if transformers else "-inf"
+    hidden = call.module.hidden if isinstance(call.module, Adapter) else "-inf"
     tried = [form._replace(hidden=hidden) for form in forms(names, subject.conventions)]
     form = choose_form(subject, tried, hides, names)
     if form is None:
@@ -209,37 +208,33 @@ def _count_heads(call: ModuleCall, at: Projections, subject: Subject, trial: Tri
         if at.fused is not None:
             subject.conventions = subject.conventions.found(kv_heads=heads)
         found = _head_sizes(at, subject)
-        if found is not None and _holds(hooked, subject, trial, found):
+        if found is None:
+            continue
+        q_heads, k_heads, dim = found
+        given = subject.inputs(Sizes(1, q_heads, k_heads, 4, 4, dim, dim), trial)
+        if _error(hooked, subject, given) < 1e-3:
             subject.inferred["number of heads"] = f"{heads}, for which the definition holds"
             return
     subject.conventions = own.found(heads=1)
 
 
-def _holds(
-    hooked: HookedHeads, subject: Subject, trial: Trial, found: tuple[int, int, int]
-) -> bool:
-    heads, kv_heads, dim = found
-    sizes = Sizes(1, heads, kv_heads, 4, 4, dim, dim)
-    subject.attend, given = hooked, subject.inputs(sizes, trial)
+def _error(attend: Any, subject: Subject, given: tuple[Tensor, ...]) -> float:
+    """The largest difference from the definition with this call; infinite if it raises."""
+    subject.attend = attend
     try:
-        return float((subject.run(*given) - subject.expected(*given).out).abs().max()) < 1e-3
+        return float((subject.run(*given).double() - subject.expected(*given).out).abs().max())
     except SubjectError:
-        return False
+        return float("inf")
 
 
 def _is_one_head(hooked: HookedHeads, subject: Subject, trial: Trial) -> bool:
     """Whether the definition holds for one head of the whole width, and not for several."""
-    many, errors = dict(subject.fixed), []
-    width = many["H"] * many["D"]
-    for fixed in (many, {"H": 1, "G": 1, "D": width, "V": width}):
-        sizes = Sizes(1, L=4, S=4)._replace(**fixed)
-        subject.attend, given = hooked, subject.inputs(sizes, trial)
-        try:
-            out, right = subject.run(*given), subject.expected(*given)
-        except SubjectError:
-            return False
-        errors.append(float((out.double() - right.out).abs().max()))
-    return errors[1] < 1e-3 < errors[0]
+    width = subject.fixed["H"] * subject.fixed["D"]
+    several, one = (
+        _error(hooked, subject, subject.inputs(Sizes(1, L=4, S=4)._replace(**fixed), trial))
+        for fixed in (subject.fixed, {"H": 1, "G": 1, "D": width, "V": width})
+    )
+    return one < 1e-3 < several < float("inf")
 
 
 def _head_sizes(at: Projections, subject: Subject) -> tuple[int, int, int] | None:
@@ -267,17 +262,11 @@ def _by_head(hooked: HookedHeads, subject: Subject, trial: Trial) -> bool:
     """Whether a fused projection is sorted by head: q, k and v of each head together."""
     if subject.conventions.fused is not None:
         return subject.conventions.fused == "by head"
-    sizes = Sizes(1, L=4, S=4)._replace(**subject.fixed)
-    q, k, v = subject.inputs(sizes, trial)
-    errors = {}
-    for by_head in (False, True):
-        subject.attend = replace(hooked, by_head=by_head)
-        try:
-            out, right = subject.run(q, k, v), subject.expected(q, k, v)
-            errors[by_head] = float((out.double() - right.out).abs().max())
-        except SubjectError:
-            errors[by_head] = float("inf")
-    best = errors[True] < 1e-3 < errors[False]
+    given = subject.inputs(Sizes(1, L=4, S=4)._replace(**subject.fixed), trial)
+    blocked, sorted_by_head = (
+        _error(replace(hooked, by_head=by_head), subject, given) for by_head in (False, True)
+    )
+    best = sorted_by_head < 1e-3 < blocked
     subject.inferred["fused projection"] = "by head" if best else "blocked"
     return best
 

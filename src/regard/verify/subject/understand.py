@@ -12,11 +12,9 @@ from torch import nn
 
 from regard.verify.law import Trial
 from regard.verify.subject.adapters import (
-    RegardLayer,
-    TransformersAttention,
-    TransformersModel,
-    is_regard,
-    is_transformers,
+    Adapter,
+    adapted,
+    is_of,
     model_folder,
     transformers_module,
 )
@@ -26,7 +24,6 @@ from regard.verify.subject.conventions import Conventions, conventions_from
 from regard.verify.subject.decoding import find_stepper
 from regard.verify.subject.lookup import find, is_function, named_beside
 from regard.verify.subject.mask_forms import parameters_of
-from regard.verify.subject.modules import SIZES, size_of
 from regard.verify.subject.probe_functions import probe_function
 from regard.verify.subject.probe_modules import probe_module
 from regard.verify.subject.subject import Abilities, Subject, SubjectError, called
@@ -90,7 +87,7 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
     if own.kind in ("cache", "paged", "allocator", "prefix", "rope") or _is_cache(target):
         return _thing(target, own, name)
     if isinstance(target, nn.Module):
-        return _module(_adapted(target, own), own, name, beside, trial)
+        return _module(adapted(target, own.arguments), own, name, beside, trial)
     if isinstance(target, type):
         return _from_class(target, own, name, beside, trial)
     if not is_function(target):
@@ -99,7 +96,7 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
         made, _, _ = build(target, own)
         subject = _understood(made, replace(own, arguments={}), name, beside, trial)
         if isinstance(made, nn.Module):
-            subject.another = lambda: _adapted(build(target, own)[0], own)
+            subject.another = lambda: adapted(build(target, own)[0], own.arguments)
         return subject
     subject = Subject(name, "function", replace(own, kind="function"), thing=target)
     probe_function(target, subject, trial)
@@ -107,16 +104,14 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
 
 
 def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    if is_transformers(target):
-        subject = _module(
-            transformers_module(target, dict(own.arguments)), own, name, beside, trial
-        )
-        subject.another = lambda: transformers_module(target, dict(own.arguments))
+    if is_of("transformers", target):
+        subject = _module(transformers_module(target, own.arguments), own, name, beside, trial)
+        subject.another = lambda: transformers_module(target, own.arguments)
         return subject
     made, arguments, remarks = build(target, own)
     if isinstance(made, nn.Module):
-        subject = _module(_adapted(made, own), own, name, beside, trial)
-        subject.another = lambda: _adapted(build(target, own)[0], own)
+        subject = _module(adapted(made, own.arguments), own, name, beside, trial)
+        subject.another = lambda: adapted(build(target, own)[0], own.arguments)
     elif callable(made):
         subject = _understood(made, replace(own, kind="function"), name, beside, trial)
     else:
@@ -127,60 +122,17 @@ def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: T
     return subject
 
 
-def _adapted(module: nn.Module, own: Conventions) -> nn.Module:
-    if isinstance(module, (TransformersAttention, TransformersModel, RegardLayer)):
-        return module
-    if is_regard(module):
-        return RegardLayer(module)
-    if is_transformers(module) and hasattr(module, "config"):
-        return transformers_module(module, dict(own.arguments))
-    return module
-
-
 def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
     """A module in eval mode."""
     module.eval()
     own = replace(own, kind="module", arguments={})
-    own = own.found(**_known_of(module))
+    own = own.found(**module.known) if isinstance(module, Adapter) else own
     subject = Subject(name, "module", own, thing=module)
     sinks = getattr(module, "sinks", None)
     subject.sinks = sinks if isinstance(sinks, torch.Tensor) else None
-    _sizes_from_inside(module, subject)
     probe_module(module, subject, trial)
     find_stepper(subject, beside, trial)
     return subject
-
-
-def _known_of(module: nn.Module) -> dict[str, Any]:
-    """The known conventions of modules of transformers and regard."""
-    if isinstance(module, TransformersAttention):
-        cap = getattr(module.inner, "attn_logit_softcapping", None)
-        return {
-            "mask": "attention_mask", "polarity": "additive", "mask_shape": "B1LS",
-            "mask_dtype": "float", "scale": module.scale, "softcap": cap or 0.0,
-            "cache": "cache", "cache_style": "object",
-        }  # fmt: skip
-    if isinstance(module, TransformersModel):
-        return {
-            "mask": "attention_mask", "polarity": "keep", "mask_shape": "BS", "mask_dtype": "int",
-            "cache": "cache", "cache_style": "object", "pairing": "none",
-        }  # fmt: skip
-    if isinstance(module, RegardLayer):
-        cap = getattr(module.inner, "softcap", None)
-        return {
-            "mask": "mask", "polarity": "keep", "mask_shape": "BHLS", "mask_dtype": "bool",
-            "scale": module.scale, "softcap": cap or 0.0, "cache": "cache",
-            "cache_style": "object",
-        }  # fmt: skip
-    return {}
-
-
-def _sizes_from_inside(module: nn.Module, subject: Subject) -> None:
-    """The sizes of an adapter are those of the module in it."""
-    inner = getattr(module, "inner", None)
-    if isinstance(module, (TransformersAttention, RegardLayer)) and isinstance(inner, nn.Module):
-        found = {what: size_of(inner, what) for what in SIZES}
-        subject.conventions = subject.conventions.found(**found)
 
 
 def _thing(target: Any, own: Conventions, name: str) -> Subject:

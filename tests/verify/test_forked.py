@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from regard.verify import forked
+from regard.verify.forked import in_a_copy
 from regard.verify.law import Broken, Counterexample, NotApplicable
-from regard.verify.run import forked
-from regard.verify.run.forked import in_a_copy
 from regard.verify.subject.subject import SubjectError
 
 EXAMPLE = Counterexample("B=1", "[0]", "1", "2", "it is off by one", [[True]], [[False]])

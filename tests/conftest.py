@@ -49,7 +49,7 @@ def _annotations_are_checked_in_some_cases(request):
 
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test():
-    """One thread, so that sums have one order; one seed, so that a failure comes again."""
+    """One thread, so that sums have one order; one seed, so that a failure can be repeated."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def _same_start_for_every_test():
 
 @pytest.fixture
 def unchecked():
-    """Without the suite's type checks, which speak before our own errors do."""
+    """Without the checks of annotations, which raise before the library's own errors."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
@@ -67,20 +67,20 @@ def unchecked():
 
 
 def pytest_sessionfinish(session):
-    """A worker of several hands in what it saw."""
+    """Send the largest errors of a worker to the main process."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["worst"] = worst
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """What the workers handed in, together."""
+    """Collect the largest errors of all workers."""
     for kind, share in getattr(node, "workeroutput", {}).get("worst", {}).items():
         worst[kind] = max(worst.get(kind, 0.0), share)
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How near the numeric contract came to being broken."""
+    """Print the largest errors, as shares of what the numeric contract allows."""
     if worst:
         terminalreporter.section("worst error, as a share of the bound")
         for kind, share in sorted(worst.items()):

@@ -108,7 +108,7 @@ def test_every_file_of_the_tree_is_there():
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.stem)
-def test_every_benchmark_says_what_it_asks(script):
+def test_every_benchmark_has_its_question_and_command(script):
     head = script.read_text()
     assert head.startswith('"""')
     if script.stem not in ("common", "cases", "peers", "peer_layers", "published_rules"):

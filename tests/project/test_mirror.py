@@ -1,6 +1,8 @@
 """The tests mirror the package: for each folder a folder, for each module a file of its name."""
 
 import ast
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,11 @@ MIRRORED = [  # folders whose every module has its file of tests
     ".",
     "bench",
     "cache",
+    "compare",
+    "convert",
+    "convert/exact",
+    "convert/healing",
+    "convert/lossy",
     "layers",
     "masks",
     "ops",
@@ -18,7 +25,18 @@ MIRRORED = [  # folders whose every module has its file of tests
     "ops/kernels",
     "rope",
 ]
-FOLDERS = ["cli", "compare", "convert", "hf", "verify"]  # of these, the folder alone
+FOLDERS = [  # of these, the folder alone
+    "cli",
+    "hf",
+    "verify",
+    "verify/laws",
+    "verify/report",
+    "verify/run",
+    "verify/subject",
+]
+TOGETHER = {  # folders whose tests are in the folder above
+    f"hf/{name}" for name in ("families", "generating", "loading", "placing", "running")
+}
 WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
     "against": "comparisons with transformers, torch, and the documents of the source systems",
     "callers": "what users wrap around a call: tables, and the programs that run them",
@@ -29,10 +47,11 @@ WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
 }
 OTHER = {  # files of tests in mirrored folders that are about no module of their name
     "bench/test_bench.py": "the commands bench and tune, and the benchmarks of the repository",
-    "ops/kernels/test_kernels.py": "every kernel that can be compiled, against float64",
+    "convert/test_low_memory.py": "conversions of a model whose weights stay on disk",
 }
 TESTLESS = {  # modules without tests of their own
     "__main__.py": "two lines; tests/cli runs the command",
+    "vectors.py": "instructions, one or two in each intrinsic; test_intrinsics.py runs them all",
 }
 PROGRAMS = ("callers", "mutants")  # tables that the tests beside them run
 
@@ -44,7 +63,7 @@ def modules(folder):
     return found
 
 
-def tests(folder):
+def files_of_tests(folder):
     """The files of tests in a folder, by their names."""
     found = {path.name for path in (TESTS / folder).glob("test_*.py")}
     assert found, f"tests/{folder} has no tests"
@@ -52,33 +71,31 @@ def tests(folder):
 
 
 def test_every_folder_of_the_package_is_mirrored():
-    top = {path.parent.relative_to(PACKAGE).parts[:1] for path in PACKAGE.rglob("*.py")}
-    assert {parts[0] for parts in top if parts} == {
-        *FOLDERS,
-        *(folder.split("/")[0] for folder in MIRRORED if folder != "."),
-    }
-    for folder in FOLDERS:
-        assert any((TESTS / folder).rglob("test_*.py")), f"tests/{folder} has no tests"
-    below = {
-        path.parent.relative_to(PACKAGE).as_posix()
-        for folder in MIRRORED
-        if folder != "."
-        for path in (PACKAGE / folder).rglob("*.py")
-    }
-    assert {".", *below} == {*MIRRORED}
+    found = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    assert found == {*MIRRORED, *FOLDERS, *TOGETHER}
+
+
+@pytest.mark.parametrize("folder", [*MIRRORED, *FOLDERS])
+def test_every_mirrored_folder_has_modules_and_tests(folder):
+    assert modules(folder)
+    assert any((TESTS / folder).rglob("test_*.py")), f"tests/{folder} has no tests"
 
 
 @pytest.mark.parametrize("folder", MIRRORED)
 def test_every_module_has_its_tests(folder):
     wanted = {f"test_{name}" for name in modules(folder) - TESTLESS.keys()}
-    assert wanted <= tests(folder), f"tests/{folder} lacks {sorted(wanted - tests(folder))}"
+    assert wanted <= files_of_tests(folder), (
+        f"tests/{folder} lacks {sorted(wanted - files_of_tests(folder))}"
+    )
 
 
 @pytest.mark.parametrize("folder", MIRRORED)
 def test_every_file_of_tests_has_its_module(folder):
     other = {name.rpartition("/")[2] for name in OTHER if (Path(name).parent == Path(folder))}
-    assert other <= tests(folder), f"no longer in tests/{folder}: {sorted(other - tests(folder))}"
-    found = {name.removeprefix("test_") for name in tests(folder) - other}
+    assert other <= files_of_tests(folder), (
+        f"no longer in tests/{folder}: {sorted(other - files_of_tests(folder))}"
+    )
+    found = {name.removeprefix("test_") for name in files_of_tests(folder) - other}
     assert found <= modules(folder), f"tests/{folder} tests no module in {sorted(found)}"
 
 
@@ -110,8 +127,5 @@ def test_every_file_of_tests_has_tests():
 
 def test_what_tests_share_has_names_of_its_own():
     """Modules of tests/support are imported by their bare names, which no library may have."""
-    import importlib.metadata as metadata
-    import sys
-
     names = {path.stem for path in (TESTS / "support").glob("*.py")}
     assert not names & (set(sys.stdlib_module_names) | metadata.packages_distributions().keys())

@@ -57,7 +57,7 @@ def test_no_link_of_the_description_is_relative(description):
     assert [target for target in targets if not re.match(r"https?://|#", target)] == []
 
 
-def test_what_the_links_said_stays(description):
+def test_the_text_of_links_stays(description):
     readme = (ROOT / "README.md").read_text()
     links = re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", readme)
     assert len(links) > 5

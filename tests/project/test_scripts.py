@@ -77,8 +77,8 @@ def test_loading_says_how_to_install_what_it_lacks(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("")
     done = python(
-        "import regard.hf.loading.loading as l; l.find_spec = lambda name: None\n"
-        f"l.load({str(tmp_path)!r})"
+        "import regard.hf, regard.hf.packages as p; p.find_spec = lambda name: None\n"
+        f"regard.hf.load({str(tmp_path)!r})"
     )
     assert "regard.hf needs transformers, safetensors: python -m pip install" in done.stderr
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import regard
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +80,27 @@ def test_imports_point_one_way():
             assert other == me or other in KNOWS[me], f"{module} imports from {other}"
 
 
+INSIDE = {  # folders of a folder, each of which may import from those before it
+    "hf": ["families", "running", "placing", "loading", "generating"],
+    "convert": ["exact", "lossy", "healing"],
+    "verify": ["subject", "laws", "report", "run"],
+}
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_folders_inside_a_folder_import_one_way(package):
+    order = INSIDE[package]
+    home = f"regard.{package}."
+    assert {name for name in order if f"{home}{name}" in MODULES} == set(order)
+    for module, path in MODULES.items():
+        inside = module.removeprefix(home).split(".")[0]
+        if module.startswith(home) and inside in order:
+            for other in imports_of(path):
+                room = other.removeprefix(home).split(".")[0]
+                if other.startswith(home) and room in order:
+                    assert order.index(room) <= order.index(inside), f"{module} imports {other}"
+
+
 def test_no_modules_import_each_other():
     left = {module: {*imports_of(path)} - {module} for module, path in MODULES.items()}
     left["regard.masks.draw"].discard("regard.masks.algebra")  # for its types only
@@ -86,7 +109,7 @@ def test_no_modules_import_each_other():
     assert not left, f"in a circle: {sorted(left)}"
 
 
-def test_backends_do_not_know_each_other():
+def test_backends_do_not_import_each_other():
     backends = sorted((ROOT / "src/regard/ops/backends").glob("*.py"))
     assert {"sdpa", "eager", "fused"} <= {path.stem for path in backends}
     for path in backends:

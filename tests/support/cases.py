@@ -1,4 +1,4 @@
-"""Random calls of `attend`, each with its plain twin: one for the library, one for the judge.
+"""Random calls of `attend`, each written twice: for the library, and for the loops of `oracle`.
 
 A mask is drawn together with a Python predicate on slots that shares no code with it; a layout is a
 view that no kernel expects. Everything follows from one integer seed.
@@ -104,7 +104,7 @@ class Case:
 
 
 def table(case: Case) -> Tensor:
-    """Which cells the judge sees, [B, H, L, S]."""
+    """Which cells are visible by the plain predicate, [B, H, L, S]."""
     s = case.sizes
     cells = [
         [
@@ -212,7 +212,7 @@ def draw_tensor(rng: random.Random, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def lay_out(rng: random.Random, x: Tensor, *also: str) -> Tensor:
-    """The same numbers (or, expanded, some of them) in an order in memory that nobody expects."""
+    """The same numbers (or, expanded, some of them) in an unusual order in memory."""
     match rng.choice(("plain", "plain", "heads last", "columns first", "every other", "offset")):
         case "heads last":
             return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -270,7 +270,7 @@ LEAVES = (
 
 
 def draw_leaf(rng: random.Random, sizes: Sizes, kind: str | None = None) -> tuple[Mask, Sees]:
-    """One kind of mask, written once for the library and once for the judge."""
+    """One kind of mask: as a rule of the library, and as a Python predicate."""
     size, batch = rng.randint(1, 5), sizes.batch
     starts = [rng.randint(0, 3) for _ in range(batch)]
     lengths = [rng.randint(0, 6) for _ in range(batch)]

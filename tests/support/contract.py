@@ -7,7 +7,7 @@ from session import worst
 
 
 def assert_within(judged_error: float, allowed: float, case: Case, what: str) -> None:
-    """The error is no more than the contract allows; remembers the worst share."""
+    """The error is no more than the contract allows; the worst share is recorded."""
     kind = f"{what} {str(case.q.dtype).removeprefix('torch.')}"
     share = judged_error / allowed if allowed else float(judged_error > 0)
     worst[kind] = max(worst.get(kind, 0.0), share)
@@ -15,7 +15,7 @@ def assert_within(judged_error: float, allowed: float, case: Case, what: str) ->
 
 
 def compare(out: torch.Tensor, case: Case, *, what: str, sinks: bool = True) -> None:
-    """`out` is what the loops say, within the contract."""
+    """`out` is the output of the loops, within the contract."""
     judged = case.judge(sinks=sinks)
     expected = torch.tensor(judged.out, dtype=torch.float64).reshape(out.shape)
     assert torch.isfinite(out).all(), f"{what}: not finite\n{case}"

@@ -12,7 +12,7 @@ from regard.compare.verdict import verdict
 from regard.convert import measuring
 from regard.convert.report import Report as Conversion
 from regard.convert.targets import Target
-from regard.hf.generating.writing import Written
+from regard.hf.generating.text import Written
 from regard.ops.rates import DEFAULT, Speed
 from regard.verify import LAWS, Outcome, Report
 from regard.verify.law import Counterexample

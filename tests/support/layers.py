@@ -27,13 +27,13 @@ WINDOW = Causal() & SlidingWindow(3)
 
 
 def attention(heads: int = 4, **options) -> Attention:
-    """Causal and rotated unless told otherwise; head sizes have nothing to do with the width."""
+    """Causal and rotated by default; head sizes do not depend on the width."""
     plain = {"mask": Causal(), "rope": Rotary(6), "head_dim": 6}
     return Attention(WIDTH, heads, **{**plain, **options})
 
 
 def latent(**options) -> MultiHeadLatentAttention:
-    """MLA with values of a width of their own."""
+    """MLA whose values have another width than its keys."""
     plain = {
         "kv_lora_rank": 7,
         "q_lora_rank": 5,

@@ -1,4 +1,4 @@
-"""The judge: attention by plain loops over lists. It shares nothing with what it judges.
+"""Attention by plain loops over lists. It shares no code with the library that it is compared with.
 
 Everything here is the definition, cell by cell: a score is `softcap(scale * q.k) + bias`, a hidden
 cell has none, a sink is one more key with no value, and a query that sees nothing reads zeros.
@@ -90,7 +90,7 @@ def judge_head(q, k, v, *, visible, bias, scale, softcap, sink) -> Judged:
 
 
 def capped(score: Decimal, softcap: float | None) -> Decimal:
-    """`softcap * tanh(score / softcap)`, the tanh spelled out."""
+    """`softcap * tanh(score / softcap)`, the tanh by its exponentials."""
     if softcap is None:
         return score
     power = (2 * score / Decimal(softcap)).exp()
@@ -120,7 +120,7 @@ def wide_attention(
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, float]:
-    """The second judge, for sizes that loops are too slow for: the same, in numpy's float64.
+    """The same in numpy's float64, for sizes that loops are too slow for.
 
     `keep` and `bias` broadcast to [B, H, L, S]. Gives the output and S of the error bound.
     """

@@ -1,4 +1,4 @@
-"""Layers spelled out in numpy, one head and one query at a time. Shares nothing with the library.
+"""Layers in numpy, one head and one query at a time. They share no code with the library.
 
 Weights come from a layer's state dict; everything else, shapes, norms, rotation, softmax, is here.
 All is float64: agreement is to the rounding of a few hundred products.
@@ -62,7 +62,7 @@ def frequencies(dim: int, theta: float) -> list[float]:
 
 
 def rotate(x: np.ndarray, turns: list[float], pairs: bool = False, grow: float = 1.0, first=0):
-    """Each pair of channels as a complex number, turned by its slot times its frequency."""
+    """Each pair of channels as a complex number, rotated by its slot times its frequency."""
     out = x.copy()
     half = len(turns)
     for slot in range(x.shape[2]):
@@ -166,7 +166,7 @@ def same(ours: torch.Tensor, judged: np.ndarray) -> None:
 
 
 def differs(one: torch.Tensor, other: np.ndarray) -> None:
-    """The judge can tell these apart: what is tested makes a difference."""
+    """The outputs differ: the option under test has an effect."""
     assert np.abs(array(one) - other).max() > 1e-3
 
 

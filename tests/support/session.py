@@ -1,4 +1,4 @@
-"""What a run of the tests is, and what it saw: for the tests to read and `conftest` to report."""
+"""Whether a run is a long one, and the largest errors of it, which `conftest` reports."""
 
 import os
 

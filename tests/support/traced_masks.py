@@ -1,4 +1,4 @@
-"""Masks inside compiled and exported graphs, at sizes no trace has seen; run by test_algebra."""
+"""Masks in compiled and exported graphs, at other sizes than the traced; run by test_algebra."""
 
 import torch
 from torch import Tensor

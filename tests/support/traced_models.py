@@ -1,5 +1,5 @@
-"""Compile whole models with regard installed, and count graphs. Run by test_install in a process of
-its own, because checked annotations cannot be traced. Prints one line of JSON."""
+"""Compile whole models with regard installed, and count graphs. Run by test_installing in its own
+process, because checked annotations cannot be traced. Prints one line of JSON."""
 
 import json
 import logging

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, SupportsIndex
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def _code(value: Any) -> str:
 def check_sizes(least: int = 1, **sizes: int | None) -> None:
     """Raise unless every size that is given is a whole number, `least` or more."""
     for name, size in sizes.items():
-        if size is not None and not (isinstance(size, int) and size >= least):
+        if size is not None and not (isinstance(size, SupportsIndex) and size >= least):
             raise ValueError(f"{name} is a whole number, at least {least}, got {size!r}")
 
 

@@ -1,10 +1,12 @@
 """Layers and `attend` compiled and exported: as without compiling, in few graphs."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+from filelock import FileLock
 
 import traced_layers
 from traced_layers import DYNAMIC, LAYERS, MASKED
@@ -19,9 +21,19 @@ def run(name):
 
 
 @pytest.fixture(scope="module", params=LAYERS)
-def traced(request):
-    """The results of one kind of layer: `of(what)` returns those that are about that."""
-    found = run(request.param)
+def traced(request, tmp_path_factory):
+    """The results of one kind of layer: `of(what)` returns those that are about that.
+
+    They take half a minute, so the first worker that needs them writes them for the others.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # then it is this worker's, and its parent the run's
+        folder = folder.parent
+    file = folder / f"traced {request.param}.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            file.write_text(json.dumps(run(request.param)))
+    found = json.loads(file.read_text())
 
     def of(what, count):
         some = {name: each for name, each in found.items() if name.startswith(what)}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import regard.hf
+from covering import covering
 from regard.cache import KVCache, QuantizedCache, SlidingCache, StaticCache
 from zoo import WRITERS, ZOO, inputs, tokens
 
@@ -49,8 +50,9 @@ def test_the_same_text_with_transformers_caches(name):
         assert write(model, given, cache_implementation="static").equal(before)
 
 
-@pytest.mark.parametrize("kind", ["growing", "static", "sliding"])
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("name", "kind"), covering(WRITERS, ["growing", "static", "sliding"], together=1)
+)
 def test_the_same_text_with_our_caches(name, kind):
     model, given = model_of(name), prompt(name)
     if kind == "static" and name in NO_STATIC:
@@ -76,8 +78,14 @@ def test_the_same_text_with_a_quantised_cache(name):
     assert write(model, given, past_key_values=caches[1]).equal(before)
 
 
-@pytest.mark.parametrize("kind", ["growing", "static", "sliding"])
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "deepseek-v3", "bart", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    covering(
+        ["mistral", "gemma3", "deepseek-v3", "bart", "gpt-oss"],
+        ["growing", "static", "sliding"],
+        together=1,
+    ),
+)
 def test_beams(name, kind):
     model, given = model_of(name), prompt(name)
     if kind == "sliding" and name not in WINDOWED:
@@ -103,8 +111,14 @@ def test_sampling_draws_the_same(kind):
     assert texts[0].equal(texts[1])
 
 
-@pytest.mark.parametrize("kind", ["growing", "static", "sliding", "quantized"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    covering(
+        ["llama", "mistral", "gemma3", "deepseek-v3"],
+        ["growing", "static", "sliding", "quantized"],
+        together=1,
+    ),
+)
 def test_rejected_tokens_of_an_assistant_are_removed(name, kind):
     model, assistant = model_of(name), model_of(name, **WITHOUT_WINDOWS.get(name, {}))
     if kind == "sliding" and name not in WINDOWED:

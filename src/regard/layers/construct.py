@@ -25,11 +25,10 @@ def records_arguments(*decided: str) -> Callable[[Constructor[P]], Constructor[P
     """
 
     def decorate(construct: Constructor[P]) -> Constructor[P]:
-        signature = inspect.signature(construct)
-
         @wraps(construct)
         def construct_and_record(*args: P.args, **kwargs: P.kwargs) -> None:
             construct(*args, **kwargs)
+            signature = inspect.signature(construct)
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             layer, *_ = args

@@ -7,6 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
+from blocks import BLOCKS, MASKS, tensors
 from cases import draw_case
 from contract import compare
 from covering import covering
@@ -28,42 +29,6 @@ from regard import (
     prepare,
 )
 from regard.ops.backends import blocked
-
-WINDOW = Causal() & SlidingWindow(6)
-DOCUMENTS = Documents(torch.tensor([0] * 9 + [1] * 4 + [0] * 3 + [2] * 7))
-MASKS = {
-    "everything": EVERYTHING,
-    "nothing": NOTHING,
-    "causal": Causal(),
-    "window": WINDOW,
-    "window before": SlidingWindow(9) & ~SlidingWindow(2),
-    "chunks": Causal() & Chunked(7),
-    "chunks by row": Causal() & Chunked(7, start=torch.tensor([0, 3])),
-    "prefix and window": WINDOW | Prefix(3),
-    "documents": Causal() & DOCUMENTS,
-    "documents by row": Documents((torch.arange(46).view(2, 23) % 23) // torch.tensor([[5], [8]])),
-    "padding": Causal() & Padding.from_lengths([23, 8]),
-    "padding on the left": Causal() & Padding(torch.arange(23) > torch.tensor([[0], [17]])),
-    "dense": Dense(torch.rand(2, 4, 23, 23, generator=torch.Generator().manual_seed(0)) < 0.3),
-    "holes": Padding((torch.arange(23) % 9 < 2)[None]),
-}
-
-
-BLOCKS = [5, 1, 8]
-
-
-@pytest.fixture(params=BLOCKS, ids="blocks of {}".format)
-def blocks(request, monkeypatch):
-    """Blocks that divide nothing, or are queries, or are larger than some tests' sequences."""
-    monkeypatch.setattr(blocked, "BLOCK", request.param)
-    monkeypatch.setattr(blocked, "GAP", 2)
-    return request.param
-
-
-def tensors(length=23, batch=2, heads=4, kv_heads=2, dim=3, v_dim=3, dtype=torch.float64):
-    q = torch.randn(batch, heads, length, dim, dtype=dtype)
-    k = torch.randn(batch, kv_heads, length, dim, dtype=dtype)
-    return q, k, torch.randn(batch, kv_heads, length, v_dim, dtype=dtype)
 
 
 def features(name: str) -> dict:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.hf.running.binding import bound
 
 
-class Call(NamedTuple):
+class Recorded(NamedTuple):
     """One call of a module: its input, its other keyword arguments, its output."""
 
     x: Tensor
@@ -18,7 +18,7 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def recording(modules: Sequence[nn.Module]) -> Iterator[list[list[Call]]]:
+def recording(modules: Sequence[nn.Module]) -> Iterator[list[list[Recorded]]]:
     """Record the calls of each of these modules.
 
     >>> import torch
@@ -28,12 +28,12 @@ def recording(modules: Sequence[nn.Module]) -> Iterator[list[list[Call]]]:
     >>> calls[0].x, calls[0].out
     (tensor([1.]), tensor([1.]))
     """
-    calls: list[list[Call]] = [[] for _ in modules]
+    calls: list[list[Recorded]] = [[] for _ in modules]
 
-    def hook_of(into: list[Call]) -> Callable[..., None]:
+    def hook_of(into: list[Recorded]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
             given = {name: value for name, value in named.items() if name != "hidden_states"}
-            into.append(Call(args[0] if args else named["hidden_states"], given, first(out)))
+            into.append(Recorded(args[0] if args else named["hidden_states"], given, first(out)))
 
         return hook
 

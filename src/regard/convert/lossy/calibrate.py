@@ -1,4 +1,4 @@
-"""Calibration: a model run block by block over text, and layers fitted to what they read there.
+"""Calibration: a model run block by block over text, and layers fitted to their inputs there.
 
 A converted layer reads the outputs of the converted layers before it, which differ from the
 model's own. So the hidden states of the model and of its conversion are both computed, block by

@@ -93,31 +93,31 @@ class Contest:
 
 def shapes(seed: int, most_queries: int, most_keys: int) -> Iterator[Shape]:
     """Endless random shapes, the same for a seed; sizes are uniform on a logarithmic scale."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
 
     def between(low: int, high: int) -> int:
-        return round(math.exp(dice.uniform(math.log(low), math.log(high))))
+        return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
     count = 0
     while True:
         count += 1
         latent = count % LATENT_EVERY == 0
-        kv_heads = dice.choice([1, 2, 4, 8, 16, 32])
-        heads = kv_heads * dice.choice([1, 1, 2, 3, 4, 8, 16])
+        kv_heads = rng.choice([1, 2, 4, 8, 16, 32])
+        heads = kv_heads * rng.choice([1, 1, 2, 3, 4, 8, 16])
         keys = between(1, most_keys)
-        queries = 1 if dice.random() < 0.4 else between(1, min(most_queries, keys))
-        mask = dice.choice(["none", "causal", "window"])
+        queries = 1 if rng.random() < 0.4 else between(1, min(most_queries, keys))
+        mask = rng.choice(["none", "causal", "window"])
         shape = Shape(
-            batch=dice.choice([1, 1, 1, 2, 4, 8]),
-            heads=dice.choice([8, 16, 32]) if latent else heads,
+            batch=rng.choice([1, 1, 1, 2, 4, 8]),
+            heads=rng.choice([8, 16, 32]) if latent else heads,
             kv_heads=1 if latent else kv_heads,
-            head_dim=128 if latent else dice.choice([32, 64, 64, 80, 96, 128, 128, 256]),
+            head_dim=128 if latent else rng.choice([32, 64, 64, 80, 96, 128, 128, 256]),
             queries=queries,
             keys=keys,
-            dtype=dice.choice(["float32", "bfloat16"]),
+            dtype=rng.choice(["float32", "bfloat16"]),
             mask="causal" if latent else mask,
             window=between(1, keys) if mask == "window" and not latent else 0,
-            rank=dice.choice([128, 256, 512]) if latent else 0,
+            rank=rng.choice([128, 256, 512]) if latent else 0,
         )
         if _fits(shape):
             yield shape

@@ -70,7 +70,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_are_the_derivatives_with_every_feature(feature, backend):
     """Of the sinks and the score bias too; fully masked rows among them."""
-    blind = (Causal() & SlidingWindow(2)) & Padding(
+    masked = (Causal() & SlidingWindow(2)) & Padding(
         torch.tensor([[True] * 4, [False] * 3 + [True]])
     )
     options = {
@@ -83,7 +83,7 @@ def test_gradients_are_the_derivatives_with_every_feature(feature, backend):
 
     def f(q, k, v, *extra):
         given = {**chosen, **dict(zip(leaves, extra, strict=True))}
-        return attend(q, k, v, mask=blind, span=TINY.span(), backend=backend, **given)
+        return attend(q, k, v, mask=masked, span=TINY.span(), backend=backend, **given)
 
     try:
         assert are_derivatives(f, (*tiny(), *(chosen[name] for name in leaves)))

@@ -64,16 +64,16 @@ def test_every_backend_agrees_or_objects(seed):
 def draw_partial(seed: int) -> Partial:
     """Any output, any log-sum-exp; a fifth of the rows saw nothing."""
     torch.manual_seed(seed)
-    blind = torch.rand(2, 3, 4) < 0.2
-    out = torch.randn(2, 3, 4, 5).double().masked_fill(blind.unsqueeze(-1), 0.0)
-    return Partial(out, (torch.randn(2, 3, 4) * 20).double().masked_fill(blind, -torch.inf))
+    masked = torch.rand(2, 3, 4) < 0.2
+    out = torch.randn(2, 3, 4, 5).double().masked_fill(masked.unsqueeze(-1), 0.0)
+    return Partial(out, (torch.randn(2, 3, 4) * 20).double().masked_fill(masked, -torch.inf))
 
 
 def as_tensor(partial: Partial) -> Tensor:
     """The two halves side by side; fully masked rows have no output and a log-sum-exp of -inf."""
-    blind = partial.lse == -torch.inf
-    assert (partial.out[blind] == 0).all()
-    return torch.cat([partial.out, partial.lse.masked_fill(blind, -1e3).unsqueeze(-1)], -1)
+    masked = partial.lse == -torch.inf
+    assert (partial.out[masked] == 0).all()
+    return torch.cat([partial.out, partial.lse.masked_fill(masked, -1e3).unsqueeze(-1)], -1)
 
 
 @given(SEEDS)
@@ -168,7 +168,7 @@ POISON = {"large": 1e4, "huge": 1e30}
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hidden_finite_content_never_changes_a_bit(backend, poison, gradients):
     """A query is compared with itself when everything hidden from it holds other finite numbers, in
-    every dtype: huge ones where others look, the largest there are where nobody does."""
+    every dtype: huge ones where other queries attend, the largest of the dtype where none does."""
 
     @given(SEEDS)
     def law(seed):
@@ -178,11 +178,11 @@ def test_hidden_finite_content_never_changes_a_bit(backend, poison, gradients):
         assume(plain is not None)
         largest = torch.finfo(k.dtype).max
         seen = by_key_head(table(case), case)
-        nobody = ~seen.any(2).unsqueeze(-1)
+        hidden_from_all = ~seen.any(2).unsqueeze(-1)
         for i in range(min(case.sizes.queries, 3)):
             hidden = ~seen[:, :, i].unsqueeze(-1)
             junk = (torch.rand(k.shape[:3]) < 0.5).unsqueeze(-1).to(k.dtype) * 2 - 1
-            junk = torch.where(nobody, junk * largest, junk * min(POISON[poison], largest))
+            junk = torch.where(hidden_from_all, junk * largest, junk * min(POISON[poison], largest))
             other_k = torch.where(hidden, junk, k).contiguous()
             other_v = torch.where(hidden, junk, v).contiguous()
             poisoned = run(case, backend, k=other_k, v=other_v)
@@ -205,9 +205,9 @@ def test_non_finite_content_hidden_from_all_queries_never_changes_a_bit(backend,
         q, k, v = (x.clone().requires_grad_(gradients) for x in (q, k, v))
         plain = run(case, backend, q=q, k=k, v=v)
         assume(plain is not None)
-        nobody = ~by_key_head(table(case), case).any(2).unsqueeze(-1)
+        hidden = ~by_key_head(table(case), case).any(2).unsqueeze(-1)
         bad_k, bad_v = (
-            x.detach().masked_fill(nobody, junk).contiguous().requires_grad_(gradients)
+            x.detach().masked_fill(hidden, junk).contiguous().requires_grad_(gradients)
             for x in (k, v)
         )
         poisoned = run(case, backend, q=q, k=bad_k, v=bad_v)
@@ -225,13 +225,13 @@ def test_non_finite_content_hidden_from_all_queries_never_changes_a_bit(backend,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_fully_masked_row_has_zeros_and_zero_gradients(backend, dtype, sinks):
-    blind = Causal() & Where(lambda b, h, q, kv: (q != 2) & ((q != 3) | (b == 0)))
+    masked = Causal() & Where(lambda b, h, q, kv: (q != 2) & ((q != 3) | (b == 0)))
     for options in ({}, {"softcap": 2.0}, {"score_bias": torch.randn(4, 5, 5).to(dtype)}):
         q, k, v = (torch.randn(2, g, 5, 8).to(dtype).requires_grad_() for g in (4, 2, 2))
         if sinks:
             options = {**options, "sinks": torch.randn(4).to(dtype)}
         try:
-            out = attend(q, k, v, mask=blind, backend=backend, **options)
+            out = attend(q, k, v, mask=masked, backend=backend, **options)
         except ValueError as error:
             if not is_objection(error, backend):
                 raise

@@ -24,7 +24,7 @@ EXACT = [(layer, cache) for layer, cache in PAIRS if not cache.startswith("int")
 
 
 class Foreign:
-    """A cache of somebody else's that can neither be copied nor go back."""
+    """A user-defined cache that can neither be copied nor restored."""
 
     def __init__(self):
         self.inner = KVCache()

@@ -64,7 +64,7 @@ def wrong_shape(q, k, v):
 
 
 def changes_the_world(q, k, v):
-    """Defaults, gradients, threads and dice of the whole process."""
+    """Defaults, gradients, threads and random numbers of the whole process."""
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.manual_seed(1)

@@ -22,7 +22,7 @@ Variants = dict[str, Callable[[], Any]]
 
 
 class Cold:
-    """Buffers used in turn, together larger than the last-level cache: as in a deep model."""
+    """Buffers used in turn, together larger than the last-level cache: all are read from memory."""
 
     def __init__(self, make: Callable[[], Any], nbytes: int, total: int = COLD) -> None:
         wanted = -(-total // max(nbytes, 1))

@@ -142,7 +142,7 @@ class Rotary:
     def _frequencies(self, positions: Positions) -> Float[Tensor, " half"]:
         if self.scaling is None or not self.scaling.uses_length:
             return _fixed_frequencies(self, positions.device)
-        length = F.pad(positions.flatten(), (1, 0)).max() + 1  # pad: no positions, length 1
+        length = F.pad(positions.flatten(), (1, 0)).max() + 1  # at least 1, for no positions
         return self.scaling.frequencies(
             self.dim, self.theta, length=length, device=positions.device
         )

@@ -137,7 +137,7 @@ class NTK:
 
 @dataclass(frozen=True, repr=False)
 class Yarn:
-    """YaRN (arXiv 2309.00071): low frequencies divided by `factor`, high ones kept, a ramp between.
+    """YaRN (arXiv 2309.00071): low frequencies over `factor`, high ones unchanged, a ramp between.
 
     A pair that rotates more than `beta_fast` times within `original_max_position` is kept, one that
     rotates less than `beta_slow` times is divided; `truncate` rounds the ends of the ramp to whole
@@ -220,7 +220,7 @@ class Yarn:
 
 @dataclass(frozen=True, repr=False)
 class Llama3(_Fixed):
-    """Llama 3.1's scaling: low frequencies divided by `factor`, high ones kept, a ramp between.
+    """Llama 3.1's scaling: low frequencies over `factor`, high ones unchanged, a ramp between.
 
     Low frequencies have wavelengths above `original_max_position / low_freq_factor`, high ones
     below `original_max_position / high_freq_factor`.

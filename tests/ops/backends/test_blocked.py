@@ -154,7 +154,7 @@ LONG_FEATURES = {
 
 
 def cost(length: int, mask: str, feature: str) -> tuple[int, int]:
-    """Numbers kept for the way back, and the largest tensor of both ways."""
+    """Elements saved for backward, and those of the largest tensor of forward and backward."""
     dtype = torch.bfloat16 if feature == "fast" else torch.float32
     q, k, v = (x.requires_grad_() for x in tensors(length, 1, 2, 1, 8, 8, dtype))
     kept: dict[int, int] = {}

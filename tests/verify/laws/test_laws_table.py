@@ -1,4 +1,4 @@
-"""The table of laws: written out, complete, and each law a sentence."""
+"""The table of laws is complete, and each law is a sentence."""
 
 import importlib
 import pkgutil

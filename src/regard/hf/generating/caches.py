@@ -144,7 +144,7 @@ def growing() -> Callable[[int | None], Cache]:
 
 
 def static(*, max_length: int) -> Callable[[int | None], Cache]:
-    """All tokens, in buffers of `max_length` that never move."""
+    """A layer that holds all tokens, in buffers for `max_length` that are allocated once."""
     return lambda window: StaticCache(max_length)
 
 

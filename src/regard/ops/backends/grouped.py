@@ -29,7 +29,9 @@ from regard.ops.rates import SPEED
 _MAX_ROWS = 256  # query rows of a key head; the scores of more exceed the L2 cache
 _UPCAST_KEYS = 512  # half-precision keys converted to float32 at a time: these fit the L2 cache
 _SPLIT_KEYS = 512  # keys: smaller pieces cost more to merge than they gain
-_PIECES = 2  # of the keys of a single key head
+_PIECES = (
+    2  # that a single key head is split into: each is a head to the kernel, and goes to a core
+)
 
 
 def objection(call: Call) -> str | None:

@@ -51,7 +51,7 @@ def estimate(call: Call) -> float:
     ):  # the dense mask is written to memory and read from it
         heads, passes = dense_passes(call)
         numbers = heads * call.num_queries * call.num_keys
-        kept = 2 if call.needs_grad and numbers > _KEPT else 1  # memory costs, too
+        kept = 2 if call.needs_grad and numbers > _KEPT else 1  # stored for backward
         seconds += kept * passes * numbers / SPEED.elements
     return seconds
 

@@ -1,8 +1,8 @@
 """What every test shares: one thread, fixed seeds, and whether annotations are checked.
 
-Checking the shape and type of every argument makes a test about five times as slow. So a normal run
-checks them in one case of eight of each test, and at least in one; the other cases run the library
-as its users do. A long run checks them everywhere.
+Checking the shape and type of every argument makes most tests several times as slow. So a normal
+run checks them in one case of eight of each test, and at least in one; the other cases run the
+library as its users do. A long run checks them everywhere.
 """
 
 import os

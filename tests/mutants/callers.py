@@ -466,12 +466,13 @@ class Checkpointed(Block):
         return checkpoint(sdpa, q, k, v, seen, use_reentrant=True)
 
 
+ALONE = {"causal": True, "window": 0, "cache": ""}  # without the caches in this file
 RIGHT = {
     "a cache that knows its layer": (OwnedBlock, {**CACHED, "new_cache": "mutants.callers.Owned"}),
     "a cache by layers": (Indexed, {**CACHED, "new_cache": "mutants.callers.ByIndex"}),
     "a scale that is a tensor": (tensor_scale, PLAIN),
-    "a layer with a scale that is a tensor": (TensorScale, {"causal": True, "window": 0}),
-    "a checkpointed layer": (Checkpointed, {"causal": True, "window": 0}),
+    "a layer with a scale that is a tensor": (TensorScale, ALONE),
+    "a checkpointed layer": (Checkpointed, ALONE),
 }
 
 

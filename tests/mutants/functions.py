@@ -261,13 +261,21 @@ MASKS = [
     ),
     mutant("mask filled with 0", "mask_polarity", clean=uncleaned, softmax=filled(0.0)),
     mutant(
-        "mask filled with -1e4", "extreme_scores", softmax=filled(-1e4), after="transformers#17306"
+        "mask filled with -1e4",
+        "extreme_scores",
+        "fully_masked_forward",
+        softmax=filled(-1e4),
+        after="transformers#17306",
     ),
     mutant("mask filled with -1e9", "fully_masked_forward", softmax=filled(-1e9)),
     mutant(
-        "scores under the fill", "extreme_scores", softmax=filled(-3e5), after="flashinfer#4267"
+        "scores under the fill",
+        "extreme_scores",
+        "fully_masked_forward",
+        softmax=filled(-3e5),
+        after="flashinfer#4267",
     ),
-    mutant("mask transposed", "visible_set_probe", visible=rule(mask=transposed)),
+    mutant("mask transposed", "mask_polarity", "visible_set_probe", visible=rule(mask=transposed)),
     mutant(
         "mask of the first row",
         "mask_broadcast",
@@ -462,11 +470,13 @@ HEADS = [
         "one key head for all",
         "oracle_forward",
         "gqa_order",
+        "head_permutation",
         **group(lambda k, heads: k[:, :1].expand(-1, heads, -1, -1)),
     ),
     mutant(
         "values of another head",
         "oracle_forward",
+        "gqa_order",
         expand_values=lambda v, heads: good.expand(v.roll(1, 1), heads),
     ),
     mutant("values tiled, keys not", "gqa_order", expand_values=modulo),

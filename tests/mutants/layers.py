@@ -171,22 +171,26 @@ LAYERS = [
     layer(
         "heads split by a view",
         "oracle_forward",
+        "head_permutation",
         split=lambda x, heads: x.reshape(x.shape[0], heads, x.shape[1], -1),
     ),
     layer(
         "heads merged by a view",
         "oracle_forward",
+        "head_permutation",
         merge=lambda x: x.reshape(x.shape[0], x.shape[2], -1),
         after="mindone#1477",
     ),
     layer(
         "heads merged inside out",
-        "oracle_forward",
+        "named_heads",
+        like={"fused": "blocked"},
         merge=lambda x: x.permute(0, 2, 3, 1).flatten(-2),
     ),
     layer(
         "channels split inside out",
-        "oracle_forward",
+        "named_heads",
+        like={"fused": "blocked"},
         split=lambda x, heads: x.unflatten(-1, (x.shape[-1] // heads, heads)).permute(0, 3, 1, 2),
     ),
     layer("values rotated", "oracle_forward", rotate=rotated_by(values=True)),
@@ -289,7 +293,7 @@ LAYERS = [
         "one cache for all instances",
         lambda: Layer(LayerSteps(append=Shared())),
         LAYER_LIKE,
-        ("decode_equals_full",),
+        ("eval_determinism",),
         "Self-Forcing#78",
     ),
     Mutant(
@@ -358,6 +362,7 @@ LAYERS = [
     ),
     layer(
         "mask of the first row",
+        "mask_broadcast",
         "batch_invariance",
         keep=lambda mask, past: None if mask is None else mask[:1],
     ),
@@ -367,6 +372,7 @@ LAYERS = [
     layer("mask ignored", "padding_content", "mask_polarity", keep=lambda mask, past: None),
     layer(
         "mask hides with a small value",
+        "mask_polarity",
         "padding_content",
         steps={
             "softmax": lambda x, keep: x.masked_fill(~keep, -20.0).softmax(-1),
@@ -431,7 +437,7 @@ LAYERS = [
         "fused by head where blocked is declared",
         Fused,
         {"fused": "blocked", "causal": True, "window": 0, "pairing": "none"},
-        ("oracle_forward",),
+        ("named_heads",),
         "vllm#53114",
     ),
     Mutant(
@@ -503,6 +509,16 @@ class KeepsHeads(MLA):
         return (self.out(good.merge(out)), (k, v)) if use_cache else self.out(good.merge(out))
 
 
+class TurnsQueriesAlone(MLA):
+    """Its queries carry positions, and the key that all heads share does not."""
+
+    def forward(self, x):
+        q, q_rope = good.split(self.q(x), self.heads).split([self.nope, self.rope], -1)
+        c, k_rope = self.held(x)
+        q_rope = rotated(q_rope, torch.arange(x.shape[1]))
+        return self.out(good.merge(self.expanded(q, q_rope, c, k_rope)))
+
+
 class KeepsTurned(MLA):
     """Its cache holds the rotated key once for each head."""
 
@@ -551,6 +567,12 @@ class Ordered(Cross):
 
 
 LATENTS = [
+    Mutant(
+        "latent queries rotated alone",
+        TurnsQueriesAlone,
+        {name: value for name, value in MLA_LIKE.items() if not name.startswith("cache")},
+        ("latent_positions",),
+    ),
     latent(
         "absorbed scale of its own width",
         "mla_absorbed",

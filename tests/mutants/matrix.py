@@ -20,10 +20,10 @@ the cause; the others find it too. Regenerate with `python tests/mutants/matrix.
 
 def rows():
     """Each mutant with the laws that must find it, and those that do."""
-    from mutants import callers, functions, layers, things
+    from mutants import callers, defects, functions, layers, things
     from regard.verify import check
 
-    for module in (functions, layers, things, callers):
+    for module in (functions, layers, things, callers, defects):
         for mutant in module.MUTANTS:
             report = check(mutant.make(), mutant.like, quick=not mutant.slow)
             named = check(mutant.make(), mutant.like, only=mutant.kills)

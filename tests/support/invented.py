@@ -81,6 +81,19 @@ CONVERSION = Conversion(
     measuring.Measured(dict.fromkeys(TEXTS, 1_300.0), 2e4, 600.0, 17.0, "sdpa", "fused"),
     seconds=99.0,
 )  # fmt: skip
+STATUSES = (
+    "passed", "failed", "advice", "not applicable", "follows", "undecided", "defect",
+)  # fmt: skip
+WHY = {
+    "not applicable": "it has no past that was found",
+    "undecided": "it did not come back within 30 s",
+    "defect": "AttributeError: no such thing (laws/caches.py:12)",
+}
+EXAMPLE = Counterexample(
+    "B=1 H=4 L=4 S=4", "[0, 2, 1, 0]", "0.818", "nan",
+    "a weight of 0 was multiplied by what is hidden, and 0 times nan is nan",
+    [[True, False], [True, True]], [[True, True], [True, True]],
+)  # fmt: skip
 JUDGED = Report(
     "my_attention.py:MultiHeadAttention",
     kind="module",
@@ -89,21 +102,19 @@ JUDGED = Report(
     outcomes=[
         Outcome(
             each.name,
-            ("passed", "failed", "advice", "not applicable")[at % 4],
+            status,
             each.statement,
             each.kind,
             each.catches,
-            reason="it has no past that was found" if at % 4 == 3 else "",
-            example=Counterexample(
-                "B=1 H=4 L=4 S=4", "[0, 2, 1, 0]", "0.818", "nan",
-                "a weight of 0 was multiplied by what is hidden, and 0 times nan is nan",
-                [[True, False], [True, True]], [[True, True], [True, True]],
-            )
-            if at % 4 == 1
-            else None,
+            reason=WHY.get(status, ""),
+            example=EXAMPLE if status in ("failed", "advice", "follows") else None,
+            because=list(LAWS)[at - 3] if status == "follows" else "",
+            line="my_attention.py:35: scores = q @ k.mT" if status == "failed" else "",
         )
         for at, each in enumerate(LAWS.values())
+        for status in [STATUSES[at % len(STATUSES)]]
     ],
+    unjudged="Its heads were not found, so the scale was not judged. Declare heads: --like heads=4",
 )  # fmt: skip
 WRITTEN = [
     Written(
@@ -124,6 +135,7 @@ WRITTEN = [
 PRINTED = {
     "compare": partial(compare.show, COMPARISON),
     "verify": partial(verify.show, JUDGED),
+    "verify --all": partial(verify.show, JUDGED, every_law=True),
     "verify --list": lambda console: tabulate(console, verify.LISTED, verify.listed_laws()),
     "bench": partial(bench.show, BENCH),
     "convert": partial(convert.show, CONVERSION, Path("a folder/of mine")),

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+import traceback
 
 import torch
 from torch import nn
@@ -29,6 +30,31 @@ def hangs(q, k, v):
 def hangs_on_long_ones(q, k, v):
     while q.shape[2] == 17:
         time.sleep(1)
+    return right(q, k, v)
+
+
+def spins_on_long_ones(q, k, v):
+    while q.shape[2] == 17:
+        pass
+    return right(q, k, v)
+
+
+def spins_once_understood(q, k, v):
+    """Not while it is probed, but in every law."""
+    while in_a_law():
+        pass
+    return right(q, k, v)
+
+
+def in_a_law():
+    return any(frame.name == "run_law" for frame in traceback.extract_stack())
+
+
+def works_for_a_second(q, k, v):
+    """A second of processor time on the long ones, which is more on a busy machine."""
+    start = time.process_time()
+    while q.shape[2] == 17 and time.process_time() - start < 0.8:
+        pass
     return right(q, k, v)
 
 
@@ -119,6 +145,25 @@ class ThreeInputs(nn.Module):
         weights = energy.softmax(3)
         out = torch.einsum("nhqk,nkhd->nqhd", weights, v).reshape(b, n, -1)
         return self.fc_out(out), weights
+
+
+def refuses(x):
+    assert x is None
+
+
+class Clumsy(nn.Module):
+    """Its shapes do not fit: no input can be given to it."""
+
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.n_heads, self.d_model = n_heads, d_model
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k
+        return self.out(scores.softmax(-1) @ v)
 
 
 class NoSuper(nn.Module):
@@ -337,3 +382,13 @@ def sliding():
     from regard import SlidingCache
 
     return SlidingCache(3)
+
+
+class NoSuperNoModules(nn.Module):
+    """It has no weights, so that nothing fails before it is used."""
+
+    def __init__(self, dim):
+        self.dim = dim
+
+    def forward(self, q, k, v):
+        return right(q, k, v)

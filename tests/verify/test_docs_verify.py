@@ -1,28 +1,147 @@
-"""The pages on verify: their snippets run, and their numbers are those of the code."""
+"""The pages on verify: snippets and commands run, and numbers and reports are those of the code."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
-from mutants import callers, functions, layers, things
-from regard.verify import LAWS, Conventions
+import pytest
+
+import verify_page
+from mutants import callers, defects, functions, layers, things
+from regard.verify import LAWS, Conventions, check
+from regard.verify.report.report import COLOURS, EXIT_CODES, Status
+from regard_cli.app import run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "verify.md").read_text()
-MUTANTS = [*functions.MUTANTS, *layers.MUTANTS, *things.MUTANTS, *callers.MUTANTS]
+MUTANTS = [*functions.MUTANTS, *layers.MUTANTS, *things.MUTANTS, *callers.MUTANTS, *defects.MUTANTS]
 MATRIX = (ROOT / "docs" / "verify-matrix.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = re.findall(r"^((?:regard|pytest) .*)$", PAGE, re.MULTILINE)
 
 
-def test_every_snippet_runs():
-    snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(snippets) == 3
-    for code in snippets:
-        exec(compile(code, "docs/verify.md", "exec"), {})
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the files of the page, where commands run."""
+    (tmp_path / "my_attention.py").write_text(verify_page.example())
+    (alibi,) = [each for each in SNIPPETS if each.startswith("# my_alibi.py\n")]
+    (tmp_path / "my_alibi.py").write_text(alibi)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pytest_runs(folder, *arguments):
+    variables = {
+        **os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }  # fmt: skip
+    plugins = ["-p", "pytest_regard", "-p", "no:cacheprovider", "--color=no"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, *arguments],
+        cwd=folder, env=variables, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("at", range(len(SNIPPETS)))
+def test_every_snippet_runs(at, folder):
+    exec(compile(SNIPPETS[at], f"docs/verify.md, snippet {at}", "exec"), {})
+
+
+def test_every_library_has_its_snippet():
+    section = PAGE.split("## Kernels and caches of other libraries")[1].split("\n## ")[0]
+    parts = section.split("\n### ")[1:]
+    assert [part.count("assert not report.failed") for part in parts] == [1, 1, 1]
+
+
+def test_the_report_is_what_the_command_prints():
+    shown, printed = verify_page.shown(), verify_page.printed()
+    assert verify_page.without_figures(shown) == verify_page.without_figures(printed), (
+        "python tests/support/verify_page.py prints it anew"
+    )
+    assert max(map(len, shown.splitlines())) <= verify_page.WIDTH
+    assert "broken scale_closed_form" in shown
+
+
+def test_without_its_fault_the_file_is_right():
+    right = verify_page.example().replace("x.shape[-1] ** 0.5", "q.shape[-1] ** 0.5")
+    assert right != verify_page.example()
+    defined = {}
+    exec(right, defined)
+    assert check(defined["MultiHeadAttention"], quick=True).verdict == "kept"
+
+
+@pytest.mark.parametrize("line", sorted({each for each in COMMANDS if each.startswith("regard")}))
+def test_every_command_is_understood(line, folder, monkeypatch, capsys):
+    """Its options and declarations are; what they declare may not fit the file."""
+    arguments = subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {line.removeprefix('regard ')}"],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    verb = ["regard", *arguments, "--only", "convexity", "--json"]
+    monkeypatch.setattr("sys.argv", verb)
+    run()
+    out, err = capsys.readouterr()
+    assert err.strip() == ""
+    report = json.loads(out)
+    assert bool(report["problem"]) == (":Attention" in line)  # that one is not in the file
+
+
+def test_a_reference_judges_what_was_not_judged(folder):
+    partly = check("my_alibi.py:alibi", quick=True)
+    assert partly.failed == []
+    assert partly.verdict == "partly judged"
+    assert "positions change its scores" in partly.unjudged
+    judged = check("my_alibi.py:alibi", {"reference": "plain"}, quick=True)
+    assert "reference_parity" in {each.law for each in judged.having("passed")}
+    assert judged.verdict == "kept"
+
+
+def test_pytest_on_the_command_line(folder):
+    (line,) = {each for each in COMMANDS if each.startswith("pytest")}
+    code, out = pytest_runs(folder, *line.split()[1:], "--regard-quick", "-q")
+    assert code == 1
+    assert "my_attention.py:MultiHeadAttention::scale_closed_form" in out
+
+
+def test_the_accepted_laws_of_the_page(folder):
+    (settings,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (folder / "pyproject.toml").write_text(settings)
+    code, out = pytest_runs(folder, "-rx")
+    assert code == 0, out
+    for law in ("fully_masked_forward", "fully_masked_backward", "mask_and_causal"):
+        assert re.search(rf"^XFAIL .*::{law} - accepted: ", out, re.MULTILINE)
+    (folder / "pyproject.toml").write_text(re.sub('    ".*\n', "", settings))
+    assert pytest_runs(folder)[0] == 1
+
+
+def test_every_verdict_and_status_is_explained():
+    rows = {
+        "kept": "right as far as it was judged", **{name: name for name in list(EXIT_CODES)[1:]}
+    }  # fmt: skip
+    for verdict, said in rows.items():
+        colour = COLOURS[verdict].removeprefix("bright")
+        assert f"| {said} | {EXIT_CODES[verdict]} | {colour} |" in PAGE
+    for status in get_args(Status):
+        assert f"\n| `{status}` |" in PAGE
 
 
 def test_every_convention_is_named():
     table = PAGE.split("## Conventions")[1].split("## In your own tests")[0]
     assert {each.name for each in fields(Conventions)} <= set(re.findall(r"`(\w+)`", table))
+
+
+def test_every_option_is_one_of_the_command(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["regard", "verify", "--help"])
+    run()
+    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    known |= {"--regard", "--collect-only", "--deselect", "--regard-quick"}  # of pytest
+    known |= set(re.findall(r"--[\w-]+", (ROOT / "benchmarks/strangers.py").read_text()))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGE)) <= known
 
 
 def test_the_numbers_are_those_of_the_code():

@@ -7,10 +7,12 @@ import time
 import pytest
 import torch
 
+import subjects
 from regard.verify import forked
 from regard.verify.forked import in_a_copy
-from regard.verify.law import Broken, Counterexample, NotApplicable
-from regard.verify.subject.subject import SubjectError
+from regard.verify.law import Broken, Counterexample, NotApplicable, OwnError, Undecided
+from regard.verify.subject.conventions import Conventions
+from regard.verify.subject.subject import Subject, SubjectError, called
 
 EXAMPLE = Counterexample("B=1", "[0]", "1", "2", "it is off by one", [[True]], [[False]])
 
@@ -67,14 +69,47 @@ def test_an_exit_is_a_broken_law():
         (lambda: os.abort(), nothing),
         (lambda: 1 / 0, nothing),
         (nothing, dies(signal.SIGKILL)),  # the system is out of memory
-        (nothing, lambda announce: (announce("one"), time.sleep(60))),
     ],
-    ids=["control crashes", "control raises", "killed", "does not come back"],
+    ids=["control crashes", "control raises", "killed"],
 )
-def test_a_failure_that_may_be_due_to_forking_is_not_reported(control, attempt, monkeypatch):
-    monkeypatch.setattr(forked, "TIMEOUT", 1)
+def test_a_failure_that_may_be_due_to_forking_is_not_reported(control, attempt):
     with pytest.raises(NotApplicable, match="could not be checked in a fork of this process"):
         in_a_copy(control, attempt)
+
+
+def spins(announce):
+    announce("one")
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    "attempt", [spins, lambda announce: (announce("one"), time.sleep(60))], ids=["spins", "sleeps"]
+)
+def test_what_does_not_come_back_is_undecided(attempt, monkeypatch):
+    monkeypatch.setattr(forked, "TIMEOUT", 1)
+    monkeypatch.setattr(forked, "PATIENCE", 2)
+    with pytest.raises(Undecided, match="did not come back within 1 s"):
+        in_a_copy(nothing, attempt)
+
+
+def test_an_error_of_this_suite_is_not_the_subjects():
+    def attempt(announce):
+        announce("one")
+        Subject("", "function", Conventions()).run()  # it cannot be called
+
+    with pytest.raises(OwnError, match=r"AssertionError \(subject/subject.py:\d+\)"):
+        in_a_copy(nothing, attempt)
+
+
+def test_an_error_of_the_subject_comes_with_its_line():
+    def attempt(announce):
+        announce("one")
+        called(subjects.refuses, 1)
+
+    with pytest.raises(SubjectError) as found:
+        in_a_copy(nothing, attempt)
+    assert found.value.line.endswith("assert x is None")
 
 
 def test_without_fork_the_law_does_not_apply(monkeypatch):

@@ -1,4 +1,4 @@
-"""A conformance suite for attention of any origin: 76 laws, checked from outside, by calls alone.
+"""A conformance suite for attention of any origin: 83 laws, checked from outside, by calls alone.
 
     regard verify my_attention.py:MultiHeadAttention
 

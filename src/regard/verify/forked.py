@@ -12,10 +12,20 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from regard.verify.law import Broken, Counterexample, NotApplicable, fail
+from regard.verify.blame import line_of, own_error, said
+from regard.verify.law import (
+    Broken,
+    Counterexample,
+    NotApplicable,
+    OwnError,
+    Undecided,
+    fail,
+)
 from regard.verify.subject.subject import SubjectError
 
-TIMEOUT = 20  # seconds for one fork: less than the limit of a law, whose timeout is a failure
+TIMEOUT = 20  # seconds of processor time for one fork: less than the limit of a law
+PATIENCE = 10  # so many times more in wall-clock seconds
+TOO_LONG = (signal.SIGPROF, signal.SIGALRM)
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 Announce = Callable[[str], None]  # called with what is tried next
 
@@ -31,7 +41,9 @@ def in_a_copy(control: Callable[[], None], attempt: Callable[[Announce], None]) 
     Raises:
         Broken: if `attempt` raises it, or ends the interpreter.
         NotApplicable: if `attempt` raises it, or processes cannot be forked here.
+        OwnError: if `attempt` ends in an error of this suite.
         SubjectError: if `attempt` raises it.
+        Undecided: if it takes too long.
     """
     reading, writing = os.pipe()
     try:
@@ -76,7 +88,11 @@ def _run_and_exit(
     except NotApplicable as error:
         write("not applicable", str(error))
     except BaseException as error:
-        write("error", str(error) or type(error).__name__)
+        of_subject = isinstance(error, SubjectError)
+        raised = error.__cause__ if of_subject else error
+        mine = own_error(raised) if raised is not None else ""
+        text = str(error) if of_subject else said(error)
+        write("own error" if mine else "error", mine or [text, line_of(error)])
     finally:
         os._exit(0)
 
@@ -87,8 +103,10 @@ def _silent() -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(TIMEOUT)
+    for number in TOO_LONG:
+        signal.signal(number, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, TIMEOUT)
+    signal.alarm(PATIENCE * TIMEOUT)
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -103,10 +121,17 @@ def _raise_result(events: dict[str, Any], code: int) -> None:
         raise NotApplicable(events["not applicable"])
     if "passed" in events:
         return
+    if -code in TOO_LONG:
+        raise Undecided(f"it did not come back within {TIMEOUT} s of processor time, in a fork")
     if "ready" not in events or (code < 0 and -code not in CRASHES):
         raise NotApplicable("the law could not be checked in a fork of this process")
+    if "own error" in events:
+        raise OwnError(events["own error"])
     if "error" in events:
-        raise SubjectError(f"{events['tries']}: {events['error']}")
+        text, line = events["error"]
+        error = SubjectError(f"{events['tries']}: {text}")
+        error.line = line
+        raise error
     end = f"signal {-code}" if code < 0 else f"exit code {code}"
     fail(events["tries"], "", "an output or an error", f"the end of the interpreter, {end}",
          "compiled code is given memory of another size or dtype than it expects")  # fmt: skip

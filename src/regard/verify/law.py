@@ -76,6 +76,14 @@ class NotApplicable(Exception):
     """The law does not apply to this subject; carries the reason."""
 
 
+class Undecided(Exception):
+    """It took too long to decide whether the law is kept; carries the reason."""
+
+
+class OwnError(Exception):
+    """An error of this suite, in words: it says nothing about the subject."""
+
+
 class Trial:
     """One run of one law: its own random numbers, and whether it should be quick."""
 
@@ -118,7 +126,7 @@ class Law:
         catches: the mistakes that break it.
         needs: abilities that the subject must have; an entry may list alternatives, as in
             `"heads|layer"`.
-        run: raises `Broken` with a counter-example, or `NotApplicable`.
+        run: raises `Broken` with a counter-example, `NotApplicable`, or `Undecided`.
         advised: a recommendation: a counter-example is reported as advice, not as a failure.
         quick: whether `--quick` runs it.
     """

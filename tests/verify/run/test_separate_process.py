@@ -1,5 +1,7 @@
 """A subject in a separate process: it may do anything, and there is a report."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,21 +45,58 @@ def test_a_crash_is_the_outcome_of_the_current_law():
     assert "ended by signal 6" in report.having("failed")[0].example.cause
 
 
-def test_a_hang_is_the_outcome_of_the_current_law():
-    report = report_on("hangs_on_long_ones", limit=3.0)
-    assert statuses(report)["oracle_forward"] == "failed"
-    assert statuses(report)["no_alias"] == "passed"
-    assert "did not come back within 3 s" in report.having("failed")[0].example.cause
-
-
 @pytest.mark.parametrize(
-    ("name", "problem"),
-    [("leaves_at_once", "ended the program with exit code 4"), ("eats", "memory")],
+    ("name", "told"),
+    [("spins_on_long_ones", "3 s of processor time"), ("hangs_on_long_ones", "computed nothing")],
 )
-def test_a_subject_that_ends_its_process_at_the_first_call(name, problem):
-    report = report_on(name, memory=2.0)
-    assert problem in report.problem
+def test_a_law_that_does_not_come_back_is_undecided(name, told):
+    report = report_on(name, limit=3.0)
+    assert statuses(report) == {
+        "oracle_forward": "undecided",
+        "convexity": "passed",
+        "no_alias": "passed",
+    }
+    assert told in report.having("undecided")[0].reason
+    assert report.failed == []
+
+
+def test_a_subject_that_hangs_in_every_law_is_undecided_in_all(monkeypatch):
+    monkeypatch.setattr("regard.verify.run.separate_process.SHORT", 1.0)
+    asked = [*FEW, "value_linearity", "batch_invariance"]
+    report = report_on("spins_once_understood", only=asked, limit=1.0)
+    assert statuses(report) == dict.fromkeys(asked, "undecided")
+    reasons = [each.reason for each in report.outcomes]
+    assert sum("did not come back" in reason for reason in reasons) == 3
+    assert sum(reason.startswith("not checked: ") for reason in reasons) == 2
+    assert report.failed == []
+
+
+def test_a_busy_machine_changes_no_verdict():
+    """Four processes that compute all the time: less than a third of a processor is left."""
+    alone = report_on("works_for_a_second", limit=2.5)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        beside = report_on("works_for_a_second", limit=2.5)
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+    assert statuses(beside) == statuses(alone) == dict.fromkeys(FEW, "passed")
+
+
+def test_a_subject_that_ends_its_process_at_the_first_call():
+    report = report_on("leaves_at_once", memory=2.0)
+    assert "ended the program with exit code 4" in report.problem
     assert report.exit_code == 2
+
+
+def test_a_subject_that_uses_up_memory_in_every_call_is_broken():
+    report = report_on("eats", memory=2.0)
+    (cause,) = report.causes
+    assert cause.law == "runs"
+    assert "memory" in str(cause.example)
+    assert "torch.zeros" in cause.line
+    assert report.exit_code == 1
 
 
 def test_a_hang_before_the_first_law(monkeypatch):

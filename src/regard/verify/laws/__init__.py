@@ -2,6 +2,7 @@
 
 from regard.verify.law import Law
 from regard.verify.laws import (
+    built,
     caches,
     callers,
     compiler,
@@ -10,6 +11,8 @@ from regard.verify.laws import (
     heads,
     inplace,
     layers,
+    masks,
+    names,
     numbers,
     padding,
     pages,
@@ -22,10 +25,13 @@ from regard.verify.laws import (
 LAWS: dict[str, Law] = {
     law.name: law
     for law in (
+        *built.LAWS,  # that it is a module which runs
         *numbers.LAWS,  # what is computed
+        *names.LAWS,
         *permutations.LAWS,
         *heads.LAWS,
         *visibility.LAWS,  # which keys a query may attend to
+        *masks.LAWS,
         *padding.LAWS,
         *gradients.LAWS,
         *rotation.LAWS,

@@ -89,6 +89,8 @@ def calls_on_tokens(subject: Subject, trial: Trial, *, pieces: bool = True) -> l
         return []
     given = {"x": 2.0 * subject.tokens(2, 17, trial)}
     found = [Call("B=2 L=17", subject.layer, given)]
+    if subject.has.causal_alone:
+        found.append(Call("B=2 L=17, causal", partial(subject.layer, causal=True), given))
     if subject.has.mask:
         keep = pattern(17, 17, causal=True)[None, None]
         found.append(Call("B=2 L=17, a mask", partial(subject.layer, keep=keep), given))
@@ -117,11 +119,9 @@ def causal_call(subject: Subject, queries: int, keys: int) -> dict[str, Any] | N
 
 def causal_layer_call(subject: Subject, length: int) -> dict[str, Any] | None:
     """The same for the call on tokens."""
-    if subject.conventions.causal:
-        return {}
-    if subject.has.mask:
+    if not subject.conventions.causal and subject.has.mask:
         return {"keep": pattern(length, length, causal=True)[None, None]}
-    return None
+    return subject.causal_options()
 
 
 def attending(

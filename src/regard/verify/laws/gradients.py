@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.verify.law import NotApplicable, Sizes, Trial, fail, law, require, worst
 from regard.verify.laws.cases import attending, modes, needs_the_definition, on_sizes
-from regard.verify.subject.subject import Subject, SubjectError
+from regard.verify.subject.subject import Subject, SubjectError, called
 
 
 @law(
@@ -55,7 +55,7 @@ def _gradients(out: Tensor, push: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     """Gradients of the sum of out times push, 0 where there is none."""
     if not out.requires_grad:
         raise NotApplicable("its output has no gradient")
-    (out * push).sum().backward()
+    called((out * push).sum().backward)
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
 
 
@@ -91,7 +91,7 @@ def _central_differences(label: str, call: Any, given: tuple[Tensor, ...], trial
     if not out.requires_grad:
         raise NotApplicable("its output has no gradient")
     push = torch.where(out.detach().isfinite(), trial.randn(*out.shape, dtype=out.dtype), 0.0)
-    torch.nan_to_num(out * push).sum().backward()
+    called(torch.nan_to_num(out * push).sum().backward)
     step = 1e-4
     for at, (name, mine) in enumerate(zip("qkv", ours, strict=True)):
         way = trial.randn(*mine.shape, dtype=mine.dtype)

@@ -53,6 +53,8 @@ def gqa_order(subject: Subject, trial: Trial) -> None:
 def shards_agree(subject: Subject, trial: Trial) -> None:
     if "G" in subject.fixed or "H" in subject.fixed:
         raise NotApplicable("its numbers of heads cannot be changed")
+    if subject.has.unknown_positions:
+        raise NotApplicable("positions may change the scores of each head in another way")
     for heads, groups, ranks in ((8, 4, 2), (4, 2, 4)):
         sizes = subject.fit(Sizes(1, heads, groups, 5, 5, 4, 4))
         q, k, v = subject.inputs(sizes, trial)

@@ -105,7 +105,7 @@ def state_dict(subject: Subject, trial: Trial) -> None:
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.normal_()
-    missing = twin.load_state_dict(state, strict=False)
+    missing = called(twin.load_state_dict, state, strict=False)
     if missing.missing_keys or missing.unexpected_keys:
         fail(
             "load_state_dict",

@@ -16,7 +16,7 @@ from regard.verify.law import (
     worst,
 )
 from regard.verify.laws.cases import FOUR, causal_layer_call, needs_heads, random_mask
-from regard.verify.subject.subject import Call, Subject, SubjectError
+from regard.verify.subject.subject import Call, Subject, SubjectError, called
 
 SOME = Sizes(2, 2, 2, 3, 3, 4, 4)
 
@@ -82,7 +82,7 @@ def fully_masked_backward(subject: Subject, trial: Trial) -> None:
     out = subject.attend(*given, keep=keep)
     if not out.requires_grad:
         raise NotApplicable("its output has no gradient")
-    out.square().sum().backward()
+    called(out.square().sum().backward)
     shape = f"{sizes}, query 1 fully masked"
     for name, x in zip("qkv", given, strict=True):
         if x.grad is not None and not bool(x.grad.isfinite().all()):
@@ -169,7 +169,8 @@ def padding_side(subject: Subject, trial: Trial) -> None:
         keep = ((token >= first) & (token < first + real)).expand(1, 1, real + pad, real + pad)
         if "keep" in causal:
             keep = keep & subject.visible(real + pad, real + pad, causal=True)
-        got = subject.run_layer(whole, keep=keep)[:, first : first + real].double()
+        got = subject.run_layer(whole, **{**causal, "keep": keep})
+        got = got[:, first : first + real].double()
         cause = f"padding on the {side} shifts positions, or is attended to"
         require(f"L={real} and {pad} of padding", got, alone, tolerance(alone, 1e-3), cause)
 

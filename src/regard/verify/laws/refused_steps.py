@@ -52,7 +52,8 @@ def _in_turns(
     steppers: list[Stepper], inputs: list[Tensor], caches: list[CacheState]
 ) -> list[Tensor]:
     """The outputs of all layers, in turns and in pieces of 3; a layer that refuses is left out."""
-    states, outs, over = list(caches), [[x[:, :0]] for x in inputs], set[int]()
+    states, over = list(caches), set[int]()
+    outs: list[list[Tensor]] = [[] for _ in inputs]
     for piece in range(2):
         for layer, stepper in enumerate(steppers):
             if layer in over:
@@ -63,7 +64,12 @@ def _in_turns(
                 outs[layer].append(out)
             except SubjectError:
                 over.add(layer)
-    return [torch.cat(each, 1) for each in outs]
+    return [_joined(each, x) for each, x in zip(outs, inputs, strict=True)]
+
+
+def _joined(pieces: list[Tensor], x: Tensor) -> Tensor:
+    """The outputs one after the other; none if the first piece was refused."""
+    return torch.cat(pieces, 1) if pieces else x[:, :0]
 
 
 def _another_layer(subject: Subject) -> nn.Module:
@@ -143,7 +149,7 @@ def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None
     _, state = stepper.step(x[:, :4], stepper.new())
     if wrong is not None and not wrong(state):
         return None
-    pieces = [x[:, :0]]
+    pieces: list[Tensor] = []
     for token in x[:, 4:].split(1, 1):
         try:
             out, state = stepper.step(token, state)
@@ -152,7 +158,7 @@ def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None
                 raise
             break  # the cache is refused
         pieces.append(out)
-    return torch.cat(pieces, 1)
+    return _joined(pieces, x)
 
 
 def _leave_the_cache(stepper: Stepper, x: Tensor, tries: dict[str, Wrong]) -> None:

@@ -3,11 +3,15 @@
 import torch
 from torch import Tensor
 
-from regard.verify.law import NotApplicable, Sizes, Trial, fail, law, require
+from regard.verify.law import NotApplicable, Sizes, Trial, fail, law, require, worst
+from regard.verify.mistakes import heads_of, mistakes, turned
 from regard.verify.oracle import rotated
+from regard.verify.subject.projected_heads import ProjectedHeads
+from regard.verify.subject.rotation import THETAS
 from regard.verify.subject.subject import Subject, SubjectError, called
 
 DIM = 8
+CLOSE = 1e-4  # of outputs of the size of 1, in float32
 
 
 def rotate(subject: Subject, x: Tensor, positions: Tensor) -> Tensor:
@@ -152,4 +156,38 @@ def rope_autocast(subject: Subject, trial: Trial) -> None:
     require("positions from 70000, autocast", got.double(), base.double(), 1e-6, cause)
 
 
-LAWS = (rope_relative, rope_layout, rope_norm_and_long, rope_autocast)
+@law(
+    "In latent attention, the channels that carry positions are attention to one shared key head.",
+    "bounded",
+    "a rotation of the queries or of the keys alone, of the latent, of a position too many",
+    "heads",
+)
+def latent_positions(subject: Subject, trial: Trial) -> None:
+    attend = subject.attend.shared_keys() if isinstance(subject.attend, ProjectedHeads) else None
+    if attend is None:
+        raise NotApplicable("it has no keys that all heads share beside keys of each head")
+    heads, _, dim, width = attend.roles.sizes
+    length = 6
+    q, k = trial.randn(2, heads, length, dim, times=2.0), trial.randn(2, 1, length, dim)
+    v = trial.randn(2, subject.fixed["G"], length, width)
+    with torch.no_grad():
+        out = attend(q, k, v).double()
+    scale = subject.conventions.scale or (subject.fixed["D"] + dim) ** -0.5
+    many = heads // subject.fixed["G"]
+    shared = k.expand(-1, heads, -1, -1)
+    keep = subject.visible(length, length)
+    plain = heads_of(q, shared, v.repeat_interleave(many, 1), keep, scale)
+    thetas = dict.fromkeys((subject.conventions.theta, *THETAS))
+    rotations = [(p, t) for t in thetas for p in ("none", "halves", "pairs") if dim % 2 == 0]
+    label = f"B=2 L={length}, {dim} shared channels"
+    if any(worst(out, turned(plain, *each).out())[1] < CLOSE for each in rotations):
+        return
+    for pairing, theta in rotations[1:]:
+        for sentence, would in mistakes(plain, pairing, theta):
+            if worst(out, would)[1] < CLOSE:
+                right = turned(plain, pairing, theta).out()
+                require(label, out, right, CLOSE, {sentence: would})
+    raise NotApplicable("its positions enter the shared channels in a way that is not known")
+
+
+LAWS = (rope_relative, rope_layout, rope_norm_and_long, rope_autocast, latent_positions)

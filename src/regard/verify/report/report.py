@@ -7,8 +7,21 @@ from typing import Any, Literal
 
 from regard.verify.law import Counterexample, Law
 
-Status = Literal["passed", "failed", "advice", "not applicable"]
-NOT_UNDERSTOOD = 2
+Status = Literal["passed", "failed", "follows", "advice", "undecided", "defect", "not applicable"]
+DECLARE = (
+    "Declare with --like NAME=VALUE, with check(subject, {NAME: VALUE}), or with "
+    "regard_conventions = {NAME: VALUE} in its file."
+)
+Verdict = Literal["kept", "broken", "not understood", "partly judged"]
+EXIT_CODES: dict[Verdict, int] = {
+    "kept": 0, "broken": 1, "not understood": 2, "partly judged": 3,
+}  # fmt: skip
+COLOURS: dict[Verdict, str] = {  # of badges
+    "kept": "brightgreen", "broken": "red", "not understood": "red", "partly judged": "yellow",
+}  # fmt: skip
+DEFINITION = (
+    "oracle_forward"  # without this law the values, and with them the scale, are not judged
+)
 
 
 @dataclass(frozen=True)
@@ -17,14 +30,18 @@ class Outcome:
 
     Attributes:
         law: the name of the law.
-        status: passed, failed, advice (unwise, but not wrong) or not applicable.
+        status: passed, failed, follows (broken as another law is, see `because`), advice (unwise,
+            but not wrong), undecided (it took too long), defect (an error of this suite, which
+            says nothing about the subject) or not applicable.
         statement: the law in one sentence.
         kind: exact, bounded, statistical or resource.
         catches: the mistakes that break it.
-        reason: why it does not apply.
+        reason: why it does not apply, is undecided, or which error this suite made.
         example: the counter-example.
         known: where the same defect is reported.
         seconds: how long it took.
+        because: of a law that follows, the broken law that explains it.
+        line: the line of the subject, as `FILE:NUMBER: CODE`, where it can be told.
     """
 
     law: str
@@ -36,6 +53,8 @@ class Outcome:
     example: Counterexample | None = None
     known: str = ""
     seconds: float = 0.0
+    because: str = ""
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,12 +79,16 @@ class Report:
         outcomes: of all laws, in their order.
         pictures: of the visible keys.
         problem: why no law could be checked, if so.
+        unjudged: what could not be judged, and what to declare so that it can be: then the subject
+            is partly judged.
         seed: of the random inputs.
         seconds: in total.
 
     >>> report = Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded", "")])
-    >>> report.exit_code, report.badge()
-    (0, '![attention: 1 of 1 laws](https://img.shields.io/badge/attention-1_of_1_laws-brightgreen)')
+    >>> report.exit_code, report.verdict
+    (0, 'kept')
+    >>> print(report.badge())
+    ![attention: none of 1 law broken](https://img.shields.io/badge/attention-none_of_1_law_broken-brightgreen)
     """
 
     subject: str
@@ -76,6 +99,7 @@ class Report:
     outcomes: list[Outcome] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
     problem: str = ""
+    unjudged: str = ""
     seed: int = 0
     seconds: float = 0.0
 
@@ -83,49 +107,117 @@ class Report:
         """The outcomes of this status."""
         return [each for each in self.outcomes if each.status == status]
 
+    def named(self, law: str) -> Outcome:
+        """The outcome of this law.
+
+        Raises:
+            KeyError: if the report has none.
+        """
+        return {each.law: each for each in self.outcomes}[law]
+
     @property
     def failed(self) -> list[str]:
-        """Names of the laws that are broken."""
-        return [each.law for each in self.having("failed")]
+        """Names of the laws that are broken, for a cause of their own or because another is."""
+        return [each.law for each in self.outcomes if each.status in ("failed", "follows")]
+
+    @property
+    def causes(self) -> list[Outcome]:
+        """The broken laws that no other broken law explains."""
+        return self.having("failed")
 
     @property
     def advice(self) -> list[str]:
         """Names of the recommendations that are not followed."""
         return [each.law for each in self.having("advice")]
 
+    def following(self, cause: str) -> list[str]:
+        """Names of the laws that are broken because this one is."""
+        because = {each.law: each.because for each in self.having("follows")}
+
+        def root(law: str) -> str:
+            for _ in because:  # as many steps as there are laws, should two name each other
+                law = because.get(law, law)
+            return law
+
+        return [law for law in because if root(law) == cause]
+
+    @property
+    def unexplained(self) -> list[Outcome]:
+        """The broken laws, in the order in which they are reported: each has a cause of its own.
+
+        A law that follows from one that is not reported as broken is reported itself.
+        """
+        explained = {law for each in self.causes for law in self.following(each.law)}
+        return self.causes + [each for each in self.having("follows") if each.law not in explained]
+
+    def reasons(self, status: Status) -> dict[str, list[str]]:
+        """The names of the laws with this status, by the reason."""
+        found: dict[str, list[str]] = {}
+        for each in self.having(status):
+            found.setdefault(each.reason, []).append(each.law)
+        return found
+
+    @property
+    def asked(self) -> list[Outcome]:
+        """The outcomes of the laws that were asked: that apply, and that this suite could check.
+
+        Laws that took too long are among them, so that their number does not depend on how busy
+        the machine was.
+        """
+        return [each for each in self.outcomes if each.status not in ("not applicable", "defect")]
+
+    @property
+    def verdict(self) -> Verdict:
+        """In two words: a report that asked no law at all is partly judged."""
+        if self.problem:
+            return "not understood"
+        if self.failed:
+            return "broken"
+        return "partly judged" if self.unjudged or not self.asked else "kept"
+
     @property
     def exit_code(self) -> int:
-        """0 if no law is broken, 1 if one is, 2 if the subject could not be understood."""
-        return NOT_UNDERSTOOD if self.problem else int(bool(self.failed))
+        """0 if all is judged and no law is broken, 1 if one is, 2 if the subject could not be
+        understood, 3 if no law is broken but not all could be judged."""
+        return EXIT_CODES[self.verdict]
 
     def __bool__(self) -> bool:
         return self.exit_code == 0
 
     def summary(self) -> str:
-        """One line."""
+        """One line: the verdict, and how much was judged.
+
+        >>> Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded", "")]).summary()
+        'mine: right as far as it was judged. 1 of 1 law was asked, none is broken.'
+        """
         if self.problem:
             return f"{self.subject}: not understood. {self.problem}"
-        passed, failed = len(self.having("passed")), len(self.failed)
-        advice = len(self.advice)
-        parts = [f"{passed} law{'s' * (passed != 1)} kept", f"{failed} broken"]
-        if advice:
-            parts.append(f"{advice} piece{'s' * (advice != 1)} of advice")
-        parts.append(f"{len(self.having('not applicable'))} not applicable")
-        return f"{self.subject}: {', '.join(parts)}"
+        asked, broken, causes = len(self.asked), len(self.failed), len(self.unexplained)
+        verdict = "right as far as it was judged"
+        if broken:
+            verdict = f"broken, for {_counted(causes, 'cause')}"
+        if self.unjudged or not asked:
+            verdict = f"{verdict}, and only partly judged" if broken else "partly judged"
+        laws = f"{asked} of {_counted(len(self.outcomes), 'law')} {_was(asked)} asked"
+        return f"{self.subject}: {verdict}. {laws}, {broken or 'none'} {_is(broken)} broken."
 
     def badge(self) -> str:
-        """A line of Markdown for a README."""
-        passed = len(self.having("passed"))
-        applied = passed + len(self.failed)
-        colour = "red" if self.failed or self.problem else "brightgreen"
-        text = f"{passed} of {applied} laws" if not self.problem else "not understood"
+        """A line of Markdown for a README; green only where the exit code is 0."""
+        text: str = self.verdict
+        if self.verdict in ("kept", "broken"):
+            laws = _counted(len(self.asked), "law")
+            text = f"{len(self.failed) or 'none'} of {laws} broken"
         name = text.replace(" ", "_")
+        colour = COLOURS[self.verdict]
         return f"![attention: {text}](https://img.shields.io/badge/attention-{name}-{colour})"
 
     def to_json(self) -> str:
         """The report as JSON; `Report.from_json` reads it."""
-        whole = {**asdict(self), "exit_code": self.exit_code, "badge": self.badge()}
-        return json.dumps(whole, indent=2, allow_nan=False, default=str)
+        derived = {
+            "exit_code": self.exit_code, "verdict": self.verdict, "summary": self.summary(),
+            "badge": self.badge(),
+        }  # fmt: skip
+        return json.dumps({**asdict(self), **derived}, indent=2, allow_nan=False, default=str)
 
     @staticmethod
     def from_json(text: str) -> "Report":
@@ -135,6 +227,18 @@ class Report:
         whole["outcomes"] = [outcome_from(each) for each in whole["outcomes"]]
         whole["pictures"] = [Picture(**each) for each in whole["pictures"]]
         return Report(**whole)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _was(number: int) -> str:
+    return "was" if number == 1 else "were"
+
+
+def _is(number: int) -> str:
+    return "are" if number > 1 else "is"
 
 
 def outcome_from(given: Mapping[str, Any]) -> Outcome:

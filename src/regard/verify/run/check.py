@@ -7,10 +7,19 @@ from typing import Any
 
 from regard.verify.laws import LAWS
 from regard.verify.report.report import Report
-from regard.verify.run.in_process import describe, pictures_of, run_laws, undisturbed
+from regard.verify.run.causes import settled
+from regard.verify.run.crashes import crash
+from regard.verify.run.in_process import (
+    describe,
+    end_early,
+    pictures_of,
+    problem_of,
+    run_laws,
+    undisturbed,
+)
+from regard.verify.run.judged import unjudged
 from regard.verify.run.separate_process import Progress, Request, run_separately
 from regard.verify.subject.conventions import Conventions, conventions_from
-from regard.verify.subject.subject import SubjectError
 from regard.verify.subject.understand import understand
 
 
@@ -57,8 +66,14 @@ def check(
     if isinstance(subject, str):
         _require_plain(own)
         request = Request(subject, own.declared(), only, quick, seed, memory=memory)
-        return run_separately(request, limit, progress)
-    return _here(subject, own, only, quick, seed, progress)
+        report = run_separately(request, limit, progress)
+    else:
+        report = _here(subject, own, only, quick, seed, progress)
+    place = {name: at for at, name in enumerate(LAWS)}
+    report.outcomes.sort(key=lambda each: place[each.law])
+    report.outcomes = settled(report.outcomes)
+    report.unjudged = unjudged(report) if only is None else ""
+    return report
 
 
 def _require_plain(own: Conventions) -> None:
@@ -84,9 +99,12 @@ def _here(
     try:
         with undisturbed(seed):
             understood = understand(subject, own, seed=seed)
-    except SubjectError as error:
+    except Exception as error:
         name = getattr(subject, "__name__", type(subject).__name__)
-        return Report(name, declared=own.declared(), problem=str(error), seed=seed)
+        report = Report(name, declared=own.declared(), seed=seed)
+        with undisturbed(seed):
+            end_early(report, crash(subject, own, error), problem_of(error), only)
+        return report
     report = describe(understood, seed)
     total = len(LAWS if only is None else only)
     for law, outcome in run_laws(understood, only=only, quick=quick, seed=seed):

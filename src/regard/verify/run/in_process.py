@@ -4,15 +4,27 @@ import contextlib
 import io
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from regard.verify.law import Broken, Counterexample, Law, NotApplicable, Sizes, Trial
+from regard.verify.blame import files_of, line_of, own_error, said
+from regard.verify.law import (
+    Broken,
+    Counterexample,
+    Law,
+    NotApplicable,
+    OwnError,
+    Sizes,
+    Trial,
+    Undecided,
+)
 from regard.verify.laws import LAWS
-from regard.verify.report.report import Outcome, Picture, Report, Status, outcome
+from regard.verify.report.report import Outcome, Picture, Report, outcome
+from regard.verify.run.causes import TOPICS
+from regard.verify.run.lines import lines_of
 from regard.verify.subject.subject import Subject, SubjectError
 from regard.verify.visibility import read_dependence
 
@@ -40,10 +52,12 @@ THINGS = {  # abilities of a subject that is not attention
     "prefix": "prefix cache",
     "rotation": "rotation",
 }
+FIRST = "eval_determinism"
 KNOWN = {  # defects of torch, and where they are reported
     ("MultiheadAttention", "fully_masked_forward"): "pytorch#41508",
     ("MultiheadAttention", "fully_masked_backward"): "pytorch#41508",
     ("MultiheadAttention", "mask_and_causal"): "pytorch#99282",
+    ("MultiheadAttention", "causal_option"): "pytorch#99282",
     ("MultiheadAttention", "needs_weights_agree"): "pytorch#99282",
     ("scaled_dot_product_attention", "masked_poison"): "pytorch#103963",
 }
@@ -71,12 +85,22 @@ def run_laws(
     quick: bool = False,
     seed: int = 0,
 ) -> Iterator[tuple[Law, Outcome | None]]:
-    """Each law, first without and then with its outcome."""
+    """Each law, first without and then with its outcome; the first is `FIRST`.
+
+    If that is broken no other law is asked: what differs from call to call breaks them all.
+    """
     wanted = set(LAWS if only is None else only) - set(skip)
-    for law in LAWS.values():
-        if law.name in wanted:
-            yield law, None
-            yield law, run_law(law, subject, quick=quick, seed=seed)
+    differs = False
+    for law in sorted(LAWS.values(), key=lambda each: each.name != FIRST):
+        if law.name not in wanted:
+            continue
+        yield law, None
+        if differs:
+            found = outcome(law, "not applicable", reason="not asked: two calls of it differ")
+        else:
+            found = run_law(law, subject, quick=quick, seed=seed)
+        differs = differs or (law.name == FIRST and found.status == "failed")
+        yield law, found
 
 
 def run_law(law: Law, subject: Subject, *, quick: bool = False, seed: int = 0) -> Outcome:
@@ -96,22 +120,60 @@ def run_law(law: Law, subject: Subject, *, quick: bool = False, seed: int = 0) -
 
 
 def _outcome(law: Law, subject: Subject, trial: Trial, seed: int) -> Outcome:
-    status: Status = "failed"
     try:
         with undisturbed(seed):
             law.run(subject, trial)
         return outcome(law, "passed")
     except NotApplicable as error:
         return outcome(law, "not applicable", reason=str(error))
+    except Undecided as error:
+        return outcome(law, "undecided", reason=str(error))
+    except OwnError as error:
+        return outcome(law, "defect", reason=str(error))
     except Broken as error:
-        return outcome(law, status, example=error.example, known=_known(subject, law))
-    except SubjectError as error:
+        found = outcome(law, "failed", example=error.example, known=_known(subject, law))
+        return replace(found, line=_line(law, subject))
+    except Exception as error:
+        return _of_an_error(law, subject, error)
+
+
+def _of_an_error(law: Law, subject: Subject, error: Exception) -> Outcome:
+    """The outcome of a law that ended in an error: of the subject, or of this suite."""
+    files = files_of(subject.thing, subject.module)
+    if defect := defect_in(error, files):
+        return outcome(law, "defect", reason=defect)
+    if isinstance(error, SubjectError):
         if isinstance(error.__cause__, NotImplementedError):
             return outcome(law, "not applicable", reason=f"it refuses: {error}")
         cause = str(error)
-    except Exception as error:
-        cause = f"the call ended in {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return outcome(law, status, example=Counterexample("", "", "an output", "an error", cause))
+    else:
+        cause = f"the call ended in {said(error, line_of(error, files))}"
+    example = Counterexample("", "", "an output", "an error", cause)
+    return located(outcome(law, "failed", example=example), error, files)
+
+
+def located(found: Outcome, error: Exception, files: Collection[str] = ()) -> Outcome:
+    """The same outcome with the line of the subject in which an error was raised."""
+    told = error.line if isinstance(error, SubjectError) else ""
+    return replace(found, line=told or line_of(error, files))
+
+
+def defect_in(error: BaseException, files: Collection[str] = ()) -> str:
+    """An error of this suite, in words; "" if the subject raised it or caused it."""
+    raised = error.__cause__ if isinstance(error, SubjectError) else error
+    return "" if raised is None else own_error(raised, files)
+
+
+def _line(law: Law, subject: Subject) -> str:
+    """The line of the subject that does what the law is about, where it can be told."""
+    if law.name == "super_init":
+        return subject.forgot_super
+    topic = TOPICS.get(law.name)
+    if topic is None:
+        return ""
+    with contextlib.suppress(Exception), undisturbed():  # without a line the outcome is complete
+        return lines_of(subject).get(topic, "")
+    return ""
 
 
 def _known(subject: Subject, law: Law) -> str:
@@ -140,6 +202,36 @@ def undisturbed(seed: int = 0) -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
+
+
+def problem_of(error: Exception) -> str:
+    """Why a subject could not be understood, by the error in which that ended."""
+    if defect := defect_in(error):
+        return (
+            f"this is an error of regard, which says nothing about the subject: {defect}; declare "
+            "its conventions, so that less is found out by probing, and report the error"
+        )
+    if isinstance(error, SubjectError):
+        text = " ".join(str(error).split())
+    elif isinstance(error, (ValueError, ImportError, OSError)):
+        text = " ".join(str(error).split()) or said(error)
+    else:
+        text = f"it raised {said(error)}"
+    line = line_of(error)
+    return text if not line or line in text else f"{text} ({line})"
+
+
+def end_early(
+    report: Report, crash: Outcome | None, problem: str, only: Iterable[str] | None = None
+) -> None:
+    """Complete the report on a subject that could not be understood, or does not run at all."""
+    if crash is None:
+        report.problem = problem
+        return
+    reason = "not asked: it raises an error for every input"
+    wanted = set(LAWS if only is None else only) - {crash.law}
+    others = [law for law in LAWS.values() if law.name in wanted]
+    report.outcomes = [crash, *(outcome(law, "not applicable", reason=reason) for law in others)]
 
 
 def describe(subject: Subject, seed: int) -> Report:

@@ -1,6 +1,7 @@
 """Running a subject in a separate process: it may crash, hang, print or use up memory.
 
-If the process ends early, the current law has failed, and a new process checks the rest.
+If the process ends early, the current law has failed; if it takes too long, that law is undecided.
+A new process then checks the rest.
 """
 
 import json
@@ -17,9 +18,12 @@ from typing import Any
 
 from regard.verify.laws import LAWS
 from regard.verify.report.report import Picture, Report, ended, outcome, outcome_from
+from regard.verify.run.clock import Clock
+from regard.verify.run.in_process import end_early
 
 LOADING = 120.0  # seconds to import and probe a subject: large libraries are slow to import
-DEATHS = 3  # processes that may end early; after that the remaining laws are left out
+DEATHS = 3  # processes that may end early or hang; after that the remaining laws are left out
+SHORT = 10.0  # seconds for a law, at most, once another has hung
 
 Progress = Callable[[str, int, int], None]  # the law, how many are done, how many there are
 
@@ -55,19 +59,17 @@ class Run:
 
 
 def run_separately(request: Request, limit: float, progress: Progress) -> Report:
-    """The report on a named subject; `limit` is in seconds for one law."""
+    """The report on a named subject; `limit` is in seconds for one law, as `Clock` counts them."""
     start = time.perf_counter()
     run = Run(Report(request.subject, declared=request.conventions, seed=request.seed))
     while not run.finished and run.deaths < DEATHS and not run.report.problem:
         request.skip = sorted(run.done)
-        _one_process(run, request, limit if run.deaths == 0 else min(limit, 10.0), progress)
+        _one_process(run, request, limit if run.deaths == 0 else min(limit, SHORT), progress)
     if run.deaths >= DEATHS:
-        reason = f"not checked: the subject ended its process in {DEATHS} laws before"
+        reason = f"not checked: the subject hung or ended its process in {DEATHS} laws before"
         for law in LAWS.values():
             if law.name not in run.done and (request.only is None or law.name in request.only):
-                run.report.outcomes.append(outcome(law, "not applicable", reason=reason))
-    place = {name: at for at, name in enumerate(LAWS)}
-    run.report.outcomes.sort(key=lambda each: place[each.law])
+                run.report.outcomes.append(outcome(law, "undecided", reason=reason))
     run.report.seconds = round(time.perf_counter() - start, 2)
     return run.report
 
@@ -88,14 +90,13 @@ def _one_process(run: Run, request: Request, limit: float, progress: Progress) -
                 env=_variables(),
             )
             try:
-                hung = _follow(run, process, answers, limit, progress)
+                too_long = _follow(run, process, answers, limit, progress)
             finally:
                 with suppress(OSError):
                     process.kill()
                 process.wait()
         if not run.finished and not run.report.problem:
-            limit = limit if run.current else LOADING
-            _ended(run, process.returncode, hung, limit, _last_line(Path(folder, "printed.txt")))
+            _ended(run, process.returncode, too_long, _last_line(Path(folder, "printed.txt")))
 
 
 def _variables() -> dict[str, str]:
@@ -106,27 +107,31 @@ def _variables() -> dict[str, str]:
 
 def _follow(
     run: Run, process: "subprocess.Popen[bytes]", answers: Path, limit: float, progress: Progress
-) -> bool:
-    """Read events until the process ends; whether it took too long."""
-    count, last = 0, time.monotonic()
+) -> str:
+    """Read events until the process ends or takes too long: then what it took, in words."""
+    count, clock = 0, Clock(process.pid)
     while True:
         over = process.poll() is not None
         lines = answers.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be incomplete
         for line in lines[count:]:
             _record(run, line, progress)
-            last = time.monotonic()
+        if lines[count:]:
+            clock.restart()
         count = len(lines)
         if over or run.finished:
-            return False
-        if time.monotonic() - last > (limit if run.current else LOADING):
-            return True
+            return ""
+        if took := clock.over(limit if run.current else LOADING):
+            return took
         time.sleep(0.02)
 
 
 def _record(run: Run, line: str, progress: Progress) -> None:
     event = json.loads(line)
     if event["event"] == "problem":
-        run.report.problem = event["text"]
+        crash = event["crash"]
+        crash = None if crash is None else outcome_from(crash)
+        end_early(run.report, crash, event["text"], event["only"])
+        run.finished = True
     elif event["event"] == "subject" and not run.report.kind:
         for name in ("subject", "kind", "inferred", "declared", "notes"):
             setattr(run.report, name, event["report"][name])
@@ -142,17 +147,18 @@ def _record(run: Run, line: str, progress: Progress) -> None:
         run.finished = True
 
 
-def _ended(run: Run, code: int, hung: bool, limit: float, last_line: str) -> None:
+def _ended(run: Run, code: int, too_long: str, last_line: str) -> None:
     """The process ended early: that is the outcome of the current law."""
-    if hung:
-        cause = f"it did not come back within {limit:g} s"
+    if too_long:
+        cause = f"it did not come back within {too_long}"
     elif code < 0:
         cause = f"it was ended by signal {-code}{last_line}"
     else:
         cause = f"it ended the program with exit code {code}{last_line}"
     law = LAWS.get(run.current)
     if law is not None:
-        run.report.outcomes.append(ended(law, cause))
+        found = outcome(law, "undecided", reason=cause) if too_long else ended(law, cause)
+        run.report.outcomes.append(found)
         run.done.add(law.name)
         run.deaths += 1
     elif run.current == "pictures":

@@ -6,7 +6,6 @@ to another. If the subject ends the process, the lines written so far stay.
 
 import json
 import sys
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,24 +19,28 @@ def main(request: str, answers: str) -> None:
         import torch
 
         from regard.verify.laws import LAWS
-        from regard.verify.run.in_process import describe, pictures_of, run_laws, undisturbed
+        from regard.verify.run.crashes import crash
+        from regard.verify.run.in_process import (
+            describe,
+            pictures_of,
+            problem_of,
+            run_laws,
+            undisturbed,
+        )
         from regard.verify.subject.conventions import conventions_from
-        from regard.verify.subject.subject import SubjectError
         from regard.verify.subject.understand import understand
 
         torch.set_num_threads(1)
         limit_memory(asked["memory"])
+        own = conventions_from(asked["conventions"])
         try:
             with undisturbed(asked["seed"]):
-                own = conventions_from(asked["conventions"])
                 subject = understand(asked["subject"], own, seed=asked["seed"])
-        except (SubjectError, ValueError, ImportError, OSError) as error:
-            _write(out, "problem", text=" ".join(str(error).split()))
-            return
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-            _write(out, "problem", text=f"it could not be probed: {text}")
+            with undisturbed(asked["seed"]):
+                found = crash(asked["subject"], own, error)
+            crashed = None if found is None else asdict(found)
+            _write(out, "problem", text=problem_of(error), crash=crashed, only=asked["only"])
             return
         _write(out, "subject", report=asdict(describe(subject, asked["seed"])))
         options = {name: asked[name] for name in ("only", "skip", "quick", "seed")}

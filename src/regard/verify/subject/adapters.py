@@ -9,21 +9,16 @@ import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from regard.verify.subject.construct import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, WIDTH
+from regard.verify.subject.configurations import TINY
+from regard.verify.subject.guesses import HEADS
 from regard.verify.subject.mask_forms import parameters_of
 from regard.verify.subject.subject import SubjectError, called
 
-TINY = {
-    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM, "intermediate_size": 16, "vocab_size": 40, "num_hidden_layers": 2,
-    "max_position_embeddings": CONTEXT, "sliding_window": None, "attention_dropout": 0.0,
-    "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "pad_token_id": 0,
-}  # fmt: skip
 LATENT = {
     "num_key_value_heads": HEADS, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
@@ -117,9 +112,8 @@ class TransformersModel(Adapter):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(
-            inner, mask="attention_mask", polarity="keep", mask_shape="BS", mask_dtype="int",
-            pairing="none",
-        )  # fmt: skip
+            inner, mask="attention_mask", polarity="keep", mask_shape="BS", mask_dtype="int"
+        )
         self.config = inner.config
 
     def forward(
@@ -231,8 +225,8 @@ def model_folder(path: Path) -> nn.Module:
 
 def neutral(module: nn.Module) -> nn.Module:
     """The module without rotation, where that is possible, with the same weights."""
-    if not isinstance(module, TransformersAttention):
+    if not hasattr(module, "rotating"):
         return module
-    twin = copy.copy(module)  # shares the children
+    twin: Any = copy.copy(module)  # shares the children
     twin.rotating = False
-    return twin
+    return cast(nn.Module, twin)

@@ -7,37 +7,73 @@ import torch
 from torch import Tensor
 
 from regard.verify.law import Trial
-from regard.verify.subject.mask_forms import parameters_of
+from regard.verify.subject.guesses import role_of
+from regard.verify.subject.signatures import parameters_of, required_of
 from regard.verify.subject.subject import CacheMethods, Subject, SubjectError, called
 
 TRUNCATES = ("truncate", "crop", "trim", "rollback")
 REORDERS = ("reorder", "reorder_cache", "select", "batch_select_indices")
+UPDATES = ("update", "append", "extend", "add", "store", "push", "put", "concat")
 LENGTHS = ("length", "get_seq_length", "seq_len", "offset", "size", "current_length", "__len__")
+POSITIONS = ("input_pos", "pos", "positions", "cache_position", "start_pos", "position_ids")
 HEADS, DIM = 2, 4  # of the keys and values that a cache is tested with
 
 
 @dataclass
 class Store:
-    """One cache, and the names of its methods."""
+    """One cache, the names of its methods, and the number of tokens that were appended."""
 
     held: Any
     methods: CacheMethods
+    tokens: int = 0
 
     def append(self, k: Tensor, v: Tensor, *, copied: bool = True) -> tuple[Tensor, Tensor]:
         """Add keys and values [B, G, L, D], or copies of them; returns all visible ones."""
-        names = list(parameters_of(self.held.update))
-        given: list[Any] = [k.clone(), v.clone()] if copied else [k, v]
-        if "layer_idx" in names:
-            given.append(0)
-        elif names and names[0] in ("input_pos", "pos", "positions"):
-            given.insert(0, torch.arange(self.length, self.length + k.shape[2]))
-        return _both(called(self.held.update, *given))
+        if copied:
+            k, v = k.clone(), v.clone()
+        update = getattr(self.held, self.methods.update)
+        got = _both(called(update, *self._given(update, k, v)))
+        self.tokens += k.shape[2]
+        if self.methods.padded:
+            length = self._counted()
+            return got[0][:, :, :length], got[1][:, :, :length]
+        return got
+
+    def _counted(self) -> int:
+        """The number of tokens, by its own count if it has one."""
+        try:
+            return self.length
+        except SubjectError:
+            return self.tokens
+
+    def _given(self, update: Any, k: Tensor, v: Tensor) -> list[Any]:
+        """The arguments of its update in their order: keys, values, the layer, positions."""
+        given: list[Any] = []
+        pairs = [k, v]
+        for name, each in parameters_of(update).items():
+            if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.KEYWORD_ONLY):
+                break
+            if name in POSITIONS:
+                start = self._counted()
+                by_number = "start" in name or each.annotation in (int, "int")
+                given.append(start if by_number else torch.arange(start, start + k.shape[2]))
+            elif role_of(name) in ("layer index", "layers"):
+                given.append(0)
+            elif pairs:
+                given.append(pairs.pop(0))
+            elif each.default is each.empty:
+                given.append({} if "kwargs" in name else None)
+            else:
+                break
+        return [*given, *pairs]
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         assert self.methods.truncate is not None
         amount = self.length - length if self.methods.by_amount else length
+        amount = -amount if self.methods.negative else amount
         called(getattr(self.held, self.methods.truncate), amount)
+        self.tokens = length
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -50,7 +86,8 @@ class Store:
         for name in LENGTHS:
             if hasattr(self.held, name):
                 found = getattr(self.held, name)
-                return int(called(found) if callable(found) else found)
+                layer = [0] if callable(found) and required_of(found) else []
+                return int(called(found, *layer) if callable(found) else found)
         raise SubjectError("it has no count of its tokens")
 
     def storage(self) -> int:
@@ -72,24 +109,25 @@ def _both(result: Any) -> tuple[Tensor, Tensor]:
 
 def storage_bytes(held: Any) -> int:
     """Bytes of all tensors in an object, each storage counted once and whole."""
-    return sum(_storages(held, set()).values())
+    storages = [x.untyped_storage() for x in _tensors(held, set())]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
-def _storages(held: Any, visited: set[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
+def content_of(held: Any) -> float:
+    """The sum of all values in an object: it changes when keys and values are stored."""
+    return float(sum(float(x.detach().double().abs().sum()) for x in _tensors(held, set())))
+
+
+def _tensors(held: Any, visited: set[int]) -> list[Tensor]:
     if id(held) in visited:
-        return found
+        return []
     visited.add(id(held))
     if isinstance(held, Tensor):
-        storage = held.untyped_storage()
-        return {storage.data_ptr(): storage.nbytes()}
+        return [held]
     inside = list(held) if isinstance(held, (list, tuple)) else []
     inside += list(held.values()) if isinstance(held, dict) else []
     inside += list(getattr(held, "__dict__", {}).values())
-    for each in inside:
-        if not callable(each):
-            found.update(_storages(each, visited))
-    return found
+    return [x for each in inside if not callable(each) for x in _tensors(each, visited)]
 
 
 def new_store(subject: Subject) -> Store:
@@ -102,14 +140,36 @@ def new_tokens(trial: Trial, length: int, batch: int = 1) -> list[Tensor]:
     return [trial.randn(batch, HEADS, length, DIM) for _ in "kv"]
 
 
+def update_of(made_by: Any) -> str:
+    """The method of a class that takes keys and values and returns all of them; "" if none does.
+
+    >>> class Memory:
+    ...     def update(self, keys, values, layer): ...
+    >>> update_of(Memory)
+    'update'
+    """
+    for name in UPDATES:
+        method = getattr(made_by, name, None)
+        names = [n for n in parameters_of(method) if n != "self" and n not in POSITIONS]
+        first = [n.lower().removeprefix("new_").removeprefix("x")[:1] for n in names[:2]]
+        if callable(method) and first == ["k", "v"]:
+            return name
+    return ""
+
+
 def probe_store(subject: Subject) -> None:
     """Find out the names of its methods, and whether truncation takes a length or an amount."""
     held = called(subject.thing)
     truncate = next((n for n in TRUNCATES if hasattr(held, n)), None)
     reorder = next((n for n in REORDERS if hasattr(held, n)), None)
-    store = Store(called(subject.thing), CacheMethods(truncate, reorder))
+    update = update_of(type(held)) or "update"
+    store = Store(called(subject.thing), CacheMethods(truncate, reorder, update=update))
     k, v = new_tokens(Trial("store"), 5, batch=2)
     got, _ = store.append(k, v)
+    if got.shape[2] > 5 and (store.length == 5 if _counts(store) else _is_empty(got[:, :, 5:])):
+        store.methods = store.methods._replace(padded=True)
+        subject.inferred["capacity"] = f"{got.shape[2]} places, of which the first are used"
+        got = got[:, :, :5]
     subject.rounding = _rounding(got, k)
     if subject.rounding:
         subject.inferred["rounding"] = f"{subject.rounding:.1%} of the largest value"
@@ -117,11 +177,10 @@ def probe_store(subject: Subject) -> None:
     has.cache_length, has.cache_reorder = _counts(store), reorder is not None
     has.cache_truncate = truncate is not None and has.cache_length
     if truncate and has.cache_truncate:
-        store.methods = store.methods._replace(by_amount=_by_amount(store, truncate))
-        amount = "the number of tokens to drop" if store.methods.by_amount else "a length to keep"
-        subject.inferred["truncation"] = f"{truncate}({amount})"
+        methods = _truncation(store.methods, subject)
+        has.cache_truncate, store.methods = methods is not None, methods or store.methods
     subject.cache_methods = store.methods
-    subject.inferred["methods"] = ", ".join(filter(None, ("update", truncate, reorder)))
+    subject.inferred["methods"] = ", ".join(filter(None, (update, truncate, reorder)))
 
 
 def _rounding(got: Tensor, k: Tensor) -> float:
@@ -132,6 +191,11 @@ def _rounding(got: Tensor, k: Tensor) -> float:
     return 2 * error if error < 0.1 else 0.0
 
 
+def _is_empty(places: Tensor) -> bool:
+    """Whether the places after the first five hold nothing yet."""
+    return not bool(places.any())
+
+
 def _counts(store: Store) -> bool:
     try:
         return store.length >= 0
@@ -139,10 +203,31 @@ def _counts(store: Store) -> bool:
         return False
 
 
-def _by_amount(store: Store, truncate: str) -> bool:
-    """Whether, of 5 tokens, 4 are left after `truncate(1)`."""
-    try:
-        called(getattr(store.held, truncate), 1)
-    except SubjectError:
-        return False
-    return store.length == 4
+def _truncation(methods: CacheMethods, subject: Subject) -> CacheMethods | None:
+    """How 4 of 5 tokens are kept, or 1: by a length, or by the tokens to drop; None if it cannot.
+
+    Of 5 tokens, `truncate(1)` keeps 4 if it takes the tokens to drop. A refusal is no fault, as
+    some caches take these with a minus sign, and others cannot be truncated.
+    """
+    ways = {
+        "a length to keep": (methods, 1, 1),
+        "the number of tokens to drop": (methods._replace(by_amount=True), 1, 4),
+        "the number of tokens to drop, with a minus": (
+            methods._replace(by_amount=True, negative=True), -1, 4,
+        ),
+    }  # fmt: skip
+    refused, left = [], dict[str, int]()
+    for words, (_, argument, _) in ways.items():
+        store = Store(called(subject.thing), methods)
+        store.append(*new_tokens(Trial("store"), 5, batch=2))
+        try:
+            called(getattr(store.held, str(methods.truncate)), argument)
+            left[words] = store.length
+        except SubjectError:
+            refused.append(words)
+    found = next((words for words, each in ways.items() if left.get(words) == each[2]), None)
+    if found is None and "a length to keep" in refused:
+        return None
+    found = found or "a length to keep"  # it keeps another number: laws report that
+    subject.inferred["truncation"] = f"{methods.truncate}({found})"
+    return ways[found][0]

@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 Kind = Literal["function", "module", "cache", "paged", "allocator", "prefix", "rope"]
 
+DECLARED = "regard_conventions"  # the name of a dictionary of conventions in the subject's file
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": ("function", "module", "cache", "paged", "allocator", "prefix", "rope"),
-    "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE"),
-    "returns": ("BHLD", "BLHD", "BLE"),
+    "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE", "THD"),
+    "returns": ("BHLD", "BLHD", "BLE", "BLD", "LD", "THD"),
     "polarity": ("keep", "drop", "additive"),
     "mask_shape": ("B1LS", "BHLS", "NLS", "BLS", "LS", "B11S", "BS"),
     "mask_dtype": ("bool", "int", "float"),
@@ -17,7 +19,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "head_order": ("grouped", "tiled"),
     "pairing": ("none", "halves", "pairs"),
     "fully_masked": ("zeros", "mean"),
-    "cache_style": ("object", "tuple", "internal"),
+    "cache_style": ("object", "single", "tuple", "internal"),
     "fused": ("blocked", "by head"),
 }
 
@@ -34,8 +36,9 @@ class Conventions:
             `"allocator"` of blocks, `"prefix"` cache, or `"rope"`, a function of (x, positions).
         arguments: of the class or of the factory.
         options: further arguments of every call.
-        layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLD"` or `"LD"`, of a module
-            `"BLE"` or `"LBE"`.
+        layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLE"` (heads side by side),
+            `"BLD"`, `"LD"`, or `"THD"` (sequences packed one after another); of a module `"BLE"` or
+            `"LBE"`.
         returns: the layout of a function's output; `"BLE"` has the heads side by side.
         mask: name of the mask argument; `""` for none.
         polarity: `"keep"` (true or 1 may attend), `"drop"`, or `"additive"` (added to the scores).
@@ -56,7 +59,8 @@ class Conventions:
         theta: the base of RoPE.
         fully_masked: the output of a fully masked query.
         cache: name of the cache argument; `""` for none.
-        cache_style: `"object"`, changed in place; `"tuple"`, returned; `"internal"`, in the module.
+        cache_style: `"object"` of all layers or `"single"` of one, changed in place; `"tuple"`,
+            returned; `"internal"`, in the module.
         new_cache: name of a function or class in the subject's file that makes a cache.
         cache_bytes: bytes for one token and one row of the batch, at most.
         window_argument: name of the argument for a window.

@@ -1,6 +1,7 @@
 """Calling a layer piece by piece, with a cache: an object, a returned tuple, or in the layer."""
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +9,10 @@ from torch import Tensor, nn
 
 from regard.verify.law import Trial
 from regard.verify.subject.adapters import Adapter
-from regard.verify.subject.lookup import named_beside
-from regard.verify.subject.mask_forms import parameters_of
+from regard.verify.subject.cache_makers import is_annotated, makers_of
+from regard.verify.subject.caches import content_of
 from regard.verify.subject.modules import ModuleCall
+from regard.verify.subject.signatures import parameters_of
 from regard.verify.subject.subject import Stepper, Subject, SubjectError, called
 
 STARTS = ("start_pos", "offset", "past_length", "past", "position_offset")
@@ -31,8 +33,9 @@ class Steps:
 
     Attributes:
         argument: the name of the cache argument.
-        style: `object`, `tuple` or `internal`, as in `Conventions.cache_style`.
+        style: `object`, `single`, `tuple` or `internal`, as in `Conventions.cache_style`.
         new_cache: makes an empty cache, where it is an object.
+        empty: the tensors, numbers and None that the module held before the first call.
     """
 
     call: ModuleCall
@@ -40,14 +43,14 @@ class Steps:
     argument: str
     style: str
     new_cache: Any = None
+    empty: dict[str, Any] = field(default_factory=dict)
 
     def new(self) -> CacheState:
         """An empty cache."""
         if self.style == "internal":
-            reset = next(n for n in RESETS if hasattr(self.call.module, n))
-            called(getattr(self.call.module, reset))
+            _clear(self.call.module, self.empty)
             return CacheState(None, 0)
-        return CacheState(called(self.new_cache) if self.style == "object" else None, 0)
+        return CacheState(called(self.new_cache) if self.new_cache is not None else None, 0)
 
     def step(self, x: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
         """The output for x, whose tokens follow those in `state`, and the cache after it."""
@@ -93,63 +96,144 @@ class Steps:
 
 
 def _returned_cache(result: Any) -> Any:
+    """What follows the output: a tuple, list, single or object, or all keys and values."""
     if isinstance(result, (tuple, list)):
         for each in result[1:][::-1]:
             if isinstance(each, (tuple, list, dict)) or not isinstance(each, (Tensor, type(None))):
                 return each
+            if isinstance(each, Tensor) and each.ndim == 5:  # [2, B, G, S, D]
+                return each
     raise SubjectError("it returned no cache beside its output")
 
 
+def _inner(module: Any) -> Any:
+    return module.inner if isinstance(module, Adapter) else module
+
+
+def _clear(module: Any, empty: dict[str, Any]) -> None:
+    """Make the cache in a layer empty: by its own method, or as it was before the first call."""
+    inner = _inner(module)
+    reset = next((name for name in RESETS if hasattr(inner, name)), None)
+    if reset is not None:
+        called(getattr(inner, reset))
+        return
+    for name, value in empty.items():
+        setattr(inner, name, value.clone() if isinstance(value, Tensor) else value)
+
+
+def _held(module: Any) -> dict[str, Any]:
+    """The tensors, numbers and None that a layer holds beside its weights."""
+    inner = _inner(module)
+    held = {**inner._buffers, **{n: x for n, x in vars(inner).items() if not n.startswith("_")}}
+    return {
+        name: x.detach().clone() if isinstance(x, Tensor) else x
+        for name, x in held.items()
+        if (x is None or isinstance(x, (Tensor, int))) and name != "training"
+    }
+
+
 def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
-    """Find out how a cache is passed; if there is a way, the subject gets a stepper."""
+    """Find out how a cache is passed; if there is a way, the subject gets a stepper.
+
+    Of several ways that work, it is the first that gives what one call on all tokens gives.
+    """
     call = subject.layer
     assert isinstance(call, ModuleCall)
     own = subject.conventions
-    for steps in _ways(call, subject, beside):
+    declared = bool(own.cache or own.new_cache or own.cache_style)
+    working: list[Steps] = []
+    for steps in ways_of(call, subject, beside):
+        state, before = None, None
         try:
             state = steps.new()
+            before = content_of(state.held)
             for x in subject.tokens(1, 3, trial).split([2, 1], dim=1):
                 _, state = steps.step(x, state)
         except (SubjectError, StopIteration) as error:
-            if own.cache or own.new_cache or own.cache_style:
+            filled = steps.new_cache is not None and state and content_of(state.held) != before
+            if declared or filled:  # a class of its own file, in which the first tokens were put
                 subject.has.unusable_cache = True
                 subject.inferred["cache"] = f"{steps.argument} could not be used: {error}"
             continue
-        subject.conventions = own.found(cache=steps.argument, cache_style=steps.style)
-        subject.stepper = steps.stepper()
-        subject.has.unusable_cache, subject.has.cache = False, True
-        subject.inferred["cache"] = f"{steps.argument or 'in the layer'}, {steps.style}"
-        return
+        unused = steps.new_cache is not None and content_of(state.held) == before
+        if not declared and unused:
+            continue  # it takes the argument and does not use it
+        if _agrees(steps, subject, trial):
+            return _use(steps, subject)
+        working.append(steps)
+    working = [each for each in working if declared or _is_certain(each)]
+    if working:
+        return _use(working[0], subject)
     subject.inferred.setdefault("cache", "none")
+    return None
 
 
-def _ways(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
+def _use(steps: Steps, subject: Subject) -> None:
+    found = {"cache": steps.argument, "cache_style": steps.style}
+    subject.conventions = subject.conventions.found(**found)
+    subject.stepper = steps.stepper()
+    subject.has.unusable_cache, subject.has.cache = False, True
+    subject.inferred["cache"] = f"{steps.argument or 'in the layer'}, {steps.style}"
+
+
+def _agrees(steps: Steps, subject: Subject, trial: Trial) -> bool:
+    """Whether pieces give what one call gives; it may hold where that cannot be asked."""
+    if not subject.conventions.causal and not subject.has.mask:
+        return steps.style != "internal" or _is_certain(steps)
+    x = subject.tokens(2, 5, trial)
+    try:
+        whole = at_once(subject, x)
+        state, pieces = steps.new(), []
+        for piece in x.split([3, 1, 1], dim=1):
+            out, state = steps.step(piece, state)
+            pieces.append(out)
+    except SubjectError:
+        return False
+    return bool(torch.allclose(torch.cat(pieces, 1), whole, atol=1e-3))
+
+
+def _is_certain(steps: Steps) -> bool:
+    """Whether a way that gives other outputs is a fault of the cache, and not a wrong guess."""
+    if steps.style != "internal":
+        return True
+    inner = _inner(steps.call.module)
+    return any(hasattr(inner, name) for name in RESETS) or any(
+        _STORED.search(name) for name in steps.empty
+    )
+
+
+_STORED = re.compile(r"^_?(cache_?[kv]|[kv]_?cache|kv_?cache|past_?[kv])(ey|alue)?s?$", re.I)
+_ARGUMENTS = re.compile(r"cache|past|prev_?k|^kvs?$|incremental_state|^memory$|^state$", re.I)
+
+
+def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
+    """The ways in which its cache may be passed, the likeliest first."""
     own = subject.conventions
     module = call.module
     if own.cache == "":
         return []
-    factory = _factory(module, own.new_cache, beside)
+    taken = parameters_of(module.forward)
     names = [
         name
-        for name in parameters_of(module.forward)
-        if ("cache" in name or "past" in name) and name not in ("use_cache", *POSITIONS, *STARTS)
+        for name, each in taken.items()
+        if (_ARGUMENTS.search(name) or is_annotated(module, name))
+        and not isinstance(each.default, (bool, int))
+        and name not in ("use_cache", call.context, *POSITIONS, *STARTS)
     ]
     found = []
     for name in [own.cache] if own.cache else names:
-        if factory is not None:
-            found.append(Steps(call, subject, name, "object", factory))
-        found.append(Steps(call, subject, name, "tuple"))
-    if any(hasattr(module, name) for name in RESETS):
-        found.append(Steps(call, subject, "", "internal"))
-    return [each for each in found if own.cache_style in (None, each.style)]
-
-
-def _factory(module: Any, declared: Any, beside: Any) -> Any:
-    if callable(declared):
-        return declared
-    if declared:
-        return named_beside(beside, declared)
-    return module.new_cache if isinstance(module, Adapter) else None
+        makers = makers_of(module, name, own.new_cache, beside)
+        objects = [
+            Steps(call, subject, name, "object" if of_layers else "single", each)
+            for each, of_layers in makers
+        ]
+        plain = [Steps(call, subject, name, "single", dict)] if own.new_cache is None else []
+        found += [*objects, Steps(call, subject, name, "tuple"), *plain]
+    started = {*taken, *parameters_of(_inner(module).forward)} & {*STARTS, *POSITIONS, "use_cache"}
+    if any(hasattr(_inner(module), name) for name in RESETS) or started:
+        found.append(Steps(call, subject, "", "internal", empty=_held(module)))
+    alike = {"object": ("object", "single")}.get(own.cache_style or "", (own.cache_style,))
+    return [each for each in found if own.cache_style is None or each.style in alike]
 
 
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:

@@ -1,6 +1,5 @@
 """The forms in which functions and modules take a mask, and masks written in them."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,6 +8,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from regard.verify.subject.conventions import Conventions
+from regard.verify.subject.signatures import is_required as is_required
+from regard.verify.subject.signatures import parameters_of as parameters_of
 
 
 class MaskForm(NamedTuple):
@@ -57,6 +58,7 @@ class MaskForm(NamedTuple):
 
 
 NO_MASK = MaskForm("")
+BIASES = ("attn_bias", "attention_bias")  # what is added to the scores: a mask of -inf as well
 
 
 def forms(names: list[str], known: Conventions) -> Iterator[MaskForm]:
@@ -66,6 +68,8 @@ def forms(names: list[str], known: Conventions) -> Iterator[MaskForm]:
             ("bool", "keep"), ("bool", "drop"), ("float", "drop"), ("float", "additive"),
             ("int", "keep"), ("int", "drop"), ("float", "keep"),
         ):  # fmt: skip
+            if name in BIASES and polarity != "additive":
+                continue
             for shape in _shapes(name):
                 form = MaskForm(name, polarity, shape, dtype)
                 declared = {
@@ -87,19 +91,24 @@ def mask_arguments(target: Any) -> list[str]:
     >>> mask_arguments(attention)
     ['attn_mask', 'masked', 'key_padding_mask']
     """
-    names = [name for name in parameters_of(target) if "mask" in name.lower()]
-    return sorted(names, key=lambda name: ("pad" in name, "mask" not in name.split("_")[-1:]))
+    names = [
+        name
+        for name, each in parameters_of(target).items()
+        if ("mask" in name.lower() and "head_mask" not in name and "masked_" not in name)
+        or name in BIASES
+        if not isinstance(each.default, bool) and _may_be_a_tensor(name, each.annotation)
+    ]
+    return sorted(
+        names, key=lambda name: (name in BIASES, "pad" in name, "mask" not in name.split("_")[-1:])
+    )
 
 
-def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
-    """The arguments of a callable by name, without `self`; none where there is no signature."""
-    try:
-        return dict(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return {}
-
-
-def is_required(target: Any, name: str) -> bool:
-    """Whether a callable has an argument of this name without a default."""
-    parameter = parameters_of(target).get(name)
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+def _may_be_a_tensor(name: str, annotation: Any) -> bool:
+    """Whether an argument that is called a mask takes a tensor, and no switch and no object."""
+    if name == "block_mask" or annotation in (bool, "bool"):  # the first is of flex_attention
+        return False
+    own_class = isinstance(annotation, type) and annotation.__module__ not in (
+        "builtins",
+        "inspect",
+    )
+    return not own_class or issubclass(annotation, Tensor)

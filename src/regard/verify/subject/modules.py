@@ -4,12 +4,9 @@ For the second, hooks replace the outputs of its projections while it runs, and 
 its output projection. So any module of linear projections can be called as a function of (q, k, v).
 """
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import inspect
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +29,6 @@ SIZES = {
                  "num_kv_groups", "n_kv_groups"),
     "head_dim": ("head_dim", "d_k", "attention_head_size", "d_head", "head_size", "dim_head"),
 }  # fmt: skip
-_QUERY = re.compile(r"(^|[._])(w?_?q|q_?proj|w_?quer(y|ies)|quer(y|ies)(_proj)?|to_q)$", re.I)
-_KEY = re.compile(r"(^|[._])(w?_?k|k_?proj|w_?keys?|keys?(_proj)?|to_k)$", re.I)
-_VALUE = re.compile(r"(^|[._])(w?_?v|v_?proj|w_?values?|values?(_proj)?|to_v)$", re.I)
 
 
 def size_of(module: nn.Module, what: str) -> int | None:
@@ -53,7 +47,7 @@ class ModuleCall:
     """The module's own call, on x, or on the same x as queries, keys and values.
 
     Attributes:
-        inputs: how many tensors its forward takes first: 1, or 3.
+        order: what its forward takes first: "x", or queries, keys and values in this order.
         context: the argument for another sequence, or "".
         names: the names of its arguments for options.
     """
@@ -62,10 +56,15 @@ class ModuleCall:
     own: Conventions
     form: MaskForm = NO_MASK
     layout: str = "BLE"
-    inputs: int = 1
+    order: str = "x"
     context: str = ""
     heads: int = 1
     names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> int:
+        """How many sequences its forward takes first: 1, or 3."""
+        return 1 if self.order == "x" else 3
 
     def __call__(self, x: Tensor, **options: Any) -> Tensor:
         return self.out(self.result(x, **options), x)
@@ -87,14 +86,15 @@ class ModuleCall:
         if keep is None and raw is None and self.requires_a_mask():
             keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
         if keep is not None:
-            raw = self.form.encode(keep, (x.shape[0], self.heads), x.dtype)
+            raw = self.form.encode(keep, (x.shape[0], max(self.heads, keep.shape[1])), x.dtype)
         if raw is not None:
             given[self.form.argument] = raw
         if context is None and is_required(forward_of(self.module), self.context):
             context = x  # it must be given another sequence: here, its own
         if context is not None:
             given[self.context] = self.laid_out(context)
-        inputs = (x, *others) if others else (x,) * self.inputs
+        by_letter = dict(zip("qkv", (x, *others) if others else (x, x, x), strict=True))
+        inputs = [by_letter[letter] for letter in self.order] if self.inputs == 3 else [x]
         return called(self.module, *(self.laid_out(each) for each in inputs), **given)
 
     def out(self, result: Any, x: Tensor) -> Tensor:
@@ -120,158 +120,55 @@ def forward_of(module: Any) -> Any:
     return getattr(module, "forward", module)
 
 
-CONTEXTS = ("context", "encoder_hidden_states", "encoder_out", "memory", "key_value_states")
+CONTEXT_WORDS = ("context", "encoder", "memory", "cross", "source", "key_value", "condition")
+CONTEXT_NAMES = {"y", "z", "kv", "ctx", "enc", "src", "other", "mem", "cond", "x_kv", "kv_input"}
+NO_CONTEXT = ("mask", "cache", "past", "pos", "freq", "cos", "sin", "bias", "causal", "len", "rope")
 
 
-def inputs_of(module: Any) -> tuple[int, str]:
-    """How many tensors its forward takes first: x, or q, k and v; and its context argument."""
-    names = [
-        name
+class Inputs(NamedTuple):
+    """What a module's forward takes first: x, or queries, keys and values in some order.
+
+    `order` is "x" or an order of "qkv"; `context` is the argument for another sequence, or "".
+    """
+
+    order: str
+    context: str
+
+
+def inputs_of(module: Any) -> Inputs:
+    """How its forward takes its sequences, by the names of its arguments.
+
+    >>> class Tutorial(nn.Module):
+    ...     def forward(self, values, keys, query, mask=None): ...
+    >>> inputs_of(Tutorial())
+    Inputs(order='vkq', context='')
+    """
+    arguments = {
+        name: each
         for name, each in parameters_of(forward_of(module)).items()
         if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    first = [name.lower()[:1] for name in names[:3]]
-    three = first in (["q", "k", "v"], ["q", "v", "k"])
-    return 3 if three else 1, next((n for n in names if n in CONTEXTS), "")
-
-
-@dataclass
-class Projections:
-    """The submodules that make queries, keys and values, and the output projection."""
-
-    query: nn.Module | None = None
-    key: nn.Module | None = None
-    value: nn.Module | None = None
-    fused: nn.Module | None = None
-    output: nn.Module | None = None
-    norms: list[nn.Module] = field(default_factory=list)
-    gates: list[nn.Module] = field(default_factory=list)
-
-
-def find_projections(call: ModuleCall, x: Tensor) -> Projections | None:
-    """Run the module once: linear submodules that take x, and the one that returns the output."""
-    module, readers, last = call.module, [], None
-    runs: list[tuple[str, nn.Module, Tensor, Tensor]] = []
-
-    def record(name: str, each: nn.Module, given: Any, returned: Any) -> None:
-        if given and isinstance(given[0], Tensor) and isinstance(returned, Tensor):
-            runs.append((name, each, given[0].detach().clone(), returned.detach().clone()))
-
-    with ExitStack() as stack, torch.no_grad():
-        for name, each in module.named_modules():
-            if _is_linear(each):
-                stack.enter_context(hooked(each, partial(record, name)))
-        out = call.laid_out(call(x))
-    for name, each, given, returned in runs:
-        if given.shape == call.laid_out(x).shape and torch.equal(given, call.laid_out(x)):
-            readers.append((name, each))
-        elif returned.numel() == out.numel() and torch.equal(returned.flatten(), out.flatten()):
-            last = each
-    found = _sorted_out([(name, m) for name, m in readers if "gate" not in name.lower()])
-    if found is None:
-        return None
-    found.output = last
-    found.gates = [m for name, m in readers if "gate" in name.lower()]
-    found.norms = [m for n, m in module.named_modules() if "norm" in n.lower() and n]
-    return found
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and not list(module.children())
-
-
-@contextmanager
-def hooked(module: nn.Module, hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """A forward hook, removed afterwards; what it returns replaces the module's output."""
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _sorted_out(readers: list[tuple[str, nn.Module]]) -> Projections | None:
-    named = {
-        what: [m for name, m in readers if rule.search(name)]
-        for what, rule in (("query", _QUERY), ("key", _KEY), ("value", _VALUE))
     }
-    if all(len(each) == 1 for each in named.values()):
-        return Projections(named["query"][0], named["key"][0], named["value"][0])
-    if len(readers) == 3:
-        query, key, value = (each for _, each in readers)
-        return Projections(query, key, value)
-    if len(readers) == 1:
-        return Projections(fused=readers[0][1])
-    return None
+    names = list(arguments)
+    order = "".join(_letter(name) for name in names[:3])
+    if sorted(order) == ["k", "q", "v"]:
+        return Inputs(order, "")
+    return Inputs("x", next((n for n in names[1:] if _is_context(n, arguments[n])), ""))
 
 
-@dataclass
-class HookedHeads:
-    """The module as a function of heads: hooks replace the outputs of its projections."""
-
-    call: ModuleCall
-    at: Projections
-    kv_heads: int
-    by_head: bool = False
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        batch, heads, length = q.shape[:3]
-        if k.shape[2] != length:
-            raise SubjectError("it has as many keys as queries")
-        x = torch.zeros(batch, length, self.call.own.width or 1, dtype=q.dtype)
-        merged: list[Tensor] = []
-        with ExitStack() as stack:
-            for module, rows in self._projected(q, k, v):
-                stack.enter_context(hooked(module, partial(_replace, rows)))
-            for gate in self.at.gates:
-                stack.enter_context(hooked(gate, _open))
-            for norm in self.at.norms:
-                stack.enter_context(hooked(norm, lambda norm, given, out: given[0]))
-            if self.at.output is not None:
-                stack.enter_context(
-                    hooked(self.at.output, lambda last, given, out: merged.append(given[0]))
-                )
-            out = self.call(x, **options)
-        out = self.call.laid_out(merged[-1]) if merged else out
-        if out.numel() != batch * heads * length * v.shape[3]:
-            raise SubjectError(f"its merged heads have shape {list(out.shape)}")
-        return out.reshape(batch, length, heads, v.shape[3]).transpose(1, 2)
-
-    def _projected(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[nn.Module, Tensor]]:
-        """Each projection, and the output that it is to return."""
-        rows = [x.transpose(1, 2) for x in (q, k, v)]  # [B, L, H, D]
-        if self.call.layout == "LBE":
-            rows = [x.transpose(0, 1) for x in rows]
-        if self.at.fused is not None:
-            if self.by_head:
-                return [(self.at.fused, torch.cat(rows, -1).flatten(-2))]
-            return [(self.at.fused, torch.cat([x.flatten(-2) for x in rows], -1))]
-        modules = (self.at.query, self.at.key, self.at.value)
-        return [(m, x.flatten(-2)) for m, x in zip(modules, rows, strict=True) if m is not None]
+def _letter(name: str) -> str:
+    """The letter of "qkv" that a name begins or ends with; `x_q` is as good as `query`."""
+    words = name.lower().split("_")
+    return next((word[0] for word in words if word[:1] in ("q", "k", "v")), "-")
 
 
-def _replace(rows: Tensor, module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    return rows.reshape(out.shape)
-
-
-def _open(gate: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """A gate that changes nothing: the sigmoid of 1e4 is 1."""
-    return torch.full_like(out, 1e4)
-
-
-@dataclass
-class IdentityHeads:
-    """A module of (q, k, v) whose square matrices are identities: it computes attention alone."""
-
-    call: ModuleCall
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        heads, dim = q.shape[1], q.shape[3]
-        merged = [x.transpose(1, 2).flatten(-2) for x in (q, k, v)]
-        result = self.call.result(merged[0], others=tuple(merged[1:]), **options)
-        out = self.call.out(result, merged[0])
-        return out.unflatten(-1, (heads, dim)).transpose(1, 2)
+def _is_context(name: str, argument: inspect.Parameter) -> bool:
+    """Whether an argument is another sequence: by its name, or because it must be given."""
+    lower = name.lower()
+    if any(word in lower for word in NO_CONTEXT):
+        return False
+    named = lower in CONTEXT_NAMES or any(word in lower for word in CONTEXT_WORDS)
+    plain = argument.annotation in (argument.empty, Tensor, "Tensor", "torch.Tensor")
+    return named or (argument.default is argument.empty and plain)
 
 
 def made_identity(module: nn.Module, width: int) -> bool:

@@ -4,17 +4,35 @@ What is declared is not probed. What is found goes into conventions, abilities a
 The probes of masks, patterns, rotation and scale also serve modules, once they have heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from regard.verify.law import Sizes, Trial
-from regard.verify.oracle import attention, key_heads, pattern, rotated
-from regard.verify.subject.functions import FunctionCall, canonical, laid_out, options_of, shape_in
-from regard.verify.subject.mask_forms import MaskForm, forms, mask_arguments
-from regard.verify.subject.subject import Subject, SubjectError, output_of
+from regard.verify.oracle import key_heads, pattern
+from regard.verify.subject.conventions import Conventions
+from regard.verify.subject.functions import (
+    ONE_HEAD,
+    FunctionCall,
+    canonical,
+    heads_in,
+    laid_out,
+    layouts_of,
+    options_of,
+    shape_in,
+)
+from regard.verify.subject.lines import with_line
+from regard.verify.subject.mask_forms import (
+    MaskForm,
+    forms,
+    is_required,
+    mask_arguments,
+    parameters_of,
+)
+from regard.verify.subject.rotation import probe_rotation
+from regard.verify.subject.subject import Subject, SubjectError, called, output_of
 from regard.verify.visibility import nearest_pattern
 
 LENGTH = 6  # tokens of a probe: enough to tell off-by-one and off-by-two patterns apart
@@ -24,10 +42,13 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     """Find out what a function of (q, k, v) takes and returns; the subject is changed."""
     own = subject.conventions
     names = options_of(target, own)
-    layout, returns = _layouts(target, subject, names, trial)
-    own = own.found(layout=layout, returns=returns)
-    call = FunctionCall(target, own, layout=layout, returns=returns, names=names)
+    call = _first_call(target, subject, names, trial)
+    layout, returns = call.layout, call.returns
+    own = own.found(layout=layout, returns=returns, scale=_default_scale(target, names))
+    call = replace(call, own=own)
     subject.fixed = {"BLD": {"H": 1, "G": 1}, "LD": {"B": 1, "H": 1, "G": 1}}.get(layout, {})
+    if layout == "BLE" and "heads" not in names:
+        subject.fixed = heads_in(target, own)
     subject.conventions = own
     has = subject.has
     has.heads = True
@@ -35,6 +56,7 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     has.softcap, has.bias, has.weights = "softcap" in names, "bias" in names, "weights" in names
     subject.inferred["layout"] = layout if layout == returns else f"{layout}, returns {returns}"
     call = subject.attend = _probe_dropout(call, subject, trial)
+    call = subject.attend = _probe_backward(call, subject, trial)
     _probe_sizes(subject, trial)
     probe_pattern(subject, trial)
     form = _probe_mask(subject, _mask_names(own.mask, target), trial)
@@ -43,6 +65,13 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
         subject.form = form
     probe_alignment(subject, trial)
     probe_scores(subject, trial)
+
+
+def _default_scale(target: Any, names: dict[str, str]) -> float | None:
+    """The scale that its signature declares, as in `scale=1.0`."""
+    parameter = parameters_of(target).get(names.get("scale", ""))
+    given = parameter is not None and type(parameter.default) is float and parameter.default > 0
+    return float(parameter.default) if parameter is not None and given else None
 
 
 def _probe_dropout(call: FunctionCall, subject: Subject, trial: Trial) -> FunctionCall:
@@ -59,34 +88,59 @@ def _probe_dropout(call: FunctionCall, subject: Subject, trial: Trial) -> Functi
     return call
 
 
+def _probe_backward(call: FunctionCall, subject: Subject, trial: Trial) -> FunctionCall:
+    """Whether it is an operator that has no backward pass, and says so when it is asked."""
+    given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial)
+    try:
+        with torch.enable_grad():
+            called(call(*(x.requires_grad_() for x in given)).sum().backward)
+    except SubjectError as error:
+        cause = error.__cause__
+        if isinstance(cause, NotImplementedError) or "no autograd formula" in str(cause):
+            subject.notes.append("It has no backward pass: laws of gradients do not apply.")
+            return replace(call, forward_only=True)
+    except RuntimeError:  # its output does not depend on its inputs: laws report that
+        pass
+    return call
+
+
 def _mask_names(declared: str | None, target: Any) -> list[str]:
     if declared is not None:
         return [declared] if declared else []
     return mask_arguments(target)
 
 
-def _layouts(target: Any, subject: Subject, names: dict[str, str], trial: Trial) -> tuple[str, str]:
-    """The first layout that the function accepts and in which heads do not mix."""
-    declared = subject.conventions.layout
+def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Trial) -> FunctionCall:
+    """The call in the first layout that the function accepts and in which heads do not mix."""
+    own = subject.conventions
     failures: list[str] = []
-    masks = ["", *_mask_names(subject.conventions.mask, target)]
-    for layout in [declared] if declared else ["BHLD", "BLHD", "BLD", "LD"]:
-        for mask in masks:
-            form = MaskForm(mask)
-            call = FunctionCall(target, subject.conventions, form, layout, layout, names)
+    mixed: list[FunctionCall] = []
+    for layout in [own.layout] if own.layout else layouts_of(target, names, own):
+        for form, spare in _first_masks(target, own):
+            call = FunctionCall(target, own, form, layout, layout, names, spare=spare)
             try:
-                returns = _returns(call, trial)
+                found = replace(call, returns=own.returns or _returns(call, trial))
+                if own.layout or layout in ONE_HEAD or _heads_are_apart(found, trial):
+                    return found
             except SubjectError as error:
-                failures.append(f"{layout}: {error}")
+                failures.append(f"{layout}: {with_line(error)}")
                 continue
-            found = replace(call, returns=subject.conventions.returns or returns)
-            if declared or layout in ("BLD", "LD") or _heads_are_apart(found, trial):
-                return layout, found.returns
-            failures.append(f"{layout}: heads are mixed")
-    mixed = [failure for failure in failures if failure.endswith("mixed")]
+            mixed.append(found)
     if mixed:  # in every layout: take the most common one, and the laws report what is wrong
-        return mixed[0].split(":")[0], subject.conventions.returns or "BHLD"
+        return mixed[0]
     raise SubjectError(f"it could not be called with (q, k, v): {summary(failures)}")
+
+
+def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tuple[str, ...]]]:
+    """Masks to call it with before anything is known of them: None, and all keys visible."""
+    names = _mask_names(own.mask, target)
+    required = tuple(name for name in names if is_required(target, name))
+    yield MaskForm(""), required
+    for name in required:
+        spare = tuple(each for each in required if each != name)
+        yield MaskForm(name), spare
+        yield MaskForm(name, "drop"), spare
+        yield MaskForm(name, "additive", dtype="float"), spare
 
 
 def summary(failures: list[str]) -> str:
@@ -97,14 +151,12 @@ def summary(failures: list[str]) -> str:
 
 def _returns(call: FunctionCall, trial: Trial) -> str:
     """The layout of the output."""
-    sizes = Sizes(*(2, 3, 3, 5, 5, 4, 4) if call.layout[0] == "B" else (1, 1, 1, 5, 5, 4, 4))
-    if call.layout in ("BLD", "LD"):
-        sizes = sizes._replace(H=1, G=1)
+    sizes = _sizes_for(call, Sizes(2, 3, 3, 5, 5, 4, 4))
     q, k, v = Subject("", "function", call.own).inputs(sizes, trial)
     with torch.no_grad():
         out = output_of(call.result(q, k, v), q.numel())
     shape = tuple(q.shape)
-    if call.layout in ("BLD", "LD"):
+    if call.layout in (*ONE_HEAD, "THD"):
         canonical(out, call.layout, shape)
         return call.layout
     for returns in ("BHLD", "BLHD", "BLE"):
@@ -114,15 +166,27 @@ def _returns(call: FunctionCall, trial: Trial) -> str:
                        f"returned shape {list(out.shape)}")  # fmt: skip
 
 
+def _sizes_for(call: FunctionCall, sizes: Sizes) -> Sizes:
+    """These sizes, with the heads that the layout and the function allow."""
+    if call.layout in ONE_HEAD:
+        return sizes._replace(H=1, G=1, B=sizes.B if call.layout == "BLD" else 1)
+    if call.layout == "BLE" and "heads" not in call.names:
+        return sizes._replace(**heads_in(call.target, call.own))
+    return sizes
+
+
 def _heads_are_apart(call: FunctionCall, trial: Trial) -> bool:
     """Whether a value of one head changes that head alone, and more than one of its rows."""
-    q, k, v = Subject("", "function", call.own).inputs(Sizes(1, 3, 3, 5, 5, 4, 4), trial)
+    sizes = _sizes_for(call, Sizes(1, 3, 3, 5, 5, 4, 4))
+    q, k, v = Subject("", "function", call.own).inputs(sizes, trial)
     with torch.no_grad():
         base = call(q, k, v)
         other = v.clone()
-        other[:, 1, 0] += 1.0
+        other[:, 1 % sizes.G, 0] += 1.0
         moved = (call(q, k, other) != base).any(-1)[0]
-    return bool(moved[1].any()) and not bool(moved[[0, 2]].any()) and int(moved.sum()) > 1
+    rows = moved.any(-1)
+    share = sizes.H // sizes.G
+    return bool(rows.any()) and int(rows.sum()) <= share and int(moved.sum()) > share
 
 
 def _probe_sizes(subject: Subject, trial: Trial) -> None:
@@ -143,8 +207,10 @@ def _probe_sizes(subject: Subject, trial: Trial) -> None:
     has.wide = accepts(Sizes(2, 2, 2, 5, 5, 4, 3))
     has.cross = True
     has.cross = accepts(Sizes(2, 2, 2, 3, 5, 4, 4))
-    has.several_heads = not subject.fixed
-    if subject.fixed:
+    heads = subject.fixed.get("H", 2)
+    has.several_heads = heads > 1
+    has.gqa |= subject.fixed.get("G", heads) != heads
+    if heads == 1:
         subject.notes.append("It has one head: laws of several heads do not apply.")
 
 
@@ -206,11 +272,17 @@ def choose_form(
 
 
 def hides_one_key(subject: Subject, trial: Trial) -> bool:
-    """Whether a mask that hides key 1 hides key 1, beside what its own pattern hides."""
-    sizes = subject.fit(Sizes(1, 2, 2, 4, 4, 4, 4))
+    """Whether a mask that hides key 1 hides key 1, beside what its own pattern hides.
+
+    One that switches its own pattern off is a mask too: a law reports that.
+    """
+    sizes = subject.fit(Sizes(2, 3, 3, 5, 5, 4, 4))  # no two alike: axes cannot be confused
     keep = sizes.mask(1)
     expected = subject.visible(sizes.L, sizes.S) & keep
-    return bool((subject.attended(sizes, trial, keep=keep) == expected).all())
+    attended = subject.attended(sizes, trial, keep=keep)
+    if tuple(attended.shape) != (sizes.B, sizes.H, sizes.L, sizes.S):
+        return False  # a form whose axes were taken for others
+    return any(bool((attended == right).all()) for right in (expected, keep))
 
 
 def probe_alignment(subject: Subject, trial: Trial) -> None:
@@ -235,7 +307,7 @@ def probe_alignment(subject: Subject, trial: Trial) -> None:
 
 def probe_scores(subject: Subject, trial: Trial) -> None:
     """Rotation, scale, order of the heads, and the output of a fully masked query."""
-    _probe_rotation(subject, trial)
+    probe_rotation(subject, trial)
     if subject.conventions.pairing == "none" and not subject.has.unknown_positions:
         scale = read_scale(subject, trial)
         if scale is not None:
@@ -248,37 +320,6 @@ def probe_scores(subject: Subject, trial: Trial) -> None:
         subject.inferred["head order"] = order
     if subject.conventions.fully_masked is None and subject.has.padding:
         _probe_fully_masked(subject, trial)
-
-
-def _probe_rotation(subject: Subject, trial: Trial) -> None:
-    """Whether positions change the scores, and which channels are rotated together."""
-    own = subject.conventions
-    if own.pairing is not None:
-        subject.has.rope |= own.pairing != "none"
-        return
-    sizes = subject.fit(Sizes(1, 1, 1, 5, 5, 8, 5))
-    q, k, _ = subject.inputs(sizes._replace(L=1, S=1), trial, peak=2.0)
-    q, k = q.expand(-1, -1, sizes.L, -1), k.expand(-1, -1, sizes.L, -1)
-    try:
-        weights = subject.read_weights(q, k).double()
-    except SubjectError:
-        return
-    row = weights[0, 0, -1]
-    if float((row[row > 0] - row[row > 0].mean()).abs().max()) < 1e-3:
-        subject.conventions = own.found(pairing="none")
-        return
-    positions = torch.arange(sizes.L)
-    keep = subject.visible(sizes.L, sizes.L)[None, None]
-    for pairing in ("halves", "pairs"):
-        queries, keys = (rotated(x, positions, pairing, own.theta) for x in (q, k))
-        would = attention(queries, keys, k.double(), keep=keep, scale=own.scale).weights
-        if float((would[:, :1] - weights[:, :1]).abs().max()) < 1e-3:
-            subject.conventions = own.found(pairing=pairing)
-            subject.inferred["RoPE"] = f"{pairing}, theta {own.theta:g}"
-            subject.has.rope = True
-            return
-    subject.inferred["RoPE"] = "positions change the scores in a way that is not known"
-    subject.has.unknown_positions = True
 
 
 def read_scale(subject: Subject, trial: Trial, dim: int = 4) -> float | None:

@@ -4,11 +4,12 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from regard.verify.blame import line_of, said
 from regard.verify.law import Sizes, Trial
 from regard.verify.oracle import Reference, attention, pattern, rotated
 from regard.verify.subject.conventions import Conventions, Kind
@@ -19,7 +20,13 @@ Attend = Callable[..., Tensor]
 
 
 class SubjectError(Exception):
-    """The subject raised, or returned what is not attention; carries a sentence."""
+    """The subject raised, or returned what is not attention; carries a sentence.
+
+    Attributes:
+        line: of the subject, where that is not in the traceback, as `FILE:NUMBER: CODE`.
+    """
+
+    line: str = ""
 
 
 @dataclass
@@ -40,6 +47,7 @@ class Abilities:
     padding: bool = False  # a mask of any form, with at least an axis of keys
     unusable_mask: bool = False  # an argument named as a mask that hides nothing as it should
     causal: bool = False  # a switch for the causal rule
+    causal_alone: bool = False  # ... of a module, that hides later keys without a mask as well
     window: bool = False  # the size of a sliding window
     scale: bool = False  # the factor of the scores
     softcap: bool = False  # the bound of the scores
@@ -93,6 +101,9 @@ class CacheMethods(NamedTuple):
     truncate: str | None = None
     reorder: str | None = None
     by_amount: bool = False  # truncate takes the number of tokens to drop, not to keep
+    negative: bool = False  # ... with a minus sign
+    update: str = "update"
+    padded: bool = False  # update returns all places, those of later tokens included
 
 
 class Call(NamedTuple):
@@ -136,7 +147,12 @@ class Subject:
         sinks: one learned score per head, if it has them.
         notes: remarks for the report.
         reference: what should return the same, if declared.
-        another: builds a second module of the same kind, if that is known.
+        another: builds a second module of the same kind, if that is known; takes changes of its
+            arguments by name, and `dropout`, which every probability of dropout becomes.
+        dropouts: names of those probabilities among its arguments and in its configuration.
+        switches: its boolean arguments, with the values that it was built with.
+        forgot_super: `FILE:NUMBER: CODE` of its `__init__` if that does not call
+            `super().__init__()`.
         cache_methods: of a cache, the names of its methods.
         rounding: of a cache that rounds, the allowed error as a share of the largest value.
     """
@@ -157,7 +173,10 @@ class Subject:
     sinks: Tensor | None = None
     notes: list[str] = field(default_factory=list)
     reference: Callable[..., Any] | None = None
-    another: Callable[[], nn.Module] | None = None
+    another: Callable[..., nn.Module] | None = None
+    dropouts: tuple[str, ...] = ()
+    switches: Mapping[str, bool] = field(default_factory=dict)
+    forgot_super: str = ""
     cache_methods: CacheMethods = field(default_factory=CacheMethods)
     rounding: float = 0.0
 
@@ -249,6 +268,12 @@ class Subject:
         call.module = module
         return call
 
+    def attend_of(self, target: Any) -> Attend:
+        """`attend` of a function, with another function or module of the same kind in it."""
+        call: Any = copy.copy(self.attend)
+        call.target = target
+        return cast(Attend, call)
+
     def read_weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
         """The attention weights [B, H, L, S] of a call, measured from outside."""
         width = None if self.has.wide else self.fixed.get("V", q.shape[-1])
@@ -263,7 +288,8 @@ class Subject:
         """The options of a causal call: none if it is causal by itself, None if it cannot be."""
         if self.conventions.causal:
             return {}
-        return {"causal": True} if self.has.causal and self.module is None else None
+        alone = self.has.causal if self.module is None else self.has.causal_alone
+        return {"causal": True} if alone else None
 
     def calls(self, sizes: Sizes, trial: Trial) -> list[Call]:
         """Each call that it has, on heads and on tokens, with inputs of these sizes."""
@@ -306,5 +332,4 @@ def called(target: Callable[..., Any], *given: Any, **options: Any) -> Any:
     except SystemExit as error:
         raise SubjectError(f"it ended the program with exit code {error.code}") from error
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise SubjectError(f"it raised {type(error).__name__}: {text}") from error
+        raise SubjectError(f"it raised {said(error, line_of(error))}") from error

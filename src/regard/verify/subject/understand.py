@@ -2,7 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,19 @@ from regard.verify.subject.adapters import (
     model_folder,
     transformers_module,
 )
-from regard.verify.subject.caches import probe_store
-from regard.verify.subject.construct import build
-from regard.verify.subject.conventions import Conventions, conventions_from
+from regard.verify.subject.caches import DIM, HEADS, probe_store, update_of
+from regard.verify.subject.configurations import TINY
+from regard.verify.subject.construct import Built, build
+from regard.verify.subject.conventions import DECLARED, Conventions, conventions_from
 from regard.verify.subject.decoding import find_stepper
-from regard.verify.subject.lookup import find, is_function, named_beside
-from regard.verify.subject.mask_forms import parameters_of
-from regard.verify.subject.probe_functions import probe_function
+from regard.verify.subject.functions import OfModule, takes_module
+from regard.verify.subject.guesses import role_of
+from regard.verify.subject.lookup import find, is_function, named_beside, require_model, takes_heads
+from regard.verify.subject.positions import moved, positioned
+from regard.verify.subject.probe_functions import probe_function, read_scale
 from regard.verify.subject.probe_modules import probe_module
+from regard.verify.subject.signatures import parameters_of, required_of
 from regard.verify.subject.subject import Abilities, Subject, SubjectError, called
-
-DECLARED = "regard_conventions"  # a dictionary in the subject's file
 
 
 def understand(
@@ -52,20 +55,26 @@ def understand(
     own = Conventions() if own is None else own
     trial = Trial("probe", seed=seed)
     if isinstance(target, str) and Path(target).is_dir():
+        require_model(Path(target))
         return _module(model_folder(Path(target)), own, name or target, None, trial)
-    beside = None
-    if isinstance(target, str):
-        name = name or target
-        target, beside = find(target)
+    beside, chosen, given = None, "", target
+    if isinstance(given, str):
+        target, beside, chosen, owner = find(given)
+        name = name or (f"{given}:{chosen}" if chosen else given)
         own = _declared_beside(own, beside)
+        if owner is not None:  # a method: of an object that is built
+            target = getattr(build(owner, own).made, target.__name__)
+            own = replace(own, arguments={})
     elif target is torch.nn.functional.scaled_dot_product_attention:
-        target = find("torch.nn.functional:scaled_dot_product_attention")[0]
+        target = find("torch.nn.functional:scaled_dot_product_attention").thing
     name = str(name or getattr(target, "__name__", type(target).__name__))
     if beside is None:
         owner = target if hasattr(target, "__module__") else type(target)
         beside = sys.modules.get(getattr(owner, "__module__", "") or "")
     torch.manual_seed(seed)
     subject = _understood(target, own, name, beside, trial)
+    if chosen:
+        subject.notes.append(f"{given} names no object: {chosen} was taken, the only one in it.")
     if own.reference is not None:
         subject.reference = named_beside(beside, own.reference)
         subject.has.reference = True
@@ -87,39 +96,103 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
     if own.kind in ("cache", "paged", "allocator", "prefix", "rope") or _is_cache(target):
         return _thing(target, own, name)
     if isinstance(target, nn.Module):
-        return _module(adapted(target, own.arguments), own, name, beside, trial)
+        return _object(adapted(target, own.arguments), own, name, beside, trial)
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        target = target.apply
+    if takes_module(target):
+        target = OfModule(target)
     if isinstance(target, type):
         return _from_class(target, own, name, beside, trial)
     if not is_function(target):
         raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
     if own.kind != "function" and _is_factory(target):
-        made, _, _ = build(target, own)
-        subject = _understood(made, replace(own, arguments={}), name, beside, trial)
-        if isinstance(made, nn.Module):
-            subject.another = lambda: adapted(build(target, own)[0], own.arguments)
+        built = build(target, own, dropout=0.0)
+        subject = _understood(built.made, replace(own, arguments={}), name, beside, trial)
+        _remember(subject, built, target, own)
         return subject
-    subject = Subject(name, "function", replace(own, kind="function"), thing=target)
+    return _function(target, own, name, trial)
+
+
+def _function(target: Any, own: Conventions, name: str, trial: Trial) -> Subject:
+    subject = Subject(name, "function", replace(own, kind="function", arguments={}), thing=target)
     probe_function(target, subject, trial)
     return subject
+
+
+def _object(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
+    """A module from x, or one of (q, k, v) without weights, which is a function of these."""
+    weights = any(each.numel() for each in module.parameters())
+    plain = takes_heads(module) and not weights and not isinstance(module, Adapter)
+    if own.kind == "function" or (own.kind is None and plain):
+        return _function(module.eval(), own, name, trial)
+    return _module(positioned(module.eval(), beside, own), own, name, beside, trial)
 
 
 def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
     if is_of("transformers", target):
         subject = _module(transformers_module(target, own.arguments), own, name, beside, trial)
-        subject.another = lambda: transformers_module(target, own.arguments)
+        subject.another = lambda **changes: transformers_module(
+            target, {**own.arguments, **_of_transformers(changes)}
+        )
         return subject
-    made, arguments, remarks = build(target, own)
-    if isinstance(made, nn.Module):
-        subject = _module(adapted(made, own.arguments), own, name, beside, trial)
-        subject.another = lambda: adapted(build(target, own)[0], own.arguments)
-    elif callable(made):
-        subject = _understood(made, replace(own, kind="function"), name, beside, trial)
+    built = build(target, own, dropout=0.0)  # a law builds another with dropout
+    if isinstance(built.made, nn.Module):
+        module = adapted(built.made, own.arguments)
+        subject = _of_likely_width(module, own, built, name, beside, trial)
+    elif callable(built.made):
+        subject = _understood(built.made, replace(own, kind="function"), name, beside, trial)
     else:
         raise SubjectError(f"a {target.__name__} is not a module and cannot be called")
-    subject.notes += remarks
-    if arguments:
-        subject.inferred["built with"] = ", ".join(f"{n}={v!r}" for n, v in arguments.items())
+    _remember(subject, built, target, own)
+    if subject.kind == "function":
+        _given_scale(subject, built, trial)
     return subject
+
+
+def _of_likely_width(
+    module: nn.Module, own: Conventions, built: Built, name: str, beside: Any, trial: Trial
+) -> Subject:
+    """The module's subject; if x of the width that it seems to have is refused, of another one."""
+    try:
+        return _object(module, own, name, beside, trial)
+    except SubjectError as error:
+        for width in built.widths if own.width is None else ():
+            with suppress(SubjectError):
+                return _object(module, replace(own, width=width), name, beside, trial)
+        raise error
+
+
+def _given_scale(subject: Subject, built: Built, trial: Trial) -> None:
+    """Its scale, where that follows from an argument of its class, as a temperature."""
+    for name, value in built.arguments.items():
+        if role_of(name) == "scale" and subject.conventions.scale is None and value:
+            found = read_scale(subject, trial) or 0.0
+            likely = [x for x in (value, 1 / value) if abs(found - x) < 1e-3 * x]
+            subject.conventions = subject.conventions.found(scale=next(iter(likely), None))
+
+
+def _of_transformers(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes of a configuration; `dropout` is every probability."""
+    rest = {name: value for name, value in changes.items() if name != "dropout"}
+    probabilities = [name for name in TINY if "dropout" in name and "dropout" in changes]
+    return {**dict.fromkeys(probabilities, changes.get("dropout")), **rest}
+
+
+def _remember(subject: Subject, built: Built, made_by: Any, own: Conventions) -> None:
+    """What is known of how it was built, and how to build another."""
+    if isinstance(built.made, nn.Module):
+        like = subject.thing
+        subject.another = lambda **changes: moved(
+            like, adapted(build(made_by, own, **changes).made, own.arguments)
+        )
+    subject.dropouts, subject.switches = built.dropouts, built.switches
+    subject.forgot_super = built.forgot_super
+    if built.forgot_super:
+        subject.notes.append(
+            f"{subject.name}.__init__ does not call super().__init__(); it was called for it."
+        )
+    if built.arguments:
+        subject.inferred["built with"] = ", ".join(f"{n}={v!r}" for n, v in built.arguments.items())
 
 
 def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
@@ -162,11 +235,20 @@ def _thing(target: Any, own: Conventions, name: str) -> Subject:
 
 
 def _maker(target: Any, own: Conventions) -> Callable[[], Any]:
-    return lambda: build(target, own)[0]
+    """Builds it for the keys and values that laws store in caches."""
+    sizes = {"heads": HEADS, "key heads": HEADS, "head width": DIM, "width": HEADS * DIM}
+    roles = {name: role_of(name) for name in required_of(target)}
+    given = {name: sizes[role] for name, role in roles.items() if role in sizes}
+    own = replace(own, arguments={**given, **own.arguments})
+    return lambda: build(target, own).made
 
 
 def _is_cache(target: Any) -> bool:
-    return isinstance(target, type) and hasattr(target, "update") and "Cache" in target.__name__
+    """Whether it is a class that stores keys and values: called a cache, or with such a method."""
+    forward = getattr(target, "forward", nn.Module.forward)
+    if not isinstance(target, type) or forward is not nn.Module.forward:
+        return False
+    return bool(update_of(target)) or (hasattr(target, "update") and "Cache" in target.__name__)
 
 
 def _is_factory(target: Any) -> bool:
@@ -176,8 +258,4 @@ def _is_factory(target: Any) -> bool:
         if each.default is inspect.Parameter.empty
         and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
-    return not required and bool(inspect.isroutine(target)) and not _takes_heads(target)
-
-
-def _takes_heads(target: Any) -> bool:
-    return [name[:1].lower() for name in list(parameters_of(target))[:3]] == ["q", "k", "v"]
+    return not required and bool(inspect.isroutine(target)) and not takes_heads(target)

@@ -1,0 +1,119 @@
+"""Whose error it is: a line of the subject, or a defect of this suite."""
+
+import inspect
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+SUITE = str(Path(__file__).parent)
+_PATHS = (sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent))
+_PACKAGES = ("site-packages", "dist-packages")  # may stand inside the folder of Python itself
+_CHECKERS = ("jaxtyping", "beartype", "typeguard")  # they wrap functions to check their shapes
+_CALLERS = ("called", "scaled_dot_product_attention")  # functions here that call the subject
+_WATCHERS = ("__torch_function__", "_product", "<lambda>")  # that stand between it and torch
+Place = tuple[str, int, str]  # a file, a line number, and the name of the function
+LONGEST = 120  # characters of a line of code in a report
+
+
+def files_of(*things: Any) -> frozenset[str]:
+    """The files in which a subject is written: of a function, of the classes of all submodules."""
+    found = set()
+    for thing in things:
+        parts = thing.modules() if isinstance(thing, nn.Module) else [thing]
+        for part in parts:
+            file = _file_of(part)
+            plain_layer = isinstance(part, nn.Module) and part is not thing and _of_torch(file)
+            if file and not plain_layer and not _of_the_suite(file):
+                found.add(file)
+    return frozenset(found)
+
+
+def _file_of(thing: Any) -> str:
+    thing = getattr(thing, "func", thing)  # of a partial
+    for each in (thing, type(thing)):
+        try:
+            return inspect.getsourcefile(inspect.unwrap(each)) or ""
+        except (TypeError, ValueError, OSError):
+            continue
+    return ""
+
+
+def places(error: BaseException) -> list[Place]:
+    """Where an error and its causes were raised, the innermost first."""
+    walked = traceback.walk_tb(error.__traceback__)
+    own = [(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in walked]
+    return [*(places(error.__cause__) if error.__cause__ else ()), *reversed(own)]
+
+
+def line_of(error: BaseException, files: Collection[str] = ()) -> str:
+    """The innermost line of the subject, as `FILE:NUMBER: CODE`; "" if there is none.
+
+    If none is in `files`, it is one that is neither in torch, nor in Python, nor in this suite.
+    """
+    found = places(error)
+    own = [shown(file, number) for file, number, _ in found if file in files]
+    other = [shown(file, number) for file, number, _ in found if _is_foreign(file)]
+    return next(iter(own + other), "")
+
+
+def shown(file: str, number: int) -> str:
+    """A line of a file, as `FILE:NUMBER: CODE`."""
+    path = Path(file)
+    name = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path.name
+    code = linecache.getline(file, number).strip()
+    return f"{name}:{number}: {code[:LONGEST]}".rstrip(": ")
+
+
+def own_error(error: BaseException, files: Collection[str] = ()) -> str:
+    """An error of this suite, as `TYPE: TEXT (FILE:NUMBER)`; "" if the subject raised it.
+
+    It is this suite's if of all lines that are not torch's or Python's the innermost is.
+    """
+    for file, number, function in places(error):
+        if file in files or _is_foreign(file):
+            return ""
+        if _of_the_suite(file) and function in _WATCHERS:
+            continue
+        if _of_the_suite(file) and function not in _CALLERS:
+            where = f"{Path(file).relative_to(SUITE).as_posix()}:{number}"
+            return f"{said(error)} ({where})"
+        if _of_the_suite(file):
+            return ""
+    return ""
+
+
+def said(error: BaseException, line: str = "") -> str:
+    """The type and text of an error; without a text, the line where it was raised."""
+    text = " ".join(str(error).split())[:300]
+    if text or not line:
+        return f"{type(error).__name__}{': ' * bool(text)}{text}"
+    return f"{type(error).__name__} at {line}"
+
+
+def _is_foreign(file: str) -> bool:
+    known = (_of_the_suite, _of_torch, _of_python, _of_checkers)
+    return not file.startswith("<") and not any(of(file) for of in known)
+
+
+def _of_the_suite(file: str) -> bool:
+    return file.startswith(SUITE + os.sep)
+
+
+def _of_torch(file: str) -> bool:
+    return file.startswith(_PATHS[1] + os.sep)
+
+
+def _of_python(file: str) -> bool:
+    inside = file.startswith(_PATHS[0] + os.sep)
+    return inside and not any(f"{os.sep}{each}{os.sep}" in file for each in _PACKAGES)
+
+
+def _of_checkers(file: str) -> bool:
+    return any(f"{os.sep}{each}{os.sep}" in file for each in _CHECKERS)

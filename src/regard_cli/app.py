@@ -52,7 +52,8 @@ def verb(options: Callable[..., None]) -> Callable[..., None]:
         options(**given)
         import_module(f"regard.cli.{options.__name__}").run(**given)
 
-    app.command(options.__name__, short_help=options.__doc__)(run)
+    first_line = (options.__doc__ or "").partition("\n")[0]
+    app.command(options.__name__, short_help=first_line)(run)
     return options
 
 
@@ -203,9 +204,16 @@ def verify(
     memory: Annotated[float, typer.Option(min=0.1, help="GiB the subject may take.")] = 4.0,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
     as_json: Json = False,
+    every_law: Annotated[
+        bool, typer.Option("--all", help="Show laws that are kept or do not apply, too.")
+    ] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the laws and stop.")] = False,
 ) -> None:
-    """Check an attention of any origin: which laws it breaks, with the smallest case of each."""
+    """Check an attention of any origin: which laws it breaks, with the smallest case of each.
+
+    Exit codes: 0 if no law is broken, 1 if one is, 2 if the subject could not be understood or
+    the options are wrong, 3 if no law is broken but not all could be judged.
+    """
     if subject is None and not listed:
         raise typer.BadParameter("give PATH.py:NAME, or --list", param_hint="SUBJECT")
 

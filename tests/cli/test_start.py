@@ -104,7 +104,9 @@ def test_help_breaks_no_option(verb, width, monkeypatch, capsys):
     assert app.run() == 0
     text = capsys.readouterr().out
     for name in inspect.signature(getattr(app, verb)).parameters:
-        option = {"as_json": "json", "listed": "list"}.get(name, name).replace("_", "-")
+        option = {"as_json": "json", "listed": "list", "every_law": "all"}.get(name, name).replace(
+            "_", "-"
+        )
         assert option in text.split() or f"--{option}" in text.split()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

@@ -163,3 +163,4 @@ def test_cells_are_not_markup_of_their_own_making():
 def test_a_pipe_gets_a_width_of_its_own(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     assert terminal.stdout().width == 100
+    assert terminal.stdout(piped=terminal.UNWRAPPED).width == terminal.UNWRAPPED

@@ -1,6 +1,8 @@
 """regard verify: its report on the terminal, as JSON, as a page, and its exit codes."""
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ from rich.console import Console
 
 import regard.cli.verify as cli
 import subjects
-from regard.verify import LAWS, check
+from invented import JUDGED
+from regard.verify import LAWS, Outcome, Report, check
+from regard.verify.report.report import DECLARE
 from regard_cli.app import run
 
 FILE = Path(subjects.__file__)
@@ -24,12 +28,80 @@ def command(monkeypatch, *arguments):
     return run()
 
 
-def test_the_report_on_the_terminal(broken, capsys):
-    cli.show(broken, Console(width=100, highlight=False))
-    out = capsys.readouterr().out
-    for text in ("true or 1", "mask_polarity", "broken", "expected", "Not applicable", "badge"):
+def printed(report, width=100, **options):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    cli.show(report, console, **options)
+    return console.file.getvalue()
+
+
+def test_the_report_on_the_terminal(broken):
+    out = printed(broken)
+    for text in ("true or 1", "broken mask_polarity", "expected", "laws do not apply", "badge"):
         assert text in out
     assert "■" in out
+
+
+def test_each_cause_comes_with_its_case_and_what_follows():
+    first = JUDGED.causes[0]
+    (follower,) = JUDGED.following(first.law)
+    cause = printed(JUDGED).partition(f"broken {first.law}\n")[2].partition("\n\n")[0]
+    for text in (
+        first.statement,
+        "B=1 H=4 L=4 S=4 at [0, 2, 1, 0]: expected 0.818, got nan",
+        "a weight of 0 was multiplied by what is hidden",
+        "line my_attention.py:35: scores = q @ k.mT",
+        f"also broken because of it: {follower}",
+        "■ ■       ■ ■",
+    ):
+        assert text in cause, text
+    assert f"broken {follower}" not in printed(JUDGED)
+    folded = printed(JUDGED, every_law=True).partition(f"broken {follower}\n")[2]
+    assert f"follows from {first.law}" in folded.partition("\n\n")[0]
+
+
+def test_what_is_right_is_counted_and_listed_with_all():
+    kept, aside = (
+        [each.law for each in JUDGED.having(status)] for status in ("passed", "not applicable")
+    )
+    short, long = printed(JUDGED), printed(JUDGED, every_law=True)
+    assert f"{len(kept)} laws kept." in short
+    assert f"{len(aside)} laws do not apply: it has no past that was found ({len(aside)})." in short
+    assert not [law for law in [*kept, *aside] if "_" in law and re.search(rf"\b{law}\b", short)]
+    assert all(law in long for law in [*kept, *aside])
+    assert len(short.splitlines()) < len(long.splitlines())
+
+
+def test_what_counts_nothing_has_headings_of_its_own():
+    paragraphs = dict(each.partition("\n")[::2] for each in printed(JUDGED, 500).split("\n\n"))
+    undecided = paragraphs["Not decided in time (changes no verdict)"]
+    assert undecided.endswith(": it did not come back within 30 s.")
+    assert all(each.law in undecided for each in JUDGED.having("undecided"))
+    defects = paragraphs["An error of regard itself: nothing is counted, please report it"]
+    assert defects.endswith(": AttributeError: no such thing (laws/caches.py:12).")
+    advice = paragraphs["Advice (changes no verdict; --all shows the cases)"]
+    assert all(f"{each.law}: {each.statement}" in advice for each in JUDGED.having("advice"))
+    assert "expected" not in advice
+    assert "Declare heads: --like heads=4" in paragraphs["Not judged"]
+    assert DECLARE in paragraphs["Not judged"]
+
+
+@pytest.mark.parametrize(
+    ("status", "unjudged", "colour"),
+    [("passed", "", "32"), ("failed", "", "31"), ("passed", "the scale", "33")],
+)
+def test_the_verdict_has_its_colour(status, unjudged, colour):
+    report = Report("mine", outcomes=[Outcome("convexity", status, "", "", "")], unjudged=unjudged)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="standard")
+    cli.show(report, console)
+    (line,) = [each for each in console.file.getvalue().splitlines() if "mine: " in each]
+    assert line.startswith(f"\x1b[1;{colour}mmine: ")
+
+
+def test_what_is_not_understood_is_said_with_what_was_found():
+    out = printed(Report("mine", notes=["a remark"], problem="it has no name"))
+    assert "a remark" in out
+    assert "mine: not understood. it has no name" in out
+    assert "kept" not in out
 
 
 def test_the_command(monkeypatch, capsys, tmp_path):
@@ -37,8 +109,9 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     code = command(monkeypatch, f"{FILE}:Tutorial", "--only", "scale_closed_form", "--html", to)
     out, err = capsys.readouterr()
     assert code == 1
-    assert "root of the whole width" in out.replace("\n", " ")
+    assert "root of the whole width" in out
     assert "Traceback" not in out + err
+    assert "\x1b" not in out
     assert to.read_text().startswith("<!doctype html>")
 
 
@@ -52,10 +125,61 @@ def test_json_alone_on_stdout(monkeypatch, capsys):
     assert report["declared"]["causal"] is False
 
 
+def test_a_pipe_gets_each_paragraph_as_one_line(monkeypatch, capsys):
+    assert (
+        command(monkeypatch, f"{FILE}:right", "--only", "cache_bytes", "--only", "convexity") != 1
+    )
+    out = capsys.readouterr().out
+    assert "convexity" not in out
+    assert "1 law kept." in out.splitlines()
+    assert any(line.startswith("![attention: ") for line in out.splitlines())
+    assert command(monkeypatch, "--list") == 0
+    listed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    for each in LAWS.values():
+        assert any(line.startswith(each.name) and line.endswith(each.statement) for line in listed)
+
+
+def test_a_partly_judged_subject_is_exit_code_3(monkeypatch, capsys):
+    report = Report("x", outcomes=[Outcome("a", "passed", "", "", "")], unjudged="Declare heads.")
+    monkeypatch.setattr(cli, "check", lambda *given, **options: report)
+    assert command(monkeypatch, "x") == 3
+    assert "Declare heads." in capsys.readouterr().out
+
+
+def test_a_subject_that_is_not_there_is_exit_code_2(monkeypatch, capsys):
+    assert command(monkeypatch, f"{FILE}:missing") == 2
+    assert "not understood" in capsys.readouterr().out
+
+
+def test_arguments_are_declared_as_json(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from subjects import *\n"
+        "class Mine(Tutorial):\n"
+        "    def __init__(self, breadth, parts):\n"
+        "        super().__init__(breadth, parts)\n"
+    )
+    given = [f"{file}:Mine", "--only", "scale_closed_form", "--json"]
+    assert command(monkeypatch, *given) == 2
+    assert "breadth" in json.loads(capsys.readouterr().out)["problem"]
+    arguments = 'arguments={"breadth": 24, "parts": 3}'
+    assert command(monkeypatch, *given, "--like", arguments) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["inferred"]["built with"] == "breadth=24, parts=3"
+
+
+def test_the_help_names_the_exit_codes(monkeypatch, capsys):
+    assert command(monkeypatch, "--help") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for code, verdict in enumerate(("no law is broken", "one is", "understood", "be judged")):
+        assert re.search(rf"\b{code} if [^0-9]*{verdict}", out), code
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "give PATH.py:NAME"),
+        (["x", "--like", "arguments={dim: 32}"], "arguments is not JSON"),
         (["x", "--like", "polarity"], "name=value"),
         (["x", "--like", "what=1"], "no convention is called 'what'"),
         (["x", "--only", "what"], "no law is called 'what'"),

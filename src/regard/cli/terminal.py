@@ -10,14 +10,15 @@ from rich.text import Text
 
 from regard_cli.sentences import wrapped
 
-PIPED = 100  # columns where stdout is a file or a pipe
+PIPED = 100  # columns of a table where stdout is a file or a pipe
+UNWRAPPED = 1_000_000  # columns where a file or a pipe gets each paragraph as one line
 WIDEST = 120  # columns at most: longer lines are hard to read
 
 
-def stdout() -> Console:
-    """Stdout, as wide as its terminal."""
+def stdout(piped: int = PIPED) -> Console:
+    """Stdout, as wide as its terminal; a file or a pipe gets so many columns."""
     console = Console(highlight=False)
-    console.width = min(console.width, WIDEST) if console.is_terminal else PIPED
+    console.width = min(console.width, WIDEST) if console.is_terminal else piped
     return console
 
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import progress_bar, remarks, say, stdout
+from regard.cli.terminal import UNWRAPPED, progress_bar, say, stdout
 from regard.verify import LAWS, Conventions, Outcome, Report, check
 from regard.verify.report.html import WORDS, page
+from regard.verify.report.report import DECLARE
 from regard.verify.subject.conventions import conventions_from
 
-COLOURS = {"passed": "green", "failed": "red", "advice": "yellow"}
+COLOURS = {"kept": "green", "broken": "red", "not understood": "red", "partly judged": "yellow"}
+STATUS_COLOURS = {
+    "passed": "green", "failed": "red", "follows": "red", "advice": "yellow", "undecided": "yellow",
+}  # fmt: skip
 STATEMENT = Column("statement", words=True)
 CLASS = Column("class", left=True)
 LISTED = (Column("law", left=True), CLASS, STATEMENT)
-CHECKED = (Column("law", left=True), Column("", left=True), CLASS, STATEMENT)
+CHECKED = (Column("law", left=True), Column("", left=True), STATEMENT)
 NO_BADGE = "The badge for a README is wider than this terminal: --html and --json contain it."
+REASONS = 4  # reasons why laws do not apply, at most; the others are counted together
 GRID = 8  # the most queries of a counter-example that is drawn
 
 
@@ -32,10 +37,11 @@ def run(
     html: Path | None,
     as_json: bool,
     listed: bool,
+    every_law: bool,
     **options: Any,
 ) -> None:
     """Check the laws, and print for people or programs; `options` are arguments of `check`."""
-    console = stdout()
+    console = stdout(piped=UNWRAPPED)
     if listed:
         tabulate(console, LISTED, listed_laws())
         return
@@ -46,7 +52,7 @@ def run(
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:
-        show(report, console)
+        show(report, console, every_law=every_law)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 
@@ -62,8 +68,8 @@ def conventions_of(given: Sequence[str]) -> Conventions:
     Raises:
         ValueError: for another form, or a convention that does not exist.
 
-    >>> conventions_of(["polarity=drop", "heads=4"]).declared()
-    {'polarity': 'drop', 'heads': 4}
+    >>> conventions_of(["polarity=drop", 'arguments={"dim": 32}']).declared()
+    {'arguments': {'dim': 32}, 'polarity': 'drop'}
     """
     found: dict[str, Any] = {}
     for each in given:
@@ -72,60 +78,131 @@ def conventions_of(given: Sequence[str]) -> Conventions:
             raise ValueError(f"a convention is given as name=value, got {each!r}")
         try:
             found[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except json.JSONDecodeError as error:
+            if value[:1] in ("{", "["):
+                raise ValueError(f"{name} is not JSON: {error}; got {value!r}") from error
             found[name] = value
     return conventions_from(found)
 
 
-def show(report: Report, console: Console) -> None:
-    """Print a report for people, as wide as the console."""
-    say(console, f"{report.subject} {report.kind}", bold=report.subject)
-    console.print()
+def show(report: Report, console: Console, *, every_law: bool = False) -> None:
+    """Print a report for people, as wide as the console: what is wrong first, the verdict last.
+
+    Laws that are kept are counted; `every_law` lists them, and those that do not apply.
+    """
+    what = f"{report.subject} {report.kind}".rstrip()
+    say(console, f"{what}, {report.seconds:.0f} s", bold=report.subject)
+    if not report.problem:
+        _outcomes(report, console, every_law)
+    if report.inferred or report.notes:
+        _heading("Found out", console)
     for name, found in report.inferred.items():
         say(console, f"{name}: {found}", style="dim", indent=2)
     for note in report.notes:
         say(console, note, style="dim", indent=2)
-    if report.problem:
-        say(console, f"Not understood. {report.problem}", style="red")
-        return
-    applied = [each for each in report.outcomes if each.status != "not applicable"]
-    console.print()
-    tabulate(console, CHECKED, [_row(each) for each in applied])
-    for each in applied:
-        if each.example is not None:
-            _counterexample(each, console)
-    aside = report.having("not applicable")
-    remarks(console, "Not applicable", {each.law: each.reason for each in aside})
-    console.print()
-    say(console, f"{report.summary()} ({report.seconds:.0f} s)", bold=report.summary())
-    if len(report.badge()) <= console.width:
-        say(console, report.badge(), style="dim")
+    _verdict(report, console)
+
+
+def _outcomes(report: Report, console: Console, every_law: bool) -> None:
+    if every_law:
+        console.print()
+        tabulate(console, CHECKED, [_row(each) for each in report.asked])
     else:
-        say(console, NO_BADGE, style="dim")
+        say(console, f"{_laws(len(report.having('passed')))} kept.", style=COLOURS["kept"])
+    for each in report.unexplained:
+        following = report.following(each.law)
+        _cause(each, following, console)
+        for law in following if every_law else ():
+            _cause(report.named(law), [], console)
+    if report.advice:
+        more = "" if every_law else "; --all shows the cases"
+        _heading(f"Advice (changes no verdict{more})", console)
+    for each in report.having("advice"):
+        case = f" {each.example}" if every_law and each.example else ""
+        say(console, f"{each.law}: {each.statement}{case}", bold=f"{each.law}:", indent=2)
+    if undecided := report.reasons("undecided"):
+        _heading("Not decided in time (changes no verdict)", console)
+        _by_reason(undecided, console)
+    if defects := report.reasons("defect"):
+        _heading("An error of regard itself: nothing is counted, please report it", console)
+        _by_reason(defects, console)
+    if aside := report.reasons("not applicable"):
+        _not_applicable(aside, console, every_law)
+
+
+def _heading(text: str, console: Console) -> None:
+    console.print()
+    say(console, text, style="bold")
+
+
+def _by_reason(reasons: Mapping[str, list[str]], console: Console) -> None:
+    """A line for each reason, after the names of the laws."""
+    for reason, laws in reasons.items():
+        say(console, f"{', '.join(laws)}: {reason.rstrip('.')}.", indent=2)
+
+
+def _not_applicable(reasons: Mapping[str, list[str]], console: Console, every_law: bool) -> None:
+    """The laws that do not apply: counted by reason, most first, or listed."""
+    if every_law:
+        _heading("Not applicable", console)
+        return _by_reason(reasons, console)
+    most_first = sorted(((len(laws), reason) for reason, laws in reasons.items()), reverse=True)
+    number = sum(many for many, _ in most_first)
+    counted = [f"{reason.rstrip('.')} ({many})" for many, reason in most_first[:REASONS]]
+    if others := sum(many for many, _ in most_first[REASONS:]):
+        counted.append(f"other reasons ({others}), which --all lists")
+    what = f"{_laws(number)} {'does' if number == 1 else 'do'} not apply:"
+    console.print()
+    say(console, f"{what} {'; '.join(counted)}.", bold=what)
+    return None
+
+
+def _laws(number: int) -> str:
+    return f"{number} law{'s' * (number != 1)}"
+
+
+def _cause(each: Outcome, following: Sequence[str], console: Console) -> None:
+    """A broken law: its sentence, its smallest case, the likely mistake, the subject's line."""
+    known = f" (known: {each.known})" if each.known else ""
+    console.print()
+    say(console, f"broken {each.law}{known}", bold=f"broken {each.law}", style=COLOURS["broken"])
+    say(console, each.statement, indent=2)
+    example = each.example
+    if example is not None:
+        where = " at ".join(filter(None, (example.shape, example.cell)))
+        compared = f"expected {example.expected}, got {example.got}"
+        say(console, f"{where}: {compared}" if where else compared, indent=2)
+        say(console, example.cause, indent=2)
+    if each.line:
+        say(console, f"line {each.line}", indent=2)
+    if each.because:
+        say(console, f"follows from {each.because}", indent=2)
+    if following:
+        say(console, f"also broken because of it: {', '.join(following)}", indent=2)
+    if example is not None and example.expected_grid and example.actual_grid:
+        _draw(example.expected_grid, example.actual_grid, console)
+
+
+def _verdict(report: Report, console: Console) -> None:
+    """What is not judged, the verdict and the badge."""
+    if report.unjudged:
+        _heading("Not judged", console)
+        say(console, report.unjudged, indent=2)
+        say(console, DECLARE, indent=2)
+    console.print()
+    say(console, report.summary(), style=f"bold {COLOURS[report.verdict]}")
+    fits = len(report.badge()) <= console.width
+    say(console, report.badge() if fits else NO_BADGE, style="dim")
 
 
 def _row(each: Outcome) -> list[str]:
-    colour = COLOURS[each.status]
-    return [
-        each.law,
-        f"[{colour}]{WORDS[each.status]}[/{colour}]",
-        each.kind,
-        escape(each.statement),
-    ]
+    colour = STATUS_COLOURS[each.status]
+    return [each.law, f"[{colour}]{WORDS[each.status]}[/{colour}]", escape(each.statement)]
 
 
-def _counterexample(each: Outcome, console: Console) -> None:
-    example = each.example
-    assert example is not None
-    known = f" (known: {each.known})" if each.known else ""
-    console.print()
-    broken = f"{WORDS[each.status]} {each.law}"
-    say(console, f"{broken}{known}", bold=broken)
-    where = " at ".join(filter(None, (example.shape, example.cell)))
-    for line in (where, f"expected {example.expected}, got {example.got}", example.cause):
-        say(console, line, indent=2)
-    expected, actual = example.expected_grid, example.actual_grid
-    if expected and actual and len(expected) <= GRID and 4 * len(expected[0]) < console.width - 4:
+def _draw(expected: list[list[bool]], actual: list[list[bool]], console: Console) -> None:
+    """The visible keys, where they are few enough."""
+    if len(expected) <= GRID and 4 * len(expected[0]) < console.width - 4:
         console.print(_grids(expected, actual))
 
 

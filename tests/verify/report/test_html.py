@@ -1,13 +1,16 @@
 """The report as a page: it loads nothing, and escapes the texts of subjects."""
 
-import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from typing import get_args
 
 import pytest
 
 import subjects
-from regard.verify import Report, check
+from invented import JUDGED
+from regard.verify import Counterexample, Outcome, Picture, Report, check
 from regard.verify.report.html import page
+from regard.verify.report.report import Status
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,54 @@ def test_the_page_loads_nothing(broken):
     assert "query 0, key 1: hidden" in html
 
 
-def test_the_page_escapes_the_texts_of_subjects():
-    report = Report("<script>", notes=["<b>"], problem="<i>")
-    assert not re.search("<script>|<b>|<i>", page(report))
+TEXT = "<u>'\"&"  # no tag of the page, and what ends an attribute
+
+
+def test_the_page_escapes_every_text():
+    example = Counterexample(TEXT, TEXT, TEXT, TEXT, TEXT, [[True]], [[False]])
+    every = [
+        Outcome(
+            TEXT + each, each, TEXT, TEXT, TEXT, TEXT, example, TEXT, 0.0, f"{TEXT}failed", TEXT
+        )
+        for each in get_args(Status)
+    ]
+    pictures = [Picture(TEXT, [[True]], [[True]])]
+    report = Report(TEXT, TEXT, {TEXT: TEXT}, {TEXT: TEXT}, [TEXT], every, pictures, unjudged=TEXT)
+    for made in (report, replace(report, problem=TEXT)):
+        html = page(made)
+        assert "<u>" not in html
+        assert html.count("&lt;u&gt;&#x27;&quot;&amp;") > 20
+
+
+@pytest.mark.parametrize("given", ["passed", "failed", "unjudged", "problem"])
+def test_the_page_shows_the_verdict_in_its_colour(given):
+    report = Report("mine", outcomes=[Outcome("a", "passed", "", "", "")])
+    if given == "failed":
+        report.outcomes = [Outcome("a", "failed", "", "", "")]
+    elif given != "passed":
+        setattr(report, given, "Declare heads.")
+    colour = {"passed": "kept", "unjudged": "partly"}.get(given, "broken")
+    html = page(report)
+    assert f"<p class={colour}>{report.summary()}</p>" in html
+    assert ("<b>Not judged</b><br>Declare heads.<br>Declare with --like" in html) == (
+        given == "unjudged"
+    )
+
+
+def test_the_page_shows_what_the_terminal_shows():
+    html = page(JUDGED)
+    first = JUDGED.causes[0]
+    (follower,) = JUDGED.following(first.law)
+    cause = html[html.index(f"<b><code>{first.law}<") :].partition("</details>")[0]
+    for text in (
+        first.statement,
+        "expected 0.818, got nan",
+        "line <code>my_attention.py:35: scores = q @ k.mT</code>",
+        f"<summary>also broken because of it: {follower}</summary>",
+        f"follows from <code>{first.law}</code>",
+    ):
+        assert text in cause, text
+    assert html.count("follows from") == len(JUDGED.having("follows"))  # each is under its cause
+    assert "<td>it did not come back within 30 s</td>" in html
+    assert "laws/caches.py:12" in html
+    assert html.count("it has no past that was found") == 1

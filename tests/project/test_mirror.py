@@ -43,6 +43,7 @@ WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
     "laws": "what holds of all layers, caches, masks or backends, across modules",
     "mutants": "attentions with one fault each, which the laws of regard.verify must notice",
     "project": "the repository: documents, package, scripts, structure",
+    "strangers": "attentions as strangers write them, drawn at random, right or with one fault",
     "support": "what tests share, and no tests",
 }
 OTHER = {  # files of tests in mirrored folders that are about no module of their name
@@ -53,7 +54,7 @@ TESTLESS = {  # modules without tests of their own
     "__main__.py": "two lines; tests/cli runs the command",
     "vectors.py": "instructions, one or two in each intrinsic; test_intrinsics.py runs them all",
 }
-PROGRAMS = ("callers", "mutants")  # tables that the tests beside them run
+PROGRAMS = ("callers", "mutants", "strangers")  # tables that the tests beside them run
 
 
 def modules(folder):

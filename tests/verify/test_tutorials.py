@@ -185,3 +185,22 @@ def test_the_same_seed_is_the_same_report():
     assert outcomes(0) == outcomes(0)
     assert outcomes(0) != outcomes(1)
     assert [each[:2] for each in outcomes(0)] == [each[:2] for each in outcomes(1)]
+
+
+@pytest.mark.parametrize("setting", ["float64 default", "bfloat16 default", "autocast", "weights"])
+def test_settings_of_the_caller_change_no_verdict(setting):
+    made = subjects.Tutorial(32, 4)
+    default = torch.get_default_dtype()
+    try:
+        if "default" in setting:
+            torch.set_default_dtype(getattr(torch, setting.split()[0]))
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
+            given = made.double() if setting == "weights" else subjects.Tutorial
+            report = check(given, quick=True)
+        dtype = torch.get_default_dtype()
+    finally:
+        torch.set_default_dtype(default)
+    assert [each.law for each in report.causes] == ["scale_closed_form"]
+    assert not report.unjudged
+    assert ("copy of it in float32" in str(report.notes)) == (setting == "weights")
+    assert dtype == (getattr(torch, setting.split()[0]) if "default" in setting else default)

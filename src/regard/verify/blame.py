@@ -68,7 +68,7 @@ def shown(file: str, number: int) -> str:
     path = Path(file)
     name = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path.name
     code = linecache.getline(file, number).strip()
-    return f"{name}:{number}: {code[:LONGEST]}".rstrip(": ")
+    return f"{name}:{number}: {code[:LONGEST]}" if code else f"{name}:{number}"
 
 
 def own_error(error: BaseException, files: Collection[str] = ()) -> str:

@@ -118,7 +118,7 @@ def test_a_forgotten_super_is_told_by_its_line():
     for made_by in (subjects.NoSuper, subjects.NoSuperNoModules):
         subject = understand(made_by)
         assert "subjects.py:" in subject.forgot_super
-        assert subject.forgot_super.endswith(")")
+        assert subject.forgot_super.endswith("):")
     assert understand(named.Switch).forgot_super == ""
 
 

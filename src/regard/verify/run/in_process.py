@@ -184,13 +184,18 @@ def _known(subject: Subject, law: Law) -> str:
 
 @contextlib.contextmanager
 def undisturbed(seed: int = 0) -> Iterator[None]:
-    """One thread, a seeded generator, no warnings and no prints; all settings are restored."""
+    """One thread, float32 without autocast, a seeded generator, no warnings and no prints.
+
+    All settings are restored.
+    """
     threads, dtype, grad = (
         torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
     )  # fmt: skip
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)  # a subject is built here; a law asks for other defaults
     try:
         with (
+            torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=[]),
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),

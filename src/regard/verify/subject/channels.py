@@ -18,10 +18,8 @@ from regard.verify.law import Trial
 
 Run = Callable[[Tensor], Tensor]  # values of all channels [B, L, C] to merged heads [B, L, O]
 
-LENGTH, AT = (
-    5,
-    2,
-)  # tokens of a probe, and the one that is changed: it sees two before it, if causal
+LENGTH = 5  # tokens of a probe
+AT = 2  # the token that is changed: under a causal rule it sees two others, and two see it
 CHUNK = 64  # rows of one call, each with another channel changed
 STEPS = (1.0, 2.0, 16.0, 64.0)  # added to a channel: the large ones bend the faintest scores
 FAINT = (0.2, 0.3, 1.0)  # sizes of further values
@@ -201,7 +199,7 @@ def _opened(run: Run, kinds: _Kinds, channels: int) -> float | None:
     if not kinds.gates:
         return 1.0
     for value in OPEN:
-        values = torch.zeros(1, LENGTH, channels)
+        values = torch.zeros(1, LENGTH, channels, dtype=torch.float32)
         values[..., kinds.values] = 1.0
         values[..., kinds.gates] = value
         near = (run(values) - 1).abs() < 1e-5  # a mistake may spoil some tokens
@@ -267,7 +265,7 @@ def _log_odds(
     key: int,
 ) -> Tensor:
     """For each query channel, the score of token AT with a key where that channel alone is 1."""
-    base = torch.zeros(LENGTH, channels)
+    base = torch.zeros(LENGTH, channels, dtype=torch.float32)
     base[key, kinds.values] = 1.0
     base[:, kinds.gates] = opened
     base[key, list(keys)] = torch.tensor(list(keys.values()))

@@ -1,5 +1,6 @@
 """From an object and declared conventions to a subject: found, built, called and probed."""
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -195,12 +196,27 @@ def _remember(subject: Subject, built: Built, made_by: Any, own: Conventions) ->
         subject.inferred["built with"] = ", ".join(f"{n}={v!r}" for n, v in built.arguments.items())
 
 
+def _in_float32(module: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The module, or a copy in float32 if its weights have another dtype, and a remark on it."""
+    kinds = {x.dtype for x in module.parameters() if x.is_floating_point()}
+    if not kinds or kinds == {torch.float32}:
+        return module, []
+    try:
+        twin = copy.deepcopy(module).float()
+    except Exception:
+        return module, []
+    names = ", ".join(sorted(str(kind) for kind in kinds))
+    return twin, [f"Its weights are {names}: a copy of it in float32 is judged."]
+
+
 def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
     """A module in eval mode."""
+    module, remark = _in_float32(module)
     module.eval()
     own = replace(own, kind="module", arguments={})
     own = own.found(**module.known) if isinstance(module, Adapter) else own
     subject = Subject(name, "module", own, thing=module)
+    subject.notes += remark
     sinks = getattr(module, "sinks", None)
     subject.sinks = sinks if isinstance(sinks, torch.Tensor) else None
     probe_module(module, subject, trial)

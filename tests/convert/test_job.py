@@ -66,7 +66,7 @@ A_CACHE = r"a quantised cache does: regard.hf.cache\(model, 'quantized', bits=8\
         ("gpt-oss", {"to": "mla:8"}, f"has no place for sinks.*{A_CACHE}"),
         ("cohere", {"to": "mqa"}, "attention that regard does not know: CohereAttention"),
         ("smollm3", {"to": "mla:8+4"}, "no frequencies; a joint latent can be made"),
-        ("ntk", {"to": "mla:8"}, "rope_type='dynamic' is not known here"),
+        ("ntk", {"to": "mla:8"}, "change with the length of a call"),
         ("llama", {"to": "mla:99"}, r"rank=99 is not in 1\.\.24"),
         ("llama", {"to": "gqa:3"}, "can have 1, 2, 4"),
         ("llama", {"to": "mla:8+4", "by_layer": True}, "by_layer allots ranks"),

@@ -10,8 +10,8 @@ from regard.hf.families import rotating
 from regard.hf.families.projecting import Separate
 from regard.hf.families.table import FAMILIES, Family, family_of, is_placed
 from regard.layers.attention import Attention
-from regard.rope import NO_ROPE, NoRotary, Rotary
-from regard.rope.scaling import LinearScaling, Llama3, Scaling, Yarn
+from regard.rope import NO_ROPE, NoRotary, Pairing, Rotary
+from regard.rope.scaling import NTK, LinearScaling, Llama3, LongRope, Scaling, Yarn
 
 # rotations that a layer computes from positions it counts itself
 COUNTED = (rotating.halves, rotating.half_angles, rotating.halves_where_used)
@@ -22,9 +22,24 @@ def attention_of(module: Any) -> Attention:
 
     The layer counts positions and has the mask itself: it takes hidden states and a cache.
 
+    Args:
+        module: an attention module of a transformers model.
+
     Raises:
         ValueError: if the module is of no known family or does what no single layer does, or its
             rope is scaled in an unknown way.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.hf import attention_of
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16, num_key_value_heads=1)
+        >>> model = LlamaForCausalLM(config)
+        >>> layer = attention_of(model.model.layers[0].self_attn)
+        >>> layer.kind, layer.mask, layer.rope
+        ('MQA', Causal(), Rotary(8))
+        >>> layer.q_proj is model.model.layers[0].self_attn.q_proj
+        True
     """
     family = family_of(module)
     if family is None:
@@ -44,7 +59,7 @@ def attention_of(module: Any) -> Attention:
             heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            bias=biased,
+            bias=biased or False,
             qk_norm=norm,
             dropout=family.dropout(module),
             rope=_rope(module, head_dim),
@@ -80,14 +95,32 @@ def _children(family: Family, module: nn.Module) -> dict[str, Any]:
 def _rope(module: Any, head_dim: int) -> Rotary | NoRotary:
     if not getattr(module, "use_rope", True):
         return NO_ROPE
-    return rope_of(module.config, head_dim, getattr(module, "layer_type", None))
+    rope = rope_of(module.config, head_dim, getattr(module, "layer_type", None))
+    if rope.scaling is not None and rope.scaling.uses_length:
+        raise ValueError(
+            f"the frequencies of {rope.scaling!r} change with the length of a call, and those of "
+            "cached keys do not; regard.hf.install runs the module as it is"
+        )
+    return rope
 
 
 def rope_of(config: Any, head_dim: int, layer_type: str | None = None) -> Rotary:
-    """The rotary embedding that a model's config describes, for layers of one type if they differ.
+    """The rotary embedding that a model's config describes.
+
+    Args:
+        config: of a transformers model, with `rope_parameters`.
+        head_dim: size of a head.
+        layer_type: the type of the layer, for models whose types have different parameters.
 
     Raises:
-        ValueError: if `rope_type` is one that is not known here.
+        ValueError: if `rope_type` is one that regard does not compute.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> from regard.hf import rope_of
+        >>> scaled = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+        >>> rope_of(LlamaConfig(rope_parameters=scaled), head_dim=8)
+        Rotary(8, theta=500.0, scaling=LinearScaling(4.0))
     """
     rope = config.rope_parameters
     if layer_type in rope:
@@ -95,21 +128,24 @@ def rope_of(config: Any, head_dim: int, layer_type: str | None = None) -> Rotary
     kind = rope.get("rope_type", "default")
     if kind not in SCALINGS:
         raise ValueError(
-            f"rope_type={kind!r} is not known here; regard.hf.families.layers.SCALINGS has "
-            f"{', '.join(map(repr, SCALINGS))}"
+            f"rope_type={kind!r} is none of those that regard computes: "
+            f"{', '.join(map(repr, SCALINGS))}; build Rotary with a scaling, or Frequencies"
         )
     dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    return Rotary(dim, theta=rope["rope_theta"], scaling=SCALINGS[kind](rope))
+    pairing: Pairing = "pairs" if getattr(config, "rope_interleave", False) else "halves"
+    scaling = SCALINGS[kind](rope, config)
+    return Rotary(dim, theta=rope["rope_theta"], pairing=pairing, scaling=scaling)
 
 
-def _yarn(rope: Mapping[str, Any]) -> Scaling:
-    optional = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+def _yarn(rope: Mapping[str, Any], config: Any) -> Scaling:
+    factors = ("attention_factor", "mscale", "mscale_all_dim")
+    optional = ("beta_fast", "beta_slow", "truncate", *factors)
     options = {name: rope[name] for name in optional if rope.get(name) is not None}
     before = rope["original_max_position_embeddings"]
     return Yarn(rope["factor"], original_max_position=before, **options)
 
 
-def _llama3(rope: Mapping[str, Any]) -> Scaling:
+def _llama3(rope: Mapping[str, Any], config: Any) -> Scaling:
     return Llama3(
         rope["factor"],
         low_freq_factor=rope["low_freq_factor"],
@@ -118,9 +154,26 @@ def _llama3(rope: Mapping[str, Any]) -> Scaling:
     )
 
 
-SCALINGS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
-    "default": lambda rope: None,
-    "linear": lambda rope: LinearScaling(rope["factor"]),
+def _dynamic(rope: Mapping[str, Any], config: Any) -> Scaling:
+    return NTK(rope["factor"], original_max_position=config.max_position_embeddings)
+
+
+def _longrope(rope: Mapping[str, Any], config: Any) -> Scaling:
+    before = rope["original_max_position_embeddings"]
+    return LongRope(
+        rope["short_factor"],
+        rope["long_factor"],
+        original_max_position=before,
+        factor=rope.get("factor") or config.max_position_embeddings / before,
+        attention_factor=rope.get("attention_factor"),
+    )
+
+
+SCALINGS: dict[str, Callable[[Mapping[str, Any], Any], Scaling | None]] = {
+    "default": lambda rope, config: None,
+    "linear": lambda rope, config: LinearScaling(rope["factor"]),
     "llama3": _llama3,
+    "dynamic": _dynamic,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

@@ -1,9 +1,14 @@
 """torch's own kernel: what it cannot return, and when it needs no dense mask."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from regard import EVERYTHING, Causal, SlidingWindow, attend, attend_partial
+from regard import EVERYTHING, Causal, SlidingWindow, attend, attend_partial, explain
+from regard.ops.backends import sdpa
 
 
 def test_a_part_needs_a_log_sum_exp():
@@ -43,3 +48,33 @@ def test_values_may_be_wider_or_narrower_than_keys():
         v = torch.randn(1, 2, 5, width)
         found, wanted = (attend(q, q, v, backend=each) for each in ("sdpa", "eager"))
         torch.testing.assert_close(found, wanted)
+
+
+def test_where_torch_raises_in_bfloat16_others_run(monkeypatch):
+    monkeypatch.setattr(sdpa, "NO_BFLOAT16", True)
+    q, exact = torch.randn(1, 2, 70, 16).bfloat16(), torch.randn(1, 2, 70, 16)
+    said = explain(q, q, q, mask=Causal())
+    assert "sdpa     objects: torch's scaled_dot_product_attention raises in bfloat16" in said
+    for mask in (EVERYTHING, Causal(), Causal() & SlidingWindow(9)):
+        out = attend(q, q, q, mask=mask)
+        right = attend(q.double(), q.double(), q.double(), mask=mask)
+        assert (out - right).abs().max() <= 1.5 * 2**-8 * q.abs().max()
+    assert "sdpa     objects" not in explain(exact, exact, exact, mask=Causal())
+
+
+NARROWED = """
+import torch
+from regard import Causal, attend
+q = torch.randn(1, 2, 70, 16).bfloat16().requires_grad_()
+attend(q, q, q, mask=Causal()).float().sum().backward()
+assert q.grad.isfinite().all()
+"""
+
+
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_bfloat16_runs_with_narrower_vectors(capability):
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(
+        [sys.executable, "-c", NARROWED], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

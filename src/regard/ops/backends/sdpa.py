@@ -1,5 +1,6 @@
 """torch's scaled_dot_product_attention, called with the cheapest flags that mean the same."""
 
+import os
 from typing import Any
 
 import torch
@@ -18,6 +19,23 @@ _KEYS = 512  # keys in a block of it: blocks on the causal diagonal are computed
 _KEPT = 1 << 24  # elements of a mask: storing more for the backward pass is charged twice
 
 
+def _raises_in_bfloat16() -> bool:
+    """Whether torch's CPU kernel raises in bfloat16: torch 2.13 does ("pack_vnni2 is only supported
+    when avx512 is supported") on processors with AMX, if the environment narrows their vectors."""
+    if not os.environ.get("ATEN_CPU_CAPABILITY"):
+        return False
+    zeros = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16, device="cpu")
+    try:
+        with torch.no_grad():
+            F.scaled_dot_product_attention(zeros, zeros, zeros)
+    except RuntimeError:
+        return True
+    return False
+
+
+NO_BFLOAT16 = _raises_in_bfloat16()  # tried once, at import: the environment is read before that
+
+
 def objection(call: Call) -> str | None:
     if is_empty(call):
         return "scaled_dot_product_attention needs at least one query and one visible key"
@@ -25,6 +43,11 @@ def objection(call: Call) -> str | None:
         return f"scaled_dot_product_attention has no softcap (got {shown(call.softcap)})"
     if call.sinks is not None:
         return "scaled_dot_product_attention has no sinks"
+    if NO_BFLOAT16 and call.dtype == torch.bfloat16 and call.device.type == "cpu":
+        return (
+            "torch's scaled_dot_product_attention raises in bfloat16 on this processor under "
+            f"ATEN_CPU_CAPABILITY={os.environ.get('ATEN_CPU_CAPABILITY')}"
+        )
     if is_forward_mode():
         return "scaled_dot_product_attention has no forward-mode derivative"
     if is_vmapped():

@@ -448,7 +448,7 @@ WITH_CACHES = {
     "documents that go on": (
         lambda c: mha()(X[:, :1], cache=c, mask=Where(lambda b, h, q, k: LONG[q] == LONG[k])),
         KVCache,
-        ["shows queries 3..3 keys from slot 4 on", r"Causal\(\)"],
+        ["keys from slot 4 on", "visible to queries 3..3", r"Causal\(\)"],
     ),
     "a truncation to more": (lambda c: c.truncate(4), KVCache, ["length=4", r"0\.\.3"]),
     "a reorder of rows that are not there": (

@@ -24,7 +24,19 @@ from regard.span import Span
 
 
 class BeyondData(ValueError):
-    """A rule was evaluated at slots that its data does not cover."""
+    """The error of a `Where` that is evaluated at slots which its data does not cover.
+
+    Examples:
+        >>> import torch
+        >>> from regard.masks import BeyondData, Span, Where
+        >>> ids = torch.tensor([0, 0, 1])
+        >>> same = Where(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx])
+        >>> try:
+        ...     same.dense(Span(3, 4, 0, 4))
+        ... except BeyondData as error:
+        ...     print(str(error).rpartition("; ")[2])
+        with a cache, slots count from its first token: give data for all slots of the sequence
+    """
 
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -33,14 +45,16 @@ HIDDEN_BELOW = -1e4  # additive masks hide with -inf, their dtype's lowest numbe
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Each query may attend to the keys up to its own: `kv <= q`.
+    """The causal mask: each query may attend to the keys up to its own, `kv <= q`.
 
-    >>> print(Causal().draw(3))
-    Causal()
-      0 1 2
-    0 ■ · ·
-    1 ■ ■ ·
-    2 ■ ■ ■
+    Examples:
+        >>> from regard import Causal
+        >>> print(Causal().draw(3))
+        Causal()
+          0 1 2
+        0 ■ · ·
+        1 ■ ■ ·
+        2 ■ ■ ■
     """
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -60,20 +74,26 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Each query may attend to the `size` latest keys: its own and the `size - 1` before it.
+    """A sliding window: each query may attend to its own key and the `size - 1` before it.
 
-    Keys after the query are visible, too; combine it with `Causal()`.
+    Sliding window attention (Beltagy et al. 2020, arXiv:2004.05150). Keys after the query are
+    visible, too; combine it with `Causal()`.
+
+    Args:
+        size: keys, the query's own counted.
 
     Raises:
         ValueError: if `size` is below 1.
 
-    >>> print((Causal() & SlidingWindow(2)).draw(4))
-    Causal() & SlidingWindow(size=2)
-      0 1 2 3
-    0 ■ · · ·
-    1 ■ ■ · ·
-    2 · ■ ■ ·
-    3 · · ■ ■
+    Examples:
+        >>> from regard import Causal, SlidingWindow
+        >>> print((Causal() & SlidingWindow(2)).draw(4))
+        Causal() & SlidingWindow(size=2)
+          0 1 2 3
+        0 ■ · · ·
+        1 ■ ■ · ·
+        2 · ■ ■ ·
+        3 · · ■ ■
     """
 
     size: int
@@ -102,23 +122,26 @@ class SlidingWindow(Mask):
 class Dense(DataMask):
     """A dense mask: a boolean for each query and key of one call.
 
-    `within(span)` places it at the slots of `span`; other keys are hidden. Without that, it begins
-    at slot 0.
+    `within(span)` places it at the slots of `span`; other keys are hidden.
 
     Args:
         keep: `[L, S]`, `[B, L, S]` or `[B, H, L, S]` booleans, True where a query may attend; axes
             of size 1 broadcast.
+        place: the slots of its queries and keys; from slot 0 if None. Set by `within`.
 
     Raises:
         TypeError: if `keep` is not boolean, because its meaning would be ambiguous.
         ValueError: if it has fewer than two dimensions or more than four, or if `within` is called
             with a span of another size.
 
-    >>> print(Dense(torch.eye(2).bool()).within(Span(4, 6, 0, 2)).draw())
-    Dense(keep=<[2, 2] bool>)
-      0 1
-    4 ■ ·
-    5 · ■
+    Examples:
+        >>> import torch
+        >>> from regard import Dense, Span
+        >>> print(Dense(torch.eye(2).bool()).within(Span(4, 6, 0, 2)).draw())
+        Dense(keep=<[2, 2] bool>)
+          0 1
+        4 ■ ·
+        5 · ■
     """
 
     keep: Tensor
@@ -147,6 +170,10 @@ class Dense(DataMask):
         Raises:
             TypeError: if `t` is not floating point.
             ValueError: if it has other values; `split_additive(t)` returns `(mask, score_bias)`.
+
+        Examples:
+            >>> Dense.from_additive(torch.tensor([[0.0, -torch.inf]])).keep
+            tensor([[ True, False]])
         """
         if not isinstance(t, Tensor) or not t.is_floating_point():
             raise TypeError(
@@ -202,7 +229,8 @@ class Dense(DataMask):
         return replace(self, place=span)
 
     def reach(self, span: Span) -> Reach:
-        return (0, None) if self.place is None else (self.place.kv_start, self.place.kv_stop - 1)
+        place = self.place or span  # `within` will place it there
+        return place.kv_start, place.kv_stop - 1
 
     def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
         """A slice of the tensor, without indexing, where it contains the span."""
@@ -243,21 +271,26 @@ def _first_row(place: Span, span: Span) -> int | None:
 
 @dataclass(frozen=True)
 class Where(Mask):
-    """Any function `(b, h, q_idx, kv_idx) -> bool`: a FlexAttention `mask_mod`.
+    """A mask from any function `(b, h, q_idx, kv_idx) -> bool`: a FlexAttention `mask_mod`.
+
+    Args:
+        mask_mod: takes tensors of indices that broadcast; returns booleans, True for visible.
 
     Raises:
         TypeError: if it is not a function, or returns something other than booleans.
         BeyondData: a `ValueError`, if it is evaluated at slots that its data does not cover.
 
-    >>> def every_other(b, h, q_idx, kv_idx):
-    ...     return (q_idx - kv_idx) % 2 == 0
-    >>> print((Causal() & Where(every_other)).draw(4))
-    Causal() & Where(every_other)
-      0 1 2 3
-    0 ■ · · ·
-    1 · ■ · ·
-    2 ■ · ■ ·
-    3 · ■ · ■
+    Examples:
+        >>> from regard import Causal, Where
+        >>> def every_other(b, h, q_idx, kv_idx):
+        ...     return (q_idx - kv_idx) % 2 == 0
+        >>> print((Causal() & Where(every_other)).draw(4))
+        Causal() & Where(every_other)
+          0 1 2 3
+        0 ■ · · ·
+        1 · ■ · ·
+        2 ■ · ■ ·
+        3 · ■ · ■
     """
 
     mask_mod: MaskMod

@@ -20,7 +20,7 @@ from regard.tracing import is_concrete
 
 LARGEST_SCALE = 1e38  # of scores: kernels multiply it by log2(e) in float32, which ends at 3.4e38
 POLARITIES = (
-    "In torch's scaled_dot_product_attention and FlexAttention True means 'may look', in "
+    "In torch's scaled_dot_product_attention and FlexAttention True means 'may attend', in "
     "nn.MultiheadAttention it means 'hidden'; Hugging Face's 2-D masks hold 1 for 'keep'."
 )
 
@@ -118,7 +118,7 @@ def check_mask(mask: object) -> None:
     if isinstance(mask, Tensor):
         raise TypeError(
             f"mask is a rule, got a tensor of {mask.dtype}, shape {tuple(mask.shape)}; say what it "
-            "means: Dense(keep) for [.., L, S] with True where a query may look, Padding(valid) "
+            "means: Dense(keep) for [.., L, S] with True where a query may attend, Padding(valid) "
             "for [B, S] with True for real tokens, Dense.from_additive(t) for 0 and -inf. "
             + POLARITIES
         )
@@ -248,16 +248,17 @@ def check_decodable(mask: Mask, span: Span) -> None:
     ahead = high is None or high >= span.kv_stop
     if ahead and _shows(mask, span, span.kv_stop, span.kv_stop + span.num_queries + 8):
         raise ValueError(
-            f"mask={mask!r} shows queries {span.first_query}..{span.last_query} keys from slot "
-            f"{span.kv_stop} on, which the cache does not hold yet, so that decoding would differ "
-            "from one full forward; intersect it with Causal()"
+            f"under mask={mask!r} keys from slot {span.kv_stop} on, which the cache does not hold "
+            f"yet, are visible to queries {span.first_query}..{span.last_query}, so that decoding "
+            "would differ from one full forward; intersect it with Causal(), or give all tokens "
+            "that attend to each other, such as a prefix, in one call"
         )
     gone = low is None or low < span.kv_start
     if gone and _shows(mask, span, 0, span.kv_start):
         raise ValueError(
-            f"mask={mask!r} shows queries {span.first_query}..{span.last_query} keys before slot "
-            f"{span.kv_start}, which the cache has dropped; intersect it with SlidingWindow(size) "
-            "no wider than the cache's, or use KVCache()"
+            f"under mask={mask!r} keys before slot {span.kv_start}, which the cache has dropped, "
+            f"are visible to queries {span.first_query}..{span.last_query}; intersect it with "
+            "SlidingWindow(size) no wider than the cache's, or use KVCache()"
         )
 
 

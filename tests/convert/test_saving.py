@@ -99,6 +99,18 @@ def test_a_saved_model_loads_unchanged(family, form, tmp_path):
     assert json.loads((out / "report.json").read_text()) == TEXTS["report"]
 
 
+def test_without_a_card_and_a_report_it_has_a_title(tmp_path):
+    out = save(placed(), None, tmp_path / "out")
+    assert (out / "README.md").read_text().startswith("# LlamaForCausalLM\n")
+    assert not (out / "report.json").exists()
+
+
+def test_a_loaded_model_has_the_loss_of_its_class(folder):
+    model, _ = regard.hf.load(folder)
+    assert model.loss_type == "ForCausalLM"
+    assert model(input_ids=tokens(2, 9), labels=tokens(2, 9)).loss.isfinite()
+
+
 def test_it_is_saved_again_unchanged(folder):
     again = save(regard.hf.load(folder)[0], None, folder.parent / "again", **TEXTS)
     for file in folder.iterdir():

@@ -33,6 +33,7 @@ def _cache(monkeypatch, tmp_path):
     """A cache of this test's own, and the same rates afterwards."""
     assert os.environ["REGARD_SPEED"] == "default"  # what every other test runs with
     monkeypatch.delenv("REGARD_SPEED")
+    monkeypatch.delenv("REGARD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = dict(vars(SPEED))
     yield

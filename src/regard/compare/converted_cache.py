@@ -20,8 +20,8 @@ from regard import convert
 from regard.convert.linear import linear_of, with_kv_heads
 from regard.convert.targets import Target
 from regard.hf.loading.descriptions import described, layer_from
-from regard.hf.loading.gguf_copies import FOLDER, cache_folder
 from regard.layers.attention import Attention
+from regard.ops.rates import FOLDER, cache_folder
 
 CODE = Path(convert.__file__).parent
 MOST = 1 << 30  # bytes on disk; beyond it the oldest files are removed

@@ -22,9 +22,19 @@ SHARD = "5GB"  # largest file of weights, as transformers 4 writes them
 def check_free(out: str | Path) -> Path:
     """The absolute path, if `save` can write there; to be called before the work.
 
+    Args:
+        out: the folder to write.
+
     Raises:
         FileExistsError: if the path exists and is not an empty folder.
         FileNotFoundError: if its parent folder is missing.
+
+    Examples:
+        >>> import tempfile
+        >>> from regard.convert import check_free
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     check_free(f"{folder}/converted").name
+        'converted'
     """
     out = Path(out).absolute()
     if out.is_symlink() or out.is_file() or (out.is_dir() and any(out.iterdir())):
@@ -39,8 +49,8 @@ def save(
     tokenizer: Any,
     out: str | Path,
     *,
-    card: str,
-    report: Mapping[str, Any],
+    card: str = "",
+    report: Mapping[str, Any] | None = None,
     max_shard_size: str = SHARD,
 ) -> Path:
     """Write a converted model, and return its path.
@@ -56,17 +66,35 @@ def save(
         model: from `regard.hf.place` or `to_deepseek_v3`.
         tokenizer: its tokenizer, or None.
         out: a folder that does not exist yet, or is empty.
-        card: the text of the model card, `README.md`.
-        report: data for `report.json`.
+        card: the text of the model card, `README.md`; without one, the class of the model.
+        report: data for `report.json`, if any.
         max_shard_size: largest size of a file of weights.
 
     Raises:
         FileExistsError: if `out` exists and is not empty.
         FileNotFoundError: if the parent folder of `out` is missing.
         TypeError, ValueError: if JSON cannot hold the report, or a layer cannot be described.
+
+    Examples:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.convert import as_latent, save
+        >>> from regard.hf import attention_modules, attention_of, load, place
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> (attention,) = attention_modules(model).values()
+        >>> model = place(model, [as_latent(attention_of(attention))])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = save(model, None, f"{folder}/converted")
+        ...     loaded, _ = load(path)
+        >>> loaded.model.layers[0].self_attn.kind
+        'LatentKV'
     """
     out = check_free(out)
-    texts = {"README.md": card, "report.json": _json(report)}
+    texts = {"README.md": card or f"# {type(model).__name__}\n\nConverted by regard.convert.\n"}
+    if report is not None:
+        texts["report.json"] = _json(report)
     with _beside(out) as folder:
         if has_placed_layers(model):
             _write_placed(model, folder, max_shard_size)

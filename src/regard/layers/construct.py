@@ -53,9 +53,10 @@ def _named(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
 def constructor_code(layer: nn.Module) -> str:
     """The call that builds a layer: positional arguments, then those that are not the default.
 
-    >>> from regard import GroupedQueryAttention
-    >>> GroupedQueryAttention(64, 8, 2, softcap=50.0)
-    GroupedQueryAttention(64, 8, 2, softcap=50.0)
+    Examples:
+        >>> from regard import GroupedQueryAttention
+        >>> GroupedQueryAttention(64, 8, 2, softcap=50.0)
+        GroupedQueryAttention(64, 8, 2, softcap=50.0)
     """
     constructors = [vars(each).get("__init__") for each in type(layer).__mro__]
     recording: list[Any] = [each for each in constructors if hasattr(each, "records")]
@@ -83,7 +84,7 @@ def _same(value: Any, default: Any) -> bool:
 def _code(value: Any) -> str:
     if inspect.isclass(value) or inspect.isfunction(value):
         return str(value.__name__)
-    if isinstance(value, (set, frozenset)):
+    if isinstance(value, (set, frozenset)) and value:
         return "{" + ", ".join(map(repr, sorted(value))) + "}"
     return repr(value)
 

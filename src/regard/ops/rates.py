@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+FOLDER = "REGARD_CACHE"  # the environment variable that moves all that regard stores for a user
 MARGIN = 100.0  # times: a measured rate further than this from the default is taken for an error
 _MAX_BYTES = 1 << 16  # of a file of rates; a larger one is not read
 
@@ -61,8 +62,9 @@ class Rates:
     any rate was used keeps the defaults, unless `SPEED.load()` was called. `version` counts how
     often the rates were set.
 
-    >>> 0 < SPEED.call < 1
-    True
+    Examples:
+        >>> 0 < SPEED.call < 1
+        True
     """
 
     version = 0
@@ -95,9 +97,19 @@ SPEED = Rates()
 
 def speed_path() -> Path:
     """The file of this machine's rates, for this version of torch and number of threads."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    folder = given if given.is_absolute() else Path.home() / ".cache"  # as XDG wants it
-    return folder / "regard" / f"speed-{torch.__version__}-{torch.get_num_threads()}.json"
+    return cache_folder() / f"speed-{torch.__version__}-{torch.get_num_threads()}.json"
+
+
+def cache_folder() -> Path:
+    """`$REGARD_CACHE`; else `$XDG_CACHE_HOME/regard`; else `~/.cache/regard`.
+
+    Raises:
+        RuntimeError: if neither is set and the user has no home.
+    """
+    given, base = os.environ.get(FOLDER), Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given:
+        return Path(given)
+    return (base if base.is_absolute() else Path.home() / ".cache") / "regard"
 
 
 def read_speed() -> Speed | None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import regard.hf
 from checkpoints import write_gguf
 from regard.compare import converted_cache as kept
 from regard.hf.loading import checkpoints, gguf_copies
 from regard.hf.loading.checkpoints import load
-from regard.hf.loading.gguf_copies import SAMPLE, cache_folder
+from regard.hf.loading.gguf_copies import SAMPLE
+from regard.ops.rates import cache_folder, speed_path
 
 WORDS = 300
 
@@ -182,7 +182,7 @@ def test_progress_is_called(file):
         ({}, "/home/me/.cache/regard"),
     ],
 )
-def test_one_folder_for_all_copies(settings, folder, monkeypatch):
+def test_one_folder_for_all_that_is_stored(settings, folder, monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     for name in ("REGARD_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -190,4 +190,4 @@ def test_one_folder_for_all_copies(settings, folder, monkeypatch):
         monkeypatch.setenv(name, value)
     assert cache_folder() == Path(folder)
     assert kept.folder() == Path(folder) / "compare"
-    assert regard.hf.loading.default_model.cache_folder() == Path(folder)
+    assert speed_path().parent == Path(folder)

@@ -1,6 +1,5 @@
 """Text from a prompt, with its time and memory: what `regard generate` shows."""
 
-import resource
 import sys
 import time
 from collections import Counter
@@ -32,9 +31,27 @@ OTHERS = "transformers"
 
 @dataclass(frozen=True)
 class Written:
-    """A text, its time and memory, and the backends that ran: regard's, or transformers' own.
+    """A generated text, its time and memory, and the backends that ran; `str` of it is for reading.
 
-    `peak_memory` is that of the whole process so far, in bytes.
+    Attributes:
+        attention: `"regard"`, `"interface"` or `"transformers"`.
+        cache: the kind of cache.
+        text: the text that was generated.
+        tokens: its tokens.
+        prompt_tokens: the number of tokens of the prompt.
+        prefill_tokens_per_second: speed of reading the prompt.
+        decode_tokens_per_second: speed of the tokens after the first.
+        cache_bytes: bytes that the cache holds at the end.
+        peak_memory: of the whole process so far, in bytes.
+        prefill_backend: the backends of the prefill: regard's, or transformers' own.
+        decode_backend: the backends of the decoding steps; empty if there were none.
+
+    Examples:
+        >>> from regard.hf import Written
+        >>> written = Written("regard", "growing", "Paris.", (3, 4), 5, 900.0, 80.0, 2048, 1 << 30,
+        ...     "sdpa", "fused")
+        >>> print(str(written).partition(", cache 2")[0])
+        regard, growing cache: prefill 5 tokens at 900/s on sdpa, decode 2 at 80.0/s on fused
     """
 
     attention: str
@@ -53,10 +70,11 @@ class Written:
         decode = f"{len(self.tokens):,} at {self.decode_tokens_per_second:,.1f}/s"
         if self.decode_backend:  # empty if no token was decoded after the prompt
             decode = f"{decode} on {self.decode_backend}"
+        peak = f", peak memory {_size(self.peak_memory)}" if self.peak_memory else ""
         return (
             f"{self.attention}, {self.cache} cache: prefill {counted(self.prompt_tokens, 'token')} "
             f"at {self.prefill_tokens_per_second:,.0f}/s on {self.prefill_backend}, decode {decode}"
-            f", cache {_size(self.cache_bytes)}, peak memory {_size(self.peak_memory)}"
+            f", cache {_size(self.cache_bytes)}{peak}"
         )
 
 
@@ -75,8 +93,8 @@ def write(
     """Continue a prompt with a model, which is restored afterwards.
 
     Args:
-        model: a transformers model that generates, and its tokenizer.
-        tokenizer: as `regard.hf.load` returns it.
+        model: a transformers model that generates.
+        tokenizer: its tokenizer, as `regard.hf.load` returns it.
         prompt: what to continue, or to answer if `chat`.
         attention: `"regard"` installs, `"interface"` registers, `"transformers"` does neither.
         cache: `"growing"`, `"static"`, `"sliding"`, `"int8"`, `"int4"` or `"transformers"`.
@@ -88,6 +106,20 @@ def write(
     Raises:
         ValueError: if the model does not generate, there is no tokenizer, the prompt is empty, or
             a name is not one of those above.
+
+    Examples:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+        >>> from regard.hf import write
+        >>> words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "rose": 2, "is": 3}, unk_token="?"))
+        >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=4,
+        ...     num_hidden_layers=1, intermediate_size=16, eos_token_id=None, pad_token_id=0)
+        >>> model = LlamaForCausalLM(config)
+        >>> written = write(model, tokenizer, "a rose is", cache="int8", max_new_tokens=4)
+        >>> written.prompt_tokens, len(written.tokens)
+        (3, 4)
     """
     require("transformers")
     _check(model, tokenizer, attention, cache)
@@ -212,6 +244,10 @@ def _bytes(store: Any) -> int:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ModuleNotFoundError:  # on Windows: 0 is unknown
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

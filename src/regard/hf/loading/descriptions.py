@@ -39,11 +39,12 @@ def _check_norms(layer: LatentLayer) -> None:
 def described(layer: LatentLayer) -> dict[str, Any]:
     """A latent layer as data that JSON holds; `layer_from` reads it.
 
-    >>> from regard import Causal, LatentKVAttention, Rotary
-    >>> layer = LatentKVAttention(16, 2, num_kv_heads=1, head_dim=8, kv_lora_rank=4,
-    ...     rope=Rotary(8), mask=Causal())
-    >>> described(layer)["rope"]
-    {'dim': 8, 'theta': 10000.0, 'pairing': 'halves', 'scaling': None}
+    Examples:
+        >>> from regard import Causal, LatentKVAttention, Rotary
+        >>> layer = LatentKVAttention(16, 2, num_kv_heads=1, head_dim=8, kv_lora_rank=4,
+        ...     rope=Rotary(8), mask=Causal())
+        >>> described(layer)["rope"]
+        {'dim': 8, 'theta': 10000.0, 'pairing': 'halves', 'scaling': None}
     """
     _check_norms(layer)
     arguments = arguments_of(layer) | {"window": window_of(layer)}

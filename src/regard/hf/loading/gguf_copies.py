@@ -19,26 +19,14 @@ from typing import Any
 import torch
 
 from regard.hf.loading.untrusted import OTHER_JSON, TOKENIZER_JSON, CheckpointError, read_json
+from regard.ops.rates import cache_folder
 
-FOLDER = "REGARD_CACHE"
 FORMAT = 1  # of a copy, part of its name: a change of format makes new copies
 MOST = 8 << 30  # bytes of all copies together: those read longest ago are removed first
 ABANDONED = 86_400  # seconds after which an incomplete copy is that of a killed process
 DIGESTS = "copy.json"
 BESIDE = (*OTHER_JSON, *TOKENIZER_JSON, "chat_template.jinja", "tokenizer.model")
 SAMPLE = "The 2 quick brown foxes, über 1,000 of them:\n\tjumped! <|end|> 東京"
-
-
-def cache_folder() -> Path:
-    """`$REGARD_CACHE`; else `$XDG_CACHE_HOME/regard`; else `~/.cache/regard`.
-
-    Raises:
-        RuntimeError: if neither is set and the user has no home.
-    """
-    given, base = os.environ.get(FOLDER), Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if given:
-        return Path(given)
-    return (base if base.is_absolute() else Path.home() / ".cache") / "regard"
 
 
 def name_of(file: Path, dtype: torch.dtype) -> str:

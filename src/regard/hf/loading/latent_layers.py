@@ -118,6 +118,7 @@ def _with_layers(base: Any, entries: list[Any], file: Path) -> Any:
                 raise refused(file, "'layers' must have one entry for each layer", len(entries))
             place(self, [layer_from(entry, file) for entry in entries])
 
+    WithLayers.__name__ = base.__name__  # transformers chooses the loss by it
     return WithLayers
 
 

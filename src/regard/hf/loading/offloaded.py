@@ -24,8 +24,9 @@ def fetched(module: nn.Module, name: str) -> Tensor:
     Raises:
         ValueError: if it is on the meta device and not offloaded.
 
-    >>> fetched(nn.Linear(2, 3), "bias").shape
-    torch.Size([3])
+    Examples:
+        >>> fetched(nn.Linear(2, 3), "bias").shape
+        torch.Size([3])
     """
     tensor: Tensor = getattr(module, name)
     if not tensor.is_meta:

@@ -45,7 +45,21 @@ SHORT.maxstring = 200
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, hostile, or of another format than its name tells."""
+    """The error for a damaged or hostile checkpoint, or one of another format than its name says.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from regard.hf import CheckpointError, load
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "config.json").write_text("{not JSON")
+        ...     _ = Path(folder, "model.safetensors").write_text("")
+        ...     try:
+        ...         load(folder)
+        ...     except CheckpointError as error:
+        ...         print(str(error).partition(": ")[2].partition(",")[0])
+        it must hold valid JSON
+    """
 
 
 def refused(

@@ -20,6 +20,7 @@ from regard.layers.latent_forms import ABSORBED, choose_form
 from regard.masks import Span
 from regard.ops.attend import prepare
 from regard.ops.check import check_options
+from regard.words import counted
 
 READABLE = ("sdpa", "eager", "regard")  # the attn_implementations whose masks are tensors or None
 THROUGH_THE_INTERFACE = (  # the lines are for a model called `model`
@@ -34,7 +35,24 @@ PREFILL, DECODE = Span(0, 1024, 0, 1024), Span(1024, 1025, 0, 1025)
 
 @dataclass(frozen=True)
 class InstalledLayer:
-    """One layer: its shape, its rules, and the backends that run its prefill and its decoding."""
+    """One layer: its shape, its rules, and the backends that run its prefill and its decoding.
+
+    Attributes:
+        name: the module's name in the model.
+        kind: `"MHA"`, `"GQA"`, `"MQA"` or `"MLA"`.
+        num_heads: query heads.
+        num_kv_heads: heads that are cached.
+        head_dim: their size.
+        window: the sliding window, or None.
+        rules: what the layer does to its scores, such as `"softcap 50"`.
+        prefill: the backend for 1,024 queries.
+        decode: the backend for one query after 1,024 keys.
+
+    Examples:
+        >>> from regard.hf import InstalledLayer
+        >>> print(InstalledLayer("layers.0", "GQA", 9, 3, 64, None, (), "sdpa", "fused"))
+        GQA 9 heads on 3 of 64; prefill: sdpa, decode: fused
+    """
 
     name: str
     kind: str
@@ -54,7 +72,20 @@ class InstalledLayer:
 
 @dataclass(frozen=True)
 class Installation:
-    """How regard runs each layer of a model; `str` of it is for reading."""
+    """How regard runs each layer of a model; `str` of it is for reading.
+
+    Attributes:
+        model: the name of the model's class.
+        layers: the attention layers that run on regard.
+        left_alone: the names of other attention modules, and why regard does not run them.
+
+    Examples:
+        >>> from regard.hf import Installation, InstalledLayer
+        >>> layer = InstalledLayer("layers.0", "GQA", 9, 3, 64, None, (), "sdpa", "fused")
+        >>> print(Installation("LlamaForCausalLM", (layer,), {}))
+        LlamaForCausalLM: 1 attention layer runs on regard
+          layers.0: GQA 9 heads on 3 of 64; prefill: sdpa, decode: fused
+    """
 
     model: str
     layers: tuple[InstalledLayer, ...]
@@ -66,7 +97,8 @@ class Installation:
             groups.setdefault(str(layer), []).append(layer.name)
         for name, reason in self.left_alone.items():
             groups.setdefault(f"left alone: {reason}", []).append(name)
-        lines = [f"{self.model}: {len(self.layers)} attention layers run on regard"]
+        run = "runs" if len(self.layers) == 1 else "run"
+        lines = [f"{self.model}: {counted(len(self.layers), 'attention layer')} {run} on regard"]
         for text, names in groups.items():
             where = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
             lines.append(f"  {where}: {text}")
@@ -76,8 +108,8 @@ class Installation:
 def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     """Run the attention of a transformers model on regard. Installing twice is installing once.
 
-    Classes, children, parameters and hooks stay; `uninstall` restores. Attention that regard does
-    not know is left alone, and the report says so. `output_attentions=True` works under every
+    Classes, children, parameters and hooks stay; `uninstall` restores. Attention of an unknown
+    family is left as it is, and the report names it. `output_attentions=True` works under every
     implementation: weights are computed only then.
 
     Args:
@@ -87,9 +119,23 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
             CPUs.
 
     Raises:
-        ValueError: if regard knows none of the model's attention, or the model reads masks that are
+        ValueError: if no attention of the model is of a known family, or it reads masks that are
             not tensors (`attn_implementation` must be "sdpa", "eager" or "regard"), or there is no
             such precision. Nothing is then changed.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.hf import install
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=2, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> tokens = torch.tensor([[3, 4, 5]])
+        >>> before = model(tokens).logits
+        >>> print(install(model).layers[0].kind)
+        MHA
+        >>> torch.allclose(model(tokens).logits, before, atol=1e-5)
+        True
     """
     check_version()
     check_options(dropout=0.0, softcap=None, precision=precision, scale=None)
@@ -113,7 +159,21 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Restore every attention module's own `forward` and `precision`; else do nothing."""
+    """Restore every attention module's own `forward` and `precision`; else do nothing.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.hf import install, uninstall
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> installed, attention = install(model), model.model.layers[0].self_attn
+        >>> "forward" in vars(attention)
+        True
+        >>> uninstall(model)
+        >>> "forward" in vars(attention)
+        False
+    """
     for module in model.modules():
         restore(module)
 

@@ -68,8 +68,9 @@ def conventions_of(given: Sequence[str]) -> Conventions:
     Raises:
         ValueError: for another form, or a convention that does not exist.
 
-    >>> conventions_of(["polarity=drop", 'arguments={"dim": 32}']).declared()
-    {'arguments': {'dim': 32}, 'polarity': 'drop'}
+    Examples:
+        >>> conventions_of(["polarity=drop", 'arguments={"dim": 32}']).declared()
+        {'arguments': {'dim': 32}, 'polarity': 'drop'}
     """
     found: dict[str, Any] = {}
     for each in given:
@@ -166,19 +167,9 @@ def _cause(each: Outcome, following: Sequence[str], console: Console) -> None:
     known = f" (known: {each.known})" if each.known else ""
     console.print()
     say(console, f"broken {each.law}{known}", bold=f"broken {each.law}", style=COLOURS["broken"])
-    say(console, each.statement, indent=2)
+    for sentence in each.sentences(following):
+        say(console, sentence, indent=2)
     example = each.example
-    if example is not None:
-        where = " at ".join(filter(None, (example.shape, example.cell)))
-        compared = f"expected {example.expected}, got {example.got}"
-        say(console, f"{where}: {compared}" if where else compared, indent=2)
-        say(console, example.cause, indent=2)
-    if each.line:
-        say(console, f"line {each.line}", indent=2)
-    if each.because:
-        say(console, f"follows from {each.because}", indent=2)
-    if following:
-        say(console, f"also broken because of it: {', '.join(following)}", indent=2)
     if example is not None and example.expected_grid and example.actual_grid:
         _draw(example.expected_grid, example.actual_grid, console)
 

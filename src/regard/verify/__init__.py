@@ -1,8 +1,12 @@
 """A conformance suite for attention of any origin: 83 laws, checked from outside, by calls alone.
 
-    regard verify my_attention.py:MultiHeadAttention
+`regard verify my_attention.py:MultiHeadAttention` probes the conventions of an attention, checks
+every law that applies, and shows the smallest case that breaks one.
 
-probes the conventions, checks every law that applies, and shows the smallest case that breaks one.
+Examples:
+    >>> from regard.verify import LAWS
+    >>> LAWS["convexity"].statement
+    'Weights sum to 1: where all values are 1, so is the output.'
 """
 
 from regard.verify.law import Counterexample, Law

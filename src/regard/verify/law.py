@@ -49,6 +49,12 @@ class Counterexample:
         cause: the likely mistake, in words.
         expected_grid: visibility [L, S] that the law requires, for laws of masks.
         actual_grid: visibility [L, S] that was measured.
+
+    Examples:
+        >>> from regard.verify import Counterexample
+        >>> cell, cause = "[0, 0, 1, 0]", "The scores are not scaled."
+        >>> print(Counterexample("L=3 S=3", cell, "0.5", "1", cause))
+        L=3 S=3 at [0, 0, 1, 0]: expected 0.5, got 1. The scores are not scaled.
     """
 
     shape: str
@@ -129,6 +135,12 @@ class Law:
         run: raises `Broken` with a counter-example, `NotApplicable`, or `Undecided`.
         advised: a recommendation: a counter-example is reported as advice, not as a failure.
         quick: whether `--quick` runs it.
+
+    Examples:
+        >>> from regard.verify import LAWS, Law
+        >>> law = LAWS["scale_closed_form"]
+        >>> isinstance(law, Law), law.name, law.kind
+        (True, 'scale_closed_form', 'bounded')
     """
 
     name: str

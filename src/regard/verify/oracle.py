@@ -67,8 +67,9 @@ def softmax(scores: Tensor, keep: Tensor | None, sinks: Tensor | None = None) ->
 def key_heads(heads: int, groups: int, tiled: bool = False) -> list[int]:
     """The key head that each query head reads: neighbours share one, or heads are tiled.
 
-    >>> key_heads(4, 2), key_heads(4, 2, tiled=True)
-    ([0, 0, 1, 1], [0, 1, 0, 1])
+    Examples:
+        >>> key_heads(4, 2), key_heads(4, 2, tiled=True)
+        ([0, 0, 1, 1], [0, 1, 0, 1])
     """
     return [h % groups if tiled else h * groups // heads for h in range(heads)]
 
@@ -110,8 +111,9 @@ def pattern(
 ) -> Bool[Tensor, "queries keys"]:
     """Which keys each query may attend to [L, S], by a causal rule and a window.
 
-    >>> pattern(1, 3, causal=True, window=2).tolist()
-    [[False, True, True]]
+    Examples:
+        >>> pattern(1, 3, causal=True, window=2).tolist()
+        [[False, True, True]]
     """
     first = keys - queries if alignment == "bottom-right" else 0
     i = torch.arange(queries)[:, None] + first

@@ -123,3 +123,20 @@ def test_reasons_are_shared():
 def test_badges_of_real_reports():
     assert "brightgreen" in check(subjects.right, quick=True).badge()
     assert "not_understood-red" in check(subjects.nothing).badge()
+
+
+def test_a_printed_report_says_what_is_wrong_with_its_case_and_the_verdict_last(broken):
+    shown = str(broken).splitlines()
+    cause = broken.causes[0]
+    assert shown[0] == f"broken {cause.law}"
+    assert shown[1].strip() == cause.statement
+    assert f"got {cause.example.got}" in str(broken)
+    assert all(name in str(broken) for name in broken.failed)
+    assert shown[-1] == broken.summary()
+    assert repr(broken) == f"<{broken.summary()}>"
+
+
+def test_a_printed_report_says_what_to_declare():
+    shown = str(Report("mine", unjudged="Its heads were not found."))
+    assert shown.splitlines()[:2] == ["Not judged", "  Its heads were not found."]
+    assert "--like" in shown

@@ -76,8 +76,9 @@ def _cut_as_declared(subject: Subject, attend: ProjectedHeads) -> None:
 def _letter(name: str) -> str | None:
     """The one of "qkv" that the name of a parameter says; None if it says none.
 
-    >>> _letter("attn.W_query.weight"), _letter("k_proj"), _letter("qkv.weight")
-    ('q', 'k', None)
+    Examples:
+        >>> _letter("attn.W_query.weight"), _letter("k_proj"), _letter("qkv.weight")
+        ('q', 'k', None)
     """
     last = name.removesuffix(".weight").rpartition(".")[2].lower()
     words = [word for word in last.split("_") if word and not FILLERS.fullmatch(word)]

@@ -41,8 +41,9 @@ CELL = 16  # pixels of a cell of a picture
 def page(report: Report) -> str:
     """The page: what is wrong first, then what was found out, and every law.
 
-    >>> page(Report("mine"))[:15]
-    '<!doctype html>'
+    Examples:
+        >>> page(Report("mine"))[:15]
+        '<!doctype html>'
     """
     parts = [
         f"<h1>{escape(report.subject)}</h1>",

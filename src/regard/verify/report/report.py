@@ -1,7 +1,7 @@
 """The report on a subject: the outcomes of the laws, what was found out, a summary and a badge."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +42,14 @@ class Outcome:
         seconds: how long it took.
         because: of a law that follows, the broken law that explains it.
         line: the line of the subject, as `FILE:NUMBER: CODE`, where it can be told.
+
+    Examples:
+        >>> from regard.verify import Outcome, check
+        >>> def attention(q, k, v):
+        ...     return (q @ k.mT / k.shape[-1] ** 0.5).softmax(-1) @ v
+        >>> outcome = check(attention, only=["convexity"]).named("convexity")
+        >>> isinstance(outcome, Outcome), outcome.status
+        (True, 'passed')
     """
 
     law: str
@@ -56,17 +64,45 @@ class Outcome:
     because: str = ""
     line: str = ""
 
+    def sentences(self, following: Sequence[str] = ()) -> list[str]:
+        """What is broken: the law, its smallest case, the likely mistake, the subject's line.
+
+        Args:
+            following: names of the laws that are broken because of this one.
+        """
+        said, example = [self.statement], self.example
+        if example is not None:
+            where = " at ".join(filter(None, (example.shape, example.cell)))
+            compared = f"expected {example.expected}, got {example.got}"
+            said += [f"{where}: {compared}" if where else compared, example.cause]
+        said += [f"line {self.line}"] if self.line else []
+        said += [f"follows from {self.because}"] if self.because else []
+        said += [f"also broken because of it: {', '.join(following)}"] if following else []
+        return [sentence for sentence in said if sentence]
+
 
 @dataclass(frozen=True)
 class Picture:
-    """Which keys each query attends to [L, S]: expected and measured."""
+    """Which keys each query attends to: expected and measured.
+
+    Attributes:
+        title: the case.
+        expected: `[L, S]`, True where the law requires attention.
+        actual: `[L, S]`, as measured.
+
+    Examples:
+        >>> from regard.verify import Picture
+        >>> causal = [[True, False], [True, True]]
+        >>> Picture("causal", causal, [[True, True], [True, True]]).actual == causal
+        False
+    """
 
     title: str
     expected: list[list[bool]]
     actual: list[list[bool]]
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The outcomes of all laws for one subject.
 
@@ -84,11 +120,13 @@ class Report:
         seed: of the random inputs.
         seconds: in total.
 
-    >>> report = Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded", "")])
-    >>> report.exit_code, report.verdict
-    (0, 'kept')
-    >>> print(report.badge())
-    ![attention: none of 1 law broken](https://img.shields.io/badge/attention-none_of_1_law_broken-brightgreen)
+    Examples:
+        >>> from regard.verify import Outcome, Report
+        >>> report = Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded", "")])
+        >>> report.exit_code, report.verdict
+        (0, 'kept')
+        >>> print(report.badge().partition("]")[0])
+        ![attention: none of 1 law broken
     """
 
     subject: str
@@ -177,18 +215,48 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 if all is judged and no law is broken, 1 if one is, 2 if the subject could not be
-        understood, 3 if no law is broken but not all could be judged."""
+        """The exit code of `regard verify`.
+
+        0 if all is judged and no law is broken, 1 if one is, 2 if the subject could not be
+        understood, 3 if no law is broken but not all could be judged.
+        """
         return EXIT_CODES[self.verdict]
 
     def __bool__(self) -> bool:
         return self.exit_code == 0
 
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    def __str__(self) -> str:
+        """The report as text: what is broken, with its smallest case; the verdict last.
+
+        Examples:
+            >>> case = Counterexample("L=2", "weight of key 1", "0", "0.3", "no causal mask")
+            >>> late = "causal", "failed", "No later key has weight.", "exact", "", "", case
+            >>> print(Report("mine", outcomes=[Outcome(*late)]))
+            broken causal
+              No later key has weight.
+              L=2 at weight of key 1: expected 0, got 0.3
+              no causal mask
+            <BLANKLINE>
+            mine: broken, for 1 cause. 1 of 1 law was asked, 1 is broken.
+        """
+        parts = [
+            (f"broken {each.law}", *each.sentences(self.following(each.law)))
+            for each in self.unexplained
+        ]
+        if self.unjudged:
+            parts.append(("Not judged", self.unjudged, DECLARE))
+        return "\n\n".join(["\n  ".join(part) for part in parts] + [self.summary()])
+
     def summary(self) -> str:
         """One line: the verdict, and how much was judged.
 
-        >>> Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded", "")]).summary()
-        'mine: right as far as it was judged. 1 of 1 law was asked, none is broken.'
+        Examples:
+            >>> passed = Outcome("convexity", "passed", "", "bounded", "")
+            >>> Report("mine", outcomes=[passed]).summary()
+            'mine: right as far as it was judged. 1 of 1 law was asked, none is broken.'
         """
         if self.problem:
             return f"{self.subject}: not understood. {self.problem}"

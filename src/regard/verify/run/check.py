@@ -48,16 +48,21 @@ def check(
         memory: GiB of memory there.
         progress: called with the law that is checked, how many are done, and how many there are.
 
+    Returns:
+        The report; it is true if no law is broken and all could be judged.
+
     Raises:
         ValueError: for conventions or laws that do not exist.
 
-    >>> def attention(q, k, v):
-    ...     return (q @ k.mT).softmax(-1) @ v
-    >>> report = check(attention, only=["scale_closed_form", "convexity"])
-    >>> report.failed
-    ['scale_closed_form']
-    >>> print(report.having("failed")[0].example)
-    D=4 at log odds of two keys: expected 0.5, got 1. the scores are not scaled
+    Examples:
+        >>> from regard.verify import check
+        >>> def attention(q, k, v):
+        ...     return (q @ k.mT).softmax(-1) @ v
+        >>> report = check(attention, only=["scale_closed_form", "convexity"])
+        >>> report.failed
+        ['scale_closed_form']
+        >>> print(report.having("failed")[0].example)
+        D=4 at log odds of two keys: expected 0.5, got 1. the scores are not scaled
     """
     own = like if isinstance(like, Conventions) else conventions_from(like or {})
     for name in only or ():

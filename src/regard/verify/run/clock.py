@@ -70,9 +70,10 @@ class Clock:
 def processor_seconds(pid: int) -> float | None:
     """Processor time of a process and of all that it has started, as far as Linux tells.
 
-    >>> import os
-    >>> processor_seconds(os.getpid()) is None or processor_seconds(os.getpid()) > 0.0
-    True
+    Examples:
+        >>> import os
+        >>> processor_seconds(os.getpid()) is None or processor_seconds(os.getpid()) > 0.0
+        True
     """
     found = None
     for each in _family(pid):

@@ -12,10 +12,11 @@ DECLARE = (
 def unjudged(report: Report) -> str:
     """What could not be judged of an attention, and what to declare; empty if its values were.
 
-    >>> from regard.verify.report.report import Outcome
-    >>> asked = Outcome("oracle_forward", "not applicable", "", "", "", reason="no heads")
-    >>> unjudged(Report("mine", "module", outcomes=[asked]))[:52]
-    'Its values and its scale were not judged: no heads. '
+    Examples:
+        >>> from regard.verify.report.report import Outcome
+        >>> asked = Outcome("oracle_forward", "not applicable", "", "", "", reason="no heads")
+        >>> unjudged(Report("mine", "module", outcomes=[asked]))[:52]
+        'Its values and its scale were not judged: no heads. '
     """
     if report.problem or report.kind not in ATTENTION:
         return ""

@@ -143,10 +143,11 @@ def new_tokens(trial: Trial, length: int, batch: int = 1) -> list[Tensor]:
 def update_of(made_by: Any) -> str:
     """The method of a class that takes keys and values and returns all of them; "" if none does.
 
-    >>> class Memory:
-    ...     def update(self, keys, values, layer): ...
-    >>> update_of(Memory)
-    'update'
+    Examples:
+        >>> class Memory:
+        ...     def update(self, keys, values, layer): ...
+        >>> update_of(Memory)
+        'update'
     """
     for name in UPDATES:
         method = getattr(made_by, name, None)

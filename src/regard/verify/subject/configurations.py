@@ -95,9 +95,10 @@ def _is_number(value: Any) -> bool:
 class Configuration(dict[str, Any]):
     """A configuration with attributes and items; what it lacks is guessed from its name.
 
-    >>> config = Configuration({"n_embd": 48})
-    >>> config.hidden_size, config["n_head"], config.get("drop_rate", 0.1)
-    (48, 4, 0.1)
+    Examples:
+        >>> config = Configuration({"n_embd": 48})
+        >>> config.hidden_size, config["n_head"], config.get("drop_rate", 0.1)
+        (48, 4, 0.1)
     """
 
     _guesser = Guesser()

@@ -70,8 +70,10 @@ class Conventions:
     Raises:
         ValueError: if a value is none of those.
 
-    >>> Conventions(polarity="drop").declared()
-    {'polarity': 'drop'}
+    Examples:
+        >>> from regard.verify import Conventions
+        >>> Conventions(polarity="drop").declared()
+        {'polarity': 'drop'}
     """
 
     kind: Kind | None = None
@@ -112,14 +114,14 @@ class Conventions:
                 raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}")
 
     def declared(self) -> dict[str, Any]:
-        """All that differs from the defaults, for JSON."""
+        """The conventions that differ from the defaults, as a dictionary for JSON."""
         default = Conventions()
         return {
             name: value for name, value in asdict(self).items() if value != getattr(default, name)
         }
 
     def found(self, **values: Any) -> "Conventions":
-        """These, completed by `values` where nothing was declared."""
+        """These conventions, completed by `values` where nothing was declared."""
         return replace(self, **{n: v for n, v in values.items() if getattr(self, n) is None})
 
 
@@ -129,8 +131,9 @@ def conventions_from(given: Mapping[str, Any]) -> Conventions:
     Raises:
         ValueError: for names and values that no convention has.
 
-    >>> conventions_from({"heads": 4}).heads
-    4
+    Examples:
+        >>> conventions_from({"heads": 4}).heads
+        4
     """
     known = {each.name for each in fields(Conventions)}
     unknown = sorted(set(given) - known)

@@ -52,8 +52,9 @@ _LENGTHS = {"len", "length", "context", "ctx", "block", "position", "pos", "seq"
 def words_of(name: str) -> list[str]:
     """The words of a name, in lower case and singular, without words of counting.
 
-    >>> words_of("numAttentionHeads"), words_of("num_kv_heads"), words_of("nheads")
-    (['attention', 'head'], ['kv', 'head'], ['head'])
+    Examples:
+        >>> words_of("numAttentionHeads"), words_of("num_kv_heads"), words_of("nheads")
+        (['attention', 'head'], ['kv', 'head'], ['head'])
     """
     parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_").split("_")
     return [word for word in map(_singular, parts) if word and word not in _COUNTS]
@@ -71,8 +72,9 @@ def _singular(word: str) -> str:
 def role_of(name: str, annotation: Any = None) -> str | None:
     """What an argument stands for, a key of `VALUES`; None if its name does not tell.
 
-    >>> role_of("group_num"), role_of("dim_per_head"), role_of("attn_pdrop"), role_of("alpha")
-    ('key heads', 'head width', 'dropout', None)
+    Examples:
+        >>> role_of("group_num"), role_of("dim_per_head"), role_of("attn_pdrop"), role_of("alpha")
+        ('key heads', 'head width', 'dropout', None)
     """
     plain = name.lower().strip("_")
     if annotation in (bool, "bool"):

@@ -23,9 +23,10 @@ def usual_layouts(
         declared: the number of heads that the module names; then only that number, and one head of
             the whole width, are tried.
 
-    >>> first = next(usual_layouts([[0, 1], [2, 3], [4, 5]], width=2, declared=1))
-    >>> first.queries, first.keys, first.values
-    ([[0, 1]], [[2, 3]], [[4, 5]])
+    Examples:
+        >>> first = next(usual_layouts([[0, 1], [2, 3], [4, 5]], width=2, declared=1))
+        >>> first.queries, first.keys, first.values
+        ([[0, 1]], [[2, 3]], [[4, 5]])
     """
     for heads in dict.fromkeys((declared, 1) if declared else HEADS):
         if width % heads:

@@ -44,8 +44,9 @@ def find(name: str) -> Found:
     Raises:
         SubjectError: if there is no such file or name, or the file cannot be run.
 
-    >>> find("torch.nn.MultiheadAttention").thing.__name__
-    'MultiheadAttention'
+    Examples:
+        >>> find("torch.nn.MultiheadAttention").thing.__name__
+        'MultiheadAttention'
     """
     where, attribute = _parts(name)
     module = _file(Path(where).expanduser()) if where.endswith(".py") else _module(where)

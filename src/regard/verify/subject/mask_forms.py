@@ -87,9 +87,10 @@ def _shapes(name: str) -> tuple[str, ...]:
 def mask_arguments(target: Any) -> list[str]:
     """Names of arguments that may be a mask, the likeliest first.
 
-    >>> def attention(q, k, v, key_padding_mask=None, attn_mask=None, masked=None): ...
-    >>> mask_arguments(attention)
-    ['attn_mask', 'masked', 'key_padding_mask']
+    Examples:
+        >>> def attention(q, k, v, key_padding_mask=None, attn_mask=None, masked=None): ...
+        >>> mask_arguments(attention)
+        ['attn_mask', 'masked', 'key_padding_mask']
     """
     names = [
         name

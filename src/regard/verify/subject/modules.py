@@ -138,10 +138,11 @@ class Inputs(NamedTuple):
 def inputs_of(module: Any) -> Inputs:
     """How its forward takes its sequences, by the names of its arguments.
 
-    >>> class Tutorial(nn.Module):
-    ...     def forward(self, values, keys, query, mask=None): ...
-    >>> inputs_of(Tutorial())
-    Inputs(order='vkq', context='')
+    Examples:
+        >>> class Tutorial(nn.Module):
+        ...     def forward(self, values, keys, query, mask=None): ...
+        >>> inputs_of(Tutorial())
+        Inputs(order='vkq', context='')
     """
     arguments = {
         name: each

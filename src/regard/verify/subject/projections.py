@@ -191,9 +191,11 @@ class Place:
 def placed(key: Key, shapes: Sequence[tuple[torch.Size, dict[str, int]]]) -> Place | None:
     """Which axes of a tensor are rows and tokens: those that change with them, over two runs.
 
-    >>> sizes = [{"B": 2, "L": 3, "S": 3}, {"B": 3, "L": 5, "S": 5}]
-    >>> placed((0, 0), [(torch.Size([2, 4, 3, 8]), sizes[0]), (torch.Size([3, 4, 5, 8]), sizes[1])])
-    Place(key=(0, 0), axes=('B', 4, 'L', 8), tokens_first=False)
+    Examples:
+        >>> sizes = [{"B": 2, "L": 3, "S": 3}, {"B": 3, "L": 5, "S": 5}]
+        >>> shapes = torch.Size([2, 4, 3, 8]), torch.Size([3, 4, 5, 8])
+        >>> placed((0, 0), list(zip(shapes, sizes, strict=True)))
+        Place(key=(0, 0), axes=('B', 4, 'L', 8), tokens_first=False)
     """
     (one, first), (two, second) = shapes
     if len(one) != len(two):

@@ -18,8 +18,9 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
     Operators of torch and scripted functions have a schema instead, compiled modules the signature
     of the module, and `apply` of an autograd function that of its `forward`.
 
-    >>> list(parameters_of(torch.ops.aten.scaled_dot_product_attention))[:4]
-    ['query', 'key', 'value', 'attn_mask']
+    Examples:
+        >>> list(parameters_of(torch.ops.aten.scaled_dot_product_attention))[:4]
+        ['query', 'key', 'value', 'attn_mask']
     """
     owner = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
     own: Any = getattr(owner, "signature_of_forward", None)
@@ -91,8 +92,9 @@ def _parameter(each: Any) -> inspect.Parameter:
 def order_of(target: Any) -> str:
     """The order of queries, keys and values among the first arguments; "" without these.
 
-    >>> order_of(lambda value, key, query, mask: None), order_of(lambda x, mask: None)
-    ('vkq', '')
+    Examples:
+        >>> order_of(lambda value, key, query, mask: None), order_of(lambda x, mask: None)
+        ('vkq', '')
     """
     names = [name.lower().lstrip("_") for name in parameters_of(target)]
     names = [name for name in names if name not in ("self", "ctx")][:3]

@@ -20,10 +20,18 @@ Attend = Callable[..., Tensor]
 
 
 class SubjectError(Exception):
-    """The subject raised, or returned what is not attention; carries a sentence.
+    """The error for a subject that raised, or returned what is not attention; carries a sentence.
 
     Attributes:
         line: of the subject, where that is not in the traceback, as `FILE:NUMBER: CODE`.
+
+    Examples:
+        >>> from regard.verify import SubjectError, understand
+        >>> try:
+        ...     understand(7)
+        ... except SubjectError as error:
+        ...     print(error)
+        it is of type int, which cannot be called
     """
 
     line: str = ""

@@ -38,7 +38,7 @@ from regard.verify.subject.subject import Abilities, Subject, SubjectError, call
 def understand(
     target: Any, own: Conventions | None = None, *, seed: int = 0, name: str | None = None
 ) -> Subject:
-    """The subject behind a name or an object.
+    """The subject behind a name or an object: found, built, called, and its conventions probed.
 
     Args:
         target: `PATH:NAME`, a dotted name, a folder with a model, or the object itself.
@@ -49,9 +49,11 @@ def understand(
     Raises:
         SubjectError: if it cannot be found, built, called or understood.
 
-    >>> from torch.nn.functional import scaled_dot_product_attention
-    >>> understand(scaled_dot_product_attention).inferred["mask"]
-    'attn_mask= bool BHLS, true or 1 may attend'
+    Examples:
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> from regard.verify import understand
+        >>> understand(scaled_dot_product_attention).inferred["mask"]
+        'attn_mask= bool BHLS, true or 1 may attend'
     """
     own = Conventions() if own is None else own
     trial = Trial("probe", seed=seed)

@@ -37,7 +37,6 @@ Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
 app = typer.Typer(
     help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: in panels of 60 columns option names are cut
 )
@@ -65,7 +64,10 @@ def compare(
         typer.Option(help="Text to measure on; topics of Python's own help if left out."),
     ] = None,
     attention: Annotated[
-        list[str] | None, typer.Option(help=f"A row; may be repeated: {ROWS}.")
+        list[str] | None,
+        typer.Option(
+            help=f"A row; may be repeated: {ROWS}.", autocompletion=lambda: ROWS.split(", ")
+        ),
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in each of two windows.")] = 1024,
     memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,

@@ -1,0 +1,95 @@
+"""A shell completes verbs, options and their values, and no torch is imported for that."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+BASH = shutil.which("bash")
+PROGRAM = """
+import sys
+from regard_cli import main
+try:
+    main()
+finally:
+    sys.stderr.write("<torch>" * ("torch" in sys.modules))
+"""
+pytestmark = pytest.mark.skipif(BASH is None, reason="there is no bash")
+
+
+@pytest.fixture
+def in_bash(tmp_path):
+    """Runs lines in bash, where `regard` is this source and the home folder is empty."""
+    program = tmp_path / "bin" / "regard"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\n{PROGRAM}")
+    program.chmod(0o755)
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = os.environ | {
+        "HOME": str(home),
+        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+
+    def run(lines):
+        done = subprocess.run(
+            [BASH, "--norc", "--noprofile", "-c", lines],
+            capture_output=True, text=True, check=True, env=environment, cwd=home,
+        )  # fmt: skip
+        assert "<torch>" not in done.stderr
+        return done.stdout
+
+    run.home = home
+    return run
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("regard conv", ["convert"]),
+        ("regard ", ["compare", "convert", "generate", "bench", "tune", "verify"]),
+        ("regard bench --k", ["--kv-heads", "--keys"]),
+        ("regard generate --cache s", ["static", "sliding"]),
+        ("regard compare --attention latent-5", ["latent-50", "latent-50-int8"]),
+        ("regard compare a-file", []),  # bash then completes the names of files
+    ],
+)
+def test_bash_completes(typed, completed, in_bash):
+    words = " ".join(f"'{word}'" for word in typed.split(" "))
+    lines = (
+        'eval "$(_REGARD_COMPLETE=source_bash regard)"',
+        f"COMP_WORDS=({words}) COMP_CWORD={typed.count(' ')}",
+        "complete -p regard",
+        "_regard_completion regard",
+        "printf '%s\\n' \"${COMPREPLY[@]}\"",
+    )
+    shown, *found = in_bash("\n".join(lines)).splitlines()
+    assert shown.startswith("complete -o default -F _regard_completion")
+    assert [each for each in found if each] == completed
+
+
+def test_the_script_of_every_shell_is_shown(in_bash):
+    for shell in ("bash", "zsh", "fish"):
+        assert "_REGARD_COMPLETE=complete_" + shell in in_bash(
+            f"_REGARD_COMPLETE=source_{shell} regard"
+        )
+
+
+def test_installing_writes_two_files_of_the_home_folder(in_bash):
+    told = in_bash("regard --install-completion; true")  # `true`: bash stays the parent
+    script = in_bash.home / ".bash_completions" / "regard.sh"
+    assert str(script) in told.replace("\n", "")
+    assert "_REGARD_COMPLETE=complete_bash" in script.read_text()
+    assert str(script) in (in_bash.home / ".bashrc").read_text()
+    assert in_bash("regard --show-completion; true").strip() == script.read_text().strip()
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_help_fits_the_terminal(width, in_bash):
+    shown = in_bash(f"COLUMNS={width} TERMINAL_WIDTH={width} regard --help").splitlines()
+    assert max(map(len, shown)) <= width
+    assert not any("…" in line for line in shown)
+    assert sum("--install-completion" in line for line in shown) == 1

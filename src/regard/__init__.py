@@ -1,4 +1,18 @@
-"""regard: attention layers that are right, fast and cache-aware, on PyTorch."""
+"""Attention layers that are right, fast and cache-aware, on PyTorch.
+
+Four constants are neutral values: they stand where an argument is not given.
+
+Examples:
+    >>> import torch
+    >>> from regard import EVERYTHING, NOTHING, NO_CACHE, NO_ROPE, Causal, attend
+    >>> Causal() & EVERYTHING, Causal() | NOTHING  # neutral masks
+    (Causal(), Causal())
+    >>> x = torch.ones(1, 1, 2, 4)
+    >>> attend(x, x, x, mask=NOTHING).sum().item()  # fully masked rows are 0
+    0.0
+    >>> NO_CACHE.length, NO_ROPE.dim  # no tokens held, no channels rotated
+    (0, 0)
+"""
 
 from regard.cache import (
     NO_CACHE,
@@ -44,7 +58,7 @@ from regard.ops.prepared import Prepared
 from regard.rope import NO_ROPE, Rotary
 from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _call_vector_functions()
 

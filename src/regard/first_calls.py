@@ -22,8 +22,9 @@ VECTOR_FUNCTIONS = (  # those of MKL that ATen calls (aten/src/ATen/cpu/vml.h)
 def is_needed(config: str, has_mkl: bool) -> bool:
     """Whether torch's MKL has the race; `config` is the text of `torch.__config__.show()`.
 
-    >>> is_needed("Intel(R) oneAPI Math Kernel Library Version 2024.2-Product", has_mkl=True)
-    True
+    Examples:
+        >>> is_needed("Intel(R) oneAPI Math Kernel Library Version 2024.2-Product", has_mkl=True)
+        True
     """
     found = re.search(r"Math Kernel Library Version (\d+)", config)
     return has_mkl and (found is None or int(found[1]) < FIXED)

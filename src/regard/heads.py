@@ -11,9 +11,10 @@ from torch import Tensor
 def split_heads(x: Shaped[Tensor, "B L HD"], head_dim: int) -> Shaped[Tensor, "B H L D"]:
     """Split the last dimension into heads of `head_dim` channels.
 
-    >>> import torch
-    >>> split_heads(torch.zeros(2, 5, 12), 4).shape
-    torch.Size([2, 3, 5, 4])
+    Examples:
+        >>> import torch
+        >>> split_heads(torch.zeros(2, 5, 12), 4).shape
+        torch.Size([2, 3, 5, 4])
     """
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 

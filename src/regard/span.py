@@ -11,17 +11,27 @@ from regard.constants import Device
 
 @dataclass(frozen=True)
 class Span:
-    """Queries `q_start..q_stop` by keys `kv_start..kv_stop`; slots are positions in the sequence.
+    """The slots of a call: queries `q_start..q_stop` by keys `kv_start..kv_stop`.
 
-    In a ragged batch, the queries of each row start at a different slot. `q_start` and `q_stop` are
-    then `[B]` tensors, `queries` is the number of queries, and `bounds` are the smallest and
-    largest start, as Python integers. If these are not given, the tensors are read.
+    A slot is a position in the sequence; stops are exclusive. In a ragged batch the queries of each
+    row start at a different slot.
+
+    Args:
+        q_start: the slot of the first query; `[B]` integers if rows differ.
+        q_stop: one past the last query; `[B]` if `q_start` is.
+        kv_start: the slot of the first key.
+        kv_stop: one past the last key.
+        queries: the number of queries of a ragged span; read from the tensors if None.
+        bounds: the smallest and largest `q_start` of a ragged span; read if None.
 
     Raises:
         ValueError: if a range ends before it starts, or rows differ in their number of queries.
 
-    >>> Span(4, 6, 0, 6).num_queries
-    2
+    Examples:
+        >>> from regard import Span
+        >>> span = Span(4, 6, 0, 6)  # two queries after four cached tokens
+        >>> span.num_queries, span.num_keys
+        (2, 6)
     """
 
     q_start: int | Tensor
@@ -89,17 +99,24 @@ class Span:
     ) -> "Span":
         """A span whose rows start at different slots, made without reading a tensor.
 
-        `bounds` are at most the smallest and at least the largest `q_start`.
+        Args:
+            q_start: `[B]` integers.
+            queries: the number of queries in each row.
+            kv_start: the slot of the first key.
+            kv_stop: one past the last key.
+            bounds: at most the smallest and at least the largest `q_start`.
 
-        >>> starts = torch.tensor([3, 5])
-        >>> span = Span.ragged(starts, queries=2, kv_start=0, kv_stop=7, bounds=(3, 5))
-        >>> span.last_query, span.positions().tolist()
-        (6, [[3, 4], [5, 6]])
+        Examples:
+            >>> starts = torch.tensor([3, 5])
+            >>> span = Span.ragged(starts, queries=2, kv_start=0, kv_stop=7, bounds=(3, 5))
+            >>> span.last_query, span.positions().tolist()
+            (6, [[3, 4], [5, 6]])
         """
         return cls(q_start, q_start + queries, kv_start, kv_stop, queries, bounds)
 
     @property
     def num_queries(self) -> int:
+        """The number of queries, in each row."""
         if isinstance(self.q_start, Tensor):
             assert self.queries is not None
             return self.queries
@@ -108,6 +125,7 @@ class Span:
 
     @property
     def num_keys(self) -> int:
+        """The number of keys."""
         return self.kv_stop - self.kv_start
 
     @property

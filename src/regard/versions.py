@@ -19,11 +19,12 @@ class Versions:
     Tensors without a version counter are left out: those of inference mode, and traced or
     transformed ones. A copy holds copies of the tensors, with their versions at that time.
 
-    >>> ids = torch.tensor([0, 0, 1])
-    >>> read = Versions(ids)
-    >>> ids[2] = 0
-    >>> read.changed
-    True
+    Examples:
+        >>> ids = torch.tensor([0, 0, 1])
+        >>> read = Versions(ids)
+        >>> ids[2] = 0
+        >>> read.changed
+        True
     """
 
     def __init__(self, *tensors: Tensor) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 def counted(number: int, one: str, many: str = "") -> str:
     """A count with its noun; `many` is the plural, by default `one` with an s.
 
-    >>> counted(1, "law"), counted(1_234, "law"), counted(2, "query", "queries")
-    ('1 law', '1,234 laws', '2 queries')
+    Examples:
+        >>> counted(1, "law"), counted(1_234, "law"), counted(2, "query", "queries")
+        ('1 law', '1,234 laws', '2 queries')
     """
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 

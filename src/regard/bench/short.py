@@ -38,7 +38,24 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Shape:
-    """One causal call, whose queries are the last of the keys' tokens."""
+    """The shape of one causal call, whose queries are the last of the keys' tokens.
+
+    Attributes:
+        name: what it stands for.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: size of a head.
+        queries: number of queries.
+        keys: number of keys.
+        batch: rows.
+
+    Examples:
+        >>> import torch
+        >>> from regard.bench import Shape
+        >>> shape = Shape("decode", heads=32, kv_heads=8, head_dim=128, queries=1, keys=4096)
+        >>> shape.nbytes(torch.float16), shape.flops  # read once, and computed
+        (16777216, 67108864)
+    """
 
     name: str
     heads: int
@@ -50,6 +67,7 @@ class Shape:
 
     @property
     def span(self) -> Span:
+        """The slots of the queries and keys."""
         return Span(self.keys - self.queries, self.keys, 0, self.keys)
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -66,7 +84,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class Entry:
-    """The time of one way to compute a shape; `ratio` and its quartiles are relative to torch."""
+    """The time of one way to compute a shape, relative to torch's SDPA; below 1 is faster.
+
+    Attributes:
+        name: the backend.
+        milliseconds: the median time of a call.
+        ratio: the median of the ratios to torch's time within rounds.
+        low: their lower quartile.
+        high: their upper quartile.
+        of_limit: the least time that the machine allows, over the median time.
+
+    Examples:
+        >>> from regard.bench import Entry
+        >>> entry = Entry("regard: fused", 0.8, ratio=0.5, low=0.48, high=0.53, of_limit=0.9)
+        >>> f"{entry.ratio:.2f} of torch's time"
+        "0.50 of torch's time"
+    """
 
     name: str
     milliseconds: float
@@ -78,9 +111,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape, all its entries, and why the backends in `absent` were not measured.
+    """The measurements of one shape.
 
-    `limit` is what bounds the time, "reads" or "products", to `limit_milliseconds` at least.
+    Attributes:
+        shape: the call.
+        dtype: of its tensors.
+        chosen: the backend that regard chose.
+        limit: what bounds the time, `"reads"` of memory or `"products"`.
+        limit_milliseconds: the least time that this allows.
+        entries: the times, torch's first.
+        absent: the backends that were not measured, and why.
+
+    Examples:
+        >>> from regard.bench import Entry, Measured, Shape
+        >>> shape = Shape("decode", heads=32, kv_heads=8, head_dim=128, queries=1, keys=4096)
+        >>> torchs = Entry("torch sdpa", 1.6, ratio=1.0, low=1.0, high=1.0, of_limit=0.5)
+        >>> measured = Measured(shape, "float32", "fused", "reads", 0.8, [torchs], {})
+        >>> [entry.name for entry in measured.entries]
+        ['torch sdpa']
     """
 
     shape: Shape
@@ -94,7 +142,21 @@ class Measured:
 
 @dataclass(frozen=True)
 class Bench:
-    """All shapes, and the limits of this machine, measured in the same run."""
+    """All shapes, and the limits of this machine, measured in the same run.
+
+    Attributes:
+        torch: torch's version.
+        threads: threads of torch.
+        dtype: of all tensors.
+        read_bandwidth: bytes per second that the machine reads from memory.
+        product_rate: floating-point operations per second of a large matrix product.
+        shapes: the measurements.
+
+    Examples:
+        >>> from regard.bench import Bench
+        >>> Bench("2.13", threads=2, dtype="float32", read_bandwidth=2e10, product_rate=1e11).shapes
+        []
+    """
 
     torch: str
     threads: int
@@ -133,10 +195,29 @@ def bench(
     cold: int = COLD,
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
-    """Measure regard on this machine; keys are spread over `cold` bytes of memory.
+    """Measure regard and each of its backends against torch on this machine.
+
+    Args:
+        heads: query heads.
+        kv_heads: key/value heads, a divisor of `heads`.
+        head_dim: size of a head.
+        keys: the most keys of a call.
+        dtype: of all tensors.
+        rounds: rounds in which every way to compute a shape runs once.
+        cold: bytes of memory that keys are spread over, so that no cache of the processor holds
+            them.
+        progress: called with the present shape, the steps done and their number.
 
     Raises:
         ValueError: if a size is below 1, or `kv_heads` does not divide `heads`.
+
+    Examples:
+        >>> from regard.bench import bench
+        >>> measured = bench(heads=2, kv_heads=1, head_dim=8, keys=8, rounds=1, cold=1 << 16)
+        >>> [each.shape.name for each in measured.shapes][:2]
+        ['decode, 2 keys', 'decode, 8 keys']
+        >>> measured.shapes[0].entries[0].name
+        'torch sdpa'
     """
     for name, size in {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}.items():
         if size < 1:

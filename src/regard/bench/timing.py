@@ -37,8 +37,9 @@ class Cold:
 class Store:
     """Random tensors, consecutive slices of one long buffer: cold keys without copying.
 
-    >>> Store(total=1 << 12)(2, 3).shape
-    torch.Size([2, 3])
+    Examples:
+        >>> Store(total=1 << 12)(2, 3).shape
+        torch.Size([2, 3])
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, total: int = COLD) -> None:
@@ -89,8 +90,9 @@ def _repeats(run: Callable[[], Any], sample: float) -> int:
 def quartiles(times: list[float], base: list[float]) -> tuple[float, float, float]:
     """The median, and the lower and upper quartile, of the ratios within rounds.
 
-    >>> quartiles([1.0, 2.0, 30.0], [1.0, 1.0, 10.0])
-    (2.0, 1.0, 3.0)
+    Examples:
+        >>> quartiles([1.0, 2.0, 30.0], [1.0, 1.0, 10.0])
+        (2.0, 1.0, 3.0)
     """
     ratios = sorted(a / b for a, b in zip(times, base, strict=True))
     return statistics.median(ratios), ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]

@@ -18,20 +18,27 @@ from regard.span import Span
 
 
 class StaticCache(Contiguous):
-    """Buffers for `max_length` tokens, allocated by the first update, as `torch.compile` needs.
+    """A cache with buffers for `max_length` tokens, allocated by the first update.
 
-    Without gradients.
+    Updates write in place, as `torch.compile` needs. Without gradients.
 
-    >>> import torch
-    >>> cache = StaticCache(8)
-    >>> k = torch.zeros(1, 2, 5, 4)
-    >>> cache.update(k, k)[0].kv_stop
-    5
-    >>> cache.update(k, k)
-    Traceback (most recent call last):
-    ...
-    ValueError: 5 tokens held and 5 new ones are more than max_length=8; make a longer \
-StaticCache, truncate this one, or use KVCache()
+    Args:
+        max_length: the largest number of tokens.
+
+    Raises:
+        ValueError: if `max_length` is below 1; by `update`, if there is no room left.
+
+    Examples:
+        >>> import torch
+        >>> from regard import StaticCache
+        >>> cache = StaticCache(8)
+        >>> k = torch.zeros(1, 2, 5, 4)
+        >>> cache.update(k, k)[0].kv_stop, cache.nbytes, cache.allocated_bytes
+        (5, 320, 512)
+        >>> cache.update(k, k)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: 5 tokens held and 5 new ones are more than max_length=8; make a longer ...
     """
 
     def __init__(self, max_length: int) -> None:
@@ -40,6 +47,11 @@ StaticCache, truncate this one, or use KVCache()
         self.max_length = max_length
 
     def span(self, new: int) -> Span:
+        """The slots of the queries and keys of a call with `new` more tokens.
+
+        Raises:
+            ValueError: if there is no room for them.
+        """
         self._check_room(new)
         return self._lengths.span(new)
 
@@ -58,13 +70,16 @@ StaticCache, truncate this one, or use KVCache()
         return (Part(0, total, tuple(held.narrow(2, 0, total) for held in self._held)),)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """The result of `update`, in new tensors, without changing the cache."""
         added = self._check(new)
         return (Part(0, self.length + added, concatenated(self._held, new, self._lengths)),)
 
     def truncate(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens, or `[B]` lengths; the buffers stay."""
         self._lengths = self._lengths.truncated(length, self._held)
 
     def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, in this order; in place if there are as many as before."""
         check_rows(rows, self._held)
         selected = select_rows(self._held, rows)
         if self._held and len(rows) == self._held[0].shape[0]:

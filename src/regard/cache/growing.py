@@ -21,16 +21,21 @@ _FIRST_CAPACITY = 256  # tokens; short generations then never copy the buffers
 class KVCache(Contiguous):
     """A cache without a limit. Buffers grow by doubling; with gradients, tensors are concatenated.
 
-    >>> import torch
-    >>> cache = KVCache()
-    >>> k = torch.zeros(1, 2, 5, 8)
-    >>> [part.kv_stop for part in cache.update(k, k)], cache.length
-    ([5], 5)
-    >>> cache.truncate(3); cache.length
-    3
+    Examples:
+        >>> import torch
+        >>> from regard import KVCache
+        >>> cache = KVCache()
+        >>> k = torch.zeros(1, 2, 5, 8)
+        >>> (part,) = cache.update(k, k)
+        >>> part.kv_stop, cache.length, cache.nbytes  # 2 streams x 2 heads x 5 tokens x 8 x 4 bytes
+        (5, 5, 640)
+        >>> cache.truncate(3)
+        >>> cache.length
+        3
     """
 
     def span(self, new: int) -> Span:
+        """The slots of the queries and keys of a call with `new` more tokens."""
         return self._lengths.span(new)
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
@@ -50,13 +55,16 @@ class KVCache(Contiguous):
         return (Part(0, total, tuple(held.narrow(2, 0, total) for held in self._held)),)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """The result of `update`, in new tensors, without changing the cache."""
         added = check_streams(new, self._held)
         return (Part(0, self.length + added, concatenated(self._held, new, self._lengths)),)
 
     def truncate(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens, or `[B]` lengths; the buffers stay."""
         self._lengths = self._lengths.truncated(length, self._held)
 
     def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, `[N]` integers, in this order."""
         check_rows(rows, self._held)
         self._held = select_rows(self._held, rows)
         self._lengths = self._lengths.reordered(rows)

@@ -15,11 +15,23 @@ from regard.span import Span
 
 @runtime_checkable
 class Cache(Protocol):
-    """The methods of a cache. Tensors that `update` returns must not be written; they are valid
-    until the next call.
+    """The protocol of caches: a class with these methods can be given as `cache=`.
 
-    If a cache also has `snapshot()` and `restore(snapshot)`, a layer whose call fails after its
-    update leaves the cache as it was.
+    Tensors that `update` returns must not be written; they are valid until the next call. If a
+    cache also has `snapshot()` and `restore(snapshot)`, a layer whose call fails after its update
+    leaves the cache as it was.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Cache, KVCache, Span
+        >>> cache, k = KVCache(), torch.zeros(2, 1, 5, 4)  # two rows, one head, five tokens
+        >>> isinstance(cache, Cache), cache.span(5) == Span(0, 5, 0, 5)
+        (True, True)
+        >>> parts = cache.update(k, k)
+        >>> cache.truncate(3)
+        >>> cache.reorder(torch.tensor([1, 1, 0]))
+        >>> cache.length, cache.nbytes == 3 * 2 * 3 * 4 * 4  # rows, streams, tokens, width, bytes
+        (3, True)
     """
 
     @property
@@ -34,28 +46,53 @@ class Cache(Protocol):
         """The slots of the queries and keys of a call with `new` more tokens."""
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
-        """Append along dim 2; return the keys and values to attend to, in parts."""
+        """Append along dim 2; return the keys and values to attend to, in parts.
+
+        Args:
+            *new: streams `[B, G, L, W]`, such as keys and values of L new tokens.
+        """
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
-        """The result of `update`, without changing the cache."""
+        """The result of `update`, without changing the cache.
+
+        Args:
+            *new: as for `update`.
+        """
 
     def truncate(self, length: int | Tensor) -> None:
-        """Keep the first `length` tokens, or `[B]` lengths, one for each batch row."""
+        """Keep the first `length` tokens, or `[B]` lengths, one for each batch row.
+
+        Args:
+            length: the number of tokens that remain, not of those dropped.
+        """
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep these batch rows, in this order: for beams, selection and repetition."""
+        """Keep these batch rows, in this order: for beams, selection and repetition.
+
+        Args:
+            rows: `[N]` integers.
+        """
 
 
 class NoCache:
-    """The neutral cache, `NO_CACHE`: it holds no tokens."""
+    """The neutral cache, `NO_CACHE`: it holds no tokens.
+
+    Examples:
+        >>> from regard import NO_CACHE
+        >>> from regard.cache import NoCache
+        >>> NoCache().length, NO_CACHE
+        (0, NO_CACHE)
+    """
 
     length = 0
     nbytes = 0
 
     def span(self, new: int) -> Span:
+        """The slots of a call without earlier tokens: queries and keys from 0 to `new`."""
         return Span(0, new, 0, new)
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Return the new streams as one part; nothing is held."""
         return (Part(0, new[0].shape[2], new),)
 
     peek = update

@@ -21,7 +21,7 @@ from regard.tracing import is_forward_mode
 
 
 class QuantizedCache(Stored):
-    """A cache of floating-point streams as codes of `bits`, and of integer streams unchanged.
+    """A cache of keys and values quantised to 8 or 4 bits; integer streams are stored unchanged.
 
     Quantisation is asymmetric: `value = zero + scale * code`, with a bfloat16 scale and zero for
     each `group` channels of a token and head. The error of a value is at most half a scale, and one
@@ -36,13 +36,15 @@ class QuantizedCache(Stored):
     Raises:
         ValueError: if `bits` or `group` is none of these.
 
-    >>> import torch
-    >>> cache = QuantizedCache()
-    >>> k = torch.randn(1, 2, 5, 64)
-    >>> (cache.update(k, k)[0].streams[0] - k).abs().max().item() < 0.05
-    True
-    >>> cache.nbytes == 5 * 2 * 2 * (64 + 2 * 2)
-    True
+    Examples:
+        >>> import torch
+        >>> from regard import QuantizedCache
+        >>> cache = QuantizedCache()
+        >>> k = torch.randn(1, 2, 5, 64)
+        >>> (cache.update(k, k)[0].streams[0] - k).abs().max().item() < 0.05
+        True
+        >>> cache.nbytes == 5 * 2 * 2 * (64 + 2 * 2)
+        True
     """
 
     def __init__(self, bits: int = 8, group: int = 64) -> None:
@@ -58,6 +60,7 @@ class QuantizedCache(Stored):
 
     @property
     def length(self) -> int:
+        """The number of tokens so far."""
         return self._store.length
 
     @property
@@ -67,9 +70,11 @@ class QuantizedCache(Stored):
 
     @property
     def allocated_bytes(self) -> int:
+        """Bytes of the buffers, which have room for more tokens."""
         return self._store.allocated_bytes
 
     def span(self, new: int) -> Span:
+        """The slots of the queries and keys of a call with `new` more tokens."""
         return self._store.span(new)
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
@@ -84,20 +89,25 @@ class QuantizedCache(Stored):
         return self._parts(self._store.update(*quantized), new)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """The result of `update`, in new tensors, without changing the cache."""
         return self._parts(self._store.peek(*self._quantized(new)), new)
 
     def snapshot(self) -> object:
+        """The present state."""
         return self._like, self._store.snapshot()
 
     def restore(self, snapshot: object) -> None:
+        """Undo the updates since `snapshot` was called; nothing else may have happened."""
         assert isinstance(snapshot, tuple)
         self._like, store = snapshot
         self._store.restore(store)
 
     def truncate(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens, or `[B]` lengths; the buffers stay."""
         self._store.truncate(length)
 
     def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, `[N]` integers, in this order."""
         self._store.reorder(rows)
         self._like = select_rows(self._like, rows)
 

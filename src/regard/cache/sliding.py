@@ -20,18 +20,24 @@ from regard.span import Span
 class SlidingCache(Contiguous):
     """A cache of the last `size` tokens, and of `rollback` more so that it can be truncated.
 
-    `size` counts the query's own key, as `SlidingWindow` does; the layer's mask must be a
-    `SlidingWindow` of `size` or less. Storage is at most 1.25 times the window, plus the tokens of
-    one update, plus the rollback.
+    The layer's mask must be a `SlidingWindow` of `size` or less. Storage is at most 1.25 times the
+    window, plus the tokens of one update, plus the rollback.
+
+    Args:
+        size: tokens, the query's own counted, as `SlidingWindow` does.
+        rollback: tokens that `truncate` may remove.
 
     Raises:
         ValueError: if `size` is below 1 or `rollback` negative.
 
-    >>> cache = SlidingCache(4)
-    >>> k = torch.zeros(1, 2, 10, 8)
-    >>> _ = cache.update(k, k)
-    >>> cache.span(1).kv_start, cache.length
-    (7, 10)
+    Examples:
+        >>> import torch
+        >>> from regard import SlidingCache
+        >>> cache = SlidingCache(4)
+        >>> k = torch.zeros(1, 2, 10, 8)
+        >>> _ = cache.update(k, k)
+        >>> cache.span(1).kv_start, cache.length
+        (7, 10)
     """
 
     def __init__(self, size: int, rollback: int = 0) -> None:
@@ -46,6 +52,7 @@ class SlidingCache(Contiguous):
         self._first = 0
 
     def span(self, new: int) -> Span:
+        """The slots of a call with `new` more tokens; keys begin with the window of the first."""
         return self._lengths.span(new, self._needed())
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
@@ -70,11 +77,24 @@ class SlidingCache(Contiguous):
         return (part,)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """The result of `update`, in new tensors, without changing the cache."""
         added = check_streams(new, self._held)
         whole = self._joined(new)
         return (self._view(whole, self._needed(), self.length + added),)
 
     def truncate(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens, if the window of the next one is still held.
+
+        Raises:
+            ValueError: if it is not, or `length` is a tensor, negative or above the tokens so far.
+
+        Examples:
+            >>> cache, k = SlidingCache(4, rollback=2), torch.zeros(1, 2, 10, 8)
+            >>> _ = cache.update(k, k)
+            >>> cache.truncate(8)
+            >>> cache.span(1).kv_start
+            5
+        """
         if isinstance(length, Tensor):
             raise ValueError(
                 "SlidingCache has rows of one length, got a tensor; truncate to a whole number, "
@@ -94,6 +114,7 @@ class SlidingCache(Contiguous):
         self._first = min(self._first, length)
 
     def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, `[N]` integers, in this order."""
         check_rows(rows, self._held)
         self._held = select_rows(self._held, rows)
 

@@ -16,7 +16,21 @@ from regard.tracing import is_forward_mode, is_transformed
 
 
 class Part(NamedTuple):
-    """The slots `kv_start..kv_stop` of a cache: streams of shape `[B, G, stop - start, W]`."""
+    """Keys and values of a range of slots, as caches return them and backends read them.
+
+    Attributes:
+        kv_start: the slot of the first key.
+        kv_stop: one past the last key.
+        streams: tensors `[B, G, kv_stop - kv_start, W]`: keys and values, or one joined latent.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Part
+        >>> k = torch.zeros(1, 2, 5, 8)
+        >>> part = Part(0, 5, (k, k))
+        >>> part.narrow(3, 5).streams[0].shape
+        torch.Size([1, 2, 2, 8])
+    """
 
     kv_start: int
     kv_stop: int
@@ -144,6 +158,7 @@ class Contiguous(Stored):
 
     @property
     def length(self) -> int:
+        """The number of tokens so far."""
         return self._lengths.longest
 
     @property

@@ -1,6 +1,11 @@
 """What each attention costs a model: every candidate runs, with its measurements side by side.
 
 load -> prove that logits under regard are the model's own -> convert -> measure
+
+Examples:
+    >>> from regard.compare import CANDIDATES
+    >>> [each.key for each in CANDIDATES][:4]
+    ['shipped', 'int8', 'int4', 'mha']
 """
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen

@@ -14,7 +14,7 @@ Choose = Callable[[Sequence[Attention]], Target | None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of the comparison.
+    """One row of the comparison: an attention that a model can be converted to, and its cache.
 
     Args:
         key: its name in `--attention`.
@@ -24,6 +24,15 @@ class Candidate:
         cache: builds one layer's cache.
         exact: whether only rounding is lost.
         usual: whether it is a row if the user chose none.
+
+    Examples:
+        >>> from functools import partial
+        >>> from regard import QuantizedCache
+        >>> from regard.compare import Candidate
+        >>> int8 = Candidate("mine", "{kind}, int8 cache", choose=lambda layers: None,
+        ...     cache=partial(QuantizedCache, bits=8, group=32))
+        >>> int8.cache()
+        QuantizedCache(bits=8, group=32)
     """
 
     key: str
@@ -112,8 +121,16 @@ CANDIDATES = (
 def chosen(keys: Sequence[str]) -> tuple[Candidate, ...]:
     """The candidates of these keys, the shipped one first; the usual ones if there are none.
 
+    Args:
+        keys: of `CANDIDATES`.
+
     Raises:
         ValueError: if a key is unknown.
+
+    Examples:
+        >>> from regard.compare import chosen
+        >>> [each.name for each in chosen(["mqa"])]
+        ['{kind}, as shipped', 'MQA, aligned']
     """
     if not keys:
         return tuple(each for each in CANDIDATES if each.usual)

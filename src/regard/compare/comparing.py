@@ -27,7 +27,31 @@ Progress = Callable[[str, int, int], None]  # the present step, steps done, thei
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything `regard compare` measured, and the sentence it ends with."""
+    """Everything that `regard compare` measured, and the sentence it ends with.
+
+    Attributes:
+        model: the model's name.
+        kind: its own attention.
+        num_layers: its attention layers.
+        context: tokens of a window.
+        memory: bytes that `context_in_memory` of each row is about.
+        dtype: of the model.
+        threads: threads of torch.
+        text: where the text is from.
+        proof: that regard computes what the model computes.
+        rows: the measurements of each attention.
+        verdict: which attention saves most memory, and what it costs.
+        seconds: in total.
+
+    Examples:
+        >>> from regard.compare import Comparison, Proof, Row
+        >>> proof = Proof(largest_difference=2e-6, tolerance=1e-4, largest_logit=9.0)
+        >>> rows = (Row("MHA, as shipped", exact=True, cache_bytes_per_token=512.0),)
+        >>> comparison = Comparison("tiny", "MHA", 2, 64, 1 << 30, "float32", 1, "my text", proof,
+        ...     rows, "Nothing to compare with.", 0.5)
+        >>> comparison.proof.holds, comparison.rows[0].cache_bytes_per_token
+        (True, 512.0)
+    """
 
     model: str
     kind: str
@@ -58,9 +82,29 @@ def compare(
     Every candidate runs in the model's own dtype on the windows of `texts`, in order for one window
     and in reverse order for the next. The model is not changed.
 
+    Args:
+        model: a transformers model of a family that `regard.hf` supports.
+        texts: from `texts_for`.
+        name: the model's name in the result.
+        memory: bytes, for the number of tokens whose cache fits.
+        candidates: from `chosen`; the usual ones if None.
+        progress: called with the present step, the steps done and their number.
+
     Raises:
         ValueError: if the model's attention is unknown, its positions are too few for the windows,
             or its logits change under regard by more than rounding.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.compare import Texts, chosen, compare
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> texts = Texts(torch.randint(20, (2, 24)), torch.randint(20, (2, 24)), "random tokens")
+        >>> shipped, int8 = compare(model, texts, candidates=chosen(["int8"])).rows
+        >>> shipped.name, int8.cache_bytes_per_token / shipped.cache_bytes_per_token
+        ('MHA, as shipped', 0.375)
     """
     started = time.perf_counter()
     candidates = chosen(()) if candidates is None else candidates

@@ -14,8 +14,27 @@ from regard.convert.measuring import Timings, compare_logits
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one attention, and the backends that ran; for one that the model cannot
-    have, a `remark` and None."""
+    """One row of a comparison: the measurements of one attention.
+
+    Attributes:
+        name: its name in the table.
+        exact: whether only rounding is lost.
+        cache_bytes_per_token: over all layers; None, as the others, if the model cannot have it.
+        context_in_memory: the number of tokens whose cache fits in the given memory.
+        prefill_tokens_per_second: speed of the prefill of one window.
+        decode_tokens_per_second: speed of single steps.
+        perplexity: over the windows.
+        largest_logit_difference: from the unmodified model.
+        prefill_backend: the backends of the prefill.
+        decode_backend: the backends of the steps.
+        remark: why the model cannot have it, if so.
+
+    Examples:
+        >>> from regard.compare import Row
+        >>> row = Row("MHA, spelled out", exact=True, remark="the model is MHA as shipped")
+        >>> row.perplexity is None
+        True
+    """
 
     name: str
     exact: bool

@@ -24,6 +24,16 @@ class Proof:
     """The largest difference between logits with and without `regard.hf.install`, and the bound.
 
     The bound is `32 * u * layers * max |logit|`, u being the unit roundoff of the model's dtype.
+
+    Attributes:
+        largest_difference: over the window and the vocabulary.
+        tolerance: the bound.
+        largest_logit: of the model.
+
+    Examples:
+        >>> from regard.compare import Proof
+        >>> Proof(largest_difference=2e-6, tolerance=1e-4, largest_logit=9.0).holds
+        True
     """
 
     largest_difference: float
@@ -48,9 +58,22 @@ def prove(model: Any, window: Int[Tensor, " L"]) -> Proof:
     differ by no more than that bound: the order of sums may change from run to run, so their bits
     may differ.
 
+    Args:
+        model: a transformers model of a family that `regard.hf` supports.
+        window: tokens `[L]`.
+
     Raises:
         ValueError: if they differ by more than rounding, or if the model's own logits change from
             run to run or are not finite.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.compare import prove
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> prove(LlamaForCausalLM(config).eval(), torch.arange(12)).holds
+        True
     """
 
     def own() -> Tensor:

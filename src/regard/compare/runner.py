@@ -24,6 +24,23 @@ class Runner:
         model: a transformers model of a known family.
         layers: one for each attention module, in order.
         cache: builds one layer's cache.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard import QuantizedCache
+        >>> from regard.compare import Runner
+        >>> from regard.hf import attention_modules, attention_of
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=2, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> layers = [attention_of(module) for module in attention_modules(model).values()]
+        >>> runner = Runner(model, layers, cache=QuantizedCache)
+        >>> with torch.no_grad():
+        ...     hidden = runner.hidden(torch.tensor([[3, 4, 5]]))
+        ...     logits = runner.step(torch.tensor([[6]]))
+        >>> logits.shape, runner.caches[0].length
+        (torch.Size([1, 1, 20]), 4)
     """
 
     def __init__(

@@ -17,7 +17,20 @@ CHARACTERS = 16  # characters read per token needed: more than a token has on av
 
 @dataclass(frozen=True)
 class Texts:
-    """Windows `[N, context]` to measure perplexity on, and `[M, length]` to calibrate on."""
+    """The texts of a comparison, as tokens.
+
+    Attributes:
+        windows: `[N, context]`, to measure perplexity on.
+        calibration: `[M, length]`, to calibrate conversions on.
+        source: where the text is from.
+
+    Examples:
+        >>> import torch
+        >>> from regard.compare import Texts
+        >>> texts = Texts(torch.zeros(2, 8).long(), torch.zeros(6, 16).long(), "my text")
+        >>> len(texts.windows)
+        2
+    """
 
     windows: Int[Tensor, "N L"]
     calibration: Int[Tensor, "M K"]
@@ -32,8 +45,22 @@ def texts_for(tokenizer: Any, *, context: int, text: str | None = None, name: st
     calibrated on. With a given `text`, its start is measured on and what follows is calibrated on;
     if too little follows, the default texts are calibrated on.
 
+    Args:
+        tokenizer: the model's, as transformers loads it.
+        context: tokens of a window.
+        text: the text to use instead of the default.
+        name: its name in the result.
+
     Raises:
         ValueError: if `text` has fewer tokens than the windows.
+
+    Examples:
+        >>> from regard.compare import texts_for
+        >>> def tokenizer(text, **options):  # in place of a model's: a token for each character
+        ...     return {"input_ids": [ord(each) % 20 for each in text]}
+        >>> texts = texts_for(tokenizer, context=8, text="to measure on, then calibrate. " * 300)
+        >>> texts.windows.shape, texts.calibration.shape
+        (torch.Size([2, 8]), torch.Size([6, 1024]))
     """
     measured, following = NUM_WINDOWS * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH
     if text is None:

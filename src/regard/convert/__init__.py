@@ -5,11 +5,16 @@ Lossy, calibrated on text: `regroup` (fewer key heads), `latentize` (a smaller j
 `decouple` (DeepSeek's MLA). Whole models: `convert`; `regard.hf.place` puts the layers into the
 model, `heal` trains them to imitate the original, `save` writes the model, and `to_deepseek_v3`
 makes a stock checkpoint of MLA.
+
+Examples:
+    >>> from regard.convert import LAYOUTS
+    >>> LAYOUTS["Phi3Attention"].weight  # where this class stores queries, keys and values
+    'qkv_proj.weight'
 """
 
 from regard.convert.converting import Converted, LayerReport, convert
 from regard.convert.exact.expand import expand, spell_out
-from regard.convert.exact.layouts import LAYOUTS, fuse, fuse_state, split_fused, split_state
+from regard.convert.exact.layouts import LAYOUTS, Layout, fuse, fuse_state, split_fused, split_state
 from regard.convert.exact.pairing import (
     Detected,
     detect_pairing,
@@ -38,6 +43,7 @@ __all__ = [
     "Healed",
     "Latentized",
     "LayerReport",
+    "Layout",
     "Moments",
     "Recipe",
     "Regrouped",

@@ -34,8 +34,17 @@ Progress = Callable[[str, int, int], None]  # the present step, steps done, thei
 class LayerReport:
     """The error of one layer's outputs over the calibration text, as a share of their energy.
 
-    `missed` is the error before the output projection was refitted, `still_missed` after; 0.01 is
-    1 %. `rank` is that of the latent, if there is one.
+    Attributes:
+        name: the module's name in the model.
+        missed: the error before the output projection was refitted; 0.01 is 1 %.
+        still_missed: the error after.
+        rank: of the latent, if there is one.
+
+    Examples:
+        >>> from regard.convert import LayerReport
+        >>> report = LayerReport("model.layers.0.self_attn", missed=0.04, still_missed=0.01)
+        >>> f"{report.still_missed:.0%} of the energy is missed"
+        '1% of the energy is missed'
     """
 
     name: str
@@ -49,6 +58,24 @@ class Converted:
     """A layer for each attention module of a model, for `regard.hf.place`, and what they lost.
 
     Parameters that a conversion does not change are shared with the model.
+
+    Attributes:
+        target: the kind of attention.
+        layers: in the order of the model's attention modules.
+        report: the errors of each layer; empty if the conversion is exact.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.convert import Converted, convert, target_of
+        >>> from regard.hf import attention_modules, attention_of
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
+        ...     vocab_size=20, num_hidden_layers=1, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> shipped = [attention_of(module) for module in attention_modules(model).values()]
+        >>> (mha,) = convert(model, [target_of("mha", shipped)], torch.zeros(1, 8).long())
+        >>> isinstance(mha, Converted), mha.layers[0].kind, mha.report
+        (True, 'MHA', [])
     """
 
     target: Target
@@ -77,16 +104,18 @@ def convert(
         ValueError: before any work, if a target does not fit, the text is too short, or the
             model's attention is unknown or has no layer of regard that computes the same.
 
-    >>> import torch, transformers
-    >>> from regard.convert import convert, target_of
-    >>> from regard.hf import attention_modules, attention_of
-    >>> config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20,
-    ...     num_attention_heads=4, num_key_value_heads=2, intermediate_size=16)
-    >>> model = transformers.LlamaForCausalLM(config).eval()
-    >>> shipped = [attention_of(module) for module in attention_modules(model).values()]
-    >>> (mqa,) = convert(model, [target_of("mqa", shipped)], torch.randint(0, 20, (4, 256)))
-    >>> [layer.kind for layer in mqa.layers]
-    ['MQA', 'MQA']
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.convert import convert, target_of
+        >>> from regard.hf import attention_modules, attention_of
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
+        ...     vocab_size=20, num_hidden_layers=2, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> shipped = [attention_of(module) for module in attention_modules(model).values()]
+        >>> (mqa,) = convert(model, [target_of("mqa", shipped)], torch.randint(0, 20, (4, 256)))
+        >>> [layer.kind for layer in mqa.layers]
+        ['MQA', 'MQA']
     """
     modules = attention_modules(model)
     shipped = [attention_of(module) for module in modules.values()]

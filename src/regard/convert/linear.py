@@ -17,9 +17,10 @@ Layer = TypeVar("Layer", bound=nn.Module)
 def linear_of(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None) -> nn.Linear:
     """A linear layer with these parameters.
 
-    >>> import torch
-    >>> linear_of(torch.eye(2))(torch.ones(2))
-    tensor([1., 1.], grad_fn=<SqueezeBackward4>)
+    Examples:
+        >>> import torch
+        >>> linear_of(torch.eye(2))(torch.ones(2))
+        tensor([1., 1.], grad_fn=<SqueezeBackward4>)
     """
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight)
@@ -72,11 +73,12 @@ def rebuilt(
 def shared_copy(layer: Layer, **changes: Any) -> Layer:
     """A layer of the same class with some arguments changed, sharing the layer's parameters.
 
-    >>> from regard import GroupedQueryAttention, Rotary
-    >>> gqa = GroupedQueryAttention(16, 4, 2, rope=Rotary(4))
-    >>> other = shared_copy(gqa, rope=Rotary(4, pairing="pairs"))
-    >>> other, other.q_proj is gqa.q_proj
-    (GroupedQueryAttention(16, 4, 2, rope=Rotary(4, pairing='pairs')), True)
+    Examples:
+        >>> from regard import GroupedQueryAttention, Rotary
+        >>> gqa = GroupedQueryAttention(16, 4, 2, rope=Rotary(4))
+        >>> other = shared_copy(gqa, rope=Rotary(4, pairing="pairs"))
+        >>> other, other.q_proj is gqa.q_proj
+        (GroupedQueryAttention(16, 4, 2, rope=Rotary(4, pairing='pairs')), True)
     """
     given: Any = layer.arguments
     made = rebuilt(type(layer), {**given, **changes}, _children(layer))

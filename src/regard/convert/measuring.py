@@ -121,8 +121,9 @@ def loss_of(model: Any, window: Int[Tensor, " L"]) -> float:
 def ratio(after: Mapping[str, float], before: Mapping[str, float]) -> float:
     """The geometric mean over texts of one perplexity divided by another.
 
-    >>> ratio({"a": 20.0, "b": 5.0}, {"a": 10.0, "b": 10.0})
-    1.0
+    Examples:
+        >>> ratio({"a": 20.0, "b": 5.0}, {"a": 10.0, "b": 10.0})
+        1.0
     """
     logs = [math.log(after[name] / before[name]) for name in after]
     return math.exp(statistics.fmean(logs))

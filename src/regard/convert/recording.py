@@ -21,12 +21,13 @@ class Recorded(NamedTuple):
 def recording(modules: Sequence[nn.Module]) -> Iterator[list[list[Recorded]]]:
     """Record the calls of each of these modules.
 
-    >>> import torch
-    >>> layer = nn.Identity()
-    >>> with recording([layer]) as (calls,):
-    ...     out = layer(torch.ones(1))
-    >>> calls[0].x, calls[0].out
-    (tensor([1.]), tensor([1.]))
+    Examples:
+        >>> import torch
+        >>> layer = nn.Identity()
+        >>> with recording([layer]) as (calls,):
+        ...     out = layer(torch.ones(1))
+        >>> calls[0].x, calls[0].out
+        (tensor([1.]), tensor([1.]))
     """
     calls: list[list[Recorded]] = [[] for _ in modules]
 

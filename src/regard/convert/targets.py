@@ -24,7 +24,7 @@ WIDE = 0.9  # budget above which the rotary key is half as wide again as a head
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of attention for every layer of a model.
+    """One kind of attention for every layer of a model; `target_of` makes it from text.
 
     Args:
         kind: `"heads"` or a form of MLA.
@@ -36,6 +36,11 @@ class Target:
         by_layer: whether the rank differs by layer.
         method: how heads are merged, see `regroup`.
         refit: whether output projections are refitted, see `refit_output`.
+
+    Examples:
+        >>> from regard.convert import Target
+        >>> print(Target("deepseek", rank=96, rope_dim=32))
+        mla:96+32 deepseek
     """
 
     kind: Literal["heads", "exact-rope", "deepseek"]
@@ -76,10 +81,12 @@ def target_of(
     Raises:
         ValueError: if `to` is none of these, or does not fit the model.
 
-    >>> from regard import GroupedQueryAttention, Rotary
-    >>> gqa = GroupedQueryAttention(64, 8, 4, rope=Rotary(8))
-    >>> print(target_of("mla", [gqa], budget=0.5))
-    mla:32 exact-rope
+    Examples:
+        >>> from regard import GroupedQueryAttention, Rotary
+        >>> from regard.convert import target_of
+        >>> gqa = GroupedQueryAttention(64, 8, 4, rope=Rotary(8))
+        >>> print(target_of("mla", [gqa], budget=0.5))
+        mla:32 exact-rope
     """
     first = shipped[0]
     found = re.fullmatch(r"(mha|mqa|gqa:(\d+)|mla(?::(\d+)(?:\+(\d+))?)?)", to)

@@ -35,8 +35,22 @@ def windows_of(
 
     Texts are joined by an empty line; an incomplete last window is dropped. No special tokens.
 
+    Args:
+        tokenizer: the model's, as transformers loads it.
+        texts: any number.
+        length: tokens of a window.
+        most: the largest number of windows.
+
     Raises:
         ValueError: if the texts do not fill a window.
+
+    Examples:
+        >>> from regard.convert import windows_of
+        >>> def tokenizer(text, **options):  # in place of a model's: a token for each character
+        ...     return {"input_ids": [ord(each) for each in text]}
+        >>> windows_of(tokenizer, ["abcd"], length=3)
+        tensor([[ 97,  98,  99],
+                [100,  10,  10]])
     """
     needed = None if most is None else most * length
     tokens: list[int] = []
@@ -100,8 +114,9 @@ def read_texts(files: Iterable[Path]) -> list[str]:
 def unwrapped(text: str) -> str:
     """The text with each paragraph on one line.
 
-    >>> unwrapped("One\\nparagraph.\\n\\nAnother.")
-    'One paragraph.\\n\\nAnother.'
+    Examples:
+        >>> unwrapped("One\\nparagraph.\\n\\nAnother.")
+        'One paragraph.\\n\\nAnother.'
     """
     return re.sub(r"(?<=\S)\n[ \t]*(?=\S)", " ", text)
 

@@ -1,8 +1,12 @@
 """Models of transformers whose attention regard runs: load one, install, uninstall.
 
->>> import regard.hf
->>> model, tokenizer = regard.hf.load("path/to/model")  # doctest: +SKIP
->>> print(regard.hf.install(model))                     # doctest: +SKIP
+Examples:
+    >>> from regard.hf import FAMILIES, SMOLLM2
+    >>> # attention classes of transformers that regard knows
+    >>> FAMILIES["Gemma2Attention"].attention, len(FAMILIES) > 20
+    ('Gemma2Attention', True)
+    >>> SMOLLM2  # the small model of the examples
+    'SmolLM2-135M-Instruct'
 """
 
 from regard.hf.families.finding import attention_modules

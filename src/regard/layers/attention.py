@@ -37,9 +37,9 @@ from regard.rope import NO_ROPE, Rope
 class Attention(nn.Module):
     """Softmax attention over heads that may share keys and values.
 
-    MHA is `Attention Is All You Need` (arXiv:1706.03762), MQA arXiv:1911.02150, GQA
-    arXiv:2305.13245. Parameters are named as Hugging Face names them: `q_proj k_proj v_proj o_proj
-    q_norm k_norm sinks gate_proj`.
+    MHA: Vaswani et al. 2017, arXiv:1706.03762. MQA: Shazeer 2019, arXiv:1911.02150. GQA: Ainslie et
+    al. 2023, arXiv:2305.13245. Parameters are named as Hugging Face names them: `q_proj k_proj
+    v_proj o_proj q_norm k_norm sinks gate_proj`.
 
     Args:
         hidden_size: width of the input and the output.
@@ -68,12 +68,13 @@ class Attention(nn.Module):
     Raises:
         ValueError: if sizes do not divide, or an option is not one of those above.
 
-    >>> import torch
-    >>> from regard import Attention, Causal, KVCache, Rotary
-    >>> layer = Attention(64, 8, num_kv_heads=2, rope=Rotary(8), mask=Causal())
-    >>> cache = KVCache()
-    >>> layer(torch.randn(1, 5, 64), cache=cache).shape, cache.length
-    (torch.Size([1, 5, 64]), 5)
+    Examples:
+        >>> import torch
+        >>> from regard import Attention, Causal, KVCache, Rotary
+        >>> layer = Attention(64, 8, num_kv_heads=2, rope=Rotary(8), mask=Causal())
+        >>> cache = KVCache()
+        >>> layer(torch.randn(1, 5, 64), cache=cache).shape, cache.length
+        (torch.Size([1, 5, 64]), 5)
     """
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
@@ -128,7 +129,7 @@ class Attention(nn.Module):
 
     @property
     def kind(self) -> str:
-        """`"MHA"`, `"GQA"` or `"MQA"`."""
+        """The name of this attention: `"MHA"`, `"GQA"` or `"MQA"`."""
         if self.num_kv_heads == self.num_heads:
             return "MHA"
         return "MQA" if self.num_kv_heads == 1 else "GQA"
@@ -174,7 +175,17 @@ class Attention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
-        """The attention weights of the same call; the cache does not change."""
+        """The attention weights of the same call; the cache does not change.
+
+        Returns:
+            `[B, H, L, S]` in the dtype of `x`, over the cached and the new keys; hidden ones are 0.
+
+        Examples:
+            >>> from regard import Causal
+            >>> layer = Attention(8, 2, mask=Causal())
+            >>> layer.weights(torch.randn(1, 3, 8))[0, :, 0].tolist()
+            [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+        """
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
@@ -189,7 +200,12 @@ class Attention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
-        """Which backend the same call would run on, and why; the cache does not change."""
+        """Which backend the same call would run on, and why; the cache does not change.
+
+        Examples:
+            >>> print(Attention(8, 2).explain(torch.randn(1, 3, 8)).splitlines()[0])
+            3 queries x 3 keys, 2 heads on 2, head dim 4, float32, cpu
+        """
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
@@ -197,6 +213,9 @@ class Attention(nn.Module):
 
     def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
         """Project another sequence's keys and values once, to be read as `context=` at every step.
+
+        Args:
+            context: `[B, S, context_size]`, such as the output of an encoder.
 
         Raises:
             ValueError: if the layer has a rope, whose positions a context does not share.
@@ -274,14 +293,18 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Self-attention with one head and no output projection, as textbooks introduce it.
 
-    `softmax(q k^T / sqrt(head_dim)) v` for q, k, v = three projections of x (arXiv:1706.03762,
-    section 3.2.1). The output is `[B, L, head_dim]`, where `head_dim` is
-    `hidden_size` by default.
+    `softmax(q k^T / sqrt(head_dim)) v` for q, k, v = three projections of x (Vaswani et al. 2017,
+    arXiv:1706.03762, section 3.2.1). The output is `[B, L, head_dim]`.
 
-    >>> import torch
-    >>> from regard import Causal, SelfAttention
-    >>> SelfAttention(16, mask=Causal())(torch.randn(2, 5, 16)).shape
-    torch.Size([2, 5, 16])
+    Args:
+        hidden_size: width of the input.
+        **options: keyword arguments of `Attention`; `head_dim` is `hidden_size` by default.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, SelfAttention
+        >>> SelfAttention(16, mask=Causal())(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
     """
 
     @records_arguments("num_heads", "num_kv_heads")
@@ -291,12 +314,21 @@ class SelfAttention(Attention):
 
 
 class MultiHeadAttention(Attention):
-    """Multi-head attention: every query head has a key and a value head (arXiv:1706.03762).
+    """Multi-head attention: every query head has a key head and a value head of its own.
 
-    Takes the options of `Attention`.
+    Vaswani et al. 2017, arXiv:1706.03762.
 
-    >>> MultiHeadAttention(64, 8)
-    MultiHeadAttention(64, 8)
+    Args:
+        hidden_size: width of the input and the output.
+        num_heads: heads.
+        **options: keyword arguments of `Attention`.
+
+    Examples:
+        >>> import torch
+        >>> from regard import MultiHeadAttention
+        >>> layer = MultiHeadAttention(64, 8)
+        >>> layer(torch.randn(2, 5, 64)).shape, layer.kind
+        (torch.Size([2, 5, 64]), 'MHA')
     """
 
     @records_arguments("num_kv_heads")
@@ -305,12 +337,20 @@ class MultiHeadAttention(Attention):
 
 
 class MultiQueryAttention(Attention):
-    """Multi-query attention: all query heads share one key and one value head (arXiv:1911.02150).
+    """Multi-query attention: all query heads share one key head and one value head.
 
-    Takes the options of `Attention`.
+    Shazeer 2019, arXiv:1911.02150. The cache is `1 / num_heads` of that of multi-head attention.
 
-    >>> MultiQueryAttention(64, 8).kind
-    'MQA'
+    Args:
+        hidden_size: width of the input and the output.
+        num_heads: query heads.
+        **options: keyword arguments of `Attention`.
+
+    Examples:
+        >>> from regard import MultiQueryAttention
+        >>> layer = MultiQueryAttention(64, 8)
+        >>> layer.kind, layer.k_proj.out_features
+        ('MQA', 8)
     """
 
     @records_arguments("num_kv_heads")
@@ -319,12 +359,21 @@ class MultiQueryAttention(Attention):
 
 
 class GroupedQueryAttention(Attention):
-    """Grouped-query attention: groups of query heads share key/value heads (arXiv:2305.13245).
+    """Grouped-query attention: each group of query heads shares a key head and a value head.
 
-    A group size is `num_heads // num_kv_heads`. Takes the options of `Attention`.
+    Ainslie et al. 2023, arXiv:2305.13245. A group has `num_heads // num_kv_heads` query heads.
 
-    >>> GroupedQueryAttention(64, 8, 2).kind
-    'GQA'
+    Args:
+        hidden_size: width of the input and the output.
+        num_heads: query heads.
+        num_kv_heads: key/value heads, a divisor of `num_heads`.
+        **options: keyword arguments of `Attention`.
+
+    Examples:
+        >>> from regard import GroupedQueryAttention
+        >>> layer = GroupedQueryAttention(64, 8, 2)
+        >>> layer.kind, layer.k_proj.out_features
+        ('GQA', 16)
     """
 
     @records_arguments()

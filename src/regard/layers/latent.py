@@ -28,14 +28,14 @@ __all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """MLA of DeepSeek-V2 (arXiv:2405.04434) and V3: low-rank keys and values, decoupled RoPE.
+    """Multi-head latent attention (MLA): low-rank keys and values, decoupled RoPE.
 
-    One latent and one rotary key serve all heads, and are all that is cached: `kv_lora_rank +
-    qk_rope_head_dim` elements per token. They are read in one of two forms with the same result:
-    *expanded* computes the keys and values of every head (less work for many queries), *absorbed*
-    applies `kv_b_proj` to the queries and the outputs (less work for few). Parameters are named as
-    Hugging Face names them: `q_a_proj q_a_layernorm q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa
-    kv_a_layernorm kv_b_proj o_proj`.
+    DeepSeek-V2 (DeepSeek-AI 2024, arXiv:2405.04434) and V3. One latent and one rotary key serve all
+    heads, and are all that is cached: `kv_lora_rank + qk_rope_head_dim` elements per token. They
+    are read in one of two forms with the same result: *expanded* computes the keys and values of
+    every head (less work for many queries), *absorbed* applies `kv_b_proj` to the queries and the
+    outputs (less work for few). Parameters are named as Hugging Face names them: `q_a_proj
+    q_a_layernorm q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj`.
 
     Args:
         hidden_size: width of the input and the output.
@@ -64,15 +64,16 @@ class MultiHeadLatentAttention(nn.Module):
         ValueError: if a size is not positive, an option is not one of those above, or `rope`
             does not rotate `qk_rope_head_dim` channels.
 
-    >>> import torch
-    >>> from regard import Causal, KVCache, MultiHeadLatentAttention, Rotary
-    >>> layer = MultiHeadLatentAttention(64, 4, kv_lora_rank=24, qk_nope_head_dim=16,
-    ...     qk_rope_head_dim=8, v_head_dim=12, rope=Rotary(8, pairing="pairs"), mask=Causal())
-    >>> cache = KVCache()
-    >>> layer(torch.randn(1, 5, 64), cache=cache).shape
-    torch.Size([1, 5, 64])
-    >>> cache.nbytes == 5 * (24 + 8) * 4
-    True
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, KVCache, MultiHeadLatentAttention, Rotary
+        >>> layer = MultiHeadLatentAttention(64, 4, kv_lora_rank=24, qk_nope_head_dim=16,
+        ...     qk_rope_head_dim=8, v_head_dim=12, rope=Rotary(8, pairing="pairs"), mask=Causal())
+        >>> cache = KVCache()
+        >>> layer(torch.randn(1, 5, 64), cache=cache).shape
+        torch.Size([1, 5, 64])
+        >>> cache.nbytes == 5 * (24 + 8) * 4
+        True
     """
 
     kind = "MLA"
@@ -149,7 +150,10 @@ class MultiHeadLatentAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
-        """As `Attention.forward`; `context` is refused, since rotary keys have positions of x."""
+        """Attention of `x` to itself and to what the cache holds.
+
+        As `Attention.forward`; `context` is refused, since rotary keys have the positions of `x`.
+        """
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
@@ -187,7 +191,15 @@ class MultiHeadLatentAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
-        """Which form and which backend the same call would run on, and why."""
+        """Which form and backend the same call would run on, and why; the cache does not change.
+
+        Examples:
+            >>> from regard import Rotary
+            >>> layer = MultiHeadLatentAttention(16, 2, kv_lora_rank=8, qk_nope_head_dim=4,
+            ...     qk_rope_head_dim=4, v_head_dim=4, rope=Rotary(4), form="absorbed")
+            >>> layer.explain(torch.randn(1, 1, 16)).split(":")[0]
+            'form     absorbed'
+        """
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
@@ -197,8 +209,12 @@ class MultiHeadLatentAttention(nn.Module):
         return f"form     {form.name}: {why}\n{explain(call)}"
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries for every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
-        `[B, 1, L, Dr]` for all of them; before rotation."""
+        """Queries in two pieces, latents and rotary keys, before rotation.
+
+        Of every head, queries `[B, H, L, qk_nope_head_dim]` and `[B, H, L, qk_rope_head_dim]`; of
+        all heads together, latents `[B, 1, L, kv_lora_rank]` and rotary keys `[B, 1, L,
+        qk_rope_head_dim]`.
+        """
         return project_latent(self, x)
 
     def join(self, latent: Tensor, k_rope: Tensor) -> Float[Tensor, "B 1 L RDr"]:

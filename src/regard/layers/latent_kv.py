@@ -33,12 +33,14 @@ from regard.tracing import is_concrete, is_transformed
 
 
 class LatentKVAttention(nn.Module):
-    """GQA over a joint latent of keys and values, with exact rotary embedding.
+    """Grouped-query attention over a joint latent of keys and values, with exact rotary embedding.
 
-    `kv_b_proj(kv_a_proj(x))` are the keys of all `num_kv_heads`, then their values; keys are then
-    normed (`qk_norm`) and rotated. The cache holds two streams: the latent, `kv_lora_rank` elements
-    per token, and its position, one int32. With `kv_lora_rank >= 2 * num_kv_heads * head_dim` any
-    GQA layer can be converted to this one exactly.
+    Its cache is smaller, its steps are slower: keys are rebuilt when they are read (as in Palu,
+    Chang et al. 2024, arXiv:2407.21118). `kv_b_proj(kv_a_proj(x))` are the keys of all
+    `num_kv_heads`, then their values; keys are then normed (`qk_norm`) and rotated. The cache holds
+    two streams: the latent, `kv_lora_rank` elements per token, and its position, one int32. With
+    `kv_lora_rank >= 2 * num_kv_heads * head_dim` any GQA layer can be converted to this one
+    exactly.
 
     Args:
         hidden_size: width of the input and the output.
@@ -50,21 +52,28 @@ class LatentKVAttention(nn.Module):
         bias: whether `q_proj` and `kv_b_proj` have biases.
         out_bias: whether `o_proj` has one.
         dropout: probability of dropping a weight, in training only.
-        qk_norm, norm_eps: norms of queries and of rebuilt keys, before rotation; as `Attention`'s.
-        mask, scale, score_bias, softcap, backend, precision: as for `Attention`.
+        qk_norm: norms of queries and of rebuilt keys, before rotation; as for `Attention`.
+        norm_eps: epsilon of those norms.
+        mask: the layer's pattern; intersected with the mask of each call.
+        scale: of the scores; `head_dim ** -0.5` times the rope's softmax factor if None.
+        score_bias: a tensor or a rule added to the scores.
+        softcap: `softcap * tanh(score / softcap)`, as in Gemma 2.
+        backend: `"auto"`, or the name of one.
+        precision: `"strict"`, or `"fast"` for bfloat16 scores and weights; as for `attend`.
 
     Raises:
         ValueError: if sizes do not divide or are not positive.
 
-    >>> import torch
-    >>> from regard import Causal, KVCache, LatentKVAttention, Rotary
-    >>> layer = LatentKVAttention(64, 8, num_kv_heads=2, head_dim=8, kv_lora_rank=16,
-    ...     rope=Rotary(8), mask=Causal())
-    >>> cache = KVCache()
-    >>> layer(torch.randn(1, 5, 64), cache=cache).shape
-    torch.Size([1, 5, 64])
-    >>> cache.nbytes == 5 * (16 * 4 + 4)
-    True
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, KVCache, LatentKVAttention, Rotary
+        >>> layer = LatentKVAttention(64, 8, num_kv_heads=2, head_dim=8, kv_lora_rank=16,
+        ...     rope=Rotary(8), mask=Causal())
+        >>> cache = KVCache()
+        >>> layer(torch.randn(1, 5, 64), cache=cache).shape
+        torch.Size([1, 5, 64])
+        >>> cache.nbytes == 5 * (16 * 4 + 4)  # float32 latents and int32 positions
+        True
     """
 
     kind = "LatentKV"
@@ -123,8 +132,15 @@ class LatentKVAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
-        """As `Attention.forward`, but `context` is refused, and so are positions that are not
-        integers (`TypeError`) or do not fit int32 (`ValueError`)."""
+        """Attention of `x` to itself and to what the cache holds.
+
+        As `Attention.forward`, but positions are integers, since the cache holds them.
+
+        Raises:
+            TypeError: as `Attention.forward`, and if positions are not integers.
+            ValueError: as `Attention.forward`, if there is a `context`, or if positions do not fit
+                int32.
+        """
         at = arrive(self, x, context, mask, cache, positions)
         check_int32(positions)
         where = at.positions.to(torch.int32)
@@ -164,7 +180,7 @@ class LatentKVAttention(nn.Module):
         cache: Cache = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
-        """Which backend the same call would run on, and why."""
+        """Which backend the same call would run on, and why; the cache does not change."""
         at = arrive(self, x, context, mask, cache, positions)
         check_int32(positions)
         q, latent = self.project(x)

@@ -10,16 +10,31 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Another sequence's keys and values, projected once and read at every step.
+    """Another sequence's keys and values, projected once and read at every step: cross-attention.
 
-    Made by `layer.remember(context)`, for that layer; `k` and `v` are `[B, G, S, D]`.
+    Made by `layer.remember(context)`, for that layer.
+
+    Attributes:
+        k: keys, `[B, num_kv_heads, S, head_dim]`.
+        v: values, of the same shape.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Attention, Memory
+        >>> layer, encoded = Attention(8, 2), torch.randn(1, 6, 8)
+        >>> memory = layer.remember(encoded)
+        >>> isinstance(memory, Memory), memory.k.shape
+        (True, torch.Size([1, 2, 6, 4]))
+        >>> x = torch.randn(1, 1, 8)
+        >>> torch.equal(layer(x, context=memory), layer(x, context=encoded))
+        True
     """
 
     k: Float[Tensor, "B G S D"]
     v: Float[Tensor, "B G S D"]
 
     def reorder(self, rows: Int[Tensor, " N"]) -> "Memory":
-        """The memory of these batch rows: beams, selection, repetition."""
+        """The memory of these batch rows, `[N]` integers: for beams, selection and repetition."""
         chosen = Memory(self.k[rows], self.v[rows])
         if self in _LAYER_OF:
             _LAYER_OF[chosen] = _LAYER_OF[self]

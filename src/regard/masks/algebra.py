@@ -1,9 +1,6 @@
-"""The base class of masks, and how masks combine with `&`, `|` and `~`.
+"""Masks are rules, functions of positions, and combine with `&`, `|` and `~`.
 
-A mask is a rule: a function of positions that says whether a query may attend to a key. It can be
-simplified for the slots of one call, and becomes a boolean tensor only where a kernel needs one.
-Masks have the signature of FlexAttention's `mask_mod`. `True` means that the query may attend to
-the key. Indices are slots: positions in the sequence, counted from the first token of the cache.
+A rule becomes a tensor only where a kernel needs one. Slots count from the first cached token.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +20,13 @@ Reach = tuple[int | None, int | None]
 
 
 class Mask:
-    """A rule for which keys a query may attend to. Combine rules with `&`, `|` and `~`."""
+    """A rule for which keys a query may attend to: a FlexAttention `mask_mod`, True for visible.
+
+    Examples:
+        >>> from regard.masks import Causal, Mask
+        >>> isinstance(Causal(), Mask), isinstance(~Causal(), Mask)
+        (True, True)
+    """
 
     @property
     def batch(self) -> int | None:
@@ -46,20 +49,16 @@ class Mask:
         return False
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Bool[Tensor, "..."]:
-        """Whether query slot `q_idx` may attend to key slot `kv_idx`; index tensors that broadcast.
-
-        The result has no axis for an index that the rule does not depend on.
-        """
+        """Whether `q_idx` may attend to `kv_idx`; indices broadcast, unused ones give no axis."""
         raise NotImplementedError
 
     def within(self, span: Span) -> "Mask":
         """The simplest mask that equals this one on the slots of `span`. Reads no tensor.
 
-        >>> from regard.masks import Causal, SlidingWindow
-        >>> (Causal() & SlidingWindow(4096)).within(Span(0, 512, 0, 512))
-        Causal()
-        >>> Causal().within(Span(511, 512, 0, 512))
-        Everything()
+        Examples:
+            >>> from regard.masks import Causal, SlidingWindow
+            >>> (Causal() & SlidingWindow(4096)).within(Span(0, 512, 0, 512))
+            Causal()
         """
         return self
 
@@ -68,24 +67,13 @@ class Mask:
 
         They may lie outside the keys of `span`, and may be wider than necessary, but hide no
         visible key. None where no bound is known.
-
-        >>> from regard.masks import Causal, SlidingWindow
-        >>> (Causal() & SlidingWindow(4)).reach(Span(10, 12, 0, 12))
-        (7, 11)
         """
         return 0, None
 
     def dense(
-        self,
-        span: Span,
-        *,
-        batch: int = 1,
-        heads: int = 1,
-        device: Device = None,
+        self, span: Span, *, batch: int = 1, heads: int = 1, device: Device = None
     ) -> Bool[Tensor, "*B L S"]:
-        """The rule as a boolean tensor: `[L, S]`, or broadcasting to `[B, H, L, S]`.
-
-        It may be an expanded view: do not write to it.
+        """The rule as booleans: `[L, S]`, or broadcasting to `[B, H, L, S]`. Do not write to them.
 
         Raises:
             ValueError: if the rule's data has another batch size or number of heads.
@@ -112,9 +100,10 @@ class Mask:
     def explain(self, b: int, h: int, q: int, k: int) -> str:
         """In one sentence, whether query `q` may attend to key `k`, and which rule decides it.
 
-        >>> from regard.masks import Causal, SlidingWindow
-        >>> (Causal() & SlidingWindow(3)).explain(0, 0, 1, 3)
-        'query 1 may not attend to key 3: Causal() hides keys after the query (3 > 1)'
+        Examples:
+            >>> from regard.masks import Causal, SlidingWindow
+            >>> (Causal() & SlidingWindow(3)).explain(0, 0, 1, 3)
+            'query 1 may not attend to key 3: Causal() hides keys after the query (3 > 1)'
         """
         may = "may" if self._allows(b, h, q, k) else "may not"
         return f"query {q} {may} attend to key {k}: {self._reason(b, h, q, k)}"
@@ -131,25 +120,12 @@ class Mask:
         return "it"
 
     def draw(
-        self,
-        queries: "int | Span | None" = None,
-        keys: int | None = None,
-        *,
-        b: int = 0,
-        h: int = 0,
+        self, queries: int | Span | None = None, keys: int | None = None, *, b: int = 0, h: int = 0
     ) -> str:
         """The mask as text: a line for each query, a column for each key, `■` where visible.
 
-        `queries` and `keys` are counts from slot 0, or `queries` is a `Span`. The default is the
-        size of the mask's data.
-
-        >>> from regard.masks import Causal
-        >>> print(Causal().draw(3))
-        Causal()
-          0 1 2
-        0 ■ · ·
-        1 ■ ■ ·
-        2 ■ ■ ■
+        `queries` and `keys` are counts from slot 0, or `queries` is a `Span`; the default is the
+        size of the mask's data. `b` and `h` are the batch row and the head.
         """
         return picture(self, frame(self, queries, keys), b, h)
 
@@ -182,7 +158,13 @@ def _checked(other: object) -> Mask:
 
 @dataclass(frozen=True)
 class Everything(Mask):
-    """Hides nothing: the neutral element of `&`."""
+    """The mask that hides nothing: the neutral element of `&`.
+
+    Examples:
+        >>> from regard.masks import Causal, Everything
+        >>> Everything() & Causal()
+        Causal()
+    """
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx == kv_idx
@@ -190,7 +172,13 @@ class Everything(Mask):
 
 @dataclass(frozen=True)
 class Nothing(Mask):
-    """Hides every key: the neutral element of `|`."""
+    """The mask that hides every key: the neutral element of `|`.
+
+    Examples:
+        >>> from regard.masks import Causal, Nothing
+        >>> Nothing() | Causal()
+        Causal()
+    """
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx != kv_idx
@@ -251,7 +239,13 @@ class _Parts(Mask):
 
 @dataclass(frozen=True, repr=False)
 class AllOf(_Parts):
-    """A key is visible if every part allows it: `a & b`."""
+    """The intersection of masks, `a & b`: a key is visible if every part allows it.
+
+    Examples:
+        >>> from regard.masks import AllOf, Causal, SlidingWindow
+        >>> AllOf((Causal(), SlidingWindow(2)))
+        Causal() & SlidingWindow(size=2)
+    """
 
     neutral, absorbing = EVERYTHING, NOTHING
 
@@ -278,7 +272,13 @@ class AllOf(_Parts):
 
 @dataclass(frozen=True, repr=False)
 class AnyOf(_Parts):
-    """A key is visible if any part allows it: `a | b`."""
+    """The union of masks, `a | b`: a key is visible if any part allows it.
+
+    Examples:
+        >>> from regard.masks import AnyOf, Causal, Prefix
+        >>> AnyOf((Causal(), Prefix(2)))
+        Causal() | Prefix(lengths=2)
+    """
 
     neutral, absorbing = NOTHING, EVERYTHING
 
@@ -306,7 +306,13 @@ class AnyOf(_Parts):
 
 @dataclass(frozen=True)
 class Not(Mask):
-    """A key is visible if the rule hides it: `~a`."""
+    """The complement of a mask, `~a`: a key is visible if the rule hides it.
+
+    Examples:
+        >>> from regard.masks import Causal, Not
+        >>> Not(Causal())
+        ~Causal()
+    """
 
     mask: Mask
 
@@ -374,7 +380,7 @@ def _flat(kind: type[_Parts], parts: Iterable[Mask]) -> tuple[Mask, ...]:
 
 
 def _combined(kind: type[_Parts], parts: tuple[Mask, ...]) -> Mask:
-    """The parts combined, without neutral ones; a single part is returned as it is."""
+    """The parts combined, without neutral ones; one part is returned as it is."""
     rest = tuple(part for part in _flat(kind, parts) if part != kind.neutral)
     if len(rest) > 1:
         return kind(rest)
@@ -382,11 +388,7 @@ def _combined(kind: type[_Parts], parts: tuple[Mask, ...]) -> Mask:
 
 
 def _common_size(name: str, mask: Mask, sizes: list[int | None]) -> int | None:
-    """The size that fits all parts; None fits any size, 1 broadcasts.
-
-    Raises:
-        ValueError: if two parts have different sizes above 1.
-    """
+    """The size that fits all parts; None fits any size, 1 broadcasts."""
     known = {size for size in sizes if size is not None}
     fixed = known - {1}
     if len(fixed) > 1:

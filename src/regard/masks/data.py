@@ -31,7 +31,7 @@ from regard.span import Span
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunked(DataMask):
-    """Each query may attend to the keys of its own chunk of `size` slots.
+    """A chunked mask: each query may attend to the keys of its own chunk of `size` slots.
 
     `Causal() & Chunked(size)` is the local attention of Llama 4.
 
@@ -43,13 +43,15 @@ class Chunked(DataMask):
     Raises:
         ValueError: if `size` is below 1 or `start` is not `[B]`.
 
-    >>> print(Chunked(2).draw(4))
-    Chunked(size=2)
-      0 1 2 3
-    0 ■ ■ · ·
-    1 ■ ■ · ·
-    2 · · ■ ■
-    3 · · ■ ■
+    Examples:
+        >>> from regard import Chunked
+        >>> print(Chunked(2).draw(4))
+        Chunked(size=2)
+          0 1 2 3
+        0 ■ ■ · ·
+        1 ■ ■ · ·
+        2 · · ■ ■
+        3 · · ■ ■
     """
 
     size: int
@@ -104,7 +106,7 @@ class Chunked(DataMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prefix(DataMask):
-    """Every query may attend to the first `lengths` keys.
+    """A prefix mask: every query may attend to the first `lengths` keys.
 
     `Causal() | Prefix(n)` is the mask of a prefix language model.
 
@@ -115,14 +117,16 @@ class Prefix(DataMask):
     Raises:
         ValueError: if a length is negative, or `start` is not `[B]`.
 
-    >>> from regard.masks import Causal
-    >>> print((Causal() | Prefix(2)).draw(4))
-    Causal() | Prefix(lengths=2)
-      0 1 2 3
-    0 ■ ■ · ·
-    1 ■ ■ · ·
-    2 ■ ■ ■ ·
-    3 ■ ■ ■ ■
+    Examples:
+        >>> from regard import Prefix
+        >>> from regard.masks import Causal
+        >>> print((Causal() | Prefix(2)).draw(4))
+        Causal() | Prefix(lengths=2)
+          0 1 2 3
+        0 ■ ■ · ·
+        1 ■ ■ · ·
+        2 ■ ■ ■ ·
+        3 ■ ■ ■ ■
     """
 
     lengths: int | Sequence[int] | Tensor
@@ -201,7 +205,7 @@ class Prefix(DataMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(DataMask):
-    """Each query may attend to the keys of its own document, in packed sequences.
+    """A document mask, for packed sequences: each query may attend to its own document.
 
     Args:
         ids: `[B, S]` or `[S]` integers, the document of each token. The last id of a row holds for
@@ -211,12 +215,15 @@ class Documents(DataMask):
         TypeError: if `ids` are not integers.
         ValueError: if they do not have one or two dimensions, or are empty.
 
-    >>> print(Documents(torch.tensor([0, 0, 1])).draw())
-    Documents(ids=<[1, 3] int64>)
-      0 1 2
-    0 ■ ■ ·
-    1 ■ ■ ·
-    2 · · ■
+    Examples:
+        >>> import torch
+        >>> from regard import Documents
+        >>> print(Documents(torch.tensor([0, 0, 1])).draw())
+        Documents(ids=<[1, 3] int64>)
+          0 1 2
+        0 ■ ■ ·
+        1 ■ ■ ·
+        2 · · ■
     """
 
     ids: Tensor
@@ -244,8 +251,9 @@ class Documents(DataMask):
         Raises:
             ValueError: if they do not start at 0, or decrease.
 
-        >>> Documents.from_cu_seqlens(torch.tensor([0, 2, 5])).ids.tolist()
-        [[0, 0, 1, 1, 1]]
+        Examples:
+            >>> Documents.from_cu_seqlens(torch.tensor([0, 2, 5])).ids.tolist()
+            [[0, 0, 1, 1, 1]]
         """
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not is_whole(cu_seqlens):
             raise ValueError(
@@ -291,7 +299,7 @@ class Documents(DataMask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(DataMask):
-    """Each query may attend to the keys that are real tokens.
+    """A padding mask: each query may attend to the keys that are real tokens.
 
     Args:
         valid: `[B, S]` or `[S]`, True (or 1) for real tokens. Keys after the last are visible.
@@ -302,8 +310,11 @@ class Padding(DataMask):
         TypeError: if `valid` is floating point, because its meaning would be ambiguous.
         ValueError: if it holds numbers other than 0 and 1.
 
-    >>> Padding(torch.tensor([[0, 0, 1, 1]])).start.tolist()
-    [2]
+    Examples:
+        >>> import torch
+        >>> from regard import Padding
+        >>> Padding(torch.tensor([[0, 0, 1, 1]])).start.tolist()
+        [2]
     """
 
     valid: Tensor
@@ -327,8 +338,9 @@ class Padding(DataMask):
         Raises:
             ValueError: if `lengths` are not `[B]` whole numbers from 0 to `total`.
 
-        >>> Padding.from_lengths([1, 3]).valid.int().tolist()
-        [[1, 0, 0], [1, 1, 1]]
+        Examples:
+            >>> Padding.from_lengths([1, 3]).valid.int().tolist()
+            [[1, 0, 0], [1, 1, 1]]
         """
         counts = torch.as_tensor(lengths)
         check_vector("lengths", counts)

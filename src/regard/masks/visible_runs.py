@@ -49,10 +49,11 @@ _FINDERS: WeakKeyDictionary[Mask, Finder] = WeakKeyDictionary()
 def visible_runs_of(mask: Mask) -> Finder:
     """A function that finds the visible keys of blocks of queries. Reads the rule's tensors, once.
 
-    >>> from regard.masks import Causal, Prefix, SlidingWindow
-    >>> find = visible_runs_of((Causal() & SlidingWindow(4)) | Prefix(2))
-    >>> [(max(0, start), stop) for start, stop in find(10, 12)[0]]
-    [(0, 2), (7, 13)]
+    Examples:
+        >>> from regard.masks import Causal, Prefix, SlidingWindow
+        >>> find = visible_runs_of((Causal() & SlidingWindow(4)) | Prefix(2))
+        >>> [(max(0, start), stop) for start, stop in find(10, 12)[0]]
+        [(0, 2), (7, 13)]
     """
     match mask:
         case Everything():
@@ -129,8 +130,9 @@ def without_gaps(runs: Runs, gap: int) -> Runs:
 def true_runs(flags: list[bool]) -> Runs:
     """The runs of indices at which the flags are true.
 
-    >>> true_runs([True, False, False, True, True])
-    [(0, 1), (3, 5)]
+    Examples:
+        >>> true_runs([True, False, False, True, True])
+        [(0, 1), (3, 5)]
     """
     padded = [False, *flags, False]
     edges = [slot for slot in range(len(flags) + 1) if padded[slot] != padded[slot + 1]]

@@ -51,29 +51,33 @@ def attend(
     scores and the sinks; then dropout. A fully masked row is zeros with zero gradients.
 
     Args:
-        q: queries. Query head `h` reads key head `h // (H // G)`.
-        k: keys; G divides H.
-        v: values, of any width.
+        q: queries, `[B, H, L, D]`. Query head `h` reads key head `h // (H // G)`.
+        k: keys, `[B, G, S, D]`; G divides H.
+        v: values, `[B, G, S, Dv]`, of any width.
         mask: a rule for which keys a query may attend to; never a tensor.
         span: the slots of these queries and keys in the sequence. May be left out when L == S, or
             when the mask does not depend on positions (`EVERYTHING`, `Padding`, `Dense`).
         scale: `D ** -0.5` if None.
         score_bias: a tensor that broadcasts to `[B, H, L, S]`, or a rule such as `Alibi`.
         softcap: Gemma 2's `softcap * tanh(score / softcap)`.
-        sinks: a score for each head that takes its share of the softmax, with a value of 0.
+        sinks: a score for each head, `[H]`, that takes its share of the softmax, with a value of 0.
         dropout: probability; the caller passes 0.0 outside training.
         backend: `"auto"`, or a name; an objection of the named one is an error.
         precision: `"strict"` keeps products and softmax in float32 (float64 for float64).
+
+    Returns:
+        `[B, H, L, Dv]` in the dtype of `q`.
 
     Raises:
         TypeError: if `mask` is not a Mask.
         ValueError: if shapes, dtypes or options do not fit, or the backend objects.
 
-    >>> import torch
-    >>> from regard import Causal, attend
-    >>> q, k, v = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
-    >>> attend(q, k, v, mask=Causal()).shape
-    torch.Size([2, 8, 5, 16])
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, attend
+        >>> q, k, v = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
+        >>> attend(q, k, v, mask=Causal()).shape
+        torch.Size([2, 8, 5, 16])
     """
     prepared = _whole_call(
         q,
@@ -106,18 +110,32 @@ def attend_partial(
 ) -> Partial:
     """Attention over some of the keys, to be merged with attention over the others.
 
-    Takes neither sinks nor dropout: merge `Partial.of_sinks(sinks)` once. The output is in float32
-    (float64 for float64 inputs) until it is merged and cast.
+    Takes neither sinks nor dropout: merge `Partial.of_sinks(sinks)` once.
+
+    Args:
+        q: queries, `[B, H, L, D]`.
+        k: some of the keys, `[B, G, S, D]`.
+        v: their values, `[B, G, S, Dv]`.
+        mask: as for `attend`.
+        span: the slots of all these queries and of these keys.
+        scale: as for `attend`.
+        score_bias: as for `attend`.
+        softcap: as for `attend`.
+        backend: as for `attend`; it must have a log-sum-exp.
+
+    Returns:
+        The output and the log-sum-exp, in float32 (float64 for float64) until merged and cast.
 
     Raises:
         TypeError, ValueError: as `attend`.
 
-    >>> import torch
-    >>> from regard import attend, attend_partial, merge
-    >>> q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
-    >>> halves = [attend_partial(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 2), slice(2, 3))]
-    >>> torch.allclose(merge(*halves).out, attend(q, k, v), atol=1e-6)
-    True
+    Examples:
+        >>> import torch
+        >>> from regard import attend, attend_partial, merge
+        >>> q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
+        >>> halves = [attend_partial(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 2), slice(2, 3))]
+        >>> torch.allclose(merge(*halves).out, attend(q, k, v), atol=1e-6)
+        True
     """
     prepared = _whole_call(
         q,
@@ -170,9 +188,33 @@ def prepare(
 ) -> Prepared:
     """Check and describe a call, and choose its backend. Computes nothing.
 
-    With a cache, `k` and `v` are those of the new tokens and `span` is `cache.span(L)`; then run
-    `prepare(...).run(q, cache.update(k, v))`. Arguments and errors are those of `attend`; `partial`
-    excludes backends without a log-sum-exp.
+    With a cache, `k` and `v` are those of the new tokens and `span` is `cache.span(L)`.
+
+    Args:
+        q: queries, `[B, H, L, D]`.
+        k: keys, `[B, G, L, D]` or more of them.
+        v: values, `[B, G, L, Dv]`.
+        mask: as for `attend`.
+        span: as for `attend`.
+        scale: as for `attend`.
+        score_bias: as for `attend`.
+        softcap: as for `attend`.
+        sinks: as for `attend`.
+        dropout: as for `attend`.
+        backend: as for `attend`.
+        precision: as for `attend`.
+        partial: whether to exclude backends without a log-sum-exp.
+
+    Raises:
+        TypeError, ValueError: as `attend`.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, KVCache, prepare
+        >>> q, cache = torch.randn(1, 2, 3, 8), KVCache()
+        >>> prepared = prepare(q, q, q, mask=Causal(), span=cache.span(3))
+        >>> prepared.run(q, cache.update(q, q)).shape
+        torch.Size([1, 2, 3, 8])
     """
     check_tensors(q, k, v)
     check_mask(mask)

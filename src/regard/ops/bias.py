@@ -27,17 +27,22 @@ class ScoreBias(Protocol):
 
 @dataclass(frozen=True)
 class Alibi:
-    """Attention with linear biases (arXiv 2108.12409): `-slope * |query - key|`, a slope a head.
+    """Attention with linear biases: `-slope * |query - key|`, one slope for each head.
 
-    `slopes` is a list, or a tensor `[H]`, which is read once. `Alibi.for_heads(num_heads)` has the
-    paper's slopes.
+    Press et al. 2021, arXiv:2108.12409. `Alibi.for_heads(num_heads)` has the paper's slopes.
+
+    Args:
+        slopes: one number for each head, a list or a tensor `[H]`, which is read once.
 
     Raises:
         TypeError: if the slopes are not real numbers.
         ValueError: if there are none, they are not `[H]`, or one is not finite.
 
-    >>> Alibi([0.5]).bias(Span(2, 3, 0, 4), dtype=torch.float32)
-    tensor([[[[-1.0000, -0.5000, -0.0000, -0.5000]]]])
+    Examples:
+        >>> import torch
+        >>> from regard import Alibi, Span
+        >>> Alibi([0.5]).bias(Span(2, 3, 0, 4), dtype=torch.float32)
+        tensor([[[[-1.0000, -0.5000, -0.0000, -0.5000]]]])
     """
 
     slopes: Sequence[float | int] | Float[Tensor, " H"]
@@ -66,8 +71,9 @@ class Alibi:
         Raises:
             ValueError: if `num_heads` is not positive.
 
-        >>> Alibi.for_heads(3)
-        Alibi(slopes=(0.0625, 0.00390625, 0.25))
+        Examples:
+            >>> Alibi.for_heads(3)
+            Alibi(slopes=(0.0625, 0.00390625, 0.25))
         """
         if num_heads < 1:
             raise ValueError(f"Alibi.for_heads: num_heads must be positive, got {num_heads}")
@@ -87,21 +93,30 @@ class Alibi:
 
 
 class RelativeBias(nn.Module):
-    """T5's relative bias (arXiv 1910.10683): one learned bias per head and bucket of distances.
+    """T5's relative position bias: one learned bias for each head and bucket of distances.
 
-    Half of the buckets hold one small distance each; the widths of the others grow geometrically up
-    to `max_distance`, and larger distances share the last. A `bidirectional` bias has separate
-    buckets for keys after the query; one that is not puts them all with distance 0. The weight is
-    `relative_attention_bias.weight`, `[num_buckets, num_heads]`, as in T5's checkpoints. Several
-    layers may share one, as in T5.
+    Raffel et al. 2019, arXiv:1910.10683. Half of the buckets hold one small distance each; the
+    widths of the others grow geometrically up to `max_distance`, and larger distances share the
+    last. The weight is `relative_attention_bias.weight`, `[num_buckets, num_heads]`, as in T5's
+    checkpoints. Several layers may share one, as in T5.
+
+    Args:
+        num_heads: query heads.
+        num_buckets: rows of the weight.
+        max_distance: the distance from which on all share the last bucket.
+        bidirectional: whether keys after the query have buckets of their own; else they share that
+            of distance 0.
 
     Raises:
         ValueError: if `num_heads` is not positive, `num_buckets` too small or odd for
             `bidirectional`, or `max_distance` within the near buckets.
 
-    >>> bias = RelativeBias(2)
-    >>> bias.bias(Span(0, 3, 0, 5), dtype=torch.float32).shape
-    torch.Size([1, 2, 3, 5])
+    Examples:
+        >>> import torch
+        >>> from regard import RelativeBias, Span
+        >>> bias = RelativeBias(2)
+        >>> bias.bias(Span(0, 3, 0, 5), dtype=torch.float32).shape
+        torch.Size([1, 2, 3, 5])
     """
 
     def __init__(
@@ -150,8 +165,9 @@ class RelativeBias(nn.Module):
     def buckets(self, offsets: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
         """The bucket of each offset, a key's position less its query's.
 
-        >>> RelativeBias(1).buckets(torch.tensor([-128, -1, 0, 1, 8, 128]))
-        tensor([15,  1,  0, 17, 24, 31])
+        Examples:
+            >>> RelativeBias(1).buckets(torch.tensor([-128, -1, 0, 1, 8, 128]))
+            tensor([15,  1,  0, 17, 24, 31])
         """
         table = device_vector(self._buckets, torch.int64, offsets.device)
         distances = offsets.abs() if self.bidirectional else (-offsets).clamp(min=0)
@@ -169,19 +185,25 @@ class RelativeBias(nn.Module):
 def split_additive(
     t: Float[Tensor, "*batch L S"],
 ) -> tuple[Dense, Float[Tensor, "*batch L S"]]:
-    """An additive mask split into a mask, `Dense`, and the bias of visible keys.
+    """An additive mask split into a mask, `Dense`, and the bias of the visible keys.
 
-    Entries `<= -1e4`, rounded to the dtype of `t`, hide. The bias is `t` with 0 where it
-    hides, in the dtype of `t`, and carries its gradients. The mask is about the queries and keys
-    of one call.
+    Args:
+        t: `[.., L, S]`, about the queries and keys of one call. Entries `<= -1e4`, rounded to its
+            dtype, hide.
+
+    Returns:
+        The mask, and `t` with 0 where it hides, in its dtype and with its gradients.
 
     Raises:
         TypeError: if `t` is not a floating-point tensor.
         ValueError: if an entry is NaN or +inf, or `t` has fewer than two dimensions.
 
-    >>> mask, score_bias = split_additive(torch.tensor([[0.5, -torch.inf]]))
-    >>> score_bias
-    tensor([[0.5000, 0.0000]])
+    Examples:
+        >>> import torch
+        >>> from regard import split_additive
+        >>> mask, score_bias = split_additive(torch.tensor([[0.5, -torch.inf]]))
+        >>> mask.keep.tolist(), score_bias.tolist()
+        ([[True, False]], [[0.5, 0.0]])
     """
     if not isinstance(t, Tensor) or not t.is_floating_point():
         kind = t.dtype if isinstance(t, Tensor) else type(t).__name__

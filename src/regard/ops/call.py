@@ -41,17 +41,39 @@ class Backend(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Attention described by shapes and rules. Made by `prepare`, never written to.
+    """The description of one attention call: shapes and rules. Made by `prepare`, never written to.
 
     Attributes:
+        batch: batch size, B.
+        num_heads: query heads, H.
+        num_kv_heads: key/value heads, G.
+        head_dim: size of a query and a key, D.
+        v_head_dim: size of a value, Dv.
+        dtype: dtype of the queries and of the output.
+        device: device of the queries.
         asked: the mask as it was given.
         mask: the same, simplified inside `span`.
         whole: the rectangle of queries and keys as it was given.
         span: the same, without keys that no query may attend to.
+        scale: factor of the scores.
+        score_bias: as for `attend`.
+        softcap: as for `attend`.
+        sinks: as for `attend`.
+        dropout: as for `attend`.
+        precision: as for `attend`.
+        needs_grad: whether gradients are wanted of anything that the call reads.
         immediate: whether operators compute values now, on plain tensors: nothing is traced,
             transformed or differentiated in forward mode.
         joined: whether keys and values are one stream, the first `v_head_dim` columns of the keys
             being the values.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Call, Causal, Span, prepare
+        >>> q, k = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 6, 8)
+        >>> call = prepare(q, k, k, mask=Causal(), span=Span(5, 6, 0, 6)).call
+        >>> isinstance(call, Call), call.group, call.mask  # the last query may attend to all keys
+        (True, 2, Everything())
     """
 
     batch: int
@@ -77,10 +99,12 @@ class Call:
 
     @property
     def num_queries(self) -> int:
+        """The number of queries, L."""
         return self.span.num_queries
 
     @property
     def num_keys(self) -> int:
+        """The number of keys inside `span`."""
         return self.span.num_keys
 
     @property
@@ -109,8 +133,10 @@ class Call:
         )
 
     def bias(self) -> Float[Tensor, "..."] | None:
-        """The bias of this span's scores, in their dtype: float32, or float64 for float64 queries.
-        Broadcasts to `[B, H, L, S]`."""
+        """The bias of this span's scores, which broadcasts to `[B, H, L, S]`; None without one.
+
+        In the dtype of the scores: float32, or float64 for float64 queries.
+        """
         bias, dtype = self.score_bias, accumulating_dtype(self.dtype)
         if bias is None:
             return None

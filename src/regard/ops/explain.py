@@ -27,13 +27,21 @@ def explain(
 ) -> str:
     """Say which backend a call gets, what its mask became, and why the others do not run.
 
-    Takes what `attend` takes, or what `prepare` returned.
+    Args:
+        q: queries, or what `prepare` returned.
+        k: keys.
+        v: values.
+        **options: keyword arguments of `attend`.
 
-    >>> import torch
-    >>> from regard import Causal, Span, explain
-    >>> q, k = torch.zeros(1, 32, 1, 64), torch.zeros(1, 8, 4097, 64)
-    >>> print(explain(q, k, k, mask=Causal(), span=Span(4096, 4097, 0, 4097)).splitlines()[0])
-    1 query x 4,097 keys, 32 heads on 8, head dim 64, float32, cpu
+    Raises:
+        TypeError, ValueError: as `attend`.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, Span, explain
+        >>> q, k = torch.zeros(1, 32, 1, 64), torch.zeros(1, 8, 4097, 64)
+        >>> print(explain(q, k, k, mask=Causal(), span=Span(4096, 4097, 0, 4097)).splitlines()[0])
+        1 query x 4,097 keys, 32 heads on 8, head dim 64, float32, cpu
     """
     if isinstance(q, Prepared):
         return "\n".join(_lines(q))
@@ -90,19 +98,35 @@ def attention_weights(
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
 ) -> Float[Tensor, "B Hs Ls S"]:
-    """The attention weights, `[B, H, L, S]`, in the dtype of `q`.
+    """The attention weights, `softmax(scale * q.k)`, of all rows or of chosen ones.
 
-    With `heads` or `queries` only those rows are computed, without the whole matrix. Rows sum to 1
-    minus the weights of the sinks; fully masked rows are 0. Dropout is not applied.
+    Rows sum to 1 minus the weights of the sinks; fully masked rows are 0. Dropout is not applied.
+
+    Args:
+        q: queries, `[B, H, L, D]`.
+        k: keys, `[B, G, S, D]`.
+        mask: as for `attend`.
+        span: as for `attend`.
+        scale: as for `attend`.
+        score_bias: as for `attend`.
+        softcap: as for `attend`.
+        sinks: as for `attend`.
+        heads: compute the rows of these heads only; of all if None.
+        queries: compute the rows of these queries only, counted from the first of the call.
+
+    Returns:
+        `[B, len(heads), len(queries), S]` in the dtype of `q`.
 
     Raises:
-        TypeError, ValueError: as `attend`; `IndexError` for a head or query that is not there.
+        TypeError, ValueError: as `attend`.
+        IndexError: for a head or query that is not there.
 
-    >>> import torch
-    >>> from regard import Causal, attention_weights
-    >>> q = torch.randn(1, 4, 6, 8)
-    >>> attention_weights(q, q, mask=Causal(), heads=[2], queries=[0]).tolist()
-    [[[[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]]]
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, attention_weights
+        >>> q = torch.randn(1, 4, 6, 8)
+        >>> attention_weights(q, q, mask=Causal(), heads=[2], queries=[0]).tolist()
+        [[[[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]]]
     """
     call = prepare(
         q,

@@ -17,13 +17,14 @@ from regard.ops.choose import objection_of
 def backends_run() -> Iterator[Counter[str]]:
     """Count the calls that each backend runs inside the block, in every thread.
 
-    >>> import torch
-    >>> from regard import attend
-    >>> q = torch.randn(1, 2, 3, 8)
-    >>> with backends_run() as ran:
-    ...     out = attend(q, q, q, backend="eager")
-    >>> ran
-    Counter({'eager': 1})
+    Examples:
+        >>> import torch
+        >>> from regard import attend
+        >>> q = torch.randn(1, 2, 3, 8)
+        >>> with backends_run() as ran:
+        ...     out = attend(q, q, q, backend="eager")
+        >>> ran
+        Counter({'eager': 1})
     """
     ran: Counter[str] = Counter()
     table = dict(BACKENDS)
@@ -37,8 +38,9 @@ def backends_run() -> Iterator[Counter[str]]:
 def names(ran: Counter[str]) -> str:
     """The backends, the most frequent first.
 
-    >>> names(Counter(fused=2, sdpa=3))
-    'sdpa and fused'
+    Examples:
+        >>> names(Counter(fused=2, sdpa=3))
+        'sdpa and fused'
     """
     return " and ".join(name for name, _ in ran.most_common())
 

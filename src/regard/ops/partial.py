@@ -15,12 +15,18 @@ from regard.constants import accumulating_dtype
 class Partial(NamedTuple):
     """Attention over some of the keys: its output, and the log-sum-exp of its scores.
 
-    `out` is `[B, H, L, Dv]`, `lse` `[B, H, L]` in float32 (float64 for float64); in a fully
-    masked row `out` is 0 and `lse` -inf. Axes of size one broadcast in `merge`.
+    Axes of size one broadcast in `merge`.
 
-    >>> attended = Partial(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2))
-    >>> merge(attended, Partial.nothing()).out.mean().item()
-    1.0
+    Attributes:
+        out: `[B, H, L, Dv]` in float32 (float64 for float64); 0 in a fully masked row.
+        lse: `[B, H, L]`, the log-sum-exp; -inf in a fully masked row.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Partial, merge
+        >>> attended = Partial(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2))
+        >>> merge(attended, Partial.nothing()).out.mean().item()
+        1.0
     """
 
     out: Float[Tensor, "*B L Dv"]
@@ -38,10 +44,11 @@ class Partial(NamedTuple):
     def of_sinks(cls, sinks: Float[Tensor, " H"]) -> "Partial":
         """One more key for each head, of score `sinks` and value 0 (gpt-oss, arXiv:2508.10925).
 
-        >>> half = merge(Partial(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1)),
-        ...              Partial.of_sinks(torch.zeros(1)))
-        >>> half.out.item()
-        0.5
+        Examples:
+            >>> half = merge(Partial(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1)),
+            ...              Partial.of_sinks(torch.zeros(1)))
+            >>> half.out.item()
+            0.5
         """
         lse = sinks.to(accumulating_dtype(sinks.dtype))[None, :, None]
         return cls(torch.zeros_like(lse).unsqueeze(-1), lse)
@@ -50,10 +57,19 @@ class Partial(NamedTuple):
 def merge(*partials: Partial) -> Partial:
     """Join attention over disjoint sets of keys. Associative, commutative, differentiable.
 
-    Online-softmax merging as in FlashAttention (arXiv:2205.14135) and Flash-Decoding.
+    The merge of online softmax, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135) and
+    Flash-Decoding.
 
     Raises:
         ValueError: if nothing is given.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Partial, merge
+        >>> one, other = (Partial(torch.full((1, 1, 1), x), torch.zeros(1, 1)) for x in (2.0, 4.0))
+        >>> merged = merge(one, other)  # the same sum of exponentials: the mean
+        >>> merged.out.item(), round(merged.lse.item(), 4)
+        (3.0, 0.6931)
     """
     if not partials:
         raise ValueError("merge() needs at least one Partial; Partial.nothing() is the neutral one")

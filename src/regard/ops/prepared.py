@@ -16,7 +16,23 @@ from regard.tracing import without_autocast
 
 
 class Prepared(NamedTuple):
-    """What `prepare` returns: a call, and the backend that was chosen for it."""
+    """What `prepare` returns: a call, and the backend that was chosen for it.
+
+    Attributes:
+        call: the description of the call.
+        name: the name of the backend.
+        backend: its functions.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Part, Prepared, attend, prepare
+        >>> q = torch.randn(1, 2, 3, 8)
+        >>> prepared = prepare(q, q, q, backend="eager")
+        >>> isinstance(prepared, Prepared), prepared.name
+        (True, 'eager')
+        >>> torch.equal(prepared.run(q, [Part(0, 3, (q, q))]), attend(q, q, q, backend="eager"))
+        True
+    """
 
     call: Call
     name: str
@@ -40,14 +56,16 @@ class Prepared(NamedTuple):
     def run(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Float[Tensor, "B H L Dv"]:
         """Attend to keys in one or several parts, as caches return them.
 
-        A part holds the streams (keys, values), or one stream whose first `v_head_dim` columns are
-        the values.
+        Args:
+            q: queries, `[B, H, L, D]`.
+            parts: streams (keys, values), or one stream whose first `v_head_dim` columns are the
+                values.
         """
         with without_autocast(self.call.device):
             return self._run(q, visible_parts(self.call, parts))
 
     def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
-        """The same, to be merged with attention over other keys."""
+        """As `run`, with the log-sum-exp, to be merged with attention over other keys."""
         with without_autocast(self.call.device):
             return self._partial(q, visible_parts(self.call, parts))
 

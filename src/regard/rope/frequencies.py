@@ -13,10 +13,11 @@ from regard.constants import Device
 def plain_frequencies(
     dim: int, theta: float | int, device: Device = None
 ) -> Float64[Tensor, " half"]:
-    """The unscaled frequencies `theta ** (-2i / dim)` of RoFormer (arXiv 2104.09864), in float64.
+    """The unscaled frequencies `theta ** (-2i / dim)` of RoFormer (arXiv:2104.09864), in float64.
 
-    >>> plain_frequencies(4, 100.0)
-    tensor([1.0000, 0.1000], dtype=torch.float64)
+    Examples:
+        >>> plain_frequencies(4, 100.0)
+        tensor([1.0000, 0.1000], dtype=torch.float64)
     """
     fractions = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     return torch.pow(float(theta), -fractions)

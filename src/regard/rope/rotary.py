@@ -23,7 +23,14 @@ Positions = Shaped[Tensor, "..."]  # [L] or [B, L]; checked by `_require_positio
 
 @runtime_checkable
 class Rope(Protocol):
-    """The protocol of a layer's `rope=`: `Rotary`, `NO_ROPE`, or a user-defined class."""
+    """The protocol of a layer's `rope=`: `Rotary`, `NO_ROPE`, or a class of your own.
+
+    Examples:
+        >>> from regard import NO_ROPE, Rotary
+        >>> from regard.rope import Rope
+        >>> isinstance(Rotary(8), Rope), isinstance(NO_ROPE, Rope)
+        (True, True)
+    """
 
     @property
     def dim(self) -> int:
@@ -36,19 +43,17 @@ class Rope(Protocol):
     def __call__(
         self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G L D"], positions: Positions
     ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B G L D"]]:
-        """Rotate queries and keys at the same `positions`."""
+        """Rotate queries and keys at the same `positions`, `[L]` or `[B, L]`."""
 
     def rotate(self, x: Float[Tensor, "B H L D"], positions: Positions) -> Float[Tensor, "B H L D"]:
-        """Rotate queries, or keys."""
+        """Rotate queries, or keys, at `positions`, `[L]` or `[B, L]`."""
 
 
 @dataclass(frozen=True, repr=False)
 class Rotary:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864) of the first `dim` channels of a head.
+    """Rotary position embedding (RoPE) of the first `dim` channels of a head.
 
-    `pairing` selects the channels of a pair: `"halves"` pairs channel `i` with `i + dim / 2`, as
-    Hugging Face weights expect; `"pairs"` pairs `2i` with `2i + 1`, as Meta's and DeepSeek's do.
-    The output has the channel order of the input.
+    RoFormer, Su et al. 2021, arXiv:2104.09864. The output has the channel order of the input.
 
     This is a frozen dataclass, not a module: it has no buffer that `.to(bfloat16)` would round.
     Frequencies are computed in float64. Angles and the rotation are computed in float32 and rounded
@@ -56,21 +61,26 @@ class Rotary:
     frequency` rounded, as in the training of the published models; at position 1e6 its error is up
     to 0.06 radians. Autocast has no effect.
 
-    `softmax_factor` is a factor of a layer's softmax scale, and `attention_factor` of cosines and
-    sines. Both come from the scaling, and are 1.0 without one.
+    Args:
+        dim: channels that are rotated, an even number.
+        theta: the base; pair `i` rotates by `theta ** (-2 i / dim)` radians per position.
+        pairing: `"halves"` pairs channel `i` with `i + dim / 2`, as Hugging Face weights expect;
+            `"pairs"` pairs `2i` with `2i + 1`, as Meta's and DeepSeek's do.
+        scaling: frequencies for longer contexts, such as `Yarn`; None for unscaled ones.
 
     Raises:
         TypeError: if an argument has the wrong type.
         ValueError: if `dim` is not even and positive, `theta` not finite and above 0, `pairing`
             unknown, or the scaling does not support `dim` or `theta`.
 
-    >>> rope = Rotary(2, theta=100.0)
-    >>> q = k = torch.tensor([[[[1.0, 0.0], [1.0, 0.0]]]])
-    >>> rope(q, k, torch.tensor([0, 1]))[0]
-    tensor([[[[1.0000, 0.0000],
-              [0.5403, 0.8415]]]])
-    >>> rope
-    Rotary(2, theta=100.0)
+    Examples:
+        >>> import torch
+        >>> from regard import Rotary
+        >>> rope = Rotary(2, theta=100.0)
+        >>> q = k = torch.tensor([[[[1.0, 0.0], [1.0, 0.0]]]])
+        >>> rope(q, k, torch.tensor([0, 1]))[0]
+        tensor([[[[1.0000, 0.0000],
+                  [0.5403, 0.8415]]]])
     """
 
     dim: int
@@ -97,12 +107,12 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """A factor of cosines and sines."""
+        """A factor of cosines and sines, from the scaling; 1.0 without one."""
         return 1.0 if self.scaling is None else float(self.scaling.attention_factor or 1.0)
 
     @property
     def softmax_factor(self) -> float:
-        """A factor of the softmax scale of layers whose `scale` is None."""
+        """A factor of the softmax scale of layers whose `scale` is None; 1.0 without a scaling."""
         return 1.0 if self.scaling is None else float(self.scaling.softmax_factor)
 
     def __call__(
@@ -133,9 +143,10 @@ class Rotary:
     ) -> Float[Tensor, "... half"]:
         """The angle of each pair at each position in radians: `[*positions.shape, dim / 2]`.
 
-        >>> Rotary(4, theta=100.0).angles(torch.tensor([0, 10]))
-        tensor([[ 0.,  0.],
-                [10.,  1.]])
+        Examples:
+            >>> Rotary(4, theta=100.0).angles(torch.tensor([0, 10]))
+            tensor([[ 0.,  0.],
+                    [10.,  1.]])
         """
         return positions.to(dtype).unsqueeze(-1) * self._frequencies(positions).to(dtype)
 
@@ -182,8 +193,13 @@ class Rotary:
 class NoRotary:
     """The neutral rope, `NO_ROPE`, which rotates nothing.
 
-    >>> NO_ROPE.rotate(torch.ones(1, 1, 1, 2), torch.tensor([7]))
-    tensor([[[[1., 1.]]]])
+    Examples:
+        >>> import torch
+        >>> from regard import NO_ROPE
+        >>> from regard.rope import NoRotary
+        >>> x = torch.ones(1, 1, 1, 2)
+        >>> NO_ROPE.rotate(x, torch.tensor([7])) is x, isinstance(NO_ROPE, NoRotary)
+        (True, True)
     """
 
     dim: ClassVar[int] = 0

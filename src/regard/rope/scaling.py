@@ -1,11 +1,6 @@
 """Scalings of RoPE: lower frequencies, for contexts longer than those a model was trained with.
 
-Every scaling is a frozen dataclass with three members: `frequencies`, which maps `(dim, theta)` to
-the scaled frequencies; `attention_factor`, a factor of cosines and sines; and `softmax_factor`, a
-factor of the softmax scale. Frequencies are computed in float64 and cast by `Rotary`.
-
-The frequencies of `NTK` with an `original_max_position` and of `LongRope` depend on the length of
-the sequence, which is the largest position of the call plus one. Cached keys are not rotated again:
+Where they depend on the length of a call (`NTK`, `LongRope`), cached keys are not rotated again:
 they keep the frequencies of their own call, as in the published models.
 """
 
@@ -28,7 +23,14 @@ RAMP_EPSILON = 0.001  # pairs; the width of an empty ramp, as in YaRN's code: av
 
 @runtime_checkable
 class Scaling(Protocol):
-    """The protocol of `Rotary(scaling=...)`. Scalings can be compared and hashed."""
+    """The protocol of `Rotary(scaling=...)`. Scalings can be compared and hashed.
+
+    Examples:
+        >>> from regard import LinearScaling
+        >>> from regard.rope import Scaling
+        >>> isinstance(LinearScaling(2), Scaling), LinearScaling(2) == LinearScaling(2)
+        (True, True)
+    """
 
     @property
     def uses_length(self) -> bool:
@@ -61,13 +63,20 @@ class _Fixed:
 
 @dataclass(frozen=True, repr=False)
 class LinearScaling(_Fixed):
-    """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`.
+    """Position interpolation: every frequency divided by `factor`.
+
+    Chen et al. 2023, arXiv:2306.15595.
+
+    Args:
+        factor: the new context length over the original.
 
     Raises:
         TypeError, ValueError: if `factor` is not a number, or not finite and above 0.
 
-    >>> LinearScaling(2).frequencies(4, 100.0)
-    tensor([0.5000, 0.0500], dtype=torch.float64)
+    Examples:
+        >>> from regard import LinearScaling
+        >>> LinearScaling(2).frequencies(4, 100.0)
+        tensor([0.5000, 0.0500], dtype=torch.float64)
     """
 
     factor: float | int
@@ -86,15 +95,20 @@ class LinearScaling(_Fixed):
 class NTK:
     """NTK-aware scaling: a larger `theta`, which lowers low frequencies more than high ones.
 
-    With `original_max_position=None` the base is always `theta * factor ** (dim / (dim - 2))`. With
-    a number ("dynamic NTK"), the base grows with the length of longer calls, and shorter calls are
-    not scaled. The length is the largest position of the whole batch plus one.
+    The length of a call is the largest position of the whole batch plus one.
+
+    Args:
+        factor: the base is `theta * factor ** (dim / (dim - 2))`.
+        original_max_position: None for the same base in every call. With a number ("dynamic NTK"),
+            the base grows with the length of longer calls, and shorter calls are not scaled.
 
     Raises:
         TypeError, ValueError: if a number is not finite and above 0; on use, if `dim` is below 4.
 
-    >>> NTK(8.0).frequencies(4, 100.0)
-    tensor([1.0000, 0.0125], dtype=torch.float64)
+    Examples:
+        >>> from regard import NTK
+        >>> NTK(8.0).frequencies(4, 100.0)
+        tensor([1.0000, 0.0125], dtype=torch.float64)
     """
 
     factor: float | int
@@ -137,20 +151,28 @@ class NTK:
 
 @dataclass(frozen=True, repr=False)
 class Yarn:
-    """YaRN (arXiv 2309.00071): low frequencies over `factor`, high ones unchanged, a ramp between.
+    """YaRN: low frequencies divided by `factor`, high ones unchanged, a ramp between.
 
-    A pair that rotates more than `beta_fast` times within `original_max_position` is kept, one that
-    rotates less than `beta_slow` times is divided; `truncate` rounds the ends of the ramp to whole
-    pairs. Cosines and sines are multiplied by the `attention_factor` given, else by the ratio of
-    the two mscales if both are given, else by `0.1 ln(factor) + 1`. DeepSeek's `mscale_all_dim`
-    also multiplies the softmax scale by the square of its mscale: `softmax_factor`.
+    Peng et al. 2023, arXiv:2309.00071; `mscale` and `mscale_all_dim` are DeepSeek's.
+
+    Args:
+        factor: the new context length over the original.
+        original_max_position: the original context length, in tokens.
+        beta_fast: pairs that rotate more often than this within the original length are kept.
+        beta_slow: pairs that rotate less often than this are divided by `factor`.
+        mscale: if both are given, the attention factor is the ratio of the two mscales.
+        mscale_all_dim: if given, the square of its mscale is the `softmax_factor`.
+        attention_factor: of cosines and sines; by default that ratio, or `0.1 ln(factor) + 1`.
+        truncate: whether the ends of the ramp are rounded to whole pairs.
 
     Raises:
         TypeError, ValueError: if a number is not finite and above 0 (an mscale of 0 is the same as
             None), or `beta_fast < beta_slow`; on use, if `theta` is not above 1.
 
-    >>> Yarn(40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0).attention_factor
-    1.0
+    Examples:
+        >>> from regard import Yarn
+        >>> Yarn(40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0).attention_factor
+        1.0
     """
 
     factor: float | int
@@ -220,17 +242,22 @@ class Yarn:
 
 @dataclass(frozen=True, repr=False)
 class Llama3(_Fixed):
-    """Llama 3.1's scaling: low frequencies over `factor`, high ones unchanged, a ramp between.
+    """Llama 3.1: low frequencies divided by `factor`, high ones unchanged, a ramp between.
 
-    Low frequencies have wavelengths above `original_max_position / low_freq_factor`, high ones
-    below `original_max_position / high_freq_factor`.
+    Args:
+        factor: the new context length over the original.
+        low_freq_factor: wavelengths above `original_max_position` over this are low frequencies.
+        high_freq_factor: wavelengths below `original_max_position` over this are high ones.
+        original_max_position: the original context length, in tokens.
 
     Raises:
         TypeError, ValueError: if a number is not finite and above 0, or `high_freq_factor` is not
             above `low_freq_factor`.
 
-    >>> Llama3(8.0).frequencies(4, 500_000.0)
-    tensor([1.0000e+00, 5.2485e-04], dtype=torch.float64)
+    Examples:
+        >>> from regard import Llama3
+        >>> Llama3(8.0).frequencies(4, 500_000.0)
+        tensor([1.0000e+00, 5.2485e-04], dtype=torch.float64)
     """
 
     factor: float | int
@@ -259,19 +286,25 @@ class Llama3(_Fixed):
 
 @dataclass(frozen=True, repr=False)
 class LongRope:
-    """LongRoPE (arXiv 2402.13753): the frequency of each pair is divided by its own factor.
+    """LongRoPE: the frequency of each pair is divided by its own factor.
 
-    `long_factor` is used for calls longer than `original_max_position` (the length is the largest
-    position of the whole batch plus one), `short_factor` for others; both have `dim / 2` entries.
-    `factor` is the new context length over the original. Cosines and sines are multiplied by the
-    `attention_factor` given, else by `sqrt(1 + ln(factor) / ln(original_max_position))`.
+    Ding et al. 2024, arXiv:2402.13753.
+
+    Args:
+        short_factor: `dim / 2` divisors, for calls of up to `original_max_position` tokens.
+        long_factor: as many, for longer calls.
+        original_max_position: the original context length, in tokens.
+        factor: the new context length over the original.
+        attention_factor: of cosines and sines; `sqrt(1 + ln(factor) / ln(original))` if None.
 
     Raises:
         TypeError, ValueError: if a number is not finite and above 0, or the lists differ in length;
             on use, if they are not `dim / 2` long.
 
-    >>> LongRope([1, 1], [1, 4], original_max_position=4096, factor=32).frequencies(4, 100.0)
-    tensor([1.0000, 0.1000], dtype=torch.float64)
+    Examples:
+        >>> from regard import LongRope
+        >>> LongRope([1, 1], [1, 4], original_max_position=4096, factor=32).frequencies(4, 100.0)
+        tensor([1.0000, 0.1000], dtype=torch.float64)
     """
 
     short_factor: Sequence[float | int]
@@ -330,16 +363,20 @@ class LongRope:
 class Frequencies(_Fixed):
     """Given frequencies, in radians per position; `theta` has no effect.
 
-    There are `dim / 2` of them, in any order, and values may repeat: conversions that keep some
-    pairs of several heads need this. A pair of frequency 0 is not rotated; a negative frequency
-    rotates in the other direction.
+    Args:
+        values: `dim / 2` numbers in any order; they may repeat, as conversions that keep some pairs
+            of several heads need it. A pair of frequency 0 is not rotated, one of a negative
+                frequency
+            rotates in the other direction.
 
     Raises:
         TypeError, ValueError: if a frequency is not a finite number, or there is none; on use, if
             there are not `dim / 2`.
 
-    >>> Frequencies((1.0, 1.0, 0.25)).frequencies(6, 10_000.0)
-    tensor([1.0000, 1.0000, 0.2500], dtype=torch.float64)
+    Examples:
+        >>> from regard import Frequencies
+        >>> Frequencies((1.0, 1.0, 0.25)).frequencies(6, 10_000.0)
+        tensor([1.0000, 1.0000, 0.2500], dtype=torch.float64)
     """
 
     values: Sequence[float | int]

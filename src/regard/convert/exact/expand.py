@@ -37,12 +37,14 @@ def spell_out(layer: Attention, num_kv_heads: int | None = None) -> Attention:
         ValueError: if the heads do not divide, or keys are normed over their whole width, where
             copies would change the norm.
 
-    >>> import torch
-    >>> from regard import Causal, GroupedQueryAttention
-    >>> gqa = GroupedQueryAttention(16, 4, 2, mask=Causal())
-    >>> mha, x = spell_out(gqa), torch.randn(1, 5, 16)
-    >>> mha.kind, torch.allclose(mha(x), gqa(x), atol=1e-6)
-    ('MHA', True)
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, GroupedQueryAttention
+        >>> from regard.convert import spell_out
+        >>> gqa = GroupedQueryAttention(16, 4, 2, mask=Causal())
+        >>> mha, x = spell_out(gqa), torch.randn(1, 5, 16)
+        >>> mha.kind, torch.allclose(mha(x), gqa(x), atol=1e-6)
+        ('MHA', True)
     """
     wanted = layer.num_heads if num_kv_heads is None else num_kv_heads
     if wanted < 1 or wanted % layer.num_kv_heads or layer.num_heads % wanted:
@@ -95,12 +97,15 @@ def expand(layer: MultiHeadLatentAttention) -> Attention:
     Raises:
         ValueError: if a projection is not a plain linear layer.
 
-    >>> from regard import Causal, Rotary
-    >>> mla = MultiHeadLatentAttention(16, 2, kv_lora_rank=6, qk_nope_head_dim=5, rope=Rotary(4),
-    ...     qk_rope_head_dim=4, v_head_dim=3, mask=Causal())
-    >>> mha, x = expand(mla), torch.randn(1, 7, 16)
-    >>> mha.kind, mha.head_dim, torch.allclose(mha(x), mla(x), atol=1e-5)
-    ('MHA', 9, True)
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, MultiHeadLatentAttention, Rotary
+        >>> from regard.convert import expand
+        >>> mla = MultiHeadLatentAttention(16, 2, kv_lora_rank=6, qk_nope_head_dim=5,
+        ...     qk_rope_head_dim=4, v_head_dim=3, rope=Rotary(4), mask=Causal())
+        >>> mha, x = expand(mla), torch.randn(1, 7, 16)
+        >>> mha.kind, mha.head_dim, torch.allclose(mha(x), mla(x), atol=1e-5)
+        ('MHA', 9, True)
     """
     dim = max(layer.qk_head_dim, layer.v_head_dim)
     keys, values = _up_projections(layer, dim)

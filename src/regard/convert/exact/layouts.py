@@ -24,8 +24,9 @@ def by_group(num_heads: int, num_kv_heads: int) -> list[int]:
     """The queries of a group, then its key and its value, then the next group. With as many groups
     as heads, that is a query, a key and a value for each head; with one group, three blocks.
 
-    >>> by_group(4, 2)
-    [0, 1, 4, 6, 2, 3, 5, 7]
+    Examples:
+        >>> by_group(4, 2)
+        [0, 1, 4, 6, 2, 3, 5, 7]
     """
     size = num_heads // num_kv_heads
     queries = (range(g * size, (g + 1) * size) for g in range(num_kv_heads))
@@ -46,6 +47,14 @@ class Layout:
         order: the order of the heads, given `num_heads` and `num_kv_heads`. Query heads are
             numbered first, then key heads, then value heads.
         transposed: whether the weight is `[in, out]`, as in GPT-2's Conv1D.
+
+    Examples:
+        >>> import torch
+        >>> from regard.convert import Layout, split_state
+        >>> mine = Layout("c_attn.weight", "c_attn.bias")
+        >>> state = split_state({"c_attn.weight": torch.zeros(12, 4)}, mine, num_heads=2)
+        >>> sorted(state)
+        ['k_proj.weight', 'q_proj.weight', 'v_proj.weight']
     """
 
     weight: str
@@ -70,7 +79,7 @@ def split_fused(
     num_heads: int,
     num_kv_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of queries, keys and values in a fused weight or bias; weights are `[out, in]`.
+    """The rows of queries, keys and values in a fused weight or bias.
 
     Args:
         fused: a weight as the layout stores it, or a bias.
@@ -78,12 +87,18 @@ def split_fused(
         num_heads: query heads.
         num_kv_heads: key and value heads; `num_heads` if None.
 
+    Returns:
+        Queries, keys and values; weights are `[out, in]`.
+
     Raises:
         ValueError: if the heads do not divide the rows, or each other.
 
-    >>> rows = torch.tensor([10, 11, 20, 30, 12, 13, 21, 31])  # heads of one channel, two groups
-    >>> split_fused(rows, LAYOUTS["FalconAttention"], num_heads=4, num_kv_heads=2)
-    (tensor([10, 11, 12, 13]), tensor([20, 21]), tensor([30, 31]))
+    Examples:
+        >>> import torch
+        >>> from regard.convert import LAYOUTS, split_fused
+        >>> rows = torch.tensor([10, 11, 20, 30, 12, 13, 21, 31])  # two groups
+        >>> split_fused(rows, LAYOUTS["FalconAttention"], num_heads=4, num_kv_heads=2)
+        (tensor([10, 11, 12, 13]), tensor([20, 21]), tensor([30, 31]))
     """
     groups = _groups(num_heads, num_kv_heads)
     rows = fused.mT if layout.transposed and fused.dim() == 2 else fused
@@ -110,12 +125,23 @@ def fuse(
 ) -> Tensor:
     """The inverse of `split_fused`: a weight as the layout stores it, or a bias.
 
+    Args:
+        q: rows of queries.
+        k: rows of keys.
+        v: rows of values.
+        layout: one of `LAYOUTS`, or a user-defined one.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; `num_heads` if None.
+
     Raises:
         ValueError: if the rows are not heads of one size.
 
-    >>> q, k, v = torch.tensor([10, 11]), torch.tensor([20, 21]), torch.tensor([30, 31])
-    >>> fuse(q, k, v, LAYOUTS["GPTNeoXAttention"], num_heads=2)
-    tensor([10, 20, 30, 11, 21, 31])
+    Examples:
+        >>> import torch
+        >>> from regard.convert import LAYOUTS, fuse
+        >>> q, k, v = torch.tensor([10, 11]), torch.tensor([20, 21]), torch.tensor([30, 31])
+        >>> fuse(q, k, v, LAYOUTS["GPTNeoXAttention"], num_heads=2)
+        tensor([10, 20, 30, 11, 21, 31])
     """
     groups = _groups(num_heads, num_kv_heads)
     sizes = {q.shape[0] / num_heads, k.shape[0] / groups, v.shape[0] / groups}
@@ -139,12 +165,21 @@ def split_state(
 ) -> dict[str, Tensor]:
     """A state dict with every fused projection split into `q_proj`, `k_proj` and `v_proj`.
 
+    Args:
+        state: the state dict.
+        layout: one of `LAYOUTS`, or a user-defined one.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; `num_heads` if None.
+
     Raises:
         ValueError: if there is no fused projection of this layout, or the heads do not divide it.
 
-    >>> state = torch.nn.MultiheadAttention(6, 3).state_dict()
-    >>> sorted(split_state(state, LAYOUTS["MultiheadAttention"], num_heads=3))[:4]
-    ['k_proj.bias', 'k_proj.weight', 'out_proj.bias', 'out_proj.weight']
+    Examples:
+        >>> import torch
+        >>> from regard.convert import LAYOUTS, split_state
+        >>> state = torch.nn.MultiheadAttention(6, 3).state_dict()
+        >>> sorted(split_state(state, LAYOUTS["MultiheadAttention"], num_heads=3))[:4]
+        ['k_proj.bias', 'k_proj.weight', 'out_proj.bias', 'out_proj.weight']
     """
     kinds = {layout.weight: "weight", layout.bias: "bias"}
     fused = re.compile(f"(.*[.]|)({'|'.join(map(re.escape, kinds))})")
@@ -170,8 +205,22 @@ def fuse_state(
 ) -> dict[str, Tensor]:
     """The inverse of `split_state`. If only some of the three have a bias, the others get zeros.
 
+    Args:
+        state: the state dict.
+        layout: one of `LAYOUTS`, or a user-defined one.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; `num_heads` if None.
+
     Raises:
         ValueError: if there are no separate projections, or their rows are not heads of one size.
+
+    Examples:
+        >>> import torch
+        >>> from regard.convert import LAYOUTS, fuse_state
+        >>> state = {f"attn.{name}_proj.weight": torch.zeros(6, 6) for name in "qkv"}
+        >>> fused = fuse_state(state, LAYOUTS["Phi3Attention"], num_heads=3)
+        >>> {name: tuple(weight.shape) for name, weight in fused.items()}
+        {'attn.qkv_proj.weight': (18, 6)}
     """
 
     def fused(parts: list[Tensor]) -> Tensor:

@@ -47,8 +47,11 @@ def pairs_to_halves(
     Raises:
         ValueError: if the heads do not divide the rows, or the channels are not in a head.
 
-    >>> pairs_to_halves(torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), 2)
-    tensor([ 0,  2,  1,  3, 10, 12, 11, 13])
+    Examples:
+        >>> import torch
+        >>> from regard.convert import pairs_to_halves
+        >>> pairs_to_halves(torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), 2)
+        tensor([ 0,  2,  1,  3, 10, 12, 11, 13])
     """
     return _reordered(rows, num_heads, rotary_dim, start, _evens_first)
 
@@ -56,10 +59,22 @@ def pairs_to_halves(
 def halves_to_pairs(
     rows: Rows, num_heads: int, *, rotary_dim: int | None = None, start: int = 0
 ) -> Rows:
-    """The inverse of `pairs_to_halves`, with the same arguments.
+    """The rows of `q_proj` or `k_proj` from "halves" to "pairs": the inverse of `pairs_to_halves`.
 
-    >>> halves_to_pairs(torch.tensor([0, 2, 1, 3, 9]), 1, rotary_dim=4)
-    tensor([0, 1, 2, 3, 9])
+    Args:
+        rows: `[num_heads * head_dim, ...]`. A norm over one head is `num_heads=1`.
+        num_heads: query heads for `q_proj`, key heads for `k_proj`.
+        rotary_dim: how many channels of a head are rotated; all if None.
+        start: the first of them. In MLA they are the last of a head.
+
+    Raises:
+        ValueError: as `pairs_to_halves`.
+
+    Examples:
+        >>> import torch
+        >>> from regard.convert import halves_to_pairs
+        >>> halves_to_pairs(torch.tensor([0, 2, 1, 3, 9]), 1, rotary_dim=4)
+        tensor([0, 1, 2, 3, 9])
     """
     return _reordered(rows, num_heads, rotary_dim, start, lambda n: _evens_first(n).argsort())
 
@@ -96,11 +111,14 @@ def with_pairing(layer: Rotating, pairing: Pairing) -> Rotating:
     Raises:
         ValueError: if the layer has no `Rotary`, or projections or norms that are not plain.
 
-    >>> from regard import Attention
-    >>> layer, x = Attention(16, 2, rope=Rotary(8, pairing="pairs")), torch.randn(1, 5, 16)
-    >>> other = with_pairing(layer, "halves")
-    >>> other.rope, torch.allclose(other(x), layer(x), atol=1e-6)
-    (Rotary(8), True)
+    Examples:
+        >>> import torch
+        >>> from regard import Attention, Rotary
+        >>> from regard.convert import with_pairing
+        >>> layer, x = Attention(16, 2, rope=Rotary(8, pairing="pairs")), torch.randn(1, 5, 16)
+        >>> other = with_pairing(layer, "halves")
+        >>> other.rope, torch.allclose(other(x), layer(x), atol=1e-6)
+        (Rotary(8), True)
     """
     rope = layer.rope
     if not isinstance(rope, Rotary):
@@ -156,9 +174,19 @@ def _moved(layer: nn.Module, name: str, move: Move) -> nn.Module:
 
 @dataclass(frozen=True)
 class Detected:
-    """A model's mean loss in each layout, in nats a token.
+    """A model's mean loss over text with its rotary channels read in each layout.
 
-    `error` is the standard error of the difference between the two, over tokens.
+    Attributes:
+        loss_halves: nats a token, read as halves.
+        loss_pairs: nats a token, read as pairs.
+        error: the standard error of the difference between the two, over tokens.
+        tokens: the number of predictions.
+
+    Examples:
+        >>> from regard.convert import Detected
+        >>> detected = Detected(loss_halves=3.102, loss_pairs=7.541, error=0.2, tokens=511)
+        >>> detected.pairing, detected.sure
+        ('halves', True)
     """
 
     loss_halves: float
@@ -173,8 +201,10 @@ class Detected:
 
     @property
     def sure(self) -> bool:
-        """Whether the difference exceeds 0.05 nats a token and five standard errors. It does not if
-        the model is untrained, or does not depend on positions."""
+        """Whether the difference exceeds 0.05 nats a token and five standard errors.
+
+        It does not if the model is untrained, or does not depend on positions.
+        """
         margin = abs(self.loss_halves - self.loss_pairs)
         return margin > MARGIN and margin > ERRORS * self.error
 
@@ -193,14 +223,24 @@ def detect_pairing(model: Any, tokens: Int[Tensor, "N L"]) -> Detected:
     A few hundred tokens of ordinary text are enough. The model is not changed; `repair_pairing`
     permutes the weights of one whose layout is "pairs".
 
+    Args:
+        model: a causal language model of transformers.
+        tokens: windows of text, `[N, L]`.
+
     Raises:
         ValueError: if regard does not support the model's attention as layers with RoPE
             (`regard.hf.attention_of`), or the windows are too short to predict anything.
 
-    >>> model, tokenizer = regard.hf.load("path/to/model")                # doctest: +SKIP
-    >>> ids = tokenizer(open("some.txt").read(), return_tensors="pt").input_ids  # doctest: +SKIP
-    >>> print(detect_pairing(model, ids[:, :512]))                        # doctest: +SKIP
-    weights laid out in halves: 3.102 nats a token as halves, 7.541 as pairs, over 511 tokens
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.convert import detect_pairing
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> untrained = LlamaForCausalLM(config).eval()
+        >>> detected = detect_pairing(untrained, torch.randint(20, (1, 32)))
+        >>> detected.tokens, detected.sure
+        (31, False)
     """
     if tokens.shape[1] < 2:
         raise ValueError(f"windows of {tokens.shape[1]} token predict nothing; give longer ones")
@@ -236,6 +276,19 @@ def repair_pairing(model: Any, *, weights: Pairing = "pairs") -> None:
     Raises:
         ValueError: if regard does not support the model's attention, or its projections are not
             plain linear layers. Nothing is then changed.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.convert import repair_pairing
+        >>> config = LlamaConfig(hidden_size=8, num_attention_heads=1, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> keys = model.model.layers[0].self_attn.k_proj.weight
+        >>> before = keys.detach().clone()
+        >>> repair_pairing(model)
+        >>> torch.equal(keys, before[[0, 2, 4, 6, 1, 3, 5, 7]])
+        True
     """
     move = pairs_to_halves if weights == "pairs" else halves_to_pairs
     moves = []

@@ -50,6 +50,17 @@ def to_deepseek_v3(
 
     Raises:
         ValueError: if `deepseek_v3` cannot represent the model or a layer; the error says why.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard import Causal, MultiHeadLatentAttention, Rotary
+        >>> from regard.convert import to_deepseek_v3
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> mla = MultiHeadLatentAttention(16, 2, kv_lora_rank=6, qk_nope_head_dim=8,
+        ...     qk_rope_head_dim=4, v_head_dim=8, latent_norm=False, rope=Rotary(4), mask=Causal())
+        >>> type(to_deepseek_v3(LlamaForCausalLM(config), [mla])).__name__
+        'DeepseekV3ForCausalLM'
     """
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 

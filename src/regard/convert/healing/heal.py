@@ -31,8 +31,18 @@ Progress = Callable[[str, int, int], None]  # the present stage, steps or second
 class Healed:
     """The loss of every step, and the time and tokens that healing took.
 
-    The first `aligned` losses are relative errors, the mean over layers; the others are divergences
-    in nats a token, plus layers' relative errors times the recipe's `layer_weight`.
+    Attributes:
+        losses: the first `aligned` are relative errors, the mean over layers; the others are
+            divergences in nats a token, plus layers' relative errors times the recipe's
+            `layer_weight`.
+        aligned: the number of steps that aligned layers.
+        seconds: in total.
+        tokens: read in total.
+
+    Examples:
+        >>> from regard.convert import Healed
+        >>> Healed(losses=(0.9, 0.4, 0.3), aligned=0, seconds=60.0, tokens=4608).steps
+        3
     """
 
     losses: tuple[float, ...]
@@ -60,8 +70,9 @@ def heal(
 ) -> Healed:
     """Train a converted model, in place, to imitate the original. Dropout is off.
 
-    Runs on the devices that `accelerate` finds; under `accelerate launch`, every process takes a
-    part of each batch, and the first process writes the state.
+    Knowledge distillation of predictions (Hinton et al. 2015, arXiv:1503.02531). Runs on the
+    devices that `accelerate` finds; under `accelerate launch`, every process takes a part of each
+    batch, and the first process writes the state.
 
     Args:
         student: a transformers causal language model in float32.
@@ -79,6 +90,17 @@ def heal(
             weights are shared or not float32, the windows are too few, or `state` is of another
             task. Nothing is then changed.
         ImportError: if accelerate is missing.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.convert import heal
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> teacher, student = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+        >>> healed = heal(student, teacher, torch.randint(20, (4, 8)), steps=2)
+        >>> healed.steps, healed.tokens
+        (2, 32)
     """
     require("transformers", "accelerate", "safetensors")
     budget = _budget(steps, minutes)

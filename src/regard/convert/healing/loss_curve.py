@@ -12,9 +12,23 @@ SMOOTH = 20  # segments of the run whose means are drawn over the single steps
 def draw_losses(healed: Healed, path: Path) -> None:
     """Write the loss of every step as a .png, .svg or .pdf, a panel for each stage.
 
+    Args:
+        healed: from `heal`.
+        path: the file to write.
+
     Raises:
         ImportError: if matplotlib is missing.
         ValueError: if there was no step.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from regard.convert import Healed, draw_losses
+        >>> healed = Healed(losses=(0.9, 0.4, 0.3), aligned=0, seconds=60.0, tokens=4608)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     draw_losses(healed, Path(folder, "losses.svg"))
+        ...     Path(folder, "losses.svg").stat().st_size > 0
+        True
     """
     if not healed.losses:
         raise ValueError("no step was made, so there is no loss to draw")

@@ -90,8 +90,9 @@ def relative_error(
 ) -> Float[Tensor, ""]:
     """The energy of the difference, as a share of the energy of `theirs`.
 
-    >>> relative_error(torch.tensor([3.0, 1.0]), torch.tensor([3.0, 0.0])).item()
-    0.1111111119389534
+    Examples:
+        >>> relative_error(torch.tensor([3.0, 1.0]), torch.tensor([3.0, 0.0])).item()
+        0.1111111119389534
     """
     theirs = theirs.float()
     return (ours.float() - theirs).square().sum() / theirs.square().sum()

@@ -31,7 +31,8 @@ class Recipe:
         warmup: a share of each stage.
         layer_weight: weight of the layers' errors, added to the divergence of predictions.
         positions: the share of a window's positions at which predictions are compared.
-        betas, weight_decay: of AdamW.
+        betas: of AdamW.
+        weight_decay: of AdamW.
         clip: the largest norm of a gradient.
         train: the parameters to train: `"attention"`, or `"all"` but embeddings and head.
         autocast: the dtype of the arithmetic, such as `torch.bfloat16`; the models' own if None.
@@ -39,6 +40,12 @@ class Recipe:
 
     Raises:
         ValueError: if a value is out of its range.
+
+    Examples:
+        >>> from regard.convert import Recipe
+        >>> recipe = Recipe(lr=1e-4, warmup=0.5)
+        >>> [recipe.rate(share) for share in (0.0, 0.5, 1.0)]
+        [0.0, 0.0001, 0.0]
     """
 
     batch: int = 2
@@ -75,9 +82,10 @@ class Recipe:
     def rate(self, share: float) -> float:
         """The learning rate when this share of the run is over.
 
-        >>> recipe = Recipe(aligning=0.5, aligning_lr=2.0, lr=1.0, warmup=0.1)
-        >>> [round(recipe.rate(share), 3) for share in (0.025, 0.05, 0.5, 0.55, 0.775, 1.0)]
-        [1.0, 2.0, 0.0, 1.0, 0.5, 0.0]
+        Examples:
+            >>> recipe = Recipe(aligning=0.5, aligning_lr=2.0, lr=1.0, warmup=0.1)
+            >>> [round(recipe.rate(share), 3) for share in (0.025, 0.05, 0.5, 0.55, 0.775, 1.0)]
+            [1.0, 2.0, 0.0, 1.0, 0.5, 0.0]
         """
         if self.aligns(share):
             within, highest = share / self.aligning, self.aligning_lr
@@ -108,8 +116,9 @@ class Budget:
 def rows_of(step: int, *, windows: int, batch: int, seed: int) -> list[int]:
     """The windows of one step: epochs over all windows, each in a new random order.
 
-    >>> sorted(rows_of(0, windows=4, batch=2, seed=0) + rows_of(1, windows=4, batch=2, seed=0))
-    [0, 1, 2, 3]
+    Examples:
+        >>> sorted(rows_of(0, windows=4, batch=2, seed=0) + rows_of(1, windows=4, batch=2, seed=0))
+        [0, 1, 2, 3]
     """
     places = range(step * batch, (step + 1) * batch)
     return [_order(windows, place // windows, seed)[place % windows] for place in places]

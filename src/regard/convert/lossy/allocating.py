@@ -69,9 +69,10 @@ def allot(
     Raises:
         ValueError: if the total is less than the smallest or more than the largest size everywhere.
 
-    >>> import torch
-    >>> allot(torch.tensor([[4.0, 1.0], [0.4, 0.1]], dtype=torch.float64), [8, 32], 40)
-    [32, 8]
+    Examples:
+        >>> import torch
+        >>> allot(torch.tensor([[4.0, 1.0], [0.4, 0.1]], dtype=torch.float64), [8, 32], 40)
+        [32, 8]
     """
     smallest, largest = min(sizes), max(sizes)
     layers = len(costs)

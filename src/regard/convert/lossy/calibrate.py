@@ -29,7 +29,21 @@ RIDGE = 0.1  # of the mean energy of a channel: penalty on changes of the output
 
 @dataclass
 class Moments:
-    """The mean of `x x^T` and of `x` over the tokens added so far."""
+    """The mean of `x x^T` and of `x` over the tokens added so far, as `watch` gathers them.
+
+    Attributes:
+        total: the sum of `x x^T`, in float64.
+        sum: the sum of `x`.
+        tokens: their number.
+
+    Examples:
+        >>> import torch
+        >>> from regard.convert import Moments
+        >>> moments = Moments()
+        >>> moments.add(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        >>> moments.tokens, moments.covariance.tolist()
+        (2, [[1.0, 1.0], [1.0, 2.0]])
+    """
 
     total: Float[Tensor, "E E"] | None = None
     sum: Float[Tensor, " E"] | None = None
@@ -83,13 +97,19 @@ def moments_of(x: Float[Tensor, "N L E"]) -> Moments:
 def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
     """Gather the moments of each module's inputs (its first argument, or `hidden_states`).
 
-    >>> import torch
-    >>> layer = nn.Linear(2, 2)
-    >>> with watch([layer]) as moments:
-    ...     _ = layer(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
-    >>> moments[0].covariance
-    tensor([[1., 1.],
-            [1., 2.]], dtype=torch.float64)
+    Args:
+        modules: any number; moments are gathered while they run inside the `with` block.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from regard.convert import watch
+        >>> layer = nn.Linear(2, 2)
+        >>> with watch([layer]) as moments:
+        ...     _ = layer(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        >>> moments[0].covariance
+        tensor([[1., 1.],
+                [1., 2.]], dtype=torch.float64)
     """
     moments = [Moments() for _ in modules]
 
@@ -112,7 +132,22 @@ def watch(modules: Sequence[nn.Module]) -> Iterator[list[Moments]]:
 
 @dataclass(frozen=True)
 class Step:
-    """One layer to convert: the inputs `x` of its attention, and the best outputs, `target`."""
+    """One layer to convert, as `walk` passes it to each function that converts.
+
+    Attributes:
+        index: of the layer.
+        module: the model's attention module.
+        x: the inputs that it will have behind the converted layers, `[N, L, hidden_size]`.
+        target: the best outputs: with them the residual stream is the model's own again.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from regard.convert import Step
+        >>> step = Step(0, nn.Identity(), torch.ones(1, 4, 2), torch.ones(1, 4, 2))
+        >>> step.moments.tokens
+        4
+    """
 
     index: int
     module: nn.Module
@@ -144,11 +179,25 @@ def walk(
     Args:
         model: a causal language model of transformers whose blocks follow one another.
         windows: tokens of calibration text, all windows of one length.
-        makes: each returns the layer for one step; called block by block, in order.
+        makes: each returns the layer for one `Step`; called block by block, in order.
         progress: called with the blocks done and their number.
 
     Raises:
         ValueError: if regard does not support the model's attention, or is installed in it.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.convert import as_latent, walk
+        >>> from regard.hf import attention_of
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=2, intermediate_size=16)
+        >>> def make(step):
+        ...     return as_latent(attention_of(step.module))
+        >>> windows = torch.randint(20, (2, 8))
+        >>> (latents,) = walk(LlamaForCausalLM(config).eval(), windows, [make])
+        >>> [layer.kind for layer in latents]
+        ['LatentKV', 'LatentKV']
     """
     blocks = attention_blocks(model)
     hidden, arguments = _beginning(model, blocks, windows)
@@ -246,7 +295,25 @@ def refit_output(
     """Replace `layer.o_proj` by the projection whose outputs over `x` are nearest to `target`.
 
     Ridge regression towards its present weight, so that directions with little energy in the text
-    change little. Returns the errors before and after, as shares of the target's energy.
+    change little.
+
+    Args:
+        layer: changed in place.
+        x: its inputs over some text, `[N, L, hidden_size]`.
+        target: the outputs that it should have.
+        ridge: the penalty, as a share of the mean energy of a channel.
+
+    Returns:
+        The errors before and after, as shares of the target's energy.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Attention
+        >>> from regard.convert import refit_output
+        >>> layer, x = Attention(8, 2), torch.randn(2, 16, 8)
+        >>> before, after = refit_output(layer, x, target=2 * layer(x))
+        >>> round(before, 3), after < before
+        (0.25, True)
     """
     old, offset = weight_and_bias(layer, "o_proj")
     weight = old.double()

@@ -46,9 +46,21 @@ LEAST = 1e-12  # energy of queries: the least weight of a key, so that none is z
 class Components:
     """The rotated keys of all heads in uncorrelated complex components, `heads` per frequency.
 
-    Head g's key at frequency f is the sum over c of `mixing[f, g, c] * rows[f, c] @ x`. `harm[f,
-    c]` is the energy that the scores of all heads lose if that component is not rotated, and
-    `average[f]` the best constant factor in place of the rotation.
+    Head g's key at frequency f is the sum over c of `mixing[f, g, c] * rows[f, c] @ x`.
+
+    Attributes:
+        rows: of the components, `[freq, heads, E]`.
+        mixing: `[freq, heads, heads]`.
+        harm: `[freq, heads]`, the energy that the scores of all heads lose if a component is not
+            rotated.
+        average: `[freq]`, the best constant factor in place of the rotation.
+        frequencies: `[freq]`, radians per position.
+
+    Examples:
+        >>> from regard import GroupedQueryAttention, Rotary
+        >>> found = components(GroupedQueryAttention(16, 4, 2, rope=Rotary(4)), torch.eye(16))
+        >>> isinstance(found, Components), found.harm.shape  # 2 frequencies, 2 key heads
+        (True, torch.Size([2, 2]))
     """
 
     rows: Complex128[Tensor, "freq heads E"]
@@ -62,8 +74,20 @@ class Components:
 class Decoupled:
     """A layer in DeepSeek's form, and what was lost: shares of energy, 0.01 is 1 %.
 
-    `lost_rotation` is what the scores lose because components are not rotated, by the estimate that
-    chose them; `lost` is what keys and values lose in the latent.
+    Attributes:
+        layer: the new layer.
+        lost_rotation: what the scores lose because components are not rotated, by the estimate that
+            chose them.
+        lost: what keys and values lose in the latent.
+
+    Examples:
+        >>> import torch
+        >>> from regard import GroupedQueryAttention, Rotary
+        >>> from regard.convert import Decoupled, decouple
+        >>> gqa = GroupedQueryAttention(16, 4, 2, rope=Rotary(4))
+        >>> decoupled = decouple(gqa, rank=8, rope_dim=8, covariance=torch.eye(16))
+        >>> isinstance(decoupled, Decoupled), decoupled.lost_rotation  # all 8 channels are rotated
+        (True, 0.0)
     """
 
     layer: MultiHeadLatentAttention
@@ -77,8 +101,20 @@ def components(layer: Attention, covariance: Float[Tensor, "E E"]) -> Components
     A head's weight is the energy of its queries. A component's harm is its energy times the share
     that no constant in place of the rotation preserves, over distances of up to 512 tokens.
 
+    Args:
+        layer: MHA, GQA or MQA with a rotary embedding.
+        covariance: `E[x x^T]` of the layer's inputs over some text (`watch`, `Moments`).
+
     Raises:
         ValueError: if the layer has no rotary embedding, or its frequencies change with the length.
+
+    Examples:
+        >>> import torch
+        >>> from regard import GroupedQueryAttention, Rotary
+        >>> from regard.convert import components
+        >>> found = components(GroupedQueryAttention(16, 4, 2, rope=Rotary(4)), torch.eye(16))
+        >>> found.harm.shape  # 2 frequencies, 2 key heads
+        torch.Size([2, 2])
     """
     keys, frequencies = rotary_keys(layer)
     weight = query_energy(layer, covariance).clamp_min(LEAST).sqrt().mT[..., None]
@@ -119,6 +155,17 @@ def common_counts(harms: Sequence[Float64[Tensor, "freq heads"]], rope_dim: int)
     """How many components of each frequency to rotate, equally in all layers.
 
     Each layer's harm counts as a share of its sum, since layers differ in energy.
+
+    Args:
+        harms: of each layer, from `components`.
+        rope_dim: channels of the rotary key, even.
+
+    Examples:
+        >>> import torch
+        >>> from regard.convert import common_counts
+        >>> harm = torch.tensor([[9.0, 4.0], [3.0, 1.0]]).double()  # [frequencies, heads]
+        >>> common_counts([harm, harm], rope_dim=6)
+        (2, 1)
     """
     shared = sum(harm / harm.sum() for harm in harms)
     assert isinstance(shared, Tensor)
@@ -133,7 +180,9 @@ def decouple(
     covariance: Float[Tensor, "E E"],
     counts: Sequence[int] | None = None,
 ) -> Decoupled:
-    """The attention as MLA with a latent of `rank` and a rotary key of `rope_dim` channels.
+    """The attention as DeepSeek's MLA: a latent of `rank`, a rotary key of `rope_dim` channels.
+
+    The outline is TransMLA's (Meng et al. 2025, arXiv:2502.07864), with complex mixing.
 
     Args:
         layer: MHA, GQA or MQA with a rotary embedding.
@@ -146,6 +195,17 @@ def decouple(
     Raises:
         ValueError: if the layer has no plain rotary embedding, norms its keys, has a gate or sinks,
             or the sizes do not fit.
+
+    Examples:
+        >>> import torch
+        >>> from regard import GroupedQueryAttention, Rotary
+        >>> from regard.convert import decouple, watch
+        >>> gqa, x = GroupedQueryAttention(16, 4, 2, rope=Rotary(4)), torch.randn(1, 64, 16)
+        >>> with watch([gqa]) as (moments,):
+        ...     _ = gqa(x)
+        >>> mla = decouple(gqa, rank=16, rope_dim=8, covariance=moments.covariance).layer
+        >>> mla.kind, torch.allclose(mla(x), gqa(x), atol=1e-5)  # nothing is left out at this size
+        ('MLA', True)
     """
     refuse_unsupported(layer, "DeepSeek's MLA")
     found = components(layer, covariance)

@@ -27,8 +27,9 @@ def gain_of(written: Inexact[Tensor, "R W"], read: Inexact[Tensor, "R V"]) -> Fl
 
     Writing rows are to be multiplied by them, reading rows divided; a row is a channel.
 
-    >>> gain_of(torch.tensor([[8.0, 8.0]]).double(), torch.tensor([[2.0]]).double())
-    tensor([0.5000], dtype=torch.float64)
+    Examples:
+        >>> gain_of(torch.tensor([[8.0, 8.0]]).double(), torch.tensor([[2.0]]).double())
+        tensor([0.5000], dtype=torch.float64)
     """
     sizes = (rows.abs().square().mean(1).sqrt() for rows in (read, written))
     ratio = torch.nan_to_num(torch.div(*sizes), nan=1.0, posinf=LARGEST_GAIN * 2)
@@ -81,9 +82,10 @@ def roots_of(
 ) -> tuple[Float64[Tensor, "*heads D D"], Float64[Tensor, "*heads D D"]]:
     """The symmetric square root of a metric, and its inverse; null directions get a small weight.
 
-    >>> root, inverse = roots_of(torch.tensor([[4.0, 0.0], [0.0, 9.0]], dtype=torch.float64))
-    >>> root.diagonal().tolist(), (root @ inverse).diagonal().tolist()
-    ([2.0, 3.0], [1.0, 1.0])
+    Examples:
+        >>> root, inverse = roots_of(torch.tensor([[4.0, 0.0], [0.0, 9.0]], dtype=torch.float64))
+        >>> root.diagonal().tolist(), (root @ inverse).diagonal().tolist()
+        ([2.0, 3.0], [1.0, 1.0])
     """
     weights, basis = torch.linalg.eigh(metric)
     largest = weights[..., -1:] if weights.shape[-1] else weights
@@ -97,10 +99,11 @@ def split_rotary(
     """A projection's rows, `[heads * head_dim, E]`: the rotated channels, as complex numbers, and
     the others.
 
-    >>> rows = torch.arange(4.0, dtype=torch.float64)[:, None]
-    >>> rotary, plain = split_rotary(rows, 4, Rotary(2))
-    >>> rotary.flatten().tolist(), plain.flatten().tolist()
-    ([1j], [2.0, 3.0])
+    Examples:
+        >>> rows = torch.arange(4.0, dtype=torch.float64)[:, None]
+        >>> rotary, plain = split_rotary(rows, 4, Rotary(2))
+        >>> rotary.flatten().tolist(), plain.flatten().tolist()
+        ([1j], [2.0, 3.0])
     """
     heads = rows.unflatten(0, (-1, head_dim))
     rotated, plain = heads[:, : rope.dim], heads[:, rope.dim :]

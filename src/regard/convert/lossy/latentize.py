@@ -42,9 +42,21 @@ SMALLEST = 1e-6  # of a head's mean square: a lower bound for that of one key, w
 
 @dataclass(frozen=True, eq=False)
 class Latentized:
-    """A layer, and the share of the energy of keys and values that its latent loses.
+    """A layer with a joint latent, and the share of the energy of keys and values that it loses.
 
-    Over the calibration text, with the weights of keys and values that the fit uses; 0.01 is 1 %.
+    Attributes:
+        layer: the new layer.
+        lost: over the calibration text, with the weights of keys and values that the fit uses; 0.01
+            is 1 %.
+
+    Examples:
+        >>> import torch
+        >>> from regard import GroupedQueryAttention
+        >>> from regard.convert import Latentized, latentize
+        >>> gqa = GroupedQueryAttention(16, 4, 2)
+        >>> latentized = latentize(gqa, rank=16, covariance=torch.eye(16))
+        >>> isinstance(latentized, Latentized), abs(latentized.lost) < 1e-6  # 16 is the full rank
+        (True, True)
     """
 
     layer: LatentKVAttention
@@ -60,12 +72,14 @@ def as_latent(layer: Attention) -> LatentKVAttention:
         ValueError: if the layer has a gate, sinks or a context of another width, which
             `LatentKVAttention` does not have.
 
-    >>> import torch
-    >>> from regard import Causal, GroupedQueryAttention, Rotary
-    >>> gqa = GroupedQueryAttention(16, 4, 2, rope=Rotary(4), mask=Causal())
-    >>> latent, x = as_latent(gqa), torch.randn(1, 5, 16)
-    >>> latent.kv_lora_rank, torch.allclose(latent(x), gqa(x), atol=1e-5)
-    (16, True)
+    Examples:
+        >>> import torch
+        >>> from regard import Causal, GroupedQueryAttention, Rotary
+        >>> from regard.convert import as_latent
+        >>> gqa = GroupedQueryAttention(16, 4, 2, rope=Rotary(4), mask=Causal())
+        >>> latent, x = as_latent(gqa), torch.randn(1, 5, 16)
+        >>> latent.kv_lora_rank, torch.allclose(latent(x), gqa(x), atol=1e-5)
+        (16, True)
     """
     weight = _stacked(layer)
     directions = torch.linalg.svd(weight, full_matrices=False).U
@@ -91,6 +105,15 @@ def latentize(
 
     Raises:
         ValueError: as `as_latent`, or if the rank or the covariance does not fit.
+
+    Examples:
+        >>> import torch
+        >>> from regard import GroupedQueryAttention
+        >>> from regard.convert import latentize
+        >>> gqa = GroupedQueryAttention(16, 4, 2)
+        >>> half = latentize(gqa, rank=8, covariance=torch.eye(16))
+        >>> half.layer.kv_lora_rank, 0 < half.lost < 0.5
+        (8, True)
     """
     weight = _stacked(layer)
     full = min(weight.shape)
@@ -204,9 +227,10 @@ def plain_norm(norm: nn.Module) -> nn.Module:
     Models of transformers define their own RMS norms, some of which multiply by `weight` and some
     (Gemma's) by `1 + weight`. Running it shows which of the two it is.
 
-    >>> norm = nn.LayerNorm(4)
-    >>> plain_norm(norm) is norm
-    True
+    Examples:
+        >>> norm = nn.LayerNorm(4)
+        >>> plain_norm(norm) is norm
+        True
     """
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if type(norm) is nn.RMSNorm or eps is None or getattr(norm, "weight", None) is None:

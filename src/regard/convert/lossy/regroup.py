@@ -47,7 +47,19 @@ Method = Literal["aligned", "mean", "first"]
 
 @dataclass(frozen=True, eq=False)
 class Regrouped:
-    """A layer with fewer key heads, and the share of the energy of scores and values it loses."""
+    """A layer with fewer key heads, and what it lost.
+
+    Attributes:
+        layer: the new layer.
+        lost: the share of the energy of scores and values; NaN where it is not known.
+
+    Examples:
+        >>> from regard import MultiHeadAttention
+        >>> from regard.convert import Regrouped, regroup
+        >>> regrouped = regroup(MultiHeadAttention(16, 4), 4)  # as many as before
+        >>> isinstance(regrouped, Regrouped), regrouped.lost
+        (True, 0.0)
+    """
 
     layer: Attention
     lost: float
@@ -60,7 +72,7 @@ def regroup(
     covariance: Float[Tensor, "E E"] | None = None,
     method: Method = "aligned",
 ) -> Regrouped:
-    """The attention with `num_kv_heads` key and value heads; lossy, so measure the result.
+    """The attention with fewer key and value heads, GQA or MQA; lossy, so measure the result.
 
     Args:
         layer: MHA or GQA.
@@ -68,11 +80,21 @@ def regroup(
         covariance: `E[x x^T]` of the layer's inputs over some text (`Moments.covariance`, or
             `Moments.augmented` where projections have biases).
         method: `"aligned"` needs the covariance. `"mean"` and `"first"` are the GQA paper's mean
-            pooling and first head: their models need training to be usable.
+            pooling and first head (Ainslie et al. 2023, arXiv:2305.13245): their models need
+                training
+            to be usable.
 
     Raises:
         ValueError: if the heads do not divide, there is no covariance, or keys are normed: a norm
             of each head allows only `"mean"` and `"first"`, a norm of all heads neither.
+
+    Examples:
+        >>> import torch
+        >>> from regard import MultiHeadAttention
+        >>> from regard.convert import regroup
+        >>> gqa = regroup(MultiHeadAttention(16, 4), 2, covariance=torch.eye(16))
+        >>> gqa.layer.kind, 0 < gqa.lost < 1
+        ('GQA', True)
     """
     if num_kv_heads < 1 or layer.num_kv_heads % num_kv_heads:
         raise ValueError(
@@ -150,9 +172,10 @@ def grouped(loss: Float[Tensor, "heads heads"], size: int) -> list[list[int]]:
     Groups are filled greedily; then heads of different groups are exchanged while that helps, since
     the last groups got the heads that were left over.
 
-    >>> import torch
-    >>> grouped(torch.tensor([[0.0, 9, 1, 9], [9, 0, 9, 1], [1, 9, 0, 9], [9, 1, 9, 0]]), 2)
-    [[0, 2], [1, 3]]
+    Examples:
+        >>> import torch
+        >>> grouped(torch.tensor([[0.0, 9, 1, 9], [9, 0, 9, 1], [1, 9, 0, 9], [9, 1, 9, 0]]), 2)
+        [[0, 2], [1, 3]]
     """
     table: list[list[float]] = loss.tolist()
     left, groups = list(range(len(table))), []

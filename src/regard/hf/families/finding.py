@@ -51,7 +51,16 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Every attention module of a model by its name, in order.
 
     Raises:
-        ValueError: if there is none, or one whose type has no row in `regard.hf.families`.
+        ValueError: if there is none, or one whose type has no row in `regard.hf.FAMILIES`.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.hf import attention_modules
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=2, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> list(attention_modules(model))
+        ['model.layers.0.self_attn', 'model.layers.1.self_attn']
     """
     found = find(model)
     if found.unknown or not found.known:

@@ -86,14 +86,24 @@ class Family:
         project: hidden states to heads.
         output: merged heads to hidden states.
         rotate: what is done to queries and keys with the model's own angles.
-        window: the sliding window of a module, or None; likewise `softcap` and `sinks`.
-        scale: the factor of the scores.
-        dropout: the probability of dropping a weight in training.
+        window: reads the sliding window of a module, or None.
+        softcap: reads the softcap of a module, or None.
+        sinks: reads the sinks of a module, or None.
+        scale: reads the factor of the scores.
+        dropout: reads the probability of dropping a weight in training.
         bias: what is added to the scores besides the mask, or None.
-        mask: the argument that holds the mask; `cache` and `context` likewise, `""` if there is
-            none; `context_mask` holds the mask where there is a context.
+        mask: the argument that holds the mask.
+        cache: the argument that holds the cache.
+        context: the argument that holds another sequence; `""` if there is none.
+        context_mask: the argument that holds the mask of that sequence.
         returns_bias: whether the bias is returned between output and weights, as T5's are.
         latent: whether keys and values are cached as one latent, so that MLA runs.
+
+    Examples:
+        >>> from regard.hf import Family
+        >>> family = Family("MyAttention")  # the defaults are Llama's
+        >>> family.mask, family.cache, family.latent
+        ('attention_mask', 'past_key_values', False)
     """
 
     attention: str

@@ -19,21 +19,23 @@ def cache(model: Any, kind: str = "growing", **options: Any) -> Any:
         kind: `"growing"`; `"static"`, which needs `max_length=`; `"sliding"`, which holds the
             window of layers that have one (`rollback=` more for assisted decoding); `"quantized"`,
             with `bits=8 | 4` and `group=64`.
-        options: of that kind.
+        **options: of that kind.
 
     Raises:
         ValueError: if the kind or an option is unknown, an option is missing, the kind is "sliding"
             and the model has no windows, or layers of it cache something other than keys.
         ImportError: if transformers is missing.
 
-    >>> import regard.hf, torch, transformers
-    >>> config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20,
-    ...     num_attention_heads=2, intermediate_size=16, eos_token_id=None, pad_token_id=0)
-    >>> model = transformers.LlamaForCausalLM(config)
-    >>> cache = regard.hf.cache(model, kind="quantized", bits=8, group=8)
-    >>> text = model.generate(torch.tensor([[3, 4]]), past_key_values=cache, max_new_tokens=3)
-    >>> text.shape, cache.get_seq_length()
-    (torch.Size([1, 5]), 4)
+    Examples:
+        >>> import regard.hf, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=2, intermediate_size=16, eos_token_id=None, pad_token_id=0)
+        >>> model = LlamaForCausalLM(config)
+        >>> cache = regard.hf.cache(model, kind="quantized", bits=8, group=8)
+        >>> text = model.generate(torch.tensor([[3, 4]]), past_key_values=cache, max_new_tokens=3)
+        >>> text.shape, cache.get_seq_length()
+        (torch.Size([1, 5]), 4)
     """
     require("transformers")
     from transformers import DynamicCache, EncoderDecoderCache

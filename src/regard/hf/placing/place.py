@@ -28,7 +28,7 @@ def place(model: Model, layers: Sequence[nn.Module]) -> Model:
     """Put `layers` where the attention of a transformers model is, in order; returns the model.
 
     Args:
-        model: one whose attention regard knows, with or without `install`.
+        model: of a family that `regard.hf` supports, with or without `install`.
         layers: one for each attention module. Either all are `Attention`, then the model keeps its
             class and its form: `save_pretrained` writes what any transformers reads, with
             `config.num_key_value_heads` as the layers have it. Or all are `LatentKVAttention` or
@@ -38,17 +38,18 @@ def place(model: Model, layers: Sequence[nn.Module]) -> Model:
     Raises:
         TypeError: if a layer is of another class.
         ValueError: if there are more or fewer than the model has, they do not fit it, or it has
-            attention that regard does not know. The model is then as it was.
+            attention of an unknown family. The model is then as it was.
 
-    >>> import transformers
-    >>> from regard.convert import as_latent
-    >>> from regard.hf import attention_modules, attention_of
-    >>> config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20,
-    ...     num_attention_heads=2, intermediate_size=16)
-    >>> model = transformers.LlamaForCausalLM(config)
-    >>> layers = [as_latent(attention_of(each)) for each in attention_modules(model).values()]
-    >>> type(place(model, layers).model.layers[0].self_attn).__name__
-    'PlacedLatentKV'
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.convert import as_latent
+        >>> from regard.hf import attention_modules, attention_of, place
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=2, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> layers = [as_latent(attention_of(each)) for each in attention_modules(model).values()]
+        >>> type(place(model, layers).model.layers[0].self_attn).__name__
+        'PlacedLatentKV'
     """
     found = attention_modules(model)
     if len(layers) != len(found):

@@ -22,9 +22,15 @@ def register() -> str:
     Raises:
         ImportError: if transformers is missing.
 
-    >>> import regard.hf
-    >>> regard.hf.register()
-    'regard'
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.hf import register
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config)
+        >>> model.set_attn_implementation(register())
+        >>> model.config._attn_implementation
+        'regard'
     """
     require("transformers")
     from transformers import AttentionInterface, AttentionMaskInterface

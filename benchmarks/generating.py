@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--contexts", type=int, nargs="*", default=[128, 4096])
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     options = parser.parse_args()
     results = []
     for name in options.models:

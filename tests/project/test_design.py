@@ -41,7 +41,7 @@ def test_the_tree_has_every_file_and_no_other():
 
 
 def test_the_outline_is_the_forward_of_attention():
-    (outline,) = re.findall(r"```python\n(at = .*?)```", PAGE, re.DOTALL)
+    (outline,) = re.findall(r"```python[^\n]*\n(at = .*?)```", PAGE, re.DOTALL)
     steps = [line.partition("#")[0].strip() for line in outline.splitlines()]
     forward = inspect.getsource(Attention.forward)
     source = [line.partition("#")[0].strip() for line in forward.splitlines()]

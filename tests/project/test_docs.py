@@ -19,25 +19,15 @@ from session import LONG
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.skipif(not LONG, reason="takes seconds, and shares its code with the others")
 PAGES = ["README.md", "README.zh-CN.md"]
+GENERATE = ["docs/guides/transformers.md", "docs/zh/guides/transformers.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    ("page", "least"),
-    [*((page, 3) for page in PAGES), ("docs/convert.md", 1), ("docs/callers.md", 1)],
-)
-def test_every_snippet_runs(page, least):
-    snippets = blocks(page, "python")
-    assert len(snippets) >= least
-    for code in snippets:
-        exec(compile(code, page, "exec"), {})
-
-
-def test_the_first_example_decodes_without_gradients(capsys):
-    exec(compile(blocks("README.md", "python")[0], "README.md", "exec"), {})
+def test_the_first_layer_decodes_without_gradients(capsys):
+    exec(compile(blocks("README.md", "python")[1], "README.md", "exec"), {})
     explained = capsys.readouterr().out
     assert "fused" in explained and "gradient" not in explained
 
@@ -48,13 +38,6 @@ def test_every_command_is_there(page):
     assert {"./scripts/demo", "./scripts/test"} <= set(commands)
     for command in commands:
         assert (ROOT / command).exists(), command
-
-
-def test_both_languages_show_the_same_code():
-    first, second = (
-        [re.sub(r"\s*#.*", "", code) for code in blocks(page, "python")] for page in PAGES
-    )
-    assert first == second
 
 
 def sample(page: str) -> str:
@@ -71,7 +54,7 @@ def shape(sentences: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", GENERATE)
 def test_the_sample_of_generate_is_what_the_command_prints(page):
     runs = [
         Written(name, cache, "text", (1, 2), 3, 4.0, 5.0, 6 << 20, 7 << 30, "sdpa", "fused")
@@ -89,22 +72,13 @@ def test_the_sample_of_generate_is_of_the_default_model():
         model, tokenizer = regard.hf.smollm2()
     except OSError as reason:
         pytest.skip(str(reason))
-    shown = sample("README.md")
+    shown = sample(GENERATE[0])
     (prompt,) = set(
-        re.findall(r'regard generate --prompt "(.*?)"', (ROOT / "README.md").read_text())
+        re.findall(r'regard generate --prompt "(.*?)"', (ROOT / GENERATE[0]).read_text())
     )
     written = regard.hf.write(model, tokenizer, prompt, chat=True, max_new_tokens=8)
     assert shown.startswith(written.text)
     assert f"prefill {written.prompt_tokens} tokens" in shown
-
-
-def test_every_file_of_the_tree_is_there():
-    tree = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
-    inside = re.findall(r"^  ([\w./ ]+?)\s{2,}", tree, re.MULTILINE)
-    assert len(inside) > 10
-    for names in inside:
-        for name in names.split():
-            assert (ROOT / "src/regard" / name).exists(), name
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.stem)

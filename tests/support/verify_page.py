@@ -1,7 +1,7 @@
-"""The report in docs/verify.md: its file, and what the command prints on it.
+"""The report in docs/guides/verify.md: its file, and what the command prints on it.
 
-After a change of laws or of their words, `python tests/support/verify_page.py` prints it anew, with
-the number of laws.
+After a change of laws or of their words, `python tests/support/verify_page.py` prints it anew in
+both languages, with the number of laws. It needs `src` in PYTHONPATH, or regard installed.
 """
 
 import io
@@ -11,30 +11,35 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pages import ROOT, blocks, read
 from regard.cli.verify import show
 from regard.verify import LAWS, Report, check
 
-PAGE = Path(__file__).parents[2] / "docs/verify.md"
-COMMAND = "`regard verify my_attention.py:MultiHeadAttention --quick` prints"
+PAGE, DETAILS = "docs/guides/verify.md", "docs/verify-details.md"
+TRANSLATED = "docs/zh/guides/verify.md"
+FILE, SUBJECT = "my_attention.py", "MultiHeadAttention"
 WIDTH = 100  # columns of the page
 
 
-def example() -> str:
+def example(page: str = PAGE) -> str:
     """The file that the page shows first."""
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    first = blocks(page, "python")[0]
+    assert first.title == f'title="{FILE}"'
+    return first.code
 
 
-def shown() -> str:
+def shown(page: str = PAGE) -> str:
     """The report on the page."""
-    return PAGE.read_text().partition(COMMAND)[2].split("```")[1].strip("\n")
+    (report,) = [each.code for each in blocks(page, "text") if each.code.startswith(f"{FILE}:")]
+    return report.strip("\n")
 
 
 def printed() -> str:
     """The report on that file, as the command prints it."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "my_attention.py")
+        file = Path(folder, FILE)
         file.write_text(example())
-        report = check(f"{file}:MultiHeadAttention", quick=True, limit=300.0)
+        report = check(f"{file}:{SUBJECT}", quick=True, limit=300.0)
     whole = Report.from_json(report.to_json().replace(f"{folder}/", ""))
     console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
     show(whole, console)
@@ -49,7 +54,9 @@ def without_figures(text: str) -> str:
 
 
 if __name__ == "__main__":
-    before, command, after = PAGE.read_text().partition(COMMAND)
-    _, _, rest = after.split("```", 2)
-    before = re.sub(r"checks \d+ laws", f"checks {len(LAWS)} laws", before)
-    PAGE.write_text(f"{before}{command}\n\n```\n{printed()}\n```{rest}")
+    report = printed()
+    for page in (PAGE, TRANSLATED):
+        text = read(page).replace(f"\n{shown(page)}\n", f"\n{report}\n")
+        text = re.sub(r"checks \d+ laws", f"checks {len(LAWS)} laws", text)
+        text = re.sub(r"\d+ 条定律", f"{len(LAWS)} 条定律", text)
+        (ROOT / page).write_text(text, encoding="utf-8")

@@ -1,0 +1,42 @@
+"""The tables of docs/conversions.md are those of docs/conversions.json."""
+
+import json
+import re
+
+import pytest
+
+from pages import ROOT, read
+
+PAGE = "docs/conversions.md"
+RESULTS = json.loads((ROOT / "docs/conversions.json").read_text())["results"]
+OWN = RESULTS[0]["perplexity"]
+HEALED = {"DeepSeek's form, 30 minutes": "DeepSeek's form, 50%", "MQA, 27 minutes": "MQA, aligned"}
+
+
+def spaced(method):
+    """The name of a method as the page writes it: a space before the percent sign."""
+    return re.sub(r"(\d)%", r"\1 %", method)
+
+
+def shown(name):
+    """The cells of the first row of this name: the page has a table of another model, too."""
+    row, *_ = [line for line in read(PAGE).splitlines() if line.startswith(f"| {name} |")]
+    return [cell.strip() for cell in row.strip("|").split("|")][1:]
+
+
+def figure(ratio):
+    return f"{ratio:.3f}" if ratio < 10 else f"{ratio:,.0f}"
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda each: each["method"])
+def test_a_row_is_what_was_measured(result):
+    alone = re.fullmatch(r"latent, 50 %, from (.*) alone", result["method"])
+    ratios = [result["ratio"], *(result["perplexity"][name] / OWN[name] for name in OWN)]
+    wanted = [f"{100 * result['cache']:.0f} %", *map(figure, ratios)]
+    assert shown(alone[1] if alone else spaced(result["method"])) == wanted
+
+
+def test_healing_begins_where_the_table_ends():
+    methods = {each["method"]: each for each in RESULTS}
+    for name, method in HEALED.items():
+        assert shown(name)[1] == figure(methods[method]["ratio"])

@@ -1,0 +1,90 @@
+"""The pages of measurements show what the files of measurements hold."""
+
+import json
+import re
+import tomllib
+from collections import Counter
+
+import pytest
+
+from pages import ROOT, read
+from regard.compare import CANDIDATES
+
+NEAR = 0.05  # from 1: times as fast as the peer's
+LANGUAGES = ("docs/guides/machines.md", "docs/zh/guides/machines.md")
+
+
+def rows_under(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading of a page."""
+    table = re.search(r"(?:^\|.*\n)+", read(page).partition(f"\n## {heading}\n")[2], re.MULTILINE)
+    assert table is not None, f"{page} has no table under {heading}"
+    lines = table[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def fastest_peers() -> list[tuple[str, str, dict[str, float]]]:
+    """Of each case of the suite, its name, its fastest peer and that peer's row."""
+    found = []
+    for result in json.loads((ROOT / "docs/benchmarks.json").read_text())["results"]:
+        peers = {k: v for k, v in result.get("rows", {}).items() if not k.startswith("regard")}
+        if peers:
+            best = min(peers, key=lambda name: peers[name]["ms"])
+            found.append((result["case"], best, peers[best]))
+    return found
+
+
+def test_what_is_slower_is_shown_as_it_was_measured():
+    slower = [
+        [case, peer, f"{row['ratio']:.2f}", f"{row['low']:.2f} to {row['high']:.2f}"]
+        for case, peer, row in fastest_peers()
+        if row["ratio"] > 1 + NEAR
+    ]
+    assert rows_under("docs/speed.md", "Slower than a peer") == slower
+
+
+def test_every_case_is_counted():
+    ratios = [row["ratio"] for _, _, row in fastest_peers()]
+    counts = Counter((ratio > 1 + NEAR) - (ratio < 1 - NEAR) for ratio in ratios)
+    shown = [int(row[1]) for row in rows_under("docs/speed.md", "Every case")]
+    assert shown == [counts[-1], counts[0], counts[1]]
+    assert f"runs {len(ratios)} cases" in read("docs/speed.md")
+
+
+def test_the_comparison_is_shown_as_it_was_measured():
+    rows = json.loads((ROOT / "docs/compare.json").read_text())["rows"]
+    measured = [
+        [
+            row["name"] + " (exact)" * row["exact"],
+            f"{row['cache_bytes_per_token']:,.0f}",
+            f"{row['context_in_memory']:,}",
+            f"{row['perplexity']:.3f}",
+            f"{row['largest_logit_difference']:.1e}",
+            f"{row['prefill_tokens_per_second']:,.0f}",
+            f"{row['decode_tokens_per_second']:.1f}",
+        ]
+        for row in rows
+    ]
+    assert rows_under("docs/choosing.md", "The table") == measured
+
+
+def test_every_row_that_can_be_compared_is_explained():
+    explained = " ".join(row[1] for row in rows_under("docs/choosing.md", "What each row is"))
+    assert set(re.findall(r"`([\w-]+)`", explained)) == {each.key for each in CANDIDATES}
+
+
+@pytest.mark.parametrize("page", LANGUAGES)
+def test_the_extras_are_those_of_the_project(page):
+    """A line for the package and each extra that users install, with what it brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = re.search(r"(?:^\| `pip install .*\n)+", read(page), re.MULTILINE)
+    assert table is not None
+    cells = [line.split("|")[1:3] for line in table[0].splitlines()]
+    shown = {re.search(r"regard(?:\[\w+\])?", name)[0]: what for name, what in cells}
+    wanted = {"regard": project["dependencies"]} | {
+        f"regard[{extra}]": project["optional-dependencies"][extra]
+        for extra in ("cpu", "hf", "cli")
+    }
+    assert shown.keys() == wanted.keys()
+    for name, needed in wanted.items():
+        packages = {re.match(r"[\w-]+(\[[\w,]+\])?", each)[0] for each in needed}
+        assert set(re.findall(r"[\w-]+(?:\[[\w,]+\])?", shown[name])) == packages, name

@@ -1,0 +1,65 @@
+"""Every Python snippet of every page runs alone, and prints what the page says it prints."""
+
+import re
+
+import pytest
+
+from pages import PRINTS, Block, blocks, pages, read, snippets, without_figures
+
+SNIPPETS = snippets()
+TRANSLATED = [page for page in pages() if page.startswith("docs/zh/")]
+# Pages whose snippets need files beside them: tests/verify/test_docs_verify.py runs these.
+ELSEWHERE = ("docs/guides/verify.md", "docs/zh/guides/verify.md", "docs/verify-details.md")
+
+
+@pytest.mark.parametrize(
+    ("snippet", "shown"),
+    [pair for pair in SNIPPETS if pair[0].page not in ELSEWHERE],
+    ids=lambda each: f"{each.page}:{each.line}" if isinstance(each, Block) else "-",
+)
+@pytest.mark.usefixtures("unchecked")  # users have no such checks: they get our own errors
+def test_a_snippet_runs_and_prints_what_is_shown(snippet, shown, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    # as many lines as stand before it, so that an error names the line of the page
+    code = "\n" * snippet.line + snippet.code
+    exec(compile(code, snippet.page, "exec"), {"__name__": "__main__"})
+    if shown is None:
+        return
+    printed = capsys.readouterr().out
+    if shown.title == PRINTS:
+        assert printed.rstrip() == shown.code.rstrip()
+    else:
+        assert without_figures(printed) == without_figures(shown.code)
+
+
+def code_of(page: str) -> list[str]:
+    """The code of a page without its comments, which are translated."""
+    return [
+        re.sub(r"[ \t]*#.*", "", each.code) for each in blocks(page, "python", "sh", "bash", "toml")
+    ]
+
+
+@pytest.mark.parametrize("page", [*TRANSLATED, "README.zh-CN.md"])
+def test_both_languages_show_the_same_code(page):
+    english = page.replace("docs/zh/", "docs/").replace(".zh-CN", "")
+    assert code_of(page) == code_of(english)
+
+
+@pytest.mark.parametrize("page", TRANSLATED)
+def test_both_languages_have_the_same_sections_and_pictures(page):
+    english = page.replace("docs/zh/", "docs/")
+    levels = [
+        re.findall(r"^(#+) ", re.sub(r"```.*?```", "", read(each), flags=re.DOTALL), re.MULTILINE)
+        for each in (page, english)
+    ]
+    assert levels[0] == levels[1]
+    pictures = [re.findall(r"pictures/[\w.-]+", read(each)) for each in (page, english)]
+    assert pictures[0] == pictures[1]
+
+
+def test_every_guide_is_in_both_languages():
+    guides = [page for page in pages() if page.startswith("docs/guides/")]
+    assert [f"docs/zh/{page.removeprefix('docs/')}" for page in guides] == [
+        page for page in TRANSLATED if "/guides/" in page
+    ]

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import regard
 from regard.compare import CANDIDATES, Texts, chosen, compare
 from regard.ops.backends import BACKENDS
 from regard_cli.app import run
@@ -158,7 +159,7 @@ def test_own_text(folder, monkeypatch, capsys, tmp_path):
 
 def test_version(monkeypatch, capsys):
     assert command(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == "regard 0.1.0\n"
+    assert capsys.readouterr().out == f"regard {regard.__version__}\n"
 
 
 @pytest.mark.parametrize(

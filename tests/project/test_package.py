@@ -1,21 +1,32 @@
-"""The wheel: what its description shows leads somewhere, and other people's mypy sees its types."""
+"""The wheel and the source archive: what they hold, and what users of them see."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email import message_from_string
 from pathlib import Path
 
 import pytest
 
+import regard
+
 ROOT = Path(__file__).parents[2]
 BUILD = """
 import sys
-from hatchling.builders.wheel import WheelBuilder
-(made,) = WheelBuilder(sys.argv[1]).build(directory=sys.argv[2], versions=["standard"])
+from hatchling.builders.{kind} import {kind_title}Builder
+(made,) = {kind_title}Builder(sys.argv[1]).build(directory=sys.argv[2], versions=["standard"])
 print(made)
+"""
+FIRST_MINUTE = """
+import torch, regard
+from regard import Causal, GroupedQueryAttention, KVCache
+layer = GroupedQueryAttention(32, 4, 2, mask=Causal())
+layer(torch.zeros(1, 3, 32), cache=KVCache())
+print(regard.__file__, regard.__version__)
 """
 CONSUMER = """
 import torch
@@ -31,15 +42,32 @@ GroupedQueryAttention(64, num_heads="4", num_kv_heads=2)
 SETTINGS = "[mypy]\n[mypy-torch.*,jaxtyping.*]\nfollow_imports = skip\n"  # theirs take a minute
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def built(kind: str, folder: Path) -> Path:
+    """The wheel or the source archive (`"sdist"`), built into a folder."""
     pytest.importorskip("hatchling")
     pytest.importorskip("hatch_fancy_pypi_readme")
-    command = [sys.executable, "-c", BUILD, str(ROOT), str(tmp_path_factory.mktemp("wheel"))]
+    code = BUILD.format(kind=kind, kind_title=kind.title())
+    command = [sys.executable, "-c", code, str(ROOT), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(done.stdout.strip()) as file:
+    return Path(done.stdout.strip())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    with zipfile.ZipFile(built("wheel", tmp_path_factory.mktemp("wheel"))) as file:
         yield file
+
+
+def tracked(*folders: str) -> set[str]:
+    """The files that git has, or would add, in these folders or everywhere."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("this is no clone")
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return {name for name in done.stdout.splitlines() if (ROOT / name).exists()}
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +95,62 @@ def test_the_text_of_links_stays(description):
     assert set(untouched) <= set(description.splitlines())
 
 
-def test_the_wheel_is_typed_and_has_its_command(wheel):
-    names = set(wheel.namelist())
-    assert {
-        "regard/py.typed",
-        "regard/__main__.py",
-        "regard_cli/app.py",
-        "pytest_regard.py",
-    } <= names
-    (entries,) = [name for name in names if name.endswith("entry_points.txt")]
-    assert "regard = regard_cli:main" in wheel.read(entries).decode()
+def test_the_wheel_has_the_packages_and_nothing_else(wheel):
+    packages = {name.removeprefix("src/") for name in tracked("src")}
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == packages
+    assert {"regard/py.typed", "regard_cli/app.py", "pytest_regard.py"} <= names
+    extra = {name.partition(".dist-info/")[2] for name in wheel.namelist()} - {""}
+    assert extra == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+
+
+def test_the_source_archive_has_what_git_has(tmp_path):
+    with tarfile.open(built("sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names - tracked() == {"PKG-INFO"}
+    assert {"pyproject.toml", "README.md", "LICENSE", "src/regard/py.typed"} <= names
+
+
+def test_the_wheel_names_its_commands_and_its_plugin(wheel):
+    (entries,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    text = wheel.read(entries).decode()
+    assert "regard = regard_cli:main" in text
+    assert "regard = pytest_regard" in text
+
+
+def test_the_metadata_is_complete(wheel):
+    (path,) = [name for name in wheel.namelist() if name.endswith("dist-info/METADATA")]
+    metadata = message_from_string(wheel.read(path).decode())
+    for field in ("Summary", "Author", "License-Expression", "Keywords", "Requires-Python"):
+        assert metadata[field], field
+    assert {"cli", "cpu", "hf", "docs"} <= set(metadata.get_all("Provides-Extra"))
+    assert metadata["Version"] == regard.__version__
+    needed = [each for each in metadata.get_all("Requires-Dist") if "extra ==" not in each]
+    assert sorted(re.match(r"[\w-]+", each)[0] for each in needed) == ["jaxtyping", "torch"]
+
+
+def test_the_changelog_has_this_version():
+    """Released versions have dates; the newest is that of the source."""
+    released = re.findall(
+        r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d$",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
+    assert released[0] == regard.__version__
+    assert released == sorted(released, reverse=True)
+
+
+def test_what_the_wheel_holds_runs_where_it_is_unpacked(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    for command in (["-c", FIRST_MINUTE], ["-m", "regard", "--version"]):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert regard.__version__ in done.stdout
+        assert "-c" not in command or str(tmp_path / "site") in done.stdout
 
 
 def test_a_consumers_mypy_sees_types(tmp_path):

@@ -55,7 +55,7 @@ def all_float64(row: Row) -> bool:
 class Caller:
     """`run` gives what it found of a program; `needs` says of which programs.
 
-    A `plain` caller asks for nothing that a backend may lack, so that nothing may be refused.
+    A `plain` caller asks for nothing that a backend may lack, so that nothing else may be refused.
     `refusals` are the sentences that are right answers to this one, `torch_refuses` a part of a
     sentence of torch's own that is one too. A `dear` caller takes a second a call: in an ordinary
     run it meets so many calls, or none if `only_long`. `process` is what it wants to run in.
@@ -76,10 +76,10 @@ class Caller:
 
     def allows(self, sentence: str, program: Program) -> bool:
         """Whether the program may be refused with this sentence."""
-        if self.plain:
-            return False
         if any(re.search(each, sentence) for each in self.refusals):
             return True
+        if self.plain:
+            return False
         named = isinstance(program, AttendProgram) and program.row.backend
         asked = named not in (False, "auto", "eager")
         return asked and f"backend={named!r} cannot run this call" in sentence

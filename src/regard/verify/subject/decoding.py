@@ -1,6 +1,8 @@
 """Calling a layer piece by piece, with a cache: an object, a returned tuple, or in the layer."""
 
+import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -90,7 +92,7 @@ class Steps:
 
     def _positions(self, before: int, new: int) -> dict[str, Any]:
         names = parameters_of(self.call.module.forward)
-        given: dict[str, Any] = {name: before for name in STARTS if name in names}
+        given: dict[str, Any] = dict.fromkeys(_starts(names), before)
         given.update({n: torch.arange(before, before + new) for n in POSITIONS if n in names})
         return given
 
@@ -218,7 +220,7 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
         for name, each in taken.items()
         if (_ARGUMENTS.search(name) or is_annotated(module, name))
         and not isinstance(each.default, (bool, int))
-        and name not in ("use_cache", call.context, *POSITIONS, *STARTS)
+        and name not in ("use_cache", call.context, *POSITIONS, *_starts(taken))
     ]
     found = []
     for name in [own.cache] if own.cache else names:
@@ -229,11 +231,22 @@ def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
         ]
         plain = [Steps(call, subject, name, "single", dict)] if own.new_cache is None else []
         found += [*objects, Steps(call, subject, name, "tuple"), *plain]
-    started = {*taken, *parameters_of(_inner(module).forward)} & {*STARTS, *POSITIONS, "use_cache"}
+    either = {**parameters_of(_inner(module).forward), **taken}
+    started = either.keys() & {*_starts(either), *POSITIONS, "use_cache"}
     if any(hasattr(_inner(module), name) for name in RESETS) or started:
         found.append(Steps(call, subject, "", "internal", empty=_held(module)))
     alike = {"object": ("object", "single")}.get(own.cache_style or "", (own.cache_style,))
     return [each for each in found if own.cache_style is None or each.style in alike]
+
+
+def _starts(taken: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The arguments that count earlier tokens. `past` is one of them unless it may be None: then it
+    is a cache."""
+    return [
+        name
+        for name in STARTS
+        if name in taken and (name != "past" or taken[name].default is not None)
+    ]
 
 
 def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:

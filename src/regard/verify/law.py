@@ -83,7 +83,7 @@ class NotApplicable(Exception):
 
 
 class Undecided(Exception):
-    """It took too long to decide whether the law is kept; carries the reason."""
+    """A law was not decided within its time limit; the message is the reason."""
 
 
 class OwnError(Exception):

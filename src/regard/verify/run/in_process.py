@@ -192,7 +192,7 @@ def undisturbed(seed: int = 0) -> Iterator[None]:
         torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
     )  # fmt: skip
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float32)  # a subject is built here; a law asks for other defaults
+    torch.set_default_dtype(torch.float32)  # for building a subject; some laws set others
     try:
         with (
             torch.autocast("cpu", enabled=False),

@@ -42,7 +42,7 @@ class Step:
 
 
 class Watch(TorchFunctionMode):
-    """Notes each operation that a line of these files asks for."""
+    """Records each torch operation that is called from a line of these files, also indirectly."""
 
     def __init__(self, files: Collection[str]) -> None:
         super().__init__()

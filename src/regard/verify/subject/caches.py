@@ -205,10 +205,10 @@ def _counts(store: Store) -> bool:
 
 
 def _truncation(methods: CacheMethods, subject: Subject) -> CacheMethods | None:
-    """How 4 of 5 tokens are kept, or 1: by a length, or by the tokens to drop; None if it cannot.
+    """What the argument of `truncate` means: the number of tokens to keep, or to drop, perhaps with
+    a minus sign; None if the cache cannot be truncated.
 
-    Of 5 tokens, `truncate(1)` keeps 4 if it takes the tokens to drop. A refusal is no fault, as
-    some caches take these with a minus sign, and others cannot be truncated.
+    Tried on 5 tokens: after `truncate(1)`, 1 or 4 of them are left.
     """
     ways = {
         "a length to keep": (methods, 1, 1),

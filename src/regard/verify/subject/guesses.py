@@ -129,7 +129,7 @@ def _by_words(words: set[str], plain: str) -> str | None:
 
 
 def is_short(name: str, value: Any) -> bool:
-    """Whether a default is the most tokens that a module takes, and fewer than laws ask for."""
+    """Whether a default limits the sequence length to less than the inputs of the laws."""
     most = {"max", "context", "ctx"} & set(name.lower().split("_"))
     number = isinstance(value, int) and not isinstance(value, bool)
     return bool(most) and role_of(name) == "length" and number and 0 < value < CONTEXT

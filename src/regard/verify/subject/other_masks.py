@@ -94,7 +94,7 @@ def _dependence(subject: Subject, **options: Any) -> Tensor:
 
 
 def with_causal(subject: Subject) -> Iterator[tuple[str, Subject]]:
-    """The module with each switch for the causal rule turned on, and the switch in words."""
+    """The module with each of its boolean causal options set to True, and that option in words."""
     own = replace(subject.conventions, causal=True)
     layer: Any = subject.layer
     if subject.has.causal:
@@ -115,7 +115,7 @@ def with_causal(subject: Subject) -> Iterator[tuple[str, Subject]]:
 
 
 def _built(subject: Subject, name: str) -> nn.Module | None:
-    """Another of its class with a switch turned on and the same weights; None if it refuses."""
+    """A module of the same class and weights with one boolean option True; None if that raises."""
     try:
         assert subject.another is not None
         module = subject.another(**{name: True})

@@ -6,12 +6,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import (
     Causal,
+    KVCache,
     Padding,
     QuantizedCache,
     attend,
 )
-from regard.cache.codes import QuantizedStream, QuantizedStreams, dequantize, quantize
+from regard.cache.codes import (
+    NIBBLES,
+    QuantizedStream,
+    QuantizedStreams,
+    bits_of,
+    dequantize,
+    quantize,
+    unpacked,
+)
 from regard.ops.attend import prepare
+from regard.ops.kernels import tiles
 
 UNIT = torch.finfo(torch.float32).eps / 2
 SIZES = [(8, 4, 8), (8, 4, 10), (4, 4, 7), (4, 8, 20), (8, 64, 64), (4, 32, 33)]
@@ -116,9 +126,9 @@ def test_joined_latents_are_read_as_codes():
 def test_the_error_of_a_quantised_value_is_at_most_half_a_step(bits, width, dtype):
     x = (torch.randn(2, 3, 5, width) * torch.rand(2, 3, 5, 1) * 10 + 3).to(dtype)
     group = 16
-    codes, scale, zero = quantize(x, bits, group)
-    back = dequantize(codes, scale, zero, bits, group, width)
-    step = scale.float().repeat_interleave(group, -1)[..., :width]
+    codes, scales = quantize(x, bits, group)
+    back = dequantize(codes, scales, bits, group, width)
+    step = scales[..., 0::2].float().repeat_interleave(group, -1)[..., :width]
     allowed = step * 0.5 * (1 + 2**-12) + x.float().abs() * 2**-22  # and float32's own rounding
     assert ((back - x.float()).abs() <= allowed).all()
 
@@ -127,3 +137,39 @@ def test_constant_and_zero_groups_are_exact():
     for value in (0.0, 3.5, -2.0):
         x = torch.full((1, 1, 2, 8), value)
         assert torch.equal(dequantize(*quantize(x, 8, 8), 8, 8, 8), x)
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 31, 32, 48, 65, 128])
+def test_4_bit_codes_are_stored_in_halves_of_bytes(width):
+    """Byte i of 32 channels holds channels i and i + 16; of a rest, i and i + half of it."""
+    x = torch.randint(0, 16, (1, 2, 3, width)).float()
+    x[..., 0], x[..., -1] = 0.0, 15.0  # scale 1, zero 0
+    codes, _ = quantize(x, 4, 256)
+    rest = width % (2 * NIBBLES)
+    half = (rest + 1) // 2
+    for channel in range(width if width > 1 else 0):
+        step, at = divmod(channel, 2 * NIBBLES)
+        size = half if step == width // (2 * NIBBLES) else NIBBLES
+        byte = codes[..., NIBBLES * step + at % size]
+        wanted = byte >> 4 if at >= size else byte & 15
+        assert wanted.equal(x[..., channel].to(torch.uint8))
+    assert unpacked(codes, width).shape[-1] == width
+    assert NIBBLES == tiles.NIBBLES
+
+
+def test_keys_and_values_are_quantised_together_as_apart():
+    """Few tokens of the same shape take half as many operators together."""
+    k, v, wide = torch.randn(2, 3, 5, 64), torch.randn(2, 3, 5, 64), torch.randn(2, 3, 5, 66)
+    together, apart = QuantizedCache(4), QuantizedCache(4)
+    both, one = (cache.update(k, x)[0] for cache, x in ((together, v), (apart, wide)))
+    assert torch.equal(both.streams[0], one.streams[0])
+    assert torch.equal(both.streams[1], QuantizedCache(4).update(v)[0].streams[0])
+
+
+def test_outlines_have_the_shapes_and_dtypes_of_the_values():
+    cache = QuantizedCache(4, group=6)
+    (part,) = cache.update(torch.randn(2, 3, 5, 33).bfloat16(), torch.zeros(2, 1, 5, 1).int())
+    for outline, stream in zip(part.outlines, part.streams, strict=True):
+        assert (outline.shape, outline.dtype) == (stream.shape, stream.dtype)
+    assert bits_of(cache) == 4
+    assert bits_of(KVCache()) is None

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numba.core.registry import cpu_target
 
+from regard.cache.codes import QuantizedStream, quantize
 from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
 from regard.ops.kernels.specification import Specification
-from regard.ops.kernels.tiles import tile_for
+from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, Format, tile_for
 
 UNIT = torch.finfo(torch.float32).eps / 2
 
@@ -26,11 +27,26 @@ def judge(q, k, v, scale, bias=None):
     return weights @ v, scores.logsumexp(-1), 2 * UNIT * v.abs().max().item() * (1 + sizes)
 
 
+def quantized(x, bits=8, group=64):
+    """A stream of codes."""
+    return QuantizedStream(*quantize(x, bits, group), bits, group, x.shape[-1], x.dtype)
+
+
+def of_stream(x):
+    """The values of keys or values, and how they are stored."""
+    if isinstance(x, QuantizedStream):
+        return x._replace(dtype=torch.float32).dequantized(), Format(x.bits, x.group)
+    return x, BFLOAT16 if x.dtype is torch.bfloat16 else FLOAT32
+
+
 def check(q, k, v, bias=None, joined=False, lanes=None):
+    """Against float64, of the values that codes stand for; joined, v gives the width alone."""
     scale = q.shape[-1] ** -0.5
-    given = {"width": v.shape[-1]} if joined else {"v": v}
+    (keys, _), (values, _) = of_stream(k), of_stream(v)
+    values = keys[..., : values.shape[-1]] if joined else values
+    given = {"width": values.shape[-1]} if joined else {"v": v}
     out, lse = decode(q, k, scale=scale, bias=bias, lanes=lanes, **given)
-    wanted, sums, bound = judge(q, k, v, scale, bias)
+    wanted, sums, bound = judge(q, keys, values, scale, bias)
     assert (out.double() - wanted).abs().max() <= bound
     visible = sums > -torch.inf
     assert lse[~visible].eq(-torch.inf).all()
@@ -41,17 +57,29 @@ def check(q, k, v, bias=None, joined=False, lanes=None):
 def check_specification(q, k, v, bias=None, joined=False, lanes=None):
     """The kernel and its specification: the same bits, but for what NumPy cannot express."""
     lanes, half = lanes or machine_lanes(), q.dtype is torch.bfloat16
-    given = {"width": v.shape[-1]} if joined else {"v": v}
+    (keys, k_form), (values, v_form) = of_stream(k), of_stream(v)
+    dv = values.shape[-1]
+    given = {"width": dv} if joined else {"v": v}
     out, lse = decode(q, k, scale=0.17, bias=bias, lanes=lanes, **given)
     b, g, m, d = q.shape
-    tile = tile_for(m, d, v.shape[3], half, joined, bias is not None, lanes)
-    added = None if bias is None else bias.expand(b, g, m, k.shape[2]).numpy()
-    arrays = [x.float().numpy() for x in (q, k, v)]
+    tile = tile_for(m, d, dv, half, joined, bias is not None, lanes, k_form, v_form)
     twin = Specification(tile, has_fma())
-    wanted, sums = twin.decode(*arrays, added, 0.17, torch.get_num_threads())
+    added = None if bias is None else bias.expand(b, g, m, keys.shape[2]).numpy()
+    k_array, v_array = array_of(twin, k), array_of(twin, v)
+    v_array = k_array[..., :dv] if joined else v_array
+    given = q.float().numpy(), k_array, v_array, added, 0.17
+    wanted, sums = twin.decode(*given, torch.get_num_threads())
     assert (out.numpy() == wanted).mean() > 0.99
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=8 * UNIT * v.abs().max().item())
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=8 * UNIT * np.abs(v_array).max())
     np.testing.assert_allclose(lse, sums, rtol=4 * UNIT, atol=4 * UNIT)
+
+
+def array_of(twin, x):
+    """Keys or values in float32, as the specification dequantises them."""
+    if isinstance(x, torch.Tensor):
+        return x.float().numpy()
+    scales = x.scales.float().numpy()
+    return twin.dequantized(x.codes.numpy(), scales, Format(x.bits, x.group), x.width)
 
 
 def has_fma():

@@ -1,8 +1,8 @@
 """Tensors quantised to 8 or 4 bits, and matrix products with them, a block of tokens at a time.
 
 `value = zero + scale * code`, with a scale and a zero for each token, head and group of channels. A
-product with values is a scaled product with codes, plus a sum. So 8-bit codes are read, a quarter
-of float32, and only one block of them at a time is converted to floating point.
+product with values is a scaled product with codes, plus a sum: so backends of torch's operators
+convert one block of codes at a time. The compiled kernel reads the codes as they are laid out here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+NIBBLES = 16  # bytes of 4-bit codes: their low halves are so many channels, the high ones the next
+_LOW = 0xFFFF  # the half of a float32 that a bfloat16 does not have
 _BLOCK = 1024  # tokens converted to floating point at a time; they fit in the L2 cache
 
 
@@ -19,23 +21,36 @@ class QuantizedStream(NamedTuple):
     """A stream `[B, G, S, W]` of `dtype`, quantised by `quantize`."""
 
     codes: UInt8[Tensor, "B G S bytes"]
-    scale: Tensor
-    zero: Tensor
+    scales: Tensor  # [B, G, S, 2 x groups]: scale and zero of each group, side by side
     bits: int
     group: int
     width: int
     dtype: torch.dtype
 
+    @property
+    def scale(self) -> Tensor:
+        """The scale of each token, head and group of channels."""
+        return self.scales[..., 0::2]
+
+    @property
+    def zero(self) -> Tensor:
+        """The zero of each token, head and group of channels."""
+        return self.scales[..., 1::2]
+
+    @property
+    def outline(self) -> Tensor:
+        """A tensor of the shape and dtype of the values, which are all zero."""
+        return self.scales.new_zeros((), dtype=self.dtype).expand(*self.codes.shape[:3], self.width)
+
     def dequantized(self) -> Float[Tensor, "B G S W"]:
         """The values in the original dtype."""
-        return dequantize(*self[:6]).to(self.dtype)
+        return dequantize(*self[:5]).to(self.dtype)
 
     def narrow(self, start: int, size: int) -> "QuantizedStream":
         """The tokens `start..start + size`."""
         return self._replace(
             codes=self.codes.narrow(2, start, size),
-            scale=self.scale.narrow(2, start, size),
-            zero=self.zero.narrow(2, start, size),
+            scales=self.scales.narrow(2, start, size),
         )
 
     def product(self, rows: Float[Tensor, "B G M W"]) -> Float[Tensor, "B G M S"]:
@@ -72,7 +87,7 @@ class QuantizedStream(NamedTuple):
         return torch.cat(pieces, -1)
 
     def _floating(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        codes = unpacked(self.codes) if self.bits == 4 else self.codes
+        codes = unpacked(self.codes, self.width) if self.bits == 4 else self.codes
         return codes.to(dtype), self.scale.to(dtype), self.zero.to(dtype)
 
     def _blocks(self) -> Iterator["QuantizedStream"]:
@@ -110,53 +125,80 @@ def _values(stream: QuantizedStream | Tensor) -> Tensor:
     return stream.dequantized() if isinstance(stream, QuantizedStream) else stream
 
 
-def quantize(x: Float[Tensor, "B G L W"], bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes `[B, G, L, bytes]`, and a scale and a zero for each group of channels.
+def bits_of(cache: object) -> int | None:
+    """The bits of the codes that a cache returns; None where it returns values."""
+    return getattr(cache, "bits", None)
+
+
+def quantize(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """Codes `[*B, L, bytes]`, and a scale and a zero for each group of channels, side by side.
 
     Scale and zero are rounded to bfloat16 first, zero down and scale up, so that the codes cover
     the range. Codes are computed from the rounded values, so that this rounding adds little error.
     """
-    levels = 2**bits - 1
-    width = x.shape[-1]
-    padded = torch.nn.functional.pad(x.detach().float(), (0, -width % group))
-    if width % group:
-        padded[..., width:] = padded[..., width - 1 : width]
-    groups = padded.unflatten(-1, (-1, group))
+    levels, width = 2**bits - 1, x.shape[-1]
+    groups = _groups(x.detach().float(), group)
     low, high = groups.aminmax(dim=-1, keepdim=True)
-    zero = _bfloat16(low, -torch.inf)
-    scale = _bfloat16((high - zero.float()) / levels, torch.inf)
-    step = scale.float().masked_fill(scale == 0, 1.0)
-    codes = ((groups - zero.float()) / step).round().clamp(0, levels).to(torch.uint8).flatten(-2)
-    codes = codes[..., : width + width % 2]
-    packed = codes[..., 0::2] | (codes[..., 1::2] << 4) if bits == 4 else codes[..., :width]
-    return packed, scale.squeeze(-1), zero.squeeze(-1)
+    zero = _rounded_down(low)
+    scale = _rounded_up((high - zero) / levels)
+    step = scale.masked_fill(scale == 0, 1.0)
+    codes = (groups - zero).div_(step).round_().clamp_(0, levels)
+    codes = codes.to(torch.uint8).flatten(-2)[..., :width]
+    scales = torch.cat([scale, zero], -1).bfloat16().flatten(-2)
+    return _packed(codes) if bits == 4 else codes, scales
 
 
-def _bfloat16(x: Float[Tensor, "..."], towards: float) -> Tensor:
-    """`x` rounded to bfloat16 towards plus or minus infinity."""
-    rounded = x.bfloat16()
-    beyond = rounded.float() > x if towards < 0 else rounded.float() < x
-    limit = torch.full_like(rounded, towards)
-    return torch.where(beyond, torch.nextafter(rounded, limit), rounded)
+def _groups(x: Float[Tensor, "... W"], group: int) -> Float[Tensor, "... N group"]:
+    """Channels in groups; a last one that is smaller is filled with its last channel."""
+    missing = -x.shape[-1] % group
+    if missing:
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], -1)
+    return x.unflatten(-1, (-1, group))
 
 
-def unpacked(codes: UInt8[Tensor, "B G L bytes"]) -> UInt8[Tensor, "B G L W"]:
+def _rounded_up(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The next bfloat16 that is not less, of x >= 0: a float32 is one if its low half is zero."""
+    return ((x.view(torch.int32) + _LOW) & ~_LOW).view(torch.float32)
+
+
+def _rounded_down(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The next bfloat16 that is not greater: negative numbers grow in size, others shrink."""
+    word = x.view(torch.int32)
+    return ((word + (word >> 31 & _LOW)) & ~_LOW).view(torch.float32)
+
+
+def _packed(codes: UInt8[Tensor, "... W"]) -> UInt8[Tensor, "... bytes"]:
+    """Two 4-bit codes a byte: channels i and i + 16 of each 32, and i and i + half of the rest.
+
+    So the low halves of neighbouring bytes are neighbouring channels, and the high halves too.
+    """
+    width = codes.shape[-1]
+    whole = width - width % (2 * NIBBLES)
+    steps = codes[..., :whole].unflatten(-1, (-1, 2, NIBBLES))
+    packed = (steps.select(-2, 0) | steps.select(-2, 1) << 4).flatten(-2)
+    if whole == width:
+        return packed
+    low, high = codes[..., whole:].tensor_split([-((whole - width) // 2)], -1)
+    high = torch.nn.functional.pad(high, (0, low.shape[-1] - high.shape[-1]))
+    return torch.cat([packed, low | high << 4], -1)
+
+
+def unpacked(codes: UInt8[Tensor, "... bytes"], width: int) -> UInt8[Tensor, "... W"]:
     """4-bit codes, of which each byte holds two."""
-    return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    whole = width // (2 * NIBBLES) * NIBBLES  # bytes
+    steps = codes[..., :whole].unflatten(-1, (-1, 1, NIBBLES))
+    values = torch.cat([steps & 15, steps >> 4], -2).flatten(-3)
+    rest = codes[..., whole:]
+    return torch.cat([values, rest & 15, rest >> 4], -1)[..., :width] if rest.shape[-1] else values
 
 
 def dequantize(
-    codes: UInt8[Tensor, "B G L bytes"],
-    scale: Tensor,
-    zero: Tensor,
-    bits: int,
-    group: int,
-    width: int,
+    codes: UInt8[Tensor, "B G L bytes"], scales: Tensor, bits: int, group: int, width: int
 ) -> Float[Tensor, "B G L W"]:
     """The values `zero + scale * code`, in float32."""
     if bits == 4:
-        codes = unpacked(codes)
-    missing = scale.shape[-1] * group - codes.shape[-1]
+        codes = unpacked(codes, width)
+    pairs = scales.float().unflatten(-1, (-1, 2))
+    missing = pairs.shape[-2] * group - codes.shape[-1]
     groups = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, group)).float()
-    values = groups * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
-    return values.flatten(-2)[..., :width]
+    return (groups * pairs[..., :1] + pairs[..., 1:]).flatten(-2)[..., :width]

@@ -10,6 +10,7 @@ from regard.cache.streams import (
     check_whole,
     concatenated,
     empty_like,
+    first_tokens,
     needs_gradients,
     select_rows,
     write_tokens,
@@ -65,9 +66,8 @@ class StaticCache(Contiguous):
         if not self._held:
             self._held = tuple(empty_like(each, self.max_length) for each in new)
         write_tokens(self._held, new, self._lengths)
-        self._lengths = self._lengths.grown(added)
-        total = self.length
-        return (Part(0, total, tuple(held.narrow(2, 0, total) for held in self._held)),)
+        self._lengths = lengths = self._lengths.grown(added)
+        return (first_tokens(self._held, lengths.longest),)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""

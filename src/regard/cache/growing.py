@@ -9,6 +9,7 @@ from regard.cache.streams import (
     check_streams,
     concatenated,
     empty_like,
+    first_tokens,
     needs_derivatives,
     select_rows,
     write_tokens,
@@ -50,9 +51,8 @@ class KVCache(Contiguous):
         else:
             self._held = self._reserve(new, self.length + added)
             write_tokens(self._held, new, self._lengths)
-        self._lengths = self._lengths.grown(added)
-        total = self.length
-        return (Part(0, total, tuple(held.narrow(2, 0, total) for held in self._held)),)
+        self._lengths = lengths = self._lengths.grown(added)
+        return (first_tokens(self._held, lengths.longest),)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
@@ -72,7 +72,7 @@ class KVCache(Contiguous):
     def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers with the tokens held and room for `total`."""
         present = self._held[0].shape[2] if self._held else 0
-        if self._held and present >= total and not any(h.requires_grad for h in self._held):
+        if present >= total > 0 and not any(each.requires_grad for each in self._held):
             return self._held
         capacity = max(_FIRST_CAPACITY, total, 2 * present if total > present else 0)
         buffers = tuple(empty_like(each, capacity) for each in new)

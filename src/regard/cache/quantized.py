@@ -6,8 +6,9 @@ once, independently of each other, and an outlier channel affects only its group
 
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize
+from regard.cache.codes import QuantizedStream, QuantizedStreams
 from regard.cache.growing import KVCache
+from regard.cache.quantizing import quantized
 from regard.cache.streams import (
     Part,
     Stored,
@@ -26,7 +27,7 @@ class QuantizedCache(Stored):
     Quantisation is asymmetric: `value = zero + scale * code`, with a bfloat16 scale and zero for
     each `group` channels of a token and head. The error of a value is at most half a scale, and one
     rounding. `update` returns the quantised values of all tokens, the new ones too, in their
-    original dtype. Decoding reads the codes a block at a time; other calls dequantise them all.
+    original dtype. Decoding reads the codes; other calls dequantise them all.
     Values must be finite, and below 1e38 in size; this is not checked. Buffers grow by doubling.
 
     Args:
@@ -83,10 +84,10 @@ class QuantizedCache(Stored):
         Raises:
             ValueError: if the streams do not fit, or require gradients.
         """
-        quantized = self._quantized(new)
+        added = self._quantized(new)
         if not self._like:
             self._like = tuple(each.detach()[:, :, :0].clone() for each in new)
-        return self._parts(self._store.update(*quantized), new)
+        return self._parts(self._store.update(*added), new)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
@@ -121,11 +122,11 @@ class QuantizedCache(Stored):
         stored: list[Tensor] = []
         for each in new:
             floating = each.is_floating_point()
-            stored += quantize(each, self.bits, self.group) if floating else [each]
+            stored += quantized(each, self.bits, self.group) if floating else [each]
         return stored
 
     def _parts(self, parts: tuple[Part, ...], like: tuple[Tensor, ...]) -> tuple[Part, ...]:
-        """The parts of the store with codes, scale and zero joined to one stream each."""
+        """The parts of the store with codes and scales joined to one stream each."""
         described = []
         for start, stop, stored in parts:
             tensors = iter(stored)
@@ -134,9 +135,9 @@ class QuantizedCache(Stored):
                 if not each.is_floating_point():
                     streams.append(next(tensors))
                     continue
-                codes, scale, zero = next(tensors), next(tensors), next(tensors)
+                codes, scales = next(tensors), next(tensors)
                 sizes = self.bits, self.group, each.shape[-1]
-                streams.append(QuantizedStream(codes, scale, zero, *sizes, each.dtype))
+                streams.append(QuantizedStream(codes, scales, *sizes, each.dtype))
             described.append(Part(start, stop, QuantizedStreams(streams)))
         return tuple(described)
 

@@ -13,6 +13,7 @@ from regard.cache.streams import (
     empty_like,
     needs_derivatives,
     select_rows,
+    write_slots,
 )
 from regard.span import Span
 
@@ -70,8 +71,7 @@ class SlidingCache(Contiguous):
             part = self._view(whole, start, stop)
             self._store(whole, keep, stop, graph)
         else:
-            for held, each in zip(self._held, new, strict=True):
-                held.narrow(2, used, added).copy_(each.detach())
+            write_slots(self._held, new, used)
             part = self._view(self._held, start, stop)
         self._lengths = self._lengths.grown(added)
         return (part,)

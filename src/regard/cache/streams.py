@@ -41,6 +41,13 @@ class Part(NamedTuple):
         """The streams as they are stored, if any of them is quantised."""
         return self.streams.stored if isinstance(self.streams, QuantizedStreams) else None
 
+    @property
+    def outlines(self) -> Sequence[Tensor]:
+        """Tensors of the streams' shapes and dtypes; for codes, without their values."""
+        if self.quantized is None:
+            return self.streams
+        return tuple(x if isinstance(x, Tensor) else x.outline for x in self.quantized)
+
     def narrow(self, start: int, stop: int) -> "Part":
         """The part with only the slots `start..stop`."""
         begin, size = start - self.kv_start, stop - start
@@ -190,7 +197,9 @@ def check_streams(new: Sequence[Tensor], held: Sequence[Tensor]) -> int:
         if not isinstance(each, Tensor) or each.dim() != 4:
             shape = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise ValueError(f"stream {index} is a tensor [B, G, L, W], got {shape}")
-        if each.shape[2] != new[0].shape[2] or each.shape[0] != new[0].shape[0]:
+    batch, _, added, _ = new[0].shape
+    for each in new[1:]:
+        if each.shape[2] != added or each.shape[0] != batch:
             raise ValueError(
                 f"the streams of one update have one batch size and one length, got "
                 f"{tuple(new[0].shape)} and {tuple(each.shape)}"
@@ -200,15 +209,19 @@ def check_streams(new: Sequence[Tensor], held: Sequence[Tensor]) -> int:
             f"the cache holds {len(held)} streams, got {len(new)}; each layer needs its own cache"
         )
     for index, (each, present) in enumerate(zip(new, held, strict=False)):
-        _check_stream(index, each, present)
-    return new[0].shape[2]
+        if not _follows(each, present):
+            _explain_stream(index, each, present)
+    return added
 
 
-def _check_stream(index: int, new: Tensor, held: Tensor) -> None:
+def _follows(new: Tensor, held: Tensor) -> bool:
     theirs, ours = new.shape, held.shape
     same = theirs[0] == ours[0] and theirs[1] == ours[1] and theirs[3] == ours[3]
-    if same and new.dtype == held.dtype and new.device == held.device:
-        return
+    return same and new.dtype == held.dtype and new.device == held.device
+
+
+def _explain_stream(index: int, new: Tensor, held: Tensor) -> None:
+    """Raise for the first thing that does not fit."""
     if new.shape[0] != held.shape[0]:
         raise ValueError(
             f"stream {index} has a batch of {new.shape[0]}, the cache one of {held.shape[0]}; "
@@ -219,11 +232,10 @@ def _check_stream(index: int, new: Tensor, held: Tensor) -> None:
             f"stream {index} has (heads, width) = {(new.shape[1], new.shape[3])}, the cache "
             f"{(held.shape[1], held.shape[3])}; each layer needs its own cache"
         )
-    if new.dtype != held.dtype or new.device != held.device:
-        raise ValueError(
-            f"stream {index} is {new.dtype} on {new.device}, the cache {held.dtype} on "
-            f"{held.device}; use a new cache after moving a layer"
-        )
+    raise ValueError(
+        f"stream {index} is {new.dtype} on {new.device}, the cache {held.dtype} on "
+        f"{held.device}; use a new cache after moving a layer"
+    )
 
 
 def check_rows(rows: object, held: Sequence[Tensor]) -> None:
@@ -236,7 +248,9 @@ def check_rows(rows: object, held: Sequence[Tensor]) -> None:
         got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else rows
         raise ValueError(f"rows is [N] batch rows in int64 or int32, got {got}")
     batch = held[0].shape[0] if held else None
-    if batch is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
+    if batch is None or not rows.numel() or rows.device.type != "cpu":
+        return  # on a GPU, index_select refuses rows that are not there, without waiting
+    if not 0 <= int(rows.min()) <= int(rows.max()) < batch:
         raise ValueError(
             f"rows={rows.tolist()} are not all in 0..{batch - 1}: {batch} rows are held"
         )
@@ -248,7 +262,9 @@ def needs_derivatives(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
 
 
 def needs_gradients(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(each.requires_grad for each in (*new, *held))
+    if not torch.is_grad_enabled():
+        return False
+    return any(each.requires_grad for each in (*new, *held))
 
 
 def _writable(make: Callable[[], Tensor]) -> Tensor:
@@ -276,13 +292,24 @@ def _select(held: Tensor, rows: Tensor) -> Tensor:
 
 def write_tokens(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:
     """Write the new tokens to the buffers, after the tokens of each row."""
+    if lengths.rows is None:
+        write_slots(buffers, new, lengths.longest)
+        return
     for buffer, each in zip(buffers, new, strict=True):
-        if lengths.rows is None:
-            source = each.detach() if each.requires_grad else each
-            buffer.narrow(2, lengths.longest, each.shape[2]).copy_(source)
-        else:
-            rows, slots = _ragged_slots(lengths.rows, each)
-            buffer[rows, :, slots] = each.detach().transpose(1, 2)
+        rows, slots = _ragged_slots(lengths.rows, each)
+        buffer[rows, :, slots] = each.detach().transpose(1, 2)
+
+
+def write_slots(buffers: Sequence[Tensor], new: Sequence[Tensor], start: int) -> None:
+    """Write the new tokens to the buffers at `start`, without a gradient."""
+    for buffer, each in zip(buffers, new, strict=True):
+        source = each.detach() if each.requires_grad else each
+        buffer.narrow(2, start, each.shape[2]).copy_(source)
+
+
+def first_tokens(buffers: Sequence[Tensor], length: int) -> Part:
+    """The first `length` tokens of the buffers."""
+    return Part(0, length, tuple([each.narrow(2, 0, length) for each in buffers]))
 
 
 def concatenated(

@@ -1,13 +1,28 @@
 """The fused backend: the definition over random calls, and everything around its kernel."""
 
+import random
+from typing import NamedTuple
+
 import pytest
 import torch
 
 import cases
 from contract import compare
-from regard import Causal, KVCache, MultiHeadAttention, Padding, Part, attend, explain, prepare
+from regard import (
+    Causal,
+    KVCache,
+    MultiHeadAttention,
+    Padding,
+    Part,
+    QuantizedCache,
+    attend,
+    explain,
+    prepare,
+)
+from regard.cache.codes import QuantizedStream
 from regard.ops import choose
-from regard.ops.backends import fused
+from regard.ops.backends import BACKENDS, fused
+from regard.ops.observed import backends_run
 from session import LONG
 
 pytest.importorskip("numba")
@@ -171,3 +186,118 @@ def test_a_lazy_minus_sign_is_applied():
         assert attend(q, keys, keys, backend="fused").equal(
             attend(q, plain, plain, backend="fused")
         )
+
+
+class Stored(NamedTuple):
+    """A random call on codes: its parts as a quantised cache returns them, and their values."""
+
+    q: torch.Tensor
+    parts: list[Part]
+    k: torch.Tensor
+    v: torch.Tensor
+    given: dict
+    bits: int
+
+    def run(self, **options):
+        prepared = prepare(self.q, self.k, self.v, **self.given, bits=self.bits, **options)
+        return prepared.run(self.q, self.parts)
+
+
+GROUPS = (1, 3, 6) if LONG else (6,)  # query heads of a key head; each number has its own tile
+CODES = [(True, 8, 64), (True, 4, 32), (False, 4, 32), (False, 8, 6)]  # joined, bits, group
+
+
+def draw_stored(seed, dtype):
+    """Masks, biases, sinks, several queries, joined streams, views, several parts."""
+    rng = random.Random(f"codes {seed}")
+    torch.manual_seed(seed)
+    batch, kv_heads, group = rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice(GROUPS)
+    queries, keys = rng.choice((1, 1, 2)), rng.randint(2, 600)
+    joined, bits, size = rng.choice(CODES if LONG else CODES[dtype is torch.bfloat16 :: 2])
+    k_width, v_width = (64, 32) if joined else (48, 32)
+    cache = QuantizedCache(bits, size)
+    widths = (k_width,) if joined else (k_width, v_width)
+    cache.update(*[torch.randn(batch + 1, kv_heads, keys + 9, w).to(dtype) + 1 for w in widths])
+    cache.truncate(keys - 1)
+    cache.reorder(torch.arange(batch, 0, -1))
+    (part,) = cache.update(*[torch.randn(batch, kv_heads, 1, w).to(dtype) for w in widths])
+    k = part.streams[0]
+    v = k[..., :v_width] if joined else part.streams[1]
+    given = {"span": cases.Span(keys - queries, keys, 0, keys), "mask": Causal()}
+    if rng.random() < 0.4:
+        given["mask"] &= Padding(torch.rand(batch, keys) < 0.6)
+    if rng.random() < 0.4:
+        given["score_bias"] = torch.randn(group * kv_heads, 1, keys)
+    if rng.random() < 0.4:
+        given["sinks"] = torch.randn(group * kv_heads)
+    cuts = sorted(rng.randint(0, keys) for _ in range(rng.choice((0, 0, 2))))
+    pairs = zip([0, *cuts], [*cuts, keys], strict=True)
+    parts = [part.narrow(start, stop) for start, stop in pairs]
+    q = torch.randn(batch, group * kv_heads, queries, k_width).to(dtype)
+    return Stored(q, parts, k, v, given, bits)
+
+
+@pytest.mark.parametrize("backend", ["fused", "grouped"])
+@pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)
+def test_codes_are_read_as_the_values_they_stand_for(dtype, backend, monkeypatch):
+    """Random calls, in the numeric contract; nothing is dequantised outside of the kernel."""
+    for seed in range(2000 if LONG else 60):
+        drawn = draw_stored(seed, dtype)
+        given = {**drawn.given, "backend": "eager"}
+        wanted = attend(drawn.q.double(), drawn.k.double(), drawn.v.double(), **given)
+        with monkeypatch.context() as patch:
+            patch.delattr(QuantizedStream, "dequantized")
+            out = drawn.run(backend=backend)
+        sizes = drawn.q.double().abs().amax((1, 2)) @ drawn.k.double().abs().amax(1).mT
+        largest = sizes.max().item() * drawn.q.shape[-1] ** -0.5
+        assert out.dtype == dtype
+        bound = cases.bound(dtype, drawn.v.abs().max().item(), largest)
+        assert (out - wanted).abs().max() <= bound, (seed, drawn.given)
+
+
+@pytest.mark.parametrize("backend", ["fused", "grouped"])
+def test_hidden_codes_may_stand_for_anything(backend):
+    several = (draw_stored(seed, torch.float32) for seed in range(9))
+    drawn = next(each for each in several if len(each.parts) == 1)
+    keys, (part,) = drawn.k.shape[2], drawn.parts
+    mask = Padding.from_lengths([keys - 1] * len(drawn.q), keys)
+    span = cases.Span(0, drawn.q.shape[2], 0, keys)
+    prepared = prepare(drawn.q, drawn.k, drawn.v, mask=mask, span=span, backend=backend)
+    clean = prepared.run(drawn.q, [part])
+    for stream in part.quantized:
+        stream.scales[:, :, -1] = torch.nan
+    assert prepared.run(drawn.q, [part]).equal(clean)
+
+
+def test_the_estimates_know_codes():
+    """A short prompt's step: SDPA is best on values, and would have to dequantise codes first."""
+    q, k = torch.randn(1, 32, 1, 128), torch.randn(1, 8, 1, 128)
+    span = cases.Span(8191, 8192, 0, 8192)
+    calls = {bits: prepare(q, k, k, mask=Causal(), span=span, bits=bits) for bits in (None, 8, 4)}
+    times = [fused.estimate(calls[bits].call) for bits in (None, 8, 4)]
+    assert times == sorted(times, reverse=True) and times[1] < 0.5 * times[0]
+    assert calls[8].name == calls[4].name == "fused"
+    for name in ("sdpa", "eager"):
+        seconds = [choose.seconds_of(calls[bits].call, BACKENDS[name]) for bits in (None, 8)]
+        assert seconds[0] < seconds[1]
+    assert "fused    runs" in explain(calls[8])
+
+
+def test_without_numba_codes_are_multiplied_by_torch(monkeypatch):
+    monkeypatch.setattr(fused, "is_installed", lambda: False)
+    monkeypatch.setattr(choose, "_MEMOISED", {})
+    layer, cache = MultiHeadAttention(64, 4, mask=Causal()).eval(), QuantizedCache()
+    with torch.no_grad(), backends_run() as ran:
+        layer(torch.randn(1, 3000, 64), cache=cache)
+        ran.clear()
+        layer(torch.randn(1, 1, 64), cache=cache)
+    assert dict(ran) == {"grouped": 1}
+
+
+def test_a_layer_reads_the_codes_of_its_cache():
+    layer, cache = MultiHeadAttention(64, 4, mask=Causal()).eval(), QuantizedCache()
+    with torch.no_grad(), backends_run() as ran:
+        layer(torch.randn(1, 3000, 64), cache=cache)
+        ran.clear()
+        layer(torch.randn(1, 1, 64), cache=cache)
+    assert dict(ran) == {"fused": 1}

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from kernel_checks import check, check_specification, run_python
+from kernel_checks import check, check_specification, quantized, run_python
 from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
 from regard.ops.kernels.tiles import tile_for
@@ -110,6 +110,60 @@ def test_code_for_processors_without_wide_vectors(name, features, lanes):
     )
     chosen = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     run_python(code, **chosen)
+
+
+CODES = [  # lanes, rows, widths of keys and values, joined, bfloat16, bits of both, group
+    (16, 4, 128, 128, False, False, 8, 8, 64),
+    (16, 1, 64, 64, False, False, 4, 4, 32),
+    (16, 4, 128, 64, False, True, 8, 4, 64),
+    (16, 3, 48, 80, False, False, 4, 8, 6),
+    (16, 16, 96, 64, True, False, 8, 8, 64),
+    (16, 7, 112, 48, True, True, 4, 4, 64),
+    (8, 2, 80, 48, False, True, 4, 4, 16),
+    (8, 1, 96, 32, True, False, 8, 8, 2),
+    (4, 6, 48, 48, False, True, 8, 8, 10),
+    (4, 1, 96, 48, True, False, 4, 4, 128),
+]
+
+
+@pytest.mark.parametrize("kind", CODES, ids=str)
+def test_codes_are_read_as_they_are_stored(kind):
+    lanes, rows, width, values, joined, half, *bits, group = kind
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, rows, width).to(torch.bfloat16 if half else torch.float32)
+    k = quantized(torch.randn(1, 2, 517, width) + 3, bits[0], group)
+    v = quantized(torch.randn(1, 2, 517, values) - 2, bits[1], group)
+    v = torch.empty(values) if joined else v
+    bias = torch.randn(1, 2, rows, 517)
+    bias = bias.masked_fill(torch.rand(bias.shape) < 0.3, -torch.inf)
+    bias[0, 0, 0] = bias[..., 64:160] = -torch.inf
+    given = q, k, v, bias if group == 64 else None, joined, lanes
+    check(*given)
+    check_specification(*given)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 15, 16, 17, 255, 256, 257, 1025])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_number_of_keys_as_codes(keys, bits):
+    q, k, v = torch.randn(1, 1, 3, 32), *torch.randn(2, 1, 1, keys, 32)
+    check(q, quantized(k, bits), quantized(v, bits))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_of_any_strides(bits):
+    """Views of growing buffers, of a cache with a fixed capacity, and tokens before heads."""
+    whole = quantized(torch.randn(3, 2, 400, 64), bits, 32)
+    apart = quantized(torch.randn(3, 300, 2, 64), bits, 32)
+    apart = apart._replace(codes=apart.codes.transpose(1, 2), scales=apart.scales.transpose(1, 2))
+    check(torch.randn(3, 2, 5, 64), whole.narrow(7, 300), apart)
+    check_specification(torch.randn(3, 2, 5, 64), apart, whole.narrow(7, 300))
+
+
+def test_keys_in_floating_point_and_values_as_codes():
+    q, k, v = torch.randn(1, 2, 4, 64), *torch.randn(2, 1, 2, 300, 64)
+    check(q, k, quantized(v, 8))
+    check(q, quantized(k, 8), v)
+    check_specification(q.bfloat16(), k.bfloat16(), quantized(v, 4))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33])

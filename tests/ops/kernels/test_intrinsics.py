@@ -10,7 +10,7 @@ import numba
 from kernel_checks import as_bfloat16, has_fma, widened
 from regard.ops.kernels import intrinsics
 from regard.ops.kernels.specification import Specification
-from regard.ops.kernels.tiles import HIDDEN, LOG2E, Tile
+from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, HIDDEN, LOG2E, Format, Tile
 
 LANES = pytest.mark.parametrize("lanes", [16, 8, 4])
 HALF = pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
@@ -18,7 +18,9 @@ HALF = pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"
 
 def tile_of(lanes, **changes):
     """A tile whose rows are three vectors: a step of two, and one more."""
-    plain = Tile(lanes, 2, 3 * lanes, 3 * lanes, 32, half=False, joined=False, biased=True)
+    form = BFLOAT16 if changes.get("half") else FLOAT32
+    sizes = lanes, 2, 3 * lanes, 3 * lanes, 32
+    plain = Tile(*sizes, half=False, joined=False, biased=True, k=form, v=form)
     return plain._replace(**changes)
 
 
@@ -160,6 +162,31 @@ def test_add_weighted_sums_a_strip_key_after_key(lanes, half, prefetching):
 
 
 @LANES
+def test_load_query_in_bfloat16_keeps_the_order_of_memory_for_codes(lanes):
+    tile, target = tile_of(lanes, half=True)._replace(k=Format(8, 64)), random(3 * lanes)
+    source, values = stored(tile, random(3 * lanes))
+    run(intrinsics.load_query, tile, source, target, np.float32(0.3))
+    np.testing.assert_array_equal(target, values * np.float32(0.3))
+
+
+@LANES
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("group", "width"), [(2, 48), (6, 64), (16, 48), (32, 64), (64, 48)])
+def test_dequantize_keys_and_dequantize_values_give_what_codes_stand_for(lanes, bits, group, width):
+    form = Format(bits, group)
+    tile = tile_of(lanes)._replace(width=width, value_width=width, k=form, v=form)
+    codes = np.random.default_rng(0).integers(0, 256, (7, form.bytes(width)), np.uint8)
+    scales, values = as_bfloat16(random(7, 2 * -(-width // group))), random(9, width)
+    wanted = Specification(tile, has_fma()).dequantized(codes, widened(scales), form, width)
+    given = codes, codes.strides[0], scales, scales.strides[0]
+    for intrinsic in (intrinsics.dequantize_keys, intrinsics.dequantize_values):
+        found = values.copy()
+        run(intrinsic, tile, 5, *given, found)
+        np.testing.assert_array_equal(found[:5], wanted[:5])
+        np.testing.assert_array_equal(found[5:], values[5:])
+
+
+@LANES
 def test_add_share_rounds_each_product(lanes):
     sums, merged = random(2, 3 * lanes)
     wanted = np.float32(0.3) * sums + merged
@@ -197,5 +224,6 @@ def test_floats_reads_at_an_address():
 def test_every_intrinsic_has_its_test():
     found = {name for name, x in vars(intrinsics).items() if type(x).__name__ == "_Intrinsic"}
     tested = " ".join(name for name in globals() if name.startswith("test_"))
-    assert len(found) == 16
-    assert all(name.removesuffix("_and_prefetch") in tested for name in found)
+    assert len(found) == 18
+    found = {name.removesuffix("_and_prefetch") for name in found}
+    assert all(name in tested for name in found)

@@ -1,6 +1,5 @@
-"""How a kernel is run: threads, child processes, torch's defaults, tensors that are refused."""
+"""How a kernel is run: workspaces of threads, torch's defaults, tensors that are refused."""
 
-import os
 import threading
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 
 pytest.importorskip("numba")
 
-from kernel_checks import check, run_python
-from regard.ops.kernels.intrinsics import machine_lanes
-from regard.ops.kernels.launching import _launch, _openmp, decode
+from kernel_checks import check
+from regard.ops.kernels.launching import decode
 
 
 def test_calls_in_several_threads_do_not_affect_each_other():
@@ -50,84 +48,6 @@ def test_calls_of_other_sizes_and_numbers_of_threads_do_not_affect_each_other():
     for thread in threads:
         thread.join()
     assert sorted(found) == [0, 1, 2, 3]
-
-
-def test_without_torchs_threads_those_of_python_are_used(monkeypatch):
-    q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
-    torch.set_num_threads(2)
-    wanted = decode(q, k, k, scale=0.1)[0]
-    monkeypatch.setitem(_launch.__globals__, "_openmp", lambda: None)
-    assert decode(q, k, k, scale=0.1)[0].equal(wanted)
-
-
-def test_torchs_own_threads_are_found():
-    assert _openmp() is not None
-    assert machine_lanes() in (4, 8, 16)
-
-
-FORKS = """
-import multiprocessing, os, signal, sys, threading, torch
-from regard.ops.kernels.launching import decode
-
-torch.set_num_threads(2)
-q, k = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 2000, 64)
-wanted = decode(q, k, k, scale=0.1)[0]  # with OpenMP's threads, which no child has
-torch.randn(300, 300) @ torch.randn(300, 300)
-
-def same(*ignored):  # a loader's worker has one thread, and so another order of sums
-    return all(torch.allclose(decode(q, k, k, scale=0.1)[0], wanted, atol=1e-6) for _ in range(5))
-
-def in_child(work):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # a child that waits for ever is killed
-        os._exit(0 if work() else 1)
-    return os.waitpid(child, 0)[1] == 0
-
-def in_thread():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(same()))
-    thread.start()
-    thread.join()
-    return found == [True]
-
-assert in_child(same), "a forked child"
-assert in_child(lambda: same() and in_child(same)), "a child of a child, after it has decoded"
-assert in_child(in_thread), "a thread of a child"
-with multiprocessing.get_context("fork").Pool(2) as pool:
-    assert pool.map_async(same, range(4)).get(60) == [True] * 4
-loader = torch.utils.data.DataLoader(range(4), num_workers=2, collate_fn=same, timeout=60)
-assert list(loader) == [True] * 4
-assert same(), "the parent, afterwards"
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_forked_children_neither_wait_for_ever_nor_crash():
-    run_python(FORKS)
-
-
-SPAWN = """
-import multiprocessing, torch
-from kernel_checks import check
-
-def work(seed):
-    torch.manual_seed(seed)
-    check(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 2, 600, 32))
-    return seed
-
-if __name__ == "__main__":
-    torch.set_num_threads(2)
-    work(7)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.map_async(work, range(3)).get(600) == [0, 1, 2]
-"""
-
-
-def test_spawned_children_decode_too(tmp_path):
-    file = tmp_path / "spawning.py"
-    file.write_text(SPAWN)
-    run_python(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
 
 
 def plain(*shape, dtype=torch.float32):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from regard.ops.kernels.specification import Specification
-from regard.ops.kernels.tiles import EXP2, LOG2E, Tile, tile_for
+from regard.ops.kernels.tiles import EXP2, FLOAT32, LOG2E, Tile, tile_for
 
 
 def draw(rows, keys, width=32, values=16, heads=2, seed=0):
@@ -62,7 +62,7 @@ def test_ranges_change_the_order_of_sums_alone():
 
 
 def test_powers_of_two_are_right_to_a_rounding():
-    twin = Specification(Tile(8, 1, 8, 8, 16, False, False, False))
+    twin = Specification(Tile(8, 1, 8, 8, 16, False, False, False, FLOAT32, FLOAT32))
     x = np.linspace(-60, 0, 10_001, dtype=np.float32)
     np.testing.assert_allclose(twin.exp2(x), np.exp2(x.astype(float)), rtol=4e-7)
     assert twin.exp2(np.float32([-1e38, -np.inf])).tolist() == [0.0, 0.0]

@@ -32,7 +32,7 @@ def test_strips_and_vectors_divide_the_widths(tile):
     assert tile.rows * tile.strip <= max(tile.registers * tile.lanes, tile.rows * tile.value_width)
     assert tile.block % tile.keys == 0
     assert tile.prefetch_bytes % LINE == 0
-    assert tile.prefetch_bytes * tile.prefetches >= tile.width * tile.item
+    assert tile.prefetch_bytes * tile.prefetches >= tile.k.bytes(tile.width)
     assert tile.part_bytes % (4 * tile.lanes) == 0
 
 

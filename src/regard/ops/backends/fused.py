@@ -1,24 +1,28 @@
 """Decoding with a compiled kernel that reads each key and value once, near the memory's bandwidth.
 
-Scores, softmax and weighted sums of all query heads that share a key head are one loop. LLVM
-compiles it through numba on the machine, in about a second for each new head size, and numba caches
-it on disk. Needs the extra `regard[cpu]`.
+Scores, softmax and weighted sums of all query heads that share a key head are one loop. Codes of a
+quantised cache are read as they are stored. LLVM compiles the loop through numba on the machine, in
+about a second for each new head size, and numba caches it on disk. Needs the extra `regard[cpu]`.
 """
 
 import functools
+from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.cache.codes import QuantizedStream
 from regard.heads import fold_heads, unfold_heads
 from regard.ops.backends.common import (
+    Stored,
     addend,
     columns_contiguous,
     folded_rows,
     four_dims,
-    run_and_check,
+    run_stored_and_check,
 )
 from regard.ops.call import Call, is_empty, is_everything, shown
 from regard.ops.partial import Partial, merge
@@ -26,6 +30,7 @@ from regard.ops.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix products do faster
 _LANES = 16  # elements: head dims are multiples of the widest vector, AVX-512's, on every machine
+_DEQUANTISING = 6  # floating-point operations in the time that one code takes to dequantise
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -59,38 +64,46 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """The time to read keys and values once, or that of the products where it is longer."""
+    """The time to read keys and values once, or that of products and softmax where it is longer."""
     width = call.head_dim + call.v_head_dim
-    streamed = call.batch * call.num_kv_heads * call.num_keys * width * call.dtype.itemsize
-    products = 2 * call.batch * call.num_heads * call.num_queries * call.num_keys * width
-    operators = 5 + (0 if is_everything(call.mask) else 20) + (0 if call.score_bias is None else 5)
-    return SPEED.call * operators + max(streamed / SPEED.stream, products / SPEED.fused)
+    heads = call.batch * call.num_kv_heads
+    elements = heads * call.num_keys * width
+    streamed = elements * (call.bits or 8 * call.dtype.itemsize) / 8
+    rows = call.batch * call.num_heads * call.num_queries
+    computed = rows * call.num_keys * (2 * width / SPEED.fused + 2 / SPEED.elements)
+    computed += _DEQUANTISING * elements / SPEED.fused if call.bits else 0
+    masked = (0 if is_everything(call.mask) else 31) + (0 if call.score_bias is None else 5)
+    return SPEED.call * (14 + masked + heads / 10) + max(streamed / SPEED.stream, computed)
 
 
-def run(
-    call: Call,
-    q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G S D"],
-    v: Float[Tensor, "B G S Dv"],
-) -> Float[Tensor, "B H L Dv"]:
+def run(call: Call, q: Float[Tensor, "B H L D"], k: Stored, v: Stored) -> Float[Tensor, "B H L Dv"]:
     if call.sinks is not None:
         return merge(partial(call, q, k, v), Partial.of_sinks(call.sinks)).out.to(call.dtype)
     out, _ = _attend(call, q, k, v)
     return unfold_heads(out, call.num_queries).to(call.dtype)
 
 
-def partial(
-    call: Call,
-    q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G S D"],
-    v: Float[Tensor, "B G S Dv"],
-) -> Partial:
+def partial(call: Call, q: Float[Tensor, "B H L D"], k: Stored, v: Stored) -> Partial:
     out, lse = _attend(call, q, k, v)
     heads = unfold_heads(lse.unsqueeze(-1), call.num_queries).squeeze(-1)
     return Partial(unfold_heads(out, call.num_queries), heads)
 
 
-def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(
+    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
+) -> Float[Tensor, "B H L Dv"]:
+    """`run` on codes; of one stream, the first columns of the keys are the values."""
+    return run(call, q, streams[0], streams[-1])
+
+
+def quantized_partial(
+    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
+) -> Partial:
+    """`partial` on codes."""
+    return partial(call, q, streams[0], streams[-1])
+
+
+def _attend(call: Call, q: Tensor, k: Stored, v: Stored) -> tuple[Tensor, Tensor]:
     """The outputs and log-sum-exps of the folded rows, both float32.
 
     Non-finite content of hidden keys makes the output non-finite (0 * nan is nan). It is then
@@ -100,13 +113,13 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
     rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), _addend(call)
 
-    def compute(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(k: Stored, v: Stored) -> tuple[Tensor, Tensor]:
         k = _columns_together(k)
         if call.joined:
             return decode(rows, k, scale=call.scale, bias=bias, width=call.v_head_dim)
         return decode(rows, k, _columns_together(v), scale=call.scale, bias=bias)
 
-    return run_and_check(call, compute, k, v)
+    return run_stored_and_check(call, compute, k, v)
 
 
 def _addend(call: Call) -> Tensor | None:
@@ -122,9 +135,9 @@ def _addend(call: Call) -> Tensor | None:
     return _columns_together(folded_rows(call, total, call.num_keys))
 
 
-def _columns_together(x: Tensor) -> Tensor:
-    """The same values with contiguous columns and without a lazy minus sign."""
-    return columns_contiguous(x).resolve_neg()
+def _columns_together(x: Any) -> Any:
+    """The same values with contiguous columns and without a lazy minus sign; codes are so."""
+    return columns_contiguous(x).resolve_neg() if isinstance(x, Tensor) else x
 
 
 def _value_multiple(call: Call) -> int:

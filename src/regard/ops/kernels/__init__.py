@@ -1,15 +1,24 @@
 """Attention of few queries over many keys on a CPU: a kernel that numba compiles on the machine.
 
 PyTorch has no kernel that reads each key and value once for all query heads that share it. This one
-does, so it decodes at nearly the memory's bandwidth. It needs numba, and no C compiler.
+does, so it decodes at nearly the memory's bandwidth. It needs numba, and no C compiler. Keys and
+values are float32, bfloat16, or codes of a quantised cache, each in a format of their own.
 
     tiles.py          what a kernel is compiled for (`Tile`), what a call is given (`Arguments`)
     specification.py  the kernel in NumPy: read this first; tests compare the two
     decoding.py       the kernel: its tasks, and its phases score, softmax, gather and merge
     intrinsics.py     the loops over vectors that the phases are made of
     vectors.py        the instructions of LLVM that the intrinsics are made of
-    compiling.py      numba's compiler, and its cache on disk
-    launching.py      `decode`: addresses of tensors, memory to work in, threads
+    launching.py      `decode`: addresses of tensors, memory to work in
+    threads.py        the threads that run a kernel
+
+The kernel of `tiled`, for many queries in bfloat16, shares intrinsics and vectors:
+
+    panels.py             what it is compiled for (`Panel`), what a call is given (`Prefill`)
+    prefilling.py         the kernel: packing, then for each block of keys two products, a softmax
+    products.py           the products of packed blocks, by AMX tiles or dot products of pairs
+    columns.py            softmax, packing and results as intrinsics: a lane is a query
+    launching_prefill.py  `prefill`: memory, threads, and which instructions a process may use
 
 One key head (there are B x G), the M query rows that share it, and its S keys and values:
 
@@ -26,6 +35,8 @@ One key head (there are B x G), the M query rows that share it, and its S keys a
      +-----------+      +----------+    +-------+-------+  )
       padded rows
 
+    (codes)  a block of keys, and later of values, dequantised to float32 in the L1 cache: a code is
+             read from memory once and converted once, for all rows
     score    rows x keys dot products at once, each a vector of `lanes` partial sums in a register
     softmax  a row of a block at a time: running maximum, powers of 2, their sum
     gather   rows x strip weighted sums at once, in registers, key after key of a block
@@ -42,6 +53,12 @@ The workspace, one for each calling thread, everything in float32 but the counte
               the last two take `lanes` elements a row, so that each part begins at a whole vector
     scratch   for each thread:
               | queries [padded, D], times scale and log2(e) | scores [padded, block] |
+              | keys or values of a block, dequantised [block, D or Dv] |  where they are codes
+
+A value is zero + scale * code, with a scale and a zero for each key and group of channels, side by
+side in bfloat16: a scale is the lower half of a word, a zero the upper one. The halves of a byte of
+4-bit codes are channels i and i + 16 of 32, so that neighbouring bytes are neighbouring channels,
+and no shuffles are needed.
 
 Two vectors of bfloat16 are widened into their even elements and their odd ones, since that needs no
 shuffles. Queries and sums are in this order too; `store_row` restores that of memory.
@@ -60,6 +77,10 @@ This code relies on these of their interfaces:
     decoding.py    njit(inline="always") and constants of a closure; from_dtype; carray
     compiling.py   cfunc(cache=True), whose files are named by `__qualname__`; FunctionCache.flush;
                    `magic_tuple()`
+
+    products.py    llvmlite.ir.Type, subclassed for bfloat; the LLVM intrinsics of AMX tiles
+                   (llvm.x86.tdpbf16ps and others) and llvm.x86.avx512bf16.dpbf16ps.512
+    columns.py     llvm.x86.avx512.mask.reduce.ps.512 and .scalef.ps.512
 
 The tests of this folder show what changed. First run those of the single intrinsics
 (test_intrinsics.py): an error while compiling is an interface that changed, a wrong number an

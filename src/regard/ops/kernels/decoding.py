@@ -14,13 +14,16 @@ import numba
 import numpy as np
 from numba import carray, types
 
-from regard.ops.kernels.compiling import compiled_from
+from regard.compiling import compiled_from
+from regard.ops.kernels import intrinsics, tiles, vectors
 from regard.ops.kernels.intrinsics import (
     add_bias,
     add_share,
     add_weighted,
     add_weighted_and_prefetch,
     any_visible,
+    dequantize_keys,
+    dequantize_values,
     dot_products,
     exp2,
     exponentials,
@@ -35,6 +38,7 @@ from regard.ops.kernels.intrinsics import (
 )
 from regard.ops.kernels.tiles import HIDDEN, LOG2E, LOWEST, RECORD, Tile
 
+SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
 phase = numba.njit(inline="always")  # compiled as a part of the kernel that calls it
 
 
@@ -43,14 +47,15 @@ phase = numba.njit(inline="always")  # compiled as a part of the kernel that cal
 def kernel(tile: Tile) -> Any:
     """The machine code of a tile: a C function of the address of one `Arguments` record."""
 
-    def run(data):
+    def decode(data):
         call = carray(data, 1)[0]
         padded = (call.rows + tile.rows - 1) // tile.rows * tile.rows  # whole tiles of rows
         part_bytes, ranges = padded * tile.part_bytes, call.ranges
-        k_stride, v_stride = tile.item * call.k_row, tile.item * call.v_row
+        k_stride, v_stride = tile.k_item * call.k_row, tile.v_item * call.v_row
         thread = next_number(call.counters + 8)
-        queries = call.scratch + thread * padded * tile.scratch_bytes
+        queries = call.scratch + thread * (padded * tile.scratch_bytes + tile.block_bytes)
         scores = queries + padded * tile.query_bytes
+        floating = scores + 4 * padded * tile.block
         while True:
             task = next_number(call.counters)
             if task >= call.batch * call.kv_heads * ranges:
@@ -59,8 +64,8 @@ def kernel(tile: Tile) -> Any:
             batch, head = pair // call.kv_heads, pair % call.kv_heads
             first = (task - pair * ranges) * call.range_keys
             stop = min(call.keys, first + call.range_keys)
-            keys = call.k + tile.item * (batch * call.k_batch + head * call.k_head)
-            values = call.v + tile.item * (batch * call.v_batch + head * call.v_head)
+            keys = call.k + tile.k_item * (batch * call.k_batch + head * call.k_head)
+            values = call.v + tile.v_item * (batch * call.v_batch + head * call.v_head)
             biases = call.bias + 4 * (batch * call.bias_batch + head * call.bias_head)
             part = call.parts + task * part_bytes
             begin(tile, call, batch, head, padded, queries, part)
@@ -69,15 +74,17 @@ def kernel(tile: Tile) -> Any:
                 if all_hidden(tile, call, count, bias):
                     continue
                 k, v = keys + j * k_stride, values + j * v_stride
-                score(tile, padded, count, queries, k, k_stride, v, v_stride, scores)
-                softmax(tile, call, padded, count, bias, scores, part)
                 k_next = k + tile.block * k_stride
-                gather(tile, padded, count, scores, v, v_stride, part, k_next, k_stride)
+                k, k_read = floating_keys(tile, call, batch, head, j, count, k, floating)
+                score(tile, padded, count, queries, k, k_read, v, v_stride, scores)
+                softmax(tile, call, padded, count, bias, scores, part)
+                v, v_read = floating_values(tile, call, batch, head, j, count, v, floating)
+                gather(tile, padded, count, scores, v, v_read, part, k_next, k_stride)
             finished = next_number(call.counters + 16 + 8 * pair)
             if finished == ranges - 1:
                 merge(tile, call, padded, pair, part_bytes)
 
-    return compiled_from(run, types.void(types.CPointer(numba.from_dtype(RECORD))))
+    return compiled_from(decode, SIGNATURE, intrinsics, tiles, vectors)
 
 
 @phase
@@ -101,6 +108,35 @@ def all_hidden(tile, call, count, bias):
         if any_visible(tile, count, bias + 4 * i * call.bias_row):
             return False
     return True
+
+
+@phase
+@no_type_check
+def floating_keys(tile, call, batch, head, j, count, k, floating):
+    """Where a block's keys lie in floating point, and the bytes from one to the next: codes are
+    dequantised first."""
+    at, stride = k, tile.k_item * call.k_row
+    if tile.k_quantized:
+        first = batch * call.k_scales_batch + head * call.k_scales_head + j * call.k_scales_row
+        scales, pace = call.k_scales + 2 * first, 2 * call.k_scales_row
+        dequantize_keys(tile, count, k, stride, scales, pace, floating)
+        at, stride = floating, 4 * tile.width
+    return at, stride
+
+
+@phase
+@no_type_check
+def floating_values(tile, call, batch, head, j, count, v, floating):
+    """The same of its values, after its keys are read; values within keys are there already."""
+    at, stride = v, tile.v_item * call.v_row
+    if tile.v_quantized:
+        first = batch * call.v_scales_batch + head * call.v_scales_head + j * call.v_scales_row
+        scales, pace = call.v_scales + 2 * first, 2 * call.v_scales_row
+        dequantize_values(tile, count, v, stride, scales, pace, floating)
+        at, stride = floating, 4 * tile.value_width
+    elif tile.k_quantized and tile.joined:
+        at, stride = floating, 4 * tile.width
+    return at, stride
 
 
 @phase
@@ -141,7 +177,7 @@ def gather(tile, padded, count, scores, v, v_stride, part, k_next, k_stride):
     done = 0
     for r in range(0, padded, tile.rows):
         for c in range(0, tile.value_width, tile.strip):
-            weights, values = scores + 4 * r * tile.block, v + tile.item * c
+            weights, values = scores + 4 * r * tile.block, v + tile.v_read * c
             sums = part + r * tile.sum_bytes + 4 * c
             if done < tile.prefetches:
                 ahead = k_next + done * tile.prefetch_bytes

@@ -23,7 +23,8 @@ from numba.extending import (
     typeof_impl,
 )
 
-from regard.ops.kernels.tiles import HIDDEN, LOG2E, Tile
+from regard.ops.kernels.panels import Panel
+from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LOG2E, Tile
 from regard.ops.kernels.vectors import FLOAT, INT32, INT64, Value, Vectors
 
 BIT = ir.IntType(1)
@@ -39,13 +40,13 @@ def machine_lanes() -> int:
     return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
 
 
-# ---- a Tile in compiled code: a value of no size, whose attributes are constants ---------------
+# ---- a Tile or Panel in compiled code: a value of no size, its attributes are constants --------
 
 
 class TileType(types.Opaque):  # type: ignore[misc]  # numba has no types for mypy
-    """numba's type of one `Tile`."""
+    """numba's type of one `Tile` or `Panel`."""
 
-    def __init__(self, tile: Tile) -> None:
+    def __init__(self, tile: Tile | Panel) -> None:
         self.tile = tile
         super().__init__(name=repr(tile))
 
@@ -54,6 +55,7 @@ register_model(TileType)(models.OpaqueModel)
 
 
 @typeof_impl.register(Tile)
+@typeof_impl.register(Panel)
 @no_type_check
 def _type_of(tile, context):
     return TileType(tile)
@@ -75,7 +77,7 @@ def _attribute(context, builder, kind, value, name):
     return context.get_constant(types.literal(found).literal_type, found)
 
 
-def _emits(result: Any) -> Callable[[Callable[..., Value | None]], Any]:
+def emits(result: Any) -> Callable[[Callable[..., Value | None]], Any]:
     """A decorator: what the function emits becomes an intrinsic with a result of this type.
 
     The function gets `Vectors`, then the arguments: a tile as itself, others as LLVM's values.
@@ -105,21 +107,24 @@ def _emits(result: Any) -> Callable[[Callable[..., Value | None]], Any]:
 # ---- score -------------------------------------------------------------------------------------
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def load_query(e, tile, source, target, scale):
-    """target[:] = scale * source[:] in float32, in the order of `Vectors.elements`."""
+    """target[:] = scale * source[:] in float32, in the order in which keys are read."""
+    together = 2 * e.lanes if tile.k == BFLOAT16 else e.lanes  # elements that are read at once
 
     def body(first, count):
-        place = e.advance(source, first, tile.item)
-        for i, x in enumerate(e.elements(place, count, tile.half)):
+        place, size = e.advance(source, first, tile.item), min(count, together)
+        starts = [e.builder.add(place, INT64(tile.item * i)) for i in range(0, count, size)]
+        xs = [x for start in starts for x in e.elements(start, size, tile.half)]
+        for i, x in enumerate(xs):
             scaled = e.builder.fmul(x, e.broadcast(scale))
             e.write(scaled, e.advance(target, first, 4), 4 * e.lanes * i)
 
     e.columns(tile.width, body)
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def dot_products(e, tile, queries, keys, stride, first, last, scores):
     """scores[m, first + i] = queries[m] . keys[first + i] for a tile's `rows` m and `keys` i.
@@ -133,7 +138,8 @@ def dot_products(e, tile, queries, keys, stride, first, last, scores):
     places = [b.add(keys, b.mul(i, stride)) for i in wanted]
 
     def body(start, count):
-        xs = [e.elements(e.advance(at, start, tile.item), count, tile.half) for at in places]
+        half = tile.k == BFLOAT16
+        xs = [e.elements(e.advance(at, start, tile.k_read), count, half) for at in places]
         for m, row in enumerate(cells):
             at = e.advance(b.add(queries, INT64(tile.query_bytes * m)), start, 4)
             ys = e.elements(at, count, False)
@@ -147,17 +153,45 @@ def dot_products(e, tile, queries, keys, stride, first, last, scores):
         e.write(found, e.advance(scores, first, 4), 4 * tile.block * m)
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def prefetch_value(e, tile, address):
     """Request a row of values from memory before it is needed."""
-    e.prefetch(tile.value_width * tile.item, address)
+    e.prefetch(tile.v.bytes(tile.value_width), address)
+
+
+# ---- codes -------------------------------------------------------------------------------------
+
+
+@emits(types.void)
+@no_type_check
+def dequantize_keys(e, tile, count, codes, stride, scales, pace, target):
+    """target[j, :width] = zero + scale * code for `count` keys of a block."""
+    _dequantize(e, count, codes, stride, scales, pace, target, tile.width, tile.k)
+
+
+@emits(types.void)
+@no_type_check
+def dequantize_values(e, tile, count, codes, stride, scales, pace, target):
+    """target[j, :value_width] = zero + scale * code for `count` values of a block."""
+    _dequantize(e, count, codes, stride, scales, pace, target, tile.value_width, tile.v)
+
+
+@no_type_check
+def _dequantize(e, count, codes, stride, scales, pace, target, width, form):
+    with e.loop(count) as j:
+        place = e.advance(target, j, 4 * width)
+        row, of_row = [
+            e.builder.add(x, e.builder.mul(j, y)) for x, y in ((codes, stride), (scales, pace))
+        ]
+        for channel, x in e.dequantized(row, of_row, width, form) if form.quantized else ():
+            e.write(x, place, 4 * channel)
 
 
 # ---- softmax -----------------------------------------------------------------------------------
 
 
-@_emits(types.boolean)
+@emits(types.boolean)
 @no_type_check
 def any_visible(e, tile, count, bias):
     """Whether one of `count` biases is not -inf; true of a tile without biases."""
@@ -171,7 +205,7 @@ def any_visible(e, tile, count, bias):
     return e.builder.load(found)
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def add_bias(e, tile, count, bias, scores):
     """scores[:count] += log2(e) bias[:count]; nothing for a tile without biases."""
@@ -184,7 +218,7 @@ def add_bias(e, tile, count, bias, scores):
         e.builder.store(e.builder.fadd(e.builder.load(place), added), place)
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def hide_from(e, tile, count, scores):
     """scores[count:] = -inf, up to the end of the block."""
@@ -192,7 +226,7 @@ def hide_from(e, tile, count, scores):
         e.builder.store(FLOAT(float(HIDDEN)), e.item(scores, e.builder.add(count, u)))
 
 
-@_emits(types.float32)
+@emits(types.float32)
 @no_type_check
 def maximum(e, tile, scores, least):
     """The greatest of `least` and a block's scores."""
@@ -202,7 +236,7 @@ def maximum(e, tile, scores, least):
     return e.builder.extract_element(e.fold(x, e.maximum), INT32(0))
 
 
-@_emits(types.float32)
+@emits(types.float32)
 @no_type_check
 def exponentials(e, tile, scores, top):
     """scores[:] = 2 ** (scores[:] - top) for a block; their sum."""
@@ -214,14 +248,14 @@ def exponentials(e, tile, scores, top):
     return e.builder.extract_element(e.fold(total, e.builder.fadd), INT32(0))
 
 
-@_emits(types.float32)
+@emits(types.float32)
 @no_type_check
 def exp2(e, tile, x):
     """2**x of one x <= 0."""
     return e.builder.extract_element(e.exp2(e.broadcast(x)), INT32(0))
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def scale_sums(e, tile, sums, factor):
     """sums[:] *= factor, a row."""
@@ -238,14 +272,14 @@ def scale_sums(e, tile, sums, factor):
 # ---- gather ------------------------------------------------------------------------------------
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def add_weighted(e, tile, count, weights, values, stride, sums):
     """sums[m, :strip] += sum over j < count of weights[m, j] values[j, :strip], for a tile's m."""
     _add_weighted(e, tile, count, weights, values, stride, sums, lambda j: None)
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahead, pace):
     """`add_weighted`, and meanwhile requests `prefetch_bytes` of each row at `ahead`, `pace` bytes
@@ -259,7 +293,7 @@ def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahe
 
 @no_type_check
 def _add_weighted(e, tile, count, weights, values, stride, sums, meanwhile):
-    b, pair = e.builder, 2 * e.lanes
+    b, pair, half = e.builder, 2 * e.lanes, tile.v == BFLOAT16
     vectors = range(0, tile.strip, e.lanes)
     places = [tile.sum_bytes * m + 4 * c for m in range(tile.rows) for c in vectors]
     cells = [e.variable(e.read(sums, place)) for place in places]
@@ -268,8 +302,8 @@ def _add_weighted(e, tile, count, weights, values, stride, sums, meanwhile):
         row, xs = b.add(values, b.mul(j, stride)), []
         weight = b.add(weights, b.mul(j, INT64(4)))
         for c in range(0, tile.strip, pair):
-            at = b.add(row, INT64(c * tile.item))
-            xs += e.elements(at, min(pair, tile.strip - c), tile.half)
+            at = b.add(row, INT64(c * tile.v_read))
+            xs += e.elements(at, min(pair, tile.strip - c), half)
         for m in range(tile.rows):
             one = b.load(e.pointer(FLOAT, weight, 4 * tile.block * m), align=4)
             w = e.broadcast(one)
@@ -282,7 +316,7 @@ def _add_weighted(e, tile, count, weights, values, stride, sums, meanwhile):
 # ---- merge -------------------------------------------------------------------------------------
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def add_share(e, tile, sums, share, merged):
     """merged[:] += share sums[:], a row; each product is rounded before it is added."""
@@ -296,7 +330,7 @@ def add_share(e, tile, sums, share, merged):
     e.columns(tile.value_width, body)
 
 
-@_emits(types.void)
+@emits(types.void)
 @no_type_check
 def store_row(e, tile, source, target):
     """target[:] = source[:], a row of sums, from the order of `Vectors.elements` to memory's."""
@@ -304,7 +338,7 @@ def store_row(e, tile, source, target):
     def body(first, count):
         offset = e.builder.mul(first, INT64(4))
         xs = e.elements(e.builder.add(source, offset), count, False)
-        if tile.half and count == 2 * e.lanes:
+        if tile.v == BFLOAT16 and count == 2 * e.lanes:
             xs = [e.shuffle(*xs, [i // 2 + e.lanes * (i % 2) for i in range(2 * e.lanes)])]
         for i, x in enumerate(xs):
             e.write(x, e.builder.add(target, offset), 4 * e.lanes * i)
@@ -315,14 +349,14 @@ def store_row(e, tile, source, target):
 # ---- of one number -----------------------------------------------------------------------------
 
 
-@_emits(types.int64)
+@emits(types.int64)
 @no_type_check
 def next_number(e, address):
     """The number in a counter that threads share, which is then one more."""
     return e.builder.atomic_rmw("add", e.pointer(INT64, address), INT64(1), "acq_rel")
 
 
-@_emits(types.CPointer(types.float32))
+@emits(types.CPointer(types.float32))
 @no_type_check
 def floats(e, address):
     """An address as a pointer to float32."""

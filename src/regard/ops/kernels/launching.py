@@ -1,22 +1,30 @@
-"""Running a kernel: torch's tensors as addresses, memory to work in, and torch's own threads."""
+"""Running a kernel: torch's tensors as addresses, and memory to work in."""
 
 import ctypes
 import functools
 import math
-import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from regard.cache.codes import QuantizedStream
 from regard.ops.kernels.decoding import kernel
 from regard.ops.kernels.intrinsics import machine_lanes
-from regard.ops.kernels.tiles import LINE, PACKED, Arguments, Tile, tile_for
+from regard.ops.kernels.threads import launch
+from regard.ops.kernels.tiles import (
+    BFLOAT16,
+    FLOAT32,
+    LINE,
+    NIBBLES,
+    PACKED,
+    Arguments,
+    Format,
+    Tile,
+    tile_for,
+)
 
 LOG2E = math.log2(math.e)  # the kernel computes powers of 2; in float64, rounded with the scale
 _local = threading.local()
@@ -24,8 +32,8 @@ _local = threading.local()
 
 def decode(
     q: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
+    k: Tensor | QuantizedStream,
+    v: Tensor | QuantizedStream | None = None,
     *,
     scale: float,
     bias: Tensor | None = None,
@@ -34,19 +42,24 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
-    Returns the output `[B, G, M, Dv]` and the log-sum-exps `[B, G, M]`, both float32. Without `v`,
-    the values are the first `width` columns of the keys. `bias` is float32, broadcasts to
+    Returns the output `[B, G, M, Dv]` and the log-sum-exps `[B, G, M]`, both float32. Keys and
+    values have the dtype of the queries, or are codes, each of their own bits. Without `v`, the
+    values are the first `width` columns of the keys. `bias` is float32, broadcasts to
     `[B, G, M, S]`, and hides where it is -inf. `lanes` is the length of a vector, the machine's by
-    default. Widths are multiples of the lanes (of twice as many for `width` in bfloat16); last
-    dimensions are contiguous; S > 0.
+    default. Widths are multiples of the lanes (of twice as many for `width` in bfloat16, of 16 for
+    4-bit codes); last dimensions are contiguous; S > 0.
     """
-    (b, g, m, d), s, dtype = q.shape, k.shape[2], k.dtype
+    (b, g, m, d), s = q.shape, _tensor(k).shape[2]
+    dtype = k.dtype if isinstance(k, Tensor) else q.dtype
     lanes = machine_lanes() if lanes is None else lanes
-    dv = (width or d) if v is None else v.shape[3]
+    dv = (width or d) if v is None else _width(v)
     _check_sizes(s, d, dv, dtype, joined=v is None, lanes=lanes)
-    q_at, k_at = _place("q", q, dtype, (b, g, m, d)), _place("k", k, dtype, (b, g, s, d))
-    v_at = k_at if v is None else _place("v", v, dtype, (b, g, s, dv))
-    bias_at: Place = (0, 0, 0, 0)
+    q_at = _place("q", q, dtype, (b, g, m, d))
+    k_form, k_at, k_scales = _stream("k", k, dtype, (b, g, s, d))
+    v_form, v_at, v_scales = k_form, k_at, NOWHERE
+    if v is not None:
+        v_form, v_at, v_scales = _stream("v", v, dtype, (b, g, s, dv))
+    bias_at = NOWHERE
     if bias is not None:
         bias_at = _place("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
     out = torch.empty(b, g, m, dv, dtype=torch.float32, device="cpu")
@@ -54,14 +67,14 @@ def decode(
     out_at = _place("out", out, torch.float32, out.shape)[0]
     lse_at = lse.data_ptr()  # as plain as `out`, since both were made in the same way
     half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
-    tile, address = _compiled(m, d, dv, half, joined, biased, lanes)
+    tile, address = _compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form)
     threads = torch.get_num_threads()
     ranges, range_keys = tile.ranges(s, b * g, threads)
     threads = min(threads, b * g * ranges)
     memory = _memory(tile, m, b * g, ranges, threads)
-    data = Arguments(b, g, m, s, *q_at, *k_at, *v_at, *bias_at, out_at, lse_at, *memory,
-                     ranges, range_keys, scale * LOG2E)  # fmt: skip
-    _launch(address, PACKED.pack(*data), threads)
+    data = Arguments(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *bias_at, out_at,
+                     lse_at, *memory, ranges, range_keys, scale * LOG2E)  # fmt: skip
+    launch(address, PACKED.pack(*data), threads)
     return out, lse
 
 
@@ -70,17 +83,16 @@ def _memory(tile: Tile, rows: int, heads: int, ranges: int, threads: int) -> tup
     padded = tile.padded(rows)
     counters = -(-8 * (heads + 2) // LINE) * LINE  # int64: tasks, threads, finished tasks of a head
     parts = heads * ranges * padded * tile.part_bytes
-    start = _workspace(counters + parts + threads * padded * tile.scratch_bytes)
+    scratch = threads * (padded * tile.scratch_bytes + tile.block_bytes)
+    start = _workspace(counters + parts + scratch)
     ctypes.memset(start, 0, counters)
     return start, start + counters, start + counters + parts
 
 
 @functools.cache
-def _compiled(
-    rows: int, width: int, value_width: int, half: bool, joined: bool, biased: bool, lanes: int
-) -> tuple[Tile, int]:
-    """The tile for so many rows, and the address of its machine code."""
-    tile = tile_for(rows, width, value_width, half, joined, biased, lanes)
+def _compiled(*of_tile: Any) -> tuple[Tile, int]:
+    """The tile of these arguments of `tile_for`, and the address of its machine code."""
+    tile = tile_for(*of_tile)
     return tile, int(kernel(tile).address)
 
 
@@ -98,7 +110,32 @@ def _check_sizes(
 
 
 Place = tuple[int, int, int, int]  # an address; the strides of batch, heads and rows
+NOWHERE: Place = (0, 0, 0, 0)  # of what a call does not have
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _tensor(x: Tensor | QuantizedStream) -> Tensor:
+    return x if isinstance(x, Tensor) else x.codes
+
+
+def _width(x: Tensor | QuantizedStream) -> int:
+    return int(x.shape[3]) if isinstance(x, Tensor) else x.width
+
+
+def _stream(
+    name: str, x: Tensor | QuantizedStream, dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> tuple[Format, Place, Place]:
+    """How keys or values are stored, where they lie, and where the scales of their codes lie."""
+    if isinstance(x, Tensor):
+        form = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
+        return form, _place(name, x, dtype, shape), NOWHERE
+    (*tokens, width), form = shape, Format(x.bits, x.group)
+    if x.width != width or x.bits not in (4, 8) or (x.bits == 4 and width % NIBBLES):
+        _refuse(f"{name} is 8-bit codes, or 4-bit codes in multiples of {NIBBLES}, {width} wide; "
+                f"got {x.bits} bits, {x.width} wide")  # fmt: skip
+    codes = _place(name, x.codes, torch.uint8, (*tokens, form.bytes(width)))
+    groups = -(-width // x.group)
+    return form, codes, _place(f"scales of {name}", x.scales, torch.bfloat16, (*tokens, 2 * groups))
 
 
 def _place(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
@@ -135,57 +172,3 @@ def _workspace(count: int) -> int:
         address = -(-memory.ctypes.data // LINE) * LINE
         _local.space = count, address, memory
     return address
-
-
-@functools.cache
-def _openmp() -> Callable[..., None] | None:
-    """GNU's function that runs code on torch's OpenMP threads; None where torch has another OpenMP.
-
-    These threads exist already, and wait in a loop for work: starting them costs microseconds.
-    """
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        try:
-            run = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
-        run.restype = None
-        return run
-    return None
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads)
-
-
-@functools.cache
-def _callable(address: int) -> Callable[[bytes], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)  # releases the interpreter's lock
-
-
-_forked = False
-
-
-def _after_fork() -> None:
-    """A forked child has none of its parent's threads, and OpenMP would wait for them for ever. So
-    the child uses new threads of Python."""
-    global _forked
-    _forked = True
-    _pool.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _launch(address: int, data: bytes, threads: int) -> None:
-    """Run a kernel on several threads; each takes tasks until none is left."""
-    run, openmp = _callable(address), _openmp()
-    if threads > 1 and openmp is not None and not _forked:
-        openmp(address, data, threads, 0)
-        return
-    others = [_pool(threads - 1).submit(run, data) for _ in range(threads - 1)]
-    run(data)
-    for other in others:
-        other.result()

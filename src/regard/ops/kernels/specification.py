@@ -1,6 +1,7 @@
 """The decoding kernel in NumPy: the same tiles, phases and order of sums, to read and to test with.
 
-Only tests run it. Its inputs are float32; those of bfloat16 are widened first, which is exact.
+Only tests run it. Its inputs are float32; those of bfloat16 are widened first, which is exact, and
+codes are given to `dequantized` first, which is what the kernel does with each block of them.
 
 How much the two may differ: every float32 operation here is one of the kernel's, in its order. A
 product that the kernel adds with one rounding (`fma`) is exact here in float64; the sum is rounded
@@ -16,9 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.ops.kernels.tiles import EXP2, HIDDEN, LOG2E, LOWEST, Tile
+from regard.ops.kernels.tiles import (
+    BFLOAT16,
+    EXP2,
+    HIDDEN,
+    LOG2E,
+    LOWEST,
+    NIBBLES,
+    Format,
+    Tile,
+)
 
 Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 
 
 class Part(NamedTuple):
@@ -52,6 +63,14 @@ class Specification(NamedTuple):
             ]
             out[b, g], lse[b, g] = self.merge(parts)
         return out, lse
+
+    def dequantized(self, codes: Bytes, scales: Floats, form: Format, width: int) -> Floats:
+        """zero + scale * code, [..., bytes] and [..., 2 groups] -> [..., width]."""
+        if form.bits == 4:  # byte i of 32 channels holds channels i and i + 16; a rest likewise
+            steps = np.split(codes, range(NIBBLES, codes.shape[-1], NIBBLES), -1)
+            codes = np.concatenate([half for x in steps for half in (x & 15, x >> 4)], -1)
+        scale, zero = (scales[..., i::2].repeat(form.group, -1)[..., :width] for i in (0, 1))
+        return self.add_product(codes.astype(np.float32), scale, zero)
 
     def task(
         self,
@@ -128,10 +147,10 @@ class Specification(NamedTuple):
     def columns(self, width: int) -> list[Any]:
         """The columns of each step of a dot product, a vector each, in order.
 
-        bfloat16 is read two vectors at a time: the even columns of both, then the odd ones.
+        Keys in bfloat16 are read two vectors at a time: the even columns of both, then the odd.
         """
         lanes = self.tile.lanes
-        if not self.tile.half:
+        if self.tile.k != BFLOAT16:
             return [slice(i, i + lanes) for i in range(0, width, lanes)]
         pairs = width // (2 * lanes) * 2 * lanes
         steps = [

@@ -18,6 +18,33 @@ KEYS_A_TASK = 256  # keys, at least: merging the partial results of fewer costs 
 TASKS_A_THREAD = 4  # tasks, at most: several for each thread, so that a slow core takes fewer
 BLOCK_BYTES = 4096  # of keys, at least: what a block costs once is then small beside reading it
 LINE = 64  # bytes of a cache line
+NIBBLES = (
+    16  # bytes of 4-bit codes whose low halves are 16 channels, and whose high halves the next
+)
+
+
+class Format(NamedTuple):
+    """How the elements of keys or of values are stored."""
+
+    bits: int  # of an element: 32 of float32, 16 of bfloat16, 8 or 4 of codes
+    group: int = 0  # channels that have one scale and one zero; 0 of floating point
+
+    @property
+    def quantized(self) -> bool:
+        """Whether elements are codes; a block of keys at a time is dequantised to float32."""
+        return self.group > 0
+
+    @property
+    def item(self) -> int:
+        """Bytes of one element of the tensor, which of codes holds bytes."""
+        return max(1, self.bits // 8)
+
+    def bytes(self, width: int) -> int:
+        """Bytes of a row of so many elements."""
+        return -(-width * self.bits // 8)
+
+
+FLOAT32, BFLOAT16 = Format(32), Format(16)
 
 
 class Tile(NamedTuple):
@@ -28,14 +55,46 @@ class Tile(NamedTuple):
     width: int  # elements of a query and of a key, D
     value_width: int  # elements of a value, Dv
     block: int  # keys whose scores are computed before their values are read: 16, 32 or 64
-    half: bool  # q, k and v are bfloat16; otherwise float32
+    half: bool  # q is bfloat16; otherwise float32
     joined: bool  # a value is the first `value_width` elements of its key (absorbed MLA)
     biased: bool  # a float32 bias is added to the scores
+    k: Format  # of the keys: that of q, or codes
+    v: Format  # of the values: that of q, or codes; where the tile is joined, that of the keys
 
     @property
     def item(self) -> int:
-        """Bytes of one element of q, k and v."""
+        """Bytes of one element of q."""
         return 2 if self.half else 4
+
+    @property
+    def k_item(self) -> int:
+        """Bytes of one element of the tensor of keys."""
+        return self.k.item
+
+    @property
+    def v_item(self) -> int:
+        """Bytes of one element of the tensor of values."""
+        return self.v.item
+
+    @property
+    def k_quantized(self) -> bool:
+        """Whether keys are codes."""
+        return self.k.quantized
+
+    @property
+    def v_quantized(self) -> bool:
+        """Whether values are codes that are not within the keys."""
+        return self.v.quantized and not self.joined
+
+    @property
+    def k_read(self) -> int:
+        """Bytes of an element of a key, as it is multiplied: codes are dequantised before."""
+        return 4 if self.k.quantized else self.k.item
+
+    @property
+    def v_read(self) -> int:
+        """Bytes of an element of a value, as it is multiplied."""
+        return 4 if self.v.quantized else self.v.item
 
     @property
     def registers(self) -> int:
@@ -57,7 +116,8 @@ class Tile(NamedTuple):
         lanes, most = self.lanes, self.registers * self.lanes // self.rows
         widths = range(lanes, min(most, self.value_width) + 1, lanes)
         fits = [c for c in widths if self.value_width % c == 0]
-        whole = [c for c in fits if not self.half or c == self.value_width or c % (2 * lanes) == 0]
+        pairs = self.v == BFLOAT16
+        whole = [c for c in fits if not pairs or c == self.value_width or c % (2 * lanes) == 0]
         return max(whole, default=self.value_width)
 
     @property
@@ -68,7 +128,7 @@ class Tile(NamedTuple):
     @property
     def prefetch_bytes(self) -> int:
         """Bytes of each key that one strip prefetches: whole cache lines."""
-        return -(-self.width * self.item // self.prefetches // LINE) * LINE
+        return -(-self.k.bytes(self.width) // self.prefetches // LINE) * LINE
 
     @property
     def query_bytes(self) -> int:
@@ -93,6 +153,12 @@ class Tile(NamedTuple):
         """Bytes of a thread's scratch for each row: a scaled query, and the scores of a block."""
         return 4 * (self.width + self.block)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a thread's scratch for a block of keys, or of values, that is dequantised."""
+        widths = self.k.quantized * self.width, self.v.quantized * self.value_width
+        return 4 * self.block * max(widths)
+
     def padded(self, rows: int) -> int:
         """`rows` rounded up to whole tiles."""
         return -(-rows // self.rows) * self.rows
@@ -105,14 +171,27 @@ class Tile(NamedTuple):
 
 
 def tile_for(
-    rows: int, width: int, value_width: int, half: bool, joined: bool, biased: bool, lanes: int
+    rows: int,
+    width: int,
+    value_width: int,
+    half: bool,
+    joined: bool,
+    biased: bool,
+    lanes: int,
+    k: Format | None = None,
+    v: Format | None = None,
 ) -> Tile:
-    """The tile for so many rows: of those that pad least, the one with most rows."""
-    most = 2 if lanes == 8 else 4 if half and value_width % (2 * lanes) else 6
+    """The tile for so many rows: of those that pad least, the one with most rows.
+
+    `k` and `v` are the formats of keys and values, those of the queries by default.
+    """
+    plain = BFLOAT16 if half else FLOAT32
+    k = k or plain
+    v = k if joined else v or plain
+    most = 2 if lanes == 8 else 4 if v == BFLOAT16 and value_width % (2 * lanes) else 6
     in_tile = min(range(1, most + 1), key=lambda r: (-(-rows // r) * r, -r))
-    key_bytes = width * (2 if half else 4)
-    block = next((x for x in (16, 32) if x * key_bytes >= BLOCK_BYTES), 64)
-    return Tile(lanes, in_tile, width, value_width, block, half, joined, biased)
+    block = next((x for x in (16, 32) if x * k.bytes(width) >= BLOCK_BYTES), 64)
+    return Tile(lanes, in_tile, width, value_width, block, half, joined, biased, k, v)
 
 
 class Arguments(NamedTuple):
@@ -134,6 +213,14 @@ class Arguments(NamedTuple):
     v_batch: int
     v_head: int
     v_row: int
+    k_scales: int  # address of scale and zero, side by side, of each group of channels of each key
+    k_scales_batch: int  # [B, G, S, 2 x groups] in bfloat16; all 0 where keys are no codes
+    k_scales_head: int
+    k_scales_row: int
+    v_scales: int  # the same of the values; all 0 where these are no codes, or within the keys
+    v_scales_batch: int
+    v_scales_head: int
+    v_scales_row: int
     bias: int  # address of the bias [B, G, M, S] in float32; 0 where the tile has none
     bias_batch: int
     bias_head: int
@@ -153,4 +240,4 @@ def _field(name: str) -> tuple[str, type[np.generic]]:
 
 
 RECORD = np.dtype([_field(name) for name in Arguments._fields], align=True)  # as the kernel reads
-PACKED = struct.Struct("27qf4x")  # the same, as Python packs it in a microsecond
+PACKED = struct.Struct("35qf4x")  # the same, as Python packs it in a microsecond

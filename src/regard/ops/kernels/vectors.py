@@ -11,9 +11,10 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from regard.ops.kernels.tiles import EXP2, LINE
+from regard.ops.kernels.tiles import EXP2, LINE, NIBBLES, Format
 
-FLOAT, INT16, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOAT, BYTE, INT16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
+INT32, INT64 = ir.IntType(32), ir.IntType(64)
 ROUNDS = 12582912.0  # 1.5 * 2**23: a float32 plus this has the nearest integer in its low bits
 ROUNDS_BITS = 0x4B400000  # the bits of that float32
 BIAS = 127  # of a float32's exponent
@@ -85,12 +86,11 @@ class Vectors:
 
     def prefetch(self, count: int, address: Value) -> None:
         """Request the cache lines of `count` bytes before they are needed."""
-        byte = ir.IntType(8)
-        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), INT32, INT32, INT32])
+        kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT32, INT32, INT32])
         call = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         read, keep_in_all_caches, data = INT32(0), INT32(3), INT32(1)
         for offset in range(0, count, LINE):
-            place = self.pointer(byte, address, offset)
+            place = self.pointer(BYTE, address, offset)
             self.builder.call(call, [place, read, keep_in_all_caches, data])
 
     # ---- rows of elements ----
@@ -125,6 +125,54 @@ class Vectors:
                 body(self.builder.add(first, INT64(u * step)), step)
         if rest:
             body(INT64(steps * step), rest)
+
+    # ---- codes ----
+
+    def dequantized(
+        self, codes: Value, scales: Value, width: int, form: Format
+    ) -> Iterator[tuple[int, Value]]:
+        """zero + scale * code of a row of codes: a channel, and the vector that begins with it."""
+        of_groups: dict[tuple[int, ...], tuple[Value, Value]] = {}
+        words = self._bytes(codes, width) if form.bits == 8 else self._nibbles(codes, width)
+        for channel, word in words:
+            groups = tuple((channel + i) // form.group for i in range(self.lanes))
+            if groups not in of_groups:
+                of_groups[groups] = self._scale_and_zero(scales, groups)
+            yield channel, self.fma(self.builder.sitofp(word, self.floats), *of_groups[groups])
+
+    def _bytes(self, address: Value, width: int) -> Iterator[tuple[int, Value]]:
+        for channel in range(0, width, self.lanes):
+            yield channel, self._unsigned(address, channel, self.lanes)
+
+    def _nibbles(self, address: Value, width: int) -> Iterator[tuple[int, Value]]:
+        """4-bit codes: byte i of 32 channels holds channels i and i + 16; of a rest of 16 channels,
+        i and i + 8."""
+        b = self.builder
+        for first in range(0, width, 2 * NIBBLES):
+            half = min(NIBBLES, (width - first) // 2)  # bytes, and channels of each half
+            for i in range(0, half, min(half, self.lanes)):
+                x = self._unsigned(address, first // 2 + i, min(half, self.lanes))
+                low = b.and_(x, ir.Constant(x.type, [15] * x.type.count))
+                high = b.lshr(x, ir.Constant(x.type, [4] * x.type.count))
+                if half < self.lanes:
+                    yield first, self.shuffle(low, high, range(self.lanes))
+                else:
+                    yield first + i, low
+                    yield first + half + i, high
+
+    def _unsigned(self, address: Value, offset: int, count: int) -> Value:
+        """So many bytes as a vector of int32."""
+        place = self.pointer(ir.VectorType(BYTE, count), address, offset)
+        return self.builder.zext(self.builder.load(place, align=1), ir.VectorType(INT32, count))
+
+    def _scale_and_zero(self, scales: Value, groups: tuple[int, ...]) -> tuple[Value, Value]:
+        """Scale and zero, side by side in bfloat16, of the group of each lane."""
+        b, first, count = self.builder, groups[0], groups[-1] - groups[0] + 1
+        place = self.pointer(ir.VectorType(INT32, count), scales, 4 * first)
+        x = b.load(place, align=2)
+        x = self.shuffle(x, x, [group - first for group in groups])
+        scale, zero = b.shl(x, self.word(16)), b.and_(x, self.word(-65536))
+        return b.bitcast(scale, self.floats), b.bitcast(zero, self.floats)
 
     # ---- arithmetic ----
 

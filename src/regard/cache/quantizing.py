@@ -1,0 +1,63 @@
+"""Quantising new tokens: in one pass over them where numba is installed, else by torch's operators.
+
+A step appends few numbers, so that starting a dozen operators takes far longer than their work.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.cache.codes import quantize
+from regard.tracing import is_immediate
+
+Run = Callable[[int, int, int, int, int], None]
+DTYPES = (torch.float32, torch.bfloat16)
+MOST = 1 << 15  # numbers; more are quantised as quickly by torch's operators, on all threads
+
+
+def quantized(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """`codes.quantize`: the same codes, scales and zeros."""
+    if not _is_compilable(x):
+        return quantize(x, bits, group)
+    x = x.detach().contiguous()
+    *rows, width = x.shape
+    count = x.numel() // width
+    nbytes = width if bits == 8 else (width + 1) // 2
+    codes = torch.empty(*rows, nbytes, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(*rows, 2 * -(-width // group), dtype=torch.bfloat16, device="cpu")
+    run = _compiled(bits, group, x.dtype is torch.bfloat16)
+    run(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), count, width)
+    return codes, scales
+
+
+def _is_compilable(x: Tensor) -> bool:
+    if not (
+        x.is_cpu
+        and x.dtype in DTYPES
+        and 0 < x.numel() <= MOST
+        and is_immediate(x)
+        and _has_numba()
+    ):
+        return False
+    return not x.is_neg()
+
+
+@functools.cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
+
+
+@functools.cache
+def _compiled(bits: int, group: int, half: bool) -> Run:
+    from regard.cache.quantizing_kernel import kernel
+
+    place, count = ctypes.c_void_p, ctypes.c_int64
+    run: Run = ctypes.CFUNCTYPE(None, place, place, place, count, count)(
+        kernel(bits, group, half).address
+    )
+    return run

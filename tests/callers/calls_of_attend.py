@@ -17,6 +17,7 @@ from regard import (
     SlidingWindow,
     Where,
 )
+from regard.ops.backends import tiled
 
 STEP = Sizes(2, 4, 2, 1, 40)
 CHUNK = Sizes(2, 4, 2, 5, 23)
@@ -194,7 +195,7 @@ def rows() -> dict[str, Attend]:
                 words = [backend, shape, mask, feature, str(dtype).removeprefix("torch.")]
                 name = " ".join(filter(None, words))
                 table[name] = Attend(sizes, RULES[mask], backend, dtype, **options)
-    return {**table, **mixed(), **fast(), **empty()}
+    return {**table, **mixed(), **fast(), **tiled_prefills(), **empty()}
 
 
 def mixed() -> dict[str, Attend]:
@@ -226,6 +227,17 @@ def fast() -> dict[str, Attend]:
                 LONG, RULES[mask], backend, torch.bfloat16, precision="fast", **options
             )
     return table
+
+
+def tiled_prefills() -> dict[str, Attend]:
+    """`tiled`, on machines that have its instructions; without numba it is refused."""
+    objection = tiled._machine_objection()
+    if objection is not None and "numba" not in objection:
+        return {}
+    masks = ("everything", "causal", "window")
+    return {
+        f"tiled long {mask}": Attend(LONG, RULES[mask], "tiled", torch.bfloat16) for mask in masks
+    }
 
 
 def empty() -> dict[str, Attend]:

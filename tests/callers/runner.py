@@ -41,9 +41,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     if POOL in os.environ:
-        from regard.ops.kernels import launching
+        from regard.ops.kernels import threads
 
-        launching._openmp = lambda: None
+        threads._openmp = lambda: None
     if WRONG in os.environ:
         be_wrong()
     print(json.dumps({"ready": True}), file=answers, flush=True)

@@ -1,0 +1,125 @@
+"""Prefill in bfloat16 on a CPU with a compiled kernel, by AMX or AVX-512's bfloat16 instructions.
+
+Products, softmax and sums are in float32, as `precision="strict"` needs; weights are rounded to
+bfloat16 before they multiply values, and the total is of the rounded ones. LLVM compiles it through
+numba on the machine, in some seconds for each new head size, and numba caches it on disk. Needs the
+extra `regard[cpu]`.
+"""
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.masks.intervals import intervals_of
+from regard.ops.backends.common import columns_contiguous, run_and_check
+from regard.ops.call import Call, is_empty, shown
+from regard.ops.partial import Partial
+from regard.ops.rates import SPEED
+
+_MULTIPLE = 16  # elements: head dims are multiples of half a row of an AMX tile
+_WIDEST = 256  # elements: code is unrolled over a head's columns, so wider ones compile slowly
+_LEAST = 16  # queries: a block of fewer would be mostly padding, and decoding must choose quickly
+_SIDE = 32  # queries in a block
+_OPERATORS = 40  # operators that starting a call costs as much as
+
+
+def objection(call: Call) -> str | None:
+    if is_empty(call):
+        return "tiled needs at least one query and one visible key"
+    if call.num_queries < _LEAST:
+        return f"tiled is for many queries: {call.num_queries} are fewer than {_LEAST}"
+    if call.device.type != "cpu" or call.dtype != torch.bfloat16:
+        return f"tiled is for bfloat16 on a CPU, got {call.dtype} on {call.device}"
+    if call.needs_grad:
+        return "tiled has no gradient; call it under torch.no_grad() or torch.inference_mode()"
+    if call.dropout or call.softcap is not None or call.score_bias is not None:
+        given = f"(got {shown(call.dropout)}, {shown(call.softcap)})"
+        return f"tiled has no dropout, softcap {given} or score_bias"
+    if torch.compiler.is_compiling():
+        return "tiled cannot be part of a compiled graph"
+    if not call.immediate:
+        return (
+            "tiled takes plain tensors: no torch.func transform, dispatch mode, tensor subclass or "
+            "forward-mode derivative"
+        )
+    return _shape_objection(call) or _machine_objection()
+
+
+def _shape_objection(call: Call) -> str | None:
+    dims = call.head_dim, call.v_head_dim
+    if any(dim % _MULTIPLE or dim > _WIDEST for dim in dims):
+        return (
+            f"tiled takes head dims in multiples of {_MULTIPLE} up to {_WIDEST}, got {dims[0]} and "
+            f"{dims[1]}"
+        )
+    if not call.scale > 0:
+        return f"tiled takes a positive scale, got {call.scale}"
+    if intervals_of(call.mask, call.span) is None:
+        return f"tiled takes masks that show each query one interval of keys, got {call.mask!r}"
+    return None
+
+
+@functools.cache
+def _machine_objection() -> str | None:
+    if find_spec("numba") is None:
+        return "tiled needs numba: python -m pip install 'regard[cpu]'"
+    from regard.ops.kernels.launching_prefill import products
+
+    if products() is None:
+        return "tiled needs a processor with bfloat16 instructions (AVX512-BF16 or AMX)"
+    return None
+
+
+def estimate(call: Call) -> float:
+    """The products of the visible scores, in whole blocks of queries, and packing."""
+    found = intervals_of(call.mask, call.span)
+    assert found is not None
+    starts, stops = found
+    visible = float((stops - starts).clamp(min=0).sum()) * call.batch / starts.shape[0]
+    whole = -(-call.num_queries // _SIDE) * _SIDE / call.num_queries
+    width = call.head_dim + call.v_head_dim
+    products = 2 * call.num_heads * visible * whole * width
+    packed = call.batch * call.num_kv_heads * call.num_keys * width
+    return _OPERATORS * SPEED.call + products / SPEED.tiled + packed / SPEED.elements
+
+
+def run(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Float[Tensor, "B H L Dv"]:
+    return _attend(call, q, k, v, sinks=call.sinks)[0]
+
+
+def partial(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Partial:
+    return Partial(*_attend(call, q, k, v, wide=True))
+
+
+def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    from regard.ops.kernels.launching_prefill import prefill
+
+    found = intervals_of(call.mask, call.span)
+    assert found is not None
+    starts, stops = found
+    rows = _columns_together(q)
+
+    def compute(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = _columns_together(k), _columns_together(v)
+        return prefill(rows, k, v, scale=call.scale, starts=starts, stops=stops, **options)
+
+    return run_and_check(call, compute, k, v)
+
+
+def _columns_together(x: Tensor) -> Tensor:
+    """The same values with contiguous columns and without a lazy minus sign."""
+    return columns_contiguous(x).resolve_neg()

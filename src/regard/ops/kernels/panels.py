@@ -1,0 +1,119 @@
+"""What a prefill kernel is compiled for (`Panel`), and what one call of it is given (`Prefill`)."""
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+SIDE = 32  # keys, queries, or columns of a block of a product: two AMX tiles each way
+BLOCK = 128  # keys whose scores are computed before their values are read: they stay in the cache
+LANES = 16  # float32 elements of a vector: both instructions for bfloat16 belong to AVX-512
+PARTS = 4  # blocks of queries of a task, at least: they share what is read of keys and values
+RISE = 8.0  # powers of 2 that a score may be above the maximum in use before sums are rescaled
+TILE = 1024  # bytes of an AMX tile: 16 rows of 64 bytes
+ROW = 4 * SIDE  # bytes of a row of scores or sums: one float32 for each query of a block
+POWER = (  # coefficients of 2**f on [0, 1], lowest power first: minimax, relative error 2**-13.7
+    0.99992526, 0.69583350, 0.22606720, 0.07802454,
+)  # fmt: skip
+
+
+class Panel(NamedTuple):
+    """The shape of a prefill kernel's loops. Each value is a constant in its machine code."""
+
+    width: int  # elements of a query and of a key, D: a multiple of 16
+    value_width: int  # elements of a value, Dv: a multiple of 16
+    amx: bool  # products by AMX tiles; otherwise by AVX-512's dot products of bfloat16 pairs
+    wide: bool  # the output is float32; otherwise bfloat16
+
+    @property
+    def lanes(self) -> int:
+        """Float32 elements of a vector."""
+        return LANES
+
+    @property
+    def steps(self) -> int:
+        """Blocks of columns of a query; the last one is padded with zeros."""
+        return -(-self.width // SIDE)
+
+    @property
+    def strips(self) -> int:
+        """Blocks of columns of a value; the last one is padded with zeros."""
+        return -(-self.value_width // SIDE)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of `SIDE` packed keys."""
+        return 2 * TILE * self.steps
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of `SIDE` packed values."""
+        return 2 * TILE * self.strips
+
+    @property
+    def sums_at(self) -> int:
+        """Where the sums of a part begin, after its queries."""
+        return 2 * TILE * self.steps
+
+    @property
+    def state_at(self) -> int:
+        """Where the maxima of a part begin, after its sums; its totals are the next row."""
+        return self.sums_at + ROW * SIDE * self.strips
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a block of queries: packed, their sums, maxima and totals."""
+        return self.state_at + 2 * ROW
+
+    @property
+    def item(self) -> int:
+        """Bytes of one element of the output."""
+        return 4 if self.wide else 2
+
+
+class Prefill(NamedTuple):
+    """One call of a kernel. Addresses are in bytes, strides in elements of their tensor."""
+
+    pairs: int  # key heads of all sequences that are attended in this call
+    first: int  # number of the first of them
+    kv_heads: int  # key heads of a sequence, G
+    group: int  # query heads that share a key head
+    queries: int  # queries of a sequence, L
+    keys: int  # keys of a sequence, S
+    q: int  # address of the queries [B, H, L, D]
+    q_batch: int
+    q_head: int
+    q_row: int
+    k: int  # address of the keys [B, G, S, D]
+    k_batch: int
+    k_head: int
+    k_row: int
+    v: int  # address of the values [B, G, S, Dv]
+    v_batch: int
+    v_head: int
+    v_row: int
+    out: int  # address of the output [B, H, L, Dv]
+    out_batch: int
+    out_head: int
+    out_row: int
+    starts: int  # address of the first visible key of each query, int32, padded to whole blocks
+    stops: int  # address of one past the last visible key of each query, the same
+    limits_batch: int  # stride of both from row to row of the batch
+    sinks: int  # address of the sinks of the query heads in float32, times log2(e); 0 without
+    state: int  # address of [B, H, 2, L padded]: maxima and totals in float32; 0 if not wanted
+    packed_keys: int  # address of [pairs, S / 32] packed groups of keys
+    packed_values: int  # the same of values
+    counters: int  # address of the int64 counters of packing and of attending: tasks, threads
+    scratch: int  # address of the threads' scratch
+    scratch_bytes: int  # of a thread
+    palette: int  # address of the shapes of the AMX tiles
+    blocks: int  # blocks of queries of one head in a task
+    scale: float  # of the scores, times log2(e): the kernel computes powers of 2
+
+
+def _field(name: str) -> tuple[str, type[np.generic]]:
+    return name, np.float32 if Prefill.__annotations__[name] is float else np.int64
+
+
+PREFILL = np.dtype([_field(name) for name in Prefill._fields], align=True)  # as the kernel reads
+PACKED_PREFILL = struct.Struct(f"{len(Prefill._fields) - 1}qf4x")  # the same, as Python packs it

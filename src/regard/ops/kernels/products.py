@@ -1,0 +1,148 @@
+"""Matrix products of packed bfloat16 blocks with float32 sums, as intrinsics of numba.
+
+`c [32, 32] = a [32, 32 steps] b [32 steps, 32]`, by AMX tiles or dot products of pairs.
+Both read the same packed blocks: of `a` 16 rows of 32 columns after each other, of `b` rows of 32
+pairs, a pair being two elements of a column.
+"""
+
+from typing import no_type_check
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from regard.ops.kernels.intrinsics import emits
+from regard.ops.kernels.panels import ROW, SIDE, TILE
+from regard.ops.kernels.vectors import INT32, INT64
+
+BYTE = ir.IntType(8)
+ROWS = 8  # of `a` whose dot products with 32 columns are in registers: 16 of 32 vectors
+STEP = ROW * SIDE // 2  # bytes of 32 rows of `b`: 16 rows of pairs
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types for mypy
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
+PAIRS = ir.VectorType(BFLOAT, 2 * 16)
+
+
+@no_type_check
+def call(e, name, result, *values):
+    """A call of an intrinsic of LLVM."""
+    kind = ir.FunctionType(result, [value.type for value in values])
+    function = cgutils.get_or_insert_function(e.builder.module, kind, f"llvm.x86.{name}")
+    return e.builder.call(function, values)
+
+
+@no_type_check
+def dot_pairs(e, x, y, z):
+    """z plus the products of the two elements of each pair of x and y; x, y are int32 lanes."""
+    x, y = (e.builder.bitcast(each, PAIRS) for each in (x, y))
+    return call(e, "avx512bf16.dpbf16ps.512", e.floats, z, x, y)
+
+
+# ---- AMX: tiles 0-3 are sums, 4 and 5 blocks of `a`, 6 and 7 of `b` ----------------------------
+
+
+@emits(types.void)
+@no_type_check
+def begin_tiles(e, panel, palette, kept):
+    """Give this thread's tiles their shapes, and store those that they had at `kept`."""
+    if panel.amx:
+        call(e, "sttilecfg", ir.VoidType(), e.pointer(BYTE, kept))
+        call(e, "ldtilecfg", ir.VoidType(), e.pointer(BYTE, palette))
+
+
+@emits(types.void)
+@no_type_check
+def end_tiles(e, panel, kept):
+    """Restore the shapes: torch's kernels on this thread may rely on theirs."""
+    if panel.amx:
+        call(e, "ldtilecfg", ir.VoidType(), e.pointer(BYTE, kept))
+
+
+@no_type_check
+def _tiles(e, steps, a, a_stride, b, c, add):
+    def move(name, number, address, offset, stride):
+        place = e.pointer(BYTE, address, offset)
+        call(e, name, ir.VoidType(), BYTE(number), place, INT64(stride))
+
+    corners = [(0, 0), (0, 64), (16 * ROW, 0), (16 * ROW, 64)]
+    for number, (row, column) in enumerate(corners):
+        if add:
+            move("tileloadd64", number, c, row + column, ROW)
+        else:
+            call(e, "tilezero", ir.VoidType(), BYTE(number))
+    with e.loop(steps) as step:
+        x = e.builder.add(a, e.builder.mul(step, a_stride))
+        y = e.advance(b, step, STEP)
+        move("tileloadd64", 4, x, 0, 64)
+        move("tileloadd64", 6, y, 0, ROW)
+        move("tileloadd64", 7, y, 64, ROW)
+        move("tileloadd64", 5, x, TILE, 64)
+        for number in range(4):
+            left, right = BYTE(4 + number // 2), BYTE(6 + number % 2)
+            call(e, "tdpbf16ps", ir.VoidType(), BYTE(number), left, right)
+    for number, (row, column) in enumerate(corners):
+        move("tilestored64", number, c, row + column, ROW)
+
+
+# ---- dot products of pairs ---------------------------------------------------------------------
+
+
+@no_type_check
+def _pairs(e, steps, a, a_stride, b, c, add):
+    with e.loop(INT64(SIDE // ROWS)) as part:
+        c = e.advance(c, part, ROWS * ROW)
+        a = e.advance(a, part, ROWS * 64)
+        places = [row * ROW + column for row in range(ROWS) for column in (0, 64)]
+        start = [e.read(c, place) if add else e.constant(0.0) for place in places]
+        cells = [e.variable(x) for x in start]
+        with e.loop(steps) as step:
+            x = e.builder.add(a, e.builder.mul(step, a_stride))
+            y = e.advance(b, step, STEP)
+            _multiply_pairs(e, x, y, cells)
+        for cell, place in zip(cells, places, strict=True):
+            e.write(e.builder.load(cell), c, place)
+
+
+@no_type_check
+def _multiply_pairs(e, x, y, cells):
+    for pair in range(SIDE // 2):
+        ys = [e.builder.load(e.pointer(e.words, y, pair * ROW + i), align=4) for i in (0, 64)]
+        for row in range(ROWS):
+            one = e.builder.load(e.pointer(INT32, x, 64 * row + 4 * pair), align=4)
+            first = e.builder.insert_element(ir.Constant(e.words, ir.Undefined), one, INT32(0))
+            both = e.shuffle(first, first, [0] * e.lanes)
+            for cell, other in zip(cells[2 * row : 2 * row + 2], ys, strict=True):
+                e.builder.store(dot_pairs(e, both, other, e.builder.load(cell)), cell)
+
+
+# ---- both --------------------------------------------------------------------------------------
+
+
+@emits(types.void)
+@no_type_check
+def product(e, panel, steps, a, a_stride, b, c):
+    """c = a b over so many steps of 32 columns, `a_stride` bytes apart in `a`."""
+    (_tiles if panel.amx else _pairs)(e, steps, a, a_stride, b, c, False)
+
+
+@emits(types.void)
+@no_type_check
+def add_product(e, panel, steps, a, a_stride, b, c):
+    """c += a b, the same."""
+    (_tiles if panel.amx else _pairs)(e, steps, a, a_stride, b, c, True)

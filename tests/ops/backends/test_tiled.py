@@ -1,0 +1,97 @@
+"""The tiled backend: the definition over random calls, and when it is chosen."""
+
+import pytest
+import torch
+
+import cases
+from contract import compare
+from regard import Causal, Padding, SlidingWindow, Span, attend, attend_partial, merge, prepare
+from regard.ops.backends import tiled
+from session import LONG
+
+pytest.importorskip("numba")
+
+from regard.ops.kernels.launching_prefill import products
+
+able = pytest.mark.skipif(products() is None, reason="no instructions for bfloat16")
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def any_length(monkeypatch):
+    monkeypatch.setattr(tiled, "_LEAST", 1)
+
+
+@able
+def test_random_calls_are_the_definition(any_length):
+    """Masks, sinks, rows that start apart, and every order in memory."""
+    accepted = 0
+    for seed in range(52_000_000, 52_000_600):
+        case = cases.draw_case(seed, HALF, 16)
+        if not LONG and case.sizes.v_dim != 16:  # each takes seconds to compile
+            continue
+        try:
+            out = attend(case.q, case.k, case.v, **case.given, backend="tiled")
+        except ValueError as error:
+            if not cases.is_objection(error, "tiled"):
+                raise
+            continue
+        assert out.dtype == HALF
+        compare(out, case, what="attend tiled")
+        accepted += 1
+    assert accepted > 30
+
+
+@able
+@pytest.mark.parametrize("filler", [1e30, torch.nan, torch.inf])
+def test_hidden_keys_may_hold_anything(filler):
+    q, k, v = (torch.randn(2, heads, 70, 16).to(HALF) for heads in (4, 2, 2))
+    mask = Causal() & Padding.from_lengths([70, 40])
+    clean = attend(q, k, v, mask=mask, backend="tiled")
+    k[1, :, 40:], v[1, :, 40:] = filler, filler
+    assert attend(q, k, v, mask=mask, backend="tiled").equal(clean)
+    v[0, 0, 3, 5] = torch.inf  # a visible key may not
+    assert attend(q, k, v, mask=mask, backend="tiled")[0, :2, 3:, 5].eq(torch.inf).all()
+
+
+@able
+def test_parts_merge():
+    q, k, v = (torch.randn(1, 4, n, 16).to(HALF) for n in (40, 100, 100))
+    whole = attend(q.double(), k.double(), v.double(), mask=Causal(), span=Span(60, 100, 0, 100))
+    parts = [
+        attend_partial(
+            q, k[:, :, a:b], v[:, :, a:b], mask=Causal(), span=Span(60, 100, a, b), backend="tiled"
+        )
+        for a, b in ((0, 37), (37, 100))
+    ]
+    merged = merge(*parts).out
+    assert (merged.double() - whole).abs().max() <= cases.bound(HALF, v.abs().max().item(), 0)
+
+
+@able
+@pytest.mark.parametrize("precision", ["strict", "fast"])
+def test_a_long_prefill_chooses_it(precision):
+    q, k = torch.randn(1, 8, 512, 64).to(HALF), torch.randn(1, 2, 512, 64).to(HALF)
+    assert prepare(q, k, k, mask=Causal(), precision=precision).name == "tiled"
+    learned = q.clone().requires_grad_()
+    assert prepare(learned, k, k, mask=Causal(), precision=precision).name != "tiled"
+
+
+OBJECTIONS = {
+    "on a CPU": {"dtype": torch.float16},
+    "many queries": {"length": 3},
+    "no dropout": {"dropout": 0.1},
+    "or score_bias": {"score_bias": torch.zeros(64)},
+    "multiples of 16": {"width": 40},
+    "positive scale": {"scale": -1.0},
+    "one interval": {"mask": ~SlidingWindow(4)},
+}
+
+
+@pytest.mark.parametrize("words", OBJECTIONS)
+def test_it_objects(words):
+    given = dict(OBJECTIONS[words])
+    q = torch.randn(1, 2, given.pop("length", 64), given.pop("width", 32))
+    q = q.to(given.pop("dtype", HALF))
+    with pytest.raises(ValueError, match=f"backend='tiled' cannot run this call: .*{words}"):
+        attend(q, q, q, backend="tiled", **given)

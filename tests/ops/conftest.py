@@ -3,6 +3,7 @@
 import pytest
 
 from blocks import BLOCKS
+from regard.ops import blocks as planned
 from regard.ops.backends import blocked
 
 
@@ -10,5 +11,6 @@ from regard.ops.backends import blocked
 def blocks(request, monkeypatch):
     """Blocks that divide nothing, or are queries, or are larger than some tests' sequences."""
     monkeypatch.setattr(blocked, "BLOCK", request.param)
-    monkeypatch.setattr(blocked, "GAP", 2)
+    monkeypatch.setattr(planned, "GAP", 2)
+    monkeypatch.setattr(planned, "SHORT", 2)
     return request.param

@@ -130,7 +130,7 @@ class Mask:
         return picture(self, frame(self, queries, keys), b, h)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return _combined(AllOf, (self, _checked(other)))
+        return self if other is EVERYTHING else _combined(AllOf, (self, _checked(other)))
 
     def __or__(self, other: "Mask") -> "Mask":
         return _combined(AnyOf, (self, _checked(other)))

@@ -8,11 +8,13 @@ together. For some rules the first is larger, or the second smaller, than necess
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TypeVar
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.masks import (
     AllOf,
@@ -33,6 +35,8 @@ from regard.masks import (
 )
 from regard.masks.row_data import readable
 
+STRIP = 64  # queries of a dense mask whose keys are found together
+_JOINED = 1.1  # times the cells of two strips that they may have together to be one block
 FAR = 1 << 62  # a slot after all others
 Runs = list[tuple[int, int]]  # half-open ranges of slots, sorted, with gaps between them
 Finder = Callable[[int, int], tuple[Runs, Runs]]
@@ -44,6 +48,8 @@ NONE: Runs = []
 AnyMask = TypeVar("AnyMask", bound=Mask)
 # Memo table: the data of a mask is read once for all the layers that the mask is passed to.
 _FINDERS: WeakKeyDictionary[Mask, Finder] = WeakKeyDictionary()
+# Strips of dense masks, by the tensor, which one mask places at the slots of many calls.
+_STRIPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def visible_runs_of(mask: Mask) -> Finder:
@@ -78,6 +84,8 @@ def visible_runs_of(mask: Mask) -> Finder:
             return _combined([visible_runs_of(part) for part in parts], intersection)
         case AnyOf(parts=parts):
             return _combined([visible_runs_of(part) for part in parts], union)
+        case Dense(keep=keep, place=Span(q_start=int())) if _on_cpu(keep):
+            return _dense(mask)
         case Dense() | Where():
             return lambda first, last: (ALL, NONE)
     return _user_defined(mask)
@@ -147,6 +155,10 @@ def contains(runs: Runs, start: int, stop: int) -> bool:
 def _readable(data: Tensor) -> bool:
     """Whether the data can be read now: no CUDA graph is being captured."""
     return readable(data) and not (data.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _on_cpu(data: Tensor) -> bool:
+    return readable(data) and data.device.type == "cpu"
 
 
 def _memoised(mask: AnyMask, read: Callable[[AnyMask], Finder]) -> Finder:
@@ -252,3 +264,78 @@ def _row_documents(row: Tensor) -> tuple[list[int], list[int], dict[int, Runs]]:
     for document, start, stop in zip(ids, edges[:-1], edges[1:], strict=True):
         runs_of.setdefault(document, []).append((start, stop))
     return starts, ids, runs_of
+
+
+class Strip(NamedTuple):
+    """Consecutive rows of a dense mask: columns that are True in some, and in all of them."""
+
+    some: Runs
+    every: Runs
+
+
+def dense_edges(keep: Tensor) -> list[int]:
+    """The rows of a dense mask where blocks of queries should begin: other keys are visible there.
+
+    Examples:
+        >>> keep = torch.zeros(256, 256, dtype=torch.bool)
+        >>> keep[:128, :128] = keep[128:, 128:] = True
+        >>> dense_edges(keep)
+        [128]
+    """
+    edges, joined, apart, rows = [], NONE, 0, 0
+    for index, strip in enumerate(_strips(keep)):
+        both, apart = union(joined, strip.some), apart + _length(strip.some)
+        rows += 1
+        if rows * _length(both) > _JOINED * apart:
+            edges.append(index * STRIP)
+            both, apart, rows = strip.some, _length(strip.some), 1
+        joined = both
+    return edges
+
+
+def _length(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _dense(mask: Dense) -> Finder:
+    """Blocks of queries see what the strips that they meet see. Queries without a row see none."""
+    place, strips = mask.extent, _strips(mask.keep)
+    whole = mask.keep.shape[-1] == 1  # broadcasts over the keys
+    repeated = mask.keep.shape[-2] == 1
+
+    def placed(runs: Runs) -> Runs:
+        if whole:
+            return [(place.kv_start, place.kv_stop)] if runs else NONE
+        return [(start + place.kv_start, stop + place.kv_start) for start, stop in runs]
+
+    def dense(first: int, last: int) -> tuple[Runs, Runs]:
+        inside = place.first_query <= first and last <= place.last_query
+        low, high = (0, 0) if repeated else (first - place.first_query, last - place.first_query)
+        here = strips[max(0, low // STRIP) : max(0, high // STRIP + 1)]
+        some = reduce(union, (strip.some for strip in here), NONE)
+        every = reduce(intersection, (strip.every for strip in here), ALL)
+        return placed(some), placed(every) if inside else NONE
+
+    return dense
+
+
+def _strips(keep: Tensor) -> list[Strip]:
+    """The strips of a dense mask, over all rows and heads of its batch; read once."""
+    version = None if keep.is_inference() else keep._version
+    known, strips = _STRIPS.get(keep, (None, []))
+    if known is None or known != version:
+        strips = [_strip(rows) for rows in keep.view(torch.uint8).split(STRIP, -2)]
+        if version is not None:
+            _STRIPS[keep] = (version, strips)
+    return strips
+
+
+def _strip(rows: Tensor) -> Strip:
+    axes = tuple(range(rows.dim() - 1))
+    some, every = rows.amax(axes).bool(), rows.amin(axes).bool()
+    return Strip(_runs(some), _runs(every))
+
+
+def _runs(flags: Tensor) -> Runs:
+    edges = [0, *((flags[1:] != flags[:-1]).nonzero().squeeze(1) + 1).tolist(), len(flags)]
+    return list(pairwise(edges))[0 if bool(flags[0]) else 1 :: 2]

@@ -3,13 +3,13 @@
 Under a window, chunks, documents or a prefix most scores are hidden, and torch's kernel with a
 dense mask computes them all. Here each block is a call of its own, run by `sdpa`, or by `eager`
 where `sdpa` objects, so that no tensor has queries x keys elements. With gradients a block saves
-its inputs only, and backward recomputes it (arXiv:1604.06174), as in FlashAttention
-(arXiv:2205.14135).
+the log-sum-exp of its scores; where torch's kernel cannot run it, its inputs only, and backward
+recomputes it (arXiv:1604.06174).
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -17,36 +17,28 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from regard.masks import EVERYTHING, Dense, Mask, Span
-from regard.masks.visible_runs import Runs, contains, intersection, visible_runs_of, without_gaps
-from regard.ops import fast_precision
+from regard.masks import Span
+from regard.masks.pieces import is_relative
+from regard.masks.visible_runs import Runs
+from regard.ops import block_gradients, fast_precision
 from regard.ops.backends import eager, sdpa
-from regard.ops.call import Call, hides_nothing, is_empty, is_everything
+from regard.ops.backends.common import may_check
+from regard.ops.backends.sdpa import Hiding
+from regard.ops.block_gradients import Step
+from regard.ops.blocks import BLOCK, Block, Gathered, part_of
+from regard.ops.blocks import plan as blocks_of
+from regard.ops.call import Call, is_empty
+from regard.ops.devices import EFFICIENT, on_device, visible_share
 from regard.ops.rates import SPEED
-from regard.tracing import is_forward_mode, is_transformed
+from regard.tracing import has_modes, is_forward_mode, is_transformed
 from regard.versions import ChangedInPlace, Versions
 
-BLOCK = 256  # queries: smaller blocks compute fewer hidden scores, larger start fewer operators
 SCORES = 1 << 22  # elements: the most scores in a block that stores them; about the L3 cache
-GAP = 128  # hidden keys between visible ones that cost less to compute than to leave out
-_OPERATORS = 60  # operators started for a block
+_OPERATORS = 30  # operators started for a block
+_OF_A_MASK = 30  # operators started for a block with a mask, in addition
 _ONE_BLOCK = 10  # operators started in addition to the inner backend's, if there is one block
 _SMALLER = 1.2  # times: small matrix products take 1.2 times as long per FLOP
 _AGAIN = 1.35  # times: backward recomputes the forward, 4 units of work instead of 3
-
-
-class Block(NamedTuple):
-    """Some of the queries, the runs of keys that any of them may attend to, and the runs of keys
-    that all of them may attend to (`full`)."""
-
-    first: int
-    queries: int
-    runs: Runs
-    full: Runs
-
-    @property
-    def cells(self) -> int:
-        return self.queries * sum(stop - start for start, stop in self.runs)
 
 
 def objection(call: Call) -> str | None:
@@ -64,26 +56,32 @@ def objection(call: Call) -> str | None:
 
 def estimate(call: Call) -> float:
     """The scores of all blocks, the cost of their masks, and some operators for each block."""
-    size = _size(call)
-    blocks = -(-call.num_queries // size)
-    if blocks == 1 and not fast_precision.suits(call):
+    if call.device.type != "cpu":
+        blocks = -(-call.num_queries // BLOCK)
+        share, operators = visible_share(call), blocks * (_OPERATORS + _OF_A_MASK)
+        return on_device(call, operators=operators, kernel=EFFICIENT, passes=1, share=share)
+    planned = plan(call)
+    if len(planned) == 1 and not fast_precision.suits(call):
         inner = sdpa if sdpa.objection(call) is None else eager
         return inner.estimate(call) + _ONE_BLOCK * SPEED.call
-    cells = call.num_queries * call.num_keys
-    if blocks > 1:
-        cells = sum(block.cells for block in plan(call))
-    heads, width = call.batch * call.num_heads, call.head_dim + call.v_head_dim
+    masked = [block for block in planned if not block.plain]
+    width = call.head_dim + call.v_head_dim
     each = _SMALLER * 2 * width / SPEED.products
     if fast_precision.suits(call):
         each = fast_precision.per_cell(call)
     elif _stores_scores(call):
         each += 8 / SPEED.elements
-    seconds = heads * cells * each + blocks * _OPERATORS * SPEED.call
-    if not hides_nothing(call):
-        of_heads, passes = sdpa.dense_passes(call)
-        elements = passes / 2 * cells * of_heads  # half: the mask of a block stays in the cache
-        seconds += elements / SPEED.elements
+    seconds = call.num_heads * _cells(planned) * each
+    seconds += (len(planned) * _OPERATORS + len(masked) * _OF_A_MASK) * SPEED.call
+    dense = planned if call.score_bias is not None else masked
+    of_heads, passes = sdpa.dense_passes(call)
+    elements = passes / 2 * _cells(dense) * of_heads  # half: a block's mask stays in the cache
+    seconds += elements / SPEED.elements
     return seconds * (_AGAIN if _again(call) else 1.0)
+
+
+def _cells(blocks: list[Block]) -> int:
+    return sum(block.cells for block in blocks)
 
 
 def note(call: Call) -> str | None:
@@ -97,12 +95,60 @@ def run(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
 ) -> Float[Tensor, "B H L Dv"]:
+    if not _is_fused(call):
+        return _one_by_one(call, q, k, v)
+    if not call.needs_grad:
+        return _inference(call, q, k, v)
+    again = _read_again(call, k, v)
+    q, k, v = sdpa.same_width(q, k, v)
+    blocks = [block for block in plan(call) if block.runs]
+    steps = partial(_steps, call, blocks)
+    out = block_gradients.run(q, k, v, blocks, steps, partial(_check, again))
+    return out[..., : call.v_head_dim]
+
+
+def _inference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    planned = plan(call)
+    blocks = [block for block in planned if block.runs]
+    keys, values = Gathered(k, blocks), Gathered(v, blocks)
+    written = len(blocks) == len(planned)  # else, some queries may attend to no key
+    out = (q.new_empty if written else q.new_zeros)((*q.shape[:3], v.shape[3]))
+    for block, part, hiding in _steps(call, blocks):
+        inputs = block.of_queries(q), keys.of(block), values.of(block)
+        if hiding is None or not may_check(part):
+            result = sdpa.run(part, *inputs)
+        else:
+            result = sdpa.run_masked(part, *inputs, hiding)
+        block.of_queries(out).copy_(result)
+    return out
+
+
+def _steps(call: Call, blocks: list[Block]) -> Iterator[Step]:
+    """The blocks, each with its call and its mask. Where rules depend on distance alone, most
+    blocks have the same mask, which is made once."""
+    made: dict[tuple[object, ...], Hiding] = {}
+    for block in blocks:
+        part = part_of(call, block)
+        span, hiding = part.span, None
+        if block.plain:
+            pass
+        elif isinstance(span.q_start, Tensor) or not is_relative(part.mask):
+            hiding = sdpa.hiding_of(part)
+        else:
+            key = (part.mask, span.q_start - span.kv_start, span.num_queries, span.num_keys)
+            hiding = made[key] = made.get(key) or sdpa.hiding_of(part)
+        yield Step(block, part, hiding)
+
+
+def _one_by_one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each block by the backend that can run it; with gradients, checkpointed."""
     # Split once: the gradient of a view for each block would be as long as the sequence.
-    queries, keys, values = q.split(_size(call), 2), Tiles(call, k), Tiles(call, v)
+    blocks = plan(call)
+    queries = q.split([block.queries for block in blocks], 2)
+    keys, values = Tiles(call, k), Tiles(call, v)
     again, call = _read_again(call, k, v), _with_present_bias(call)
     outs: list[Tensor] = []
-    blocks = list(zip(plan(call), queries, strict=True))
-    for block, rows in reversed(blocks):  # the widest causal block first: others fit its memory
+    for block, rows in reversed(list(zip(blocks, queries, strict=True))):
 
         def attended(rows: Tensor, block: Block = block) -> Tensor:
             return _attend(call, block, rows, keys, values, again)
@@ -112,23 +158,27 @@ def run(
             out = checkpoint(attended, rows, use_reentrant=False, preserve_rng_state=random)
         else:
             out = attended(rows)
-        outs.append(out)
+        outs.append(out)  # the widest causal block first: others fit its memory
     return outs[0] if len(outs) == 1 else torch.cat(outs[::-1], 2)
+
+
+def plan(call: Call) -> list[Block]:
+    """The blocks of a call."""
+    return blocks_of(call, _size(call), whole=_is_fused(call))
+
+
+def _is_fused(call: Call) -> bool:
+    """Whether torch's CPU kernel computes every block, and stores no scores."""
+    if call.device.type != "cpu" or call.score_bias is not None or call.scale <= 0:
+        return False
+    if _stores_scores(call) or fast_precision.suits(call):
+        return False
+    return call.immediate or has_modes()
 
 
 def _again(call: Call) -> bool:
     """Whether backward recomputes blocks, because they save their inputs only."""
-    return call.needs_grad and not fast_precision.keeps_inputs_only(call)
-
-
-def plan(call: Call) -> Iterator[Block]:
-    """The blocks of queries in order, each with the runs of key slots it needs."""
-    runs_of, span, size = visible_runs_of(call.mask), call.span, _size(call)
-    here = [(span.kv_start, span.kv_stop)]
-    for first in range(0, call.num_queries, size):
-        stop = min(first + size, call.num_queries)
-        runs, full = runs_of(span.first_query + first, span.last_query - call.num_queries + stop)
-        yield Block(first, stop - first, without_gaps(intersection(runs, here), GAP), full)
+    return call.needs_grad and not (_is_fused(call) or fast_precision.keeps_inputs_only(call))
 
 
 class Tiles:
@@ -175,6 +225,15 @@ def _read_again(call: Call, k: Tensor, v: Tensor) -> Versions:
     return Versions(*(each for each in read if isinstance(each, Tensor)))
 
 
+def _check(again: Versions) -> None:
+    """Raise if a tensor that backward reads again was written in place."""
+    if again.changed:
+        raise ChangedInPlace(
+            "keys, values, score_bias or sinks were written in place between the forward and the "
+            "backward pass, which reads them again; write to a clone(), or call backward() first"
+        )
+
+
 def _with_present_bias(call: Call) -> Call:
     """The call with its learned bias bound to the present parameters: `functional_call` replaces
     them only during the forward pass."""
@@ -207,66 +266,13 @@ def _attend(
 ) -> Tensor:
     """Attention of one block."""
     runs = block.runs or [(call.span.kv_start,) * 2]
-    part = _part(call, block, runs)
+    part = part_of(call, block)
 
     def read() -> tuple[Tensor, Tensor]:
-        if again.changed:
-            raise ChangedInPlace(
-                "keys, values, score_bias or sinks were written in place between the forward and "
-                "the backward pass, which reads them again; write to a clone(), or call backward() "
-                "first"
-            )
+        _check(again)
         return keys.take(runs), values.take(runs)
 
     if fast_precision.suits(call) and part.num_keys:
         return fast_precision.run(part, rows, read)
     backend = sdpa if sdpa.objection(part) is None else eager
     return backend.run(part, rows, *read())
-
-
-def _part(call: Call, block: Block, runs: Runs) -> Call:
-    """The call of a block: its queries, and the keys of its runs side by side."""
-    bias = call.score_bias
-    if isinstance(bias, Tensor) and bias.dim() >= 2 and bias.shape[-2] != 1:
-        bias = bias.narrow(-2, block.first, block.queries)
-    parts = []
-    for start, stop in runs:
-        span = _placed(call.span, block, start, stop)
-        mask = EVERYTHING if contains(block.full, start, stop) else call.mask.within(span)
-        parts.append(replace(call, span=span, mask=mask, score_bias=bias))
-    return parts[0] if len(parts) == 1 else _concatenated(parts)
-
-
-def _placed(span: Span, block: Block, start: int, stop: int) -> Span:
-    if not isinstance(span.q_start, Tensor):
-        first = span.q_start + block.first
-        return Span(first, first + block.queries, start, stop)
-    first_query = span.first_query + block.first
-    last_query = span.last_query - span.num_queries + 1 + block.first
-    return Span.ragged(
-        span.q_start + block.first,
-        queries=block.queries,
-        kv_start=start,
-        kv_stop=stop,
-        bounds=(first_query, last_query),
-    )
-
-
-def _concatenated(parts: list[Call]) -> Call:
-    """One call for several runs of keys, whose masks and biases are concatenated as tensors."""
-    call = parts[0]
-    span = Span(0, call.num_queries, 0, sum(part.num_keys for part in parts))
-    widths = [part.num_keys for part in parts]
-    mask: Mask = EVERYTHING
-    if not all(is_everything(part.mask) for part in parts):
-        mask = Dense(_side_by_side([part.keep() for part in parts], widths)).within(span)
-    biases = [bias for part in parts if (bias := part.bias()) is not None]
-    bias = _side_by_side(biases, widths) if biases else None
-    return replace(call, span=span, whole=span, mask=mask, score_bias=bias)
-
-
-def _side_by_side(pieces: list[Tensor], widths: list[int]) -> Tensor:
-    """Tensors that broadcast to `[B, H, L, S]`, each `widths` keys wide, as one."""
-    leading = torch.broadcast_shapes(*(piece.shape[:-1] for piece in pieces))
-    wide = zip(pieces, widths, strict=True)
-    return torch.cat([piece.expand(*leading, width) for piece, width in wide], dim=-1)

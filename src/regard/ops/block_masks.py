@@ -1,0 +1,303 @@
+"""Masks for FlexAttention: a function of indices, and the blocks of scores that it leaves visible.
+
+FlexAttention (Dong et al. 2024, arXiv:2412.05496) evaluates a function of the indices of a query
+and a key in its kernel, and skips blocks of scores that are hidden. A kernel is compiled for each
+function. What changes between calls, such as slots and the size of a window, is a tensor that the
+function reads, so that equal kinds of masks share a kernel. The host reads no tensor here.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+from regard.masks import (
+    AllOf,
+    AnyOf,
+    Causal,
+    Chunked,
+    Documents,
+    Everything,
+    Mask,
+    Not,
+    Nothing,
+    Padding,
+    Prefix,
+    SlidingWindow,
+    Span,
+    Where,
+)
+from regard.masks.row_data import at_row, chunk_index, row_index
+from regard.ops.call import Call
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128  # queries and keys of a block: FlexAttention's default, a multiple of its tiles
+CELLS = 1 << 24  # scores whose mask is evaluated at once: 128 MiB for each operator, in int64
+_MOST = 16  # block masks that are memoised: those of the kinds of layers, for a few batches
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Planned(NamedTuple):
+    """The mask of a call for FlexAttention.
+
+    Attributes:
+        blocks: the function, and lists of the blocks that are visible in part and as a whole.
+        keys: the keys that some query may attend to, a mask for a single query; None if it is known
+            without reading a tensor that these are all.
+    """
+
+    blocks: "BlockMask"
+    keys: Bool[Tensor, "B H 1 S"] | None
+
+
+_MEMOISED: dict[tuple[object, ...], Planned] = {}
+
+
+def planned(call: Call) -> Planned:
+    """The mask of a call, memoised: all layers with equal masks and spans share it."""
+    span = call.span
+    if not _stays(call.mask) or isinstance(span.q_start, Tensor) or _is_capturing(call.device):
+        return _plan(call)  # starts may be written later; a captured graph owns what it computes
+    key = (call.mask, span, call.batch, call.num_heads, call.device)
+    found = _MEMOISED.get(key)
+    if found is None:
+        if len(_MEMOISED) >= _MOST:
+            _MEMOISED.clear()
+        with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
+            found = _MEMOISED[key] = _plan(call)
+    return found
+
+
+def _stays(mask: Mask) -> bool:
+    """Whether a mask cannot change unnoticed, as a user's function of data can, and holds few
+    data."""
+    match mask:
+        case Causal() | SlidingWindow() | Chunked() | Prefix() | Documents() | Padding():
+            return True
+        case AllOf(parts=parts) | AnyOf(parts=parts):
+            return all(map(_stays, parts))
+        case Not(mask=inner):
+            return _stays(inner)
+    return False
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _plan(call: Call) -> Planned:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    some, every, keys = visible_blocks(call)
+    blocks = BlockMask.from_kv_blocks(
+        *_ordered(some & ~every),
+        *_ordered(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod(call),
+        seq_lengths=(call.num_queries, call.num_keys),
+    )
+    return Planned(blocks, None if all_keys_visible(call.mask, call.span) else keys)
+
+
+def _ordered(blocks: Bool[Tensor, "B H Lb Sb"]) -> tuple[Int[Tensor, "B H Lb"], Tensor]:
+    """The number of chosen blocks in each row, and the indices of the row's blocks, these first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def visible_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The blocks of which some and of which all scores are visible, `[B or 1, H or 1, Lb, Sb]`, and
+    the keys that some query may attend to, `[B or 1, H or 1, 1, S]`.
+
+    A block that reaches beyond the last query or key is never visible as a whole. Rectangles that
+    the mask knows to be visible or hidden as a whole are not evaluated; others are halved until
+    they are small.
+    """
+    lengths = call.num_queries, call.num_keys
+    shape = _keep(call, call.mask, (0, 1, 0, 1)).shape[:2]
+    counts = [-(-length // BLOCK) for length in lengths]
+    some = torch.zeros(*shape, *counts, dtype=torch.bool, device=call.device)
+    every = torch.zeros_like(some)
+    keys = torch.zeros(*shape, 1, lengths[1], dtype=torch.bool, device=call.device)
+    most = CELLS // (shape[0] * shape[1])
+    left = [(0, lengths[0], 0, lengths[1])]
+    while left:
+        here = left.pop()
+        first, last, start, stop = here
+        mask = call.mask.within(_inside(call.span, here))
+        rows, columns = (
+            slice(low // BLOCK, -(-high // BLOCK)) for low, high in (here[:2], here[2:])
+        )
+        match mask:
+            case Nothing():
+                continue
+            case Everything():
+                some[..., rows, columns] = True
+                every[..., first // BLOCK : last // BLOCK, start // BLOCK : stop // BLOCK] = True
+                keys[..., start:stop] = True
+            case _ if (last - first) * (stop - start) > most and (pieces := _halves(here)):
+                left += pieces
+            case _:
+                keep = _keep(call, mask, here)
+                some[..., rows, columns], every[..., rows, columns] = _reduced(keep)
+                keys[..., start:stop] |= keep.any(-2, keepdim=True)
+    return some, every, keys
+
+
+Rectangle = tuple[int, int, int, int]  # of a call: queries from and to, keys from and to
+
+
+def _inside(span: Span, here: Rectangle) -> Span:
+    first, last, start, stop = here
+    keys = span.kv_start + start, span.kv_start + stop
+    if not isinstance(span.q_start, Tensor):
+        return Span(span.q_start + first, span.q_start + last, *keys)
+    low, high = span.first_query, span.last_query - span.num_queries + 1
+    return Span.ragged(
+        span.q_start + first,
+        queries=last - first,
+        kv_start=keys[0],
+        kv_stop=keys[1],
+        bounds=(low + first, high + first),
+    )
+
+
+def _halves(here: Rectangle) -> list[Rectangle]:
+    """The rectangle cut in two between blocks, along its longer side; empty if it is one block."""
+    first, last, start, stop = here
+    if max(last - first, stop - start) <= BLOCK:
+        return []
+    if last - first >= stop - start:
+        middle = first + -(-(last - first) // (2 * BLOCK)) * BLOCK
+        return [(first, middle, start, stop), (middle, last, start, stop)]
+    middle = start + -(-(stop - start) // (2 * BLOCK)) * BLOCK
+    return [(first, last, start, middle), (first, last, middle, stop)]
+
+
+def _keep(call: Call, mask: Mask, here: Rectangle) -> Bool[Tensor, "B H L S"]:
+    """The mask in a rectangle as a tensor of four axes, of which the first two may be of size 1."""
+    span = _inside(call.span, here)
+    keep = mask.dense(span, batch=call.batch, heads=call.num_heads, device=call.device)
+    return keep[(None,) * (4 - keep.dim())]
+
+
+def _reduced(keep: Bool[Tensor, "B H L S"]) -> tuple[Tensor, Tensor]:
+    """Whether some and whether all scores of each block are visible."""
+    missing = [-length % BLOCK for length in keep.shape[-2:]]
+    padded = torch.nn.functional.pad(keep, (0, missing[1], 0, missing[0]))
+    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(
+        -3, (-1, BLOCK)
+    )  # [B, H, Lb, 128, Sb, 128]
+    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
+
+
+def all_keys_visible(mask: Mask, span: Span) -> bool:
+    """Whether it is certain that every key is visible to some query: each block of keys as a whole
+    to the query at its end or, where there is none, to the last."""
+    if isinstance(span.q_start, Tensor):
+        return False
+    for start in range(span.kv_start, span.kv_stop, BLOCK):
+        stop = min(start + BLOCK, span.kv_stop)
+        query = min(max(stop - 1, span.first_query), span.last_query)
+        if not isinstance(mask.within(Span(query, query + 1, start, stop)), Everything):
+            return False
+    return True
+
+
+def mask_mod(call: Call) -> MaskMod:
+    """The mask as a function of `(b, h, q_idx, kv_idx)`, counted from the first query and key of
+    the call's span, that reads tensors on the call's device."""
+    return _mod(call.mask, Slots(call))
+
+
+class Slots:
+    """The slots of a call as tensors on its device: `query` is `[B or 1, L]`, `key` is `[1, S]`."""
+
+    def __init__(self, call: Call) -> None:
+        query, span = call.span.positions(call.device), call.span
+        self.call = call
+        self.query = (query if query.dim() == 2 else query[None]).to(torch.int32)
+        self.key = torch.arange(span.kv_start, span.kv_stop, dtype=torch.int32, device=call.device)[
+            None
+        ]
+
+    def labels(self, mask: Documents | Chunked, slots: Tensor) -> Tensor:
+        """The document or the chunk of each slot, `[B or 1, slots]`."""
+        b = torch.arange(self.call.batch, device=slots.device)[:, None]
+        if isinstance(mask, Chunked):
+            return chunk_index(
+                slots - (0 if mask.start is None else at_row(mask.start, b)), mask.size
+            )
+        ids = mask.ids.to(slots.device)
+        return ids[row_index(ids, b), slots.clamp(0, ids.shape[1] - 1)]
+
+
+Lookup = Callable[[Tensor, Tensor], Tensor]  # (b, index) -> element
+
+
+def lookup(data: Tensor) -> Lookup:
+    """Elements of `[B or 1, n]` by row and index."""
+    if data.shape[0] > 1:
+        data = data.contiguous()
+        return lambda b, index: data[b, index]
+    row = data[0].contiguous()
+    return lambda b, index: row[index]
+
+
+def _mod(mask: Mask, slots: Slots) -> MaskMod:
+    match mask:
+        case Causal():
+            return _compared(lookup(slots.key), torch.le, lookup(slots.query))
+        case SlidingWindow(size=size):
+            return _compared(lookup(slots.key), torch.gt, lookup(slots.query - size))
+        case Documents() | Chunked():
+            its, mine = (slots.labels(mask, each) for each in (slots.key, slots.query))
+            return _compared(lookup(its), torch.eq, lookup(mine))
+        case Padding() | Prefix():  # which do not depend on the query
+            row = lookup(_keep(slots.call, mask, (0, 1, 0, slots.call.num_keys))[:, 0, 0])
+            return lambda b, h, q_idx, kv_idx: row(b, kv_idx)
+        case Not(mask=inner):
+            hidden = _mod(inner, slots)
+            return lambda *index: ~hidden(*index)
+        case AllOf(parts=parts):
+            return _joined([_mod(part, slots) for part in parts], torch.logical_and)
+        case AnyOf(parts=parts):
+            return _joined([_mod(part, slots) for part in parts], torch.logical_or)
+        case Where():
+            return _called(mask.mask_mod, lookup(slots.query), lookup(slots.key))
+    return _by_cell(mask, slots)
+
+
+def _compared(key: Lookup, compare: Callable[[Tensor, Tensor], Tensor], query: Lookup) -> MaskMod:
+    return lambda b, h, q_idx, kv_idx: compare(key(b, kv_idx), query(b, q_idx))
+
+
+def _by_cell(mask: Mask, slots: Slots) -> MaskMod:
+    """For `Dense`, and for rules that are not of this library: all cells as a tensor."""
+    whole = (0, slots.call.num_queries, 0, slots.call.num_keys)
+    return by_cell(_keep(slots.call, mask, whole))
+
+
+def _called(mod: MaskMod, query: Lookup, key: Lookup) -> MaskMod:
+    """A user's function at slots. It may return a plain True or False."""
+    return lambda b, h, q_idx, kv_idx: (
+        (kv_idx == kv_idx) & mod(b, h, query(b, q_idx), key(b, kv_idx))
+    )
+
+
+def by_cell(data: Shaped[Tensor, "B H L S"]) -> MaskMod:
+    """Elements of a tensor, whose axes may be of size 1, as a function of `(b, h, q_idx,
+    kv_idx)`."""
+    wide = [axis for axis in range(4) if data.shape[axis] > 1]
+    data = data.reshape([data.shape[axis] for axis in wide]).contiguous()
+    return lambda *index: data[tuple(index[axis] for axis in wide)]
+
+
+def _joined(mods: list[MaskMod], join: Callable[[Tensor, Tensor], Tensor]) -> MaskMod:
+    return lambda *index: reduce(join, [mod(*index) for mod in mods])

@@ -131,13 +131,13 @@ def _fits(shape: Shape) -> bool:
 
 
 def contest(shape: Shape, store: Store) -> Contest:
-    """Every backend without an objection, by name."""
+    """Every backend without an objection, by name; not `flex`, which is for GPUs."""
     size = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
     options: dict[str, Any] = {"mask": shape.rule, "span": shape.span}
     prepared = prepare(q, store(*size), store(*size), **options)
     call = prepared.call
-    able = [name for name in BACKENDS if objection_of(call, name) is None]
+    able = [name for name in BACKENDS if name != "flex" and objection_of(call, name) is None]
 
     def through(name: str) -> Run:
         return lambda: attend(q, store(*size), store(*size), backend=name, **options)

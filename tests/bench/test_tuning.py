@@ -6,7 +6,8 @@ import pytest
 
 import regard.cli.tune as tune_module
 from regard.bench import Tuning
-from regard.ops.rates import DEFAULT, SPEED, Speed, read_speed
+from regard.ops.rates import SPEED, read_speed
+from regard.ops.speed import DEFAULT, Speed
 from regard_cli.app import run
 
 

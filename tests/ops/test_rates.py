@@ -1,4 +1,4 @@
-"""The rates that backends are chosen by: kept, read, bounded, forgotten; never in the way."""
+"""The rates that backends are chosen by: stored, read, measured quickly, bounded, forgotten."""
 
 import json
 import os
@@ -10,31 +10,24 @@ from dataclasses import asdict, fields, replace
 import pytest
 import torch
 
+import regard.ops.quick_rates as quick_module
 import regard.ops.rates as speed_module
-from regard import Causal, Span, prepare
+from regard import Causal, Span, attend, prepare
 from regard.bench.tuning import MEASURED, Tuning, measure_speed
-from regard.ops.rates import (
-    DEFAULT,
-    MARGIN,
-    SPEED,
-    Rates,
-    Speed,
-    forget_speed,
-    read_speed,
-    speed_path,
-    write_speed,
-)
+from regard.ops.rates import SPEED, Rates, forget_speed, read_speed, speed_path, write_speed
+from regard.ops.speed import DEFAULT, MARGIN, Speed
 
 TUNED = Speed(call=5e-6, products=1e11, elements=3e9, row_float=6e9, row_half=1e9)
 
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch, tmp_path):
-    """A cache of this test's own, and the same rates afterwards."""
+    """A cache of this test's own, nothing measured, and the same rates afterwards."""
     assert os.environ["REGARD_SPEED"] == "default"  # what every other test runs with
     monkeypatch.delenv("REGARD_SPEED")
     monkeypatch.delenv("REGARD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(quick_module, "quick_speed", lambda: (DEFAULT, False))
     before = dict(vars(SPEED))
     yield
     vars(SPEED).clear()
@@ -46,7 +39,9 @@ def test_what_was_written_is_read():
     path = write_speed(TUNED)
     assert read_speed() == TUNED
     assert Rates().now() == TUNED
-    assert path.name == f"speed-{torch.__version__}-{torch.get_num_threads()}.json"
+    start, machine = path.stem.rsplit("-", 1)
+    assert start == f"speed-{torch.__version__}-{torch.get_num_threads()}"
+    assert len(machine) == 8
 
 
 def test_the_file_is_read_once_and_only_when_a_rate_is_needed(monkeypatch):
@@ -75,6 +70,110 @@ def test_every_number_of_threads_has_a_file_of_its_own():
     torch.set_num_threads(2)
     assert speed_path() != first
     assert read_speed() is None
+
+
+@pytest.mark.parametrize("name", speed_module.NARROWING)
+def test_narrower_vectors_have_a_file_of_their_own(monkeypatch, name):
+    first = write_speed(TUNED)
+    monkeypatch.setenv(name, "another")
+    assert speed_path() != first
+    assert read_speed() is None
+
+
+def test_processors_that_share_a_home_have_files_of_their_own(monkeypatch):
+    first = write_speed(TUNED)
+    monkeypatch.setattr(speed_module, "processor", lambda: ("another",))
+    assert speed_path() != first
+    assert read_speed() is None
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """How often the machine was measured, and what comes of it: the rates, and steadiness."""
+    result = [FOUND, True]
+    times = []
+    monkeypatch.setattr(quick_module, "quick_speed", lambda: (times.append(1), tuple(result))[1])
+    return times, result
+
+
+FOUND = replace(DEFAULT, call=3e-6)
+
+
+def test_the_first_process_measures_and_later_ones_read(measured):
+    times, _ = measured
+    assert Rates().call == 3e-6
+    assert Rates().now() == FOUND
+    assert len(times) == 1
+    assert speed_path("quick").is_file() and not speed_path().exists()
+    write_speed(TUNED)  # what `regard tune` found wins
+    assert Rates().now() == TUNED
+    assert forget_speed() == speed_path()
+    assert not speed_path("quick").exists()
+
+
+def test_what_a_busy_machine_gave_is_used_and_not_stored(measured):
+    times, result = measured
+    result[1] = False
+    assert Rates().now() == Rates().now() == FOUND
+    assert len(times) == 2
+    assert not speed_path("quick").exists()
+
+
+def test_a_damaged_file_of_quick_rates_is_measured_anew_without_a_warning(measured):
+    write_speed(TUNED, "quick").write_bytes(b"{")
+    assert Rates().now() == FOUND
+    assert json.loads(speed_path("quick").read_text()) == asdict(FOUND)
+
+
+def test_where_nothing_can_be_written_every_process_measures(measured, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "file"))
+    assert Rates().now() == Rates().now() == FOUND
+    assert len(measured[0]) == 2
+
+
+def test_the_defaults_that_were_asked_for_are_not_measured(measured, monkeypatch):
+    monkeypatch.setenv("REGARD_SPEED", "default")
+    assert Rates().now() == DEFAULT
+    assert measured[0] == []
+
+
+def under_fake_tensors(run):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return run()
+
+
+def under_a_dispatch_mode(run):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False):
+        return run()
+
+
+def under_vmap(run):
+    found = []
+    torch.func.vmap(lambda x: (found.append(run()), x)[1])(torch.zeros(2))
+    return found[0]
+
+
+@pytest.mark.parametrize("within", [under_fake_tensors, under_a_dispatch_mode, under_vmap])
+def test_nothing_is_measured_inside_of_modes_and_transforms(measured, within):
+    rates = Rates()
+    assert within(lambda: rates.call) == DEFAULT.call
+    assert measured[0] == []
+    assert rates.call == FOUND.call
+
+
+def test_nothing_is_measured_where_one_backend_can_run(measured):
+    vars(SPEED).clear()
+    q = torch.randn(1, 2, 300, 8)
+    sinks = torch.zeros(2)
+    attend(q[:, :, :0], q, q)  # no queries: the definition alone
+    assert measured[0] == []
+    attend(q, q, q, sinks=sinks)
+    assert measured[0] == [1]
 
 
 def test_a_relative_cache_folder_does_not_count(monkeypatch, tmp_path):
@@ -139,7 +238,7 @@ def test_what_is_no_file_is_not_read():
 
 
 def test_no_home_is_no_error(monkeypatch):
-    def homeless():
+    def homeless(kind):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(speed_module, "speed_path", homeless)
@@ -186,7 +285,7 @@ def test_backends_are_chosen_by_the_rates_in_use():
     def chosen():
         return prepare(q, k, k, mask=Causal(), span=Span(4095, 4096, 0, 4096)).name
 
-    SPEED.use(DEFAULT)
+    SPEED.use(replace(DEFAULT, row_float=DEFAULT.row_float / 4))
     assert chosen() == "grouped"
     SPEED.use(replace(DEFAULT, row_float=DEFAULT.row_float * 100))
     assert chosen() == "sdpa"

@@ -3,32 +3,18 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from regard.bench.timing import COLD, Store, interleave
 from regard.ops.backends import fused
-from regard.ops.rates import DEFAULT, Speed
+from regard.ops.backends.common import NO_BFLOAT16
+from regard.ops.quick_rates import Rate, attention, elements, products, tiny_operators
+from regard.ops.speed import DEFAULT, Speed
 
 ROUNDS = 15
 BUSY = 3.0  # ratio of quartiles above which other programs disturb the measurement
-
-
-@dataclass(frozen=True)
-class Rate:
-    """One rate: what is run, and how many units one run does.
-
-    With `inverse` the rate is seconds per unit, not units per second.
-    """
-
-    run: Callable[[], Any]
-    amount: float
-    inverse: bool = False
-
-    def of(self, seconds: float) -> float:
-        return seconds / self.amount if self.inverse else self.amount / seconds
 
 
 @dataclass(frozen=True)
@@ -41,7 +27,7 @@ class Tuning:
 
     Examples:
         >>> from regard.bench import Tuning
-        >>> from regard.ops.rates import DEFAULT
+        >>> from regard.ops.speed import DEFAULT
         >>> Tuning(DEFAULT, {"call": 9.0}).objection()
         'this machine is busy: call varied 9.0-fold'
     """
@@ -72,7 +58,8 @@ def measure_speed(*, rounds: int = ROUNDS, size: float = 1.0) -> Tuning:
         True
     """
     with torch.no_grad():
-        rates = {name: make(size) for name, make in MEASURED.items()}
+        made = {name: make(size) for name, make in MEASURED.items()}
+        rates = {name: rate for name, rate in made.items() if rate is not None}
         times = interleave({name: rate.run for name, rate in rates.items()}, rounds=rounds)
     found = {name: rates[name].of(statistics.median(times[name])) for name in rates}
     spread = {}
@@ -86,27 +73,16 @@ def measure_speed(*, rounds: int = ROUNDS, size: float = 1.0) -> Tuning:
 
 
 def _call(size: float) -> Rate:
-    """The operators of a decode step, on tiny tensors."""
-    x = torch.randn(2, 4, 8)
-
-    def run() -> None:
-        y = torch.bmm(x, x.mT) * 0.5
-        torch.bmm(y.softmax(-1), x).unflatten(0, (1, 2)).transpose(1, 2).contiguous()
-
-    return Rate(run, 7.0, inverse=True)
+    return tiny_operators(1)
 
 
 def _products(size: float) -> Rate:
     side = max(16, int(1024 * size))
-    a = torch.randn(side, side)
-    return Rate(lambda: a @ a, 2.0 * side**3)
+    return products(torch.randn(side * side), side)
 
 
 def _elements(size: float) -> Rate:
-    """Elements that are read from memory and written to it."""
-    x = torch.ones(max(1 << 10, int((1 << 24) * size)))
-    out = torch.empty_like(x)
-    return Rate(lambda: torch.mul(x, 1.5, out=out), float(x.numel()))
+    return elements(torch.ones(max(1 << 11, int((1 << 25) * size))))
 
 
 def _row(dtype: torch.dtype, size: float) -> Rate:
@@ -119,6 +95,12 @@ def _row(dtype: torch.dtype, size: float) -> Rate:
         F.scaled_dot_product_attention(q, store(1, heads, keys, dim), store(1, heads, keys, dim))
 
     return Rate(run, 2.0 * heads * keys * dim)
+
+
+def _products_half(size: float) -> Rate:
+    heads, keys, dim = 8, max(64, int(2048 * size)), 128
+    one = attention(torch.randn(2 * heads * keys * dim).bfloat16(), queries=64, keys=keys)
+    return Rate(one.run, 2 * one.amount)
 
 
 def _stream(size: float) -> Rate:
@@ -146,12 +128,32 @@ def _fused(size: float) -> Rate:
     )
 
 
-MEASURED: dict[str, Callable[[float], Rate]] = {
+def _tiled(size: float) -> Rate | None:
+    """A prefill through `tiled`; None where this machine cannot run it."""
+    from regard.ops.kernels.launching_prefill import prefill, products
+
+    if products() is None:
+        return None
+    heads, length, dim = 8, max(32, int(1024 * size)), 128
+    q = torch.randn(1, heads, length, dim, dtype=torch.float32).bfloat16()
+    starts = torch.zeros(1, length, dtype=torch.int32)
+
+    def run() -> None:
+        prefill(q, q, q, scale=0.1, starts=starts, stops=starts + length)
+
+    return Rate(run, 4.0 * heads * length**2 * dim)
+
+
+MEASURED: dict[str, Callable[[float], Rate | None]] = {
     "call": _call,
     "products": _products,
     "elements": _elements,
     "row_float": lambda size: _row(torch.float32, size),
-    "row_half": lambda size: _row(torch.bfloat16, size),
 }
+if not NO_BFLOAT16:
+    MEASURED |= {
+        "row_half": lambda size: _row(torch.bfloat16, size),
+        "products_half": _products_half,
+    }
 if fused.is_installed():
-    MEASURED |= {"stream": _stream, "fused": _fused}
+    MEASURED |= {"stream": _stream, "fused": _fused, "tiled": _tiled}

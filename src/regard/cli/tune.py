@@ -11,7 +11,8 @@ from regard.bench import Tuning, measure_speed
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import remarks, say, stdout, waiting
 from regard.ops.observed import kernel_objection
-from regard.ops.rates import DEFAULT, SPEED, Speed, forget_speed, write_speed
+from regard.ops.rates import SPEED, forget_speed, write_speed
+from regard.ops.speed import DEFAULT, Speed
 
 UNITS = {
     "call": ("to start an operator", 1e6, "us"),
@@ -19,6 +20,7 @@ UNITS = {
     "elements": ("elementwise work", 1e-9, "G/s"),
     "row_float": ("torch's kernel, one query, float32", 1e-9, "G/s"),
     "row_half": ("the same in half precision", 1e-9, "G/s"),
+    "products_half": ("torch's kernel, many queries, half", 1e-9, "GFLOP/s"),
     "stream": ("fused, reading", 1e-9, "GB/s"),
     "fused": ("fused, many rows", 1e-9, "GFLOP/s"),
 }

@@ -1,66 +1,37 @@
 """The rates of a machine that estimates of backends are made of.
 
-The defaults below were measured on two cores of an AMD EPYC with torch 2.13; only their ratios
-matter. `regard tune` measures those of this machine and writes them to a file, which is read here
-when a rate is first used. With `REGARD_SPEED=default` in the environment that file is not read.
+`regard tune` measures those of this machine and writes them to a file, which is read when a rate is
+first used. Without that file the process measures quickly (`quick_rates.py`) and stores the result
+for later ones. With `REGARD_SPEED=default` in the environment nothing is read or measured: the
+defaults below, of two cores of an AMD EPYC with torch 2.13, are used. Only ratios of rates matter.
 """
 
+import hashlib
 import json
 import os
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
+from regard.ops.speed import DEFAULT, NARROWING, Speed, processor
+from regard.tracing import is_immediate
+
 FOLDER = "REGARD_CACHE"  # the environment variable that moves all that regard stores for a user
-MARGIN = 100.0  # times: a measured rate further than this from the default is taken for an error
 _MAX_BYTES = 1 << 16  # of a file of rates; a larger one is not read
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Rates of one machine.
-
-    Attributes:
-        call: seconds to start one operator.
-        products: floating-point operations a second in large float32 matrix products.
-        elements: elements a second streamed by plain elementwise work, in float32.
-        row_float: elements of keys and values a second when torch's SDPA streams them for one
-            block of queries, in float32.
-        row_half: the same in half precision, where one-row products are converted first.
-        stream: bytes a second that `fused` reads from memory.
-        fused: floating-point operations a second that `fused` does on many rows.
-    """
-
-    call: float = 4e-6
-    products: float = 160e9
-    elements: float = 4e9
-    row_float: float = 7e9
-    row_half: float = 2e9
-    stream: float = 30e9
-    fused: float = 350e9
-
-    def objection(self) -> str | None:
-        """Why these cannot be the rates of a machine, in a sentence; None if they can."""
-        for rate in fields(self):
-            value, usual = getattr(self, rate.name), getattr(DEFAULT, rate.name)
-            if not usual / MARGIN <= value <= usual * MARGIN:
-                return f"{rate.name}={value:.3g} is nowhere near the usual {usual:.3g}"
-        return None
-
-
-DEFAULT = Speed()
-
-
 class Rates:
-    """The rates in use: those of the tuned file if there is one, else the defaults.
+    """The rates in use: the tuned ones if there are any, else those measured quickly.
 
-    The file is read once, when a rate is first used, so that importing stays cheap and the number
-    of threads is known. It is not read while a program is traced: a program that is compiled before
-    any rate was used keeps the defaults, unless `SPEED.load()` was called. `version` counts how
-    often the rates were set.
+    They are read or measured once, when a rate is first used, so that importing stays cheap and the
+    number of threads is known; another thread meanwhile uses the defaults. Nothing is read or
+    measured while a program is traced or a dispatch mode is active: a program that is compiled
+    before any rate was used keeps the defaults, unless `SPEED.load()` was called. `version` counts
+    how often the rates were set.
 
     Examples:
         >>> 0 < SPEED.call < 1
@@ -72,15 +43,15 @@ class Rates:
     def __getattr__(self, name: str) -> float:
         if name not in Speed.__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__} has no rate {name!r}")
-        if not torch.compiler.is_compiling():
+        if is_immediate():
             self.load()
             return float(vars(self)[name])
         return float(getattr(DEFAULT, name))
 
     def load(self) -> Speed:
-        """Read the file now; return the rates in use."""
+        """Read or measure them now; return the rates in use."""
         self.use(DEFAULT)  # first: a warning that is an error is then raised only once
-        self.use(read_speed() or DEFAULT)
+        self.use(read_speed() or _quick_speed() or DEFAULT)
         return self.now()
 
     def use(self, speed: Speed) -> None:
@@ -95,9 +66,13 @@ class Rates:
 SPEED = Rates()
 
 
-def speed_path() -> Path:
-    """The file of this machine's rates, for this version of torch and number of threads."""
-    return cache_folder() / f"speed-{torch.__version__}-{torch.get_num_threads()}.json"
+def speed_path(kind: str = "speed") -> Path:
+    """The file of this machine's rates, for this version of torch and number of threads: those of
+    `regard tune`, or with `kind="quick"` those that a process measured for later ones."""
+    facts = (*processor(), *(os.environ.get(name) for name in NARROWING))
+    machine = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+    threads = torch.get_num_threads()
+    return cache_folder() / f"{kind}-{torch.__version__}-{threads}-{machine}.json"
 
 
 def cache_folder() -> Path:
@@ -117,21 +92,47 @@ def read_speed() -> Speed | None:
 
     A rate that the file does not have is the default.
     """
-    if os.environ.get("REGARD_SPEED") == "default":
+    speed, objection = _stored("speed")
+    if objection is not None:
+        warnings.warn(f"{objection}; `regard tune` writes it anew", stacklevel=2)
+    return speed
+
+
+def _quick_speed() -> Speed | None:
+    """Rates that an earlier process measured quickly, or this one does now; None where neither may
+    be. A file that is invalid or cannot be written is no reason for a warning."""
+    if _asked_for_defaults() or not is_immediate():
         return None
+    stored, _ = _stored("quick")
+    if stored is not None:
+        return stored
+    from regard.ops.quick_rates import quick_speed
+
+    speed, steady = quick_speed()
+    if steady:
+        with suppress(OSError, RuntimeError):  # a read-only disk, no home folder
+            write_speed(speed, "quick")
+    return speed
+
+
+def _asked_for_defaults() -> bool:
+    return os.environ.get("REGARD_SPEED") == "default"
+
+
+def _stored(kind: str) -> tuple[Speed | None, str | None]:
+    """The rates of a file, or why it is ignored; neither if there is no file."""
+    if _asked_for_defaults():
+        return None, None
     try:
-        path = speed_path()
+        path = speed_path(kind)
         if not path.is_file():  # a pipe, say, might never end
-            return None
+            return None, None
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
         speed, objection = _parsed(text)
     except (OSError, RuntimeError, OverflowError) as error:  # no home folder, deeply nested JSON
         speed, objection, path = None, str(error), Path("the file of rates")
-    if objection is not None:
-        warnings.warn(f"{path} is ignored: {objection}; `regard tune` writes it anew", stacklevel=2)
-        return None
-    return speed
+    return speed, None if objection is None else f"{path} is ignored: {objection}"
 
 
 def _parsed(text: bytes) -> tuple[Speed | None, str | None]:
@@ -154,7 +155,7 @@ def _parsed(text: bytes) -> tuple[Speed | None, str | None]:
     return (None, objection) if objection else (speed, None)
 
 
-def write_speed(speed: Speed) -> Path:
+def write_speed(speed: Speed, kind: str = "speed") -> Path:
     """Write rates for later processes; the file is replaced whole, or not at all.
 
     Raises:
@@ -166,7 +167,7 @@ def write_speed(speed: Speed) -> Path:
         raise ValueError(
             f"these rates are not written: {objection}; measure again on a quiet machine"
         )
-    path = speed_path()
+    path = speed_path(kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
     try:
@@ -180,9 +181,11 @@ def write_speed(speed: Speed) -> Path:
 
 
 def forget_speed() -> Path | None:
-    """Remove the file and use the defaults; returns the path of the file if there was one."""
+    """Remove the tuned file, and that of quick rates; returns the path of the former if there was
+    one. The defaults are used from now on."""
     path = speed_path()
     SPEED.use(DEFAULT)
+    speed_path("quick").unlink(missing_ok=True)
     if not path.exists():
         return None
     path.unlink()

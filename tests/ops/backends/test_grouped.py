@@ -1,9 +1,16 @@
 """Few queries packed by key head: pieces of a long key head are merged."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from cases import draw_case
+from contract import compare
 from regard import attend, prepare
+from regard.ops.backends import grouped
 
 
 def test_grouped_has_no_gradient_in_half_precision():
@@ -40,3 +47,44 @@ def test_one_key_head_is_split_and_merged(keys, dtype, joined):
     bound = (1.5 if half else 2 * (1 + largest)) * unit * v.double().abs().max()
     assert (got.double() - want).abs().max() <= bound
     assert (halves.double() - want).abs().max() <= bound
+
+
+NARROWED = """
+import torch
+from regard import attend
+q, k = torch.randn(1, 8, 40, 96).bfloat16(), torch.randn(1, 2, 300, 96).bfloat16()
+found, wanted = (attend(q, k, k, backend=each) for each in ("grouped", "eager"))
+assert (found - wanted).abs().max() <= 2 * 2**-8 * k.abs().max()
+"""
+
+
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_bfloat16_runs_where_torchs_kernel_raises(capability):
+    """torch 2.13 on processors with AMX, where the environment narrows their vectors."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(
+        [sys.executable, "-c", NARROWED], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_half_precision_with_sums_in_float32(dtype, seed, monkeypatch):
+    """As on NVIDIA's GPUs, where `torch.bmm` returns float32; here it is given float32."""
+    real = torch.bmm
+
+    def bmm(a, b, out_dtype=None):
+        if out_dtype is None:
+            return real(a, b)
+        assert a.dtype == b.dtype == dtype
+        return real(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    monkeypatch.setattr(grouped, "_multiplies_half", lambda x: x.dtype.itemsize < 4)
+    monkeypatch.setattr(grouped, "_fused", lambda call: False)
+    case = draw_case(seed + 900, dtype)
+    if grouped.objection(prepare(case.q, case.k, case.v, **case.given).call) is not None:
+        pytest.skip("it objects")
+    out = attend(case.q, case.k, case.v, **case.given, backend="grouped")
+    compare(out, case, what="grouped in half precision")

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from regard import EVERYTHING, Causal, SlidingWindow, attend, attend_partial, explain
+from regard import EVERYTHING, Causal, SlidingWindow, attend, attend_partial, explain, prepare
 from regard.ops.backends import sdpa
 
 
@@ -78,3 +79,27 @@ def test_bfloat16_runs_with_narrower_vectors(capability):
         [sys.executable, "-c", NARROWED], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [Causal(), Causal() & SlidingWindow(3)])
+def test_on_a_gpu_heads_are_grouped_only_where_its_kernel_takes_that(mask, dtype, monkeypatch):
+    """FlashAttention takes grouped heads in half precision without a mask; for others torch would
+    store all scores. The call says that it is on a GPU; its tensors are here."""
+    q, k, v = torch.randn(2, 6, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    call = replace(prepare(q, k, v, mask=mask, backend="sdpa").call, device=torch.device("cuda", 0))
+    monkeypatch.setattr(type(call), "keep", lambda call: call.mask.dense(call.span))
+    flags = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, v, **options):
+        flags.append((options.get("enable_gqa", False), k.shape[1]))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    out = sdpa.run(call, q, k, v)
+    plain = dtype == torch.bfloat16 and mask == Causal()
+    assert flags == [(True, 2) if plain else (False, 6)]
+    want = attend(q.double(), k.double(), v.double(), mask=mask, backend="eager")
+    torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=0)

@@ -1,7 +1,7 @@
 """The table of backends, in order of preference. One kernel a file; what they share is in `common`.
 None imports another, except `blocked`, which splits a call into calls that others run."""
 
-from regard.ops.backends import blocked, eager, fused, grouped, sdpa
+from regard.ops.backends import blocked, eager, flex, fused, grouped, sdpa, tiled
 from regard.ops.call import Backend
 
 BACKENDS: dict[str, Backend] = {
@@ -12,6 +12,7 @@ BACKENDS: dict[str, Backend] = {
         grouped.run,
         grouped.partial,
         quantized=grouped.quantized,
+        quantized_partial=grouped.quantized_partial,
         any_length=False,
     ),
     "fused": Backend(
@@ -19,11 +20,14 @@ BACKENDS: dict[str, Backend] = {
         fused.estimate,
         fused.run,
         fused.partial,
-        quantized=grouped.quantized,  # its kernel reads floating point; `grouped` multiplies codes
+        quantized=fused.quantized,
+        quantized_partial=fused.quantized_partial,
         any_length=False,
     ),
+    "tiled": Backend(tiled.objection, tiled.estimate, tiled.run, tiled.partial, any_length=False),
     "blocked": Backend(
         blocked.objection, blocked.estimate, blocked.run, any_length=False, note=blocked.note
     ),
+    "flex": Backend(flex.objection, flex.estimate, flex.run, flex.partial, any_length=False),
     "eager": Backend(eager.objection, eager.estimate, eager.run, eager.partial),
 }

@@ -1,16 +1,37 @@
 """What backends share: masks as addends, hidden keys zeroed, results checked, memory layouts."""
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from regard.cache.codes import QuantizedStream
 from regard.heads import fold_heads, group_heads
 from regard.ops.call import Call, is_everything
 
+Stored = Tensor | QuantizedStream  # keys or values
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
+
+
+def _raises_in_bfloat16() -> bool:
+    """Whether torch's CPU kernel raises in bfloat16: torch 2.13 does ("pack_vnni2 is only supported
+    when avx512 is supported") on processors with AMX, if the environment narrows their vectors."""
+    if not os.environ.get("ATEN_CPU_CAPABILITY"):
+        return False
+    zeros = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16, device="cpu")
+    try:
+        with torch.no_grad():
+            F.scaled_dot_product_attention(zeros, zeros, zeros)
+    except RuntimeError:
+        return True
+    return False
+
+
+NO_BFLOAT16 = _raises_in_bfloat16()  # tried once, at import: the environment is read before that
 
 
 def run_and_check(
@@ -36,10 +57,38 @@ def run_and_check(
     if may_check(call):
         result = compute(k, v)
         out = result if isinstance(result, Tensor) else result[0]
-        if bool(out.isfinite().all()):
+        if _is_finite(out):
             return result
     keep = call.keep() if keep is None else keep
     return (rerun or compute)(*zero_hidden(call, k, v, keep))
+
+
+def run_stored_and_check(
+    call: Call, compute: Callable[[Stored, Stored], Result], k: Stored, v: Stored
+) -> Result:
+    """`run_and_check` of keys and values as they are stored: of codes only the scales can be other
+    than finite."""
+    if isinstance(k, Tensor) or isinstance(v, Tensor):
+        return run_and_check(call, compute, *(_values(each) for each in (k, v)))
+    return run_and_check(
+        call,
+        lambda of_k, of_v: compute(k._replace(scales=of_k), v._replace(scales=of_v)),
+        k.scales,
+        v.scales,
+    )
+
+
+def _values(x: Stored) -> Tensor:
+    return x if isinstance(x, Tensor) else x.dequantized()
+
+
+def _is_finite(out: Tensor) -> bool:
+    """Whether all elements are finite, by their sum: one pass, where `isfinite` takes several.
+
+    A sum that overflows costs a second run, and changes no result.
+    """
+    wide = torch.float32 if out.dtype == torch.float16 else None
+    return bool(out.sum(dtype=wide).isfinite())
 
 
 def may_check(call: Call) -> bool:
@@ -59,14 +108,18 @@ def zero_hidden(
     call: Call, k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"], keep: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same for a mask that is a tensor already. Padding and unused slots may hold anything."""
+    hidden = hidden_keys(call, keep)
+    return k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+
+
+def hidden_keys(call: Call, keep: Bool[Tensor, "*some L S"]) -> Bool[Tensor, "#B #G S 1"]:
+    """Which keys are hidden from every query of the call."""
     visible = keep.any(-2)
     if visible.dim() < 3:
-        hidden = ~visible.reshape(1, 1, -1, 1)
-    elif visible.shape[1] in (1, call.num_kv_heads):
-        hidden = ~visible.unsqueeze(-1)
-    else:
-        hidden = ~group_heads(visible.unsqueeze(-1), call.num_kv_heads).any(2)
-    return k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        return ~visible.reshape(1, 1, -1, 1)
+    if visible.shape[1] in (1, call.num_kv_heads):
+        return ~visible.unsqueeze(-1)
+    return ~group_heads(visible.unsqueeze(-1), call.num_kv_heads).any(2)
 
 
 def fully_masked(keep: Bool[Tensor, "*some L S"]) -> Bool[Tensor, "*some L 1"]:

@@ -8,6 +8,7 @@ from regard.heads import group_heads, ungroup_heads
 from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
 from regard.ops.definition import log_sum_exp, scores, softmax
+from regard.ops.devices import unfused
 from regard.ops.partial import Partial
 from regard.ops.rates import SPEED
 
@@ -25,8 +26,11 @@ def estimate(call: Call) -> float:
     products = 2 * cells * (call.head_dim + call.v_head_dim)
     keys = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)
     passes = 12 if cells <= _CACHED else 40
-    elements = passes * cells + 2 * keys
-    operators = 12 if is_everything(call.mask) else 42
+    queries = call.batch * call.num_heads * call.num_queries * (call.head_dim + call.v_head_dim)
+    elements = passes * cells + 2 * keys + queries
+    operators = 16 if is_everything(call.mask) else 57
+    if call.device.type != "cpu":
+        return unfused(call, operators=operators)
     return SPEED.call * operators + products / SPEED.products + elements / SPEED.elements
 
 

@@ -15,19 +15,26 @@ from regard.cache.codes import QuantizedStream
 from regard.constants import accumulating_dtype
 from regard.heads import fold_heads, unfold_heads
 from regard.ops.backends.common import (
+    NO_BFLOAT16,
+    Stored,
     addend,
     columns_contiguous,
     folded_rows,
     fully_masked,
     run_and_check,
+    run_stored_and_check,
 )
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
 from regard.ops.definition import log_sum_exp, scores_of, softmax
+from regard.ops.devices import UNFUSED, on_device
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; the scores of more exceed the L2 cache
 _UPCAST_KEYS = 512  # half-precision keys converted to float32 at a time: these fit the L2 cache
+_OPERATORS_OF_CODES = 30.0  # operators for one block of codes of keys, and one of values
+_PASSES_OF_CODES = 4  # over the elements of a block, to convert and to centre its codes
+_PASSES = 6  # over the scores, in the memory of a GPU
 _SPLIT_KEYS = 512  # keys: smaller pieces cost more to merge than they gain
 _PIECES = (
     2  # that a single key head is split into: each is a head to the kernel, and goes to a core
@@ -48,14 +55,26 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """One read of keys and values by matrix-vector products, and a few passes over the scores."""
-    width = call.head_dim + call.v_head_dim
-    heads = call.batch * call.num_kv_heads
-    cells = heads * call.group * call.num_queries * call.num_keys
-    streamed = heads * call.num_keys * width / (4 * SPEED.elements / 3)
-    operators = 12 if is_everything(call.mask) else 42
-    computed = cells * (2 * width / SPEED.products + 4 / SPEED.elements)
-    return SPEED.call * operators + streamed + computed
+    """One read of keys and values, by torch's kernel or by matrix-vector products that store the
+    scores."""
+    width, rows = call.head_dim + call.v_head_dim, call.group * call.num_queries
+    heads, half = call.batch * call.num_kv_heads, call.dtype.itemsize < 4
+    read, flops = heads * call.num_keys * width, 2 * heads * rows * call.num_keys * width
+    if call.device.type != "cpu":
+        some = 12 if is_everything(call.mask) else 42
+        return on_device(call, operators=some, kernel=UNFUSED, passes=_PASSES)
+    streamed = read / (4 * SPEED.elements / 3)
+    masked = not is_everything(call.mask)
+    if call.bits is not None:
+        operators = _OPERATORS_OF_CODES + 30 * masked
+        elements = _PASSES_OF_CODES * read + 4 * heads * rows * call.num_keys
+        return SPEED.call * operators + elements / SPEED.elements + flops / SPEED.products
+    if half and _fused(call):
+        operators = 12 + 45 * masked + heads / 2
+        return SPEED.call * operators + streamed + flops / SPEED.products_half
+    operators = (38 if half else 15) + 30 * masked + heads / 6
+    passes = 4 * heads * rows * call.num_keys / SPEED.elements
+    return SPEED.call * operators + streamed + flops / SPEED.products + passes
 
 
 def run(
@@ -94,16 +113,33 @@ def partial(
 def quantized(
     call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
 ) -> Float[Tensor, "B H L Dv"]:
-    """The same on codes, of which a block at a time is converted to floating point. Codes are
-    finite, so that hidden ones have no effect."""
-    keys, values = streams[0], streams[-1]
-    assert isinstance(keys, QuantizedStream)
-    assert isinstance(values, QuantizedStream)
+    """`run` on codes, of which a block at a time is converted to floating point."""
+    return _of_codes(call, q, streams)[0].to(call.dtype)
+
+
+def quantized_partial(
+    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
+) -> Partial:
+    """`partial` on codes."""
+    out, found = _of_codes(call, q, streams)
+    return Partial(out, log_sum_exp(found))
+
+
+def _of_codes(
+    call: Call, q: Tensor, streams: Sequence[QuantizedStream | Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The output and the scores, both in the dtype that sums have."""
     rows = fold_heads(q.to(accumulating_dtype(call.dtype)) * call.scale, call.num_kv_heads)
-    found = scores_of(call, unfold_heads(keys.product(rows), call.num_queries))
-    weights = softmax(call, found)
-    out = values.weighted_sum(fold_heads(weights, call.num_kv_heads))
-    return unfold_heads(out[..., : call.v_head_dim], call.num_queries).to(call.dtype)
+
+    def compute(keys: Stored, values: Stored) -> tuple[Tensor, Tensor]:
+        assert isinstance(keys, QuantizedStream)
+        assert isinstance(values, QuantizedStream)
+        found = scores_of(call, unfold_heads(keys.product(rows), call.num_queries))
+        weights = softmax(call, found)
+        out = values.weighted_sum(fold_heads(weights, call.num_kv_heads))
+        return unfold_heads(out[..., : call.v_head_dim], call.num_queries), found
+
+    return run_stored_and_check(call, compute, streams[0], streams[-1])
 
 
 def _through_flash(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -140,7 +176,8 @@ def _fused(call: Call) -> bool:
     if not call.joined and call.head_dim != call.v_head_dim:
         return False
     if call.dtype.itemsize < 4:
-        return call.group * call.num_queries > 1
+        raises = NO_BFLOAT16 and call.dtype == torch.bfloat16
+        return call.group * call.num_queries > 1 and not raises
     return call.batch * call.num_kv_heads == 1
 
 
@@ -186,6 +223,11 @@ def _addend(call: Call) -> tuple[Tensor | None, Tensor | None]:
 def _scores(call: Call, q: Tensor, k: Tensor) -> Float[Tensor, "B H L S"]:
     """Keys times queries, not queries times keys: BLAS is fastest with the narrow matrix last."""
     dtype = accumulating_dtype(call.dtype)
+    if _multiplies_half(k):
+        rows, keys = fold_heads(q, call.num_kv_heads).flatten(0, 1), k.flatten(0, 1)
+        raw = torch.bmm(rows, keys.mT, out_dtype=dtype) * call.scale
+        raw = raw.unflatten(0, (call.batch, call.num_kv_heads))
+        return scores_of(call, unfold_heads(raw, call.num_queries))
     rows = fold_heads(q.to(dtype) * call.scale, call.num_kv_heads)
     queries, keys = rows.flatten(0, 1).mT, k.flatten(0, 1)  # [BG, D, M], [BG, S, D]
     if k.dtype == dtype:
@@ -202,7 +244,15 @@ def _read(call: Call, weights: Tensor, v: Tensor) -> Float[Tensor, "B H L Dv"]:
     values, flat = v.flatten(0, 1), rows.flatten(0, 1)  # [BG, S, Dv], [BG, M, S]
     if v.dtype == flat.dtype:
         out = torch.bmm(flat, values)
+    elif _multiplies_half(v):
+        out = torch.bmm(flat.to(v.dtype), values, out_dtype=flat.dtype)
     else:
         pieces = zip(flat.split(_UPCAST_KEYS, 2), values.split(_UPCAST_KEYS, 1), strict=True)
         out = torch.stack([torch.bmm(w, piece.to(flat.dtype)) for w, piece in pieces]).sum(0)
     return unfold_heads(out.unflatten(0, rows.shape[:2]), call.num_queries)
+
+
+def _multiplies_half(x: Tensor) -> bool:
+    """Whether products of half precision can be summed and returned in float32: on NVIDIA's GPUs.
+    Weights are rounded to half precision for it, as in FlashAttention."""
+    return x.is_cuda and x.dtype.itemsize < 4 and torch.version.hip is None

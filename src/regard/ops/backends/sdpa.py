@@ -1,39 +1,32 @@
 """torch's scaled_dot_product_attention, called with the cheapest flags that mean the same."""
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.masks import Causal
-from regard.ops.backends.common import addend, four_dims, fully_masked, run_and_check
+from regard.ops.backends.common import (
+    NO_BFLOAT16,
+    addend,
+    four_dims,
+    fully_masked,
+    hidden_keys,
+    run_and_check,
+)
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
+from regard.ops.devices import EFFICIENT, FLASH, on_device, visible_share
 from regard.ops.rates import SPEED
 from regard.tracing import is_forward_mode, is_vmapped
 
 _BLOCK = 32  # queries in a block of torch's CPU kernel, which reads the keys once for each block
 _KEYS = 512  # keys in a block of it: blocks on the causal diagonal are computed whole
+_WIDEST = 256  # head dims of FlashAttention
+_L2 = 1 << 20  # bytes of one key head that stay in a core's cache for the next query head
 _KEPT = 1 << 24  # elements of a mask: storing more for the backward pass is charged twice
-
-
-def _raises_in_bfloat16() -> bool:
-    """Whether torch's CPU kernel raises in bfloat16: torch 2.13 does ("pack_vnni2 is only supported
-    when avx512 is supported") on processors with AMX, if the environment narrows their vectors."""
-    if not os.environ.get("ATEN_CPU_CAPABILITY"):
-        return False
-    zeros = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16, device="cpu")
-    try:
-        with torch.no_grad():
-            F.scaled_dot_product_attention(zeros, zeros, zeros)
-    except RuntimeError:
-        return True
-    return False
-
-
-NO_BFLOAT16 = _raises_in_bfloat16()  # tried once, at import: the environment is read before that
 
 
 def objection(call: Call) -> str | None:
@@ -56,19 +49,20 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """Every query head streams its keys, once for each block of queries."""
+    """Every query head streams its keys, once for each block of queries: those of a key head from
+    memory at first, then from a cache."""
+    if call.device.type != "cpu":
+        return _on_device(call)
     half = call.dtype.itemsize < 4
     width = 2 * max(call.head_dim, call.v_head_dim)
     cells = call.batch * call.num_heads * call.num_queries * call.num_keys
     share = min(1.0, 0.5 + _KEYS / 2 / call.num_keys) if _is_causal(call) else 1.0
-    streams = call.batch * call.num_heads * (1 + (call.num_queries - 1) // _BLOCK)
-    streamed = streams * call.num_keys * width / (SPEED.row_half if half else SPEED.row_float)
-    streamed += streams * SPEED.call / 8 if half else 0.0  # buffers for converted keys
-    if call.num_queries >= _BLOCK:
-        streamed = 0.0
+    products = 2 * cells * width / (SPEED.products_half if half else SPEED.products)
+    streamed = 0.0 if call.num_queries >= _BLOCK else _streamed(call, width)
     masked = not (_is_causal(call) or is_everything(call.mask))
-    operators = 35 if masked else 3
-    seconds = SPEED.call * operators + share * (2 * cells * width / SPEED.products + streamed)
+    heads = call.batch * call.num_heads
+    operators = (40 if masked else 4) + heads / 16
+    seconds = SPEED.call * operators + share * (products + streamed)
     if not (
         _is_causal(call) or hides_nothing(call)
     ):  # the dense mask is written to memory and read from it
@@ -77,6 +71,46 @@ def estimate(call: Call) -> float:
         kept = 2 if call.needs_grad and numbers > _KEPT else 1  # stored for backward
         seconds += kept * passes * numbers / SPEED.elements
     return seconds
+
+
+def _streamed(call: Call, width: int) -> float:
+    """Seconds to stream the keys and values for one block of queries.
+
+    A read from a cache costs the conversion of half precision, or a part of a read from memory.
+    """
+    part = 1 / 6 if call.num_keys * width * call.dtype.itemsize <= _L2 else 1 / 2
+    first = 1 / SPEED.row_float
+    again = first * part
+    if call.dtype.itemsize < 4:
+        first = 1 / SPEED.row_half
+        again = max(first * part, first - 1 / (2.5 * SPEED.row_float))
+    elements = call.batch * call.num_keys * width
+    return elements * (call.num_kv_heads * first + (call.num_heads - call.num_kv_heads) * again)
+
+
+def _on_device(call: Call) -> float:
+    """FlashAttention, or the kernel that takes masks, float32 and wide heads."""
+    masked = not (_is_causal(call) or hides_nothing(call))
+    share = visible_share(call) if _is_causal(call) else 1.0
+    if _suits_flash(call, masked):
+        return on_device(call, operators=3, kernel=FLASH, share=share)
+    heads, each = dense_passes(call)
+    passes = each * heads / call.num_heads if masked else 0
+    copies = 1 + (2 * call.group if call.group > 1 else 0)
+    return on_device(
+        call,
+        operators=35 if masked else 5,
+        kernel=EFFICIENT,
+        share=share,
+        passes=passes,
+        copies=copies,
+    )
+
+
+def _suits_flash(call: Call, masked: bool) -> bool:
+    """Whether torch takes FlashAttention on a GPU."""
+    widest = max(call.head_dim, call.v_head_dim)
+    return widest <= _WIDEST and call.dtype.itemsize < 4 and not masked
 
 
 def dense_passes(call: Call) -> tuple[int, int]:
@@ -92,9 +126,9 @@ def run(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
 ) -> Float[Tensor, "B H L Dv"]:
-    bias = call.bias()
-    if bias is None and is_everything(call.mask):
+    if call.score_bias is None and is_everything(call.mask):
         return _kernel(call, q, k, v)
+    bias = call.bias()
     if _is_causal(call):
         return _kernel(call, q, k, v, is_causal=True)
     if is_everything(call.mask):
@@ -108,25 +142,74 @@ def run(
     def compute(k: Tensor, v: Tensor) -> Tensor:
         return _kernel(call, q, k, v, attn_mask=flag)
 
-    def clamped(k: Tensor, v: Tensor) -> Tensor:
-        return _kernel(call, _clamped(q), _clamped(k), v, attn_mask=flag)
+    def again(k: Tensor, v: Tensor) -> Tensor:
+        return _kernel(call, clamped(q), clamped(k), v, attn_mask=flag)
 
-    out = run_and_check(call, compute, k, v, keep=keep, rerun=clamped)
+    out = run_and_check(call, compute, k, v, keep=keep, rerun=again)
     return out.masked_fill(masked, 0.0)
 
 
+class Hiding(NamedTuple):
+    """A mask as torch's kernel takes it.
+
+    Attributes:
+        added: 0 where a key is visible, else -inf; fully masked rows are 0.
+        masked: which queries may attend to no key; None if each may attend to some.
+        hidden: which keys are hidden from every query; None if none is.
+    """
+
+    added: Float[Tensor, "#B #H L S"]
+    masked: Bool[Tensor, "*some L 1"] | None
+    hidden: Bool[Tensor, "#B #G S 1"] | None
+
+    def without_hidden(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        """Keys or values, those that are hidden from every query zeroed."""
+        hidden = self.hidden
+        return streams if hidden is None else tuple(x.masked_fill(hidden, 0) for x in streams)
+
+    def without_masked(self, x: Tensor) -> Tensor:
+        """What belongs to queries, zero for those that are fully masked."""
+        return x if self.masked is None else x.masked_fill(self.masked, 0.0)
+
+
+def hiding_of(call: Call) -> Hiding:
+    """The mask of a call without a bias, once for several calls of `masked`."""
+    keep = call.keep()
+    masked, hidden = fully_masked(keep), hidden_keys(call, keep)
+    none_masked = call.immediate and not bool(masked.any())
+    none_hidden = call.immediate and not bool(hidden.any())
+    added = _four(addend(keep if none_masked else keep | masked, None, call.dtype), call)
+    return Hiding(added, None if none_masked else masked, None if none_hidden else hidden)
+
+
+def run_masked(call: Call, q: Tensor, k: Tensor, v: Tensor, hiding: Hiding) -> Tensor:
+    """`run` with a mask that is made already; on the CPU, for immediate calls without gradients."""
+    out = _kernel(call, q, k, v, attn_mask=hiding.added)
+    if not bool(out.isfinite().all()):
+        k, v = hiding.without_hidden(k, v)
+        out = _kernel(call, clamped(q), clamped(k), v, attn_mask=hiding.added)
+    return hiding.without_masked(out)
+
+
 def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor:
-    q, k, v = _same_width(q, k, v)
-    if call.group > 1:  # a branch: a symbolic comparison is not accepted as a flag
-        flags["enable_gqa"] = True
-    return F.scaled_dot_product_attention(
+    if call.head_dim != call.v_head_dim:
+        q, k, v = same_width(q, k, v)
+    if (
+        call.num_heads != call.num_kv_heads
+    ):  # a branch: a symbolic comparison is not accepted as a flag
+        if call.device.type == "cpu" or _suits_flash(call, "attn_mask" in flags):
+            flags["enable_gqa"] = True
+        else:  # the kernel for masks takes no grouped heads: torch would store all scores
+            k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
+    out = F.scaled_dot_product_attention(
         q,
         k,
         v,
         dropout_p=call.dropout,
         scale=call.scale,
         **flags,
-    )[..., : call.v_head_dim]
+    )
+    return out if call.v_head_dim >= call.head_dim else out[..., : call.v_head_dim]
 
 
 def _is_causal(call: Call) -> bool:
@@ -139,7 +222,7 @@ def _is_causal(call: Call) -> bool:
     return bool(call.span.q_start == call.span.kv_start)
 
 
-def _clamped(x: Tensor) -> Tensor:
+def clamped(x: Tensor) -> Tensor:
     """Queries or keys whose products cannot overflow: a hidden score of +inf, plus -inf, is NaN.
 
     Scores of visible keys that are changed by this differ by less than their rounding errors.
@@ -155,7 +238,7 @@ def _four(mask: Tensor, call: Call) -> Tensor:
     return mask.expand(*mask.shape[:2], call.num_queries, call.num_keys)
 
 
-def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Zero columns where values and keys differ in width: the fused kernels need equal widths, and
     the unfused one stores every score."""
     missing = q.shape[-1] - v.shape[-1]

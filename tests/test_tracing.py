@@ -99,7 +99,7 @@ def test_vmap_computes_each_call(name, mask):
 
     out = torch.func.vmap(alone)(more)
     if objections == [True]:
-        assert name in ("fused", "sdpa")
+        assert name in ("fused", "flex", "sdpa", "tiled")
         return
     keep = VALID.numpy() if isinstance(mask, Padding) else True
     for one, each in zip(out, more, strict=True):
@@ -117,11 +117,13 @@ def test_vmap_over_the_data_of_a_mask():
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_traced_program_computes_other_inputs(name):
     q, k, v = tensors()
-    if name == "fused":
-        with pytest.raises(ValueError, match="fused takes plain tensors"):
-            make_fx(lambda q: attend(q, k, v, backend="fused"))(q)
+    if name in ("fused", "flex"):
+        with pytest.raises(ValueError, match=f"{name} takes plain tensors"):
+            make_fx(lambda q: attend(q, k, v, backend=name))(q)
         return
     mask = Causal() & Padding(VALID)
+    if name == "tiled":
+        return  # it takes no single query
     program = make_fx(lambda q, k, v: run(q, k, v, name, mask))(q, k, v)
     others = tensors(seed=3)
     assert close(program(*others), expected_output(*others, VALID.numpy()))
@@ -133,7 +135,7 @@ def test_fake_tensors_have_only_shapes(name):
         q, k, v = (mode.from_tensor(x) for x in tensors())
         out = run(q, k, v, name, Causal())
     assert out is None or out.shape == (1, 4, 1, 16)
-    assert (out is None) == (name == "fused")
+    assert (out is None) == (name in ("fused", "flex", "tiled"))
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])

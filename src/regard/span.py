@@ -42,25 +42,26 @@ class Span:
     bounds: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        if not (self.kv_start <= self.kv_stop):
+            self._refuse_order("keys", "kv", self.kv_start, self.kv_stop)
         starts, stops = isinstance(self.q_start, Tensor), isinstance(self.q_stop, Tensor)
         if starts != stops:
             raise ValueError(
                 f"q_start and q_stop are both integers or both [B], got q_start={self.q_start}, "
                 f"q_stop={self.q_stop}; give q_stop = q_start + L"
             )
-        if not starts:
-            self._check_order("queries", "q", self.q_start, self.q_stop)
-        elif self.queries is None or self.bounds is None:
-            self._read()
-        self._check_order("keys", "kv", self.kv_start, self.kv_stop)
+        if starts:
+            if self.queries is None or self.bounds is None:
+                self._read()
+        elif not (self.q_start <= self.q_stop):
+            self._refuse_order("queries", "q", self.q_start, self.q_stop)
 
     @staticmethod
-    def _check_order(what: str, name: str, start: int | Tensor, stop: int | Tensor) -> None:
-        if start > stop:
-            raise ValueError(
-                f"{what} end before they start: {name}_start={start}, {name}_stop={stop}; "
-                "give Span(cached, cached + L, 0, S)"
-            )
+    def _refuse_order(what: str, name: str, start: int | Tensor, stop: int | Tensor) -> None:
+        raise ValueError(
+            f"{what} end before they start: {name}_start={start}, {name}_stop={stop}; "
+            "give Span(cached, cached + L, 0, S)"
+        )
 
     def _read(self) -> None:
         assert isinstance(self.q_start, Tensor)

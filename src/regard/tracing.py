@@ -10,14 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+_peek_transform = torch._C._functorch.peek_interpreter_stack
+_is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+_BEFORE_AUTOGRAD = torch._C.DispatchKey.PreDispatch  # included while modes before autograd are on
+_UNCHANGED = nullcontext()
+
 
 def is_immediate(*tensors: Tensor) -> bool:
     """Whether operators on these tensors run now, and nothing records or transforms them: no
-    compiled graph, no `torch.func` transform, no dispatch mode (`make_fx`, fake tensors, FLOP
-    counters), no tensor subclass, no forward-mode derivative."""
-    if torch.compiler.is_compiling() or is_transformed() or is_forward_mode() or has_modes():
+    compiled graph, no `torch.jit.trace`, no `torch.func` transform, no dispatch mode (`make_fx`,
+    fake tensors, FLOP counters), no tensor subclass, no forward-mode derivative."""
+    if torch.compiler.is_compiling():
         return False
-    return all(type(each) in _PLAIN for each in tensors)
+    traced = torch._C._get_tracing_state() is not None or has_modes()
+    if traced or _peek_transform() is not None or forward_ad._current_level >= 0:
+        return False
+    return _PLAIN.issuperset(map(type, tensors))
 
 
 def is_concrete(value: Tensor) -> bool:
@@ -32,7 +40,7 @@ def is_transformed() -> bool:
     """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`...) is active."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _peek_transform() is not None
 
 
 def is_vmapped() -> bool:
@@ -50,23 +58,24 @@ def is_forward_mode() -> bool:
 
 def has_modes() -> bool:
     """Whether a `TorchDispatchMode` is active, before or after autograd."""
-    return bool(
-        torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
-    )
+    return bool(torch._C._len_torch_dispatch_stack() or _is_key_included(_BEFORE_AUTOGRAD))
 
 
 def in_backward() -> bool:
-    """Whether this runs inside a backward pass, as recomputed activations do."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    """Whether this runs inside a backward pass, as recomputed activations do; not for compiled
+    programs."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context without autocast, which would round float32 products to half precision."""
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return _UNCHANGED
     kind = device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return _UNCHANGED
 
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = frozenset({Tensor, nn.Parameter})
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)

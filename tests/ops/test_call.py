@@ -89,8 +89,11 @@ class OwnRule:
 def test_a_rule_may_answer_in_any_dtype(name, heads):
     q, k = draw(1, 4, 3, 16), draw(1, heads, 80, 16)
     expected = attend(q, k, k, score_bias=torch.tensor(0.5), backend="eager")
-    found = attend(q, k, k, score_bias=OwnRule(), span=Span(77, 80, 0, 80), backend=name)
-    assert (found - expected).abs().max() < 1e-5
+
+    def call():
+        return attend(q, k, k, score_bias=OwnRule(), span=Span(77, 80, 0, 80), backend=name)
+
+    assert objects(name, call) or (call() - expected).abs().max() < 1e-5
 
 
 def test_one_long_key_head_with_a_bias_of_less_precision():
@@ -188,6 +191,8 @@ def test_defaults_change_no_number(name, dtype, device, padded):
     def call():
         return attend(q, k, k, mask=mask, span=Span(299, 300, 0, 300), backend=name)
 
+    if objects(name, call):
+        return
     expected = call()
     with defaults(dtype, device):
         assert torch.equal(call(), expected)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from regard import Causal, Padding, SlidingWindow, Span, explain, prepare
-from regard.ops.backends import BACKENDS
+from regard.ops.backends import BACKENDS, tiled
+
+HALF_PREFILL = "tiled" if tiled._machine_objection() is None else "sdpa"
 
 
 def call(queries=1, keys=4096, heads=32, kv_heads=8, dim=128, dtype=torch.float32, **options):
@@ -22,7 +24,7 @@ def call(queries=1, keys=4096, heads=32, kv_heads=8, dim=128, dtype=torch.float3
         (lambda: call(mask=Causal(), dtype=torch.float16), "grouped"),
         (lambda: call(mask=Causal(), dim=40), "grouped"),
         (lambda: call(queries=4096, mask=Causal()), "sdpa"),
-        (lambda: call(queries=4096, mask=Causal(), dtype=torch.bfloat16), "sdpa"),
+        (lambda: call(queries=4096, mask=Causal(), dtype=torch.bfloat16), HALF_PREFILL),
         (lambda: call(queries=100, keys=512, softcap=30.0), "eager"),
         (lambda: call(queries=1024, keys=1024, softcap=30.0), "blocked"),
         (lambda: call(queries=4096, mask=Causal() & SlidingWindow(1024)), "blocked"),
@@ -49,6 +51,9 @@ OBJECTIONS = {
     ("fused", "nor softcap"): {"softcap": 30.0},
     ("fused", "on a CPU"): {"dtype": torch.float16},
     ("fused", "multiples of 16"): {"dim": 40},
+    ("tiled", "bfloat16 on a CPU"): {"queries": 64},
+    ("flex", "at least one query"): {"keys": 0, "span": Span(0, 1, 0, 0)},
+    ("flex", "no dropout"): {"dropout": 0.5},
 }
 
 
@@ -62,8 +67,10 @@ def test_every_objection_is_an_error_and_an_explanation(name, words):
 
 
 def test_the_table_is_in_order_of_preference():
-    assert list(BACKENDS) == ["sdpa", "grouped", "fused", "blocked", "eager"]
-    assert all(backend.objection(call(queries=2).call) is None for backend in BACKENDS.values())
+    names = ["sdpa", "grouped", "fused", "tiled", "blocked", "flex", "eager"]
+    assert list(BACKENDS) == names
+    able = [name for name in names if BACKENDS[name].objection(call(queries=2).call) is None]
+    assert able == [name for name in names if name != "tiled"]  # which is for bfloat16
 
 
 def test_only_visible_keys_are_read():

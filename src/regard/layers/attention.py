@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
+from regard.cache.codes import bits_of
 from regard.heads import merge_heads, split_heads
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
@@ -161,7 +162,7 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)  # [B, H, L, D], [B, G, S, D], [B, G, S, D]
         q, k = self.rope(q, k, at.positions)
-        call = describe(self, q, k, v, at)
+        call = describe(self, q, k, v, at, bits_of(cache))
         with restored_on_error(self, cache, mask):
             out = call.run(q, cache.update(*requiring_grad(call.needs_grad, k, v)))
             return self.o_proj(merge_heads(self.gated(x, out)))
@@ -209,7 +210,7 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return explain(describe(self, q, k, v, at))
+        return explain(describe(self, q, k, v, at, bits_of(cache)))
 
     def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
         """Project another sequence's keys and values once, to be read as `context=` at every step.

@@ -141,15 +141,19 @@ def _paddings(mask: Mask) -> Iterator[Padding]:
 def _check_padding(padding: Padding, first: tuple[Padding, ...], span: Span) -> None:
     """Refuse padding for the new tokens only, and padding of a prompt whose rows were truncated."""
     width, hides = padding.valid.shape[1], padding.hidden_stop
-    repeated = any(_begins_with(padding, each) for each in first)
     if isinstance(span.q_start, Tensor):
-        if repeated and _hides_new_tokens(padding, span.q_start):
-            raise ValueError(
+        for each in first:
+            _refuse(
+                _begins_with(padding, each) & _hides_new_tokens(padding, span.q_start),
                 f"{padding!r} hides slots that truncate([B]) has given to new tokens: rows were "
                 "cut to their own lengths, so that no padding is left on the right; leave this "
-                "mask out, or give one about the slots as they are now"
+                "mask out, or give one about the slots as they are now",
             )
-    elif hides and not repeated and width == span.num_queries < span.kv_stop:
+    elif (
+        hides
+        and width == span.num_queries < span.kv_stop
+        and not any(_begins_with(padding, each) for each in first)
+    ):
         raise ValueError(
             f"{padding!r} is as wide as the {width} new tokens, but slots count from the first "
             f"token of the cache, which holds {span.first_query}; give [B, {span.kv_stop}] (of "
@@ -157,16 +161,19 @@ def _check_padding(padding: Padding, first: tuple[Padding, ...], span: Span) -> 
         )
 
 
-def _begins_with(padding: Padding, other: Padding) -> bool:
+def _begins_with(padding: Padding, other: Padding) -> bool | Tensor:
+    """Whether the first slots of `padding` are those of `other`."""
     mine, its = padding.valid, other.valid
     if mine is its:
         return True
     if not (is_concrete(mine) and mine.device == its.device) or mine.shape[0] != its.shape[0]:
         return False
-    return mine.shape[1] >= its.shape[1] and torch.equal(mine[:, : its.shape[1]], its)
+    if mine.shape[1] < its.shape[1]:
+        return False
+    return (mine[:, : its.shape[1]] == its).all()
 
 
-def _hides_new_tokens(padding: Padding, lengths: Tensor) -> bool:
+def _hides_new_tokens(padding: Padding, lengths: Tensor) -> bool | Tensor:
     """Whether some row's next slot is hidden."""
     valid = padding.valid.to(lengths.device)
     if not is_concrete(lengths) or valid.shape[1] == 0:
@@ -174,4 +181,13 @@ def _hides_new_tokens(padding: Padding, lengths: Tensor) -> bool:
     inside = lengths < valid.shape[1]
     at = lengths.clamp(max=valid.shape[1] - 1)[:, None]
     next_valid = valid.expand(len(lengths), -1).gather(1, at).squeeze(1)
-    return bool((inside & ~next_valid).any())
+    return (inside & ~next_valid).any()
+
+
+def _refuse(refused: bool | Tensor, message: str) -> None:
+    """Raise if a condition holds. On a GPU it is checked asynchronously: no step waits for it."""
+    if isinstance(refused, Tensor) and refused.device.type != "cpu":
+        if not refused.is_meta:
+            torch._assert_async(~refused, message)
+    elif refused:
+        raise ValueError(message)

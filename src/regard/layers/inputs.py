@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.cache import NO_CACHE, Cache
+from regard.cache import NO_CACHE, Cache, NoCache
+from regard.cache.streams import Stored
 from regard.layers.cache_use import check_use
 from regard.layers.construct import matrix_objection
 from regard.layers.memory import Memory
@@ -57,10 +58,13 @@ def arrive(
     return Arrival(both, span, span.positions(x.device) if positions is None else positions)
 
 
-def describe(layer: Any, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Prepared:
+def describe(
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, at: Arrival, bits: int | None = None
+) -> Prepared:
     """The call of a layer and the backend chosen for it; raises for all that `arrive` cannot check.
 
-    Of keys and values only the shapes are read: they are those of the new tokens.
+    Of keys and values only the shapes are read: they are those of the new tokens. `bits` are those
+    of the codes that the cache will return.
     """
     return prepare(
         q,
@@ -75,6 +79,7 @@ def describe(layer: Any, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Prepar
         dropout=layer.dropout if layer.training else 0.0,
         backend=layer.backend,
         precision=layer.precision,
+        bits=bits,
     )
 
 
@@ -118,6 +123,8 @@ def _casts(device: str) -> bool:
 
 
 def check_cache(cache: object) -> None:
+    if isinstance(cache, (Stored, NoCache)):  # regard's own, in every call of a layer
+        return
     if isinstance(cache, type):
         raise TypeError(
             f"cache is an object, got the class {cache.__name__}; make one for each layer: "

@@ -159,7 +159,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at)
+        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
         with restored_on_error(self, cache, mask):
             parts = form.parts(self, cache.update(*requiring_grad(call.needs_grad, joined)))
             return self.o_proj(merge_heads(form.read(self, call.run(q, parts))))
@@ -179,7 +179,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at)
+        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
         return weights_of(call, q, form.parts(self, cache.peek(joined)))
 
     def explain(
@@ -205,7 +205,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, why = self.choose(at.span)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at)
+        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
         return f"form     {form.name}: {why}\n{explain(call)}"
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

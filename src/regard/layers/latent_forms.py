@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.cache import Part
+from regard.cache.codes import bits_of
 from regard.heads import split_heads
 from regard.layers.construct import matrix_objection, normed
 from regard.masks import Span
@@ -42,6 +43,7 @@ class Form(NamedTuple):
         outline: tensors with the shapes that keys and values will have.
         parts: keys and values of the cached parts.
         read: the outputs of the heads, of what attention returned.
+        bits: those of the codes that attention reads from a cache; None where it reads values.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Form(NamedTuple):
     outline: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
     parts: Callable[[Any, tuple[Part, ...]], tuple[Part, ...]]
     read: Callable[[Any, Tensor], Tensor]
+    bits: Callable[[Any], int | None] = bits_of
 
 
 def project_latent(layer: Any, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -178,7 +181,10 @@ def _absorb_read(layer: Latent, out: Tensor) -> Tensor:
     return heads.unflatten(1, rows.shape[1:3]).transpose(0, 1)
 
 
-EXPANDED = Form("expanded", _expand_queries, _expand_outline, _expand_parts, lambda layer, out: out)
+EXPANDED = Form(
+    "expanded", _expand_queries, _expand_outline, _expand_parts, lambda layer, out: out,
+    bits=lambda cache: None,
+)  # fmt: skip
 ABSORBED = Form(
     "absorbed", absorb_queries, _absorb_outline, lambda layer, parts: parts, _absorb_read
 )

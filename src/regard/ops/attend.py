@@ -25,6 +25,7 @@ from regard.ops.check import (
 from regard.ops.choose import choose
 from regard.ops.partial import Partial
 from regard.ops.prepared import Prepared
+from regard.ops.repeated import described_before, facts_of, memoise
 from regard.tracing import is_immediate
 
 Precision = Literal["strict", "fast"]
@@ -185,6 +186,7 @@ def prepare(
     backend: str = "auto",
     precision: str = "strict",
     partial: bool = False,
+    bits: int | None = None,
 ) -> Prepared:
     """Check and describe a call, and choose its backend. Computes nothing.
 
@@ -204,6 +206,7 @@ def prepare(
         backend: as for `attend`.
         precision: as for `attend`.
         partial: whether to exclude backends without a log-sum-exp.
+        bits: of the codes that the keys and values of the parts are stored as; None for values.
 
     Raises:
         TypeError, ValueError: as `attend`.
@@ -216,6 +219,10 @@ def prepare(
         >>> prepared.run(q, cache.update(q, q)).shape
         torch.Size([1, 2, 3, 8])
     """
+    options = span is None, scale, softcap, dropout, backend, precision, partial, bits
+    facts = facts_of(q, k, v, mask, score_bias, sinks, *options)
+    if (before := described_before(facts, span, backend, partial=partial)) is not None:
+        return before
     check_tensors(q, k, v)
     check_mask(mask)
     check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
@@ -253,6 +260,7 @@ def prepare(
         precision=precision,
         needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
         immediate=is_immediate(*tensors),
+        bits=bits,
     )
     name = choose(call, backend, partial=partial)
-    return Prepared(call, name, BACKENDS[name])
+    return memoise(facts, Prepared(call, name, BACKENDS[name]))

@@ -1,21 +1,26 @@
 """The choice of a backend: the one with the lowest estimated time among those without objection."""
 
 import math
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
 
 from regard.ops.backends import BACKENDS
-from regard.ops.call import Call, is_everything
+from regard.ops.call import Backend, Call, is_everything
 from regard.ops.rates import SPEED
 
 # Memoised: a decoding step has many equal layers, and estimating each again would cost what the
 # best backend saves.
 _MEMOISED: dict[tuple[object, ...], str] = {}
 _MOST = 256
+_OPERATORS, _PASSES = (
+    20,
+    5,
+)  # operators, and passes over all elements, that dequantise keys and values
 _shape_of = attrgetter(
     "batch", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device",
-    "num_queries", "num_keys", "softcap", "dropout", "precision", "needs_grad",
+    "num_queries", "softcap", "dropout", "precision", "needs_grad", "bits",
 )  # fmt: skip
 
 
@@ -37,23 +42,43 @@ def choose(call: Call, backend: str = "auto", *, partial: bool = False) -> str:
         return next(name for name in able if objection_of(call, name, partial=partial) is None)
     if call.score_bias is not None or not is_everything(call.mask) or not call.immediate:
         return _cheapest(call, partial=partial)
-    key = (*_shape_of(call), call.sinks is None, partial, SPEED.version)
+    keys = rounded(call.num_keys)
+    key = (*_shape_of(call), keys, call.sinks is None, partial, SPEED.version)
     name = _MEMOISED.get(key)
     if name is None:
         if len(_MEMOISED) >= _MOST:
             _MEMOISED.clear()
-        _MEMOISED[key] = name = _cheapest(call, partial=partial)
+        span = replace(call.span, kv_stop=call.span.kv_start + keys)
+        _MEMOISED[key] = name = _cheapest(call.at(span), partial=partial)
     return name
 
 
+def rounded(keys: int) -> int:
+    """A number of keys rounded up to four binary digits: what a choice is made for, so that a
+    growing cache seldom needs another one."""
+    step = 1 << max(0, keys.bit_length() - 4)
+    return -(-keys // step) * step
+
+
 def _cheapest(call: Call, *, partial: bool) -> str:
+    able = [name for name in BACKENDS if objection_of(call, name, partial=partial) is None]
+    if len(able) == 1:  # without an estimate, for which a machine may have to be measured
+        return able[0]
     best, least = "eager", math.inf
-    for name, candidate in BACKENDS.items():
-        if objection_of(call, name, partial=partial) is None:
-            seconds = candidate.estimate(call)
-            if seconds < least:
-                best, least = name, seconds
+    for name in able:
+        seconds = seconds_of(call, BACKENDS[name])
+        if seconds < least:
+            best, least = name, seconds
     return best
+
+
+def seconds_of(call: Call, backend: Backend) -> float:
+    """The time that a backend is expected to take; codes that it cannot read are dequantised."""
+    seconds = backend.estimate(call)
+    if call.bits is None or backend.quantized is not None:
+        return seconds
+    elements = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)
+    return seconds + _OPERATORS * SPEED.call + _PASSES * elements / SPEED.elements
 
 
 def objection_of(call: Call, name: str, *, partial: bool = False) -> str | None:

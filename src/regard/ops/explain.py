@@ -16,8 +16,9 @@ from regard.ops.backends import BACKENDS
 from regard.ops.backends.common import without_hidden
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call, is_everything
-from regard.ops.choose import objection_of
+from regard.ops.choose import objection_of, seconds_of
 from regard.ops.definition import scores, softmax
+from regard.ops.devices import rates_note
 from regard.ops.prepared import Prepared, concatenated, visible_parts
 from regard.tracing import without_autocast
 
@@ -77,11 +78,13 @@ def _lines(prepared: Prepared) -> list[str]:
         objection = objection_of(call, name)
         verdict = f"objects: {objection}"
         if objection is None:
-            verdict = f"about {1e3 * backend.estimate(call):.3g} ms"
+            verdict = f"about {1e3 * seconds_of(call, backend):.3g} ms"
         lines.append(f"{name:<8} {'runs, ' if name == prepared.name else ''}{verdict}")
     chosen = prepared.backend
     if chosen.note is not None and (note := chosen.note(call)) is not None:
         lines.append(f"fast     {note}")
+    if (rates := rates_note(call.device)) is not None:
+        lines.append(f"rates    {rates}")
     return lines
 
 

@@ -53,8 +53,7 @@ def kernel_objection() -> str | None:
 
 
 def _counting(backend: Backend, ran: Counter[str]) -> Backend:
-    """A backend whose runs are counted under the name of its file: quantised keys run in `grouped`,
-    even if `fused` was chosen."""
+    """A backend whose runs are counted under the name of its file."""
 
     def counted(work: Callable[..., Any] | None) -> Callable[..., Any] | None:
         if work is None:
@@ -70,5 +69,8 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
     run = counted(backend.run)
     assert run is not None
     return backend._replace(
-        run=run, partial=counted(backend.partial), quantized=counted(backend.quantized)
+        run=run,
+        partial=counted(backend.partial),
+        quantized=counted(backend.quantized),
+        quantized_partial=counted(backend.quantized_partial),
     )

@@ -75,10 +75,10 @@ class Prepared(NamedTuple):
         if len(parts) > 1:
             return self._partial(q, parts).out.to(self.call.dtype)
         (part,) = parts
-        call, stored = self.call.over(part), part.quantized
-        if stored is not None and self.backend.quantized is not None:
-            return self.backend.quantized(call, q, stored)
-        return self.backend.run(call, q, *call.keys_and_values(part))
+        call, backend = self.call.over(part), self.backend
+        if backend.quantized is not None and (stored := part.quantized) is not None:
+            return backend.quantized(call, q, stored)
+        return backend.run(call, q, *call.keys_and_values(part))
 
     def _partial(self, q: Float[Tensor, "B H L D"], parts: list[Part]) -> Partial:
         assert self.backend.partial is not None
@@ -87,8 +87,11 @@ class Prepared(NamedTuple):
             pieces.append(Partial.of_sinks(self.call.sinks))
         without_sinks = replace(self.call, sinks=None)
         for part in parts:
-            call = without_sinks.over(part)
-            pieces.append(self.backend.partial(call, q, *call.keys_and_values(part)))
+            call, stored = without_sinks.over(part), part.quantized
+            if stored is not None and self.backend.quantized_partial is not None:
+                pieces.append(self.backend.quantized_partial(call, q, stored))
+            else:
+                pieces.append(self.backend.partial(call, q, *call.keys_and_values(part)))
         out, lse = merge(*pieces)
         shape = (*q.shape[:3], self.call.v_head_dim)
         return Partial(out.expand(shape), lse.expand(shape[:3]))
@@ -98,13 +101,12 @@ def visible_parts(call: Call, parts: Iterable[Part]) -> list[Part]:
     """The parts without keys outside of the call's span; an empty one if none remains."""
     inside: list[Part] = []
     empty: list[Part] = []
+    first, end = call.span.kv_start, call.span.kv_stop
     for part in parts:
-        start = max(part.kv_start, call.span.kv_start)
-        stop = min(part.kv_stop, call.span.kv_stop)
+        start, stop = max(part.kv_start, first), min(part.kv_stop, end)
         if start >= stop:
-            start = call.span.kv_start
             nothing = part.narrow(part.kv_start, part.kv_start)
-            empty = [Part(start, start, nothing.streams)]
+            empty = [Part(first, first, nothing.streams)]
             continue
         if (start, stop) != (part.kv_start, part.kv_stop):
             part = part.narrow(start, stop)

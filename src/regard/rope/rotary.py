@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from regard.constants import accumulating_dtype, constant
 from regard.rope.frequencies import plain_frequencies, require_positive
 from regard.rope.scaling import Scaling
+from regard.rope.tables import read_table
 from regard.tracing import without_autocast
 from regard.words import code_of
 
@@ -125,8 +126,8 @@ class Rotary:
                 float64.
             ValueError: if D is below `dim`, or positions are not `[L]` or `[B, L]`.
         """
-        for x in (q, k):
-            self._require_fit(x, positions)
+        self._require_fit(q, positions)
+        self._require_fit(k, positions)
         with without_autocast(q.device):
             cos, sin = self._cos_sin(positions, accumulating_dtype(q.dtype, k.dtype))
             return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
@@ -159,23 +160,52 @@ class Rotary:
         )
 
     def _cos_sin(self, positions: Positions, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """For every channel, the cosine and the signed sine: `-sin` first in a pair, then `sin`.
+
+        Their shape broadcasts to `[B, H, L, dim]`.
+        """
+        return read_table(self, self._computed, positions, dtype) or self._computed(
+            positions, dtype
+        )
+
+    def _computed(self, positions: Positions, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = self.angles(positions, dtype).unsqueeze(-3)  # [1 or B, 1, L, dim/2]
         cos, sin = angles.cos(), angles.sin()
         factor = self.attention_factor
-        return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return self._paired(cos, cos), self._paired(-sin, sin)
+
+    def _paired(self, first: Tensor, second: Tensor) -> Float[Tensor, "... dim"]:
+        """The channels of a head from the first and the second channel of each pair."""
+        if self.pairing == "halves":
+            return torch.cat([first, second], dim=-1)
+        return torch.stack([first, second], dim=-1).flatten(-2)
+
+    def _exchanged(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        """For every channel, the other one of its pair."""
+        if self.pairing == "halves":
+            return x.roll(self.dim // 2, -1)
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
     def _rotated(
         self, x: Float[Tensor, "B H L D"], cos: Tensor, sin: Tensor
     ) -> Float[Tensor, "B H L D"]:
-        rotating, rest = x[..., : self.dim], x[..., self.dim :]
-        if self.pairing == "halves":
-            a, b = rotating.chunk(2, dim=-1)
-            return torch.cat([*(y.to(x.dtype) for y in _rotate(a, b, cos, sin)), rest], dim=-1)
-        a, b = rotating[..., 0::2], rotating[..., 1::2]
-        pairs = torch.stack(_rotate(a, b, cos, sin), dim=-1).flatten(-2).to(x.dtype)
-        return torch.cat([pairs, rest], dim=-1) if rest.shape[-1] else pairs
+        """`(a cos - b sin, b cos + a sin)` of each pair `(a, b)`."""
+        whole = x.shape[-1] == self.dim
+        wide = x if whole else x[..., : self.dim]
+        if x.dtype != cos.dtype:  # half precision
+            wide = wide.to(cos.dtype)
+        rotated = torch.addcmul(wide * cos, self._exchanged(wide), sin)
+        if x.dtype != cos.dtype:
+            rotated = rotated.to(x.dtype)
+        return rotated if whole else torch.cat([rotated, x[..., self.dim :]], dim=-1)
 
     def _require_fit(self, x: Tensor, positions: Tensor) -> None:
+        if positions.dtype is torch.int64 and positions.dim() == 1:  # what most calls give
+            shape = x.shape
+            if x.is_floating_point() and shape[3] >= self.dim and shape[2] == positions.shape[0]:
+                return
         if not x.is_floating_point():
             raise TypeError(f"Rotary rotates floating-point tensors, got {x.dtype}")
         if x.shape[-1] < self.dim:
@@ -237,10 +267,6 @@ def _fixed_frequencies(rope: Rotary, device: torch.device) -> Float[Tensor, " ha
     if rope.scaling is None:
         return plain_frequencies(rope.dim, rope.theta, device)
     return rope.scaling.frequencies(rope.dim, rope.theta, device=device)
-
-
-def _rotate(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return a * cos - b * sin, b * cos + a * sin  # half-precision a and b become float32
 
 
 def _require_positions(x: Tensor, positions: Tensor) -> None:

@@ -1,0 +1,58 @@
+"""Cosines and sines of RoPE, memoised: a decoding step reads one row of a table.
+
+Rows are computed as without a table, so a result does not depend on whether there is one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.tracing import is_immediate
+
+Pair = tuple[Tensor, Tensor]  # cosines and signed sines
+Compute = Callable[[Tensor, torch.dtype], Pair]
+
+_FIRST = 256  # positions in a new table
+_LONGEST = 1 << 14  # positions; after so many tokens, reading the keys takes far longer than angles
+_MOST = 16  # tables; a model has one for each of its ropes
+_TABLES: dict[tuple[object, torch.dtype], Pair] = {}
+
+
+def read_table(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtype) -> Pair | None:
+    """`compute(positions, dtype)` of a `Rotary`, read from its table.
+
+    None where there is no table: for positions that are fractions, negative or far away, that
+    cannot be read now (traced or transformed programs) or only by waiting (on a GPU), and for a
+    scaling that depends on the length of the call.
+    """
+    if positions.is_floating_point() or positions.device.type != "cpu" or not positions.numel():
+        return None
+    if rope.scaling is not None and rope.scaling.uses_length:
+        return None
+    if not is_immediate(positions):
+        return None
+    rows = None if positions.numel() == 1 else positions.to(torch.int64)
+    first, last = (int(positions),) * 2 if rows is None else map(int, rows.aminmax())
+    if first < 0 or last >= _LONGEST:
+        return None
+    table = _TABLES.get((rope, dtype))
+    if table is None or last >= table[0].shape[0]:
+        table = _grown(rope, compute, last + 1, dtype)
+    if rows is None:
+        return table[0][first], table[1][first]
+    cos, sin = (torch.embedding(each, rows) for each in table)
+    return (cos, sin) if rows.dim() == 1 else (cos.unsqueeze(-3), sin.unsqueeze(-3))
+
+
+def _grown(rope: Any, compute: Compute, length: int, dtype: torch.dtype) -> Pair:
+    """A table of `length` positions or more. Autograd refuses tensors made in inference mode."""
+    if len(_TABLES) >= _MOST:
+        _TABLES.clear()
+    capacity = max(_FIRST, 1 << (length - 1).bit_length())
+    with torch.inference_mode(False), torch.no_grad():
+        cos, sin = compute(torch.arange(capacity, device="cpu"), dtype)
+        table = cos.squeeze(0), sin.squeeze(0)
+    _TABLES[rope, dtype] = table
+    return table

@@ -1,7 +1,6 @@
 """A transformers model run with given attention layers, each with its own cache."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 
 from regard.cache import Cache
 from regard.hf.families.finding import attention_modules
-from regard.hf.generating.predicting import hidden_states, logits_of
-from regard.hf.running.binding import bound, calling
+from regard.hf.generating.predicting import hidden_states
+from regard.hf.running.binding import all_bound, calling
 
 
 class Runner:
@@ -51,30 +50,30 @@ class Runner:
         self.layers = list(layers)
         self._new_cache = cache
         self.caches: list[Cache] = []
+        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self.reset()
 
     def reset(self) -> None:
         """Empty the caches."""
         self.caches = [self._new_cache() for _ in self.layers]
+        self._forwards = [
+            (module, calling(partial(layer, cache=cache)))
+            for module, layer, cache in zip(self.modules, self.layers, self.caches, strict=True)
+        ]
 
     def hidden(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L E"]:
         """The last hidden states of these tokens, which follow those in the caches."""
-        with self._bound():
+        with all_bound(self._forwards):
             hidden: Tensor = hidden_states(self.model, tokens)
         return hidden
 
     def step(self, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B 1 V"]:
         """One decoding step: the logits after one more token."""
-        return logits_of(self.model, self.hidden(token))
+        with all_bound(self._forwards):
+            logits: Tensor = self.model(input_ids=token, use_cache=False).logits
+        return logits
 
     @property
     def cache_bytes(self) -> int:
         """Bytes in the caches of all layers."""
         return sum(cache.nbytes for cache in self.caches)
-
-    @contextmanager
-    def _bound(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module, layer, cache in zip(self.modules, self.layers, self.caches, strict=True):
-                stack.enter_context(bound(module, calling(partial(layer, cache=cache))))
-            yield

@@ -158,9 +158,9 @@ def test_half_precision_stays_within_its_rounding(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_every_attention_runs_on_regard(name, monkeypatch):
     prepared = []
-    prepare = calls.prepare
+    attended = calls.prepare
     monkeypatch.setattr(
-        calls, "prepare", lambda *a, **options: prepared.append(a) or prepare(*a, **options)
+        calls, "prepare", lambda *a, **options: prepared.append(a) or attended(*a, **options)
     )
     model = ZOO[name].build()
     regard.hf.install(model)

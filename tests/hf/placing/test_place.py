@@ -15,7 +15,6 @@ from regard.hf import attention_modules, attention_of
 from regard.hf.placing.place import has_placed_layers, place
 from regard.hf.placing.placed import PlacedLatentKV, PlacedMLA
 from regard.hf.running import calls
-from regard.ops.attend import prepare
 from tiny import tiny, tokens
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
@@ -64,11 +63,11 @@ def write(model, given, **options):
 @pytest.mark.parametrize("form", FORMS)
 def test_installing_sets_the_precision_of_placed_layers(form, monkeypatch):
     _, model = placed("llama", form)
-    asked = []
+    asked, prepared = [], calls.prepare
     monkeypatch.setattr(
         calls,
         "prepare",
-        lambda *given, **named: asked.append(named["precision"]) or prepare(*given, **named),
+        lambda *given, **named: asked.append(named["precision"]) or prepared(*given, **named),
     )
     for change in (
         lambda: regard.hf.install(model, precision="fast"),

@@ -18,7 +18,6 @@ import regard.hf
 from regard.hf import attention_modules, packages
 from regard.hf.running import calls
 from regard.hf.running.masks import visible
-from regard.ops.attend import prepare
 from tiny import tiny
 from zoo import ZOO, inputs, result, tokens
 
@@ -49,10 +48,10 @@ def test_the_precision_is_that_of_every_layer_until_uninstall(name):
         regard.hf.install(model, precision="quick")
     assert all("forward" not in vars(each) for each in attention_modules(model).values())
     regard.hf.install(model, precision="fast")
-    seen = []
+    seen, prepared = [], calls.prepare
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            calls, "prepare", lambda *a, **given: seen.append(given) or prepare(*a, **given)
+            calls, "prepare", lambda *a, **given: seen.append(given) or prepared(*a, **given)
         )
         run(model, inputs(name))
         assert {given["precision"] for given in seen} == {"fast"}

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from regard.hf.running.masks import visible
+from regard.masks import Causal, Dense, SlidingWindow, Span
 from zoo import ZOO
 
 LOW = torch.finfo(torch.float32).min
@@ -57,3 +58,49 @@ def test_a_bias_in_the_mask_stays_and_has_its_gradient():
     assert bias.squeeze().tolist() == [[0.5, 0.0], [0.0, -2.0]]
     bias.sum().backward()
     assert given.grad.squeeze().tolist() == [[1.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize(("past", "queries", "slots"), [(4, 1, 9), (8, 1, 9), (2, 3, 9), (0, 4, 4)])
+def test_the_mask_of_a_static_cache_is_a_rule_and_later_slots_are_not_read(
+    past, queries, slots, additive
+):
+    keep = torch.ones(queries, slots).tril(past).bool().expand(2, 1, queries, slots)
+    given = torch.where(keep, 0.0, LOW) if additive else keep
+    mask, bias, span = visible(nn.Module(), given, queries, slots)
+    assert (mask, bias, span) == (Causal(), None, Span(past, past + queries, 0, slots))
+    assert mask.dense(span).equal(keep[0, 0])
+
+
+def test_a_window_is_part_of_the_rule():
+    keep = torch.ones(3, 7).tril(2).triu(1).bool()[None, None]
+    mask, _, span = visible(nn.Module(), keep, 3, 7, window=2)
+    assert mask == Causal() & SlidingWindow(2)
+    assert mask.dense(span).equal(keep[0, 0])
+    other, _, span = visible(nn.Module(), keep, 3, 7, window=3)
+    assert isinstance(other, Dense)
+    assert other.within(span).dense(span).equal(keep)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        [[[0, 1, 1, 0]], [[1, 1, 1, 0]]],  # the first row is padded
+        [[[1, 1, 1, 0]], [[1, 1, 0, 0]]],  # one row is shorter
+        [[[1, 0, 1, 0]]],  # a hole
+        [[[0, 0, 0, 0]]],  # fully masked
+        [[[1, 1, 1, 1], [1, 1, 1, 1]]],  # two queries that see each other
+    ],
+)
+def test_other_masks_stay_as_they_are(keep):
+    given = torch.tensor(keep).bool()[:, None]
+    mask, bias, span = visible(nn.Module(), given, given.shape[2], 4)
+    assert isinstance(mask, Dense)
+    assert bias is None
+    assert mask.within(span).dense(span, batch=len(keep)).equal(given)
+
+
+def test_a_mask_for_all_queries_broadcasts():
+    given = torch.tensor([1, 1, 1, 0]).bool()[None, None, None]  # of padding, in an encoder
+    mask, _, span = visible(nn.Module(), given, 4, 4)
+    assert mask.within(span).dense(span).expand(1, 1, 4, 4).equal(given.expand(1, 1, 4, 4))

@@ -4,7 +4,7 @@ What was there before is held in one attribute of the module, so that a copy or 
 installed model is installed too, and can be uninstalled.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -50,12 +50,22 @@ def is_bound(module: nn.Module) -> bool:
 @contextmanager
 def bound(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """The module with another forward inside of the `with` block."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = MethodType(forward, module)
+    with all_bound([(module, forward)]):
+        yield
+
+
+@contextmanager
+def all_bound(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Each module with another forward inside of the `with` block."""
+    before = []
     try:
+        for module, forward in forwards:
+            before.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = MethodType(forward, module)
         yield
     finally:
-        _put(module, "forward", before)
+        for module, own in reversed(before):
+            _put(module, "forward", own)
 
 
 def calling(layer: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.cache import Part
+from regard.cache.codes import QuantizedStream
 from regard.hf.families.table import Family, family_of
 from regard.hf.running.masks import Visible, visible
 from regard.ops.attend import prepare
@@ -101,11 +102,13 @@ def attended(
         v_head_dim: the width of the values, where they are columns of the keys.
         options: further options of `prepare`.
     """
-    k, *rest = parts[0].streams
+    k, *rest = parts[0].outlines
     (v,) = rest or (k[..., :v_head_dim],)
     if at.bias is not None:
         bias = at.bias if bias is None else at.bias + bias
-    call = prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
+    stored = parts[0].quantized
+    bits = stored[0].bits if stored and isinstance(stored[0], QuantizedStream) else None
+    call = prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, bits=bits, **options)
     out = call.run(q, parts)
     return out, weights_of(call, q, parts) if weights_wanted(given) else None
 
@@ -127,10 +130,17 @@ def one_part(*streams: Tensor) -> tuple[Part, ...]:
 
 
 def appended(cache: Any, layer: int, *streams: Tensor) -> tuple[Part, ...]:
-    """The parts of a cache of `regard.hf.cache` with these streams appended, numbered from the
-    first key that is still held: so do the masks of transformers number a window's keys."""
+    """All parts of a cache of transformers, or of `regard.hf.cache`, with these streams appended.
+
+    They are numbered from the first key that is still held: so do the masks of transformers number
+    a window's keys.
+    """
+    if not hasattr(cache, "append"):
+        return one_part(*cache.update(*streams, layer))
     parts: tuple[Part, ...] = cache.append(layer, *streams)
     first = parts[0].kv_start
+    if first == 0:
+        return parts
     return tuple(Part(start - first, stop - first, each) for start, stop, each in parts)
 
 

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.cache import Part
 from regard.heads import merge_heads
 from regard.hf.families.table import Family
 from regard.hf.running.calls import (
+    appended,
     arrive,
     attended,
     of_one_dtype,
@@ -25,8 +27,7 @@ class Heads(NamedTuple):
     """Queries, and all keys and values they may attend to; `past` is the number of cached keys."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    parts: tuple[Part, ...]
     past: Any = 0
 
 
@@ -35,10 +36,11 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     family, given = arrive(self, args, given)
     across = bool(family.context) and given.get(family.context) is not None
     heads_of = _across if across else _along
-    q, k, v, past = heads_of(family, self, hidden_states, given)
-    at = visible_in(family, self, given, q.shape[2], k.shape[2], across=across)
-    bias = family.bias(self, given, q.shape[2], k.shape[2], past)
-    heads, weights = attended(q, one_part(k, v), at, given, bias=bias, **options_of(family, self))
+    q, parts, past = heads_of(family, self, hidden_states, given)
+    queries, keys = q.shape[2], parts[-1].kv_stop
+    at = visible_in(family, self, given, queries, keys, across=across)
+    bias = family.bias(self, given, queries, keys, past)
+    heads, weights = attended(q, parts, at, given, bias=bias, **options_of(family, self))
     out = family.output(self, merge_heads(heads))
     return (out, bias, weights) if family.returns_bias else (out, weights)
 
@@ -51,12 +53,11 @@ def _along(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> 
     q, k, v = of_one_dtype(q, k, v)
     cache = given.get(family.cache)
     if cache is None:
-        return Heads(q, k, v)
+        return Heads(q, one_part(k, v))
     cache = getattr(cache, "self_attention_cache", cache)
     past = cache.get_seq_length(module.layer_idx) if family.returns_bias else 0
     past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
-    k, v = cache.update(k, v, module.layer_idx)
-    return Heads(q, k, v, past)
+    return Heads(q, appended(cache, module.layer_idx, k, v), past)
 
 
 def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Heads:
@@ -67,7 +68,7 @@ def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) ->
     context, cache, layer = given[family.context], given.get(family.cache), module.layer_idx
     q = queries(module, x)
     if cache is None:
-        return Heads(q, *memory(module, context))
+        return Heads(q, one_part(*memory(module, context)))
     if not hasattr(cache, "cross_attention_cache"):
         raise ValueError(
             "cross-attention stores its keys in an EncoderDecoderCache, "
@@ -75,7 +76,7 @@ def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) ->
         )
     cached = cache.cross_attention_cache
     if cache.is_updated.get(layer):
-        return Heads(q, cached.layers[layer].keys, cached.layers[layer].values)
-    k, v = cached.update(*memory(module, context), layer)
+        return Heads(q, one_part(cached.layers[layer].keys, cached.layers[layer].values))
+    parts = appended(cached, layer, *memory(module, context))
     cache.is_updated[layer] = True
-    return Heads(q, k, v)
+    return Heads(q, parts)

@@ -55,7 +55,7 @@ def _stored(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Par
     if hasattr(cache, "append"):
         return appended(cache, layer, torch.cat([latent, k_rope], dim=-1))
     if cache is not None:
-        latent, k_rope = cache.update(latent, k_rope, layer)
+        return appended(cache, layer, latent, k_rope)
     return one_part(latent, k_rope)
 
 

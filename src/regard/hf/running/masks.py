@@ -3,13 +3,14 @@
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from regard.hf.families.rotating import memoised
 from regard.masks import EVERYTHING, Causal, Dense, Mask, SlidingWindow, Span
 from regard.masks.rules import HIDDEN_BELOW
 from regard.ops.bias import split_additive
+from regard.tracing import is_concrete
 
 
 class Visible(NamedTuple):
@@ -41,17 +42,21 @@ def visible(
         ValueError: if it is not `[B, H, L, S]`.
     """
     if given is not None:
-        return Visible(*_rule_and_bias(given), Span(keys - queries, keys, 0, keys))
+        _check(given)
+        return _simplest(given, queries, keys, window)
+    last = Span(keys - queries, keys, 0, keys)
+    if queries == 1 and window is None:  # whatever the module is: reading its config takes 10 us
+        return Visible(EVERYTHING, None, last)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
     if eager or not causal or queries == 1:
         mask: Mask = EVERYTHING if window is None or eager else SlidingWindow(window)
-        return Visible(mask, None, Span(keys - queries, keys, 0, keys))
+        return Visible(mask, None, last)
     mask = Causal() if window is None else Causal() & SlidingWindow(window)
     return Visible(mask, None, Span(0, queries, 0, queries))
 
 
-def _rule_and_bias(given: Any) -> tuple[Mask, Tensor | None]:
+def _check(given: Any) -> None:
     if not isinstance(given, Tensor):
         raise TypeError(
             f"attention_mask is a {type(given).__name__}; regard reads None, bool and additive "
@@ -62,11 +67,47 @@ def _rule_and_bias(given: Any) -> tuple[Mask, Tensor | None]:
             f"attention_mask must be [B, H, L, S] here, got shape {tuple(given.shape)}; "
             'call model.set_attn_implementation("sdpa") and pass the model its usual [B, S] mask'
         )
-    return memoised("_rule_of_regard", given, lambda: _split(given))
 
 
-def _split(given: Tensor) -> tuple[Mask, Tensor | None]:
-    """A tensor as a rule, and what it adds to the visible scores."""
+def _simplest(given: Tensor, queries: int, keys: int, window: int | None) -> Visible:
+    """A tensor as a rule if it is the usual mask of a decoder, else as a mask that holds it.
+
+    A static cache has slots for later tokens, which its masks hide: under a rule they are not read.
+    """
+    mask, bias, rules = memoised("_rules_of_regard", given, lambda: (*_split(given), {}))
+    if not may_read(given):
+        return Visible(mask, bias, Span(keys - queries, keys, 0, keys))
+    size = queries, keys, window
+    if size not in rules:
+        rules[size] = _rule(mask, *size)
+    rule, span = rules[size]
+    return Visible(rule, bias, span)
+
+
+def _rule(mask: Dense, queries: int, keys: int, window: int | None) -> tuple[Mask, Span]:
+    """A rule that is visible where `mask` is, and the slots it speaks of."""
+    rule = Causal() if window is None else Causal() & SlidingWindow(window)
+    past = _cached(mask.keep)
+    if mask.keep.shape[-2:] == (queries, keys) and past is not None and past + queries <= keys:
+        span = Span(past, past + queries, 0, keys)
+        if bool((mask.keep == rule.dense(span)).all()):
+            return rule, span
+    return mask, Span(keys - queries, keys, 0, keys)
+
+
+def _cached(keep: Bool[Tensor, "B H L S"]) -> int | None:
+    """The number of keys before the first query's own, if that is its last visible one."""
+    visible = keep[0, 0, 0].nonzero() if 0 not in keep.shape[:3] else keep[:0]
+    return int(visible[-1]) if len(visible) else None
+
+
+def may_read(given: Tensor) -> bool:
+    """Whether the elements of a tensor can be read now without waiting for a device."""
+    return given.device.type == "cpu" and is_concrete(given)
+
+
+def _split(given: Tensor) -> tuple[Dense, Tensor | None]:
+    """A tensor as a mask, and what it adds to the visible scores."""
     if not given.is_floating_point():
         return Dense(given.bool()), None
     if torch.compiler.is_compiling():  # values are unknown: the bias stays, though it may be zero

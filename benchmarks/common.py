@@ -1,8 +1,10 @@
-"""Shared by the scripts: the number of threads, a printed table, one line of JSON."""
+"""Shared by the scripts: the number of threads, the peers there are, a printed table, JSON."""
 
 import json
 import os
 import platform
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from regard.bench.timing import (
     Cold,
     Store,
     interleave,
+    processor,
     product_rate,
     quartiles,
     read_bandwidth,
@@ -20,12 +23,15 @@ from regard.bench.timing import (
 
 __all__ = [
     "LAST_LEVEL_CACHE",
+    "PEERS",
     "THREADS",
     "Cold",
     "Store",
     "card",
     "finish",
+    "installed",
     "interleave",
+    "introduce",
     "machine",
     "product_rate",
     "quartiles",
@@ -35,6 +41,32 @@ __all__ = [
 
 THREADS = int(os.environ.get("THREADS", "2"))
 torch.set_num_threads(THREADS)
+PEERS = ("transformers", "x-transformers", "onnx", "onnxruntime", "openvino")  # distributions
+
+
+def installed(*modules: str) -> bool:
+    """Whether a peer can be imported."""
+    return all(find_spec(name) is not None for name in modules)
+
+
+def versions(*names: str) -> dict[str, str | None]:
+    """The versions of distributions, None where one is absent."""
+    return {
+        name: metadata.version(name) if installed(name.replace("-", "_")) else None
+        for name in names
+    }
+
+
+def introduce(*names: str) -> None:
+    """Say on what machine this runs, the versions of peers, and which are not installed."""
+    found = versions(*names)
+    there = [f"{name} {version}" for name, version in found.items() if version is not None]
+    here = ", ".join([*processor().values(), f"{THREADS} threads"])
+    print(f"{here}; torch {torch.__version__}, {', '.join(there)}")
+    absent = [name for name, version in found.items() if version is None]
+    if absent:
+        how = "python -m pip install -r benchmarks/requirements.txt"
+        print(f"without {', '.join(absent)}: not installed ({how})")
 
 
 def card(title: str, rows: dict[str, dict[str, float]], base: str) -> None:
@@ -50,8 +82,9 @@ def machine() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": platform.machine(),
+        **processor(),
         "threads": torch.get_num_threads(),
+        "packages": versions("numba", *PEERS, "xllamacpp"),
     }
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from common import Cold
 from decode_mla import Sizes, ours, paired, theirs
+from problems import Contest, Run
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from cases import Case
-from peers import Contest, Run
 from regard import Causal, GroupedQueryAttention, KVCache, MultiHeadAttention, Rotary
 
 

@@ -1,147 +1,48 @@
-"""The implementations of attention itself: torch's kernel called in each way, FlexAttention.
+"""The implementations of attention itself, by name: regard's, torch's kernel called in each way.
 
-Every peer gets what it wants beforehand: a mask as a tensor, lengths as numbers, a compiled kernel.
-regard gets the rule, and makes of it what it needs within the time that is measured.
+Every peer gets what it wants beforehand: a mask as a tensor, lengths as numbers, a compiled kernel,
+its own order in memory. regard gets the rule, and makes of it what it needs within the time that is
+measured.
 """
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import peers_compiled
+import peers_onnx
+import peers_openvino
 import torch
 import torch.nn.functional as F
-from common import Cold, Store
+from problems import Contest, Problem, Run, cells, document_lengths, first_line, problem
 from torch import Tensor
 
 from cases import LATENT, Case
-from regard import (
-    Causal,
-    Dense,
-    Documents,
-    KVCache,
-    Mask,
-    Padding,
-    Part,
-    Prefix,
-    QuantizedCache,
-    SlidingWindow,
-    Span,
-    attend,
-    prepare,
-)
+from regard import KVCache, Part, QuantizedCache, Span, attend, prepare
 
-Run = Callable[[], Tensor]
+MOST_COPIES = 16  # heads: of a latent, torch copies one for each query head, which takes seconds
 
 
-def rule_of(case: Case) -> Mask:
-    """The mask of a case as a rule."""
-    n = case.keys
-    if case.mask == "window":
-        return Causal() & SlidingWindow(case.window)
-    if case.mask == "documents":
-        sizes = torch.tensor(document_lengths(case))
-        return Causal() & Documents(torch.arange(len(sizes)).repeat_interleave(sizes))
-    if case.mask == "prefix":
-        return Causal() | Prefix(case.window)
-    if case.mask == "padding":
-        return Causal() & Padding.from_lengths(torch.tensor(case.lengths()), n)
-    if case.mask == "blocks":
-        return Dense(random_blocks(n))
-    return Causal()
-
-
-def document_lengths(case: Case) -> list[int]:
-    """Five documents of unequal lengths."""
-    shares = [case.keys * share // 16 for share in (5, 1, 4, 2)]
-    return [*shares, case.keys - sum(shares)]
-
-
-def random_blocks(n: int, kept: float = 0.25) -> Tensor:
-    """A quarter of the blocks of 128 by 128, and the diagonal."""
-    side = min(128, max(1, n // 8))
-    blocks = -(-n // side)
-    generator = torch.Generator().manual_seed(0)
-    keep = torch.rand(blocks, blocks, generator=generator) < kept
-    keep.fill_diagonal_(True)
-    return keep.repeat_interleave(side, 0).repeat_interleave(side, 1)[:n, :n].contiguous()
-
-
-@dataclass
-class Problem:
-    """A case with its tensors: `cold()` returns keys and values in no cache of the processor."""
-
-    case: Case
-    q: Tensor
-    cold: Cold
-    mask: Mask
-    keep: Tensor | None  # the mask as peers take it; None where a flag says it, or nothing is
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """The arguments of torch for the mask."""
-        if self.keep is not None:
-            return {"attn_mask": self.keep}
-        return {"is_causal": True} if self.case.length > 1 else {}
-
-
-def problem(case: Case, cold: int) -> Problem:
-    """Tensors for a case, keys spread over `cold` bytes."""
-    store = Store(case.torch_dtype, min(cold, 1 << 26))
-    width = sum(LATENT) if case.latent else case.head_dim
-    q = store(case.batch, case.heads, case.length, width).clone()
-
-    def keys() -> tuple[Tensor, Tensor]:
-        if case.latent:
-            joined = store(case.batch, 1, case.keys, width).clone()
-            return joined, joined[..., : LATENT[0]]
-        shape = (case.batch, case.kv_heads, case.keys, width)
-        return store(*shape).clone(), store(*shape).clone()
-
-    mask, keep = rule_of(case), None
-    if case.kind == "ragged":
-        lengths = torch.tensor(case.lengths()).view(-1, 1, 1, 1)
-        keep = torch.arange(case.keys) < lengths
-    elif case.kind == "mask" and case.mask != "causal":
-        keep = mask.dense(Span(0, case.keys, 0, case.keys), batch=case.batch)
-        while keep.dim() < 4:
-            keep = keep.unsqueeze(0)
-    return Problem(case, q, Cold(keys, case.nbytes(), cold), mask, keep)
-
-
-def cells(given: Problem) -> int:
-    """Scores that are not hidden, over all heads and rows."""
-    case = given.case
-    if case.kind == "ragged":
-        return case.heads * sum(case.lengths())
-    if given.keep is not None:
-        rows = case.batch // given.keep.shape[0]
-        return int(given.keep.sum()) * case.heads * rows
-    hidden = case.length * (case.length - 1) // 2
-    return case.batch * case.heads * (case.length * case.keys - hidden)
-
-
-@dataclass
-class Contest:
-    """Implementations of a case by name; its operations; the buffers they alternate on."""
-
-    runs: dict[str, Run]
-    flops: int
-    cold: Cold
-
-
-def contest(case: Case, *, cold: int, flex: bool) -> Contest:
+def contest(case: Case, *, cold: int, compiled: bool) -> Contest:
     """Everything that can run a case, regard first."""
     given = problem(case, cold)
     runs: dict[str, Run] = {}
-    for name, make in PEERS.items():
-        if name == "FlexAttention" and not flex:
+    failed: list[str] = []
+    for name, make in (PEERS | (peers_compiled.PEERS if compiled else {})).items():
+        try:
+            run = make(given)
+        except Exception as error:  # each library has its own kinds
+            if name.startswith("regard"):
+                raise
+            failed.append(first_line(name, error))
             continue
-        run = make(given)
         if run is not None:
             runs[name] = _backward(given, run) if case.kind == "backward" else run
     width = 2 * LATENT[0] + LATENT[1] if case.latent else 2 * case.head_dim
     flops = 2 * cells(given) * width * (3 if case.kind == "backward" else 1)
-    return Contest(runs, flops, given.cold)
+    return Contest(runs, flops, given.cold, failed)
 
 
 def _backward(given: Problem, forward: Run) -> Run:
@@ -160,47 +61,60 @@ def _backward(given: Problem, forward: Run) -> Run:
 
 def _regard(given: Problem) -> Run:
     case, q = given.case, given.q
-    span = Span(case.keys - case.length, case.keys, 0, case.keys)
+    if case.bits:
+        return _cached(given, partial(QuantizedCache, case.bits))
     if case.kind == "ragged":
         return _cached(given, KVCache)
-    if case.kind == "int8 cache":
-        return _cached(given, QuantizedCache)
+    span = Span(case.keys - case.length, case.keys, 0, case.keys)
     if case.latent:
-        scale = case.head_dim**-0.5
 
         def absorbed() -> Tensor:
             joined, v = given.cold()
-            call = prepare(q, joined, v, mask=given.mask, span=span, scale=scale)
+            call = prepare(q, joined, v, mask=given.mask, span=span, **_scale(given))
             return call.run(q, (Part(0, case.keys, (joined,)),))
 
         return absorbed
-    return lambda: attend(q, *given.cold(), mask=given.mask, span=span)
+    how = {"mask": given.mask, "span": span, "precision": case.precision}
+    return lambda: attend(q, *given.cold(), **how)
 
 
-def _regard_float(given: Problem) -> Run | None:
-    return _cached(given, KVCache) if given.case.kind == "int8 cache" else None
+def _regard_on(dtype: torch.dtype) -> Callable[[Problem], Run | None]:
+    """The step of a quantised case on a cache in floating point."""
+    return lambda given: _cached(given, KVCache, dtype) if given.case.bits else None
 
 
-def _cached(given: Problem, make: Callable[[], Any]) -> Run:
+def _regard_int8(given: Problem) -> Run | None:
+    return _cached(given, QuantizedCache) if 0 < given.case.bits < 8 else None
+
+
+def _regard_strict(given: Problem) -> Run | None:
+    strict = replace(given, case=replace(given.case, kind="prefill"))
+    return _regard(strict) if given.case.precision == "fast" else None
+
+
+def _cached(given: Problem, make: Callable[[], Any], dtype: torch.dtype | None = None) -> Run:
     """A step on the caller's caches: append one token's keys, attend, truncate."""
-    case, q = given.case, given.q
+    case, q = given.case, given.q.to(dtype)
     before = torch.tensor([length - 1 for length in case.lengths()])
     start: Any = int(before) if case.batch == 1 else before
 
-    def filled(k: Tensor, v: Tensor) -> tuple[Any, Tensor, Tensor]:
+    def filled(k: Tensor, v: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
+        streams = [x.to(dtype) for x in ((k,) if case.latent else (k, v))]
         cache = make()
-        cache.update(k, v)
+        cache.update(*streams)
         cache.truncate(start)
-        last = before.view(-1, 1, 1, 1).expand(-1, k.shape[1], 1, k.shape[3])
-        return cache, k.gather(2, last), v.gather(2, last)
+        last = before.view(-1, 1, 1, 1)
+        return cache, tuple(x.take_along_dim(last.expand_as(x[:, :, :1]), 2) for x in streams)
 
-    caches = [filled(*pair) for pair in given.cold.buffers]
+    first = filled(*given.cold.buffers[0])
+    caches = [copy.deepcopy(first) for _ in given.cold.buffers]
 
     def run() -> Tensor:
         given.cold()
-        cache, k, v = caches[given.cold.turn]
-        call = prepare(q, k, v, mask=given.mask, span=cache.span(1))
-        out = call.run(q, cache.update(k, v))
+        cache, new = caches[given.cold.turn]
+        k, v = (new[0], new[0][..., : LATENT[0]]) if case.latent else new
+        call = prepare(q, k, v, mask=given.mask, span=cache.span(1), **_scale(given))
+        out = call.run(q, cache.update(*new))
         cache.truncate(start)
         return out
 
@@ -213,6 +127,8 @@ def _scale(given: Problem) -> dict[str, Any]:
 
 def _sdpa(given: Problem) -> Run | None:
     """As in its manual: a flag makes query heads share key heads."""
+    if given.case.latent and given.case.heads > MOST_COPIES:
+        return None
     flags = {**given.flags, **_scale(given)}
     grouped = given.case.heads != given.case.kv_heads
     return lambda: F.scaled_dot_product_attention(
@@ -224,7 +140,7 @@ def _repeated(given: Problem) -> Run | None:
     """As most models do it: every key head copied for each query head that reads it."""
     case = given.case
     group = case.heads // case.kv_heads
-    if group == 1 or case.latent:
+    if group == 1 or case.latent or case.bits:
         return None
 
     def run() -> Tensor:
@@ -282,34 +198,16 @@ def _piecewise(given: Problem) -> Run | None:
     return by_documents
 
 
-def _flex(given: Problem) -> Run | None:
-    """Compiled for this shape, with its block mask made before timing."""
-    case = given.case
-    if case.latent or case.kind in ("backward", "ragged", "int8 cache"):
-        return None
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-    blocks = None
-    if case.length > 1:
-        keep = given.keep
-
-        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return i >= j if keep is None else keep[b % keep.shape[0], 0, i, j]
-
-        rows = None if keep is None or keep.shape[0] == 1 else keep.shape[0]
-        blocks = create_block_mask(visible, rows, None, case.length, case.keys, device="cpu")
-    grouped = case.heads != case.kv_heads
-    return lambda: compiled(given.q, *given.cold(), block_mask=blocks, enable_gqa=grouped)
-
-
 PEERS: dict[str, Callable[[Problem], Run | None]] = {
     "regard": _regard,
-    "regard, float cache": _regard_float,
+    "regard, float32 keys": _regard_on(torch.float32),
+    "regard, bfloat16 keys": _regard_on(torch.bfloat16),
+    "regard, int8 keys": _regard_int8,
+    "regard, strict": _regard_strict,
     "sdpa": _sdpa,
     "sdpa, repeated keys": _repeated,
     "sdpa, packed queries": _packed,
     "sdpa, piece by piece": _piecewise,
-    "FlexAttention": _flex,
+    **peers_onnx.PEERS,
+    **peers_openvino.PEERS,
 }

@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 FASTER, SLOWER, PEER = "#2a7f62", "#c4513a", "#8a8f98"
 ROW = 0.205  # inches: height of the bar of a case
 GROUPS = (
-    ("Decode: one query", ("decode", "ragged", "int8 cache")),
-    ("Latents: MLA, one query", ("MLA absorbed", "MLA layer")),
+    ("Decode: one query", ("decode", "ragged", "int8 cache", "int4 cache")),
+    ("Latents: MLA, one query", ("MLA absorbed", "MLA int8 latent", "MLA layer")),
     ("Whole layers", ("layer decode", "layer prefill", "layer without positions")),
-    ("Prefill, causal", ("prefill",)),
+    ("Prefill, causal", ("prefill", "prefill fast")),
     ("Prefill under masks", ("mask",)),
     ("Forward and backward", ("backward",)),
 )

@@ -1,9 +1,12 @@
 """How does regard compare, over everything it does? Every case, by all that can run it.
 
-    python benchmarks/suite.py                   all cases: about half an hour
-    python benchmarks/suite.py --quick           a representative dozen: a minute
+    python benchmarks/suite.py                   all cases: under half an hour
+    python benchmarks/suite.py --quick           a representative dozen: two minutes
     python benchmarks/suite.py --only "decode"   cases whose name holds that
     python benchmarks/suite.py --docs            writes docs/benchmarks.json and the picture of it
+
+The files are written after every case. With --only a file's other cases stay, and with --resume
+the cases that it holds are not run again: a long run may be interrupted, or made in parts.
 
 Contestants of a case take turns within one process, with keys in no cache. `ratio` is regard's time
 over a peer's, a median of rounds with its quartiles; `of_limit` is the share of what this machine
@@ -11,7 +14,6 @@ can do at most, measured in the same run: reading the keys once, or the products
 """
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -21,25 +23,24 @@ from typing import Any, NamedTuple
 import torch
 from common import (
     LAST_LEVEL_CACHE,
-    THREADS,
+    PEERS,
     finish,
     interleave,
+    introduce,
     machine,
     product_rate,
     quartiles,
     read_bandwidth,
 )
+from problems import Contest, first_line
+from results import count_targets, earlier, judged, keep, merged, show
 
 from cases import CASES, Case
-from peers import Contest, contest
+from peers import contest
 
 DOCS = Path(__file__).parent.parent / "docs"
 MOST = 24 << 30  # bytes
-GAPS = {
-    "float32": 2e-3,
-    "bfloat16": 6e-2,
-    "int8 cache": 2e-1,
-}  # relative error at most
+GAPS = {"float32": 2e-3, "bfloat16": 6e-2, 8: 2e-1, 4: 5e-1}  # relative error, by dtype or bits
 
 
 class Effort(NamedTuple):
@@ -47,9 +48,10 @@ class Effort(NamedTuple):
 
     rounds: int = 15
     sample: float = 0.02
-    seconds: float = 12.0
+    seconds: float = 7.0
     cold: int = 4 * LAST_LEVEL_CACHE
-    flex: bool = False
+    rest: float = 0.005  # seconds
+    compiled: bool = False
 
 
 class Limits(NamedTuple):
@@ -88,7 +90,7 @@ def run_case(case: Case, limits: Limits, effort: Effort) -> dict[str, Any]:
     found = (
         _layers(case, effort)
         if whole
-        else contest(case, cold=effort.cold, flex=effort.flex and case.quick)
+        else contest(case, cold=effort.cold, compiled=effort.compiled and case.quick)
     )
     nbytes = case.nbytes()
     if whole:
@@ -96,7 +98,13 @@ def run_case(case: Case, limits: Limits, effort: Effort) -> dict[str, Any]:
 
         nbytes += weights_nbytes(case)
     gaps, remarks = _agreement(case, found)
-    times = interleave(found.runs, rounds=effort.rounds, sample=effort.sample, limit=effort.seconds)
+    times = interleave(
+        found.runs,
+        rounds=effort.rounds,
+        sample=effort.sample,
+        limit=effort.seconds,
+        rest=effort.rest,
+    )
     reading, computing = nbytes / limits.read, found.flops / limits.products[case.dtype]
     least = max(reading, computing)
     result["bound"] = "reads" if reading > computing else "products"
@@ -104,6 +112,7 @@ def run_case(case: Case, limits: Limits, effort: Effort) -> dict[str, Any]:
     result["rows"] = {
         name: _row(times["regard"], seconds, least, gaps[name]) for name, seconds in times.items()
     }
+    result["targets"] = [judged(target, result["rows"]) for target in case.targets]
     return {**result, "remark": "; ".join(remarks)} if remarks else result
 
 
@@ -129,14 +138,16 @@ def _row(mine: list[float], seconds: list[float], least: float, gap: float) -> d
 def _agreement(case: Case, found: Contest) -> tuple[dict[str, float], list[str]]:
     """The error of each relative to regard on the same keys; failed and wrong ones are left out."""
     gaps: dict[str, float] = {}
-    remarks = []
+    remarks = list(found.failed)
     wanted = _on_first_keys(found, found.runs["regard"])
-    most = GAPS.get(case.kind, GAPS[case.dtype])
+    most = GAPS[case.bits or case.dtype]
     for name, run in list(found.runs.items()):
         try:
             out = _on_first_keys(found, run)
-        except (RuntimeError, NotImplementedError) as error:  # e.g. without a compiler
-            remarks.append(f"{name} failed: {str(error).splitlines()[0][:200]}")
+        except Exception as error:  # each library has its own kinds
+            if name.startswith("regard"):
+                raise
+            remarks.append(first_line(name, error))
             del found.runs[name]
             continue
         gaps[name] = float((out - wanted).abs().max() / wanted.abs().max())
@@ -151,65 +162,64 @@ def _on_first_keys(found: Contest, run: Callable[[], torch.Tensor]) -> torch.Ten
     return run().detach().float()
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print a case."""
-    print(f"\n{result['case']}")
-    for name, row in result.get("rows", {}).items():
-        spread = f"[{row['low']:.2f}, {row['high']:.2f}]"
-        share = f"{row['of_limit']:.0%} of {result['bound']}"
-        print(f"  {name:<28}{row['ms']:>11.3f} ms{row['ratio']:>8.2f} {spread:<14} {share}")
-    if "remark" in result:
-        print(f"  {result['remark']}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="of the names of cases")
     parser.add_argument("--quick", action="store_true", help="a representative dozen, few rounds")
     parser.add_argument(
-        "--flex", action="store_true", help="FlexAttention too, in the representative cases"
+        "--compiled",
+        action="store_true",
+        help="FlexAttention and sdpa by torch.compile too, in the representative cases",
     )
     parser.add_argument("--tiny", action="store_true", help="sizes that say nothing, to test this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep the results")
     parser.add_argument("--docs", action="store_true", help="keep them and their picture in docs/")
+    parser.add_argument("--resume", action="store_true", help="only cases that the file lacks")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
-    limits = measure_limits(options.tiny)
-    print(f"{THREADS} threads, {limits.read / 1e9:.1f} GB/s read", end="")
-    print(*(f", {rate / 1e9:.0f} GFLOP/s {name}" for name, rate in limits.products.items()), sep="")
-    effort = Effort(flex=options.flex)
+    file = DOCS / "benchmarks.json" if options.docs else options.json
+    try:
+        held = earlier(file, machine()) if file and (options.only or options.resume) else []
+    except ValueError as error:
+        parser.error(str(error))
+    done = {each["case"] for each in held} if options.resume else set()
+    wanted = [
+        case
+        for case in CASES
+        if options.only in case.name and case.name not in done and (case.quick or not options.quick)
+    ]
+    finish("suite", run_cases(wanted, held, file, options))
+
+
+def effort_of(options: argparse.Namespace) -> Effort:
+    effort = Effort(compiled=options.compiled)
     if options.quick:
         effort = effort._replace(rounds=7, seconds=2.5)
-    if options.tiny:
-        effort = effort._replace(rounds=1, sample=0, cold=1 << 16)
-    wanted = [case for case in CASES if options.only in case.name]
-    results = []
+    return effort._replace(rounds=1, sample=0, cold=1 << 16) if options.tiny else effort
+
+
+def run_cases(
+    wanted: list[Case], held: list[dict[str, Any]], file: Path | None, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Run, show and keep each case; the results of this run."""
+    effort, limits = effort_of(options), measure_limits(options.tiny)
+    introduce("numba", *PEERS)
+    print(f"{limits.read / 1e9:.1f} GB/s read", end="")
+    print(*(f", {rate / 1e9:.0f} GFLOP/s {name}" for name, rate in limits.products.items()), sep="")
+    head = {"benchmark": "suite", "machine": machine(), "limits": limits._asdict()}
+    results: list[dict[str, Any]] = []
     for case in wanted:
-        if case.quick or not options.quick:
-            results.append(run_case(case.tiny() if options.tiny else case, limits, effort))
-            show(results[-1])
-    keep(results, limits, options)
-    finish("suite", results)
-
-
-def keep(results: list[dict[str, Any]], limits: Limits, options: argparse.Namespace) -> None:
-    """Write the files of the options."""
-    whole = {
-        "benchmark": "suite",
-        "machine": machine(),
-        "limits": limits._asdict(),
-        "results": results,
-    }
-    files = [options.json] if options.json else []
-    if options.docs:
-        DOCS.mkdir(exist_ok=True)
-        files.append(DOCS / "benchmarks.json")
-    for file in files:
-        file.write_text(json.dumps(whole, indent=1) + "\n")
+        result = run_case(case.tiny() if options.tiny else case, limits, effort)
+        results.append({**result, "case": case.name})
+        show(results[-1])
+        if file:
+            keep(file, {**head, "results": merged(held, results)})
+    print(f"\n{count_targets(results)}")
     if options.docs:
         from picture import draw
 
-        draw(whole, DOCS / "benchmarks.png")
+        draw({**head, "results": merged(held, results)}, DOCS / "benchmarks.png")
+    return results
 
 
 if __name__ == "__main__":

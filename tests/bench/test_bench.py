@@ -1,17 +1,20 @@
 """The commands `regard bench` and `tune`, and the scripts of the benchmarks."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 import regard.cli.bench as bench_module
 from regard.bench import bench
 from regard.bench.short import shapes
-from regard.ops.backends import fused
+from regard.ops.backends import BACKENDS, fused
 from regard_cli.app import run
 from session import LONG
 
@@ -84,15 +87,34 @@ def script(name, *arguments):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+PEERS = ("onnx", "onnxruntime", "openvino")
+WITHOUT_PEERS = f"""
+import runpy, sys
+sys.path.insert(0, "benchmarks")
+sys.modules.update(dict.fromkeys({PEERS}))  # importing them fails, installed or not
+runpy.run_path("benchmarks/suite.py", run_name="__main__")
+"""
+
+
+def tiny_suite(*arguments):
+    """The suite in tiny sizes, where no optional peer is installed."""
+    command = [sys.executable, "-c", WITHOUT_PEERS, "--tiny", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def test_the_suite_measures_a_representative_dozen_and_draws_it(tmp_path):
     kept = tmp_path / "results.json"
     last = script("suite", "--quick", "--tiny", "--json", kept)
     assert {"benchmark", "machine", "results"} <= last.keys()
     assert json.loads(kept.read_text())["results"] == last["results"]
+    assert {"processor", "vectors", "threads", "packages"} <= last["machine"].keys()
     assert 12 <= len(last["results"]) <= 16
     for result in last["results"]:
         assert "remark" not in result, result["remark"]  # every peer computes the same
         assert len(result["rows"]) >= 2
+        for target in result["targets"]:
+            assert target["ratio"] == result["rows"][target["contestant"]]["ratio"]
+            assert target["met"] == (target["ratio"] <= target["most"])
         for row in result["rows"].values():
             assert row.keys() == {"ms", "ratio", "low", "high", "of_limit", "gap"}
         assert result["rows"]["regard"]["ratio"] == 1.0
@@ -101,6 +123,73 @@ def test_the_suite_measures_a_representative_dozen_and_draws_it(tmp_path):
     drawing = [sys.executable, "benchmarks/picture.py", kept, picture]
     subprocess.run(drawing, cwd=ROOT, check=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_installed_peers_run_where_they_can():
+    """ONNX Runtime and OpenVINO, on a machine that has them."""
+    has = {name for name in PEERS if find_spec(name) is not None}
+    if not has:
+        pytest.skip(f"none of {', '.join(PEERS)} is installed")
+    results = script("suite", "--tiny", "--only", "4K, 32/8, float32")["results"]
+    names = {name.partition(",")[0] for result in results for name in result["rows"]}
+    assert ("OpenVINO" in names) == ("openvino" in has)
+    assert ("ONNX Runtime" in names) == ({"onnx", "onnxruntime"} <= has)
+    assert [result["remark"] for result in results if "remark" in result] == []
+
+
+def test_a_run_in_parts_without_peers_fills_one_file(tmp_path):
+    file = tmp_path / "results.json"
+    done = tiny_suite("--only", "decode 4K, 32/1, bfloat16", "--json", file)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (told,) = re.findall(r"^without (.*): not installed \((.*)\)$", done.stdout, re.MULTILINE)
+    assert set(PEERS) <= set(told[0].split(", "))
+    assert told[1] == "python -m pip install -r benchmarks/requirements.txt"
+
+    done = tiny_suite("--only", "decode 4K, 32/1", "--resume", "--json", file)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = ["decode 4K, 32/1, float32", "decode 4K, 32/1, bfloat16"]
+    assert [row["case"] for row in json.loads(done.stdout.splitlines()[-1])["results"]] == cases[:1]
+    whole = json.loads(file.read_text())
+    assert [row["case"] for row in whole["results"]] == cases
+    assert set(PEERS) & {name for name, one in whole["machine"]["packages"].items() if one} == set()
+
+    whole["machine"]["processor"] = "another"
+    file.write_text(json.dumps(whole))
+    done = tiny_suite("--only", "decode 4K, 32/1", "--json", file)
+    assert done.returncode == 2
+    assert "one file holds one machine (processor: another, now " in done.stderr
+    assert json.loads(file.read_text()) == whole
+
+
+@pytest.mark.skipif(not LONG, reason="takes half a minute")
+def test_a_whole_model_writes_the_same_by_each():
+    (result,) = script("whole_model", "--tiny", "--formats", "F32")["results"]
+    has = find_spec("xllamacpp") is not None
+    assert ("llama.cpp, F32" in result["rows"]) == has
+    for name, row in result["rows"].items():
+        assert row["same"] == 1 or "float32" not in name
+
+
+def test_the_benchmark_for_gpus_runs_without_one():
+    """What it times there cannot be tested here: that it runs, compares and prints can."""
+    (result,) = script("gpu", "--device", "cpu", "--tiny")["results"]
+    assert not result["left_out"]
+    assert len(result["cases"]) == 5
+    for case in result["cases"]:
+        rows = case["rows"]
+        assert {f"regard {name}" for name in BACKENDS} < rows.keys()
+        timed = [row for row in rows.values() if "ms" in row]
+        assert len(timed) >= 5
+        assert all(row["error"] <= 1.5 and row["share"] > 0 for row in timed)
+        assert all("ms" in row or "objects" in row for row in rows.values())  # none is wrong
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_for_gpus_says_that_there_is_none():
+    command = [sys.executable, "benchmarks/gpu.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "torch sees no GPU here; --device cpu --tiny" in done.stderr
 
 
 @pytest.mark.skipif(not LONG, reason="takes ten seconds")

@@ -13,7 +13,13 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now, self.calls = 0.0, []
-        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        clock = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(timing, "time", clock)
+
+    def sleep(self, seconds):
+        self.now += seconds
+        if seconds:
+            self.calls.append("-")
 
     def worker(self, name, *seconds):
         """Takes these times in turn, then the last for ever."""
@@ -32,6 +38,18 @@ def test_variants_interleave_forwards_and_backwards(monkeypatch):
     times = interleave(variants, rounds=2, sample=0.0)
     assert "".join(clock.calls) == "aabbcc" + "abc" + "cba"  # the first call is not asked
     assert times == {name: [1.0, 1.0] for name in "abc"}
+
+
+def test_a_rest_before_each_sample_is_not_timed(monkeypatch):
+    clock = Clock(monkeypatch)
+    variants = {name: clock.worker(name, 1.0) for name in "ab"}
+    times = interleave(variants, rounds=2, sample=0.0, rest=0.5)
+    assert "".join(clock.calls) == "aabb" + "-a-b" + "-b-a"
+    assert times == {name: [1.0, 1.0] for name in "ab"}
+
+
+def test_the_processor_has_a_name():
+    assert all(timing.processor().values())
 
 
 def test_quick_variants_repeat_until_the_sample_is_full(monkeypatch):

@@ -289,6 +289,7 @@ def _absent(call: Call) -> dict[str, str]:
     """Why backends are not measured: their objections, or that they would be too slow."""
     found = {name: objection_of(call, name) for name in BACKENDS}
     absent = {name: objection for name, objection in found.items() if objection is not None}
+    absent["flex"] = "flex is for GPUs: on a CPU it stores all scores, and is traced first"
     able = {name: BACKENDS[name].estimate(call) for name in BACKENDS if name not in absent}
     best = min(able.values())
     slow = {name: seconds / best for name, seconds in able.items() if seconds > SLOW * best}

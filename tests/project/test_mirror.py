@@ -52,6 +52,10 @@ OTHER = {  # files of tests in mirrored folders that are about no module of thei
 }
 TESTLESS = {  # modules without tests of their own
     "__main__.py": "two lines; tests/cli runs the command",
+    "columns.py": "softmax and packing of the prefill kernel; test_launching_prefill.py runs them",
+    "panels.py": "constants of the prefill kernel; test_launching_prefill.py",
+    "prefilling.py": "the prefill kernel; test_launching_prefill.py runs it at both instructions",
+    "quantizing_kernel.py": "one loop; test_quantizing.py compares its codes",
     "vectors.py": "instructions, one or two in each intrinsic; test_intrinsics.py runs them all",
 }
 PROGRAMS = ("callers", "mutants", "strangers")  # tables that the tests beside them run

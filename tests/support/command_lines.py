@@ -74,7 +74,9 @@ def faults_of_command(line: str, *, whole: bool) -> list[str]:
     if first.startswith("./"):
         return faults_of_program(line, first.removeprefix("./"), rest)
     if first == "python" and rest and rest[0] == "-m":
-        return [] if find_spec(rest[1]) else [f"{line}: no module {rest[1]}"]
+        # finding pip replaces distutils, with a warning, where setuptools is installed
+        known = rest[1] == "pip" or find_spec(rest[1])
+        return [] if known else [f"{line}: no module {rest[1]}"]
     if first == "python" and rest and rest[0].startswith(FOLDERS):
         return faults_of_program(line, rest[0], rest[1:])
     if first == "pytest":

@@ -140,7 +140,7 @@ def exported(layer, strict=False):
 def attended(**options):
     """What `attend` would give to a backend that no graph holds, in a graph."""
     torch._dynamo.reset()
-    q, k = torch.randn(1, 8, options["queries"], 16), torch.randn(1, 2, 2048, 16)
+    q, k = torch.randn(1, 8, options["queries"], 64), torch.randn(1, 2, 2048, 64)
     span = Span(2048 - options.pop("queries"), 2048, 0, 2048)
 
     def run(q, k):

@@ -21,7 +21,7 @@ MOST = 1 << 15  # numbers; more are quantised as quickly by torch's operators, o
 
 
 def quantized(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """`codes.quantize`: the same codes, scales and zeros."""
+    """Codes, and a scale and a zero for each group of channels: the result of `codes.quantize`."""
     if not _is_compilable(x):
         return quantize(x, bits, group)
     x = x.detach().contiguous()

@@ -14,10 +14,8 @@ from regard.ops.rates import SPEED
 # best backend saves.
 _MEMOISED: dict[tuple[object, ...], str] = {}
 _MOST = 256
-_OPERATORS, _PASSES = (
-    20,
-    5,
-)  # operators, and passes over all elements, that dequantise keys and values
+_OPERATORS = 20  # operators that dequantise keys and values
+_PASSES = 5  # passes over all their elements while they do
 _shape_of = attrgetter(
     "batch", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device",
     "num_queries", "softcap", "dropout", "precision", "needs_grad", "bits",

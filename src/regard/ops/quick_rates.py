@@ -20,8 +20,8 @@ from regard.ops.speed import DEFAULT, Speed, vector_lanes
 from regard.tracing import without_autocast
 
 CPU = torch.device("cpu")
-PART = 1 << 23  # float32 numbers, 32 MiB; a round reads or writes four such parts, so that most of
-# each has left the processor's caches when its turn comes again
+PART = 1 << 23  # float32 numbers, 32 MiB: a round uses four such parts, more than most processors'
+# caches hold, so that each is read from memory again
 LIMIT = 0.08  # seconds after which no further round begins, once there are two
 LONG = 0.03  # seconds of a run that is not repeated
 LEAST, MOST = 2, 6  # rounds after the first, which may prepare libraries, and is not counted

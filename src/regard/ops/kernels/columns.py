@@ -264,7 +264,7 @@ def _blocks(e, width, size, body):
 
 @no_type_check
 def _result(e, panel, sums, j, share):
-    """A column of results as int32 lanes, or a pair of columns in bfloat16."""
+    """Column `j` of the output as int32 words: one float32 column, or two bfloat16 columns."""
     b = e.builder
     if panel.wide:
         return b.bitcast(b.fmul(e.read(sums, ROW * j), share), e.words)

@@ -60,7 +60,7 @@ def dot_pairs(e, x, y, z):
 @emits(types.void)
 @no_type_check
 def begin_tiles(e, panel, palette, kept):
-    """Give this thread's tiles their shapes, and store those that they had at `kept`."""
+    """Configure this thread's AMX tiles; the former configuration is saved at `kept`."""
     if panel.amx:
         call(e, "sttilecfg", ir.VoidType(), e.pointer(BYTE, kept))
         call(e, "ldtilecfg", ir.VoidType(), e.pointer(BYTE, palette))
@@ -69,7 +69,7 @@ def begin_tiles(e, panel, palette, kept):
 @emits(types.void)
 @no_type_check
 def end_tiles(e, panel, kept):
-    """Restore the shapes: torch's kernels on this thread may rely on theirs."""
+    """Restore the configuration: torch's kernels on this thread may rely on theirs."""
     if panel.amx:
         call(e, "ldtilecfg", ir.VoidType(), e.pointer(BYTE, kept))
 

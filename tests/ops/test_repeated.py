@@ -110,6 +110,7 @@ def test_a_step_that_hides_keys_or_has_none_is_described_anew(span):
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("unchecked")  # users have no such checks: they get our own errors
 def test_what_a_call_is_refused_for_is_refused_after_a_right_one():
     q, k, v = heads()
     prepare(q, k, v, **BASE)
@@ -117,6 +118,9 @@ def test_what_a_call_is_refused_for_is_refused_after_a_right_one():
         prepare(q[:, :3], k, v, **BASE)
     with pytest.raises(ValueError, match="dtype"):
         prepare(q, k.double(), v, **BASE)
+    for number in (torch.tensor(0.25), torch.tensor([0.25, 0.25])):
+        with pytest.raises(TypeError, match="scale is a number, got a tensor"):
+            prepare(q, k, v, **{**BASE, "scale": number})
     with pytest.raises(ValueError, match="holds 2"):
         prepare(q, k, v, **{**BASE, "span": Span(4, 6, 0, 6)})
 

@@ -219,13 +219,13 @@ def prepare(
         >>> prepared.run(q, cache.update(q, q)).shape
         torch.Size([1, 2, 3, 8])
     """
+    check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
     options = span is None, scale, softcap, dropout, backend, precision, partial, bits
     facts = facts_of(q, k, v, mask, score_bias, sinks, *options)
     if (before := described_before(facts, span, backend, partial=partial)) is not None:
         return before
     check_tensors(q, k, v)
     check_mask(mask)
-    check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
     check_sinks(sinks, q)
     whole = default_span(mask, score_bias, q.shape[2], k.shape[2]) if span is None else span
     if whole.num_queries != q.shape[2]:

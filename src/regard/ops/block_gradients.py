@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.constants import accumulating_dtype
 from regard.masks import Causal
-from regard.ops.backends.common import columns_contiguous
+from regard.ops.backends.common import columns_contiguous, is_finite
 from regard.ops.backends.sdpa import Hiding, clamped
 from regard.ops.blocks import Block, Gathered
 from regard.ops.call import Call
@@ -140,7 +140,7 @@ def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
         return *_FORWARD(q, k, v, **flags), False
     k, v = hiding.without_hidden(k, v)
     out, lse = _FORWARD(q, k, v, **flags)
-    careful = not step.part.immediate or not bool(out.isfinite().all())
+    careful = not step.part.immediate or not is_finite(out)
     if careful:
         out, lse = _FORWARD(clamped(q), clamped(k), v, **flags)
     return hiding.without_masked(out), lse, careful

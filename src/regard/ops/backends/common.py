@@ -57,7 +57,7 @@ def run_and_check(
     if may_check(call):
         result = compute(k, v)
         out = result if isinstance(result, Tensor) else result[0]
-        if _is_finite(out):
+        if is_finite(out):
             return result
     keep = call.keep() if keep is None else keep
     return (rerun or compute)(*zero_hidden(call, k, v, keep))
@@ -82,7 +82,7 @@ def _values(x: Stored) -> Tensor:
     return x if isinstance(x, Tensor) else x.dequantized()
 
 
-def _is_finite(out: Tensor) -> bool:
+def is_finite(out: Tensor) -> bool:
     """Whether all elements are finite, by their sum: one pass, where `isfinite` takes several.
 
     A sum that overflows costs a second run, and changes no result.

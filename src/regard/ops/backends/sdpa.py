@@ -15,6 +15,7 @@ from regard.ops.backends.common import (
     four_dims,
     fully_masked,
     hidden_keys,
+    is_finite,
     run_and_check,
 )
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
@@ -173,7 +174,7 @@ class Hiding(NamedTuple):
 
 
 def hiding_of(call: Call) -> Hiding:
-    """The mask of a call without a bias, once for several calls of `masked`."""
+    """The mask of a call without a bias, as `run_masked` takes it."""
     keep = call.keep()
     masked, hidden = fully_masked(keep), hidden_keys(call, keep)
     none_masked = call.immediate and not bool(masked.any())
@@ -185,7 +186,7 @@ def hiding_of(call: Call) -> Hiding:
 def run_masked(call: Call, q: Tensor, k: Tensor, v: Tensor, hiding: Hiding) -> Tensor:
     """`run` with a mask that is made already; on the CPU, for immediate calls without gradients."""
     out = _kernel(call, q, k, v, attn_mask=hiding.added)
-    if not bool(out.isfinite().all()):
+    if not is_finite(out):
         k, v = hiding.without_hidden(k, v)
         out = _kernel(call, clamped(q), clamped(k), v, attn_mask=hiding.added)
     return hiding.without_masked(out)
@@ -194,9 +195,8 @@ def run_masked(call: Call, q: Tensor, k: Tensor, v: Tensor, hiding: Hiding) -> T
 def _kernel(call: Call, q: Tensor, k: Tensor, v: Tensor, **flags: Any) -> Tensor:
     if call.head_dim != call.v_head_dim:
         q, k, v = same_width(q, k, v)
-    if (
-        call.num_heads != call.num_kv_heads
-    ):  # a branch: a symbolic comparison is not accepted as a flag
+    # a branch: a symbolic comparison is not accepted as a flag
+    if call.num_heads != call.num_kv_heads:
         if call.device.type == "cpu" or _suits_flash(call, "attn_mask" in flags):
             flags["enable_gqa"] = True
         else:  # the kernel for masks takes no grouped heads: torch would store all scores

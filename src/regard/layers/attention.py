@@ -27,6 +27,7 @@ from regard.layers.construct import (
 )
 from regard.layers.inputs import arrive, check_rope, check_width, describe
 from regard.layers.memory import Memory, check_own, recorded_for
+from regard.layers.steps import record_step, repeated_step
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -79,6 +80,7 @@ class Attention(nn.Module):
     """
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
+    has_steps = True  # its decoding steps may repeat: `regard.layers.steps`
 
     @records_arguments()
     def __init__(
@@ -159,12 +161,15 @@ class Attention(nn.Module):
             ValueError: if shapes do not fit, if the mask shows keys that the cache does not hold,
                 or if `context` is given with a cache or a rope. The cache is then unchanged.
         """
+        if (same := repeated_step(self, x, context, mask, cache, positions)) is not None:
+            return same.forward(self, x, cache)
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)  # [B, H, L, D], [B, G, S, D], [B, G, S, D]
         q, k = self.rope(q, k, at.positions)
         call = describe(self, q, k, v, at, bits_of(cache))
         with restored_on_error(self, cache, mask):
             out = call.run(q, cache.update(*requiring_grad(call.needs_grad, k, v)))
+            record_step(self, x, cache, call)
             return self.o_proj(merge_heads(self.gated(x, out)))
 
     def weights(

@@ -10,6 +10,7 @@ from regard.cache.streams import Stored
 from regard.layers.cache_use import check_use
 from regard.layers.construct import matrix_objection
 from regard.layers.memory import Memory
+from regard.layers.steps import is_step
 from regard.masks import Mask, Span
 from regard.ops.attend import prepare
 from regard.ops.check import check_decodable, check_mask, refuse_jit_trace
@@ -22,11 +23,13 @@ class Arrival(NamedTuple):
 
     `mask` is the layer's and the call's together, `span` says which queries meet which keys once
     the cache is filled, and `positions` are the rotary positions of the queries: `[L]` or `[B, L]`.
+    `step` says whether the next call may repeat this one.
     """
 
     mask: Mask
     span: Span
     positions: Tensor
+    step: bool
 
 
 def arrive(
@@ -55,7 +58,8 @@ def arrive(
     if cache is not NO_CACHE:
         check_decodable(both, span)
         check_use(layer, cache, mask, span)
-    return Arrival(both, span, span.positions(x.device) if positions is None else positions)
+    step = is_step(layer, x, cache, positions)
+    return Arrival(both, span, span.positions(x.device) if positions is None else positions, step)
 
 
 def describe(
@@ -80,6 +84,7 @@ def describe(
         backend=layer.backend,
         precision=layer.precision,
         bits=bits,
+        step=at.step,
     )
 
 

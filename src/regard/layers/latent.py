@@ -78,6 +78,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
+    has_steps = False
     check_context = staticmethod(refuse_context)
     softcap = sinks = None  # MLA has neither
 

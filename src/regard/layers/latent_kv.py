@@ -78,6 +78,7 @@ class LatentKVAttention(nn.Module):
 
     kind = "LatentKV"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
+    has_steps = False
     check_context = staticmethod(refuse_context)
     sinks = None
 

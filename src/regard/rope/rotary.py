@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from regard.constants import accumulating_dtype, constant
 from regard.rope.frequencies import plain_frequencies, require_positive
 from regard.rope.scaling import Scaling
-from regard.rope.tables import read_table
+from regard.rope.tables import read_row, read_table
 from regard.tracing import without_autocast
 from regard.words import code_of
 
@@ -138,6 +138,20 @@ class Rotary:
         with without_autocast(x.device):
             cos, sin = self._cos_sin(positions, accumulating_dtype(x.dtype))
             return self._rotated(x, cos, sin)
+
+    def row(self, position: int) -> tuple[Float[Tensor, " dim"], Float[Tensor, " dim"]]:
+        """The cosine and the signed sine of every channel at one position, in float32.
+
+        In a pair, `-sin` comes first, then `sin`. For ropes whose frequencies do not depend on the
+        length.
+
+        Examples:
+            >>> from regard import Rotary
+            >>> cos, sin = Rotary(2).row(1)
+            >>> cos, sin
+            (tensor([0.5403, 0.5403]), tensor([-0.8415,  0.8415]))
+        """
+        return read_row(self, self._computed, position)
 
     def angles(
         self, positions: Positions, dtype: torch.dtype = torch.float32

@@ -46,6 +46,18 @@ def read_table(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtyp
     return (cos, sin) if rows.dim() == 1 else (cos.unsqueeze(-3), sin.unsqueeze(-3))
 
 
+def read_row(rope: Any, compute: Compute, position: int) -> Pair:
+    """The cosines and signed sines of one position, `[dim]` in float32."""
+    table = _TABLES.get((rope, torch.float32))
+    if table is not None and position < table[0].shape[0]:
+        return table[0][position], table[1][position]
+    if position < _LONGEST:
+        table = _grown(rope, compute, position + 1, torch.float32)
+        return table[0][position], table[1][position]
+    cos, sin = compute(torch.tensor([position], device="cpu"), torch.float32)
+    return cos.flatten(), sin.flatten()
+
+
 def _grown(rope: Any, compute: Compute, length: int, dtype: torch.dtype) -> Pair:
     """A table of `length` positions or more. Autograd refuses tensors made in inference mode."""
     if len(_TABLES) >= _MOST:

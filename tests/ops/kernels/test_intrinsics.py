@@ -221,9 +221,27 @@ def test_floats_reads_at_an_address():
     assert call(x.ctypes.data) == x[2]
 
 
+def test_halves_reads_the_words_at_an_address():
+    @numba.njit
+    def call(address):
+        return intrinsics.halves(address)[2]
+
+    x = np.array([3, 4, -5], np.int16)
+    assert call(x.ctypes.data) == -5
+
+
+def test_fused_rounds_once():
+    @numba.njit
+    def call(a, b, c):
+        return intrinsics.fused(a, b, c)
+
+    a = np.float32(1 + 2**-12)
+    assert call(a, a, np.float32(-1)) == np.float32(2**-11 + 2**-24)  # a * a alone would be rounded
+
+
 def test_every_intrinsic_has_its_test():
     found = {name for name, x in vars(intrinsics).items() if type(x).__name__ == "_Intrinsic"}
     tested = " ".join(name for name in globals() if name.startswith("test_"))
-    assert len(found) == 18
+    assert len(found) == 20
     found = {name.removesuffix("_and_prefetch") for name in found}
     assert all(name in tested for name in found)

@@ -27,8 +27,13 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, make: Callable[[], Cache]) -> None:
         super().__init__()
         self.make, self.cache = make, make()
+        self.step: Any = None  # of `regard.hf.running.steps`: the last one, which may repeat
         self.is_sliding = isinstance(self.cache, SlidingCache)
         self.is_compileable = isinstance(self.cache, StaticCache)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has buffers of its own, elsewhere than a step's addresses."""
+        return {**vars(self), "step": None}
 
     @property
     def is_croppable(self) -> bool:

@@ -14,12 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from regard.hf.loading.untrusted import MEBIBYTE, check_number, refused
+from regard.hf.loading.untrusted import LAYERS, MEBIBYTE, check_number, refused
 from regard.hf.loading.untrusted_weights import Contents
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-STRING, ARRAY = 8, 9
+BOOL, STRING, ARRAY = 7, 8, 9
 FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIifBQqd", strict=True))  # of `struct`
 ENTRIES = 1 << 16  # tensors at most, and keys; the largest models have 2,000 and 60
 ITEMS = 1 << 21  # in all arrays together; the largest vocabularies have 1.3 million
@@ -29,12 +29,31 @@ DIMENSIONS = 4
 BLOCK = re.compile(r"\bblk\.(\d+)\.")
 
 
+Tensors = Mapping[str, tuple[tuple[int, ...], int, int]]  # dimensions, type, offset, by name
+
+
 @dataclass(frozen=True)
 class GGUF:
-    """The values of a GGUF's keys, arrays as their lengths, and what its tensors hold."""
+    """The values of a GGUF's keys, and what its tensors hold."""
 
     values: Mapping[str, Any]
     contents: Contents
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before the data of a GGUF.
+
+    Args:
+        values: by key. An array of numbers, one for each layer at most, is a list; of any other
+            array the length is in a tuple of one.
+        tensors: dimensions, type and offset of each, by name.
+        size: bytes of the header.
+    """
+
+    values: Mapping[str, Any]
+    tensors: Tensors
+    size: int
 
 
 class _Cursor:
@@ -88,6 +107,21 @@ def check_gguf(file: Path) -> GGUF:
     Raises:
         CheckpointError: if the header breaks a rule of the format, or a limit of this module.
     """
+    header = read_header(file)
+    alignment = header.values.get("general.alignment", 32)
+    begin = math.ceil(header.size / alignment) * alignment
+    left = file.stat().st_size - begin
+    return GGUF(header.values, _check_tensors(header.tensors, alignment, left, file))
+
+
+def read_header(file: Path) -> Header:
+    """The header of a GGUF, every number of which is checked; where tensors lie is not.
+
+    Raises:
+        CheckpointError: if it breaks a rule of the format, or a limit of this module.
+    """
+    if not file.is_file():  # reading a pipe would never end
+        raise refused(file, "it must be a file", "something else")
     if file.stat().st_size < 24:
         raise refused(file, "a GGUF file has at least 24 bytes", file.stat().st_size)
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -97,10 +131,7 @@ def check_gguf(file: Path) -> GGUF:
         _check_values(values, file)
         entries = _read_tensors(cursor, tensors)
         _check_blocks(values, entries, file)
-        alignment = values.get("general.alignment", 32)
-        begin = math.ceil(cursor.at / alignment) * alignment
-        contents = _check_tensors(entries, alignment, len(data) - begin, file)
-    return GGUF(values, contents)
+        return Header(values, entries, cursor.at)
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
@@ -131,21 +162,23 @@ def _read_values(cursor: _Cursor, count: int) -> dict[str, Any]:
 
 
 def _read_value(cursor: _Cursor, key: str) -> Any:
-    """The value of `key`; of an array, its length as a tuple of one."""
+    """The value of `key`, as `Header` describes it."""
     kind = cursor.number("I", f"the type of {key!r}")
     if kind == STRING:
         return cursor.text(TEXT, f"the value of {key!r}")
     if kind == ARRAY:
-        return (_skip_array(cursor, key),)
+        return _read_array(cursor, key)
     if kind not in FORMATS:
         raise refused(cursor.file, f"the type of {key!r} must be 0 to 12", kind)
     if key == "general.alignment" and FORMATS[kind] != "I":
         raise refused(cursor.file, f"the type of {key!r} must be 4", kind)
-    return cursor.number(FORMATS[kind], f"the value of {key!r}")
+    value = cursor.number(FORMATS[kind], f"the value of {key!r}")
+    return bool(value) if kind == BOOL else value
 
 
-def _skip_array(cursor: _Cursor, key: str) -> int:
-    """The length of the array of `key`. Arrays of arrays are refused: no model has them."""
+def _read_array(cursor: _Cursor, key: str) -> list[Any] | tuple[int]:
+    """The numbers of the array of `key`, or its length. Arrays of arrays are refused: no model has
+    them."""
     kind, length = cursor.number("I", f"the type of {key!r}"), cursor.number("Q", "a length")
     if kind not in FORMATS and kind != STRING:
         rule = f"the items of {key!r} must be strings or numbers"
@@ -156,8 +189,12 @@ def _skip_array(cursor: _Cursor, key: str) -> int:
     if kind == STRING:
         cursor.skip_strings(length, key)
     else:
-        cursor.skip(length * struct.calcsize(f"<{FORMATS[kind]}"), f"the items of {key!r}")
-    return int(length)
+        size = struct.calcsize(f"<{FORMATS[kind]}")
+        start = cursor.skip(length * size, f"the items of {key!r}")
+        if length <= LAYERS:
+            found = struct.unpack_from(f"<{length}{FORMATS[kind]}", cursor.data, start)
+            return [bool(each) for each in found] if kind == BOOL else list(found)
+    return (int(length),)
 
 
 def _check_values(values: Mapping[str, Any], file: Path) -> None:
@@ -199,9 +236,7 @@ def _check_blocks(values: Mapping[str, Any], names: Iterable[str], file: Path) -
         raise refused(file, f"{key!r} must be 1 to {len(blocks)}, its blocks of tensors", count)
 
 
-def _check_tensors(
-    tensors: Mapping[str, tuple[tuple[int, ...], int, int]], alignment: int, size: int, file: Path
-) -> Contents:
+def _check_tensors(tensors: Tensors, alignment: int, size: int, file: Path) -> Contents:
     """What `size` bytes of data hold; raises if tensors overlap or lie outside of them."""
     spans, elements = [], 0
     for name, (dims, kind, offset) in tensors.items():

@@ -13,6 +13,7 @@ from regard.hf.families.table import Family, family_of
 from regard.hf.running.masks import Visible, visible
 from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
+from regard.ops.prepared import Prepared
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_table")
 FROM_THE_MODULE = ("softcap", "s_aux")  # read from the module: as arguments they would be ignored
@@ -81,23 +82,21 @@ def precision_of(module: nn.Module) -> str:
     return str(getattr(module, "precision", "strict"))
 
 
-def attended(
+def described(
     q: Tensor,
     parts: tuple[Part, ...],
     at: Visible,
-    given: Mapping[str, Any],
     *,
     bias: Tensor | None = None,
     v_head_dim: int | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention over the parts, `[B, H, L, Dv]`; and its weights, if the caller wants them.
+) -> Prepared:
+    """The description of a call, and the backend chosen for it.
 
     Args:
         q: queries.
         parts: keys and values; or keys alone, whose first `v_head_dim` columns are the values.
         at: which keys are visible, and what the mask adds to the scores.
-        given: the arguments of the call.
         bias: what is added to the scores besides.
         v_head_dim: the width of the values, where they are columns of the keys.
         options: further options of `prepare`.
@@ -108,7 +107,13 @@ def attended(
         bias = at.bias if bias is None else at.bias + bias
     stored = parts[0].quantized
     bits = stored[0].bits if stored and isinstance(stored[0], QuantizedStream) else None
-    call = prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, bits=bits, **options)
+    return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, bits=bits, **options)
+
+
+def attended(
+    call: Prepared, q: Tensor, parts: tuple[Part, ...], given: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over the parts, `[B, H, L, Dv]`; and its weights, if the caller wants them."""
     out = call.run(q, parts)
     return out, weights_of(call, q, parts) if weights_wanted(given) else None
 

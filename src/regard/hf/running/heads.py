@@ -16,11 +16,13 @@ from regard.hf.running.calls import (
     appended,
     arrive,
     attended,
+    described,
     of_one_dtype,
     one_part,
     options_of,
     visible_in,
 )
+from regard.hf.running.steps import is_step, record_step, stepped
 
 
 class Heads(NamedTuple):
@@ -34,13 +36,20 @@ class Heads(NamedTuple):
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
     """What a module's own forward computes, by `attend`."""
     family, given = arrive(self, args, given)
+    same = stepped(family, self, hidden_states, given)
+    if same is not None:
+        return family.output(self, merge_heads(same)), None
     across = bool(family.context) and given.get(family.context) is not None
     heads_of = _across if across else _along
     q, parts, past = heads_of(family, self, hidden_states, given)
     queries, keys = q.shape[2], parts[-1].kv_stop
     at = visible_in(family, self, given, queries, keys, across=across)
     bias = family.bias(self, given, queries, keys, past)
-    heads, weights = attended(q, parts, at, given, bias=bias, **options_of(family, self))
+    options = options_of(family, self) | {"step": is_step(family, self, hidden_states, given)}
+    call = described(q, parts, at, bias=bias, **options)
+    heads, weights = attended(call, q, parts, given)
+    if call.call.step:
+        record_step(family, self, hidden_states, given, call)
     out = family.output(self, merge_heads(heads))
     return (out, bias, weights) if family.returns_bias else (out, weights)
 

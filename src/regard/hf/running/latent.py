@@ -17,6 +17,7 @@ from regard.hf.running.calls import (
     appended,
     arrive,
     attended,
+    described,
     one_part,
     options_of,
     visible_in,
@@ -44,9 +45,8 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     form, _ = choose_form(self, at.span)
     options = options_of(family, self)
     q, parts, bias = _read(self, form, q_nope, q_rope, parts, options["scale"])
-    heads, weights = attended(
-        q, parts, at, given, bias=bias, v_head_dim=self.kv_lora_rank, **options
-    )
+    call = described(q, parts, at, bias=bias, v_head_dim=self.kv_lora_rank, **options)
+    heads, weights = attended(call, q, parts, given)
     return family.output(self, merge_heads(form.read(self, heads))), weights
 
 

@@ -17,6 +17,7 @@ from regard.hf.running.calls import (
     appended,
     arrive,
     attended,
+    described,
     one_part,
     options_of,
     visible_in,
@@ -35,7 +36,9 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     parts = _stored(cache, self.layer_idx, self.kv_a_proj(hidden_states), positions)
     keys = sum(part.kv_stop - part.kv_start for part in parts)
     at = visible_in(family, self, given, q.shape[2], keys)
-    heads, weights = attended(q, self.rebuild(parts), at, given, **options_of(family, self))
+    parts = self.rebuild(parts)
+    call = described(q, parts, at, **options_of(family, self))
+    heads, weights = attended(call, q, parts, given)
     return family.output(self, merge_heads(heads)), weights
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.hf.packages import check_version, require
-from regard.hf.running.calls import attended, of_one_dtype, one_part, refuse
+from regard.hf.running.calls import attended, described, of_one_dtype, one_part, refuse
 from regard.hf.running.masks import visible
 
 NAME = "regard"
@@ -71,15 +71,13 @@ def attention(
     )  # fmt: skip
     if position_bias is not None:  # a static cache has more slots than the span has keys
         position_bias = position_bias[..., : at.span.num_keys]
-    out, weights = attended(
-        query,
-        one_part(key, value),
-        at,
-        given,
-        bias=position_bias,
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-    )
+    parts = one_part(key, value)
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "dropout": dropout,
+    }
+    call = described(query, parts, at, bias=position_bias, **options)
+    out, weights = attended(call, query, parts, given)
     return out.transpose(1, 2).contiguous(), weights

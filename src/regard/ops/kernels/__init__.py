@@ -10,6 +10,8 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     intrinsics.py     the loops over vectors that the phases are made of
     vectors.py        the instructions of LLVM that the intrinsics are made of
     launching.py      `decode`: addresses of tensors, memory to work in
+    appending.py      rotates one token's queries and keys, appends its keys and values to a cache
+    stepping.py       `step`: those two, as a decoding step of a layer
     threads.py        the threads that run a kernel
 
 The kernel of `tiled`, for many queries in bfloat16, shares intrinsics and vectors:

@@ -25,7 +25,7 @@ from numba.extending import (
 
 from regard.ops.kernels.panels import Panel
 from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LOG2E, Tile
-from regard.ops.kernels.vectors import FLOAT, INT32, INT64, Value, Vectors
+from regard.ops.kernels.vectors import FLOAT, INT16, INT32, INT64, Value, Vectors
 
 BIT = ir.IntType(1)
 
@@ -356,8 +356,22 @@ def next_number(e, address):
     return e.builder.atomic_rmw("add", e.pointer(INT64, address), INT64(1), "acq_rel")
 
 
+@emits(types.float32)
+@no_type_check
+def fused(e, a, b, c):
+    """`a * b + c`, rounded once."""
+    return e.builder.fma(a, b, c)
+
+
 @emits(types.CPointer(types.float32))
 @no_type_check
 def floats(e, address):
     """An address as a pointer to float32."""
     return e.pointer(FLOAT, address)
+
+
+@emits(types.CPointer(types.int16))
+@no_type_check
+def halves(e, address):
+    """An address as a pointer to the words of bfloat16."""
+    return e.pointer(INT16, address)

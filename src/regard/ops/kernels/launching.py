@@ -26,6 +26,7 @@ from regard.ops.kernels.tiles import (
     tile_for,
 )
 
+NARROWEST = 4  # lanes of a vector, NEON's
 LOG2E = math.log2(math.e)  # the kernel computes powers of 2; in float64, rounded with the scale
 _local = threading.local()
 
@@ -45,52 +46,62 @@ def decode(
     Returns the output `[B, G, M, Dv]` and the log-sum-exps `[B, G, M]`, both float32. Keys and
     values have the dtype of the queries, or are codes, each of their own bits. Without `v`, the
     values are the first `width` columns of the keys. `bias` is float32, broadcasts to
-    `[B, G, M, S]`, and hides where it is -inf. `lanes` is the length of a vector, the machine's by
-    default. Widths are multiples of the lanes (of twice as many for `width` in bfloat16, of 16 for
+    `[B, G, M, S]`, and hides where it is -inf. `lanes` is the length of a vector, by default the
+    longest that fits the machine and the widths. Widths are multiples of the lanes (of twice as
+    many for `width` in bfloat16, of 16 for
     4-bit codes); last dimensions are contiguous; S > 0.
     """
     (b, g, m, d), s = q.shape, _tensor(k).shape[2]
     dtype = k.dtype if isinstance(k, Tensor) else q.dtype
-    lanes = machine_lanes() if lanes is None else lanes
     dv = (width or d) if v is None else _width(v)
+    lanes = lanes_for(d, dv, dtype, joined=v is None) if lanes is None else lanes
     _check_sizes(s, d, dv, dtype, joined=v is None, lanes=lanes)
-    q_at = _place("q", q, dtype, (b, g, m, d))
+    q_at = place_of("q", q, dtype, (b, g, m, d))
     k_form, k_at, k_scales = _stream("k", k, dtype, (b, g, s, d))
     v_form, v_at, v_scales = k_form, k_at, NOWHERE
     if v is not None:
         v_form, v_at, v_scales = _stream("v", v, dtype, (b, g, s, dv))
     bias_at = NOWHERE
     if bias is not None:
-        bias_at = _place("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
+        bias_at = place_of("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
     out = torch.empty(b, g, m, dv, dtype=torch.float32, device="cpu")
     lse = torch.empty(b, g, m, dtype=torch.float32, device="cpu")
-    out_at = _place("out", out, torch.float32, out.shape)[0]
+    out_at = place_of("out", out, torch.float32, out.shape)[0]
     lse_at = lse.data_ptr()  # as plain as `out`, since both were made in the same way
     half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
-    tile, address = _compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form)
+    tile, address = compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form)
     threads = torch.get_num_threads()
     ranges, range_keys = tile.ranges(s, b * g, threads)
     threads = min(threads, b * g * ranges)
-    memory = _memory(tile, m, b * g, ranges, threads)
+    room = memory(tile, m, b * g, ranges, threads)[:3]
     data = Arguments(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *bias_at, out_at,
-                     lse_at, *memory, ranges, range_keys, scale * LOG2E)  # fmt: skip
+                     lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
     launch(address, PACKED.pack(*data), threads)
     return out, lse
 
 
-def _memory(tile: Tile, rows: int, heads: int, ranges: int, threads: int) -> tuple[int, int, int]:
-    """Addresses in one workspace: the counters, all zero; the parts; the scratch."""
+def lanes_for(width: int, value_width: int, dtype: torch.dtype, *, joined: bool) -> int:
+    """The longest vector of the machine that divides the widths: 16, 8 or 4 lanes."""
+    pairs = 2 if joined and dtype is torch.bfloat16 and value_width < width else 1
+    together = math.gcd(width, value_width // pairs)
+    return max(NARROWEST, math.gcd(machine_lanes(), together))
+
+
+def memory(
+    tile: Tile, rows: int, heads: int, ranges: int, threads: int, more: int = 0
+) -> tuple[int, int, int, int]:
+    """Addresses in one workspace: the counters, all zero; the parts; the scratch; `more` bytes."""
     padded = tile.padded(rows)
     counters = -(-8 * (heads + 2) // LINE) * LINE  # int64: tasks, threads, finished tasks of a head
     parts = heads * ranges * padded * tile.part_bytes
     scratch = threads * (padded * tile.scratch_bytes + tile.block_bytes)
-    start = _workspace(counters + parts + scratch)
+    start = _workspace(counters + parts + scratch + more)
     ctypes.memset(start, 0, counters)
-    return start, start + counters, start + counters + parts
+    return start, start + counters, start + counters + parts, start + counters + parts + scratch
 
 
 @functools.cache
-def _compiled(*of_tile: Any) -> tuple[Tile, int]:
+def compiled(*of_tile: Any) -> tuple[Tile, int]:
     """The tile of these arguments of `tile_for`, and the address of its machine code."""
     tile = tile_for(*of_tile)
     return tile, int(kernel(tile).address)
@@ -128,17 +139,21 @@ def _stream(
     """How keys or values are stored, where they lie, and where the scales of their codes lie."""
     if isinstance(x, Tensor):
         form = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
-        return form, _place(name, x, dtype, shape), NOWHERE
+        return form, place_of(name, x, dtype, shape), NOWHERE
     (*tokens, width), form = shape, Format(x.bits, x.group)
     if x.width != width or x.bits not in (4, 8) or (x.bits == 4 and width % NIBBLES):
         _refuse(f"{name} is 8-bit codes, or 4-bit codes in multiples of {NIBBLES}, {width} wide; "
                 f"got {x.bits} bits, {x.width} wide")  # fmt: skip
-    codes = _place(name, x.codes, torch.uint8, (*tokens, form.bytes(width)))
+    codes = place_of(name, x.codes, torch.uint8, (*tokens, form.bytes(width)))
     groups = -(-width // x.group)
-    return form, codes, _place(f"scales of {name}", x.scales, torch.bfloat16, (*tokens, 2 * groups))
+    return (
+        form,
+        codes,
+        place_of(f"scales of {name}", x.scales, torch.bfloat16, (*tokens, 2 * groups)),
+    )
 
 
-def _place(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
+def place_of(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
     """A tensor's address and strides, once it is certain that the kernel may use them.
 
     The kernel reads and writes by address: a wrong one crashes the interpreter or yields wrong

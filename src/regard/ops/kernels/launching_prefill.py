@@ -11,7 +11,7 @@ import torch
 from numba.core.registry import cpu_target
 from torch import Tensor
 
-from regard.ops.kernels.launching import _place, _workspace
+from regard.ops.kernels.launching import _workspace, place_of
 from regard.ops.kernels.panels import (
     BLOCK,
     PACKED_PREFILL,
@@ -101,8 +101,8 @@ def prefill(
     most = min(b * g, max(1, PACKED_BYTES // pair_bytes))
     space = _workspace(LINE + most * pair_bytes + threads * scratch_bytes)
     packed, values = space + LINE, space + LINE + most * groups * panel.key_bytes
-    places = [*_place("q", q, half, (b, h, rows, d)), *_place("k", k, half, (b, g, s, d)),
-              *_place("v", v, half, (b, g, s, dv)), *_place("out", out, kind, (b, h, rows, dv)),
+    places = [*place_of("q", q, half, (b, h, rows, d)), *place_of("k", k, half, (b, g, s, d)),
+              *place_of("v", v, half, (b, g, s, dv)), *place_of("out", out, kind, (b, h, rows, dv)),
               *(x.ctypes.data for x in limits), 0 if len(limits[0]) == 1 else padded,
               0 if tall is None else tall.data_ptr(), state.data_ptr() if wide else 0,
               packed, values, space, space + LINE + most * pair_bytes, scratch_bytes,

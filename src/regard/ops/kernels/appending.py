@@ -1,0 +1,132 @@
+"""What comes before attention in a decoding step, as one loop that numba compiles.
+
+The queries and keys of one new token of each row are rotated (RoPE), and its keys and values are
+written to the buffers of a cache. The arithmetic is that of `Rotary`: float32, rounded once.
+"""
+
+import functools
+import struct
+from typing import Any, NamedTuple, no_type_check
+
+import numba
+import numpy as np
+from numba import carray, types
+
+from regard.compiling import compiled_from
+from regard.ops.kernels import intrinsics
+from regard.ops.kernels.intrinsics import floats, fused, halves
+
+part = numba.njit(inline="always")  # compiled as a part of the kernel that calls it
+ROUND = np.int32(0x7FFF)  # added to a float32's bits to round to the nearest bfloat16, with the
+QUIET_NAN = np.int16(0x7FC0)  # lowest bit that stays; a NaN's bits would overflow
+
+
+class Append(NamedTuple):
+    """One call. Addresses are in bytes, strides in elements of their tensor."""
+
+    batch: int  # sequences, B
+    heads: int  # query heads, H
+    kv_heads: int  # key heads, G
+    width: int  # of a query and a key, D
+    value_width: int  # of a value, Dv
+    rotated: int  # channels that are rotated: the first ones
+    q: int  # address of the queries [B, H, 1, D]
+    q_batch: int
+    q_head: int
+    k: int  # address of the keys [B, G, 1, D]
+    k_batch: int
+    k_head: int
+    v: int  # address of the values [B, G, 1, Dv]
+    v_batch: int
+    v_head: int
+    cos: int  # address of the cosines [1 or B, rotated] in float32
+    sin: int  # address of the signed sines
+    angles_batch: int  # stride of both; 0 where all rows have the same position
+    out: int  # address of the rotated queries [B, H, D], contiguous
+    keys: int  # address of the new keys' slot in the buffer
+    keys_batch: int
+    keys_head: int
+    values: int  # address of the new values' slot in the buffer
+    values_batch: int
+    values_head: int
+
+
+RECORD = np.dtype([(name, np.int64) for name in Append._fields])  # as the kernel reads it
+PACKED = struct.Struct(f"{len(Append._fields)}q")  # the same, as Python packs it
+SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
+
+
+@functools.cache
+@no_type_check
+def kernel(half: bool, neighbours: bool) -> Any:
+    """The machine code for bfloat16 or float32, and for pairs of neighbouring channels or of
+    channels half the rotated width apart: a C function of the address of one `Append` record."""
+    item = 2 if half else 4
+
+    def append(data):
+        call = carray(data, 1)[0]
+        for b in range(call.batch):
+            cos = floats(call.cos + 4 * b * call.angles_batch)
+            sin = floats(call.sin + 4 * b * call.angles_batch)
+            for h in range(call.heads):
+                source = call.q + item * (b * call.q_batch + h * call.q_head)
+                target = call.out + item * (b * call.heads + h) * call.width
+                rotate(source, target, cos, sin, call.rotated, call.width, half, neighbours)
+            for g in range(call.kv_heads):
+                source = call.k + item * (b * call.k_batch + g * call.k_head)
+                target = call.keys + item * (b * call.keys_batch + g * call.keys_head)
+                rotate(source, target, cos, sin, call.rotated, call.width, half, neighbours)
+                source = call.v + item * (b * call.v_batch + g * call.v_head)
+                target = call.values + item * (b * call.values_batch + g * call.values_head)
+                copy(source, target, 0, call.value_width, half)
+
+    return compiled_from(append, SIGNATURE, intrinsics)
+
+
+@part
+@no_type_check
+def rotate(source, target, cos, sin, rotated, width, half, neighbours):
+    """`(a cos - b sin, b cos + a sin)` of each pair, the second product not rounded, as torch's
+    operator does; the channels after them are copied."""
+    for i in range(rotated // 2):
+        first = 2 * i if neighbours else i
+        second = first + 1 if neighbours else i + rotated // 2
+        a, b = number(source, first, half), number(source, second, half)
+        put(target, first, fused(b, sin[first], a * cos[first]), half)
+        put(target, second, fused(a, sin[second], b * cos[second]), half)
+    copy(source, target, rotated, width, half)
+
+
+@part
+@no_type_check
+def copy(source, target, first, stop, half):
+    """The channels from `first` to `stop`, bit by bit."""
+    if half:
+        words, copies = halves(source), halves(target)
+        for i in range(first, stop):
+            copies[i] = words[i]
+    else:
+        numbers, same = floats(source), floats(target)
+        for i in range(first, stop):
+            same[i] = numbers[i]
+
+
+@part
+@no_type_check
+def number(address, i, half):
+    """One number as float32."""
+    if half:
+        return np.int32(np.int32(halves(address)[i]) << 16).view(np.float32)
+    return floats(address)[i]
+
+
+@part
+@no_type_check
+def put(address, i, x, half):
+    """Write a number, rounded to the nearest bfloat16, of two to the even one."""
+    if half:
+        word = np.float32(x).view(np.int32)
+        rounded = np.int16((word + ROUND + ((word >> 16) & 1)) >> 16)
+        halves(address)[i] = rounded if x == x else QUIET_NAN
+    else:
+        floats(address)[i] = x

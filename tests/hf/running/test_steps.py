@@ -1,0 +1,146 @@
+"""Decoding steps of installed models in compiled code."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+pytest.importorskip("transformers")
+
+import transformers
+
+from regard import hf
+from regard.hf.running import heads
+
+SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 16,
+    "vocab_size": 50,
+}
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    ),
+    "norms": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16)
+    ),
+    "windows": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=12)
+    ),
+    "learned positions": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=50)
+    ),
+}
+CACHES = {"growing": {}, "static": {"max_length": 64}, "sliding": {}, "quantized": {}}
+
+
+def decoded(model, kind, tokens, **options):
+    """The logits of a prompt of 5 tokens, then of one token after the other."""
+    cache = hf.cache(model, kind, **options)
+    with torch.no_grad():
+        outs = [model(tokens[:, :5], past_key_values=cache).logits]
+        for i in range(5, tokens.shape[1]):
+            outs.append(model(tokens[:, i : i + 1], past_key_values=cache).logits)
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in MODELS for kind in CACHES if kind != "sliding" or name == "windows"],
+)
+def test_logits_are_the_models_own(name, kind, monkeypatch):
+    model = MODELS[name]().eval()
+    tokens = torch.randint(0, 50, (2, 20))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    hf.install(model)
+    taken, stepped = [], heads.stepped
+    monkeypatch.setattr(heads, "stepped", lambda *a: taken.append(stepped(*a)) or taken[-1])
+    got = decoded(model, kind, tokens, **CACHES[kind])
+    count = sum(each is not None for each in taken)
+    if kind in ("growing", "static"):
+        assert count >= (5 if name == "windows" else 20)
+    else:
+        assert count == 0
+    if kind != "quantized":
+        assert torch.allclose(got, expected, atol=2e-5)
+
+
+@pytest.fixture
+def stepping():
+    """An installed model, the cache of a prompt and a step, and the next token."""
+    model = MODELS["llama"]().eval()
+    hf.install(model)
+    cache, token = hf.cache(model, "growing"), torch.tensor([[3]])
+    with torch.no_grad():
+        model(torch.randint(0, 50, (1, 5)), past_key_values=cache)
+        model(token, past_key_values=cache)
+    return model, cache, token
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1]])}, {"output_attentions": True}],
+)
+def test_masks_and_weights_are_no_steps(stepping, given, monkeypatch):
+    model, cache, token = stepping
+    twin = copy.deepcopy(cache)
+    with torch.no_grad():
+        got = model(token, past_key_values=cache, **given)
+        monkeypatch.setattr(heads, "stepped", lambda *call: None)
+        expected = model(token, past_key_values=twin, **given)
+    assert got.logits.equal(expected.logits)
+    if got.attentions is not None:
+        assert got.attentions[0].shape == (1, 4, 1, 7)
+
+
+def test_gradients_are_no_steps(stepping):
+    model, cache, token = stepping
+    model(token, past_key_values=cache).logits.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+def test_a_cache_that_is_cropped_or_reset_goes_on():
+    model = MODELS["llama"]().eval()
+    tokens = torch.randint(0, 50, (1, 12))
+    hf.install(model)
+    expected = decoded(model, "growing", tokens)
+    cache = hf.cache(model, "growing")
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens[:, :5], past_key_values=cache)
+            for i in range(5, 12):
+                out = model(tokens[:, i : i + 1], past_key_values=cache).logits
+            assert torch.allclose(out, expected[:, -1:], atol=2e-5)
+            cache.crop(-4)
+            for i in range(8, 12):
+                out = model(tokens[:, i : i + 1], past_key_values=cache).logits
+            assert torch.allclose(out, expected[:, -1:], atol=2e-5)
+            cache.reset()
+
+
+def test_a_copy_of_a_cache_has_no_step(stepping):
+    _, cache, _ = stepping
+    assert all(layer.step is not None for layer in cache.layers)
+    for copied in (copy.copy(cache.layers[0]), copy.deepcopy(cache).layers[0]):
+        assert copied.step is None
+
+
+def test_left_padded_rows_are_decoded_as_each_alone():
+    model = MODELS["llama"]().eval()
+    model.generation_config.pad_token_id = 0
+    short, long = torch.randint(1, 50, (1, 4)), torch.randint(1, 50, (1, 7))
+    both = torch.cat([torch.nn.functional.pad(short, (3, 0)), long])
+    hf.install(model)
+    options = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+
+    def logits(tokens, **given):
+        cache = hf.cache(model, "growing")
+        out = model.generate(tokens, past_key_values=cache, do_sample=False, **options, **given)
+        return torch.stack(out.logits, 1)
+
+    got = logits(both, attention_mask=(both != 0).long())
+    assert torch.allclose(got, torch.cat([logits(short), logits(long)]), atol=2e-5)

@@ -79,3 +79,24 @@ def test_one_batch_row_and_one_head_are_drawn():
     assert Where(lambda b, h, q, kv: kv <= h).draw(1, 3, h=1).endswith("0 ■ ■ ·")
     heads = Dense(torch.eye(2).bool().view(1, 2, 1, 2))
     assert heads.draw(h=1).endswith("0 · ■")
+
+
+def test_a_notebook_shows_picture_and_code():
+    html = (Causal() & Documents(torch.tensor([0, 0, 1])))._repr_html_()
+    assert "<code>Causal() &amp; Documents(ids=&lt;[1, 3] int64&gt;)</code>" in html
+    assert "4 of 9 cells are visible" in html
+    assert "<style" not in html  # of a notebook, all cells would get it
+
+
+def test_a_notebook_shows_a_large_mask_in_blocks_and_none_that_takes_seconds():
+    assert "pale" in Padding(torch.ones(1, 3000).bool())._repr_html_()
+    assert Padding(torch.ones(1, 100_000).bool())._repr_html_() is None
+
+
+def test_a_notebook_shows_no_picture_of_what_cannot_be_drawn():
+    ids = torch.tensor([0, 0, 1])
+    same = Where(lambda b, h, q, kv: ids[q] == ids[kv])  # has no data for 8 slots
+    assert same._repr_html_() is None
+    documents = Documents(ids)
+    ids += 1
+    assert documents._repr_html_() is None

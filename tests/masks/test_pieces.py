@@ -19,7 +19,7 @@ from regard import (
     Span,
     Where,
 )
-from regard.masks.pieces import edges_of, hiding, is_relative, row_masks
+from regard.masks.pieces import edges_of, hiding, is_relative, row_masks, shown_by_parts
 from regard.masks.visible_runs import intersection, visible_runs_of
 
 SQUARE = Span(0, 9, 0, 9)
@@ -56,7 +56,7 @@ def test_the_parts_that_hide_agree_with_the_mask_on_visible_runs(seed):
     mask = mask.within(SQUARE)
     for first, last in itertools.combinations(range(9), 2):
         runs = intersection(visible_runs_of(mask)(first, last)[0], [(0, 9)])
-        rest = hiding(mask, first, last, runs)
+        rest = hiding(shown_by_parts(mask)(first, last), runs)
         for start, stop in runs:
             span = Span(first, last + 1, start, stop)
             got = rest.dense(span, batch=2, heads=2).expand(2, 2, -1, -1)
@@ -65,9 +65,10 @@ def test_the_parts_that_hide_agree_with_the_mask_on_visible_runs(seed):
 
 def test_parts_that_hide_nothing_are_left_out():
     documents = Documents(torch.tensor([0, 0, 0, 1, 1, 1]))
-    assert hiding(Causal() & documents, 3, 5, [(3, 6)]) == Causal()
-    assert hiding(documents, 3, 5, [(3, 6)]) == EVERYTHING
-    assert hiding(Causal() & documents, 2, 5, [(0, 6)]) == Causal() & documents
+    both = shown_by_parts(Causal() & documents)
+    assert hiding(both(3, 5), [(3, 6)]) == Causal()
+    assert hiding(shown_by_parts(documents)(3, 5), [(3, 6)]) == EVERYTHING
+    assert hiding(both(2, 5), [(0, 6)]) == Causal() & documents
 
 
 def test_edges_are_where_queries_begin_to_attend_to_other_keys():

@@ -85,3 +85,10 @@ def test_runs_are_gathered_side_by_side(monkeypatch):
     total = torch.zeros_like(k)
     block.add_to_keys(total, want)
     assert torch.equal(total != 0, (total == k) & (k != 0)) and (total != 0).any()
+
+
+def test_a_call_is_planned_once():
+    call = call_of(Causal() & Documents(torch.tensor([[0] * 10 + [1] * 13])))
+    assert plan(call, 64, whole=True) is plan(call, 64, whole=True)
+    assert plan(call, 5, whole=True) != plan(call, 64, whole=True)
+    assert plan(call_of(Causal()), 64, whole=True) != plan(call, 64, whole=True)

@@ -5,6 +5,7 @@ import torch
 
 from regard import Causal, SlidingWindow, Span, attend, attention_weights, explain, prepare
 from regard.ops.backends import BACKENDS
+from regard.ops.explain import Verdict, explanation
 
 
 def test_every_backend_has_a_line_and_one_runs():
@@ -29,6 +30,38 @@ def test_keys_that_no_query_may_attend_to_are_not_read():
 def test_values_of_another_width_are_said():
     q, v = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 4)
     assert "2 queries x 2 keys, 1 heads on 1, head dim 8 (values 4)" in explain(q, q, v)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (1.234e-5, "about 0.0123 ms"),
+        (0.98765, "about 988 ms"),
+        (1.25, "about 1.2 s"),
+        (99.96, "about 100.0 s"),
+        (12345.6, "about 12,346 s"),
+        (None, "objects: it is too wide"),
+    ],
+)
+def test_times_are_said_in_digits(seconds, said):
+    assert str(Verdict("x", "it is too wide" if seconds is None else None, seconds)) == said
+
+
+def test_what_is_said_is_there_as_data():
+    q, k = torch.zeros(3, 4, 2, 16), torch.zeros(3, 2, 40, 16)
+    prepared = prepare(q, k, k[..., :8], mask=Causal() & SlidingWindow(5), span=Span(38, 40, 0, 40))
+    found = explanation(prepared)
+    assert str(found) == explain(prepared)
+    assert (found.batch, found.queries, found.keys) == (3, 2, 40)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim, found.v_head_dim) == (4, 2, 16, 8)
+    assert (found.asked, found.mask) == (repr(prepared.call.asked), repr(prepared.mask))
+    assert (found.kv_start, found.kv_stop) == (34, 40)
+    assert (found.dtype, found.device, found.rates) == ("float32", "cpu", None)
+    assert found.runs == prepared.name
+    can = [each.name for each in found.backends if each.objection is None]
+    assert can == [each.name for each in found.backends if each.seconds is not None]
+    best = min((each for each in found.backends if each.seconds), key=lambda each: each.seconds)
+    assert best.name == found.runs
 
 
 def test_without_values_there_is_nothing_to_explain():

@@ -26,9 +26,13 @@ from regard.ops.attend import attend, prepare
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Call
 from regard.ops.choose import objection_of
+from regard.plan.cost import attention_flops, cache_bytes, sizes, visible_pairs
+from regard.plan.formula import Formula
+from regard.plan.shapes import STORAGES, LayerShape
 from regard.words import counted
 
 TORCH = "torch sdpa"
+PLAIN = STORAGES["plain"]
 ROUNDS = 9  # in each of which every entry runs once
 SLOW = 20.0  # backends whose estimate is this many times the best one are not measured
 SECONDS = 2.0  # for each shape, after which no further round begins
@@ -72,14 +76,29 @@ class Shape:
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values, each read once."""
-        return 2 * self.batch * self.kv_heads * self.keys * self.head_dim * dtype.itemsize
+        return self._evaluated(cache_bytes(self._layer, PLAIN), str(dtype).removeprefix("torch."))
 
     @property
     def flops(self) -> int:
         """Floating-point operations of two products over the visible cells."""
-        hidden = self.queries * (self.queries - 1) // 2
-        cells = self.batch * self.heads * (self.queries * self.keys - hidden)
-        return 4 * cells * self.head_dim
+        earlier = self.keys - self.queries  # queries of earlier calls are not computed again
+        pairs = visible_pairs(self._layer)
+        cells = pairs - pairs.evaluate(context=earlier)
+        return self._evaluated(attention_flops(self._layer, cells), "float32")
+
+    @property
+    def _layer(self) -> LayerShape:
+        return LayerShape(
+            hidden_size=self.heads * self.head_dim,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
+        )
+
+    def _evaluated(self, formula: Formula, dtype: str) -> int:
+        numbers = sizes(self._layer, PLAIN, context=self.keys, batch=self.batch, dtype=dtype)
+        return int(formula.evaluate(**numbers))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from regard.bench.timing import COLD, Store, interleave
 from regard.ops.backends import fused
 from regard.ops.backends.common import NO_BFLOAT16
-from regard.ops.quick_rates import Rate, attention, elements, products, tiny_operators
+from regard.ops.quick_rates import (
+    FEW,
+    Rate,
+    elements,
+    products,
+    scores,
+    tiny_operators,
+    without_products,
+)
 from regard.ops.speed import DEFAULT, Speed
 
 ROUNDS = 15
@@ -66,6 +74,7 @@ def measure_speed(*, rounds: int = ROUNDS, size: float = 1.0) -> Tuning:
     for name, seconds in times.items():
         ordered = sorted(seconds)
         spread[name] = ordered[3 * len(ordered) // 4] / ordered[len(ordered) // 4]
+    found["scores"] = without_products(found["scores"], found["products"])
     faster = found["products"] / DEFAULT.products
     for rate in fields(Speed):
         found.setdefault(rate.name, getattr(DEFAULT, rate.name) * faster)
@@ -85,11 +94,11 @@ def _elements(size: float) -> Rate:
     return elements(torch.ones(max(1 << 11, int((1 << 25) * size))))
 
 
-def _row(dtype: torch.dtype, size: float) -> Rate:
-    """One query per head through torch's kernel, over keys in no cache of the processor."""
+def _row(dtype: torch.dtype, size: float, queries: int = 1) -> Rate:
+    """A few queries per head through torch's kernel, over keys in no cache of the processor."""
     heads, keys, dim = 8, max(16, int(2048 * size)), 128
     store = Store(dtype, total=max(1 << 20, int(COLD * size)))
-    q = store(1, heads, 1, dim)
+    q = store(1, heads, queries, dim)
 
     def run() -> None:
         F.scaled_dot_product_attention(q, store(1, heads, keys, dim), store(1, heads, keys, dim))
@@ -98,9 +107,13 @@ def _row(dtype: torch.dtype, size: float) -> Rate:
 
 
 def _products_half(size: float) -> Rate:
-    heads, keys, dim = 8, max(64, int(2048 * size)), 128
-    one = attention(torch.randn(2 * heads * keys * dim).bfloat16(), queries=64, keys=keys)
-    return Rate(one.run, 2 * one.amount)
+    side = max(16, int(1024 * size))
+    return products(torch.randn(side * side).bfloat16(), side)
+
+
+def _scores(size: float) -> Rate:
+    side = max(16, int(512 * size))
+    return scores(torch.randn(2 * 4 * 16 * side), side)
 
 
 def _stream(size: float) -> Rate:
@@ -134,7 +147,7 @@ def _tiled(size: float) -> Rate | None:
 
     if products() is None:
         return None
-    heads, length, dim = 8, max(32, int(1024 * size)), 128
+    heads, length, dim = 4, max(32, int(1024 * size)), 256  # wide: products take most of the time
     q = torch.randn(1, heads, length, dim, dtype=torch.float32).bfloat16()
     starts = torch.zeros(1, length, dtype=torch.int32)
 
@@ -149,10 +162,12 @@ MEASURED: dict[str, Callable[[float], Rate | None]] = {
     "products": _products,
     "elements": _elements,
     "row_float": lambda size: _row(torch.float32, size),
+    "scores": _scores,
 }
 if not NO_BFLOAT16:
     MEASURED |= {
         "row_half": lambda size: _row(torch.bfloat16, size),
+        "rows_half": lambda size: _row(torch.bfloat16, size, FEW),
         "products_half": _products_half,
     }
 if fused.is_installed():

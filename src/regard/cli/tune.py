@@ -20,9 +20,12 @@ UNITS = {
     "elements": ("elementwise work", 1e-9, "G/s"),
     "row_float": ("torch's kernel, one query, float32", 1e-9, "G/s"),
     "row_half": ("the same in half precision", 1e-9, "G/s"),
-    "products_half": ("torch's kernel, many queries, half", 1e-9, "GFLOP/s"),
+    "rows_half": ("the same, several queries", 1e-9, "G/s"),
+    "products_half": ("bfloat16 matrix products", 1e-9, "GFLOP/s"),
+    "scores": ("torch's kernel, softmax", 1e-9, "G/s"),
     "stream": ("fused, reading", 1e-9, "GB/s"),
     "fused": ("fused, many rows", 1e-9, "GFLOP/s"),
+    "tiled": ("tiled, products", 1e-9, "GFLOP/s"),
 }
 COLUMNS = (
     Column("rate", words=True),

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from regard.constants import Device
-from regard.masks.draw import frame, picture
+from regard.masks.draw import as_html, frame, picture
 from regard.span import Span
 
 Reach = tuple[int | None, int | None]
@@ -128,6 +128,9 @@ class Mask:
         size of the mask's data. `b` and `h` are the batch row and the head.
         """
         return picture(self, frame(self, queries, keys), b, h)
+
+    def _repr_html_(self) -> str | None:
+        return as_html(self)
 
     def __and__(self, other: "Mask") -> "Mask":
         return self if other is EVERYTHING else _combined(AllOf, (self, _checked(other)))
@@ -337,14 +340,9 @@ class Not(Mask):
 
     def within(self, span: Span) -> Mask:
         inner = self.mask.within(span)
-        match inner:
-            case Everything():
-                return NOTHING
-            case Nothing():
-                return EVERYTHING
-            case Not():
-                return inner.mask
-        return Not(inner)
+        if isinstance(inner, Everything | Nothing):
+            return NOTHING if isinstance(inner, Everything) else EVERYTHING
+        return inner.mask if isinstance(inner, Not) else Not(inner)
 
     def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
         return ~self.mask._dense(span, batch, heads, device)

@@ -1,10 +1,13 @@
-"""A mask drawn as text, for a terminal."""
+"""A mask drawn as text, for a terminal, and as SVG, for pages and notebooks."""
 
+from html import escape
 from typing import TYPE_CHECKING
 
 from jaxtyping import Bool
 from torch import Tensor
 
+from regard.masks.pooling import Pooled, pooled
+from regard.masks.svg import svg
 from regard.span import Span
 
 if TYPE_CHECKING:
@@ -12,14 +15,14 @@ if TYPE_CHECKING:
 
 VISIBLE, HIDDEN = "■", "·"
 SIZE = 8  # queries and keys that are drawn of a mask without data
+SIDE = 512  # cells on a side of a picture; a larger mask is drawn in blocks
+NOTEBOOK = 1 << 24  # cells of a mask that a notebook draws unasked: 4,096 x 4,096, 0.1 s
 
 
 def picture(mask: "Mask", span: Span, b: int, h: int) -> str:
     """The mask's code, a line of key slots, then a line for each query slot."""
     cells = grid(mask, span, b, h).tolist()
-    slots = span.positions("cpu").reshape(-1, span.num_queries)
-    queries = slots[b if len(slots) > 1 else 0].tolist()
-    keys = range(span.kv_start, span.kv_stop)
+    queries, keys = slots(span, b)
     margin, width = _digits(queries), _digits(keys)
     lines = [" ".join(f"{key:>{width}}" for key in keys)]
     lines += [" ".join(f"{VISIBLE if c else HIDDEN:>{width}}" for c in row) for row in cells]
@@ -30,10 +33,45 @@ def picture(mask: "Mask", span: Span, b: int, h: int) -> str:
 
 def grid(mask: "Mask", span: Span, b: int, h: int) -> Bool[Tensor, "L S"]:
     """The visible keys of each query, for one batch row and one head."""
+    return _cells(mask, mask.within(span), span, b, h)
+
+
+def _cells(mask: "Mask", placed: "Mask", span: Span, b: int, h: int) -> Bool[Tensor, "L S"]:
     rows = len(span.q_start) if isinstance(span.q_start, Tensor) else 1
     batch, heads = max(b + 1, rows, mask.batch or 1), max(h + 1, mask.heads or 1)
-    visible = mask.within(span).dense(span, batch=batch, heads=heads, device="cpu")
+    visible = placed.dense(span, batch=batch, heads=heads, device="cpu")
     return visible.expand(batch, heads, span.num_queries, span.num_keys)[b, h]
+
+
+def slots(span: Span, b: int) -> tuple[list[int], range]:
+    """The slots of the queries of a batch row, and of the keys."""
+    queries = span.positions("cpu").reshape(-1, span.num_queries)
+    return queries[b if len(queries) > 1 else 0].tolist(), range(span.kv_start, span.kv_stop)
+
+
+def in_blocks(mask: "Mask", span: Span, b: int, h: int, *, rows: int, columns: int) -> Pooled:
+    """The cells of a mask, in no more blocks than that."""
+    placed = mask.within(span)
+    return pooled(lambda part: _cells(mask, placed, part, b, h), span, rows=rows, columns=columns)
+
+
+def as_svg(mask: "Mask", span: Span, b: int, h: int, *, alone: bool) -> str:
+    """The mask as SVG; `alone` if it is a file of its own and no part of a page."""
+    cells = in_blocks(mask, span, b, h, rows=SIDE, columns=SIDE)
+    return svg(repr(mask), cells, *slots(span, b), alone=alone)
+
+
+def as_html(mask: "Mask") -> str | None:
+    """The picture and the code, for a notebook; None if there is no picture of its data."""
+    try:
+        span = frame(mask, None, None)
+        if span.num_queries * span.num_keys > NOTEBOOK:
+            return None
+        return (
+            f"<div>{as_svg(mask, span, 0, 0, alone=False)}</div>\n<code>{escape(repr(mask))}</code>"
+        )
+    except ValueError:  # data that were written, or do not cover these slots
+        return None
 
 
 def frame(mask: "Mask", queries: "int | Span | None", keys: int | None) -> Span:

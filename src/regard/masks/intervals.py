@@ -1,5 +1,7 @@
-"""Masks that show each query one interval of keys: causal, windows, chunks, padding, documents."""
+"""Masks that show each query one interval of keys: causal, windows, chunks, padding, documents, and
+prefixes together with them."""
 
+from functools import reduce
 from weakref import WeakKeyDictionary
 
 import torch
@@ -7,6 +9,7 @@ from torch import Tensor
 
 from regard.masks import (
     AllOf,
+    AnyOf,
     Causal,
     Chunked,
     Documents,
@@ -14,6 +17,7 @@ from regard.masks import (
     Mask,
     Nothing,
     Padding,
+    Prefix,
     SlidingWindow,
     Span,
 )
@@ -69,21 +73,33 @@ def _interval(mask: Mask, queries: Tensor, span: Span) -> Interval | None:
             return low, queries + 1
         case SlidingWindow(size=size):
             return queries - size + 1, high
-        case Chunked(size=size, start=start) if start is None or _readable(start):
-            first = 0 if start is None else start[:, None].to("cpu", torch.int64)
+        case Chunked(size=size, start=start) if _readable(start):
+            first = _column(0 if start is None else start)
             begin = (queries - first).div(size, rounding_mode="floor") * size + first
             return begin, begin + size
+        case Prefix(start=start, end=end) if _readable(start) and _readable(end):
+            lowest = span.kv_start if start is None else start
+            begin, stop = torch.broadcast_tensors(_column(lowest), _column(end))
+            nothing = torch.zeros_like(queries)
+            return begin + nothing, stop + nothing
         case Padding(valid=valid) if _readable(valid):
             return _padding(valid, queries, span)
         case Documents(ids=ids) if _readable(ids):
             return _documents(ids, queries)
         case AllOf(parts=parts):
             return _intersection(parts, queries, span)
+        case AnyOf(parts=parts):
+            return _union(parts, queries, span)
     return None
 
 
-def _readable(data: Tensor) -> bool:
-    return readable(data) and not data.is_cuda
+def _readable(data: object) -> bool:
+    return not isinstance(data, Tensor) or (readable(data) and not data.is_cuda)
+
+
+def _column(data: int | Tensor) -> Tensor:
+    """A number for each row, or one for all, as `[B, 1]`."""
+    return torch.as_tensor(data, device="cpu", dtype=torch.int64).reshape(-1, 1)
 
 
 def _intersection(parts: tuple[Mask, ...], queries: Tensor, span: Span) -> Interval | None:
@@ -95,6 +111,30 @@ def _intersection(parts: tuple[Mask, ...], queries: Tensor, span: Span) -> Inter
             return None
         low, high = torch.maximum(low, found[0]), torch.minimum(high, found[1])
     return low, high
+
+
+def _union(parts: tuple[Mask, ...], queries: Tensor, span: Span) -> Interval | None:
+    """None where a part, for some query, neither overlaps nor touches those before it."""
+    found = [_interval(part, queries, span) for part in parts]
+    return reduce(_joined, [_inside(each, span) for each in found])
+
+
+def _inside(found: Interval | None, span: Span) -> Interval | None:
+    """The keys of the span alone; an empty interval begins after all slots and ends before them."""
+    if found is None:
+        return None
+    low, high = found[0].clamp(min=span.kv_start), found[1].clamp(max=span.kv_stop)
+    empty = high <= low
+    return low.masked_fill(empty, _FAR), high.masked_fill(empty, -_FAR)
+
+
+def _joined(one: Interval | None, other: Interval | None) -> Interval | None:
+    if one is None or other is None:
+        return None
+    begin, end = torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
+    if bool(((begin > end) & (begin < _FAR)).any()):  # a gap between two that are not empty
+        return None
+    return torch.minimum(one[0], other[0]), torch.maximum(one[1], other[1])
 
 
 def _padding(valid: Tensor, queries: Tensor, span: Span) -> Interval | None:

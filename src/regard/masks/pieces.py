@@ -5,6 +5,7 @@ All of this reads the data of rules, once each, and only where it lies on the CP
 
 from collections.abc import Callable, Iterable
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,20 +58,36 @@ def edges_of(mask: Mask, first: int, stop: int) -> list[int]:
     return sorted({slot for slot in _edges(mask, first, stop) if first < slot < stop})
 
 
-def hiding(mask: Mask, first: int, last: int, runs: Runs) -> Mask:
-    """The parts of a mask that hide some of these keys from some of the queries `first..last`.
+class Shown(NamedTuple):
+    """A part of a mask, and the keys that it shows to some and to all of a block of queries."""
+
+    part: Mask
+    some: Runs
+    every: Runs
+
+
+def shown_by_parts(mask: Mask) -> Callable[[int, int], list[Shown]]:
+    """A function that finds what each part of an intersection shows to the queries `first..last`;
+    for the blocks of one call, since data may change later."""
+    parts = mask.parts if isinstance(mask, AllOf) else (mask,)
+    finders = [(part, visible_runs_of(part)) for part in parts]
+    return lambda first, last: [Shown(part, *find(first, last)) for part, find in finders]
+
+
+def hiding(shown: Iterable[Shown], runs: Runs) -> Mask:
+    """The intersection of the parts that hide some of these keys from some of the queries.
 
     Examples:
         >>> from regard.masks import Causal, Chunked
-        >>> hiding(Causal() & Chunked(4), 4, 7, [(4, 8)])
+        >>> hiding(shown_by_parts(Causal() & Chunked(4))(4, 7), [(4, 8)])
         Causal()
     """
-    if _hides_nothing(mask, first, last, runs):
-        return EVERYTHING
-    if isinstance(mask, AllOf):
-        parts = [part for part in mask.parts if not _hides_nothing(part, first, last, runs)]
-        return reduce(lambda one, other: one & other, parts)
-    return mask
+    parts = [
+        part
+        for part, _, every in shown
+        if not all(contains(every, start, stop) for start, stop in runs)
+    ]
+    return reduce(lambda one, other: one & other, parts) if parts else EVERYTHING
 
 
 def is_relative(mask: Mask) -> bool:
@@ -87,11 +104,6 @@ def is_relative(mask: Mask) -> bool:
         case Not(mask=inner):
             return is_relative(inner)
     return isinstance(mask, Causal | SlidingWindow)
-
-
-def _hides_nothing(mask: Mask, first: int, last: int, runs: Runs) -> bool:
-    _, every = visible_runs_of(mask)(first, last)
-    return all(contains(every, start, stop) for start, stop in runs)
 
 
 def _is_known(mask: Mask) -> bool:

@@ -12,7 +12,7 @@ from regard.cache import Part
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.backends import BACKENDS
 from regard.ops.bias import ScoreBias
-from regard.ops.call import Call, narrowed
+from regard.ops.call import Call, begins_with, narrowed
 from regard.ops.check import (
     check_bias,
     check_mask,
@@ -187,6 +187,7 @@ def prepare(
     precision: str = "strict",
     partial: bool = False,
     bits: int | None = None,
+    step: bool = False,
 ) -> Prepared:
     """Check and describe a call, and choose its backend. Computes nothing.
 
@@ -207,6 +208,8 @@ def prepare(
         precision: as for `attend`.
         partial: whether to exclude backends without a log-sum-exp.
         bits: of the codes that the keys and values of the parts are stored as; None for values.
+        step: whether this is a decoding step of a layer, which a compiled kernel can run together
+            with the rotation and the cache; the estimates then leave out what starting it costs.
 
     Raises:
         TypeError, ValueError: as `attend`.
@@ -220,26 +223,19 @@ def prepare(
         torch.Size([1, 2, 3, 8])
     """
     check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
-    options = span is None, scale, softcap, dropout, backend, precision, partial, bits
+    options = span is None, scale, softcap, dropout, backend, precision, partial, bits, step
     facts = facts_of(q, k, v, mask, score_bias, sinks, *options)
     if (before := described_before(facts, span, backend, partial=partial)) is not None:
         return before
     check_tensors(q, k, v)
     check_mask(mask)
     check_sinks(sinks, q)
-    whole = default_span(mask, score_bias, q.shape[2], k.shape[2]) if span is None else span
-    if whole.num_queries != q.shape[2]:
-        raise ValueError(
-            f"q has {q.shape[2]} queries where span={whole} holds {whole.num_queries}; "
-            f"give Span(past, past + {q.shape[2]}, 0, S)"
-        )
+    whole = _span_of(q, k, mask, score_bias, span)
     check_bias(score_bias, (*q.shape[:3], whole.num_keys), q.device)
     check_mask_sizes(mask, q.shape[0], q.shape[1])
     placed = mask.within(whole)
     visible = narrowed(whole, placed)
-    tensors = [t for t in (q, k, v, sinks, score_bias) if isinstance(t, Tensor)]
-    if isinstance(score_bias, nn.Module):
-        tensors += score_bias.parameters()
+    tensors = _tensors_of(q, k, v, sinks, score_bias)
     call = Call(
         batch=q.shape[0],
         num_heads=q.shape[1],
@@ -260,7 +256,31 @@ def prepare(
         precision=precision,
         needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
         immediate=is_immediate(*tensors),
+        joined=begins_with(k, v),
         bits=bits,
+        step=step,
     )
     name = choose(call, backend, partial=partial)
     return memoise(facts, Prepared(call, name, BACKENDS[name]))
+
+
+def _span_of(
+    q: Tensor, k: Tensor, mask: Mask, score_bias: Tensor | ScoreBias | None, span: Span | None
+) -> Span:
+    """The span as it was given, or the one that the shapes imply; it must hold the queries."""
+    whole = default_span(mask, score_bias, q.shape[2], k.shape[2]) if span is None else span
+    if whole.num_queries != q.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} queries where span={whole} holds {whole.num_queries}; "
+            f"give Span(past, past + {q.shape[2]}, 0, S)"
+        )
+    return whole
+
+
+def _tensors_of(*arguments: Tensor | ScoreBias | None) -> list[Tensor]:
+    """The tensors among the arguments, and the parameters of rules."""
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    for rule in arguments:
+        if isinstance(rule, nn.Module):
+            tensors += rule.parameters()
+    return tensors

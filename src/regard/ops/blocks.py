@@ -5,18 +5,20 @@ block in which nothing is hidden, or whose mask is causal, is one call of torch'
 mask, of any length; others have at most `BLOCK` queries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
 from itertools import groupby, pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from regard.masks import EVERYTHING, Causal, Dense, Mask, Span
-from regard.masks.pieces import edges_of, hiding, row_masks
-from regard.masks.visible_runs import Runs, intersection, visible_runs_of, without_gaps
+from regard.masks.pieces import Shown, edges_of, hiding, row_masks, shown_by_parts
+from regard.masks.visible_runs import Runs, intersection, without_gaps
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call, is_everything
 
@@ -24,6 +26,10 @@ BLOCK = 256  # queries: smaller blocks compute fewer hidden scores, larger start
 SHORT = 64  # queries: shorter pieces between edges are joined up to this many
 GAP = 128  # hidden keys between visible ones that cost less to compute than to leave out
 DIAGONAL = 512  # keys in a block of torch's CPU kernel: those on the diagonal are computed whole
+
+
+# Memo table, by identity: a call is planned once, though it is estimated and run.
+_PLANS: WeakKeyDictionary[Call, dict[tuple[int, bool], "list[Block]"]] = WeakKeyDictionary()
 
 
 class Block(NamedTuple):
@@ -107,12 +113,19 @@ class Gathered:
 
 
 def plan(call: Call, size: int, *, whole: bool) -> list[Block]:
-    """The blocks of a call, row by row and in order.
+    """The blocks of a call, row by row and in order; memoised, as its estimate and its run ask.
 
     Args:
         size: the most queries in a block.
         whole: whether plain blocks may be longer, and rows may have blocks of their own.
     """
+    known = _PLANS.setdefault(call, {})
+    if (size, whole) not in known:
+        known[size, whole] = _planned(call, size, whole)
+    return known[size, whole]
+
+
+def _planned(call: Call, size: int, whole: bool) -> list[Block]:
     ragged = isinstance(call.span.q_start, Tensor)
     masks = row_masks(call.mask, call.batch) if whole and not ragged else [call.mask]
     if len(masks) == 1:
@@ -130,13 +143,14 @@ def plan(call: Call, size: int, *, whole: bool) -> list[Block]:
 def _blocks(
     call: Call, mask: Mask, size: int, whole: bool, rows: tuple[int, int]
 ) -> Iterator[Block]:
+    shown = shown_by_parts(mask)
     for first, stop in pairwise(_cuts(call, mask)):
-        block = _block(call, mask, first, stop, rows)
+        block = _block(call, shown, first, stop, rows)
         if stop - first <= size or (whole and block.plain):
             yield block
             continue
         for start in range(first, stop, size):
-            yield _block(call, mask, start, min(start + size, stop), rows)
+            yield _block(call, shown, start, min(start + size, stop), rows)
 
 
 def _cuts(call: Call, mask: Mask) -> list[int]:
@@ -156,12 +170,19 @@ def _cuts(call: Call, mask: Mask) -> list[int]:
     return [*cuts, call.num_queries]
 
 
-def _block(call: Call, mask: Mask, first: int, stop: int, rows: tuple[int, int]) -> Block:
+def _block(
+    call: Call,
+    shown: Callable[[int, int], list[Shown]],
+    first: int,
+    stop: int,
+    rows: tuple[int, int],
+) -> Block:
     span = call.span
     low, high = span.first_query + first, span.last_query - call.num_queries + stop
-    some, _ = visible_runs_of(mask)(low, high)
-    runs = without_gaps(intersection(some, [(span.kv_start, span.kv_stop)]), GAP)
-    rest = hiding(mask, low, high, runs)
+    parts = shown(low, high)
+    some = reduce(intersection, [part.some for part in parts], [(span.kv_start, span.kv_stop)])
+    runs = without_gaps(some, GAP)
+    rest = hiding(parts, runs)
     aligned = not isinstance(span.q_start, Tensor) and bool(runs) and runs[0][0] == low
     return Block(rows, first, stop - first, runs, span.kv_start, rest, aligned)
 
@@ -174,7 +195,7 @@ def part_of(call: Call, block: Block) -> Call:
     for start, stop in block.runs or [(call.span.kv_start,) * 2]:
         span = _placed(call.span, block, start, stop)
         mask = block.mask.within(span)
-        parts.append(replace(call, batch=rows, span=span, mask=mask, score_bias=bias))
+        parts.append(call.but(batch=rows, span=span, mask=mask, score_bias=bias))
     return parts[0] if len(parts) == 1 else _concatenated(parts)
 
 

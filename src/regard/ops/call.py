@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,6 +14,7 @@ from regard.constants import accumulating_dtype
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.bias import ScoreBias
 from regard.ops.partial import Partial
+from regard.tracing import is_immediate
 
 Streams = Sequence[QuantizedStream | Tensor]  # of a part, as they are stored
 
@@ -31,6 +32,8 @@ class Backend(NamedTuple):
         quantized_partial: `partial` on them.
         any_length: whether it objects to no length, so that an exported program may contain it.
         note: a sentence on the precision that it gives up for a call, if it gives up any.
+        step: rotates, appends to the buffers of a cache and attends, for one new token; None where
+            a backend does not.
     """
 
     objection: "Callable[[Call], str | None]"
@@ -41,6 +44,7 @@ class Backend(NamedTuple):
     quantized_partial: "Callable[[Call, Tensor, Streams], Partial] | None" = None
     any_length: bool = True
     note: "Callable[[Call], str | None] | None" = None
+    step: "Callable[..., Tensor] | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +75,7 @@ class Call:
         joined: whether keys and values are one stream, the first `v_head_dim` columns of the keys
             being the values.
         bits: of the codes that keys and values are stored as; None where they are values.
+        step: whether this is a decoding step of a layer, as for `prepare`.
 
     Examples:
         >>> import torch
@@ -102,6 +107,7 @@ class Call:
     immediate: bool
     joined: bool = False
     bits: int | None = None
+    step: bool = False
 
     @property
     def num_queries(self) -> int:
@@ -120,8 +126,12 @@ class Call:
 
     def at(self, span: Span) -> "Call":
         """This call, whose mask hides nothing, over another rectangle of as many queries."""
-        call = object.__new__(Call)  # a fifth of the time of `replace`
-        vars(call).update(vars(self), whole=span, span=span)
+        return self.but(whole=span, span=span)
+
+    def but(self, **fields: Any) -> "Call":
+        """This call with other values of some fields, in a fifth of the time of `replace`."""
+        call = object.__new__(Call)
+        vars(call).update(vars(self), **fields)
         return call
 
     def over(self, part: Part) -> "Call":
@@ -157,6 +167,13 @@ class Call:
         if bias.dim() and bias.shape[-1] != 1:
             bias = bias.narrow(-1, self.span.kv_start - self.whole.kv_start, self.num_keys)
         return bias.to(dtype)
+
+
+def begins_with(k: Tensor, v: Tensor) -> bool:
+    """Whether the values are a view of the first columns of the keys, as those of latents are."""
+    if v.shape[-1] >= k.shape[-1] or v.stride() != k.stride() or v.stride(-1) != 1:
+        return False
+    return is_immediate(k, v) and v.data_ptr() == k.data_ptr()
 
 
 def narrowed(span: Span, mask: Mask) -> Span:

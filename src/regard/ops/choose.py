@@ -18,7 +18,7 @@ _OPERATORS = 20  # operators that dequantise keys and values
 _PASSES = 5  # passes over all their elements while they do
 _shape_of = attrgetter(
     "batch", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device",
-    "num_queries", "softcap", "dropout", "precision", "needs_grad", "bits",
+    "num_queries", "softcap", "dropout", "precision", "needs_grad", "joined", "bits", "step",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Which backend runs, what the mask became, why others do not run; and the attention weights."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from regard.ops.definition import scores, softmax
 from regard.ops.devices import rates_note
 from regard.ops.prepared import Prepared, concatenated, visible_parts
 from regard.tracing import without_autocast
+from regard.words import counted
 
 
 def explain(
@@ -45,47 +46,131 @@ def explain(
         1 query x 4,097 keys, 32 heads on 8, head dim 64, float32, cpu
     """
     if isinstance(q, Prepared):
-        return "\n".join(_lines(q))
+        return str(explanation(q))
     if k is None or v is None:
         raise TypeError("explain() takes q, k and v as attend does, or what prepare() returned")
-    return "\n".join(_lines(prepare(q, k, v, **options)))  # type: ignore[arg-type]
+    return str(explanation(prepare(q, k, v, **options)))  # type: ignore[arg-type]
 
 
-def _lines(prepared: Prepared) -> list[str]:
-    call = prepared.call
-    whole = call.whole
-    queries = "1 query" if whole.num_queries == 1 else f"{whole.num_queries:,} queries"
-    dims = f"{call.head_dim}" + (
-        f" (values {call.v_head_dim})" if call.v_head_dim != call.head_dim else ""
+@dataclass(frozen=True)
+class Verdict:
+    """What a backend says of a call.
+
+    Args:
+        name: of the backend.
+        objection: why it cannot run the call; None if it can.
+        seconds: estimated; None if it cannot.
+    """
+
+    name: str
+    objection: str | None
+    seconds: float | None
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"objects: {self.objection}"
+        if self.seconds < 1:
+            return f"about {1e3 * self.seconds:.3g} ms"
+        return f"about {self.seconds:,.{0 if self.seconds >= 100 else 1}f} s"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` says, as data; `str()` of it are the lines.
+
+    Args:
+        batch: rows of the call.
+        queries: of each row.
+        keys: of the call, with those that are not read.
+        num_heads: query heads.
+        num_kv_heads: key heads.
+        head_dim: channels of a query or key.
+        v_head_dim: channels of a value.
+        dtype: of queries, keys and values.
+        device: where they are.
+        asked: the mask as it was given.
+        mask: the mask on these slots.
+        kv_start: the slot of the first key that is read.
+        kv_stop: one past the last one.
+        runs: the backend that runs.
+        backends: a verdict of each.
+        note: what the backend that runs has to say.
+        rates: what the estimates rest on; None on a CPU.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    device: str
+    asked: str
+    mask: str
+    kv_start: int
+    kv_stop: int
+    runs: str
+    backends: tuple[Verdict, ...]
+    note: str | None
+    rates: str | None
+
+    def __str__(self) -> str:
+        queries = counted(self.queries, "query", "queries")
+        values = f" (values {self.v_head_dim})" if self.v_head_dim != self.head_dim else ""
+        lines = [
+            f"{queries} x {self.keys:,} keys, {self.num_heads} heads on {self.num_kv_heads}, "
+            f"head dim {self.head_dim}{values}, {self.dtype}, {self.device}",
+            f"mask     {self.asked}" + f"  ->  {self.mask} here" * (self.asked != self.mask),
+        ]
+        if (read := self.kv_stop - self.kv_start) != self.keys:
+            slots = f"slots {self.kv_start}..{self.kv_stop - 1}"
+            lines.append(f"keys     {read:,} are read: {slots}")
+        for each in self.backends:
+            runs = "runs, " if each.name == self.runs else ""
+            lines.append(f"{each.name:<8} {runs}{each}")
+        ends = (("fast", self.note), ("rates", self.rates))
+        return "\n".join([*lines, *(f"{name:<8} {text}" for name, text in ends if text)])
+
+
+def explanation(prepared: Prepared) -> Explanation:
+    """Which backend a prepared call gets, and why, as data.
+
+    Examples:
+        >>> import torch
+        >>> from regard import prepare
+        >>> from regard.ops.explain import explanation
+        >>> q = torch.zeros(1, 4, 2, 8)
+        >>> said = explanation(prepare(q, q, q, backend="eager"))
+        >>> said.runs, said.num_heads, [each.name for each in said.backends][0]
+        ('eager', 4, 'sdpa')
+    """
+    call, note = prepared.call, prepared.backend.note
+    return Explanation(
+        batch=call.batch,
+        queries=call.whole.num_queries,
+        keys=call.whole.num_keys,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        v_head_dim=call.v_head_dim,
+        dtype=str(call.dtype).removeprefix("torch."),
+        device=str(call.device),
+        asked=repr(call.asked),
+        mask=repr(call.mask),
+        kv_start=call.span.kv_start,
+        kv_stop=call.span.kv_stop,
+        runs=prepared.name,
+        backends=tuple(_verdict(call, name) for name in BACKENDS),
+        note=None if note is None else note(call),
+        rates=rates_note(call.device),
     )
-    dtype = str(call.dtype).removeprefix("torch.")
-    mask = (
-        repr(call.asked)
-        if repr(call.asked) == repr(call.mask)
-        else (f"{call.asked!r}  ->  {call.mask!r} here")
-    )
-    lines = [
-        f"{queries} x {whole.num_keys:,} keys, {call.num_heads} heads on {call.num_kv_heads}, "
-        f"head dim {dims}, {dtype}, {call.device}",
-        f"mask     {mask}",
-    ]
-    if call.num_keys != whole.num_keys:
-        read = call.span
-        lines.append(
-            f"keys     {call.num_keys:,} are read: slots {read.kv_start}..{read.kv_stop - 1}"
-        )
-    for name, backend in BACKENDS.items():
-        objection = objection_of(call, name)
-        verdict = f"objects: {objection}"
-        if objection is None:
-            verdict = f"about {1e3 * seconds_of(call, backend):.3g} ms"
-        lines.append(f"{name:<8} {'runs, ' if name == prepared.name else ''}{verdict}")
-    chosen = prepared.backend
-    if chosen.note is not None and (note := chosen.note(call)) is not None:
-        lines.append(f"fast     {note}")
-    if (rates := rates_note(call.device)) is not None:
-        lines.append(f"rates    {rates}")
-    return lines
+
+
+def _verdict(call: Call, name: str) -> Verdict:
+    objection = objection_of(call, name)
+    return Verdict(name, objection, None if objection else seconds_of(call, BACKENDS[name]))
 
 
 def attention_weights(

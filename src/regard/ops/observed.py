@@ -1,16 +1,23 @@
-"""Counting which backends run while a model runs, for tables that show its speed."""
+"""What runs while a model runs: the calls of attention, and how often each backend."""
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from regard.cache import Part
 from regard.ops.attend import prepare
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Backend
 from regard.ops.choose import objection_of
+from regard.ops.prepared import Prepared
+
+Seen = Callable[[Prepared, Tensor, tuple[Part, ...]], object]
+_ONE_AT_A_TIME = threading.RLock()  # blocks of other threads wait: they replace the same method
 
 
 @contextmanager
@@ -33,6 +40,39 @@ def backends_run() -> Iterator[Counter[str]]:
         yield ran
     finally:
         BACKENDS.update(table)
+
+
+@contextmanager
+def calls_run(seen: Seen) -> Iterator[None]:
+    """Pass every call that this thread runs inside the block to `seen`, after it ran.
+
+    `seen` gets what `prepare` returned, the queries and the parts; the parts are those of a cache,
+    valid until its next call. Outside of the block nothing is added to a call.
+
+    Examples:
+        >>> import torch
+        >>> from regard import attend
+        >>> q, lengths = torch.randn(1, 2, 3, 8), []
+        >>> with calls_run(lambda prepared, q, parts: lengths.append(q.shape[2])):
+        ...     out = attend(q, q, q)
+        >>> lengths
+        [3]
+    """
+    with _ONE_AT_A_TIME:
+        own, thread = Prepared.run, threading.get_ident()
+
+        def run(prepared: Prepared, q: Tensor, parts: Iterable[Part]) -> Tensor:
+            parts = tuple(parts)
+            out = own(prepared, q, parts)
+            if threading.get_ident() == thread:
+                seen(prepared, q, parts)
+            return out
+
+        type.__setattr__(Prepared, "run", run)
+        try:
+            yield
+        finally:
+            type.__setattr__(Prepared, "run", own)
 
 
 def names(ran: Counter[str]) -> str:
@@ -60,9 +100,9 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
             return None
         name = work.__module__.rpartition(".")[2]
 
-        def run(*given: Any) -> Any:
+        def run(*given: Any, **options: Any) -> Any:
             ran[name] += 1
-            return work(*given)
+            return work(*given, **options)
 
         return run
 
@@ -73,4 +113,5 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
         partial=counted(backend.partial),
         quantized=counted(backend.quantized),
         quantized_partial=counted(backend.quantized_partial),
+        step=counted(backend.step),
     )

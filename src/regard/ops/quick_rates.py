@@ -23,12 +23,14 @@ CPU = torch.device("cpu")
 PART = 1 << 23  # float32 numbers, 32 MiB: a round uses four such parts, more than most processors'
 # caches hold, so that each is read from memory again
 LIMIT = 0.08  # seconds after which no further round begins, once there are two
-LONG = 0.03  # seconds of a run that is not repeated
+LONG = 0.03  # seconds of a run, after the first, that is not repeated
 LEAST, MOST = 2, 6  # rounds after the first, which may prepare libraries, and is not counted
 CALLS = 80  # of the tiny operators a round: after the large ones the first find cold caches
 UNSTEADY = 2.0  # ratio of median and minimum above which other programs disturb the measurement
 STREAM = 4.6  # bytes that `fused` reads while torch's kernel reads an element: 1.15 times as fast
-TILED = 1.6  # times as fast as torch's kernel: `tiled`, with AMX
+TILED = 1.0  # times as fast as a product of large matrices: those of `tiled`, with AMX
+NARROW = 16  # head dim at which scores take longer than products
+FEW = 4  # queries: several, whose products take little time beside reading keys
 LANE = 8e9  # floating-point operations a second of `fused` for a lane of a vector and a thread
 
 
@@ -59,6 +61,8 @@ def quick_speed() -> tuple[Speed, bool]:
     found = {name: rates[name].of(min(times[name])) for name in rates}
     found["stream"] = STREAM * found["row_float"]
     found["fused"] = LANE * vector_lanes() * torch.get_num_threads()
+    if "scores" in found:
+        found["scores"] = without_products(found["scores"], found["products"])
     if "products_half" in found:
         found["tiled"] = TILED * found["products_half"]
     faster = found["row_float"] / DEFAULT.row_float
@@ -78,11 +82,11 @@ def _rounds(rates: dict[str, Rate]) -> dict[str, list[float]]:
         if turn > LEAST and time.perf_counter() - begun > LIMIT:
             break
         for name, rate in rates.items():
-            if turn == 0 or times[name][0] < LONG:
+            if turn < 2 or times[name][1] < LONG:
                 start = time.perf_counter()
                 rate.run()
                 times[name].append(time.perf_counter() - start)
-    return {name: each[1:] or each for name, each in times.items()}
+    return {name: each[1:] for name, each in times.items()}
 
 
 def _rates(x: Tensor) -> dict[str, Rate]:
@@ -92,12 +96,14 @@ def _rates(x: Tensor) -> dict[str, Rate]:
         "products": products(x, 512),
         "elements": elements(x[: 2 * PART]),
         "row_float": attention(x[2 * PART : 3 * PART], queries=1, keys=1 << 12),
+        "scores": scores(x, 1 << 9),
     }
     if not NO_BFLOAT16:
-        half = x[3 * PART :].view(torch.bfloat16)  # alternately 0 and 1
-        rates["row_half"] = attention(half, queries=1, keys=1 << 13)
-        many = attention(half, queries=256, keys=1 << 9)
-        rates["products_half"] = Rate(many.run, 2 * many.amount)  # a product and a sum
+        one, several = x[3 * PART :].view(torch.bfloat16).chunk(2)  # alternately 0 and 1
+        rates["row_half"] = attention(one, queries=1, keys=1 << 12)
+        few = attention(several, queries=FEW, keys=1 << 12)
+        rates["rows_half"] = Rate(few.run, few.amount / FEW)
+        rates["products_half"] = products(one, 512)
     return rates
 
 
@@ -117,6 +123,17 @@ def products(x: Tensor, side: int) -> Rate:
     """A product of two square matrices."""
     a = x[: side * side].view(side, side)
     return Rate(lambda: a @ a, 2.0 * side**3)
+
+
+def scores(x: Tensor, side: int) -> Rate:
+    """Scores of so many queries and keys, in four narrow heads."""
+    narrow = attention(x, queries=side, keys=side, heads=4, dim=NARROW)
+    return Rate(narrow.run, narrow.amount / (2 * NARROW))
+
+
+def without_products(rate: float, products: float) -> float:
+    """Scores a second of `scores`, whose products take at most half of the time."""
+    return 1 / max(1 / rate - 4 * NARROW / products, 0.5 / rate)
 
 
 def elements(x: Tensor) -> Rate:

@@ -68,8 +68,10 @@ SPEED = Rates()
 
 def speed_path(kind: str = "speed") -> Path:
     """The file of this machine's rates, for this version of torch and number of threads: those of
-    `regard tune`, or with `kind="quick"` those that a process measured for later ones."""
-    facts = (*processor(), *(os.environ.get(name) for name in NARROWING))
+    `regard tune`, or with `kind="quick"` those that a process measured for later ones. Rates by
+    other names, of another version of regard, are in another file."""
+    narrowed = [os.environ.get(name) for name in NARROWING]
+    facts = (*processor(), *narrowed, *(rate.name for rate in fields(Speed)))
     machine = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
     threads = torch.get_num_threads()
     return cache_folder() / f"{kind}-{torch.__version__}-{threads}-{machine}.json"

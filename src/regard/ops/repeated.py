@@ -11,6 +11,7 @@ from torch import Tensor
 
 from regard.masks import EVERYTHING, AllOf, Causal, Everything, Mask, SlidingWindow, Span
 from regard.ops.backends import BACKENDS
+from regard.ops.call import begins_with
 from regard.ops.choose import choose, rounded
 from regard.ops.prepared import Prepared
 from regard.ops.rates import SPEED
@@ -32,7 +33,7 @@ def facts_of(
         return None
     shapes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     places = (q.device, k.device, v.device, q.layout, k.layout, v.layout)
-    return mask, shapes, places, options, SPEED.version
+    return mask, shapes, places, begins_with(k, v), options, SPEED.version
 
 
 def _is_dataless(mask: object) -> bool:

@@ -24,11 +24,12 @@ class Speed:
         row_float: elements of keys and values a second when torch's SDPA streams them for one
             block of queries, in float32.
         row_half: the same in half precision, where one-row products are converted first.
-        products_half: floating-point operations a second of torch's SDPA on many half-precision
-            queries.
+        rows_half: the same for a block of several half-precision queries.
+        products_half: floating-point operations a second in large bfloat16 matrix products.
+        scores: scores a second whose softmax torch's SDPA computes.
         stream: bytes a second that `fused` reads from memory.
         fused: floating-point operations a second that `fused` does on many rows.
-        tiled: floating-point operations a second that `tiled` does on visible scores.
+        tiled: floating-point operations a second that `tiled` does in products.
     """
 
     call: float = 4e-6
@@ -36,7 +37,9 @@ class Speed:
     elements: float = 4e9
     row_float: float = 7e9
     row_half: float = 2e9
-    products_half: float = 160e9
+    rows_half: float = 5e9
+    products_half: float = 180e9
+    scores: float = 2.5e9
     stream: float = 30e9
     fused: float = 350e9
     tiled: float = 300e9

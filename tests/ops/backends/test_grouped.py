@@ -49,6 +49,23 @@ def test_one_key_head_is_split_and_merged(keys, dtype, joined):
     assert (halves.double() - want).abs().max() <= bound
 
 
+@pytest.mark.parametrize(("heads", "split"), [(32, True), (33, False)])
+def test_many_rows_are_not_split_since_their_blocks_go_to_several_cores(heads, split, monkeypatch):
+    """`_pieces` would pack and read what is split again for each block of rows."""
+    ran, pieces = [], grouped._pieces
+
+    def recorded(*given):
+        ran.append(given)
+        return pieces(*given)
+
+    monkeypatch.setattr(grouped, "_pieces", recorded)
+    q, k = torch.randn(1, heads, 1, 24), torch.randn(1, 1, 1030, 24)
+    with torch.no_grad():
+        got = attend(q, k, k, backend="grouped")
+    assert bool(ran) is split
+    assert (got - attend(q, k, k, backend="eager")).abs().max() < 1e-5
+
+
 NARROWED = """
 import torch
 from regard import attend

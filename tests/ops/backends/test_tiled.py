@@ -5,7 +5,17 @@ import torch
 
 import cases
 from contract import compare
-from regard import Causal, Padding, SlidingWindow, Span, attend, attend_partial, merge, prepare
+from regard import (
+    Causal,
+    Padding,
+    Prefix,
+    SlidingWindow,
+    Span,
+    attend,
+    attend_partial,
+    merge,
+    prepare,
+)
 from regard.ops.backends import tiled
 from session import LONG
 
@@ -73,6 +83,7 @@ def test_parts_merge():
 def test_a_long_prefill_chooses_it(precision):
     q, k = torch.randn(1, 8, 512, 64).to(HALF), torch.randn(1, 2, 512, 64).to(HALF)
     assert prepare(q, k, k, mask=Causal(), precision=precision).name == "tiled"
+    assert prepare(q, k, k, mask=Causal() | Prefix(99), precision=precision).name == "tiled"
     learned = q.clone().requires_grad_()
     assert prepare(learned, k, k, mask=Causal(), precision=precision).name != "tiled"
 

@@ -23,6 +23,7 @@ BACKENDS: dict[str, Backend] = {
         quantized=fused.quantized,
         quantized_partial=fused.quantized_partial,
         any_length=False,
+        step=fused.step,
     ),
     "tiled": Backend(tiled.objection, tiled.estimate, tiled.run, tiled.partial, any_length=False),
     "blocked": Backend(

@@ -25,12 +25,14 @@ from regard.ops.backends.common import (
     run_stored_and_check,
 )
 from regard.ops.call import Call, is_empty, is_everything, shown
+from regard.ops.flash_cost import mask_seconds
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix products do faster
-_LANES = 16  # elements: head dims are multiples of the widest vector, AVX-512's, on every machine
+_LANES = 8  # elements: head dims are multiples of this on every machine, if of no longer vector
 _DEQUANTISING = 6  # floating-point operations in the time that one code takes to dequantise
+_SOFTMAX = 2.3  # times as long as in torch's kernel: a score is written and read in three passes
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -47,10 +49,10 @@ def objection(call: Call) -> str | None:
     if call.dropout or call.softcap is not None:
         given = f"(got {shown(call.dropout)} and {shown(call.softcap)})"
         return f"fused has neither dropout nor softcap {given}"
-    multiple = _value_multiple(call)
-    if call.head_dim % _LANES or call.v_head_dim % multiple:
+    multiple, of_values = 2 * _LANES if call.bits == 4 else _LANES, _value_multiple(call)
+    if call.head_dim % multiple or call.v_head_dim % of_values:
         return (
-            f"fused takes head dims in multiples of {_LANES} (values of {multiple}), got "
+            f"fused takes head dims in multiples of {multiple} (values of {of_values}), got "
             f"{call.head_dim} and {call.v_head_dim}"
         )
     if torch.compiler.is_compiling():
@@ -67,13 +69,14 @@ def estimate(call: Call) -> float:
     """The time to read keys and values once, or that of products and softmax where it is longer."""
     width = call.head_dim + call.v_head_dim
     heads = call.batch * call.num_kv_heads
-    elements = heads * call.num_keys * width
+    elements = heads * call.num_keys * (call.head_dim if call.joined else width)
     streamed = elements * (call.bits or 8 * call.dtype.itemsize) / 8
     rows = call.batch * call.num_heads * call.num_queries
-    computed = rows * call.num_keys * (2 * width / SPEED.fused + 2 / SPEED.elements)
+    computed = rows * call.num_keys * (2 * width / SPEED.fused + _SOFTMAX / SPEED.scores)
     computed += _DEQUANTISING * elements / SPEED.fused if call.bits else 0
     masked = (0 if is_everything(call.mask) else 31) + (0 if call.score_bias is None else 5)
-    return SPEED.call * (14 + masked + heads / 10) + max(streamed / SPEED.stream, computed)
+    operators = SPEED.call * ((3 if call.step else 17) + masked + heads / 10)
+    return operators + mask_seconds(call) + max(streamed / SPEED.stream, computed)
 
 
 def run(call: Call, q: Float[Tensor, "B H L D"], k: Stored, v: Stored) -> Float[Tensor, "B H L Dv"]:
@@ -101,6 +104,13 @@ def quantized_partial(
 ) -> Partial:
     """`partial` on codes."""
     return partial(call, q, streams[0], streams[-1])
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Float[Tensor, "B H 1 Dv"]:
+    """`regard.ops.kernels.stepping.step`: rotate and append one token, then attend."""
+    from regard.ops.kernels import stepping
+
+    return stepping.step(q, k, v, **options)
 
 
 def _attend(call: Call, q: Tensor, k: Stored, v: Stored) -> tuple[Tensor, Tensor]:
@@ -141,8 +151,10 @@ def _columns_together(x: Any) -> Any:
 
 
 def _value_multiple(call: Call) -> int:
-    """What `v_head_dim` must be a multiple of: two vectors where bfloat16 keys hold the values."""
-    return 2 * _LANES if call.dtype.itemsize < 4 and call.v_head_dim < call.head_dim else _LANES
+    """What `v_head_dim` must be a multiple of: two vectors where bfloat16 keys hold the values, or
+    a byte holds two codes."""
+    half = call.dtype.itemsize < 4 and call.v_head_dim < call.head_dim
+    return 2 * _LANES if half or call.bits == 4 else _LANES
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Decoding with the query heads of a group as rows of one product, so that keys are read once.
 
 torch's kernel reads a key head once for each of its query heads. FlashAttention calls this folding
-`pack_gqa`. A single key head, which one core would read alone, is split into pieces whose results
-are merged, as in Flash-Decoding.
+`pack_gqa`. A single key head of few rows, which one core would read alone, is split into pieces
+whose results are merged, as in Flash-Decoding.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from regard.ops.backends.common import (
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
 from regard.ops.definition import log_sum_exp, scores_of, softmax
 from regard.ops.devices import UNFUSED, on_device
+from regard.ops.flash_cost import kernel_seconds, mask_seconds
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 
@@ -36,6 +37,7 @@ _OPERATORS_OF_CODES = 30.0  # operators for one block of codes of keys, and one 
 _PASSES_OF_CODES = 4  # over the elements of a block, to convert and to centre its codes
 _PASSES = 6  # over the scores, in the memory of a GPU
 _SPLIT_KEYS = 512  # keys: smaller pieces cost more to merge than they gain
+_SPLIT_ROWS = 32  # query rows in a block of the kernel: several blocks go to several cores anyway
 _PIECES = (
     2  # that a single key head is split into: each is a head to the kernel, and goes to a core
 )
@@ -69,11 +71,13 @@ def estimate(call: Call) -> float:
         operators = _OPERATORS_OF_CODES + 30 * masked
         elements = _PASSES_OF_CODES * read + 4 * heads * rows * call.num_keys
         return SPEED.call * operators + elements / SPEED.elements + flops / SPEED.products
-    if half and _fused(call):
-        operators = 12 + 45 * masked + heads / 2
-        return SPEED.call * operators + streamed + flops / SPEED.products_half
+    if _fused(call):
+        operators = 12 + 45 * masked + heads / 16
+        seconds = kernel_seconds(call, heads=heads, kv_heads=heads, queries=rows)
+        seconds += mask_seconds(call)
+        return SPEED.call * operators + seconds
     operators = (38 if half else 15) + 30 * masked + heads / 6
-    passes = 4 * heads * rows * call.num_keys / SPEED.elements
+    passes = 4 * heads * rows * call.num_keys / SPEED.elements + mask_seconds(call)
     return SPEED.call * operators + streamed + flops / SPEED.products + passes
 
 
@@ -148,8 +152,8 @@ def _through_flash(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     v = k if call.joined else v
     rows, k, v = columns_contiguous(rows), columns_contiguous(k), columns_contiguous(v)
     size = call.num_keys // _PIECES
-    alone = call.batch * call.num_kv_heads == 1 and size >= _SPLIT_KEYS
-    if alone and hides_nothing(call):
+    one = call.batch * call.num_kv_heads == 1 and rows.shape[2] <= _SPLIT_ROWS
+    if one and size >= _SPLIT_KEYS and hides_nothing(call):
         return _pieces(call, rows, k, v, size)
     return _flash(call, rows, k, v)
 

@@ -20,13 +20,12 @@ from regard.ops.backends.common import (
 )
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
 from regard.ops.devices import EFFICIENT, FLASH, on_device, visible_share
+from regard.ops.flash_cost import kernel_seconds
 from regard.ops.rates import SPEED
 from regard.tracing import is_forward_mode, is_vmapped
 
-_BLOCK = 32  # queries in a block of torch's CPU kernel, which reads the keys once for each block
 _KEYS = 512  # keys in a block of it: blocks on the causal diagonal are computed whole
 _WIDEST = 256  # head dims of FlashAttention
-_L2 = 1 << 20  # bytes of one key head that stay in a core's cache for the next query head
 _KEPT = 1 << 24  # elements of a mask: storing more for the backward pass is charged twice
 
 
@@ -50,20 +49,20 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """Every query head streams its keys, once for each block of queries: those of a key head from
-    memory at first, then from a cache."""
+    """The kernel, the operators around it, and the dense mask where there is one."""
     if call.device.type != "cpu":
         return _on_device(call)
-    half = call.dtype.itemsize < 4
-    width = 2 * max(call.head_dim, call.v_head_dim)
-    cells = call.batch * call.num_heads * call.num_queries * call.num_keys
     share = min(1.0, 0.5 + _KEYS / 2 / call.num_keys) if _is_causal(call) else 1.0
-    products = 2 * cells * width / (SPEED.products_half if half else SPEED.products)
-    streamed = 0.0 if call.num_queries >= _BLOCK else _streamed(call, width)
     masked = not (_is_causal(call) or is_everything(call.mask))
     heads = call.batch * call.num_heads
     operators = (40 if masked else 4) + heads / 16
-    seconds = SPEED.call * operators + share * (products + streamed)
+    seconds = SPEED.call * operators + kernel_seconds(
+        call,
+        heads=heads,
+        kv_heads=call.batch * call.num_kv_heads,
+        queries=call.num_queries,
+        share=share,
+    )
     if not (
         _is_causal(call) or hides_nothing(call)
     ):  # the dense mask is written to memory and read from it
@@ -72,21 +71,6 @@ def estimate(call: Call) -> float:
         kept = 2 if call.needs_grad and numbers > _KEPT else 1  # stored for backward
         seconds += kept * passes * numbers / SPEED.elements
     return seconds
-
-
-def _streamed(call: Call, width: int) -> float:
-    """Seconds to stream the keys and values for one block of queries.
-
-    A read from a cache costs the conversion of half precision, or a part of a read from memory.
-    """
-    part = 1 / 6 if call.num_keys * width * call.dtype.itemsize <= _L2 else 1 / 2
-    first = 1 / SPEED.row_float
-    again = first * part
-    if call.dtype.itemsize < 4:
-        first = 1 / SPEED.row_half
-        again = max(first * part, first - 1 / (2.5 * SPEED.row_float))
-    elements = call.batch * call.num_keys * width
-    return elements * (call.num_kv_heads * first + (call.num_heads - call.num_kv_heads) * again)
 
 
 def _on_device(call: Call) -> float:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,7 +24,9 @@ from regard.ops.rates import SPEED
 _MULTIPLE = 16  # elements: head dims are multiples of half a row of an AMX tile
 _WIDEST = 256  # elements: code is unrolled over a head's columns, so wider ones compile slowly
 _LEAST = 16  # queries: a block of fewer would be mostly padding, and decoding must choose quickly
-_SIDE = 32  # queries in a block
+_SIDE = 32  # queries in a block, and keys
+_FAR = (1 << 31) - 1  # a key after all others
+_SOFTMAX = 0.25  # times as long as in torch's kernel
 _OPERATORS = 40  # operators that starting a call costs as much as
 
 
@@ -75,16 +78,24 @@ def _machine_objection() -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """The products of the visible scores, in whole blocks of queries, and packing."""
+    """Products and softmax of the scores, and packing, which reads as torch's kernel does."""
     found = intervals_of(call.mask, call.span)
     assert found is not None
-    starts, stops = found
-    visible = float((stops - starts).clamp(min=0).sum()) * call.batch / starts.shape[0]
-    whole = -(-call.num_queries // _SIDE) * _SIDE / call.num_queries
+    scores = call.num_heads * call.batch / found[0].shape[0] * _scores(*found)
     width = call.head_dim + call.v_head_dim
-    products = 2 * call.num_heads * visible * whole * width
     packed = call.batch * call.num_kv_heads * call.num_keys * width
-    return _OPERATORS * SPEED.call + products / SPEED.tiled + packed / SPEED.elements
+    each = 2 * width / SPEED.tiled + _SOFTMAX / SPEED.scores
+    return _OPERATORS * SPEED.call + scores * each + packed / SPEED.rows_half
+
+
+def _scores(starts: Tensor, stops: Tensor) -> float:
+    """Scores of a head that are computed, in all rows: whole blocks of queries and of keys."""
+    empty, missing = stops <= starts, -starts.shape[1] % _SIDE
+    low = F.pad(starts.masked_fill(empty, _FAR), (0, missing), value=_FAR)
+    high = F.pad(stops.masked_fill(empty, 0), (0, missing))
+    first = low.unflatten(1, (-1, _SIDE)).amin(2) // _SIDE
+    last = -(-high.unflatten(1, (-1, _SIDE)).amax(2) // _SIDE)
+    return _SIDE**2 * float((last - first).clamp(min=0).sum())
 
 
 def run(

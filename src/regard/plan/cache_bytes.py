@@ -1,0 +1,167 @@
+"""Bytes of a layer's cache: those that tokens need, and those that regard's caches allocate.
+
+Of one layer, on one rank, in all rows of the batch.
+"""
+
+from regard.plan.formula import Formula, ceil_div, maximum, minimum, number, size
+from regard.plan.shapes import LayerShape, Storage
+from regard.plan.sizes import (
+    BATCH,
+    CHUNK,
+    HEAD,
+    ITEMSIZE,
+    KEY_HEADS,
+    LATENT,
+    ROTARY,
+    TOKENS,
+    VALUE,
+    WINDOW,
+    within_window,
+)
+
+POSITION = 4  # bytes of the int32 position that LatentKVAttention caches beside a latent
+SCALE_AND_ZERO = 4  # bytes for a group of channels: QuantizedCache stores two bfloat16 numbers
+FIRST_CAPACITY = 256  # tokens of the first buffers of KVCache
+
+
+def token_bytes(layer: LayerShape, storage: Storage) -> Formula:
+    """Bytes of one token of one row in the cache that a layer reads.
+
+    Args:
+        layer: with keys and values, or with a latent.
+        storage: of the cache.
+
+    Raises:
+        ValueError: for linear attention, which stores no tokens.
+
+    Examples:
+        >>> from regard.plan.cache_bytes import token_bytes
+        >>> from regard.plan.shapes import STORAGES, LayerShape
+        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+        >>> token_bytes(gqa, STORAGES["plain"])
+        ceil(num_kv_heads / tp) x (head_dim x itemsize + v_head_dim x itemsize)
+    """
+    if layer.kind == "linear":
+        raise ValueError("linear attention stores a state and no tokens; use cache_bytes")
+    if layer.kind == "MLA":
+        return _stored(LATENT + ROTARY, "key_bits", storage.key_bits, storage.group)
+    if layer.kind == "LatentKV":
+        return _stored(LATENT, "key_bits", storage.key_bits, storage.group) + POSITION
+    keys = _stored(HEAD, "key_bits", storage.key_bits, storage.group)
+    values = _stored(VALUE, "value_bits", storage.value_bits, storage.group)
+    return KEY_HEADS * (keys + values)
+
+
+def cache_bytes(layer: LayerShape, storage: Storage) -> Formula:
+    """Bytes of the tokens that are needed: those held, or those of a window or a chunk if fewer.
+
+    Of a window as many as its size, the newest token's own counted; of a chunk a whole one, which
+    is the most that is needed at a time. A layer with `keys_of` caches nothing. The state of linear
+    attention does not depend on the context, and is on every rank.
+
+    Args:
+        layer: of any kind.
+        storage: of its cache.
+
+    Examples:
+        >>> from regard.plan.cost import cache_bytes, sizes
+        >>> from regard.plan.shapes import STORAGES, LayerShape
+        >>> mla = LayerShape(hidden_size=5120, num_heads=128, num_kv_heads=128, head_dim=192,
+        ...     v_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64)
+        >>> formula = cache_bytes(mla, STORAGES["plain"])
+        >>> formula.evaluate(**sizes(mla, STORAGES["plain"], context=1, dtype="bfloat16"))
+        1152
+    """
+    if layer.keys_of is not None:
+        return number(0)
+    if layer.kind == "linear":
+        return BATCH * size("state_elements") * ITEMSIZE
+    return BATCH * _needed(layer) * token_bytes(layer, storage)
+
+
+def allocated_bytes(layer: LayerShape, storage: Storage) -> Formula:
+    """Bytes of the buffers of regard's cache, after a prefill of the context and one decoded token.
+
+    Plain keys and values of a window are in a `SlidingCache`, whose buffers have room for 1.25
+    windows from the start, however short the context is; others are in a `KVCache`, whose buffers
+    have room for 256 tokens at first and double when they are full; codes are in a
+    `QuantizedCache`, which grows in the same way and has all tokens of layers with a window, too.
+
+    Args:
+        layer: of any kind.
+        storage: of its cache.
+
+    Raises:
+        ValueError: if no cache of regard stores keys and values like this.
+
+    Examples:
+        >>> from regard.plan.cost import allocated_bytes, sizes
+        >>> from regard.plan.shapes import STORAGES, LayerShape
+        >>> mqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=1, head_dim=8, v_head_dim=8)
+        >>> formula = allocated_bytes(mqa, STORAGES["plain"])
+        >>> [formula.evaluate(**sizes(mqa, STORAGES["plain"], context=n)) for n in (255, 256)]
+        [16384, 32768]
+    """
+    if layer.keys_of is not None or layer.kind == "linear":
+        return cache_bytes(layer, storage)
+    _check_quantized(storage)
+    slides = layer.window is not None and storage.key_bits is None
+    return BATCH * (_sliding() if slides else _growing()) * token_bytes(layer, storage)
+
+
+def static_bytes(layer: LayerShape, storage: Storage) -> Formula:
+    """Bytes of the buffers of a `StaticCache` for `capacity` tokens.
+
+    Args:
+        layer: of any kind.
+        storage: of its cache, which is plain.
+
+    Raises:
+        ValueError: if the storage is not plain.
+    """
+    if storage.key_bits is not None or storage.value_bits is not None:
+        raise ValueError(f"StaticCache stores no codes, got storage={storage.name!r}; use 'plain'")
+    if layer.keys_of is not None or layer.kind == "linear":
+        return cache_bytes(layer, storage)
+    return BATCH * size("capacity") * token_bytes(layer, storage)
+
+
+def _stored(width: Formula, name: str, bits: int | None, group: int) -> Formula:
+    """Bytes of the channels of one head and token: numbers, or codes with their scales and zeros.
+
+    The last byte of codes of fewer than 8 bits may have room left, and the last group of channels
+    may be smaller.
+    """
+    if bits is None:
+        return width * ITEMSIZE
+    codes = ceil_div(width * size(name), 8)
+    return codes + SCALE_AND_ZERO * ceil_div(width, size("group")) if group else codes
+
+
+def _needed(layer: LayerShape) -> Formula:
+    tokens = within_window(layer, TOKENS)
+    return tokens if layer.chunk is None else minimum(tokens, CHUNK)
+
+
+def _growing() -> Formula:
+    """Tokens of the buffers of `KVCache`: 256, until a token does not fit into the buffers of the
+    prefill, which are then doubled. The last term is above the doubled context from 256 tokens on.
+    """
+    doubled = minimum(2 * TOKENS, 2 * FIRST_CAPACITY * (TOKENS - (FIRST_CAPACITY - 1)))
+    return maximum(FIRST_CAPACITY, doubled)
+
+
+def _sliding() -> Formula:
+    """Tokens of the buffers of `SlidingCache`: the window and a quarter of it, rounded down."""
+    return WINDOW + ceil_div(WINDOW - 3, 4)
+
+
+def _check_quantized(storage: Storage) -> None:
+    bits = {storage.key_bits, storage.value_bits}
+    if bits not in ({None}, {8}, {4}) or (
+        bits != {None} and (storage.group < 1 or storage.group % 2)
+    ):
+        raise ValueError(
+            "a cache of regard has keys and values of one kind: plain, or codes of 8 or 4 bits, an "
+            f"even number of channels to a scale; got {storage}; choose from STORAGES"
+        )

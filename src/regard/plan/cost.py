@@ -1,0 +1,220 @@
+"""What attention costs, from shapes alone: parameters, cache bytes, FLOPs and bytes moved.
+
+Each cost is a `Formula`, and `cost_of` evaluates all of them for a layer or for a model.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache, reduce
+from operator import add
+from types import MappingProxyType
+
+from regard.plan.cache_bytes import allocated_bytes, cache_bytes, static_bytes, token_bytes
+from regard.plan.flops import (
+    Form,
+    attention_flops,
+    decode_flops,
+    prefill_flops,
+    visible_decode_flops,
+    visible_keys,
+    visible_pairs,
+    visible_prefill_flops,
+)
+from regard.plan.formula import Formula
+from regard.plan.shapes import LayerShape, ModelShape, Storage
+from regard.plan.sizes import LAYER_SIZES, sizes
+from regard.plan.traffic import decode_bytes, prefill_bytes
+from regard.plan.weights import parameters
+
+__all__ = [
+    "Cost",
+    "allocated_bytes",
+    "attention_flops",
+    "cache_bytes",
+    "cost_of",
+    "decode_bytes",
+    "decode_flops",
+    "formulas",
+    "parameters",
+    "prefill_bytes",
+    "prefill_flops",
+    "sizes",
+    "static_bytes",
+    "token_bytes",
+    "visible_decode_flops",
+    "visible_keys",
+    "visible_pairs",
+    "visible_prefill_flops",
+]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The costs of a layer or of a model's layers, on one rank. Costs add up.
+
+    Attributes:
+        parameters: of the attention.
+        cache_bytes: of the tokens that are needed.
+        allocated_bytes: of the buffers of regard's caches, after the prefill and one token.
+        prefill_flops: of the prefill, every query with every key.
+        visible_prefill_flops: the same with visible keys only.
+        decode_flops: of one more token, with the keys that its cache holds.
+        visible_decode_flops: the same with visible keys only.
+        prefill_bytes: read and written by the prefill.
+        decode_bytes: read and written by one more token.
+        uncounted: layers of linear attention, of which cache bytes alone are known: parameters,
+            FLOPs and bytes moved are those of the other layers.
+
+    Examples:
+        >>> from regard.plan import STORAGES, Cost, LayerShape, cost_of
+        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+        >>> cost = cost_of(gqa, STORAGES["plain"], context=100)
+        >>> isinstance(cost, Cost), cost.cache_bytes, (cost + cost).cache_bytes
+        (True, 12800, 25600)
+    """
+
+    parameters: int = 0
+    cache_bytes: int = 0
+    allocated_bytes: int = 0
+    prefill_flops: int = 0
+    visible_prefill_flops: int = 0
+    decode_flops: int = 0
+    visible_decode_flops: int = 0
+    prefill_bytes: int = 0
+    decode_bytes: int = 0
+    uncounted: int = 0
+
+    @property
+    def prefill_intensity(self) -> float:
+        """FLOPs with visible keys for each byte that a prefill moves."""
+        return self.visible_prefill_flops / self.prefill_bytes if self.prefill_bytes else 0.0
+
+    @property
+    def decode_intensity(self) -> float:
+        """FLOPs with visible keys for each byte that one more token moves."""
+        return self.visible_decode_flops / self.decode_bytes if self.decode_bytes else 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(getattr(self, name) + getattr(other, name) for name in _NAMES))
+
+    def __mul__(self, layers: int) -> "Cost":
+        return Cost(*(getattr(self, name) * layers for name in _NAMES))
+
+
+_NAMES = tuple(each.name for each in fields(Cost))
+
+
+def cost_of(
+    shape: LayerShape | ModelShape,
+    storage: Storage,
+    *,
+    context: int,
+    batch: int = 1,
+    dtype: str | None = None,
+    tp: int = 1,
+    cp: int = 1,
+    prefill_form: Form = "expanded",
+    decode_form: Form = "absorbed",
+) -> Cost:
+    """The costs of a layer, or of all layers of a model together, on one rank.
+
+    Args:
+        shape: of a layer or a model.
+        storage: of the caches.
+        context: tokens in the cache, or of the prefill.
+        batch: rows.
+        dtype: of cache, weights and hidden states; the model's own if None, float32 of a layer.
+        tp: ranks of tensor parallelism.
+        cp: ranks of context parallelism.
+        prefill_form: of MLA, as for `prefill_flops`.
+        decode_form: of MLA, as for `decode_flops`.
+
+    Raises:
+        ValueError: if a number is out of its range, or a layer's mask or storage is not known.
+
+    Examples:
+        >>> from regard.plan import STORAGES, LayerShape, ModelShape, cost_of
+        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+        >>> model = ModelShape(name="two", architecture="llama", layers=(gqa, gqa), hidden_size=64)
+        >>> cost_of(model, STORAGES["int8"], context=1000).cache_bytes == 2 * 1000 * 2 * 2 * (8 + 4)
+        True
+    """
+    if isinstance(shape, LayerShape):
+        layers, chosen = {shape: 1}, dtype or "float32"
+    else:
+        layers = {layer: len(indices) for layer, indices in shape.distinct().items()}
+        chosen = dtype or shape.dtype
+    costs = []
+    for layer, count in layers.items():
+        numbers = sizes(layer, storage, context=context, batch=batch, dtype=chosen, tp=tp, cp=cp)
+        found = formulas(layer, storage, prefill_form, decode_form)
+        evaluated = {name: int(each.evaluate(**numbers)) for name, each in found.items()}
+        costs.append(Cost(**evaluated, uncounted=int(layer.kind == "linear")) * count)
+    return total_of(costs)
+
+
+def total_of(costs: Iterable[Cost]) -> Cost:
+    """The sum of costs."""
+    return reduce(add, costs, Cost())
+
+
+def formulas(
+    layer: LayerShape,
+    storage: Storage,
+    prefill_form: Form = "expanded",
+    decode_form: Form = "absorbed",
+) -> Mapping[str, Formula]:
+    """The formula of each cost that is known of a layer, by the names of `Cost`.
+
+    Memoised: layers that differ in their sizes alone have the same formulas.
+
+    Args:
+        layer: of any kind.
+        storage: of its cache.
+        prefill_form: of MLA, as for `prefill_flops`.
+        decode_form: of MLA, as for `decode_flops`.
+
+    Raises:
+        ValueError: if the layer's mask or the storage is not known.
+
+    Examples:
+        >>> from regard.plan import STORAGES, LayerShape, formulas
+        >>> layer = LayerShape(
+        ...     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
+        >>> of_cache = formulas(layer, STORAGES["plain"])["cache_bytes"]
+        >>> print(" x ".join(of_cache.written().split(" x ")[:3]))
+        batch x ceil(context / cp) x ceil(num_kv_heads / tp)
+    """
+    return _formulas(_without_sizes(layer), storage, prefill_form, decode_form)
+
+
+@cache
+def _without_sizes(layer: LayerShape) -> LayerShape:
+    """The layer with every size 1 that it has at all, and without what no formula reads."""
+    sizes_of_one = {name: 1 for name in LAYER_SIZES if getattr(layer, name)}
+    other = {"softcap": None, "scale": None, "rope": "", "unsupported": ""}
+    shared = None if layer.keys_of is None else 0
+    return replace(layer, **sizes_of_one, **other, keys_of=shared)  # type: ignore[arg-type]
+
+
+@cache
+def _formulas(
+    layer: LayerShape, storage: Storage, prefill_form: Form, decode_form: Form
+) -> Mapping[str, Formula]:
+    caches = {
+        "cache_bytes": cache_bytes(layer, storage),
+        "allocated_bytes": allocated_bytes(layer, storage),
+    }
+    if layer.kind == "linear":
+        return MappingProxyType(caches)
+    found = {
+        "parameters": parameters(layer),
+        **caches,
+        "prefill_flops": prefill_flops(layer, prefill_form),
+        "visible_prefill_flops": visible_prefill_flops(layer, prefill_form),
+        "decode_flops": decode_flops(layer, decode_form),
+        "visible_decode_flops": visible_decode_flops(layer, decode_form),
+        "prefill_bytes": prefill_bytes(layer, storage),
+        "decode_bytes": decode_bytes(layer, storage),
+    }
+    return MappingProxyType(found)

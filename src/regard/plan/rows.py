@@ -1,0 +1,139 @@
+"""A plan as values: what each attention of a model costs, with each way of storing its cache."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from regard.plan.cost import Cost
+from regard.plan.devices import Device
+from regard.plan.shapes import LayerShape, ModelShape, Storage
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What an engine reserves for a cache.
+
+    Args:
+        engine: its key in `regard.plan.engines.ENGINES`.
+        bytes: on one rank; None if the engine cannot hold this cache.
+        objection: why it cannot, in a sentence; `""` if it can.
+    """
+
+    engine: str
+    bytes: int | None
+    objection: str = ""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """The least time that a device needs for some work.
+
+    Args:
+        device: its key in `regard.plan.devices.DEVICES`, or `"this"`.
+        seconds: summed over layers, of each the larger of two times: its operations at the
+            device's rate, its bytes at the device's bandwidth.
+        bound: `"memory"` or `"compute"`: which of the two most of the time is.
+    """
+
+    device: str
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest context, or batch, whose cache fits the memory; found by search.
+
+    Args:
+        ideal: of the live tokens alone; None if no size is too large.
+        allocated: as regard's cache object allocates.
+        reserved: as the plan's engine reserves; None also if it cannot hold this cache.
+    """
+
+    ideal: int | None
+    allocated: int | None
+    reserved: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One attention with one way of storing its cache. Bytes and work are those of one rank.
+
+    Args:
+        key: of the attention, as `"gqa-4"`.
+        attention: as readers know it, as `"GQA-4"`.
+        storage: how its cache stores numbers.
+        layers: of the model with that attention, in order.
+        cost: of all layers together: parameters, cache bytes (ideal, and as regard's cache object
+            allocates), FLOPs and bytes of the prefill and of one more token.
+        reserved: what each engine reserves, or why it cannot hold this cache.
+        prefill: least times of the prefill of `context` tokens, on each device.
+        decode: the same of one more token for each row of the batch.
+        largest_context: at the plan's batch.
+        largest_batch: at the plan's context.
+
+    Examples:
+        >>> from regard.plan import LayerShape, ModelShape, Row, plan
+        >>> layer = LayerShape(
+        ...     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
+        >>> model = ModelShape(name="m", architecture="llama", layers=(layer,), hidden_size=64)
+        >>> row = plan(model, context=100, devices=["h100"]).rows[0]
+        >>> row.key, row.storage.name, row.cost.cache_bytes, row.reserved_by("vllm").bytes
+        ('shipped', 'plain', 25600, 28672)
+        >>> isinstance(row, Row)
+        True
+    """
+
+    key: str
+    attention: str
+    storage: Storage
+    layers: tuple[LayerShape, ...]
+    cost: Cost
+    reserved: tuple[Reserved, ...]
+    prefill: tuple[Duration, ...]
+    decode: tuple[Duration, ...]
+    largest_context: Largest
+    largest_batch: Largest
+
+    def reserved_by(self, engine: str) -> Reserved:
+        """What this engine reserves."""
+        return next(each for each in self.reserved if each.engine == engine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A model's attentions side by side, for one context, batch and memory.
+
+    Args:
+        model: whose layers were given.
+        context: tokens of a prefill, and in the cache of a decode step.
+        batch: rows.
+        memory: bytes, of each rank, for the cache alone.
+        dtype: of weights, activations and plain caches.
+        tp: ranks that the heads are divided among.
+        cp: ranks that the tokens are divided among.
+        devices: whose times are estimated, by key.
+        engine: whose reserved bytes stand in the table, and in `Largest.reserved`.
+        rows: each attention with each storage.
+        left_out: attentions that cannot be rows, each with the reason; none if rows were chosen.
+
+    Examples:
+        >>> from regard.plan import LayerShape, ModelShape, Plan, plan
+        >>> layer = LayerShape(
+        ...     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
+        >>> model = ModelShape(name="m", architecture="llama", layers=(layer,), hidden_size=64)
+        >>> made = plan(model, context=100, devices=["h100"], attentions=["shipped", "mqa"])
+        >>> isinstance(made, Plan), [row.attention for row in made.rows[::3]]
+        (True, ['GQA-4, as shipped', 'MQA'])
+    """
+
+    model: ModelShape
+    context: int
+    batch: int
+    memory: int
+    dtype: str
+    tp: int
+    cp: int
+    devices: Mapping[str, Device]
+    engine: str
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, str]

@@ -1,0 +1,154 @@
+"""Sizes of a layer of attention, of a cache's storage and of a model: what costs follow from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["MHA", "GQA", "MQA", "MLA", "LatentKV", "linear"]
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The sizes of one layer of attention.
+
+    Args:
+        hidden_size: channels of the hidden states.
+        num_heads: query heads.
+        num_kv_heads: key heads; of MLA as many as query heads, since keys are expanded for each.
+        head_dim: channels of a query or key, of MLA those without RoPE and those with it together.
+        v_head_dim: channels of a value.
+        kv_lora_rank: channels of the latent that keys and values are computed from; None without.
+        q_lora_rank: channels of the latent that queries are computed from; None without.
+        qk_rope_head_dim: of MLA, channels of the key that carries RoPE and is cached beside the
+            latent; of other layers the channels of a head that are rotated.
+        keys_by_position: of a latent layer whose keys are rotated when they are read: its cache
+            holds the latent and an integer position (`LatentKVAttention`).
+        window: keys a query can see at most, its own included; None without a window.
+        chunk: size of the chunks outside which nothing is visible; None without.
+        causal: whether later keys are hidden.
+        keys_of: the index of the layer whose keys and values this one uses; it caches none itself.
+        state_elements: of linear attention and other recurrent layers: numbers of a row's state,
+            which does not grow with the context.
+        bias: names of the projections that have a bias.
+        qk_norm: `"head"` or `"width"` if queries and keys are normalised; None if not.
+        latent_norm: of MLA, whether the latents are normalised.
+        sinks: whether each head has a learned sink.
+        gate: `"head"` or `"channel"` if outputs are gated; None if not.
+        softcap: the bound of the scores; None without.
+        scale: the factor of the scores; None for `head_dim ** -0.5`.
+        rope: the code of the rotary embedding, as `Rotary(64, theta=500000.0)`; `""` without RoPE.
+        unsupported: why no layer of regard computes this one; `""` if one does.
+
+    Examples:
+        >>> from regard.plan import LayerShape
+        >>> sizes = {"hidden_size": 64, "num_heads": 8, "head_dim": 8, "v_head_dim": 8}
+        >>> LayerShape(**sizes, num_kv_heads=2).kind, LayerShape(**sizes, num_kv_heads=1).kind
+        ('GQA', 'MQA')
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_rope_head_dim: int = 0
+    keys_by_position: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    causal: bool = True
+    keys_of: int | None = None
+    state_elements: int = 0
+    bias: tuple[str, ...] = ()
+    qk_norm: Literal["head", "width"] | None = None
+    latent_norm: bool = True
+    sinks: bool = False
+    gate: Literal["head", "channel"] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    rope: str = ""
+    unsupported: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        """The usual name of the attention."""
+        if self.state_elements:
+            return "linear"
+        if self.kv_lora_rank is not None:
+            return "LatentKV" if self.keys_by_position else "MLA"
+        if self.num_kv_heads == self.num_heads:
+            return "MHA"
+        return "MQA" if self.num_kv_heads == 1 else "GQA"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a cache stores keys and values.
+
+    Args:
+        name: as users write it: `"plain"`, `"int8"`, `"int4"`.
+        key_bits: bits of a number of a key or latent; None for the dtype's own.
+        value_bits: the same for values.
+        group: channels that share a scale and a zero; 0 without.
+
+    Examples:
+        >>> from regard.plan import STORAGES, Storage
+        >>> STORAGES["int8"] == Storage("int8", key_bits=8, value_bits=8, group=64)
+        True
+        >>> list(STORAGES)
+        ['plain', 'int8', 'int4']
+    """
+
+    name: str
+    key_bits: int | None = None
+    value_bits: int | None = None
+    group: int = 0
+
+
+STORAGES = {
+    each.name: each
+    for each in (Storage("plain"), Storage("int8", 8, 8, 64), Storage("int4", 4, 4, 32))
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The layers of a model's attention, and what else a plan needs of it.
+
+    Args:
+        name: of the folder or file.
+        architecture: `model_type` of a configuration, `general.architecture` of a GGUF.
+        layers: in order.
+        hidden_size: channels of the hidden states.
+        dtype: of the cache if nothing else is asked for, as `"bfloat16"`.
+        max_positions: the context the model was made for; None if it does not say.
+        weight_bytes: of the files of weights; None if there are none.
+        remarks: sentences that a reader of the description needs, in order.
+
+    Examples:
+        >>> from regard.plan import LayerShape, ModelShape
+        >>> layer = LayerShape(
+        ...     hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+        >>> model = ModelShape(
+        ...     name="mine", architecture="llama", layers=3 * (layer,), hidden_size=64)
+        >>> model.distinct() == {layer: (0, 1, 2)}
+        True
+    """
+
+    name: str
+    architecture: str
+    layers: tuple[LayerShape, ...]
+    hidden_size: int
+    dtype: str = "float32"
+    max_positions: int | None = None
+    weight_bytes: int | None = None
+    remarks: tuple[str, ...] = field(default=())
+
+    def distinct(self) -> Mapping[LayerShape, tuple[int, ...]]:
+        """The different layers, each with the indices of those that are alike, in order."""
+        found: dict[LayerShape, tuple[int, ...]] = {}
+        for index, layer in enumerate(self.layers):
+            found[layer] = (*found.get(layer, ()), index)
+        return found

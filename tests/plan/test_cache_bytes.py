@@ -1,0 +1,214 @@
+"""Bytes of caches: figures of papers, arithmetic by hand, and the caches themselves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from measured_layers import cache_of, layer_of
+from regard import KVCache, SlidingCache, StaticCache
+from regard.plan import cost as real_cost
+from regard.plan.shapes import STORAGES, LayerShape, Storage
+
+PLAIN, INT8, INT4 = STORAGES.values()
+GQA = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+MLA = replace(GQA, num_kv_heads=8, kv_lora_rank=12, qk_rope_head_dim=4)
+LATENT_KV = replace(GQA, kv_lora_rank=12, keys_by_position=True)
+WIDE = LayerShape(
+    hidden_size=5120, num_heads=128, num_kv_heads=128, head_dim=128, v_head_dim=128
+)  # of the comparisons in arXiv:2405.04434
+
+
+@pytest.fixture
+def cost():
+    """The module: tests/plan/test_wrong_formulas.py gives the same tests a wrong one."""
+    return real_cost
+
+
+def evaluated(cost, formula, layer, storage=PLAIN, **call):
+    call = {"context": 1, **call}
+    return formula.evaluate(**cost.sizes(layer, storage, **call))
+
+
+def needed(cost, layer, storage=PLAIN, **call):
+    return evaluated(cost, cost.cache_bytes(layer, storage), layer, storage, **call)
+
+
+def allocated(cost, layer, storage=PLAIN, **call):
+    return evaluated(cost, cost.allocated_bytes(layer, storage), layer, storage, **call)
+
+
+def test_bytes_of_a_token_in_papers(cost):
+    mla = replace(WIDE, head_dim=192, kv_lora_rank=512, qk_rope_head_dim=64)
+    for layer, nbytes in (
+        (WIDE, 65536),
+        (replace(WIDE, num_kv_heads=8), 4096),
+        (replace(WIDE, num_kv_heads=1), 512),
+        (mla, 1152),
+    ):
+        assert needed(cost, layer, dtype="bfloat16") == nbytes
+
+
+def test_deepseek_v2_saves_93_percent(cost):
+    """arXiv:2405.04434: 93.3 % less than DeepSeek 67B, with 6 bits an element (section 3.2.3).
+
+    DeepSeek 67B has 95 layers of 8 key heads of 128 (arXiv:2401.02954), V2 has 60 layers.
+    """
+    six_bits = Storage("six bits", 6, 6)
+    mla = replace(WIDE, head_dim=192, kv_lora_rank=512, qk_rope_head_dim=64)
+    before = 95 * needed(cost, replace(WIDE, num_kv_heads=8), dtype="bfloat16")
+    after = 60 * needed(cost, mla, six_bits, dtype="bfloat16")
+    plain = 60 * needed(cost, mla, dtype="bfloat16")
+    assert (before, plain, after) == (389_120, 69_120, 25_920)
+    assert round(100 * (1 - after / before), 1) == 93.3
+    assert round(100 * (1 - plain / before), 1) == 82.2  # by the latent alone
+
+
+def test_gemma_3_has_five_windows_for_each_full_layer(cost):
+    """arXiv:2503.19786: windows of 1024; the 27B model has 62 layers of 16 key heads of 128."""
+    full = LayerShape(hidden_size=5376, num_heads=32, num_kv_heads=16, head_dim=128, v_head_dim=128)
+    layers = [full if index % 6 == 5 else replace(full, window=1024) for index in range(62)]
+    call = {"context": 131072, "dtype": "bfloat16"}
+    found = sum(needed(cost, layer, **call) for layer in layers)
+    token = 2 * 16 * 128 * 2  # bytes: keys and values
+    assert found == token * (10 * 131072 + 52 * 1024)
+    assert round(62 * needed(cost, full, **call) / found, 2) == 5.96
+
+
+def test_scales_and_zeros_are_stored_with_codes(cost):
+    wide = replace(GQA, head_dim=96, v_head_dim=33)
+    assert needed(cost, wide, INT8) == 2 * (96 + 2 * 2 * 2 + 33 + 2 * 2 * 1)
+    assert needed(cost, wide, INT4) == 2 * (48 + 2 * 2 * 3 + 17 + 2 * 2 * 2)
+    assert needed(cost, MLA, INT8) == 16 + 2 * 2
+    assert needed(cost, LATENT_KV, INT4) == 6 + 2 * 2 + 4
+
+
+def test_codes_are_those_of_the_cache(cost):
+    layers = (replace(GQA, head_dim=w, v_head_dim=w) for w in (1, 31, 32, 33, 64, 65, 130))
+    for layer in layers:
+        for storage in (INT8, INT4):
+            cache, k = cache_of(layer, storage), torch.zeros(3, 2, 5, layer.head_dim)
+            cache.update(k, k)
+            assert needed(cost, layer, storage, context=5, batch=3) == cache.nbytes
+
+
+def test_values_have_a_width_of_their_own(cost):
+    layer = replace(GQA, head_dim=24, v_head_dim=16)
+    assert needed(cost, layer, context=3) == 3 * 2 * (24 + 16) * 4
+    cache = KVCache()
+    cache.update(torch.zeros(1, 2, 3, 24), torch.zeros(1, 2, 3, 16))
+    assert cache.nbytes == needed(cost, layer, context=3)
+
+
+def test_rows_of_the_batch_have_their_own_tokens(cost):
+    for layer in (GQA, MLA, LATENT_KV, replace(GQA, state_elements=5)):
+        for storage in STORAGES.values():
+            one = needed(cost, layer, storage, context=9)
+            assert needed(cost, layer, storage, context=9, batch=7) == 7 * one
+
+
+def test_a_window_holds_its_size(cost):
+    layer = replace(GQA, window=6)
+    tokens = [needed(cost, layer, context=n) // (2 * 2 * 8 * 4) for n in (0, 1, 5, 6, 7, 100)]
+    assert tokens == [0, 1, 5, 6, 6, 6]
+    assert needed(cost, layer, context=100, cp=3) == needed(cost, layer, context=6)
+
+
+def test_a_chunk_holds_its_size(cost):
+    layer = replace(GQA, chunk=6)
+    tokens = [needed(cost, layer, context=n) // (2 * 2 * 8 * 4) for n in (1, 5, 6, 7, 100)]
+    assert tokens == [1, 5, 6, 6, 6]
+
+
+def test_shared_keys_are_cached_once(cost):
+    shared = replace(GQA, keys_of=3)
+    assert needed(cost, shared, context=9) == allocated(cost, shared, context=9) == 0
+    assert evaluated(cost, cost.static_bytes(shared, PLAIN), shared) == 0
+
+
+def test_a_state_does_not_grow(cost):
+    layer = replace(GQA, state_elements=1000)
+    for storage in STORAGES.values():
+        for context in (0, 5000):
+            call = {"context": context, "batch": 2, "dtype": "bfloat16"}
+            assert needed(cost, layer, storage, **call) == 2 * 1000 * 2
+            assert allocated(cost, layer, storage, **call) == 2 * 1000 * 2
+    with pytest.raises(ValueError, match="stores a state and no tokens"):
+        cost.token_bytes(layer, PLAIN)
+
+
+def test_ranks_share_heads_rounded_up(cost):
+    heads = replace(GQA, num_heads=12, num_kv_heads=6)
+    found = [needed(cost, heads, tp=tp) // (2 * 8 * 4) for tp in (1, 2, 4, 6, 12)]
+    assert found == [6, 3, 2, 1, 1]
+
+
+def test_a_latent_is_on_every_rank(cost):
+    for layer in (MLA, LATENT_KV):
+        assert needed(cost, layer, context=9, tp=4) == needed(cost, layer, context=9)
+
+
+def test_ranks_share_tokens_rounded_up(cost):
+    for layer in (GQA, MLA, LATENT_KV):
+        assert needed(cost, layer, context=10, cp=4) == needed(cost, layer, context=3)
+        assert allocated(cost, layer, context=1030, cp=4) == allocated(cost, layer, context=258)
+
+
+def test_positions_are_cached_beside_a_latent(cost):
+    assert needed(cost, LATENT_KV, context=5, dtype="bfloat16") == 5 * (12 * 2 + 4)
+
+
+def grown(cache, context, *widths):
+    """The bytes that a cache allocates for two rows, one prefill and one token."""
+    with torch.device("meta"):
+        for tokens in (context, 1):
+            cache.update(*(torch.zeros(2, 2, tokens, width) for width in widths))
+    return cache.allocated_bytes
+
+
+def test_buffers_double(cost):
+    for context in (0, 1, 127, 129, 254, 255, 256, 257, 300, 511, 512, 513, 5000):
+        found = allocated(cost, GQA, context=context, batch=2)
+        assert found == grown(KVCache(), context, 8, 8)
+
+
+def test_buffers_of_a_window_have_a_quarter_more(cost):
+    for window in (*range(1, 12), 100, 1023):
+        for context in (1, window, 2 * window + 1):
+            layer = replace(GQA, window=window)
+            found = allocated(cost, layer, context=context, batch=2)
+            assert found == grown(SlidingCache(window), context, 8, 8)
+
+
+def test_codes_of_a_window_are_never_dropped(cost):
+    layer = replace(GQA, window=5)
+    for storage in (INT8, INT4):
+        cache = cache_of(layer, storage)
+        assert allocated(cost, layer, storage, context=300, batch=2) == grown(cache, 300, 8, 8)
+
+
+def test_static_buffers_have_room_for_the_capacity(cost):
+    cache = StaticCache(77)
+    found = evaluated(cost, cost.static_bytes(GQA, PLAIN), GQA, context=5, batch=2, capacity=77)
+    assert found == grown(cache, 5, 8, 8)
+    with pytest.raises(ValueError, match="StaticCache stores no codes"):
+        cost.static_bytes(GQA, INT8)
+
+
+@pytest.mark.parametrize(
+    "storage", [Storage("k8v4", 8, 4, 32), Storage("k3", 3, 3, 32), Storage("odd", 8, 8, 7)]
+)
+def test_a_storage_that_no_cache_has_is_refused(storage, cost):
+    assert needed(cost, GQA, storage) > 0
+    with pytest.raises(ValueError, match="choose from STORAGES"):
+        cost.allocated_bytes(GQA, storage)
+
+
+@pytest.mark.parametrize("layer", [GQA, MLA, LATENT_KV], ids=["GQA", "MLA", "LatentKV"])
+def test_the_layers_cache_what_the_formulas_say(layer, cost):
+    """The streams of the layers themselves; tests/plan/test_cost.py has 500 shapes of them."""
+    for storage in STORAGES.values():
+        cache = cache_of(layer, storage)
+        with torch.device("meta"), torch.no_grad():
+            layer_of(layer)(torch.zeros(2, 9, 64), cache=cache)
+        assert needed(cost, layer, storage, context=9, batch=2) == cache.nbytes

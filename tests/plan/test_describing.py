@@ -1,0 +1,267 @@
+"""Paths to describe, published figures, and files that are damaged or hostile."""
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gguf_headers import plain_block, write_header
+from published_configs import LLAMA_3_1_8B, PUBLISHED
+from regard.hf.loading.untrusted import CheckpointError
+from regard.plan.describing import describe
+from regard.plan.shapes import DTYPE_BYTES, LayerShape, ModelShape
+
+VALUES: list[Any] = [
+    *(None, True, False, "", "6", "\x1b[31m", "<script>", [], {}, [[]], {"a": {}}),
+    *(0, -1, 1, 3, 7, 10**9, 10**40, 2.5, -0.0, 1e308, float("nan"), float("inf")),
+    *([1] * 5, [None], ["full_attention"] * 3, ["no_attention"] * 32, [0.5] * 48),
+]
+NAMES = ("num_kv_cache_heads", "sliding_window", "kv_lora_rank", "layer_types", "rope_scaling")
+SECONDS = 2.0  # for one file, on a loaded machine; most take a millisecond
+
+
+def folder_of(tmp_path: Path, config: Any, name: str = "model") -> Path:
+    folder = tmp_path / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def cached(layer: LayerShape, dtype: str) -> int:
+    """Bytes that a token adds to a layer's cache, from the papers."""
+    numbers = layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
+    if layer.kv_lora_rank is not None:
+        numbers = layer.kv_lora_rank + layer.qk_rope_head_dim
+    return numbers * DTYPE_BYTES[dtype]
+
+
+def test_a_folder_and_its_file_say_the_same(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, LLAMA_3_1_8B)
+    model = describe(folder)
+    assert model == describe(folder / "config.json") == describe(str(folder))
+    assert (model.name, model.architecture, model.dtype) == ("model", "llama", "bfloat16")
+    assert model.max_positions == 131072 and model.weight_bytes is None
+
+
+def test_bytes_of_weights(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, LLAMA_3_1_8B)
+    for name, size in (("model-1.safetensors", 30), ("model-2.safetensors", 12)):
+        (folder / name).write_bytes(b"x" * size)
+    (folder / "consolidated.safetensors").write_bytes(b"x" * 99)
+    assert describe(folder).weight_bytes == 42
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_a_token"),
+    [
+        ("Llama-3.1-8B", 131_072),  # 2 x 8 x 128 x 2 bytes x 32 layers
+        ("DeepSeek-V3", 70_272),  # (512 + 64) x 2 bytes x 61 layers
+        ("Qwen3-0.6B", 114_688),
+        ("falcon-7b", 8_192),
+        ("gemma-3-4b", 139_264),
+    ],
+)
+def test_published_caches(tmp_path: Path, name: str, bytes_a_token: int) -> None:
+    model = describe(folder_of(tmp_path, PUBLISHED[name]))
+    assert sum(cached(layer, model.dtype) for layer in model.layers) == bytes_a_token
+
+
+def test_deepseek_v2_caches_93_percent_less(tmp_path: Path) -> None:
+    """Of DeepSeek 67B, as the paper says (arXiv:2405.04434): 95 layers of 8 key heads of 128."""
+    model = describe(folder_of(tmp_path, PUBLISHED["DeepSeek-V2"]))
+    own = sum(cached(layer, "bfloat16") for layer in model.layers)
+    assert own == 60 * 1152
+    assert round(100 * (1 - own * 6 / 16 / (95 * 2 * 8 * 128 * 2)), 1) == 93.3  # at 6 bits
+
+
+def test_every_published_model_is_described(tmp_path: Path) -> None:
+    for name, config in PUBLISHED.items():
+        model = describe(folder_of(tmp_path, config, name))
+        assert model.name == name
+        assert len({index for at in model.distinct().values() for index in at}) == len(model.layers)
+
+
+def test_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json: give a folder"):
+        describe(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"does not exist: give a folder"):
+        describe(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("", "valid JSON"),
+        ("{", "valid JSON"),
+        ("[]", "must be an object"),
+        ("null", "must be an object"),
+        ('{"model_type": "llama", "model_type": "llama"}', "comes twice"),
+        ("{}", "'model_type' must name the architecture"),
+        ('{"model_type": ["llama"]}', "'model_type' must name"),
+        ('{"model_type": "t5"}', "cross-attention"),
+        ('{"model_type": "unheard_of"}', "'model_type' cannot be described, got 'unheard_of'"),
+        ('{"model_type": "llama"}', "'num_hidden_layers' must be a whole number"),
+        ('{"model_type": "gemma3"}', "'text_config' must describe the layers"),
+        ('{"model_type": "llava", "text_config": {"model_type": "bert"}}', "part of another"),
+        ('{"a":' * 2000 + "1" + "}" * 2000, "valid JSON|levels deep"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, content: str, rule: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rule) as refusal:
+        describe(tmp_path)
+    assert len(str(refusal.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"num_hidden_layers": 10**9}, "may be at most 10000"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' must be a whole number"),
+        ({"num_hidden_layers": -1}, "'num_hidden_layers' must be a whole number"),
+        ({"hidden_size": "4096"}, "'hidden_size' must be a whole number"),
+        ({"hidden_size": 4095}, "'num_attention_heads' must be a divisor of 'hidden_size'"),
+        ({"num_key_value_heads": 5}, "'num_key_value_heads' must be a divisor of the 32"),
+        ({"attention_bias": 1}, "'attention_bias' must be true or false"),
+        ({"rope_theta": "x"}, "'rope_scaling.rope_theta' must be a finite number"),
+        ({"rope_scaling": [8.0]}, "'rope_scaling' must be an object"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "'rope_scaling.rope_type' must be one of"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "KeyError"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2, "window": 3}},
+            "'rope_scaling.window' must be left out",
+        ),
+        ({"torch_dtype": "int3"}, "'dtype' must be one of"),
+        ({"kv_sharing_period": 2}, "'kv_sharing_period' is an entry that may change"),
+        ({"sliding_window": 512}, "'sliding_window' is an entry that may change"),
+        ({"layer_types": ["full_attention"] * 32}, "'layer_types' is an entry"),
+    ],
+)
+def test_entries_that_are_refused(tmp_path: Path, changed: Any, rule: str) -> None:
+    with pytest.raises(CheckpointError, match=rule):
+        describe(folder_of(tmp_path, LLAMA_3_1_8B | changed))
+
+
+def test_unknown_kinds_of_layers_are_refused_by_name(tmp_path: Path) -> None:
+    kinds = ["full_attention"] * 27 + ["moonlight_attention"]
+    config = PUBLISHED["Qwen3-0.6B"] | {"layer_types": kinds}
+    with pytest.raises(CheckpointError, match=r"'layer_types' must be made of .*'moonlight_att"):
+        describe(folder_of(tmp_path, config))
+
+
+def test_links_and_what_is_no_file(tmp_path: Path) -> None:
+    outside = folder_of(tmp_path, LLAMA_3_1_8B, "outside")
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    (folder / "config.json").symlink_to(outside / "config.json")
+    with pytest.raises(CheckpointError, match="may not lead out of its folder"):
+        describe(folder)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(CheckpointError, match="must be a file"):
+        describe(folder)
+    with pytest.raises(CheckpointError, match="must be a file"):
+        describe(folder / "config.json")
+    os.mkfifo(folder / "model.gguf")
+    with pytest.raises(CheckpointError, match="must be a file"):
+        describe(folder / "model.gguf")
+    (folder / "model.gguf").unlink()
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(FileNotFoundError):
+        describe(folder)
+
+
+def damaged(config: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The entries with one to three changed, removed, added or nested."""
+    spoilt = copy.deepcopy(config)
+    for _ in range(draw.randint(1, 3)):
+        holder = spoilt
+        inner = [each for each in holder.values() if isinstance(each, dict) and each]
+        if inner and draw.random() < 0.5:
+            holder = draw.choice(inner)
+        key = draw.choice([*holder, *NAMES])
+        if draw.random() < 0.2:
+            holder.pop(key, None)
+        else:
+            holder[key] = copy.deepcopy(draw.choice(VALUES))
+    return spoilt
+
+
+def outcome(path: Path) -> ModelShape | str:
+    """The description, or the text of the error; other errors than a refusal are raised."""
+    try:
+        return describe(path)
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_500_damaged_configurations(tmp_path: Path, part: int) -> None:
+    """Each is described, or refused in one clear error, in little time."""
+    described = 0
+    for seed in range(100 * part, 100 * part + 100):
+        draw = random.Random(seed)
+        config = damaged(draw.choice(list(PUBLISHED.values())), draw)
+        folder = folder_of(tmp_path, config)
+        start = time.perf_counter()
+        found = outcome(folder)
+        if isinstance(found, str):
+            assert found.startswith(str(folder)) and ", got " in found, (seed, found)
+            assert "\x1b" not in found and len(found) < 1500, seed
+        else:
+            described += 1
+            assert 1 <= len(found.layers) <= 10_000, seed
+        assert time.perf_counter() - start < SECONDS, seed
+    assert 5 < described < 95  # the mutations are neither all harmless nor all fatal
+
+
+def test_200_damaged_gguf_headers(tmp_path: Path) -> None:
+    keys = {"embedding_length": 24, "attention.head_count": 6, "attention.head_count_kv": [2, 6]}
+    keys |= {"attention.sliding_window": 7, "context_length": 64, "rope.freq_base": 1e4}
+    blocks = [plain_block(24, 6, count, 4) for count in (2, 6)]
+    sound = write_header(tmp_path / "sound.gguf", "gemma2", keys, blocks).read_bytes()
+    end = sound.index(b"blk.1.attn_output") + 60
+    file = tmp_path / "spoilt.gguf"
+    for seed in range(200):
+        draw = random.Random(seed)
+        data = bytearray(sound)
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(end)] = draw.choice((0, 1, 9, 127, 255))
+        file.write_bytes(data if draw.random() < 0.8 else data[: draw.randrange(len(data))])
+        found = outcome(file)
+        assert not isinstance(found, str) or found.startswith(str(file)), (seed, found)
+
+
+def test_many_layers_take_little_time(tmp_path: Path) -> None:
+    count = 2_000  # in proportion: type checks of the tests take most of it
+    config = PUBLISHED["gemma-3n-E2B"]["text_config"] | {"num_hidden_layers": count}
+    config |= {"layer_types": ["sliding_attention", "full_attention"] * (count // 2)}
+    start = time.perf_counter()
+    assert len(describe(folder_of(tmp_path, config)).layers) == count
+    config = PUBLISHED["SmolLM3-3B"] | {"num_hidden_layers": count}
+    config |= {"layer_types": None, "no_rope_layers": [1, 0] * (count // 2)}
+    assert len(describe(folder_of(tmp_path, config)).layers) == count
+    config = PUBLISHED["gpt2"] | {"n_layer": count, "scale_attn_by_inverse_layer_idx": True}
+    model = describe(folder_of(tmp_path, config))
+    assert len(model.distinct()) == count
+    assert time.perf_counter() - start < 6 * SECONDS
+
+
+def test_transformers_is_not_imported(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, LLAMA_3_1_8B)
+    program = (
+        "import sys; from regard.plan.describing import describe; describe(sys.argv[1]);"
+        "print([name for name in ('transformers', 'gguf', 'numba', 'safetensors', 'rich') "
+        "if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"

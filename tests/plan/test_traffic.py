@@ -1,0 +1,65 @@
+"""Bytes moved, counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from regard.plan import cost as real_cost
+from regard.plan.shapes import STORAGES, LayerShape
+
+PLAIN, INT8 = STORAGES["plain"], STORAGES["int8"]
+GQA = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+WEIGHTS = 64 * (64 + 16 + 16 + 64)  # parameters of GQA
+TOKEN = 2 * (8 + 8)  # numbers of keys and values
+
+
+@pytest.fixture
+def cost():
+    """The module: tests/plan/test_wrong_formulas.py gives the same tests a wrong one."""
+    return real_cost
+
+
+def evaluated(cost, formula, layer, storage=PLAIN, **call):
+    return formula.evaluate(**cost.sizes(layer, storage, **call))
+
+
+def test_a_step_reads_weights_and_cache_once(cost):
+    found = evaluated(cost, cost.decode_bytes(GQA, PLAIN), GQA, context=9, batch=3)
+    assert found == 4 * (WEIGHTS + 3 * (2 * 64 + (10 + 1) * TOKEN))
+    codes = evaluated(cost, cost.decode_bytes(GQA, INT8), GQA, INT8, context=9, batch=3)
+    assert codes == 4 * (WEIGHTS + 3 * 2 * 64) + 3 * 11 * 2 * (8 + 4 + 8 + 4)
+
+
+def test_a_step_reads_visible_keys(cost):
+    for layer, keys in ((replace(GQA, window=4), 4), (replace(GQA, chunk=6), 4)):
+        found = evaluated(cost, cost.decode_bytes(layer, PLAIN), layer, context=9)
+        assert found == 4 * (WEIGHTS + 2 * 64 + (keys + 1) * TOKEN)
+
+
+def test_a_prefill_writes_and_reads_every_token(cost):
+    for layer in (GQA, replace(GQA, window=4)):
+        found = evaluated(cost, cost.prefill_bytes(layer, PLAIN), layer, context=9, batch=3)
+        assert found == 4 * (WEIGHTS + 3 * 9 * (2 * 64 + 2 * TOKEN))
+
+
+def test_shared_keys_are_read_and_not_written(cost):
+    shared = replace(GQA, keys_of=0)
+    weights = 64 * (64 + 64)
+    step = evaluated(cost, cost.decode_bytes(shared, PLAIN), shared, context=9)
+    assert step == 4 * (weights + 2 * 64 + 10 * TOKEN)
+    prefill = evaluated(cost, cost.prefill_bytes(shared, PLAIN), shared, context=9)
+    assert prefill == 4 * (weights + 9 * (2 * 64 + TOKEN))
+
+
+def test_ranks_share_heads_and_tokens(cost):
+    a_rank = 64 * (32 + 8 + 8 + 32)
+    step = evaluated(cost, cost.decode_bytes(GQA, PLAIN), GQA, context=9, tp=2, cp=3)
+    assert step == 4 * (a_rank + 2 * 64 + (4 + 1) * TOKEN // 2)
+    prefill = evaluated(cost, cost.prefill_bytes(GQA, PLAIN), GQA, context=9, tp=2, cp=3)
+    assert prefill == 4 * (a_rank + 3 * 2 * 64 + (9 + 3) * TOKEN // 2)
+
+
+def test_linear_attention_is_refused(cost):
+    for kind in (cost.prefill_bytes, cost.decode_bytes):
+        with pytest.raises(ValueError, match="do not follow from its sizes"):
+            kind(replace(GQA, state_elements=5), PLAIN)

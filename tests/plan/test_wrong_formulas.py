@@ -1,0 +1,306 @@
+"""Mutants of the costs: formulas with one mistake each, every one noticed by the tests it names."""
+
+import importlib
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import pytest
+
+from regard import plan
+from regard.plan import cost as real_cost
+
+SOURCES = Path(plan.__file__).parent
+MODULES = ("formula", "sizes", "cache_bytes", "weights", "flops", "traffic", "cost")
+IN_ALL = "test_cost:test_costs_are_those_of_real_layers_and_caches"  # the random shapes
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake: `right` is replaced by `wrong` in a module, and `noticed_by` fails."""
+
+    module: str
+    right: str
+    wrong: str
+    noticed_by: tuple[str, ...]
+
+
+def caches(right, wrong, *names):
+    return Mutant("cache_bytes", right, wrong, tuple(f"test_cache_bytes:{name}" for name in names))
+
+
+def flops(right, wrong, *names):
+    return Mutant("flops", right, wrong, tuple(f"test_flops:{name}" for name in names))
+
+
+def weights(right, wrong, *names):
+    return Mutant("weights", right, wrong, tuple(f"test_weights:{name}" for name in names))
+
+
+def traffic(right, wrong, *names):
+    return Mutant("traffic", right, wrong, tuple(f"test_traffic:{name}" for name in names))
+
+
+PAPERS, SCALES = "test_bytes_of_a_token_in_papers", "test_scales_and_zeros_are_stored_with_codes"
+NEEDED = "BATCH * _needed(layer) * token_bytes"
+MUTANTS = {
+    "query heads for key heads": caches(
+        "KEY_HEADS * (keys + values)", "size('num_heads') * (keys + values)", PAPERS
+    ),
+    "twice the latent, as keys and as values": caches(
+        "_stored(LATENT + ROTARY,", "2 * _stored(LATENT + ROTARY,", PAPERS
+    ),
+    "a latent for every head": caches(
+        "return _stored(LATENT + ROTARY,", "return KEY_HEADS * _stored(LATENT + ROTARY,", PAPERS
+    ),
+    "the part with RoPE forgotten": caches("_stored(LATENT + ROTARY,", "_stored(LATENT,", PAPERS),
+    "values forgotten": caches("(keys + values)", "keys", PAPERS),
+    "values as wide as keys": caches(
+        "_stored(VALUE,", "_stored(HEAD,", "test_values_have_a_width_of_their_own"
+    ),
+    "the window ignored": caches(
+        "within_window(layer, TOKENS)",
+        "TOKENS",
+        "test_a_window_holds_its_size",
+        "test_gemma_3_has_five_windows_for_each_full_layer",
+    ),
+    "the chunk ignored": caches(
+        "if layer.chunk is None else minimum(tokens, CHUNK)", "", "test_a_chunk_holds_its_size"
+    ),
+    "shared keys cached twice": caches(
+        "if layer.keys_of is not None:\n        return number(0)",
+        "",
+        "test_shared_keys_are_cached_once",
+    ),
+    "scales and zeros of codes forgotten": caches(
+        ' + SCALE_AND_ZERO * ceil_div(width, size("group")) if group else codes',
+        "",
+        SCALES,
+        "test_codes_are_those_of_the_cache",
+    ),
+    "zeros forgotten": caches(
+        "SCALE_AND_ZERO = 4", "SCALE_AND_ZERO = 2", SCALES, "test_codes_are_those_of_the_cache"
+    ),
+    "scales in float32": caches("SCALE_AND_ZERO = 4", "SCALE_AND_ZERO = 8", SCALES),
+    "the last group of channels forgotten": caches(
+        'ceil_div(width, size("group"))', '(ceil_div(width + 1, size("group")) - 1)', SCALES
+    ),
+    "half bytes of codes lost": caches(
+        "ceil_div(width * size(name), 8)", "(ceil_div(width * size(name) + 1, 8) - 1)", SCALES
+    ),
+    "the batch forgotten": caches(
+        NEEDED, NEEDED.removeprefix("BATCH * "), "test_rows_of_the_batch_have_their_own_tokens"
+    ),
+    "positions of a latent forgotten": caches(
+        " + POSITION", "", "test_positions_are_cached_beside_a_latent"
+    ),
+    "positions in the dtype of the latent": caches(
+        " + POSITION", " + ITEMSIZE", "test_positions_are_cached_beside_a_latent"
+    ),
+    "a state that grows": caches(
+        'BATCH * size("state_elements")',
+        'BATCH * TOKENS * size("state_elements")',
+        "test_a_state_does_not_grow",
+    ),
+    "growth of the buffers ignored": caches(
+        "(_sliding() if slides else _growing())", "_needed(layer)", "test_buffers_double"
+    ),
+    "buffers doubled before they are full": caches(
+        "minimum(2 * TOKENS, 2 * FIRST_CAPACITY * (TOKENS - (FIRST_CAPACITY - 1)))",
+        "2 * TOKENS",
+        "test_buffers_double",
+    ),
+    "the first buffers forgotten": caches(
+        "maximum(FIRST_CAPACITY, doubled)", "doubled", "test_buffers_double"
+    ),
+    "no room beside a window": caches(
+        "WINDOW + ceil_div(WINDOW - 3, 4)",
+        "WINDOW",
+        "test_buffers_of_a_window_have_a_quarter_more",
+    ),
+    "a quarter rounded up": caches(
+        "ceil_div(WINDOW - 3, 4)",
+        "ceil_div(WINDOW, 4)",
+        "test_buffers_of_a_window_have_a_quarter_more",
+    ),
+    "codes dropped behind a window": caches(
+        " and storage.key_bits is None", "", "test_codes_of_a_window_are_never_dropped"
+    ),
+    "heads of a rank rounded down": Mutant(
+        "sizes",
+        'KEY_HEADS = ceil_div(size("num_kv_heads"), size("tp"))',
+        'KEY_HEADS = ceil_div(size("num_kv_heads") + 1 - size("tp"), size("tp"))',
+        ("test_cache_bytes:test_ranks_share_heads_rounded_up",),
+    ),
+    "a latent shared by ranks": caches(
+        "return _stored(LATENT + ROTARY,",
+        'return _stored(ceil_div(LATENT + ROTARY, size("tp")),',
+        "test_a_latent_is_on_every_rank",
+    ),
+    "all tokens on every rank": Mutant(
+        "sizes",
+        'TOKENS = ceil_div(CONTEXT, size("cp"))',
+        "TOKENS = CONTEXT",
+        ("test_cache_bytes:test_ranks_share_tokens_rounded_up",),
+    ),
+    "biases forgotten": weights(
+        'biases = {f"{name}.bias": outputs[name] for name in layer.bias}',
+        "biases = {}",
+        "test_biases_norms_sinks_and_gates_are_counted",
+        "test_parameters_are_those_of_layers",
+    ),
+    "sinks forgotten": weights(
+        '({"sinks": QUERY_HEADS} if layer.sinks else {})',
+        "{}",
+        "test_biases_norms_sinks_and_gates_are_counted",
+    ),
+    "norms of latents forgotten": weights(
+        'layer.kind == "MLA" and layer.latent_norm', "False", "test_projections_by_hand"
+    ),
+    "the output as wide as the hidden states": weights(
+        '"o_proj": QUERY_HEADS * VALUE', '"o_proj": HIDDEN', "test_projections_by_hand"
+    ),
+    "keys of the part with RoPE computed from latents": weights(
+        "(HEAD - ROTARY + VALUE)", "(HEAD + VALUE)", "test_projections_by_hand"
+    ),
+    "projections of shared keys": weights(
+        "if layer.keys_of is None:\n        found |=",
+        "if True:\n        found |=",
+        "test_shared_keys_have_no_projections",
+    ),
+    "a multiply-add counted as 1": flops(
+        "MULTIPLY_ADD = 2", "MULTIPLY_ADD = 1", "test_a_multiply_add_is_two_operations"
+    ),
+    "absorbed counted as expanded": flops(
+        'layer.kind == "MLA" and form == "absorbed"',
+        "False",
+        "test_the_forms_differ_as_their_authors_say",
+    ),
+    "expanded counted as absorbed": flops(
+        'layer.kind == "MLA" and form == "absorbed"',
+        'layer.kind == "MLA"',
+        "test_the_forms_differ_as_their_authors_say",
+    ),
+    "scores of key heads alone": flops(
+        "BATCH * QUERY_HEADS * pairs",
+        'BATCH * size("num_kv_heads") * pairs',
+        "test_ranks_share_heads_and_tokens",
+    ),
+    "weighted sums forgotten": flops(
+        "else HEAD + VALUE", "else HEAD", "test_a_multiply_add_is_two_operations"
+    ),
+    "the mask's half for a triangle with its diagonal": flops(
+        "ceil_div(tokens * (tokens + 1), 2)",
+        "ceil_div(tokens * tokens, 2)",
+        "test_visible_pairs_are_those_of_dense_masks",
+    ),
+    "a window as long for the first queries": flops(
+        "_triangle(first) + (CONTEXT - first) * WINDOW",
+        "CONTEXT * WINDOW",
+        "test_visible_pairs_are_those_of_dense_masks",
+    ),
+    "the new token's own key forgotten": flops(
+        'keys = within_window(layer, ceil_div(CONTEXT + 1, size("cp")))',
+        'keys = within_window(layer, ceil_div(CONTEXT, size("cp")))',
+        "test_a_step_reads_its_window_or_chunk",
+    ),
+    "weights read for every row": traffic(
+        "parameters(layer) * ITEMSIZE",
+        "BATCH * parameters(layer) * ITEMSIZE",
+        "test_a_step_reads_weights_and_cache_once",
+    ),
+    "the whole context read in spite of a window": traffic(
+        "keys=visible_keys(layer)", "keys=CONTEXT + 1", "test_a_step_reads_visible_keys"
+    ),
+    "a new token not written": traffic(
+        "else keys + tokens", "else keys", "test_a_step_reads_weights_and_cache_once"
+    ),
+    "shared keys written": traffic(
+        "keys if layer.keys_of is not None else keys + tokens",
+        "keys + tokens",
+        "test_shared_keys_are_read_and_not_written",
+    ),
+    "one layer of each kind": Mutant(
+        "cost", "len(indices)", "1", ("test_cost:test_costs_of_layers_add_up",)
+    ),
+    "the batch forgotten in a step": flops(
+        "[MULTIPLY_ADD * BATCH * tokens", "[MULTIPLY_ADD * tokens", "test_mla_in_both_forms"
+    ),
+}
+ARGUMENTS = {  # of named tests with parameters
+    IN_ALL: {"part": 0},
+    "test_flops:test_mla_in_both_forms": {"form": "absorbed", "q_lora_rank": 6},
+}
+OUT_OF_REACH = {  # of the random shapes, which have one rank, no chunks, and one layer
+    "values as wide as keys",
+    "the chunk ignored",
+    "shared keys cached twice",
+    "a state that grows",
+    "codes dropped behind a window",
+    "heads of a rank rounded down",
+    "a latent shared by ranks",
+    "all tokens on every rank",
+    "projections of shared keys",
+    "the mask's half for a triangle with its diagonal",
+    "a window as long for the first queries",
+    "weights read for every row",
+    "the whole context read in spite of a window",
+    "a new token not written",
+    "shared keys written",
+    "one layer of each kind",
+}
+
+
+def built(mutant: Mutant, monkeypatch) -> ModuleType:
+    """The module `cost` on top of the modules with the mistake in one of them."""
+    for name in MODULES:
+        source = (SOURCES / f"{name}.py").read_text()
+        if name == mutant.module:
+            assert source.count(mutant.right) == 1, f"{mutant.right!r} is not once in {name}.py"
+            source = source.replace(mutant.right, mutant.wrong)
+        module = ModuleType(f"regard.plan.{name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compiled(source), vars(module))
+    return module
+
+
+@cache
+def compiled(source: str) -> CodeType:
+    return compile(source, "costs with a mistake", "exec")
+
+
+def run(name: str, cost: ModuleType) -> None:
+    """A test of another file, given a module of costs."""
+    file, _, test = name.partition(":")
+    getattr(importlib.import_module(f"plan.{file}"), test)(**ARGUMENTS.get(name, {}), cost=cost)
+
+
+def noticed(name: str, cost: ModuleType) -> bool:
+    try:
+        run(name, cost)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_a_mistake_is_noticed_by_the_tests_it_names(mistake, monkeypatch):
+    mutant = MUTANTS[mistake]
+    wrong = built(mutant, monkeypatch)
+    for name in mutant.noticed_by:
+        assert not noticed(name, real_cost)
+        assert noticed(name, wrong)
+
+
+def test_the_random_shapes_notice_what_is_in_their_reach(monkeypatch):
+    for mistake in MUTANTS.keys() - OUT_OF_REACH:
+        with monkeypatch.context() as patched:
+            assert noticed(IN_ALL, built(MUTANTS[mistake], patched)), mistake
+
+
+def test_the_same_modules_without_a_mistake_are_right(monkeypatch):
+    unchanged = built(Mutant("cost", "len(indices)", "len(indices)", ()), monkeypatch)
+    names = {IN_ALL, *(name for mutant in MUTANTS.values() for name in mutant.noticed_by)}
+    assert not [name for name in sorted(names) if noticed(name, unchanged)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,3 +217,11 @@ def test_a_model_with_qk_norm_is_compared_with_joint_latents(family, texts):
         assert "no place for qk_norm" in found[name].remark
         assert "a joint latent of keys and values does" in found[name].remark
         assert "larger budget" not in found[name].remark
+
+
+def test_a_notebook_shows_the_verdict_and_every_row(result):
+    html = replace(result, verdict="<i>best</i>")._repr_html_()
+    assert "&lt;i&gt;best&lt;/i&gt;" in html
+    assert html.count("<tr>") == 1 + len(result.rows)
+    assert f"{result.rows[0].perplexity:,.3f}" in html
+    assert "<script" not in html

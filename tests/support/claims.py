@@ -30,7 +30,9 @@ from pages import ROOT, fences, inline_codes
 from regard.hf.generating.caches import GenerationCache
 from regard.verify import Report
 
-PACKAGES = ("masks", "cache", "rope", "hf", "convert", "compare", "verify", "bench")
+PACKAGES = (
+    "masks", "cache", "rope", "hf", "convert", "compare", "plan", "see", "verify", "bench",
+)  # fmt: skip
 CONTRIBUTORS = ("CONTRIBUTING.md", "docs/design.md", "docs/verify-details.md")  # know the inside
 FOREIGN = {  # names that pages mention, by the library they come from
     "a heading of CHANGELOG.md": ["Unreleased"],

@@ -23,6 +23,7 @@ FOREIGN_OPTIONS = {
     "--wheel-dir": "pip",
 }
 SHELL = {"cd", "export", "git", "mypy", "pip", "pytest", "python", "regard", "ruff", "source"}
+PART = re.compile(r"""(?:"[^"]*"|'[^']*'|(?<!&)&(?!&)|[^;|&"'])+""")  # between && ; | but in quotes
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
@@ -32,8 +33,14 @@ def command_line() -> Any:
 
 
 def verbs() -> dict[str, Any]:
-    """The verbs of the command line."""
-    return command_line().commands
+    """The verbs of the command line, those of a group with its name: `show mask`."""
+    found = {}
+    for name, command in command_line().commands.items():
+        inside = getattr(command, "commands", None)
+        found |= (
+            {f"{name} {each}": one for each, one in inside.items()} if inside else {name: command}
+        )
+    return found
 
 
 def options_of(verb: str) -> set[str]:
@@ -58,7 +65,7 @@ def commands(block: str) -> list[str]:
     """The commands of a block, without prompts and comments."""
     lines = re.sub(r"\\\n\s*", " ", block).splitlines()
     bare = (re.sub(r"(^|\s)#.*", "", line).removeprefix("$ ").strip() for line in lines)
-    return [part.strip() for line in bare for part in re.split(r"&&|;|\|", line) if part.strip()]
+    return [part.strip() for line in bare for part in PART.findall(line) if part.strip()]
 
 
 def faults_of_command(line: str, *, whole: bool) -> list[str]:
@@ -100,6 +107,8 @@ def faults_of_program(line: str, path: str, words: list[str]) -> list[str]:
 def faults_of_verb(line: str, words: list[str], *, whole: bool) -> list[str]:
     """The faults of a command line of regard."""
     verb, *rest = words or [""]
+    if rest and f"{verb} {rest[0]}" in verbs():
+        verb, *rest = f"{verb} {rest[0]}", *rest[1:]
     if verb in options_of("") or verb in ("", "VERB"):
         return []
     if verb not in verbs():

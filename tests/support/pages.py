@@ -1,7 +1,7 @@
 """The pages: what the documents show, in both languages."""
 
 import re
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +55,17 @@ def snippets() -> list[tuple[Block, Block | None]]:
                 prints = following and following.title in (PRINTS, PRINTS_FIGURES)
                 found.append((each, following if prints else None))
     return found
+
+
+def shown_commands(page: str, verb: str) -> list[tuple[str, Block]]:
+    """The command lines `regard VERB` of a page that stand alone, with what they print."""
+    found = blocks(page)
+    return [
+        (each.code.strip().removeprefix("regard "), following)
+        for each, following in pairwise(found)
+        if each.language == "sh" and following.title in (PRINTS, PRINTS_FIGURES)
+        if each.code.startswith(f"regard {verb} ")
+    ]
 
 
 def without_figures(text: str) -> str:

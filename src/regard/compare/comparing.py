@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from regard.compare import converted_cache
 from regard.compare.candidates import Candidate, chosen
-from regard.compare.measure import Row, Sample
+from regard.compare.measure import MEASURED, Row, Sample
 from regard.compare.proving import Proof, prove
 from regard.compare.runner import Runner
+from regard.compare.shapes import shape_of, storage_of
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
 from regard.convert.converting import convert
@@ -21,6 +23,7 @@ from regard.convert.targets import Target
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
 from regard.layers.attention import Attention
+from regard.words import counted
 
 Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
 
@@ -65,6 +68,33 @@ class Comparison:
     rows: tuple[Row, ...]
     verdict: str
     seconds: float
+
+    def _repr_html_(self) -> str:
+        """The verdict and the table of what ran, for notebooks and pages."""
+        from regard.page.page import table  # pages know comparisons, too
+        from regard.page.readable import readable_bytes
+
+        cells = [
+            [f"{row.name} (exact)" if row.exact else row.name]
+            + [format(getattr(row, name), form) for name, (_, form) in MEASURED.items()]
+            for row in self.rows
+            if row.perplexity is not None
+        ]
+        within = f"tokens in {readable_bytes(self.memory)}"
+        heads = ["attention", *(head or within for head, _ in MEASURED.values())]
+        return (
+            f"<p>{escape(self.verdict)}</p>\n{table(self._circumstances(), heads, cells)}"
+            '<p class="aside">regard computes what the model computes: logits differ by '
+            f"{self.proof.largest_difference:.1e} at most, and rounding explains "
+            f"{self.proof.tolerance:.1e}.</p>\n"
+        )
+
+    def _circumstances(self) -> str:
+        layers, threads = counted(self.num_layers, "layer"), counted(self.threads, "thread")
+        return (
+            f"{layers} of {self.kind}, {self.dtype}, {threads}; {self.context:,} tokens of "
+            f"{self.text}, measured in {self.seconds:.0f} s"
+        )
 
 
 @torch.no_grad()
@@ -166,7 +196,9 @@ def _measure(
             yield Row(each.name, each.exact, remark=runner)
         else:
             context = windows.shape[1]
-            yield sample.row(each.name, each.exact, context=context, memory=memory)
+            row = sample.row(each.name, each.exact, context=context, memory=memory)
+            layers = tuple(map(shape_of, runner.layers))
+            yield replace(row, layers=layers, storage=storage_of(runner.caches[0]))
 
 
 def _runners(

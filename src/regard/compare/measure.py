@@ -10,6 +10,16 @@ from torch import Tensor
 
 from regard.compare.runner import Runner
 from regard.convert.measuring import Timings, compare_logits
+from regard.plan.shapes import LayerShape, Storage
+
+MEASURED = {  # attributes of Row: the heading ("" names the memory), and the format
+    "cache_bytes_per_token": ("cache bytes a token", ",.0f"),
+    "context_in_memory": ("", ",.0f"),
+    "prefill_tokens_per_second": ("prefill tokens/s", ",.0f"),
+    "decode_tokens_per_second": ("decode tokens/s", ",.1f"),
+    "perplexity": ("perplexity", ",.3f"),
+    "largest_logit_difference": ("logits differ by at most", ".1e"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class Row:
         prefill_backend: the backends of the prefill.
         decode_backend: the backends of the steps.
         remark: why the model cannot have it, if so.
+        layers: their sizes, in order.
+        storage: how their caches store keys and values; None if `regard.plan` has no formula.
 
     Examples:
         >>> from regard.compare import Row
@@ -47,6 +59,8 @@ class Row:
     prefill_backend: str = ""
     decode_backend: str = ""
     remark: str = ""
+    layers: tuple[LayerShape, ...] = ()
+    storage: Storage | None = None
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The report as a page: it loads nothing, and escapes the texts of subjects."""
 
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import get_args
@@ -29,7 +30,8 @@ def test_the_page_loads_nothing(broken):
     reader = Reader()
     reader.feed(html)
     assert not any({"src", "href"} & set(attrs) for _, attrs in reader.tags)
-    assert "http" not in html.replace("https://img.shields.io", "")
+    addresses = set(re.findall(r"https?://[\w.]+", html))
+    assert addresses == {"https://img.shields.io", "http://www.w3.org"}  # the badge's text, SVG
     assert any(tag == "svg" for tag, _ in reader.tags)
     assert "the mask is read the wrong way round" in html
     assert "query 0, key 1: hidden" in html
@@ -61,7 +63,7 @@ def test_the_page_shows_the_verdict_in_its_colour(given):
         report.outcomes = [Outcome("a", "failed", "", "", "")]
     elif given != "passed":
         setattr(report, given, "Declare heads.")
-    colour = {"passed": "kept", "unjudged": "partly"}.get(given, "broken")
+    colour = {"passed": "good", "unjudged": "partly"}.get(given, "bad")
     html = page(report)
     assert f"<p class={colour}>{report.summary()}</p>" in html
     assert ("<b>Not judged</b><br>Declare heads.<br>Declare with --like" in html) == (
@@ -86,3 +88,25 @@ def test_the_page_shows_what_the_terminal_shows():
     assert "<td>it did not come back within 30 s</td>" in html
     assert "laws/caches.py:12" in html
     assert html.count("it has no past that was found") == 1
+
+
+def test_a_notebook_shows_the_verdict_and_each_cause():
+    html = JUDGED._repr_html_()
+    assert JUDGED.summary() in html
+    for each in JUDGED.unexplained:
+        assert f">{each.law}</th>" in html
+        assert "expected 0.818, got nan" in html
+    assert not re.search("<script|<style|on\\w+=", html)
+    passed = Report("mine", outcomes=[Outcome("a", "passed", "", "", "")])
+    assert "<table" not in passed._repr_html_()
+    hostile = replace(JUDGED, subject=TEXT, unjudged=TEXT)
+    assert "<u>" not in hostile._repr_html_()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_opens_in_a_browser_and_fits_a_phone(open_page, dark):
+    opened = open_page(page(JUDGED), width=400, dark=dark)
+    assert opened.page.locator("h1").text_content() == f"{JUDGED.subject}: regard verify"
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 400
+    opened.page.locator("summary").last.press("Enter")
+    assert opened.page.locator("details[open] table").count() == 1

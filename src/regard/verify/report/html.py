@@ -1,25 +1,19 @@
 """A report as one HTML page: laws, counter-examples, pictures of visible keys."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 
 from regard.verify.report.report import DECLARE, Outcome, Report, Status
 
-STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;
-color:#1b1f24;background:#fff}
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}
-table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.25rem .6rem;
-border-bottom:1px solid #e4e7eb;vertical-align:top}
-.kept{color:#127a3e}.broken{color:#b42318;font-weight:600}.partly{color:#9a6700}
-.aside{color:#6b7280}code{font-size:.9em}summary{cursor:pointer}
-.example{border-left:3px solid #b42318;padding:.3rem .8rem;margin:.8rem 0}
-.example.broken,.example.partly{color:inherit;font-weight:inherit}
-.example.partly{border-color:#d4a72c}
-figure{display:inline-block;margin:.5rem 1.5rem .5rem 0}figcaption{font-size:.85rem;color:#6b7280}
-svg{display:inline-block;margin-right:1rem}
-@media (prefers-color-scheme:dark){body{background:#14171a;color:#e6e8ea}
-td,th{border-color:#2c3238}.kept{color:#4cc27d}.broken{color:#ff8a80}.partly{color:#e3b341}}
+STYLE = """<style>
+.example{border-left:3px solid var(--bad);padding:.3rem .8rem;margin:.8rem 0}
+.example.bad,.example.partly{color:inherit;font-weight:inherit}
+.example.partly{border-color:var(--partly)}
+.laws td,.laws th{text-align:left;min-width:6rem}
+.laws td:first-child{min-width:9rem}
+figure{display:inline-block;margin:.5rem 1.5rem .5rem 0}
+svg{display:inline-block;margin-right:1rem;max-width:100%}
+</style>
 """
 WORDS: dict[Status, str] = {
     "passed": "kept",
@@ -30,9 +24,9 @@ WORDS: dict[Status, str] = {
     "defect": "an error of regard",
     "not applicable": "not applicable",
 }
-CLASSES: dict[str, str] = {  # of the style sheet, for verdicts and statuses
-    "kept": "kept", "broken": "broken", "not understood": "broken", "partly judged": "partly",
-    "passed": "kept", "failed": "broken", "follows": "broken", "advice": "partly",
+CLASSES: dict[str, str] = {  # of the style sheet of pages, for verdicts and statuses
+    "kept": "good", "broken": "bad", "not understood": "bad", "partly judged": "partly",
+    "passed": "good", "failed": "bad", "follows": "bad", "advice": "partly",
     "undecided": "partly",
 }  # fmt: skip
 CELL = 16  # pixels of a cell of a picture
@@ -45,29 +39,31 @@ def page(report: Report) -> str:
         >>> page(Report("mine"))[:15]
         '<!doctype html>'
     """
-    parts = [
-        f"<h1>{escape(report.subject)}</h1>",
-        f"<p class={CLASSES[report.verdict]}>{escape(report.summary())}</p>",
-        _unjudged(report),
-        *(_example(each, _following(report, each)) for each in report.unexplained),
-        _advice(report),
-        _by_reason("Not decided in time (changes no verdict)", report.reasons("undecided")),
-        _by_reason(
-            "An error of regard itself: nothing is counted, please report it",
-            report.reasons("defect"),
-        ),
-        _pictures(report),
-        _inferred(report),
-        _laws(report.asked),
-        _by_reason("Not applicable", report.reasons("not applicable")),
-        f"<p class=aside><code>{escape(report.badge())}</code></p>",
+    from regard.page.page import Section, page  # it brings models: only where one is written
+
+    sections = [
+        Section(f"part-{number}", heading, html)
+        for number, (heading, html) in enumerate(_parts(report))
+        if html
     ]
-    title = escape(f"{report.subject}: regard verify")
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
-        f"<meta name=viewport content='width=device-width,initial-scale=1'>"
-        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
-    )
+    return page(f"{report.subject}: regard verify", sections)
+
+
+def _parts(report: Report) -> Iterator[tuple[str, str]]:
+    """Headings, and what stands under them; a heading without anything is left out."""
+    examples = "".join(_example(each, _following(report, each)) for each in report.unexplained)
+    summary = f"<p class={CLASSES[report.verdict]}>{escape(report.summary())}</p>"
+    yield "Verdict", f"{STYLE}{summary}{_unjudged(report)}{examples}"
+    advice = "".join(_example(each) for each in report.having("advice"))
+    yield "Advice (changes no verdict)", advice
+    yield "Not decided in time (changes no verdict)", _by_reason(report.reasons("undecided"))
+    defects = _by_reason(report.reasons("defect"))
+    yield "An error of regard itself: nothing is counted, please report it", defects
+    yield "Which keys each query attends to", _pictures(report)
+    yield "Found out", _inferred(report)
+    yield "The laws", _laws(report.asked)
+    yield "Not applicable", _by_reason(report.reasons("not applicable"))
+    yield "Badge", f"<p class=aside><code>{escape(report.badge())}</code></p>"
 
 
 def _unjudged(report: Report) -> str:
@@ -75,11 +71,6 @@ def _unjudged(report: Report) -> str:
         return ""
     lines = ("<b>Not judged</b>", escape(report.unjudged), escape(DECLARE))
     return f"<div class='example partly'>{'<br>'.join(lines)}</div>"
-
-
-def _advice(report: Report) -> str:
-    drawn = "".join(_example(each) for each in report.having("advice"))
-    return f"<h2>Advice (changes no verdict)</h2>{drawn}" if drawn else ""
 
 
 def _inferred(report: Report) -> str:
@@ -90,18 +81,15 @@ def _inferred(report: Report) -> str:
         for name, words in report.inferred.items()
     )
     notes = "".join(f"<p class=aside>{escape(note)}</p>" for note in report.notes)
-    return f"<h2>Found out</h2><table>{rows}</table>{notes}"
+    return f"{_table('Found out', rows)}{notes}"
 
 
 def _pictures(report: Report) -> str:
-    if not report.pictures:
-        return ""
-    drawn = "".join(
+    return "".join(
         f"<figure>{_both(each.expected, each.actual)}<figcaption>{escape(each.title)}: "
         f"expected and measured</figcaption></figure>"
         for each in report.pictures
     )
-    return f"<h2>Which keys each query attends to</h2>{drawn}"
 
 
 def _both(expected: list[list[bool]], actual: list[list[bool]]) -> str:
@@ -167,14 +155,20 @@ def _laws(outcomes: list[Outcome]) -> str:
     if not rows:
         return ""
     heading = f"<summary>All {len(outcomes)} laws that were asked</summary>"
-    return f"<h2>The laws</h2><details>{heading}<table>{rows}</table></details>"
+    return f"<details>{heading}{_table('Laws', rows)}</details>"
 
 
-def _by_reason(heading: str, reasons: Mapping[str, list[str]]) -> str:
+def _by_reason(reasons: Mapping[str, list[str]]) -> str:
     """A row for each reason, and the laws that share it."""
     rows = "".join(
         f"<tr class=aside><td>{escape(reason)}</td><td><code>{escape(', '.join(laws))}</code></td>"
         f"</tr>"
         for reason, laws in reasons.items()
     )
-    return f"<h2>{heading}</h2><table>{rows}</table>" if rows else ""
+    return _table("Laws by reason", rows) if rows else ""
+
+
+def _table(name: str, rows: str) -> str:
+    """Rows in a frame of their own, which scrolls where the page is too narrow."""
+    frame = f'<div class=frame tabindex=0 role=region aria-label="{name}">'
+    return f"{frame}<table class=laws>{rows}</table></div>"

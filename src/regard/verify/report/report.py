@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any, Literal
 
 from regard.verify.law import Counterexample, Law
@@ -249,6 +250,23 @@ class Report:
         if self.unjudged:
             parts.append(("Not judged", self.unjudged, DECLARE))
         return "\n\n".join(["\n  ".join(part) for part in parts] + [self.summary()])
+
+    def _repr_html_(self) -> str:
+        """The verdict and a row for each cause, for notebooks.
+
+        Examples:
+            >>> Report("mine", problem="It is <odd>.")._repr_html_()
+            '<p><b>mine: not understood. It is &lt;odd&gt;.</b></p>\\n'
+        """
+        from regard.page.page import table  # it brings models: only where it is shown
+
+        causes = [
+            [each.law, " ".join(each.sentences(self.following(each.law)))]
+            for each in self.unexplained
+        ]
+        causes += [["not judged", self.unjudged]] if self.unjudged else []
+        why = table("Why", ["law", "what is wrong"], causes) if causes else ""
+        return f"<p><b>{escape(self.summary())}</b></p>\n{why}"
 
     def summary(self) -> str:
         """One line: the verdict, and how much was judged.

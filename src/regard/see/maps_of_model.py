@@ -1,0 +1,151 @@
+"""Maps of a model's attention, computed beside its kernels while it runs."""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.ops.observed import calls_run
+from regard.see.layers import attention_layers, on_regard
+from regard.see.looking import Choice, Looking, indices, padding_of
+from regard.see.maps import AttentionMaps
+
+CACHES = ("past_key_values", "layer_past", "cache", "caches")  # arguments that may hold a cache
+CHEAPER = {"use_cache": False, "logits_to_keep": 1}  # arguments that leave attention as it is
+
+
+def attention(
+    model: nn.Module,
+    tokens: Any,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+    *,
+    keys: tuple[int, int] | None = None,
+    row: int = 0,
+    names: Sequence[str] | None = None,
+    **given: Any,
+) -> AttentionMaps:
+    """Run a model once, and see where its heads look.
+
+    The kernels that the model would run do run: its output has the same bits. Beside them the
+    weights are computed from the same queries and keys by the definition, in float32, a block of
+    rows at a time. Statistics and an overview are of all heads; maps are kept of the chosen ones.
+    Caches that are given, the random state and the training mode do not change.
+
+    Args:
+        model: a model of transformers with attention that regard knows, with or without
+            `regard.hf.install`; or a module with layers of regard.
+        tokens: ids `[L]` or `[B, L]`; what a tokenizer returns; or hidden states `[B, L, E]`.
+        layers: layers whose maps are kept, counted from 0. If only `heads` or `queries` are given,
+            of all; if none of the three is, no map is kept.
+        heads: heads whose maps are kept; of all if None.
+        queries: rows that are kept, as indices into the tokens of cache and call; of all if None.
+        keys: columns that are kept, from the first up to the second; of all if None.
+        row: the row of the batch.
+        names: names of the tokens; their ids if None.
+        **given: further arguments of the model, such as `attention_mask` or `past_key_values`.
+
+    Raises:
+        TypeError: if the tokens are text.
+        ValueError: if the model's attention is unknown or compiled, or reads another sequence; and
+            as the model.
+        IndexError: if there is no such layer, head, query or row.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.see import attention
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=3, intermediate_size=16)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> maps = attention(model, torch.tensor([5, 6, 7, 8]), layers=[0, 2], queries=[-1])
+        >>> maps.weights.shape, maps.entropy.shape
+        (torch.Size([2, 2, 1, 4]), torch.Size([3, 2]))
+        >>> round(maps.weights[0, 0, 0].sum().item(), 4)
+        1.0
+    """
+    tokens, given = _arguments(model, tokens, given)
+    (row,) = indices("row", [row], 0, tokens.shape[0])
+    found = attention_layers(model)
+    past = _past(given)
+    total = past + tokens.shape[1]
+    named = _names(names, tokens, past, row)
+    choice = Choice(layers, heads, queries, keys).among(len(found), past, total)
+    looking = Looking(choice, row, past, total, padding_of(given, row))
+    given = {**given, **{name: copy.deepcopy(given[name]) for name in CACHES if name in given}}
+    with (
+        torch.no_grad(),
+        _random_state_kept(model),
+        on_regard(found),
+        looking.at(found),
+        calls_run(looking.seen),
+    ):
+        model(tokens, **given)
+    return looking.maps(tuple(found), named)
+
+
+def _arguments(
+    model: nn.Module, tokens: Any, given: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """The tokens `[B, L]` or hidden states, and the other arguments of the model."""
+    if isinstance(tokens, Mapping):
+        given = {**{name: tokens[name] for name in tokens if name != "input_ids"}, **given}
+        tokens = tokens["input_ids"]
+    if isinstance(tokens, str) or (isinstance(tokens, list) and str in map(type, tokens)):
+        raise TypeError("tokens are ids, got text; give tokenizer(text, return_tensors='pt')")
+    tokens = torch.as_tensor(tokens)
+    if tokens.dim() == 1:
+        tokens = tokens.unsqueeze(0)
+    if tokens.dim() != (3 if tokens.is_floating_point() else 2):
+        raise ValueError(
+            f"tokens are ids [L] or [B, L], or hidden states [B, L, E], got {tuple(tokens.shape)}"
+        )
+    known = inspect.signature(model.forward).parameters
+    if _held(given) is None:
+        given = {name: value for name, value in CHEAPER.items() if name in known} | given
+    parameter = next(model.parameters(), tokens)
+    return tokens.to(parameter.device), given
+
+
+def _held(given: Mapping[str, Any]) -> Any:
+    """The cache among the arguments: that of the first layer, where there is one a layer."""
+    held = next((given[name] for name in CACHES if given.get(name) is not None), None)
+    return held[0] if isinstance(held, list | tuple) and held else held
+
+
+def _past(given: Mapping[str, Any]) -> int:
+    """The tokens that the given cache holds."""
+    held = _held(given)
+    if held is None:
+        return 0
+    return int(held.get_seq_length() if hasattr(held, "get_seq_length") else held.length)
+
+
+def _names(names: Sequence[str] | None, tokens: Tensor, past: int, row: int) -> tuple[str, ...]:
+    """A name for every token of the cache and of the call."""
+    new = tokens.shape[1]
+    if names is not None:
+        if len(names) not in (new, past + new):
+            raise ValueError(
+                f"names are of the {new} tokens, or of all {past + new} with those of the cache, "
+                f"got {len(names)}"
+            )
+        own = [str(name) for name in names]
+    elif tokens.is_floating_point():
+        own = [str(past + at) for at in range(new)]
+    else:
+        own = [str(each) for each in tokens[row].tolist()]
+    return (*(f"[{at}]" for at in range(past + new - len(own))), *own)
+
+
+@contextmanager
+def _random_state_kept(model: nn.Module) -> Iterator[None]:
+    """The generators of torch as before, on the CPU and where the model is."""
+    devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        yield

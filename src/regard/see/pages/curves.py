@@ -1,0 +1,217 @@
+"""Pages to explore a plan or a comparison: curves of its attentions over context lengths."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from regard.compare.comparing import Comparison
+from regard.page.page import Section, table, write_page
+from regard.page.readable import readable_bytes
+from regard.plan.devices import DEVICES
+from regard.plan.rows import Plan
+from regard.plan.shapes import DTYPE_BYTES, LayerShape, Storage
+from regard.see.pages.curves_html import Curves, curves
+from regard.see.pages.lines import Line, Slider, line_of
+from regard.words import counted
+
+CONTEXTS = tuple(1 << power for power in range(8, 21))  # tokens: 256 to 1,048,576
+BATCHES = tuple(1 << power for power in range(9))  # rows: 1 to 256
+HEADS = tuple(1 << power for power in range(8))  # query heads: 1 to 128
+RANKS = tuple(sorted(n << power for power in range(3, 10) for n in (2, 3)))  # 16 to 1,536
+MEMORIES = tuple(1 << power for power in range(26, 41))  # bytes: 64 MiB to 1 TiB
+FAMILIES = {  # by a key of the plan's choices: the name, and the sizes that sliders replace
+    "mha": ("MHA", {"num_heads": "heads", "num_kv_heads": "heads"}),
+    "gqa": ("GQA-{key_heads}", {"num_heads": "heads", "num_kv_heads": "key_heads"}),
+    "mqa": ("MQA", {"num_heads": "heads"}),
+    "mla": (
+        "MLA({rank}+ROTARY)",
+        {"num_heads": "heads", "num_kv_heads": "heads", "kv_lora_rank": "rank"},
+    ),
+    "latent": ("latent({rank})", {"kv_lora_rank": "rank"}),
+}
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a page that explores a plan: an attention of each family, its sizes on sliders.
+
+    Args:
+        plan: from `regard.plan`.
+        path: of the HTML file.
+
+    Raises:
+        ImportError: if Bokeh is missing.
+        OSError: if the file cannot be written.
+    """
+    write_page(path, f"{plan.model.name}: what each attention costs", sections_of_plan(plan))
+
+
+def sections_of_plan(plan: Plan) -> list[Section]:
+    """The sections of the page of a plan."""
+    sections = [curves(curves_of_plan(plan))]
+    if plan.left_out:
+        rows = [(name, reason) for name, reason in plan.left_out.items()]
+        left_out = table("Attentions that are no lines", ["attention", "reason"], rows)
+        sections.append(Section("left-out", "Left out", html=left_out))
+    return sections
+
+
+def write_comparison(result: Comparison, path: Path) -> None:
+    """Write a page of a comparison: what was measured, and curves of the caches that ran.
+
+    Args:
+        result: from `regard.compare`.
+        path: of the HTML file.
+
+    Raises:
+        ImportError: if Bokeh is missing.
+        OSError: if the file cannot be written.
+    """
+    write_page(path, f"{result.model}: its attentions, compared", sections_of_comparison(result))
+
+
+def sections_of_comparison(result: Comparison) -> list[Section]:
+    """The sections of the page of a comparison. Speeds are measured, and not in the curves."""
+    sections = [Section("measured", "Measured", html=result._repr_html_())]
+    missing = [(row.name, row.remark) for row in result.rows if row.remark]
+    if missing:
+        not_run = table("Attentions that did not run", ["attention", "reason"], missing)
+        sections.append(Section("not-run", "Not run", html=not_run))
+    if any(row.storage for row in result.rows):
+        sections.append(curves(curves_of_comparison(result), heading="The caches"))
+    return sections
+
+
+def curves_of_comparison(result: Comparison) -> Curves:
+    """A line for each row that ran and whose cache has a formula."""
+    lines = tuple(
+        line_of(row.name, row.layers, [row.storage], dtype=result.dtype)
+        for row in result.rows
+        if row.storage is not None
+    )
+    return Curves(
+        lines=lines,
+        sliders=(
+            _tokens(result.context),
+            _slider("batch", "Batch, rows", BATCHES, 1),
+            _memory(result.memory),
+        ),
+        devices=(),
+        dtype=result.dtype,
+        introduction=(
+            "Computed from the sizes of the layers and caches that ran. How fast each of them "
+            "decodes was measured, and stands in the table above."
+        ),
+    )
+
+
+def curves_of_plan(plan: Plan) -> Curves:
+    """The lines and sliders of a plan: as shipped, and one attention of each family."""
+    storages = list({row.storage.name: row.storage for row in plan.rows}.values())
+    lines: list[Line] = []
+    starts: dict[str, int] = {}
+    for family, (attention, layers) in _families(plan).items():
+        name, follows = _named(family, attention, layers)
+        for size, slider in follows.items():
+            starts.setdefault(slider, _size(layers, size))
+        common = partial(line_of, dtype=plan.dtype, tp=plan.tp, cp=plan.cp)
+        lines.append(common(name, layers, storages, follows=follows))
+    sliders = (
+        _tokens(plan.context),
+        _slider("batch", "Batch, rows", BATCHES, plan.batch),
+        *_sizes(starts, plan.model.hidden_size),
+        _bits(storages, plan.dtype),
+        _memory(plan.memory),
+    )
+    devices = {each.name: each for each in (*plan.devices.values(), *DEVICES.values())}
+    return Curves(
+        lines=tuple(lines),
+        sliders=sliders,
+        devices=tuple(devices.values()),
+        dtype=plan.dtype,
+        beyond=plan.model.max_positions,
+        introduction=_introduction(plan),
+    )
+
+
+def _introduction(plan: Plan) -> str:
+    layers = counted(len(plan.model.layers), "layer")
+    ranks = "" if plan.tp == plan.cp == 1 else f", on one rank of tp {plan.tp} x cp {plan.cp}"
+    return (
+        f"{layers} of {plan.model.architecture} together{ranks}, in {plan.dtype}. Sliders of heads "
+        "and ranks change the attentions that the model could have; the one it was shipped with "
+        "keeps its sizes."
+    )
+
+
+def _families(plan: Plan) -> dict[str, tuple[str, tuple[LayerShape, ...]]]:
+    """The name and the layers of the first row of each family, in the order of `FAMILIES`.
+
+    A GQA model whose key heads have no divisor has no row of fewer of them; its own layers make
+    the line whose key heads a slider replaces.
+    """
+    found: dict[str, tuple[str, tuple[LayerShape, ...]]] = {}
+    for row in plan.rows:
+        found.setdefault(row.key.partition("-")[0], (row.attention, row.layers))
+    own = plan.model.layers
+    alike = {(each.kind, each.num_heads, each.num_kv_heads) for each in own}
+    if "mha" in found and len(alike) == 1 and own[0].kind == "GQA":
+        found.setdefault("gqa", ("GQA", own))
+    order = ["shipped", *FAMILIES]
+    return dict(sorted(found.items(), key=lambda each: order.index(each[0])))
+
+
+def _named(family: str, attention: str, layers: Sequence[LayerShape]) -> tuple[str, dict[str, str]]:
+    """The name of a line and the sizes that sliders replace: none if layers differ in one."""
+    name, follows = FAMILIES.get(family, (attention, {}))
+    attending = [layer for layer in layers if not layer.state_elements]
+    if not follows or any(len({getattr(each, size) for each in attending}) > 1 for size in follows):
+        return attention, {}
+    return name.replace("ROTARY", str(attending[0].qk_rope_head_dim)), follows
+
+
+def _size(layers: Iterable[LayerShape], size: str) -> int:
+    return int(next(getattr(each, size) for each in layers if not each.state_elements))
+
+
+def _sizes(starts: dict[str, int], hidden_size: int) -> list[Slider]:
+    """The sliders of heads and ranks that a line follows."""
+    found = []
+    if "heads" in starts:
+        heads = sorted({*HEADS, starts["heads"]})
+        found.append(_slider("heads", "Query heads", heads, starts["heads"]))
+        if "key_heads" in starts:
+            fitting = [n for n in range(1, max(heads) + 1) if any(each % n == 0 for each in heads)]
+            label = "Key heads of GQA"
+            found.append(_slider("key_heads", label, fitting, starts["key_heads"], divides="heads"))
+    if "rank" in starts:
+        ranks = [each for each in RANKS if each <= hidden_size]
+        found.append(_slider("rank", "Rank of latents", ranks, starts["rank"]))
+    return found
+
+
+def _slider(
+    name: str, label: str, values: Sequence[int], start: int, *, divides: str = ""
+) -> Slider:
+    """A slider of whole numbers, with the one that it starts at."""
+    steps = tuple(sorted({*values, start}))
+    return Slider(name, label, steps, start, tuple(f"{each:,}" for each in steps), divides)
+
+
+def _tokens(start: int) -> Slider:
+    return _slider("context", "Context, tokens", CONTEXTS, start)
+
+
+def _memory(start: int) -> Slider:
+    steps = tuple(sorted({*MEMORIES, start}))
+    texts = tuple(map(readable_bytes, steps))
+    return Slider("memory", "Memory for the cache", steps, start, texts)
+
+
+def _bits(storages: Iterable[Storage], dtype: str) -> Slider:
+    """The storages from the smallest to the largest; at first the plain one, if it is there."""
+    own = 8 * DTYPE_BYTES[dtype]
+    bits = {each.name: each.key_bits or own for each in storages}
+    names = tuple(sorted(bits, key=lambda name: bits[name]))
+    texts = tuple(f"{bits[name]} ({dtype if name == 'plain' else name})" for name in names)
+    start = "plain" if "plain" in names else names[-1]
+    return Slider("storage", "Bits of the cache", names, start, texts)

@@ -1,0 +1,45 @@
+"""Sizes read from layers: a layer built from them is the same, its cache takes those bytes."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from measured_layers import KINDS, drawn, layer_of
+from regard import Attention, Causal, KVCache, QuantizedCache, SlidingCache, StaticCache
+from regard.compare import CANDIDATES, Texts, compare
+from regard.compare.shapes import shape_of, storage_of
+from regard.plan.cost import cost_of
+from regard.plan.shapes import STORAGES
+from tiny import tiny, tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_layer_built_from_a_shape_has_that_shape(kind, seed):
+    shape = drawn(random.Random(seed), kind)
+    found = shape_of(layer_of(shape))
+    assert found == replace(shape, bias=found.bias)
+    assert set(found.bias) == set(shape.bias)
+
+
+def test_a_layer_that_is_not_causal():
+    assert not shape_of(Attention(8, 2)).causal
+    assert shape_of(Attention(8, 2, mask=Causal())).causal
+
+
+def test_storages_of_caches():
+    assert storage_of(KVCache()) == STORAGES["plain"]
+    assert storage_of(QuantizedCache()) == STORAGES["int8"]
+    assert storage_of(QuantizedCache(bits=4, group=32)) == STORAGES["int4"]
+    assert storage_of(SlidingCache(4)) is storage_of(StaticCache(4)) is None
+
+
+def test_every_row_of_a_comparison_has_the_cost_of_its_real_caches():
+    texts = Texts(tokens(2, 20), tokens(21, 50), "random tokens")
+    result = compare(tiny("llama"), texts, candidates=CANDIDATES)
+    ran = [row for row in result.rows if row.perplexity is not None]
+    assert len(ran) > 12
+    for row in ran:
+        costs = [cost_of(each, row.storage, context=20) for each in row.layers]
+        assert sum(each.cache_bytes for each in costs) == row.cache_bytes_per_token * 20, row.name

@@ -1,59 +1,26 @@
 """Every verb's options. An error of the user is a sentence and exit code 2."""
 
-import functools
 import sys
-from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from regard_cli.sentences import wrapped
+from regard_cli import planning, seeing  # noqa: F401  (their verbs join `app`)
+from regard_cli.options import Json, OptionalModel, Threads, app, verb
+from regard_cli.sentences import printable, wrapped
 
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+__all__ = ["app", "run"]
+
 ROWS = (
     "shipped, int8, int4, mha, gqa, mqa, latent-100, latent-75, latent-50, latent-25, "
     "deepseek-100, deepseek-75, deepseek-50, portable-75, portable-50, latent-50-int8, "
     "deepseek-50-int8"
 )
 TARGETS = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
-
-OptionalModel = Annotated[
-    Path | None,
-    typer.Argument(
-        help="A folder with config.json and *.safetensors, or a .gguf; "
-        f"{DEFAULT_MODEL} if left out.",
-        show_default=False,
-    ),
-]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
-
-app = typer.Typer(
-    help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: in panels of 60 columns option names are cut
-)
-
-
-def verb(options: Callable[..., None]) -> Callable[..., None]:
-    """A verb with the options of this function, which may refuse them. Then it calls `run` in the
-    module of the same name in `regard.cli`, which is imported only then."""
-
-    @functools.wraps(options)
-    def run(**given: Any) -> None:
-        options(**given)
-        import_module(f"regard.cli.{options.__name__}").run(**given)
-
-    first_line = (options.__doc__ or "").partition("\n")[0]
-    app.command(options.__name__, short_help=first_line)(run)
-    return options
 
 
 @verb
@@ -72,6 +39,9 @@ def compare(
     context: Annotated[int, typer.Option(min=2, help="Tokens in each of two windows.")] = 1024,
     memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
     threads: Threads = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the table and curves of the caches as a page.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Cache, speed and perplexity of a model under each attention it can be converted to."""
@@ -261,6 +231,7 @@ def run() -> int:
 def _complain(sentence: str) -> None:
     """Print on stderr; on a terminal, wrapped between words."""
     console = Console(stderr=True, highlight=False)
+    sentence = "\n".join(map(printable, sentence.split("\n")))  # it may quote files
     if console.is_terminal:
         sentence = wrapped(sentence, console.width)
     console.print(Text(sentence), soft_wrap=True)

@@ -22,3 +22,12 @@ def wrapped(text: str, width: int, *, margin: str = "") -> str:
             break_on_hyphens=False,
         )
     )
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which could move a terminal's cursor, as their escapes.
+
+    >>> print(printable("a\\x1b[31mb"))
+    a\\x1b[31mb
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

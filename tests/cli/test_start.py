@@ -10,13 +10,14 @@ from importlib import import_module, metadata
 import pytest
 
 import regard_cli.app as app
+import regard_cli.options as options
 from regard.compare import CANDIDATES
 from regard.convert.job import Job
 from regard.convert.targets import GRAMMAR
 from regard.hf import SMOLLM2, write
 from regard.verify import check
 
-VERBS = [command.name for command in app.app.registered_commands]
+VERBS = list(options.VERBS)
 OTHERS = {"convert": [field.name for field in fields(Job)]} | {
     verb: list(inspect.signature(work).parameters)
     for verb, work in (("generate", write), ("verify", check))
@@ -50,7 +51,10 @@ def start(*arguments, entry=("-c", RUN)):
         (["generate"], 2),
         (["bench", "--kv-heads", "3"], 2),
         (["verify"], 2),
-        *(([verb, "--help"], 0) for verb in VERBS),
+        (["show", "mask"], 2),
+        (["show", "attention"], 2),
+        (["explain", "--num-heads", "3"], 2),
+        *(([*verb.split(), "--help"], 0) for verb in VERBS),
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(arguments, code):
@@ -82,17 +86,17 @@ def test_the_source_tells_its_version_where_nothing_is_installed(monkeypatch):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_is_taken_by_the_work(verb):
-    options = inspect.signature(getattr(app, verb)).parameters
-    taken = inspect.signature(import_module(f"regard.cli.{verb}").run)
-    taken.bind(**dict.fromkeys(options))
+    given = inspect.signature(options.VERBS[verb]).parameters
+    taken = inspect.signature(import_module(f"regard.cli.{verb.replace(' ', '_')}").run)
+    taken.bind(**dict.fromkeys(given))
     named = [each.name for each in taken.parameters.values() if each.kind is each.KEYWORD_ONLY]
-    assert set(options) - set(named) <= set(OTHERS.get(verb, ()))
+    assert set(given) - set(named) <= set(OTHERS.get(verb, ()))
 
 
 def test_what_the_options_list_is_what_there_is():
     assert app.ROWS.split(", ") == [each.key for each in CANDIDATES]
     assert app.TARGETS == GRAMMAR
-    assert app.DEFAULT_MODEL == SMOLLM2
+    assert options.DEFAULT_MODEL == SMOLLM2
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -100,10 +104,10 @@ def test_what_the_options_list_is_what_there_is():
 def test_help_breaks_no_option(verb, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERMINAL_WIDTH", str(width))
-    monkeypatch.setattr("sys.argv", ["regard", verb, "--help"])
+    monkeypatch.setattr("sys.argv", ["regard", *verb.split(), "--help"])
     assert app.run() == 0
     text = capsys.readouterr().out
-    for name in inspect.signature(getattr(app, verb)).parameters:
+    for name in inspect.signature(options.VERBS[verb]).parameters:
         option = {"as_json": "json", "listed": "list", "every_law": "all"}.get(name, name).replace(
             "_", "-"
         )

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,6 +17,8 @@ from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
 from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.packages import quiet
 from regard.ops.observed import kernel_objection
+from regard.page.page import check_can_write
+from regard.see.pages.curves import write_comparison
 from regard.words import counted
 
 GIBIBYTE = 1 << 30
@@ -29,9 +32,12 @@ def run(
     context: int,
     memory: float,
     threads: int | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
-    """Load, compare, and print a table or JSON."""
+    """Load, compare, and print a table or JSON; write a page."""
+    if html is not None:
+        check_can_write(html)
     written = None if text is None else text.read_text(encoding="utf-8")
     if threads is not None:
         torch.set_num_threads(threads)
@@ -50,10 +56,23 @@ def run(
             candidates=rows,
             progress=progress,
         )
+    if html is not None:
+        write_comparison(result, html)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
-    else:
-        show(result, stdout())
+        sys.stdout.write(json.dumps(as_data(result), indent=2, allow_nan=False) + "\n")
+        return
+    console = stdout()
+    show(result, console)
+    if html is not None:
+        say(console, f"written to {html}")
+
+
+def as_data(result: Comparison) -> dict[str, Any]:
+    """What `--json` prints: all that was measured, without the sizes of the layers."""
+    data = asdict(result)
+    for row in data["rows"]:
+        del row["layers"], row["storage"]
+    return data
 
 
 def show(result: Comparison, console: Console) -> None:

@@ -1,0 +1,297 @@
+"""regard describe: the layers of a model's attention, from its description alone."""
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from regard.cli.layout import Column, tabulate
+from regard.cli.terminal import remarks, say, stdout
+from regard.plan.cost import cache_bytes, parameters, sizes, token_bytes
+from regard.plan.describing import describe
+from regard.plan.shapes import STORAGES, LayerShape, ModelShape
+from regard.words import counted
+from regard_cli.sentences import printable
+
+PLAIN = STORAGES["plain"]
+LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def run(*, model: Path, as_json: bool) -> None:
+    """Describe, and print a table or JSON."""
+    shape = describe(model)
+    if as_json:
+        sys.stdout.write(json.dumps(as_data(shape), indent=2, allow_nan=False) + "\n")
+    else:
+        show(shape, stdout(80))
+
+
+def as_data(model: ModelShape) -> dict[str, Any]:
+    """What `--json` prints: the model's entries, and those of each distinct layer with its costs.
+
+    Args:
+        model: the shapes.
+    """
+    layers = [
+        {"indices": list(indices), "kind": layer.kind} | asdict(layer) | _costs(model, layer)
+        for layer, indices in model.distinct().items()
+    ]
+    whole = asdict(model) | {
+        "num_layers": len(model.layers),
+        "attention_parameters": _all_parameters(model),
+        "cache_bytes": cache_of(model, model.max_positions),
+    }
+    return whole | {"layers": layers}
+
+
+def _costs(model: ModelShape, layer: LayerShape) -> dict[str, int | None]:
+    """Parameters, and what is cached; None where it does not follow from the sizes."""
+    return {
+        "parameters": _parameters(layer),
+        "cache_bytes_per_token": _token_bytes(model, layer),
+        "cached_tokens_at_most": layer.window if layer.window is not None else layer.chunk,
+        "state_bytes": _cache(model, layer, 1) if layer.kind == "linear" else 0,
+    }
+
+
+def _parameters(layer: LayerShape) -> int | None:
+    if layer.kind == "linear":
+        return None
+    return int(parameters(layer).evaluate(**sizes(layer, PLAIN, context=1)))
+
+
+def _all_parameters(model: ModelShape) -> int | None:
+    """Of all layers together; None if there are some that cannot be counted."""
+    found = [(_parameters(layer), len(indices)) for layer, indices in model.distinct().items()]
+    counted_ones = [count * times for count, times in found if count is not None]
+    return sum(counted_ones) if len(counted_ones) == len(found) else None
+
+
+def _caches(layer: LayerShape) -> bool:
+    """Whether it has a cache of its own: encoders have none, nor have layers that share keys."""
+    return layer.causal and layer.keys_of is None
+
+
+def _token_bytes(model: ModelShape, layer: LayerShape) -> int:
+    """Bytes that a token adds to the layer's cache."""
+    if not _caches(layer) or layer.kind == "linear":
+        return 0
+    numbers = sizes(layer, PLAIN, context=1, dtype=model.dtype)
+    return int(token_bytes(layer, PLAIN).evaluate(**numbers))
+
+
+def _cache(model: ModelShape, layer: LayerShape, context: int) -> int:
+    """Bytes of the layer's cache for so many tokens."""
+    if not _caches(layer):
+        return 0
+    numbers = sizes(layer, PLAIN, context=context, dtype=model.dtype)
+    return int(cache_bytes(layer, PLAIN).evaluate(**numbers))
+
+
+def cache_of(model: ModelShape, context: int | None) -> int | None:
+    """Bytes of all caches for so many tokens; None without a context.
+
+    Args:
+        model: the shapes.
+        context: tokens, or None.
+    """
+    if context is None:
+        return None
+    found = model.distinct().items()
+    return sum(_cache(model, layer, context) * len(indices) for layer, indices in found)
+
+
+def show(model: ModelShape, console: Console) -> None:
+    """Print a line for each distinct layer, and what follows from all of them.
+
+    Args:
+        model: the shapes.
+        console: as wide as the table may be.
+    """
+    name = printable(model.name)
+    say(console, f"{name}: {_summary(model)}", bold=name)
+    console.print()
+    heads = ("heads", "key heads", "head size", "parameters", "cache bytes a token")
+    columns = [Column("layers", words=True), Column("attention", words=True), *map(Column, heads)]
+    distinct = model.distinct()
+    tabulate(console, columns, [_cells(model, each, at) for each, at in distinct.items()])
+    console.print()
+    for rope, indices in _by_rope(model).items():
+        say(console, f"Layers {ranges(indices)}: {shortened(rope) or 'no RoPE'}.")
+    console.print()
+    for sentence in _totals(model):
+        say(console, sentence)
+    reasons = {
+        f"Layers {ranges(at)}": layer.unsupported
+        for layer, at in distinct.items()
+        if layer.unsupported
+    }
+    remarks(console, "No layer of regard computes", reasons)
+    if model.remarks:
+        console.print()
+    for sentence in model.remarks:
+        say(console, printable(sentence), style="dim")
+
+
+def _summary(model: ModelShape) -> str:
+    parts = [
+        f"{counted(len(model.layers), 'layer')} of {model.architecture}",
+        f"hidden size {model.hidden_size:,}",
+        model.dtype,
+    ]
+    if model.max_positions is not None:
+        parts.append(f"made for {counted(model.max_positions, 'token')}")
+    if model.weight_bytes is not None:
+        parts.append(f"{amount(model.weight_bytes)} of weights")
+    return ", ".join(parts)
+
+
+def _cells(model: ModelShape, layer: LayerShape, indices: tuple[int, ...]) -> list[str]:
+    held, held_by = _parameters(layer), _token_bytes(model, layer)
+    head = f"{layer.head_dim:,}"
+    if layer.v_head_dim != layer.head_dim:
+        head = f"{head} / {layer.v_head_dim:,}"
+    return [
+        ranges(indices),
+        escape("; ".join((layer.kind, *traits(layer)))),
+        f"{layer.num_heads:,}",
+        f"{layer.num_kv_heads:,}",
+        head,
+        "-" if held is None else f"{held:,}",
+        f"{held_by:,}",
+    ]
+
+
+def traits(layer: LayerShape) -> list[str]:
+    """What distinguishes a layer besides its kind, in words.
+
+    Args:
+        layer: of any kind.
+
+    Examples:
+        >>> traits(LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8,
+        ...     window=4096, sinks=True, rope="Rotary(8)"))
+        ['window of 4,096', 'sinks']
+    """
+    found: list[tuple[Any, str]] = [
+        (layer.kv_lora_rank, f"latent of {layer.kv_lora_rank or 0:,}"),
+        (layer.kv_lora_rank and layer.qk_rope_head_dim, f"{layer.qk_rope_head_dim:,} with RoPE"),
+        (layer.q_lora_rank, f"query latent of {layer.q_lora_rank or 0:,}"),
+        (layer.window, f"window of {layer.window or 0:,}"),
+        (layer.chunk, f"chunks of {layer.chunk or 0:,}"),
+        (layer.state_elements, f"state of {layer.state_elements:,} numbers"),
+        (not layer.causal, "not causal"),
+        (not layer.rope and not layer.state_elements, "no RoPE"),
+        (layer.keys_of is not None, f"keys of layer {layer.keys_of}"),
+        (layer.qk_norm, f"queries and keys normalised by {layer.qk_norm}"),
+        (layer.sinks, "sinks"),
+        (layer.gate, f"gated by {layer.gate}"),
+        (layer.softcap, f"softcap {layer.softcap}"),
+        (layer.scale is not None, f"scale {layer.scale or 0:.6g}"),
+        (layer.bias, f"biases of {', '.join(name.partition('_')[0] for name in layer.bias)}"),
+    ]
+    return [words for holds, words in found if holds]
+
+
+def _by_rope(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The layers of each rotary embedding, in order."""
+    found: dict[str, tuple[int, ...]] = {}
+    for layer, indices in model.distinct().items():
+        if layer.kind != "linear":
+            found[layer.rope] = (*found.get(layer.rope, ()), *indices)
+    return {rope: tuple(sorted(indices)) for rope, indices in found.items()}
+
+
+def _totals(model: ModelShape) -> list[str]:
+    """Sentences about all layers together."""
+    total = _all_parameters(model)
+    sentences = []
+    if total is not None:
+        sentences.append(f"Attention has {counted(total, 'parameter')} in all.")
+    if not any(layer.causal for layer in model.layers):
+        return [*sentences, "Its layers see the whole input at once: there is no cache."]
+    sentences.append(_growth(model))
+    states = sum(_cache(model, layer, 1) for layer in model.layers if layer.kind == "linear")
+    if states:
+        sentences.append(f"States take {amount(states)}, however many tokens there are.")
+    context = model.max_positions
+    if context is not None:
+        whole = amount(cache_of(model, context) or 0)
+        sentences.append(f"{context:,} tokens take {whole} in all.")
+    return sentences
+
+
+def _growth(model: ModelShape) -> str:
+    """What a token adds to all caches, before and after windows are full."""
+    bounded = [each for each in model.layers if each.window is not None or each.chunk is not None]
+    every = sum(_token_bytes(model, layer) for layer in model.layers)
+    sentence = f"A token takes {counted(every, 'byte')} of cache"
+    full = sum(_token_bytes(model, layer) for layer in bounded)
+    if not full:
+        return f"{sentence}."
+    caching = sum(_caches(layer) for layer in bounded)
+    return (
+        f"{sentence}, and {every - full:,} once {counted(caching, 'layer')} hold as many tokens "
+        "as they need."
+    )
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """Indices as text.
+
+    Args:
+        indices: in order.
+
+    Examples:
+        >>> ranges((0, 1, 2, 4, 6, 7))
+        '0-2, 4, 6-7'
+    """
+    runs = groupby(enumerate(indices), key=lambda each: each[1] - each[0])
+    listed = [[index for _, index in run] for _, run in runs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in listed)
+
+
+def shortened(code: str) -> str:
+    """Code with its long lists cut to their first two numbers.
+
+    Args:
+        code: of a rotary embedding.
+
+    Examples:
+        >>> shortened("LongRope((1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (2.0, 3.0))")
+        'LongRope((1.0, 1.1, ... 6 numbers), (2.0, 3.0))'
+    """
+
+    def cut(found: re.Match[str]) -> str:
+        numbers = found[0][1:-1].split(", ")
+        return f"{found[0][0]}{numbers[0]}, {numbers[1]}, ... {len(numbers)} numbers{found[0][-1]}"
+
+    return LONG_LIST.sub(cut, code)
+
+
+def amount(nbytes: int) -> str:
+    """Bytes in a unit that is read easily.
+
+    Args:
+        nbytes: how many.
+
+    Examples:
+        >>> amount(1 << 30), amount(1536), amount(12)
+        ('1 GiB', '1.5 KiB', '12 bytes')
+    """
+    for unit, name in UNITS:
+        if nbytes >= unit:
+            return (
+                f"{nbytes / unit:.3g} {name}"
+                if nbytes < 1000 * unit
+                else (f"{nbytes / unit:,.0f} {name}")
+            )
+    return counted(nbytes, "byte")

@@ -1,0 +1,287 @@
+"""regard explain: which backend runs a call, and why the others do not; nothing is computed."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from regard.cli.terminal import say, stdout
+from regard.layers.latent_forms import ABSORBED, choose_form
+from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
+from regard.ops.attend import prepare
+from regard.ops.explain import Explanation, explanation
+from regard.plan.shapes import LayerShape, ModelShape
+from regard.see.grammar import mask_from
+from regard.words import counted
+from regard_cli.sentences import wrapped
+
+CONTEXT = 4096  # tokens, if none are given
+MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits
+NAME = 9  # columns of the names that lines begin with
+PIPED = 80  # columns where stdout is no terminal
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A call of some layers, or of none in particular.
+
+    Args:
+        layers: their indices.
+        kind: of their attention.
+        phase: what the call does, in words.
+        form: of MLA, the form that it is computed in, and why.
+        call: which backend runs it.
+    """
+
+    layers: tuple[int, ...]
+    kind: str
+    phase: str
+    form: str
+    call: Explanation
+
+
+def run(
+    *,
+    model: Path | None,
+    context: int | None,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    v_head_dim: int | None,
+    queries: int,
+    keys: int | None,
+    batch: int,
+    mask: str | None,
+    dtype: str | None,
+    device: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Explain the call of these sizes, or those of a model's layers."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    place = _device(device)
+    if model is None:
+        assert num_heads is not None
+        assert head_dim is not None
+        layer = LayerShape(
+            hidden_size=num_heads * head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads or num_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim or head_dim,
+        )
+        rule, span = mask_from(mask or "Causal()"), _span(queries, keys or CONTEXT)
+        call = _call(layer, rule, span, batch, dtype or "float32", place)
+        found, refused = [Explained((), "", "", "", call)], {}
+        title = ""
+    else:
+        from regard.plan.describing import describe
+
+        shape = describe(model)
+        calls = _calls(shape, context or CONTEXT, queries, batch, dtype or shape.dtype, place)
+        found, refused = _merged(calls), _refused(shape)
+        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {dtype or shape.dtype}"
+    if as_json:
+        listed = {"model": title, "calls": [asdict(each) for each in found], "refused": refused}
+        sys.stdout.write(json.dumps(listed, indent=2, allow_nan=False) + "\n")
+    else:
+        show(title, found, refused, stdout(piped=PIPED))
+
+
+def show(
+    title: str, found: Sequence[Explained], refused: dict[str, list[int]], console: Console
+) -> None:
+    """Print the lines of every call, as wide as the console."""
+    if title:
+        say(console, title, bold=title)
+    for each in found:
+        if each.phase:
+            console.print()
+            say(console, f"{each.phase}, {each.kind} in {_listed(each.layers)}", style="bold")
+        if each.form:
+            _say_line(console, f"{'form':<{NAME}}{each.form}")
+        first, *lines = str(each.call).splitlines()
+        say(console, first)
+        for line in lines:
+            _say_line(console, line)
+    for reason, layers in refused.items():
+        console.print()
+        say(console, f"regard does not compute {_listed(layers)}: {reason.rstrip('.')}.")
+
+
+def _say_line(console: Console, line: str) -> None:
+    """A line that begins with a name, its further lines below its text."""
+    text = wrapped(line[NAME:], console.width - NAME, margin="").splitlines()
+    margin = "\n" + " " * NAME
+    console.print(line[:NAME] + margin.join(text), markup=False, soft_wrap=True)
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """Indices of layers in words, runs of them by their ends.
+
+    Examples:
+        >>> _listed([0, 1, 2, 5]), _listed([7])
+        ('layers 0-2, 5', 'layer 7')
+    """
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return f"layer{'s' * (len(layers) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _device(name: str) -> torch.device:
+    """The device, if torch can use it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(
+            f"--device {name[:40]!r} is no device of torch; give cpu or cuda"
+        ) from error
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"--device {name} cannot be used by torch here: {reason}") from error
+    if device.type == "meta":
+        raise ValueError("--device meta computes nothing; give cpu or cuda")
+    return device
+
+
+def _span(queries: int, keys: int) -> Span:
+    """The newest queries of so many tokens."""
+    if queries > keys:
+        raise ValueError(
+            f"the queries are the newest of the keys, so at most as many; got {queries:,} queries "
+            f"and {keys:,} keys"
+        )
+    return Span(keys - queries, keys, 0, keys)
+
+
+def _calls(
+    model: ModelShape, context: int, queries: int, batch: int, dtype: str, device: torch.device
+) -> Iterator[Explained]:
+    """The prefill and a decoding step of every different layer that regard computes."""
+    step = "a token" if queries == 1 else f"{queries:,} tokens"
+    phases = {
+        f"Prefill of {context:,} tokens": _span(context, context),
+        f"Decoding {step} at {context:,}": _span(queries, context),
+    }
+    for phase, span in phases.items():
+        for layer, indices in model.distinct().items():
+            if not (layer.unsupported or layer.kind == "linear"):
+                yield _of_layer(layer, indices, phase, span, batch, dtype, device)
+
+
+def _refused(model: ModelShape) -> dict[str, list[int]]:
+    """Layers that regard does not compute by attention, by the reason."""
+    found: dict[str, list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        if layer.unsupported or layer.kind == "linear":
+            reason = layer.unsupported or "their state is no cache of keys and values"
+            found.setdefault(reason, []).append(index)
+    return found
+
+
+def _merged(calls: Iterator[Explained]) -> list[Explained]:
+    """Calls that are alike as one, with the layers of all."""
+    layers: dict[tuple[object, ...], list[int]] = {}
+    first: dict[tuple[object, ...], Explained] = {}
+    for each in calls:
+        key = each.kind, each.phase, each.form, each.call
+        layers.setdefault(key, []).extend(each.layers)
+        first.setdefault(key, each)
+    return [
+        Explained(tuple(sorted(layers[key])), each.kind, each.phase, each.form, each.call)
+        for key, each in first.items()
+    ]
+
+
+def _of_layer(
+    layer: LayerShape,
+    indices: tuple[int, ...],
+    phase: str,
+    span: Span,
+    batch: int,
+    dtype: str,
+    device: torch.device,
+) -> Explained:
+    mask, form, joined = mask_of(layer), "", False
+    if layer.kind == "MLA":
+        chosen, why = choose_form(_latent(layer, dtype), span)
+        form, joined = f"{chosen.name}: {why}", chosen is ABSORBED
+    call = _call(layer, mask, span, batch, dtype, device, absorbed=joined)
+    return Explained(indices, layer.kind, phase, form, call)
+
+
+def mask_of(layer: LayerShape) -> Mask:
+    """The mask of a layer: what its tokens may attend to, whatever the call."""
+    mask: Mask = Causal() if layer.causal else EVERYTHING
+    if layer.window is not None:
+        mask &= SlidingWindow(layer.window)
+    return mask if layer.chunk is None else mask & Chunked(layer.chunk)
+
+
+def _latent(layer: LayerShape, dtype: str) -> Any:
+    """The sizes of an MLA layer by the names of a module, with a weight that takes no memory."""
+    assert layer.kv_lora_rank is not None
+    nope = layer.head_dim - layer.qk_rope_head_dim
+    rank, width = layer.kv_lora_rank, layer.num_heads * (nope + layer.v_head_dim)
+    up = nn.Linear(rank, width, bias=False, device="meta", dtype=getattr(torch, dtype))
+    return SimpleNamespace(
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=layer.qk_rope_head_dim,
+        v_head_dim=layer.v_head_dim,
+        kv_b_proj=up,
+    )
+
+
+def _call(
+    layer: LayerShape,
+    mask: Mask,
+    span: Span,
+    batch: int,
+    dtype: str,
+    device: torch.device,
+    *,
+    absorbed: bool = False,
+) -> Explanation:
+    """The call of a layer, on tensors of one element each."""
+    kv_heads, width, values = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+    if absorbed:
+        assert layer.kv_lora_rank is not None
+        kv_heads, values = 1, layer.kv_lora_rank
+        width = values + layer.qk_rope_head_dim
+
+    if batch * layer.num_heads * span.num_keys * max(width, values) > MOST_NUMBERS:
+        raise ValueError(
+            f"a tensor has at most {MOST_NUMBERS:.1e} numbers, got {batch:,} rows x "
+            f"{layer.num_heads:,} heads x {span.num_keys:,} keys x {max(width, values):,} channels"
+        )
+
+    def light(*shape: int) -> Tensor:
+        return torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape)
+
+    keys = span.num_keys
+    prepared = prepare(
+        light(batch, layer.num_heads, span.num_queries, width),
+        light(batch, kv_heads, keys, width),
+        light(batch, kv_heads, keys, values),
+        mask=mask,
+        span=span,
+        scale=layer.head_dim**-0.5 if layer.scale is None else layer.scale,
+        softcap=layer.softcap,
+        sinks=light(layer.num_heads) if layer.sinks else None,
+    )
+    return explanation(prepared)

@@ -1,0 +1,377 @@
+"""regard show attention: where the heads of a model look, while its fast kernels run."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from regard.cli.layout import Column, tabulate
+from regard.cli.terminal import say, stdout, waiting
+from regard.hf import SMOLLM2, fetch_smollm2, load
+from regard.hf.packages import quiet
+from regard.see import AttentionMaps, attention, find
+from regard.see.map_picture import draw
+from regard.see.map_text import bar, best, map_text, readable
+from regard.words import counted
+
+LARGEST = 2**27  # numbers of maps that are kept at most: 512 MiB
+PAGE = 2**25  # numbers in a page at most, if no maps are chosen: 30 x 9 maps of 350 tokens
+AROUND = 16  # tokens before and after a word that was searched
+PRINTED = 4  # maps that are printed at most
+LEAST = 0.005  # weight of a key that is named: less is 0 %
+TOP = 5  # keys of a query, and heads of a statistic, that are named
+STANDING_OUT = {  # what is said of heads: the statistic, and whether the least are meant
+    "on the previous token": ("previous_share", False),
+    "on the token itself": ("self_share", False),
+    "on the first token": ("sink_share", False),
+    "least on the first token": ("sink_share", True),
+    "spread widest (nats)": ("entropy", False),
+    "farthest (tokens)": ("distance", False),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The maps that are asked for; as the arguments of `attention`, and which heads are printed."""
+
+    layers: tuple[int, ...] | None
+    heads: tuple[int, ...] | None
+    pairs: tuple[tuple[int, int], ...]
+    queries: tuple[int, ...] | None
+    keys: tuple[int, int] | None
+
+    @property
+    def anything(self) -> bool:
+        """Whether maps are chosen at all."""
+        return any(each is not None for each in (self.layers, self.heads, self.queries, self.keys))
+
+
+def run(
+    *,
+    model: Path | None,
+    text: str | None,
+    text_file: Path | None,
+    layers: str | None,
+    heads: str | None,
+    queries: str | None,
+    window: tuple[int, int] | None,
+    find: str | None,
+    out: Path | None,
+    svg: Path | None,
+    png: Path | None,
+    html: Path | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Load, look, and print for people or programs."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    prompt = text_file.read_text(encoding="utf-8") if text_file is not None else str(text)
+    with quiet(), waiting(f"loading {model or SMOLLM2}"):
+        loaded, tokenizer = load(model or fetch_smollm2())
+    ids, names = _tokens(tokenizer, prompt)
+    found = _found(names, find)
+    asked = asked_for(layers, heads, queries, window, found, len(names))
+    most = LARGEST if out is not None else PAGE if html is not None else 0
+    with quiet(), waiting(f"looking at {counted(len(names), 'token')}"):
+        started = time.perf_counter()
+        chosen = kept(loaded.config, asked, len(names), most)
+        maps = _looked(loaded, ids, names=names, **chosen)
+        seconds = time.perf_counter() - started
+    _write(maps, out, html, f"{model or SMOLLM2}: where its heads look")
+    for path in (svg, png):
+        if path is not None:
+            draw(maps, path, printed(maps, asked) if asked.anything else ())
+    if as_json:
+        sys.stdout.write(json.dumps(as_data(maps, asked, str(model or SMOLLM2), found)) + "\n")
+        return
+    console = stdout(piped=80)
+    say(console, f"{model or SMOLLM2}: {maps}, in {seconds:.1f} s.")
+    show(maps, asked, console, word=find, found=found)
+
+
+def _looked(model: Any, ids: Any, **chosen: Any) -> AttentionMaps:
+    """`attention`, for which a layer, head or query that is not there is an error of the user."""
+    try:
+        return attention(model, ids, **chosen)
+    except IndexError as error:
+        raise ValueError(str(error)) from error
+
+
+def asked_for(
+    layers: str | None,
+    heads: str | None,
+    queries: str | None,
+    window: tuple[int, int] | None,
+    found: tuple[int, ...],
+    tokens: int,
+) -> Asked:
+    """The options as numbers.
+
+    Raises:
+        ValueError: if one of them is not a list of numbers, or there are no such tokens.
+    """
+    pairs = _pairs(heads)
+    own_heads = None if heads is None else tuple(dict.fromkeys(head for _, head in pairs))
+    own_layers = numbers("--layers", layers)
+    if pairs and pairs[0][0] is not None:
+        if own_layers is not None:
+            raise ValueError("--heads 3.1 names the layer already; leave out --layers")
+        own_layers = tuple(dict.fromkeys(layer for layer, _ in pairs if layer is not None))
+    rows, keys = numbers("--queries", queries), None
+    if window is not None:
+        first, count = window
+        if not 0 <= first < tokens or count < 1:
+            raise ValueError(
+                f"--window {first} {count} is outside of the {tokens} tokens; give the first "
+                "token and how many"
+            )
+        keys = first, min(tokens, first + count)
+    if found:
+        keys = max(0, found[0] - AROUND), min(tokens, found[0] + AROUND + 1)
+    if keys is not None and rows is None:
+        rows = tuple(range(*keys))
+    return Asked(
+        own_layers,
+        own_heads,
+        tuple((layer, head) for layer, head in pairs if layer is not None),
+        rows,
+        keys,
+    )
+
+
+def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """The numbers of a list such as `0,3-5`; None if the option is left out.
+
+    Raises:
+        ValueError: if it is no such list.
+
+    Examples:
+        >>> numbers("--layers", "0,3-5")
+        (0, 3, 4, 5)
+    """
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or len(part) > 20:
+            raise ValueError(f"{option} is a list of numbers such as 0,3-5, got {text!r}")
+        start, stop = int(first), int(last or first)
+        if not start <= stop < 1 << 24:
+            raise ValueError(f"{option} has ranges from few to many, such as 3-5, got {part!r}")
+        found.extend(range(start, stop + 1))
+    return tuple(dict.fromkeys(found))
+
+
+def _pairs(heads: str | None) -> list[tuple[int | None, int]]:
+    """Layer, or None, and head of a list such as `0,3-5` or `3.1,4.0`."""
+    if heads is None:
+        return []
+    if "." not in heads:
+        return [(None, head) for head in numbers("--heads", heads) or ()]
+    parts = [part.strip().partition(".") for part in heads.split(",")]
+    if not all(layer.isdecimal() and head.isdecimal() for layer, _, head in parts):
+        raise ValueError(f"--heads is a list as 0,3-5, or of LAYER.HEAD as 3.1,4.0, got {heads!r}")
+    return [(int(layer), int(head)) for layer, _, head in parts]
+
+
+def _tokens(tokenizer: Any, prompt: str) -> tuple[Any, list[str]]:
+    """The tokens of a prompt, and their text one by one."""
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer, which a prompt needs")
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if not ids.numel():
+        raise ValueError("the prompt is empty; give at least one token")
+    return ids, [tokenizer.decode([each]) for each in ids[0].tolist()]
+
+
+def _found(names: Sequence[str], word: str | None) -> tuple[int, ...]:
+    """The tokens of a word that is searched."""
+    if word is None:
+        return ()
+    found = find(names, word)
+    if not found:
+        raise ValueError(f"--find {word!r} is not in the text; upper and lower case are one")
+    return found
+
+
+def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
+    """The arguments of `attention` that choose maps: what is asked for, or all maps if they hold
+    `most` numbers at most.
+
+    Raises:
+        ValueError: if what is asked for is larger than 512 MiB.
+    """
+    config = config.get_text_config(decoder=True)
+    rows = tokens if asked.queries is None else len(asked.queries)
+    columns = tokens if asked.keys is None else asked.keys[1] - asked.keys[0]
+    layers = config.num_hidden_layers if asked.layers is None else len(asked.layers)
+    heads = config.num_attention_heads if asked.heads is None else len(asked.heads)
+    size = layers * heads * rows * columns
+    if not asked.anything:
+        return {"layers": range(layers)} if size <= most else {}
+    if size > LARGEST:
+        raise ValueError(
+            f"{layers * heads:,} maps of {rows:,} x {columns:,} take {size / 2**28:.1f} GiB; "
+            "choose fewer with --layers, --heads, --queries or --window"
+        )
+    return {
+        "layers": asked.layers,
+        "heads": asked.heads,
+        "queries": asked.queries,
+        "keys": asked.keys,
+    }
+
+
+def _write(maps: AttentionMaps, out: Path | None, html: Path | None, title: str) -> None:
+    """Write the files of numbers, and the page."""
+    if out is not None:
+        maps.save(out)
+    if html is not None:
+        from regard.see.pages.heads import write
+
+        write(maps, html, title=title)
+
+
+def as_data(maps: AttentionMaps, asked: Asked, model: str, found: Sequence[int]) -> dict[str, Any]:
+    """What is printed, for programs."""
+    statistics = ("entropy", "distance", "sink_share", "previous_share", "self_share")
+    return {
+        "model": model,
+        "tokens": list(maps.tokens),
+        "found": list(found),
+        "layers": [
+            {
+                "name": name,
+                "backend": backend,
+                **{each: getattr(maps, each)[at].tolist() for each in statistics},
+                "learned_sink": maps.learned_sink[at].tolist(),
+            }
+            for at, (name, backend) in enumerate(zip(maps.names, maps.backends, strict=True))
+        ],
+        "top": [
+            {
+                "layer": layer,
+                "head": head,
+                "query": query,
+                "keys": maps.top(layer, head, query, TOP),
+            }
+            for layer, head in printed(maps, asked)
+            for query in maps.queries
+        ],
+    }
+
+
+def printed(maps: AttentionMaps, asked: Asked) -> list[tuple[int, int]]:
+    """The heads whose maps are shown: those that were named, else those with the least on the first
+    token, whose maps show the most of the text."""
+    if not len(maps.queries) or not maps.layers:
+        return []
+    if asked.pairs:
+        return list(asked.pairs)
+    if asked.layers is None and asked.heads is None:
+        least = best(maps.sink_share, maps.sink_share.numel(), least=True)
+        return [(layer, head) for layer, head, _ in least][:PRINTED]
+    return [(layer, head) for layer in maps.layers for head in maps.heads]
+
+
+def show(
+    maps: AttentionMaps,
+    asked: Asked,
+    console: Console,
+    *,
+    word: str | None = None,
+    found: Sequence[int] = (),
+) -> None:
+    """Print the layers, the heads that stand out, and the maps that are asked for."""
+    console.print()
+    _show_layers(maps, console)
+    console.print()
+    _show_heads(maps, console)
+    if found:
+        console.print()
+        say(console, f"{word!r} is in the tokens {', '.join(map(str, found))}.")
+    if not asked.anything:
+        console.print()
+        say(console, "Maps: --layers 0,3 --heads 1, --heads 3.1, --find WORD, --html FILE.")
+        return
+    shown = printed(maps, asked)
+    for layer, head in shown[:PRINTED]:
+        _show_map(maps, layer, head, console)
+    if len(shown) > PRINTED:
+        say(
+            console, f"{len(shown) - PRINTED} more maps: choose with --heads LAYER.HEAD, or --html."
+        )
+
+
+def _show_layers(maps: AttentionMaps, console: Console) -> None:
+    """Means over the heads of each layer."""
+    learned = bool(maps.learned_sink.any())
+    columns = [
+        Column("layer"),
+        Column("on the first token", left=True),
+        *([Column("learned sink")] if learned else []),
+        Column("previous token"),
+        Column("itself"),
+        Column("distance"),
+        Column("entropy, nats"),
+        Column("kernel", left=True),
+    ]
+    rows = []
+    for at, backend in enumerate(maps.backends):
+        sink = maps.sink_share[at].mean().item()
+        rows.append(
+            [
+                str(at),
+                f"{sink:4.0%} {bar(sink)}",
+                *([f"{maps.learned_sink[at].mean():.0%}"] if learned else []),
+                f"{maps.previous_share[at].mean():.0%}",
+                f"{maps.self_share[at].mean():.0%}",
+                f"{maps.distance[at].mean():.1f}",
+                f"{maps.entropy[at].mean():.2f}",
+                backend,
+            ]
+        )
+    tabulate(console, columns, rows)
+
+
+def _show_heads(maps: AttentionMaps, console: Console) -> None:
+    """The heads that stand out, as LAYER.HEAD."""
+    rows = []
+    for what, (name, least) in STANDING_OUT.items():
+        heads = best(getattr(maps, name), TOP, least=least)
+        share = name.endswith("share")
+        said = (
+            f"{layer}.{head} {value:.0%}" if share else f"{layer}.{head} {value:.1f}"
+            for layer, head, value in heads
+        )
+        rows.append([what, ", ".join(said)])
+    tabulate(console, [Column("heads", left=True), Column("LAYER.HEAD", words=True)], rows)
+
+
+def _show_map(maps: AttentionMaps, layer: int, head: int, console: Console) -> None:
+    """One map, and the keys of its last query."""
+    console.print()
+    say(
+        console,
+        f"{layer}.{head}: rows are queries, columns keys {_ends(maps)}",
+        bold=f"{layer}.{head}",
+    )
+    console.print(Text(map_text(maps, layer, head, width=console.width)), soft_wrap=True)
+    last = maps.queries[-1]
+    top = maps.top(layer, head, last, TOP)
+    keys = [f"{readable(token)} {weight:.0%}" for token, weight in top if weight >= LEAST]
+    say(console, f"{last} {readable(maps.tokens[last])} reads {', '.join(keys) or 'nothing'}")
+
+
+def _ends(maps: AttentionMaps) -> str:
+    """The first and last key of the columns."""
+    return f"{maps.keys[0]} to {maps.keys[-1]}" if maps.keys else ""

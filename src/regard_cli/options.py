@@ -1,0 +1,80 @@
+"""The application of the command line, its verbs' decorator, and the options that verbs share."""
+
+import functools
+import gc
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
+OptionalModel = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A folder with config.json and *.safetensors, or a .gguf; "
+        f"{DEFAULT_MODEL} if left out.",
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
+
+app = typer.Typer(
+    help="Attention layers that are right, fast and cache-aware; and which one your model wants.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: in panels of 60 columns option names are cut
+)
+
+
+VERBS: dict[str, Callable[..., None]] = {}  # each verb's options, by what is typed: "show mask"
+
+
+def verb(options: Callable[..., None]) -> Callable[..., None]:
+    """A verb with the options of this function, which may refuse them. Then it calls `run` in the
+    module of the same name in `regard.cli`, which is imported only then."""
+    return _added(app, options.__name__, options, options.__name__)
+
+
+def group(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator as `verb`, for the verbs of a group: `show_mask` is typed `show mask`."""
+    verbs = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(verbs, name=name, short_help=text)
+
+    def verb_of_group(options: Callable[..., None]) -> Callable[..., None]:
+        short = options.__name__.removeprefix(f"{name}_")
+        return _added(verbs, short, options, f"{name} {short}")
+
+    return verb_of_group
+
+
+def _added(
+    verbs: typer.Typer, name: str, options: Callable[..., None], typed: str
+) -> Callable[..., None]:
+    @functools.wraps(options)
+    def run(**given: Any) -> None:
+        options(**given)
+        _imported(f"regard.cli.{options.__name__}").run(**given)
+
+    VERBS[typed] = options
+    first_line = (options.__doc__ or "").partition("\n")[0]
+    verbs.command(name, short_help=first_line)(run)
+    return options
+
+
+def _imported(name: str) -> Any:
+    """A module, imported without garbage collections: of torch's half a million objects each takes
+    a tenth of a second, and none of them is garbage."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        if collecting:
+            gc.enable()

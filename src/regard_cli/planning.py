@@ -1,0 +1,147 @@
+"""The options of `regard describe` and `regard plan`."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from regard_cli.options import Json, verb
+
+ENGINES = ("vllm", "llama.cpp", "transformers", "transformers-static", "transformers-4")
+MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
+MOST_OF = {"--context": 10**12, "--window": 10**12, "--batch": 10**9}  # tokens, tokens, rows
+MOST_OF_OTHERS = 10**6  # heads, channels, layers, ranks
+
+
+@verb
+def describe(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder with config.json, a config.json, or a .gguf.", show_default=False
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """The layers of a model's attention: their sizes, RoPE and cache. No weights are read.
+
+    One line for each distinct layer, with the indices of the layers it stands for: its kind (MHA,
+    GQA, MQA, MLA, linear), window or chunks, key heads that other layers use, sizes of heads,
+    parameters, and bytes that a token adds to its cache. Below: rotary embeddings, the cache at
+    the length the model was made for, and what regard can and cannot run of it.
+
+    Read from a description of transformers 4 or 5, of llama.cpp, or one that regard has saved. An
+    architecture or an entry that is not known is refused by name: a description would be a guess.
+    """
+
+
+@verb
+def plan(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A folder with config.json, a config.json, or a .gguf; or give sizes.",
+            show_default=False,
+        ),
+    ] = None,
+    num_heads: Annotated[
+        int | None, typer.Option(min=1, help="Query heads, instead of MODEL.")
+    ] = None,
+    hidden_size: Annotated[
+        int | None, typer.Option(min=1, help="Channels of the hidden states.")
+    ] = None,
+    num_kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Key heads; the query heads if left out.")
+    ] = None,
+    head_dim: Annotated[
+        int | None,
+        typer.Option(min=1, help="Channels of a query; hidden size / heads if left out."),
+    ] = None,
+    v_head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Channels of a value, if others.")
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Layers; 1.")] = None,
+    kv_lora_rank: Annotated[
+        int | None, typer.Option(min=1, help="Of MLA: channels of its latent.")
+    ] = None,
+    q_lora_rank: Annotated[
+        int | None, typer.Option(min=1, help="Of MLA: channels of its query latent.")
+    ] = None,
+    qk_rope_head_dim: Annotated[
+        int | None,
+        typer.Option(min=0, help="Channels with RoPE; a whole head if left out."),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Keys that a query sees at most.")
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of the prefill and in the cache.")
+    ] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    memory: Annotated[
+        float, typer.Option(help="GiB for the cache alone, of each rank, for what fits.")
+    ] = 1.0,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Whose least time is stated, as h100; this: your machine. Repeatable."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float64", "float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of weights and plain caches; the model's if left out."),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share the heads.")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Ranks that share the tokens.")] = 1,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help=f"Whose reserved bytes stand beside the others: {', '.join(ENGINES)}.",
+            autocompletion=lambda: list(ENGINES),
+        ),
+    ] = "vllm",
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(help="A row: shipped, mha, gqa-4, mqa, mla-50, latent-50...; repeatable."),
+    ] = None,
+    formula: Annotated[
+        bool, typer.Option("--formula", help="Each layer's formulas with the numbers put in.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write curves as a page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What each attention a model could have costs: cache, time, and the context that fits."""
+    sizes = {
+        "--num-heads": num_heads,
+        "--hidden-size": hidden_size,
+        "--num-kv-heads": num_kv_heads,
+        "--head-dim": head_dim,
+        "--v-head-dim": v_head_dim,
+        "--num-layers": num_layers,
+        "--kv-lora-rank": kv_lora_rank,
+        "--q-lora-rank": q_lora_rank,
+        "--qk-rope-head-dim": qk_rope_head_dim,
+        "--window": window,
+    }
+    _check_most(sizes | {"--context": context, "--batch": batch, "--tp": tp, "--cp": cp})
+    if engine not in ENGINES:
+        names = ", ".join(ENGINES)
+        raise typer.BadParameter(f"{engine!r} is none of {names}", param_hint="--engine")
+    given = [name for name, value in sizes.items() if value is not None]
+    if model is not None and given:
+        raise typer.BadParameter("a MODEL has its own sizes", param_hint=given[0])
+    if model is None and (num_heads is None or hidden_size is None):
+        raise typer.BadParameter(
+            "give a MODEL, or --num-heads and --hidden-size", param_hint="MODEL"
+        )
+    if not (math.isfinite(memory) and 0 < memory <= MOST_MEMORY):
+        raise typer.BadParameter(
+            f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}", param_hint="--memory"
+        )
+
+
+def _check_most(given: Mapping[str, int | None]) -> None:
+    for name, value in given.items():
+        most = MOST_OF.get(name, MOST_OF_OTHERS)
+        if value is not None and value > most:
+            raise typer.BadParameter(f"{value} is above {most:,}", param_hint=name)

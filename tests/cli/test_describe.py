@@ -1,0 +1,114 @@
+"""regard describe: its table, its JSON, and files that could harm a terminal."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from published_configs import PUBLISHED
+from regard.cli.describe import amount, as_data, cache_of, ranges, run, shortened, show
+from regard.plan.configured import described_values
+from regard.plan.cost import cost_of
+from regard.plan.shapes import STORAGES, ModelShape
+from regard_cli.sentences import printable
+
+
+def described(name: str, shown: str = "") -> ModelShape:
+    return described_values(PUBLISHED[name], Path("config.json"), shown or name, 5 << 30)
+
+
+def printed(model: ModelShape, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    show(model, console)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_lines_fit(name: str, width: int) -> None:
+    longest = max(map(cell_len, printed(described(name), width).splitlines()))
+    assert longest <= width
+
+
+def test_what_is_said_of_gemma_3() -> None:
+    text = " ".join(printed(described("gemma-3-4b")).split())
+    assert text.startswith("gemma-3-4b: 34 layers of gemma3, hidden size 2,560, bfloat16, made for")
+    assert "0-4, 6-10, 12-16, 18-22, 24-28, 30-33" in text
+    assert "GQA; window of 1,024;" in text and "15,729,152" in text
+    assert "Layers 5, 11, 17, 23, 29: Rotary(256, theta=1000000.0, scaling=LinearScal" in text
+    assert "A token takes 139,264 bytes of cache, and 20,480 once 29 layers hold as many" in text
+    assert "regard.hf.install runs it: Gemma3Attention" in text
+    assert "5 GiB of weights" in text
+
+
+def test_what_is_said_of_other_kinds() -> None:
+    assert "MLA; latent of 512; 64 with RoPE; query latent of 1,536" in " ".join(
+        printed(described("DeepSeek-V3"), 120).split()
+    )
+    text = " ".join(printed(described("Qwen3-Next-80B-A3B")).split())
+    assert "linear; state of 557,056 numbers" in text and "gated by channel" in text
+    assert "No layer of regard computes" in text and "regard has no linear attention" in text
+    assert "States take" in text and "Attention has" not in text  # its parameters are not known
+    text = " ".join(printed(described("bert-base")).split())
+    assert "not causal" in text and "there is no cache" in text
+    text = " ".join(printed(described("Phi-3-mini-128k")).split())
+    assert "LongRope((1.0, 1.01, ... 48 numbers), (1.0, 1.5, ... 48 numbers)" in text
+    text = " ".join(printed(described("SmolLM3-3B")).split())
+    assert "Layers 3, 7, 11, 15, 19, 23, 27, 31, 35: no RoPE." in text
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_json_agrees_with_the_costs(name: str) -> None:
+    model = described(name)
+    data = json.loads(json.dumps(as_data(model), allow_nan=False))
+    indices = sorted(index for layer in data["layers"] for index in layer["indices"])
+    assert indices == list(range(data["num_layers"])) and data["name"] == name
+    assert data["cache_bytes"] == cache_of(model, model.max_positions)
+    if all(layer.causal and layer.kind != "linear" for layer in model.layers):
+        context = model.max_positions or 1
+        cost = cost_of(model, STORAGES["plain"], context=context)
+        assert data["attention_parameters"] == cost.parameters
+        assert data["cache_bytes"] == cost.cache_bytes
+        once = sum(each["cache_bytes_per_token"] * len(each["indices"]) for each in data["layers"])
+        assert once == cost_of(model, STORAGES["plain"], context=1).cache_bytes
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-8B"]))
+    run(model=tmp_path, as_json=True)
+    assert json.loads(capsys.readouterr().out)["attention_parameters"] == 32 * 41_943_040
+    run(model=tmp_path, as_json=False)
+    assert "scaling=Llama3(8.0)" in capsys.readouterr().out
+
+
+def test_errors_are_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b[31mb"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "\\u001b[31mred"}')
+    command = [sys.executable, "-m", "regard", "describe", str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stdout == ""
+    start = f"regard: {printable(str(folder))}/config.json: 'model_type' cannot be described"
+    assert ran.stderr.startswith(start)
+    assert "\x1b" not in ran.stderr and ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "<b>\x07", "[bold]x[/bold]", "\u202egnp"])
+def test_names_are_printed_as_they_are_and_cannot_control_a_terminal(name: Any) -> None:
+    text = printed(described("gpt2", name))
+    assert not any(each in text for each in "\x1b\x07\u202e")
+    assert printable(name) in text
+
+
+def test_words() -> None:
+    assert ranges(()) == "" and ranges((3,)) == "3" and ranges((0, 1, 3)) == "0-1, 3"
+    assert (
+        amount(0) == "0 bytes" and amount(1 << 20) == "1 MiB" and amount(1500 << 30) == "1,500 GiB"
+    )
+    assert shortened("Rotary(8)") == "Rotary(8)"

@@ -1,0 +1,210 @@
+"""regard plan: its table, JSON and formulas, and what it refuses."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+import regard.cli.plan as cli
+from pages import PRINTS, blocks, read
+from regard.plan.devices import DEVICES
+from regard.plan.engines import ENGINES
+from regard.plan.planning import plan
+from regard.plan.shapes import LayerShape, ModelShape
+from regard_cli.app import run
+
+GUIDES = ["docs/guides/plan.md", "docs/zh/guides/plan.md"]
+SIZES = ["--num-heads", "8", "--hidden-size", "64", "--num-kv-heads", "4", "--num-layers", "3"]
+LAYER = LayerShape(
+    hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8, qk_rope_head_dim=8
+)
+MODEL = ModelShape(
+    name="a <b> model",
+    architecture="llama",
+    layers=(LAYER, LAYER),
+    hidden_size=64,
+    weight_bytes=5_000,
+    remarks=("Layer 1 is odd.",),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_stored_rates(tmp_path, monkeypatch):
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "rates"))
+
+
+def command(monkeypatch, capsys, *arguments):
+    """The exit code, stdout and stderr."""
+    monkeypatch.setattr("sys.argv", ["regard", "plan", *map(str, arguments)])
+    code = run()
+    return code, *capsys.readouterr()
+
+
+def printed(found, width=80, show=cli.show):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    show(found, console)
+    return console.file.getvalue()
+
+
+def test_a_plan_by_sizes(monkeypatch, capsys):
+    code, out, err = command(monkeypatch, capsys, *SIZES, "--device", "h100", "--context", 100)
+    assert (code, err) == (0, "")
+    for text in (
+        "a model of these sizes: 3 layers, float32; 100 tokens in 1 row; 1 GiB for the",
+        "GQA-4, as shipped",
+        "MLA(24+8), 50 %",
+        "Not in vLLM (2026)",
+        "whole blocks of 16 tokens",
+        "NVIDIA H100 data sheet",
+        "Found by search.",
+    ):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_plan_of_a_model(monkeypatch, capsys, tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = command(monkeypatch, capsys, tmp_path, "--device", "h100")
+    assert code == 0
+    assert "2 layers" in out
+    assert "GQA-4, as shipped" in out
+
+
+def test_every_width_holds_the_table():
+    found = plan(MODEL, devices=["h100", "rtx-4090", "epyc-9654"], context=10**9, batch=1000)
+    for width in (60, 80, 120):
+        assert max(map(len, printed(found, width).splitlines())) <= width
+
+
+def test_the_row_as_shipped_by_hand():
+    """2 layers x 1,024 tokens x 4 heads x 16 channels x 4 bytes are 512 KiB."""
+    found = plan(MODEL, context=1024, memory=1 << 30, devices=["h100"])
+    row = next(line for line in printed(found).splitlines() if line.startswith("GQA-4"))
+    assert row.split()[3:8] == ["plain", "0.0246", "512", "1,024", "512"]
+    assert "2,097,152" in row  # tokens in 1 GiB
+    assert "the weights take 4.88 KiB" in printed(found)
+    assert "Layer 1 is odd." in printed(found)
+
+
+def test_json_is_strict_and_whole(monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, *SIZES, "--json", "--device", "h100", "--formula")
+    assert code == 0
+    data = json.loads(out, parse_constant=pytest.fail)
+    row = data["rows"][0]
+    assert row["cost"]["cache_bytes"] == 3 * 4096 * 64 * 4
+    assert row["cost"]["decode_intensity"] > 0
+    assert row["storage"]["name"] == "plain"
+    assert row["layers"][0]["indices"] == [0, 1, 2]
+    assert "4096" in row["layers"][0]["formulas"]["cache_bytes"]
+    assert {each["engine"] for each in row["reserved"]} == set(data["engines"])
+    assert data["devices"]["h100"]["source"] == "NVIDIA H100 data sheet"
+    assert row["decode"][0]["bound"] == "memory"
+
+
+def test_formulas_are_printed_with_numbers(monkeypatch, capsys):
+    options = ("--device", "h100", "--formula", "--attention", "shipped", "--window", 100)
+    code, out, _ = command(monkeypatch, capsys, *SIZES, *options)
+    assert code == 0
+    flat = re.sub(r"\s+", " ", out)
+    assert "GQA, window 100: 3 layers" in flat
+    assert "cache bytes = 1 x min(4096, 100) x 4 x (8 x 4 + 8 x 4)" in flat
+    assert "reserved bytes = 1 x 16 x min(ceil(4096 / 16), ceil((100 - 1) / 16) + 1) x 4" in flat
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_without_rates_or_a_device_the_way_to_get_them_is_said(monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, *SIZES)
+    assert code == 0
+    assert "--device this measures this machine" in out
+    assert "decode ms" not in out
+
+
+def test_names_with_markup_are_text():
+    found = plan(MODEL, devices=["h100"])
+    assert "a <b> model" in printed(found)
+    odd = ModelShape(name="[red]x[/]", architecture="", layers=(LAYER,), hidden_size=64)
+    assert "[red]x[/]" in printed(plan(odd, devices=["h100"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "give a MODEL, or --num-heads and --hidden-size"),
+        (["--num-heads", 8], "give a MODEL"),
+        (["nowhere", "--num-heads", 8], "a MODEL has its own sizes"),
+        (["--num-heads", 0, "--hidden-size", 64], "should be greater than or equal to 1"),
+        ([*SIZES, "--context", 10**15], "is above 1,000,000,000,000"),
+        ([*SIZES, "--context", 0], "should be greater than or equal to 1"),
+        ([*SIZES, "--memory", "nan"], "nan GiB is not above 0"),
+        ([*SIZES, "--memory", "inf"], "inf GiB is not above 0"),
+        ([*SIZES, "--memory", -1], "-1.0 GiB is not above 0"),
+        ([*SIZES, "--tp", 0], "should be greater than or equal to 1"),
+        ([*SIZES, "--dtype", "int8"], "is not one of"),
+        ([*SIZES, "--engine", "x"], "is none of vllm"),
+        ([*SIZES, "--device", "x"], "device='x' is not one of this, b200"),
+        ([*SIZES, "--device", "t4", "--dtype", "bfloat16"], "no rate of Tesla T4 in bfloat16"),
+        ([*SIZES, "--attention", "x"], "x: this model's attentions are shipped, mha"),
+        (["--num-heads", 7, "--hidden-size", 64], "does not divide hidden_size=64"),
+        (["nowhere"], "nowhere"),
+    ],
+)
+def test_what_is_refused_is_a_sentence(monkeypatch, capsys, options, reason):
+    code, out, err = command(monkeypatch, capsys, *options)
+    assert (code, out) == (2, "")
+    assert reason in re.sub(r"[\s│╭╮╰╯─]+", " ", err)
+    assert "Traceback" not in err
+
+
+def test_refusals_of_options_need_no_torch():
+    program = (
+        "import sys; from regard_cli.app import run; sys.argv = ['regard', 'plan', '--context', "
+        "'0']; run(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_the_guide_names_every_device_and_engine(page):
+    text = read(page)
+    assert [name for name in (*DEVICES, *ENGINES) if f"`{name}`" not in text] == []
+
+
+def shown_commands(page):
+    """The commands of a page whose output stands below them."""
+    for before, after in pairwise(blocks(page)):
+        if before.language == "sh" and after.title == PRINTS:
+            yield before.code.split(), after.code
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_the_guide_shows_what_is_printed(page, monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (snippet,) = (block.code for block in blocks(page, "python") if "config.json" in block.code)
+    exec(snippet, {"__name__": "__main__"})  # writes config.json
+    capsys.readouterr()
+    found = list(shown_commands(page))
+    assert [words[1] for words, _ in found] == ["describe", "plan"]
+    for words, shown in found:
+        monkeypatch.setattr("sys.argv", words)
+        assert run() == 0
+        assert capsys.readouterr().out.rstrip() == shown.rstrip()
+
+
+def test_the_options_name_every_engine():
+    from regard_cli.planning import ENGINES as offered
+
+    assert set(offered) == set(ENGINES)

@@ -29,6 +29,7 @@ from regard.masks import (
     Span,
     Where,
 )
+from regard.see.mask_picture import svg
 
 SLOTS = 6
 WIDTH = 5.4  # inches: narrower than a page, so that the text is larger on a phone
@@ -43,7 +44,7 @@ def even_distance(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor
 
 def draw(folder: File) -> list[File]:
     """Draw three pictures: the rules, rules combined, and spans."""
-    return [draw_rules(folder), draw_combined(folder), draw_spans(folder)]
+    return [draw_rules(folder), draw_combined(folder), draw_spans(folder), draw_large(folder)]
 
 
 def draw_rules(folder: File) -> File:
@@ -110,6 +111,14 @@ def draw_spans(folder: File) -> File:
         axes.set_xlabel("key", fontsize=SMALL, loc="left", labelpad=2)
         axes.set_ylabel("query" if at == 0 else "", fontsize=SMALL, loc="top")
     return save(figure, folder, "masks-spans")
+
+
+def draw_large(folder: File) -> File:
+    """As `regard show mask --svg` writes it."""
+    mask, name = Causal() & SlidingWindow(1024) | Prefix(256), "masks-large"
+    path = folder / f"{name}.svg"
+    path.write_text(svg(mask, Span(0, 4096, 0, 4096)) + "\n", encoding="utf-8")
+    return path
 
 
 def grid(axes: Axes, mask: Mask, span: Span, title: str) -> None:

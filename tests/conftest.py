@@ -13,6 +13,7 @@ import jaxtyping
 import pytest
 import torch
 
+from browser import chromium, open_page  # noqa: F401  (fixtures of every file of tests)
 from session import LONG, worst
 
 pytest.register_assert_rewrite("contract", "kernel_checks", "layers", "plain")

@@ -18,7 +18,10 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGES = ["regard"] + [
     f"regard.{name}"
-    for name in ("masks", "cache", "rope", "hf", "convert", "verify", "compare", "bench")
+    for name in (
+        *("masks", "cache", "rope", "hf", "convert", "verify", "compare", "bench"),
+        *("plan", "see"),
+    )
 ]
 LIBRARY = griffe.load("regard", search_paths=[SOURCE], docstring_parser="google")
 

@@ -23,7 +23,11 @@ MIRRORED = [  # folders whose every module has its file of tests
     "ops",
     "ops/backends",
     "ops/kernels",
+    "page",
+    "plan",
     "rope",
+    "see",
+    "see/pages",
 ]
 FOLDERS = [  # of these, the folder alone
     "cli",
@@ -49,6 +53,7 @@ WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
 OTHER = {  # files of tests in mirrored folders that are about no module of their name
     "bench/test_bench.py": "the commands bench and tune, and the benchmarks of the repository",
     "convert/test_low_memory.py": "conversions of a model whose weights stay on disk",
+    "plan/test_wrong_formulas.py": "costs with one mistake each, which named tests must notice",
 }
 TESTLESS = {  # modules without tests of their own
     "__main__.py": "two lines; tests/cli runs the command",

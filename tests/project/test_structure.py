@@ -26,6 +26,7 @@ def test_the_public_names_are_sorted_and_there():
 
 KNOWS = {  # which folders a folder may import from; "." is the files at the root
     ".": set(),
+    "page": set(),
     "masks": {"."},
     "cache": {"."},
     "rope": {"."},
@@ -35,8 +36,12 @@ KNOWS = {  # which folders a folder may import from; "." is the files at the roo
 KNOWS["regard"] = {*KNOWS}  # the public names; what stands below may import them
 KNOWS["hf"] = {*KNOWS}
 KNOWS["convert"] = {*KNOWS}
+KNOWS["plan"] = {*KNOWS}
 KNOWS["compare"] = KNOWS["bench"] = {*KNOWS}
 KNOWS["verify"] = {".", "regard", "hf"}
+KNOWS["see"] = {*KNOWS}
+KNOWS["compare"] = {*KNOWS["compare"], "page"}
+KNOWS["verify"] = {*KNOWS["verify"], "page"}
 KNOWS["cli"] = {*KNOWS}
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from regard.ops.devices import DATA_SHEETS
-from regard.ops.rates import write_speed
+from regard.ops.rates import SPEED, write_speed
 from regard.ops.speed import Speed
 from regard.plan.devices import (
     DEVICES,
@@ -80,9 +80,13 @@ def test_the_larger_of_two_times(flops, moved, expected):
 
 @pytest.fixture
 def own_rates(tmp_path, monkeypatch):
-    """A folder of rates of this test's own, and no rates in it."""
+    """A folder of rates of this test's own, and no rates in it; the same rates after."""
     monkeypatch.setenv("REGARD_CACHE", str(tmp_path))
     monkeypatch.delenv("REGARD_SPEED", raising=False)
+    before = dict(vars(SPEED))
+    yield
+    vars(SPEED).clear()
+    vars(SPEED).update(before)
 
 
 def test_this_machine_by_its_stored_rates(own_rates):

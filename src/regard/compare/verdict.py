@@ -44,10 +44,15 @@ def _of_memory(shipped: Row, others: Sequence[Row], cache: str) -> tuple[Row, st
     best = min(good, key=_bytes, default=shipped)
     if _bytes(best) >= _bytes(shipped):
         least = min(others, key=_bytes)
-        which = least.name if len(others) == 1 else f"the smallest of the others, {least.name},"
+        costs = _costs(least, shipped, cache)
+        if len(others) == 1:
+            return least, (
+                f"For memory alone, {least.name} does not beat the attention as shipped: "
+                f"it keeps {costs}."
+            )
         return least, (
             "For memory alone, nothing here beats the attention as shipped: "
-            f"{which} keeps {_costs(least, shipped, cache)}."
+            f"the smallest of the others, {least.name}, keeps {costs}."
         )
     if len(others) == 1:
         return best, (

@@ -21,13 +21,13 @@ from regard.see.map_picture import draw
 from regard.see.map_text import bar, best, map_text, readable
 from regard.words import counted
 
-LARGEST = 2**27  # numbers of maps that are kept at most: 512 MiB
+LARGEST = 2**27  # weights of all maps together, at most: 512 MiB in float32
 PAGE = 2**25  # numbers in a page at most, if no maps are chosen: 30 x 9 maps of 350 tokens
 AROUND = 16  # tokens before and after a word that was searched
 PRINTED = 4  # maps that are printed at most
 LEAST = 0.005  # weight of a key that is named: less is 0 %
 TOP = 5  # keys of a query, and heads of a statistic, that are named
-STANDING_OUT = {  # what is said of heads: the statistic, and whether the least are meant
+STANDING_OUT = {  # a row of the table: the statistic, and whether the smallest values are listed
     "on the previous token": ("previous_share", False),
     "on the token itself": ("self_share", False),
     "on the first token": ("sink_share", False),

@@ -23,6 +23,8 @@ from regard.convert.targets import Target
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
 from regard.layers.attention import Attention
+from regard.page.page import table
+from regard.page.readable import readable_bytes
 from regard.words import counted
 
 Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
@@ -71,9 +73,6 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """The verdict and the table of what ran, for notebooks and pages."""
-        from regard.page.page import table  # pages know comparisons, too
-        from regard.page.readable import readable_bytes
-
         cells = [
             [f"{row.name} (exact)" if row.exact else row.name]
             + [format(getattr(row, name), form) for name, (_, form) in MEASURED.items()]

@@ -65,8 +65,8 @@ def choices(model: ModelShape) -> tuple[tuple[Choice, ...], Mapping[str, str]]:
 
 
 def _changes(layers: tuple[LayerShape, ...]) -> Iterator[tuple[str, str, int, Change]]:
-    """The key, the form, the share of the cache that is kept, if one is given, and the change of a
-    layer."""
+    """For each attention: its key, its name, the cache's size as a percentage of the shipped one
+    (0 if none is aimed at), and the function that changes a layer."""
     yield "mha", "MHA", 0, lambda layer: _with_heads(layer, layer.num_heads)
     for heads in _fewer_heads(layers):
         yield f"gqa-{heads}", f"GQA-{heads}", 0, partial(_with_heads, heads=heads)

@@ -53,7 +53,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def on_regard(layers: dict[str, nn.Module]) -> Iterator[None]:
-    """Attention of transformers runs on regard inside the block, where it does not already."""
+    """A block in which regard runs a transformers model's attention; an installed one stays so."""
     with all_bound([(m, _forward_of(m)) for m in layers.values() if _is_others(m)]):
         yield
 

@@ -1,4 +1,4 @@
-"""What is kept of each call of attention while a model runs."""
+"""Observes each call of attention while a model runs: statistics of all heads, chosen maps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ CONTEXTS = ("context", "key_value_states", "encoder_hidden_states")  # arguments
 
 @dataclass(frozen=True)
 class Choice:
-    """The maps that are kept; as the arguments of `attention`, None for all."""
+    """The layers, heads, queries and keys whose weights are returned; None for all of them."""
 
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None

@@ -34,18 +34,18 @@ def attention(
 
     The kernels that the model would run do run: its output has the same bits. Beside them the
     weights are computed from the same queries and keys by the definition, in float32, a block of
-    rows at a time. Statistics and an overview are of all heads; maps are kept of the chosen ones.
+    rows at a time. Statistics and an overview are of all heads; maps are of the chosen ones.
     Caches that are given, the random state and the training mode do not change.
 
     Args:
         model: a model of transformers with attention that regard knows, with or without
             `regard.hf.install`; or a module with layers of regard.
         tokens: ids `[L]` or `[B, L]`; what a tokenizer returns; or hidden states `[B, L, E]`.
-        layers: layers whose maps are kept, counted from 0. If only `heads` or `queries` are given,
-            of all; if none of the three is, no map is kept.
-        heads: heads whose maps are kept; of all if None.
-        queries: rows that are kept, as indices into the tokens of cache and call; of all if None.
-        keys: columns that are kept, from the first up to the second; of all if None.
+        layers: layers whose maps are returned, counted from 0. If only `heads` or `queries` are
+            given, of all; if none of the three is, no map is returned.
+        heads: heads whose maps are returned; of all if None.
+        queries: rows of the maps, as indices into the tokens of cache and call; of all if None.
+        keys: columns of the maps, from the first up to the second; of all if None.
         row: the row of the batch.
         names: names of the tokens; their ids if None.
         **given: further arguments of the model, such as `attention_mask` or `past_key_values`.

@@ -60,7 +60,7 @@ def dot_pairs(e, x, y, z):
 @emits(types.void)
 @no_type_check
 def begin_tiles(e, panel, palette, kept):
-    """Configure this thread's AMX tiles; the former configuration is saved at `kept`."""
+    """Configure this thread's AMX tiles; the former one is stored at the address `kept`."""
     if panel.amx:
         call(e, "sttilecfg", ir.VoidType(), e.pointer(BYTE, kept))
         call(e, "ldtilecfg", ir.VoidType(), e.pointer(BYTE, palette))

@@ -14,7 +14,7 @@ from regard.masks import AllOf, AnyOf, Mask, Not, Span
 from regard.masks.draw import grid
 from regard.page.page import Section, file_beside, table, write_page
 
-CELLS = 1 << 18  # the most cells of a page: 512 x 512, which a screen can still show
+CELLS = 1 << 18  # cells of a page at most: 512 x 512, so that a cell is at least a pixel
 
 
 def write(mask: Mask, span: Span, path: Path, *, b: int = 0, h: int = 0) -> None:

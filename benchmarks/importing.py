@@ -1,28 +1,64 @@
-"""What does importing regard add to importing torch? New processes, interleaved.
+"""What do importing regard, `regard describe` and `regard plan` add to importing torch?
 
-python benchmarks/importing.py        (target: at most 50 ms)
+python benchmarks/importing.py
+
+New processes, interleaved. Targets: importing at most 50 ms, the commands at most 300 ms.
 """
 
+import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from common import finish
 
+TORCH = "import torch"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 
-def seconds(code: str) -> float:
+
+def seconds(*arguments: str) -> float:
+    """Of a new Python with these arguments."""
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
+def programs(model: str) -> dict[str, tuple[tuple[str, ...], int]]:
+    """The arguments of Python, and the milliseconds that are aimed at, by what is printed."""
+    command = ("-m", "regard")
+    return {
+        "import regard": (("-c", "import regard"), 50),
+        "regard describe": ((*command, "describe", model), 300),
+        "regard plan": ((*command, "plan", model, "--device", "h100"), 300),
+    }
+
+
 def main() -> None:
-    rounds = [(seconds("import torch"), seconds("import regard")) for _ in range(9)]
-    alone = statistics.median(torch for torch, _ in rounds)
-    added = statistics.median(regard - torch for torch, regard in rounds)
-    print(f"import torch {1e3 * alone:.0f} ms, regard adds {1e3 * added:.0f} ms; target 50")
-    finish("importing", [{"torch_ms": 1e3 * alone, "added_ms": 1e3 * added, "target": 50}])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        measured = programs(folder)
+        alone, added = [], {name: [] for name in measured}
+        for _ in range(9):
+            alone.append(seconds("-c", TORCH))
+            for name, (arguments, _) in measured.items():
+                added[name].append(seconds(*arguments) - alone[-1])
+    print(f"{TORCH} {1e3 * statistics.median(alone):.0f} ms")
+    rows = []
+    for name, (_, target) in measured.items():
+        more = 1e3 * statistics.median(added[name])
+        print(f"  {name} adds {more:.0f} ms; target {target}")
+        rows.append({"program": name, "added_ms": more, "target": target})
+    finish("importing", rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from regard import (
     LatentKVAttention,
     MultiHeadLatentAttention,
     Padding,
+    Partial,
     Rotary,
+    merge,
 )
 from regard.layers.cache_use import requiring_grad
 
@@ -285,6 +287,39 @@ def test_padding_on_the_right_is_refused_once_rows_are_cut():
     out = layer(x[:, 4:5], cache=cache)
     alone = layer(torch.cat([x[:1, :2], x[:1, 4:5]], 1))[:, 2:]
     assert_same(out[:1], alone)
+
+
+# ---- a cache that attends itself
+
+
+class Attending(KVCache):
+    """It computes the attention to what it holds, with the sinks that the call lacks."""
+
+    all_heads = False
+
+    def outlines(self, layer, q, k, v):
+        return q, k, v
+
+    def attend(self, prepared, q, parts, sinks):
+        assert prepared.call.sinks is None
+        out, lse = prepared.partial(q, parts)
+        pieces = [Partial(out, lse)] + ([] if sinks is None else [Partial.of_sinks(sinks)])
+        return merge(*pieces).out
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_a_cache_that_attends_itself(name):
+    layer, x = make(name), inputs(2, 6)
+    assert_same(run_in_pieces(layer, x, Attending(), [3, 4]), layer(x))
+
+
+@torch.no_grad()
+def test_calls_of_a_cache_that_attends_itself_have_a_log_sum_exp():
+    layer = make("MHA")
+    layer.backend = "sdpa"
+    with pytest.raises(ValueError, match="sdpa gives no log-sum-exp"):
+        layer(inputs(1, 3), cache=Attending())
 
 
 # ---- memories

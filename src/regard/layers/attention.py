@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.cache import NO_CACHE, Cache
 from regard.cache.codes import bits_of
 from regard.heads import merge_heads, split_heads
-from regard.layers.cache_use import requiring_grad, restored_on_error
+from regard.layers.cache_use import attended, requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
     biased_projections,
@@ -25,7 +25,15 @@ from regard.layers.construct import (
     records_arguments,
     size_of_head,
 )
-from regard.layers.inputs import arrive, check_rope, check_width, describe
+from regard.layers.inputs import (
+    HeadSplit,
+    arrive,
+    check_rope,
+    check_width,
+    describe,
+    local_kv_heads,
+    shared,
+)
 from regard.layers.memory import Memory, check_own, recorded_for
 from regard.layers.steps import record_step, repeated_step
 from regard.masks import EVERYTHING, Mask
@@ -81,6 +89,7 @@ class Attention(nn.Module):
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     has_steps = True  # its decoding steps may repeat: `regard.layers.steps`
+    head_split: HeadSplit | None = None  # where its heads are split over ranks
 
     @records_arguments()
     def __init__(
@@ -130,6 +139,11 @@ class Attention(nn.Module):
         self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
         self.score_bias, self.backend, self.precision = score_bias, backend, precision
 
+    def reset_parameters(self) -> None:
+        """Initialise the parameters that belong to no submodule: sinks are 0."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
     @property
     def kind(self) -> str:
         """The name of this attention: `"MHA"`, `"GQA"` or `"MQA"`."""
@@ -168,7 +182,8 @@ class Attention(nn.Module):
         q, k = self.rope(q, k, at.positions)
         call = describe(self, q, k, v, at, bits_of(cache))
         with restored_on_error(self, cache, mask):
-            out = call.run(q, cache.update(*requiring_grad(call.needs_grad, k, v)))
+            parts = cache.update(*requiring_grad(call.needs_grad, k, v))
+            out = attended(self, call, q, cache, parts)
             record_step(self, x, cache, call)
             return self.o_proj(merge_heads(self.gated(x, out)))
 
@@ -228,16 +243,17 @@ class Attention(nn.Module):
         """
         self._refuse_rope()
         check_width("context", context, self.context_size, self.k_proj)
-        return recorded_for(self, Memory(*self._keys_values(context)))
+        return recorded_for(self, Memory(*self._keys_values(shared(self, context))))
 
     def project(
         self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, L, D]`, keys and values `[B, G, S, D]`, normed, before rotation."""
+        x = shared(self, x)
         q = self._heads(self.q_proj(x), self.q_norm)
         if isinstance(context, Memory):
             return q, context.k, context.v
-        return q, *self._keys_values(x if context is None else context)
+        return q, *self._keys_values(x if context is None else shared(self, context))
 
     @property
     def first_projection(self) -> nn.Module:
@@ -255,13 +271,7 @@ class Attention(nn.Module):
                 "project it once with memory = layer.remember(context)"
             )
         if isinstance(context, Memory):
-            want, got = (self.num_kv_heads, self.head_dim), (context.k.shape[1], context.k.shape[3])
-            if want != got:
-                raise ValueError(
-                    f"context was remembered by a layer of (num_kv_heads, head_dim) = {got}, this "
-                    f"one has {want}; call remember() on this layer"
-                )
-            check_own(self, context)
+            check_own(self, context, local_kv_heads(self))
         else:
             check_width("context", context, self.context_size, self.k_proj)
         rows = context.k.shape[0] if isinstance(context, Memory) else context.shape[0]
@@ -289,8 +299,8 @@ class Attention(nn.Module):
         """The output of the heads times the gate of the input, if the layer has one."""
         if self.gate_proj is None:
             return out
-        gate = torch.sigmoid(self.gate_proj(x))
-        return out * split_heads(gate, gate.shape[-1] // self.num_heads).to(out.dtype)
+        gate = torch.sigmoid(self.gate_proj(shared(self, x)))
+        return out * split_heads(gate, gate.shape[-1] // out.shape[1]).to(out.dtype)
 
     def __repr__(self) -> str:
         return constructor_code(self)

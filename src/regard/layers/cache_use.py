@@ -9,8 +9,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from regard.cache import NO_CACHE, Cache
+from regard.cache import NO_CACHE, Cache, Part
 from regard.masks import AllOf, AnyOf, Mask, Padding, Span
+from regard.ops.prepared import Prepared
 from regard.tracing import in_backward, is_concrete, is_transformed
 
 
@@ -124,6 +125,30 @@ class RestoredOnError:
                 f"cache={type(self._cache).__name__} may hold the tokens of this call already: "
                 "truncate it to its former length, or use a new one"
             )
+
+
+def attends_itself(cache: object) -> bool:
+    """Whether a cache computes attention to what it holds, by a method `attend(prepared, q, parts,
+    sinks)`: its tokens are not all here. Calls are prepared for it with `partial=True` and without
+    sinks."""
+    return hasattr(cache, "attend")
+
+
+def sinks_of(layer: Any) -> Tensor | None:
+    """The sinks of the heads that a layer computes here: all, or those of this rank."""
+    split = layer.head_split
+    sinks: Tensor | None = layer.sinks if split is None else split.sinks(layer)
+    return sinks
+
+
+def attended(
+    layer: Any, call: Prepared, q: Tensor, cache: Cache, parts: tuple[Part, ...]
+) -> Tensor:
+    """Attention of `q` to the parts that a cache returned, or to keys and values made of them."""
+    if attends_itself(cache):
+        out: Tensor = cache.attend(call, q, parts, sinks_of(layer))  # type: ignore[attr-defined]
+        return out
+    return call.run(q, parts)
 
 
 def requiring_grad(needs_grad: bool, *streams: Tensor) -> tuple[Tensor, ...]:

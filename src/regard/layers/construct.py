@@ -177,8 +177,27 @@ def normed_heads(
 def matrix_objection(module: nn.Module) -> str | None:
     """Why a module is not merely a product with its weight plus its bias; None if it is. Hooks,
     accelerate's offloading, adapters and quantisation make it more."""
-    if type(module) is not nn.Linear:
-        return f"is a {type(module).__name__}, not a plain nn.Linear"
+    if getattr(type(module), "one_device_class", None) is not None:
+        return "is split over ranks"
+    return local_objection(module)
+
+
+def matrix_of(module: Any) -> Tensor:
+    """The weight of a module, or, where it is split over ranks, the share of this rank."""
+    is_split = hasattr(type(module), "one_device_class")
+    weight = module.local("weight") if is_split else module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def local_objection(module: nn.Module) -> str | None:
+    """Why a module is not merely a product with the weight that it has here plus its bias. Here is
+    one device, or the rank of a linear layer that is split over several."""
+    kind = type(module)
+    if getattr(kind, "is_matrix", False):
+        kind = kind.one_device_class  # type: ignore[attr-defined]
+    if kind is not nn.Linear:
+        return f"is a {kind.__name__}, not a plain nn.Linear"
     own = vars(module)
     if "forward" in own or "_hf_hook" in own:
         return "has a forward of its own, as accelerate's hooks give it"

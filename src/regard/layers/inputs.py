@@ -1,14 +1,14 @@
 """The arguments of a layer's call, checked before anything is computed or cached."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, NoCache
 from regard.cache.streams import Stored
-from regard.layers.cache_use import check_use
-from regard.layers.construct import matrix_objection
+from regard.layers.cache_use import attends_itself, check_use, sinks_of
+from regard.layers.construct import local_objection
 from regard.layers.memory import Memory
 from regard.layers.steps import is_step
 from regard.masks import Mask, Span
@@ -23,13 +23,15 @@ class Arrival(NamedTuple):
 
     `mask` is the layer's and the call's together, `span` says which queries meet which keys once
     the cache is filled, and `positions` are the rotary positions of the queries: `[L]` or `[B, L]`.
-    `step` says whether the next call may repeat this one.
+    `step` says whether the next call may repeat this one. `sharded` is the cache if it attends
+    itself: its tokens are spread over ranks.
     """
 
     mask: Mask
     span: Span
     positions: Tensor
     step: bool
+    sharded: Any = None
 
 
 def arrive(
@@ -59,7 +61,8 @@ def arrive(
         check_decodable(both, span)
         check_use(layer, cache, mask, span)
     step = is_step(layer, x, cache, positions)
-    return Arrival(both, span, span.positions(x.device) if positions is None else positions, step)
+    places = span.positions(x.device) if positions is None else positions
+    return Arrival(both, span, places, step, cache if attends_itself(cache) else None)
 
 
 def describe(
@@ -70,22 +73,67 @@ def describe(
     Of keys and values only the shapes are read: they are those of the new tokens. `bits` are those
     of the codes that the cache will return.
     """
+    mask, score_bias, sharded = at.mask, layer.score_bias, at.sharded
+    split: HeadSplit | None = layer.head_split
+    if sharded is not None:
+        q, k, v = sharded.outlines(layer, q, k, v)
+    if split is not None and (sharded is None or not sharded.all_heads):
+        mask, score_bias = split.mask(mask), split.score_bias(score_bias)
     return prepare(
         q,
         k,
         v,
-        mask=at.mask,
+        mask=mask,
         span=at.span,
         scale=layer.scale,
-        score_bias=layer.score_bias,
+        score_bias=score_bias,
         softcap=layer.softcap,
-        sinks=layer.sinks,
+        sinks=None if sharded is not None else sinks_of(layer),
         dropout=layer.dropout if layer.training else 0.0,
         backend=layer.backend,
         precision=layer.precision,
+        partial=sharded is not None,
         bits=bits,
         step=at.step,
     )
+
+
+class HeadSplit(Protocol):
+    """The heads of a layer that this rank computes, where they are split over several: of
+    `regard.distributed.tensor_parallel`. The layer's sizes stay those of one device."""
+
+    @property
+    def local_heads(self) -> int:
+        """Query heads of each rank."""
+
+    @property
+    def local_kv_heads(self) -> int:
+        """Key/value heads of each rank."""
+
+    def mask(self, mask: Mask) -> Mask:
+        """The mask of this rank's heads."""
+
+    def score_bias(self, bias: Any) -> Any:
+        """The score bias of this rank's heads."""
+
+    def sinks(self, layer: Any) -> Tensor | None:
+        """The sinks of this rank's heads."""
+
+    def shared(self, x: Tensor) -> Tensor:
+        """A tensor that all ranks have, and read for their heads."""
+
+
+def shared(layer: Any, x: Tensor) -> Tensor:
+    """What the heads of a layer read: its gradient is the sum over the ranks that have them."""
+    split: HeadSplit | None = layer.head_split
+    return x if split is None else split.shared(x)
+
+
+def local_kv_heads(layer: Any) -> int:
+    """Key heads that a layer computes here: all, or those of this rank."""
+    split: HeadSplit | None = layer.head_split
+    heads: int = layer.num_kv_heads if split is None else split.local_kv_heads
+    return heads
 
 
 def _length_of(context: "Tensor | Memory") -> int:
@@ -109,7 +157,7 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
             f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "
             "is it the output of another layer, or transposed?"
         )
-    if matrix_objection(projection) is not None:
+    if local_objection(projection) is not None:
         return  # such a module may cast or move its inputs itself
     weight = projection.weight
     assert isinstance(weight, Tensor)

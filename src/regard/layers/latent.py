@@ -12,9 +12,16 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
-from regard.layers.cache_use import has_gradient, requiring_grad, restored_on_error
+from regard.layers.cache_use import attended, has_gradient, requiring_grad, restored_on_error
 from regard.layers.construct import check_sizes, constructor_code, records_arguments
-from regard.layers.inputs import arrive, check_rope, describe, refuse_context
+from regard.layers.inputs import (
+    HeadSplit,
+    arrive,
+    check_rope,
+    describe,
+    refuse_context,
+    shared,
+)
 from regard.layers.latent_forms import Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import EVERYTHING, Mask, Span
@@ -78,6 +85,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
+    head_split: HeadSplit | None = None  # where its heads are split over ranks
     has_steps = False
     check_context = staticmethod(refuse_context)
     softcap = sinks = None  # MLA has neither
@@ -158,12 +166,12 @@ class MultiHeadLatentAttention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form, _ = self.choose(at.span)
+        form, _ = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
         call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
         with restored_on_error(self, cache, mask):
             parts = form.parts(self, cache.update(*requiring_grad(call.needs_grad, joined)))
-            return self.o_proj(merge_heads(form.read(self, call.run(q, parts))))
+            return self.o_proj(merge_heads(form.read(self, attended(self, call, q, cache, parts))))
 
     def weights(
         self,
@@ -178,7 +186,7 @@ class MultiHeadLatentAttention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form, _ = self.choose(at.span)
+        form, _ = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
         call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
         return weights_of(call, q, form.parts(self, cache.peek(joined)))
@@ -204,7 +212,7 @@ class MultiHeadLatentAttention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form, why = self.choose(at.span)
+        form, why = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
         call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
         return f"form     {form.name}: {why}\n{explain(call)}"
@@ -220,9 +228,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     def join(self, latent: Tensor, k_rope: Tensor) -> Float[Tensor, "B 1 L RDr"]:
         """The stream that is cached: latents and rotary keys, concatenated."""
-        (joined,) = requiring_grad(
-            has_gradient(self.kv_b_proj), torch.cat([latent, k_rope], dim=-1)
-        )
+        joined = shared(self, torch.cat([latent, k_rope], dim=-1))
+        (joined,) = requiring_grad(has_gradient(self.kv_b_proj), joined)
         return joined
 
     @property
@@ -230,13 +237,26 @@ class MultiHeadLatentAttention(nn.Module):
         """The linear layer that reads `x`."""
         return self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj
 
-    def choose(self, span: Span) -> tuple[Form, str]:
+    def choose(self, span: Span, sharded: Any = None) -> tuple[Form, str]:
         """The form for these numbers of queries and keys, and why.
 
+        Args:
+            span: of a call.
+            sharded: its cache, if that attends itself. One that attends for the heads of all ranks
+                reads latents, as no rank can rebuild all keys.
+
         Raises:
-            ValueError: if `form="absorbed"` and `kv_b_proj` is not a plain linear map.
+            ValueError: if the form is `"absorbed"` and `kv_b_proj` is not a plain linear map, or it
+                must be absorbed and `form="expanded"`.
         """
-        return choose_form(self, span, self.form)
+        if sharded is None or not sharded.all_heads:
+            return choose_form(self, span, self.form)
+        if self.form == "expanded":
+            raise ValueError(
+                "form='expanded' rebuilds the keys of this rank's heads, and the cache attends for "
+                "the heads of all ranks; use form='auto'"
+            )
+        return choose_form(self, span, "absorbed")
 
     def __repr__(self) -> str:
         return constructor_code(self)

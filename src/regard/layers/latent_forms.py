@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.cache import Part
 from regard.cache.codes import bits_of
 from regard.heads import split_heads
-from regard.layers.construct import matrix_objection, normed
+from regard.layers.construct import local_objection, matrix_of, normed
 from regard.masks import Span
 
 
@@ -112,21 +112,27 @@ def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]
 def absorption_objection(layer: Any) -> str | None:
     """Why `kv_b_proj` cannot be read as a matrix; None if it can."""
     up = layer.kv_b_proj
-    if (objection := matrix_objection(up)) is not None:
+    if (objection := local_objection(up)) is not None:
         return f"kv_b_proj {objection}"
-    if type(up.weight) not in (nn.Parameter, Tensor) or up.bias is not None:
+    if type(matrix_of(up)) not in (nn.Parameter, Tensor) or up.bias is not None:
         return "kv_b_proj.weight is not a full tensor, or has a bias"
     return None
 
 
 def up_weights(layer: Any) -> tuple[Tensor, Tensor]:
     """`kv_b_proj` as matrices of each head: keys `[H, Dn, R]` and values `[H, Dv, R]`."""
-    weight = layer.kv_b_proj.weight  # under functional_call this is a tensor, no parameter
-    assert isinstance(weight, Tensor)
-    keys, values = weight.unflatten(0, (layer.num_heads, -1)).split(
+    weight = matrix_of(layer.kv_b_proj)  # under functional_call this is a tensor, no parameter
+    keys, values = weight.unflatten(0, (_local_heads(layer), -1)).split(
         [layer.qk_nope_head_dim, layer.v_head_dim], dim=1
     )
     return keys, values
+
+
+def _local_heads(layer: Any) -> int:
+    """Heads that a module computes here: all, or those of this rank."""
+    split = getattr(layer, "head_split", None)  # transformers' modules have none
+    heads: int = layer.num_heads if split is None else split.local_heads
+    return heads
 
 
 def _expand_queries(layer: Latent, q_nope: Tensor, q_rope: Tensor) -> Tensor:
@@ -136,7 +142,7 @@ def _expand_queries(layer: Latent, q_nope: Tensor, q_rope: Tensor) -> Tensor:
 def _expand_outline(layer: Latent, joined: Tensor) -> tuple[Tensor, Tensor]:
     """Placeholders with the shapes of the keys and values: their elements are never read."""
     batch, _, length, _ = joined.shape
-    like = joined[:, :, :, :1].expand(batch, layer.num_heads, length, 1)
+    like = joined[:, :, :, :1].expand(batch, _local_heads(layer), length, 1)
     return like.expand(-1, -1, -1, layer.qk_head_dim), like.expand(-1, -1, -1, layer.v_head_dim)
 
 
@@ -149,7 +155,7 @@ def _expand_parts(layer: Latent, parts: tuple[Part, ...]) -> tuple[Part, ...]:
             layer.kv_b_proj(latent.squeeze(1)), layer.qk_nope_head_dim + layer.v_head_dim
         )
         k_nope, v = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
-        k_rope = k_rope.expand(-1, layer.num_heads, -1, -1).to(k_nope.dtype)
+        k_rope = k_rope.expand(-1, k_nope.shape[1], -1, -1).to(k_nope.dtype)
         rebuilt.append(Part(start, stop, (torch.cat([k_nope, k_rope], dim=-1), v)))
     return tuple(rebuilt)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
 from regard.heads import merge_heads, split_heads
-from regard.layers.cache_use import has_gradient, requiring_grad, restored_on_error
+from regard.layers.cache_use import attended, has_gradient, requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
     build_norm,
@@ -22,7 +22,15 @@ from regard.layers.construct import (
     normed_heads,
     records_arguments,
 )
-from regard.layers.inputs import arrive, check_rope, describe, refuse_context
+from regard.layers.inputs import (
+    HeadSplit,
+    arrive,
+    check_rope,
+    describe,
+    local_kv_heads,
+    refuse_context,
+    shared,
+)
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -79,6 +87,7 @@ class LatentKVAttention(nn.Module):
     kind = "LatentKV"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     has_steps = False
+    head_split: HeadSplit | None = None  # where its heads are split over ranks
     check_context = staticmethod(refuse_context)
     sinks = None
 
@@ -152,7 +161,8 @@ class LatentKVAttention(nn.Module):
             parts = cache.update(
                 *requiring_grad(call.needs_grad, latent, as_stream(where, x.shape[0]))
             )
-            return self.o_proj(merge_heads(call.run(q, self.rebuild(parts))))
+            out = attended(self, call, q, cache, self.rebuild(parts))
+            return self.o_proj(merge_heads(out))
 
     def weights(
         self,
@@ -211,13 +221,13 @@ class LatentKVAttention(nn.Module):
         trained = has_gradient(self.kv_b_proj) or (
             self.k_norm is not None and has_gradient(self.k_norm)
         )
-        (latent,) = requiring_grad(trained, self.kv_a_proj(x).unsqueeze(1))
+        (latent,) = requiring_grad(trained, shared(self, self.kv_a_proj(x).unsqueeze(1)))
         return self.queries(x), latent
 
     def outline(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Placeholders with the shapes of the keys and values: their elements are never read."""
         batch, _, length, _ = latent.shape
-        k = latent[..., :1].expand(batch, self.num_kv_heads, length, self.head_dim)
+        k = latent[..., :1].expand(batch, local_kv_heads(self), length, self.head_dim)
         return k, k
 
     @property

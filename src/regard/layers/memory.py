@@ -1,6 +1,7 @@
 """Another sequence's keys and values, projected once, and the layer that they belong to."""
 
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -51,8 +52,14 @@ def recorded_for(layer: nn.Module, memory: Memory) -> Memory:
     return memory
 
 
-def check_own(layer: nn.Module, memory: Memory) -> None:
-    """Refuse a memory of another layer of the same sizes."""
+def check_own(layer: Any, memory: Memory, num_kv_heads: int) -> None:
+    """Refuse a memory of another layer; `num_kv_heads` are those that this rank computes."""
+    want, got = (num_kv_heads, layer.head_dim), (memory.k.shape[1], memory.k.shape[3])
+    if want != got:
+        raise ValueError(
+            f"context was remembered by a layer of (num_kv_heads, head_dim) = {got}, this one has "
+            f"{want}; call remember() on this layer"
+        )
     if torch.compiler.is_compiling() or memory not in _LAYER_OF:
         return
     if _LAYER_OF[memory]() not in (layer, None):

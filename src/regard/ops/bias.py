@@ -87,7 +87,7 @@ class Alibi:
     ) -> Float[Tensor, "#B H L S"]:
         """`[1, H, L, S]`, or `[B, H, L, S]` for a ragged span; rounded once to `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
-        distances = _offsets(span, device).abs().to(wide)
+        distances = offsets_of(span, device).abs().to(wide)
         slopes = device_vector(tuple(self.slopes), wide, distances.device)
         return (-slopes[:, None, None] * distances).to(dtype)
 
@@ -158,7 +158,7 @@ class RelativeBias(nn.Module):
     ) -> Float[Tensor, "#B H L S"]:
         """`[1, H, L, S]`, or `[B, H, L, S]` for a ragged span, in `dtype`, with gradients."""
         weight = self.relative_attention_bias.weight
-        buckets = self.buckets(_offsets(span, weight.device if device is None else device))
+        buckets = self.buckets(offsets_of(span, weight.device if device is None else device))
         bias: Tensor = self.relative_attention_bias(buckets.squeeze(1))
         return bias.movedim(-1, 1).to(dtype)
 
@@ -219,7 +219,8 @@ def split_additive(
     return Dense(~hidden), t.masked_fill(hidden, 0.0)
 
 
-def _offsets(span: Span, device: torch.device | str | None) -> Int[Tensor, "#B 1 L S"]:
+def offsets_of(span: Span, device: torch.device | str | None) -> Int[Tensor, "#B 1 L S"]:
+    """The positions of the span's keys less those of its queries."""
     queries = span.positions(device)
     keys = torch.arange(span.kv_start, span.kv_stop, device=queries.device)
     offsets = keys - queries[..., None]

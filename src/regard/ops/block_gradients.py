@@ -78,7 +78,7 @@ class _Blocks(torch.autograd.Function):
         for step in steps():
             block = step.block
             inputs = block.of_queries(q), keys.of(block), values.of(block)
-            result, lse, again = _forward(step, *inputs)
+            result, lse, again = forward_block(step, *inputs)
             block.of_queries(out).copy_(result)
             lses.append(lse)
             careful.append(again)
@@ -118,7 +118,7 @@ class _Gradients(torch.autograd.Function):
             block = step.block
             inputs = block.of_queries(q), keys.of(block), values.of(block)
             slopes = columns_contiguous(block.of_queries(slope))
-            found = _backward(step, again, slopes, block.of_queries(out), lse, *inputs)
+            found = backward_block(step, again, slopes, block.of_queries(out), lse, *inputs)
             block.of_queries(grad_q).copy_(found[0])
             block.add_to_keys(grad_k, found[1])
             block.add_to_keys(grad_v, found[2])
@@ -132,7 +132,7 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
+def forward_block(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Outputs and log-sum-exps of a block, and whether its inputs had to be clamped: a hidden score
     that overflows to +inf, plus -inf, is NaN."""
     flags, hiding = step.flags(), step.hiding
@@ -146,7 +146,7 @@ def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return hiding.without_masked(out), lse, careful
 
 
-def _backward(
+def backward_block(
     step: Step,
     careful: bool,
     slope: Tensor,

@@ -81,20 +81,24 @@ class Prepared(NamedTuple):
         return backend.run(call, q, *call.keys_and_values(part))
 
     def _partial(self, q: Float[Tensor, "B H L D"], parts: list[Part]) -> Partial:
-        assert self.backend.partial is not None
-        pieces = [Partial.nothing(q.device)]
+        without_sinks = replace(self.call, sinks=None)
+        pieces = [partial_of(self.backend, without_sinks.over(part), q, part) for part in parts]
         if self.call.sinks is not None:
             pieces.append(Partial.of_sinks(self.call.sinks))
-        without_sinks = replace(self.call, sinks=None)
-        for part in parts:
-            call, stored = without_sinks.over(part), part.quantized
-            if stored is not None and self.backend.quantized_partial is not None:
-                pieces.append(self.backend.quantized_partial(call, q, stored))
-            else:
-                pieces.append(self.backend.partial(call, q, *call.keys_and_values(part)))
+        if len(pieces) == 1:
+            return pieces[0]
         out, lse = merge(*pieces)
         shape = (*q.shape[:3], self.call.v_head_dim)
         return Partial(out.expand(shape), lse.expand(shape[:3]))
+
+
+def partial_of(backend: Backend, call: Call, q: Float[Tensor, "B H L D"], part: Part) -> Partial:
+    """Attention to one part, as the call over it says; codes are read as such where possible."""
+    assert backend.partial is not None
+    stored = part.quantized
+    if stored is not None and backend.quantized_partial is not None:
+        return backend.quantized_partial(call, q, stored)
+    return backend.partial(call, q, *call.keys_and_values(part))
 
 
 def visible_parts(call: Call, parts: Iterable[Part]) -> list[Part]:

@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from regard.cache import Cache
 from regard.hf.families.finding import find
 from regard.hf.families.table import family_of
 from regard.hf.packages import require
@@ -11,15 +13,16 @@ from regard.hf.packages import require
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
-def cache(model: Any, kind: str = "growing", **options: Any) -> Any:
+def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: Any) -> Any:
     """A new cache for `model.generate(past_key_values=...)`; one for each text or batch.
 
     Args:
         model: a transformers model that generates.
         kind: `"growing"`; `"static"`, which needs `max_length=`; `"sliding"`, which holds the
             window of layers that have one (`rollback=` more for assisted decoding); `"quantized"`,
-            with `bits=8 | 4` and `group=64`.
-        **options: of that kind.
+            with `bits=8 | 4` and `group=64`; or a function that makes the cache of a layer, such as
+            `lambda: ShardedCache(mesh)` for a model with regard installed.
+        **options: of that kind; none of a function.
 
     Raises:
         ValueError: if the kind or an option is unknown, an option is missing, the kind is "sliding"
@@ -40,11 +43,15 @@ def cache(model: Any, kind: str = "growing", **options: Any) -> Any:
     require("transformers")
     from transformers import DynamicCache, EncoderDecoderCache
 
-    from regard.hf.generating.caches import KINDS, CacheLayer, GenerationCache
+    from regard.hf.generating.caches import KINDS, CacheLayer, GenerationCache, made
 
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, KINDS))}")
-    make = KINDS[kind](**_checked(kind, KINDS[kind], options))
+    if isinstance(kind, str) and kind not in KINDS:
+        raise ValueError(
+            f"kind={kind!r} is not one of {', '.join(map(repr, KINDS))}, nor a function that makes "
+            "the cache of a layer"
+        )
+    maker = KINDS[kind] if isinstance(kind, str) else partial(made, kind)
+    make = maker(**_checked(kind, maker, options))
     windows = _windows(model)
     if kind == "sliding" and not any(windows):
         raise ValueError(
@@ -61,7 +68,7 @@ def _maker(make: Callable[[int | None], Any], window: int | None) -> Callable[[]
     return lambda: make(window)
 
 
-def _checked(kind: str, maker: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+def _checked(kind: object, maker: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options, if they are those that the kind takes."""
     parameters = inspect.signature(maker).parameters
     unknown = [name for name in options if name not in parameters]

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
+from regard.layers.cache_use import attends_itself
 from regard.ops.prepared import concatenated
 from regard.span import Span
 
@@ -53,6 +54,11 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if attends_itself(self.cache):
+            raise ValueError(
+                f"{type(self.cache).__name__} cannot return all keys, as each rank stores a share "
+                "of them; regard.hf.install(model) lets its layers attend to such a cache"
+            )
         keys, values = concatenated(list(self.append(key_states, value_states))).streams
         return keys, values
 
@@ -165,6 +171,11 @@ def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
 def quantized(*, bits: int = 8, group: int = 64) -> Callable[[int | None], Cache]:
     """All tokens, in codes of 8 or 4 bits."""
     return lambda window: QuantizedCache(bits, group)
+
+
+def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:
+    """The caches of the caller: what `make` returns, for each layer."""
+    return lambda window: make()
 
 
 KINDS: dict[str, Callable[..., Callable[[int | None], Cache]]] = {

@@ -11,6 +11,7 @@ from regard.cache import Part
 from regard.cache.codes import QuantizedStream
 from regard.hf.families.table import Family, family_of
 from regard.hf.running.masks import Visible, visible
+from regard.layers.cache_use import attends_itself
 from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
 from regard.ops.prepared import Prepared
@@ -89,6 +90,7 @@ def described(
     *,
     bias: Tensor | None = None,
     v_head_dim: int | None = None,
+    sharded: Any = None,
     **options: Any,
 ) -> Prepared:
     """The description of a call, and the backend chosen for it.
@@ -99,6 +101,7 @@ def described(
         at: which keys are visible, and what the mask adds to the scores.
         bias: what is added to the scores besides.
         v_head_dim: the width of the values, where they are columns of the keys.
+        sharded: the cache, if it attends itself.
         options: further options of `prepare`.
     """
     k, *rest = parts[0].outlines
@@ -107,13 +110,32 @@ def described(
         bias = at.bias if bias is None else at.bias + bias
     stored = parts[0].quantized
     bits = stored[0].bits if stored and isinstance(stored[0], QuantizedStream) else None
+    if sharded is not None:
+        options |= {"sinks": None, "partial": True}
     return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, bits=bits, **options)
 
 
 def attended(
-    call: Prepared, q: Tensor, parts: tuple[Part, ...], given: Mapping[str, Any]
+    call: Prepared,
+    q: Tensor,
+    parts: tuple[Part, ...],
+    given: Mapping[str, Any],
+    *,
+    sharded: Any = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over the parts, `[B, H, L, Dv]`; and its weights, if the caller wants them."""
+    """Attention over the parts, `[B, H, L, Dv]`; and its weights, if the caller wants them.
+
+    Raises:
+        ValueError: if it wants them, and `sharded`, a cache that attends itself, has not all keys.
+    """
+    if sharded is not None:
+        if weights_wanted(given):
+            raise ValueError(
+                f"attention weights are not returned with {type(sharded).__name__}, which stores a "
+                "share of the keys on each rank; leave output_attentions out"
+            )
+        return sharded.attend(call, q, parts, sinks), None
     out = call.run(q, parts)
     return out, weights_of(call, q, parts) if weights_wanted(given) else None
 
@@ -147,6 +169,26 @@ def appended(cache: Any, layer: int, *streams: Tensor) -> tuple[Part, ...]:
     if first == 0:
         return parts
     return tuple(Part(start - first, stop - first, each) for start, stop, each in parts)
+
+
+def sharded_cache(cache: Any, module: Any) -> Any:
+    """The cache of a module in one of `regard.hf.cache` if it attends itself, as each rank stores a
+    share of its tokens; else None.
+
+    Raises:
+        ValueError: if tensor parallelism has split the heads of the module over the same ranks.
+    """
+    held: Any = cache.layers[module.layer_idx].cache if hasattr(cache, "append") else None
+    if not attends_itself(held):
+        return None
+    held.check_layer(module)
+    return held
+
+
+def number_of_keys(parts: tuple[Part, ...], sharded: Any) -> int:
+    """All keys of a call, wherever they are."""
+    keys: int = parts[-1].kv_stop if sharded is None else sharded.length
+    return keys
 
 
 def of_one_dtype(*heads: Tensor) -> tuple[Tensor, ...]:

@@ -17,20 +17,24 @@ from regard.hf.running.calls import (
     arrive,
     attended,
     described,
+    number_of_keys,
     of_one_dtype,
     one_part,
     options_of,
+    sharded_cache,
     visible_in,
 )
 from regard.hf.running.steps import is_step, record_step, stepped
 
 
 class Heads(NamedTuple):
-    """Queries, and all keys and values they may attend to; `past` is the number of cached keys."""
+    """Queries, and all keys and values they may attend to; `past` is the number of cached keys, and
+    `sharded` the cache if it attends itself."""
 
     q: Tensor
     parts: tuple[Part, ...]
     past: Any = 0
+    sharded: Any = None
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
@@ -41,13 +45,14 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         return family.output(self, merge_heads(same)), None
     across = bool(family.context) and given.get(family.context) is not None
     heads_of = _across if across else _along
-    q, parts, past = heads_of(family, self, hidden_states, given)
-    queries, keys = q.shape[2], parts[-1].kv_stop
+    q, parts, past, sharded = heads_of(family, self, hidden_states, given)
+    queries, keys = q.shape[2], number_of_keys(parts, sharded)
     at = visible_in(family, self, given, queries, keys, across=across)
     bias = family.bias(self, given, queries, keys, past)
     options = options_of(family, self) | {"step": is_step(family, self, hidden_states, given)}
-    call = described(q, parts, at, bias=bias, **options)
-    heads, weights = attended(call, q, parts, given)
+    call = described(q, parts, at, bias=bias, sharded=sharded, **options)
+    sinks = options["sinks"]
+    heads, weights = attended(call, q, parts, given, sharded=sharded, sinks=sinks)
     if call.call.step:
         record_step(family, self, hidden_states, given, call)
     out = family.output(self, merge_heads(heads))
@@ -66,7 +71,8 @@ def _along(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> 
     cache = getattr(cache, "self_attention_cache", cache)
     past = cache.get_seq_length(module.layer_idx) if family.returns_bias else 0
     past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
-    return Heads(q, appended(cache, module.layer_idx, k, v), past)
+    parts = appended(cache, module.layer_idx, k, v)
+    return Heads(q, parts, past, sharded_cache(cache, module))
 
 
 def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Heads:

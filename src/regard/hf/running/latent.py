@@ -18,8 +18,10 @@ from regard.hf.running.calls import (
     arrive,
     attended,
     described,
+    number_of_keys,
     one_part,
     options_of,
+    sharded_cache,
     visible_in,
 )
 from regard.layers.latent_forms import ABSORBED, Form, absorb_queries, choose_form, project_latent
@@ -39,14 +41,20 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     q_nope, q_rope, latent, k_rope = project_latent(self, hidden_states)
     angles = given["position_embeddings"]  # a placed layer passes positions here
     q_rope, k_rope = (family.rotate(self, x, angles) for x in (q_rope, k_rope))
-    parts = _stored(given.get(family.cache), self.layer_idx, latent, k_rope)
-    keys = sum(part.kv_stop - part.kv_start for part in parts)
+    if getattr(self, "head_split", None) is not None:  # each rank reads both for its heads
+        joined = self.head_split.shared(torch.cat([latent, k_rope], dim=-1))
+        latent, k_rope = joined.split([latent.shape[-1], k_rope.shape[-1]], dim=-1)
+    cache = given.get(family.cache)
+    parts = _stored(cache, self.layer_idx, latent, k_rope)
+    sharded = sharded_cache(cache, self)
+    keys = number_of_keys(parts, sharded)
     at = visible_in(family, self, given, q_rope.shape[2], keys)
     form, _ = choose_form(self, at.span)
     options = options_of(family, self)
     q, parts, bias = _read(self, form, q_nope, q_rope, parts, options["scale"])
-    call = described(q, parts, at, bias=bias, v_head_dim=self.kv_lora_rank, **options)
-    heads, weights = attended(call, q, parts, given)
+    width = self.kv_lora_rank
+    call = described(q, parts, at, bias=bias, v_head_dim=width, sharded=sharded, **options)
+    heads, weights = attended(call, q, parts, given, sharded=sharded, sinks=options["sinks"])
     return family.output(self, merge_heads(form.read(self, heads))), weights
 
 

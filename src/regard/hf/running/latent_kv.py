@@ -18,10 +18,13 @@ from regard.hf.running.calls import (
     arrive,
     attended,
     described,
+    number_of_keys,
     one_part,
     options_of,
+    sharded_cache,
     visible_in,
 )
+from regard.layers.inputs import shared
 from regard.layers.latent_kv import check_int32
 
 
@@ -33,12 +36,15 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     positions = positions_of_queries(hidden_states, positions, cache, self.layer_idx)
     positions = positions.to(torch.int32)
     q = family.rotate(self, self.queries(hidden_states), positions)
-    parts = _stored(cache, self.layer_idx, self.kv_a_proj(hidden_states), positions)
-    keys = sum(part.kv_stop - part.kv_start for part in parts)
+    latent = shared(self, self.kv_a_proj(hidden_states))
+    parts = _stored(cache, self.layer_idx, latent, positions)
+    sharded = sharded_cache(cache, self)
+    keys = number_of_keys(parts, sharded)
     at = visible_in(family, self, given, q.shape[2], keys)
     parts = self.rebuild(parts)
-    call = described(q, parts, at, **options_of(family, self))
-    heads, weights = attended(call, q, parts, given)
+    options = options_of(family, self)
+    call = described(q, parts, at, sharded=sharded, **options)
+    heads, weights = attended(call, q, parts, given, sharded=sharded, sinks=options["sinks"])
     return family.output(self, merge_heads(heads)), weights
 
 

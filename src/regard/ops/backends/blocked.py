@@ -102,7 +102,7 @@ def run(
     again = _read_again(call, k, v)
     q, k, v = sdpa.same_width(q, k, v)
     blocks = [block for block in plan(call) if block.runs]
-    steps = partial(_steps, call, blocks)
+    steps = partial(steps_of, call, blocks)
     out = block_gradients.run(q, k, v, blocks, steps, partial(_check, again))
     return out[..., : call.v_head_dim]
 
@@ -113,7 +113,7 @@ def _inference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     keys, values = Gathered(k, blocks), Gathered(v, blocks)
     written = len(blocks) == len(planned)  # else, some queries may attend to no key
     out = (q.new_empty if written else q.new_zeros)((*q.shape[:3], v.shape[3]))
-    for block, part, hiding in _steps(call, blocks):
+    for block, part, hiding in steps_of(call, blocks):
         inputs = block.of_queries(q), keys.of(block), values.of(block)
         if hiding is None or not may_check(part):
             result = sdpa.run(part, *inputs)
@@ -123,7 +123,7 @@ def _inference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def _steps(call: Call, blocks: list[Block]) -> Iterator[Step]:
+def steps_of(call: Call, blocks: list[Block]) -> Iterator[Step]:
     """The blocks, each with its call and its mask. Where rules depend on distance alone, most
     blocks have the same mask, which is made once."""
     made: dict[tuple[object, ...], Hiding] = {}

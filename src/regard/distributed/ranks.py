@@ -1,0 +1,343 @@
+"""The ranks that share a layer's work, and all that is sent between them.
+
+Every byte that regard sends goes through `Ranks`, which counts it, and whose errors name the step.
+The collectives are those of torch.distributed.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from regard.distributed.failures import RankError, failure
+
+__all__ = ["RankError", "Ranks", "counted", "expected", "sum_bytes"]
+
+
+@dataclass(eq=False)
+class Sent:
+    """Bytes that this rank has sent to others, in all and by step."""
+
+    bytes: int = 0
+    steps: dict[str, int] = field(default_factory=dict)
+
+    def add(self, step: str, nbytes: int) -> None:
+        self.bytes += nbytes
+        self.steps[step] = self.steps.get(step, 0) + nbytes
+
+
+# Of the open `counted` blocks, which all count, and `expected` ones, of which the innermost does.
+# They are the process's, not a thread's: autograd has threads of its own.
+_COUNTERS: list[Sent] = []
+_EXPECTED: list[Sent] = []
+
+
+@contextmanager
+def counted() -> Iterator[Sent]:
+    """A block in which the bytes that this rank sends are counted.
+
+    Examples:
+        >>> from regard.distributed import counted
+        >>> with counted() as sent:
+        ...     pass
+        >>> sent.bytes
+        0
+    """
+    sent = Sent()
+    _COUNTERS.append(sent)
+    try:
+        yield sent
+    finally:
+        _COUNTERS.remove(sent)
+
+
+Message = tuple[Callable[..., Any], int, Tensor]  # dist.isend or dist.irecv, the other rank, what
+
+
+class Pending(NamedTuple):
+    """Messages on their way, by the ranks that they go to or come from. `wait` returns when they
+    have arrived, and has to be called: those that come after a dropped one may be lost."""
+
+    messages: Sequence[tuple[Collection[int], Any]]
+    step: str
+    ranks: "Ranks"
+
+    def wait(self) -> None:
+        """Wait for all messages.
+
+        Raises:
+            RankError: if a rank does not answer within the time-out of the process group.
+        """
+        timeout = self.ranks.timeout
+        for others, message in self.messages:
+            try:
+                _wait(message, timeout)
+            except RuntimeError as error:
+                raise failure(self.ranks, self.step, others, error) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of a mesh of one dimension.
+
+    Args:
+        mesh: of one dimension; for another, `mesh["name"]` has one.
+
+    Raises:
+        TypeError: if it is no mesh.
+        ValueError: if it has several dimensions, this rank is not in it, or it has one rank.
+    """
+
+    mesh: DeviceMesh
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError(
+                "mesh is a DeviceMesh, got "
+                f"{type(self.mesh).__name__}; init_device_mesh('cpu', (2,)) makes one"
+            )
+        if self.mesh.ndim != 1:
+            raise ValueError(
+                f"mesh has one dimension, got {self.mesh.ndim} of sizes {tuple(self.mesh.shape)}; "
+                f"give one of them, mesh[name] of {self.mesh.mesh_dim_names}"
+            )
+        if self.mesh.size() < 2:
+            raise ValueError(
+                "mesh has one rank, so that nothing would be split or sent; use the layer as it is"
+            )
+        if self.mesh.get_coordinate() is None:
+            raise ValueError(
+                f"this process, rank {dist.get_rank()}, is not in the mesh of ranks "
+                f"{self.mesh.mesh.tolist()}; call this in its ranks only"
+            )
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the mesh."""
+        return self.mesh.get_group()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the mesh, from 0."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long to wait for a message: the time-out of the mesh's process group or that of the
+        world, whichever is shorter, since the groups of a mesh of several dimensions are made with
+        torch's own, of 30 minutes. None where torch waits by itself, off the CPU."""
+        if self.mesh.device_type != "cpu":
+            return None
+        return min(
+            (t for group in (self.group, dist.group.WORLD) if (t := _timeout_of(group))),
+            default=None,
+        )
+
+    def exchange(
+        self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], step: str
+    ) -> Pending:
+        """Send tensors to some ranks and receive tensors from some; neither waits.
+
+        A message is received only under the step that it was sent under, and in the size that is
+        expected: ranks that do not agree about them run into the time-out. (NCCL has no tags, and
+        leaves that to the sizes.)
+
+        Args:
+            send: what each rank gets, by its number in the mesh. Must not change until `wait`.
+            receive: tensors to write to, contiguous, by the rank that they come from.
+            step: what is sent, the same words on both sides; numbers in it may differ.
+
+        Raises:
+            RankError: if a rank has ended.
+        """
+        sends = {to: x.detach().contiguous() for to, x in send.items() if x.numel()}
+        receives = {source: x.detach() for source, x in receive.items() if x.numel()}
+        messages: list[Message] = [(dist.isend, to, x) for to, x in sends.items()]
+        messages += [(dist.irecv, source, x) for source, x in receives.items()]
+        assert self.rank not in {**send, **receive}, f"{step}: a rank sends to itself"
+        for _, _, x in messages:
+            assert x.is_contiguous(), f"{step}: tensors to write to are contiguous"
+            self._assert_place(x, step)
+        self._count(step, sum(x.nbytes for x in sends.values()))
+        return Pending(self._launched(messages, step) if messages else (), step, self)
+
+    def _launched(
+        self, messages: Sequence[Message], step: str
+    ) -> list[tuple[Collection[int], Any]]:
+        """The messages on their way, by the ranks at their other ends."""
+        group = self.group
+        if self.mesh.device_type != "cpu":  # NCCL has to start those of both directions as one
+            others = {other for _, other, _ in messages}
+            batch = [
+                dist.P2POp(run, x, group=group, tag=_tag(step, x), group_peer=other)
+                for run, other, x in messages
+            ]
+            try:
+                return [(others, work) for work in dist.batch_isend_irecv(batch)]
+            except RuntimeError as error:
+                raise failure(self, step, others, error) from error
+        launched: list[tuple[Collection[int], Any]] = []
+        for run, other, x in messages:
+            end = "group_dst" if run is dist.isend else "group_src"
+            try:
+                work = run(x, group=group, tag=_tag(step, x), **{end: other})
+            except RuntimeError as error:
+                raise failure(self, step, [other], error) from error
+            launched.append(([other], work))
+        return launched
+
+    def gathered(self, x: Tensor, step: str) -> list[Tensor]:
+        """This tensor of every rank, all of one shape and dtype; this rank's is `x` itself.
+
+        Raises:
+            RankError: if a rank does not answer within the time-out of the process group.
+        """
+        own = x.detach().contiguous()
+        pieces = {other: torch.empty_like(own) for other in self.others()}
+        self.exchange(dict.fromkeys(pieces, own), pieces, step).wait()
+        return [pieces.get(rank, own) for rank in self]
+
+    def summed(self, x: Tensor, step: str) -> Tensor:
+        """The sum of this tensor over all ranks, a new tensor. Sums in half precision are added up
+        in float32.
+
+        Raises:
+            RankError: if a rank does not answer within the time-out of the process group.
+        """
+        dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+        total = x.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self._assert_place(total, step)
+        if checked():  # a sum has no tag
+            self._check_same(f"{step}, {tuple(x.shape)}, {x.dtype}")
+        self._count(step, sum_bytes(total.nbytes, self.size))
+        try:
+            _wait(dist.all_reduce(total, group=self.group, async_op=True), self.timeout)
+        except RuntimeError as error:
+            raise failure(self, step, self.others(), error) from error
+        return total.to(x.dtype)
+
+    def _check_same(self, call: str) -> None:
+        """Raise on every rank if the ranks make different calls."""
+        own = list(call.encode()[:_WORDS].ljust(_WORDS))
+        with _uncounted():
+            every = self.gathered(
+                torch.tensor(own, dtype=torch.uint8, device=self.mesh.device_type),
+                "calls before a sum",
+            )
+        calls = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in every]
+        if len(set(calls)) > 1:
+            raise ValueError(
+                "ranks sum different things: "
+                f"{'; '.join(f'rank {rank}: {each}' for rank, each in enumerate(calls))}; every "
+                "rank makes the same calls in the same order"
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+    def others(self) -> list[int]:
+        """The numbers of the other ranks."""
+        own = self.rank
+        return [rank for rank in self if rank != own]
+
+    def _count(self, step: str, nbytes: int) -> None:
+        for counter in _COUNTERS:
+            counter.add(step, nbytes)
+        if _EXPECTED:
+            _EXPECTED[-1].add(step, nbytes)
+
+    def _assert_place(self, x: Tensor, step: str) -> None:
+        there, here = x.device.type, self.mesh.device_type
+        assert there == here, f"{step}: a tensor on {there}, ranks on {here}"
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """The time-out of a process group on the CPU; None if this torch does not tell."""
+    try:
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
+
+
+def _wait(message: Any, timeout: timedelta | None) -> None:
+    message.wait() if timeout is None else message.wait(timeout)
+
+
+_WORDS = 256  # bytes of the description of a call that the debug mode compares
+
+
+def _tag(step: str, x: Tensor) -> int:
+    """A number that messages have in common if they are of one step and size."""
+    return crc32(_words(step), x.nbytes & 0xFFFFFFFF) >> 1  # gloo's tags have 31 bits
+
+
+@lru_cache(maxsize=1024)
+def _words(step: str) -> bytes:
+    """The letters of a step. Its numbers may be those of other ranks, which the sides differ in."""
+    return "".join(filter(str.isalpha, step)).encode()
+
+
+def sum_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that each rank sends for the sum of a tensor: a ring sends each share of 1/ranks twice
+    to all ranks but one (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+CHECKED = "REGARD_CHECK_BYTES"  # set to 1, every plan compares what it sends with its count
+
+
+def checked() -> bool:
+    """Whether plans compare what they send with what they counted: the debug mode."""
+    return os.environ.get(CHECKED, "0") != "0"
+
+
+@contextmanager
+def expected(nbytes: int, what: str) -> Iterator[None]:
+    """A block that sends so many bytes; with `REGARD_CHECK_BYTES=1` another number raises.
+
+    What an `expected` block inside it sends is counted there alone: a backward pass that computes a
+    checkpointed forward pass again has two plans.
+
+    Raises:
+        AssertionError: if other bytes were sent than counted.
+    """
+    if not checked():
+        yield
+        return
+    sent = Sent()
+    _EXPECTED.append(sent)
+    try:
+        yield
+    finally:
+        _EXPECTED.remove(sent)
+    assert sent.bytes == nbytes, (
+        f"{what} sends {nbytes} bytes by its plan, but sent {sent.bytes}: "
+        f"{', '.join(f'{n} in {step!r}' for step, n in sent.steps.items()) or 'no message'}"
+    )
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """A block whose messages are those of the debug mode, not of a plan."""
+    counters, plans = _COUNTERS[:], _EXPECTED[:]
+    _COUNTERS.clear()
+    _EXPECTED.clear()
+    try:
+        yield
+    finally:
+        _COUNTERS[:], _EXPECTED[:] = counters, plans

@@ -1,0 +1,168 @@
+"""Whether all ranks make the same call, found out before any keys are sent.
+
+One gather of a few integers a call. Only if the ranks differ, or one of them refuses the call, are
+texts gathered, so that every rank raises the same error, which names the ranks.
+"""
+
+import ctypes
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from types import CellType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from regard.distributed.ranks import Ranks
+from regard.masks import Mask
+from regard.masks.row_data import DataMask
+from regard.span import Span
+
+Facts = Mapping[str, int | str]
+
+NUMBERS = 2  # integers of a call that may differ between ranks
+NBYTES = 8 * (2 + NUMBERS)  # of the message: int64, with the digest and whether the rank refuses
+_STEP = "agreement of the ranks on a call"
+
+
+def agree(
+    ranks: Ranks, facts: Facts, numbers: Iterable[int] = (), refusal: Exception | None = None
+) -> list[list[int]]:
+    """Check that every rank gives the same facts, and that none refuses the call.
+
+    Keeps nothing between calls, so that a call may be repeated, as activation checkpointing does.
+
+    Args:
+        ranks: those that make the call.
+        facts: what must be the same on all of them, by its name in an error.
+        numbers: at most two integers that may differ.
+        refusal: the error of this rank's own checks.
+
+    Returns:
+        For each of `numbers`, that of every rank.
+
+    Raises:
+        TypeError, ValueError: on every rank, if one has a `refusal`.
+        ValueError: on every rank, if facts differ.
+    """
+    own = [*numbers]
+    assert len(own) <= NUMBERS
+    line = [int(refusal is not None), _digest_of(json.dumps([*facts.items()])), *own]
+    line += [0] * (2 + NUMBERS - len(line))
+    sent = torch.tensor(line, device=ranks.mesh.device_type)
+    table = [row.tolist() for row in ranks.gathered(sent, _STEP)]
+    if any(row[0] for row in table):
+        _raise_refusal(ranks, refusal)
+    if len({row[1] for row in table}) > 1:
+        _raise_difference(ranks, facts)
+    return [[row[2 + index] for row in table] for index in range(len(own))]
+
+
+def _raise_refusal(ranks: Ranks, refusal: Exception | None) -> None:
+    """The error of the first rank that refuses, with the ranks whose error is the same."""
+    own = [] if refusal is None else [isinstance(refusal, TypeError), str(refusal)]
+    told = _told(ranks, own)
+    first = next(each for each in told if each)
+    kind = TypeError if first[0] else ValueError
+    refusing = [rank for rank, each in enumerate(told) if each == first]
+    where = "every rank" if len(refusing) == ranks.size else _named(refusing)
+    raise kind(f"{where}: {first[1]}") from refusal
+
+
+def _raise_difference(ranks: Ranks, facts: Facts) -> None:
+    """An error with the first fact that differs, and each rank's."""
+    told = [dict(each) for each in _told(ranks, [*facts.items()])]
+    names = [name for name in facts if len({str(each.get(name)) for each in told}) > 1]
+    if not names or any(each.keys() != facts.keys() for each in told):
+        raise ValueError(
+            "the ranks make different calls, which have different arguments: "
+            + _by_rank([str(sorted(each)) for each in told])
+        )
+    values = _by_rank([str(each[names[0]]) for each in told])
+    raise ValueError(
+        f"the ranks differ in {names[0]}: {values}; make the same call on every rank, "
+        "each with its own tokens"
+    )
+
+
+def _by_rank(values: list[str]) -> str:
+    """Each value with the ranks that have it."""
+    order = sorted(range(len(values)), key=lambda rank: (values.index(values[rank]), rank))
+    groups = groupby(order, key=lambda rank: values[rank])
+    return ", ".join(f"{_named(list(those))} {value}" for value, those in groups)
+
+
+def _named(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def _told(ranks: Ranks, own: list[Any]) -> list[Any]:
+    """What each rank has to say, of any length."""
+    device = ranks.mesh.device_type
+    text = json.dumps(own).encode()
+    sizes = [int(n) for n in ranks.gathered(torch.tensor([len(text)], device=device), _STEP)]
+    padded = torch.tensor([*text, *bytes(max(sizes) - len(text))], device=device)
+    pieces = ranks.gathered(padded.to(torch.uint8), _STEP)
+    return [
+        json.loads(bytes(piece[:size].tolist())) for piece, size in zip(pieces, sizes, strict=True)
+    ]
+
+
+def described(mask: Mask) -> str:
+    """A mask as text that is the same on ranks with the same rule, and another for other data."""
+    rule = re.sub(" at 0x[0-9a-f]+", "", repr(mask))  # addresses differ between ranks
+    return f"{rule} (digest {_digest(_code(mask)):08x})"
+
+
+_DIGESTS: WeakKeyDictionary[DataMask, str] = WeakKeyDictionary()  # their tensors never change
+
+
+def _code(value: object) -> str:
+    """A value as text: numbers as they are, tensors by their digest, other objects by their type,
+    since addresses differ between ranks."""
+    match value:
+        case DataMask():
+            value._check_unchanged()
+            if value not in _DIGESTS:
+                _DIGESTS[value] = _fields(value)
+            return _DIGESTS[value]
+        case Mask() | Span():
+            return _fields(value)
+        case Tensor():
+            return f"{value.dtype}{list(value.shape)}{_digest_of_tensor(value)}"
+        case tuple() | list():
+            return f"[{', '.join(map(_code, value))}]"
+        case None | bool() | int() | float() | str():
+            return repr(value)
+    cells = getattr(value, "__closure__", None) or ()  # of a function, as `Where` has one
+    return _code([getattr(value, "__qualname__", str(type(value))), *_contents(cells)])
+
+
+def _contents(cells: Iterable[CellType]) -> list[object]:
+    return [cell.cell_contents for cell in cells]
+
+
+def _fields(value: object) -> str:
+    fields = ", ".join(f"{name}={_code(each)}" for name, each in sorted(vars(value).items()))
+    return f"{type(value).__qualname__}({fields})"
+
+
+def _digest_of_tensor(value: Tensor) -> int:
+    data = value.detach().cpu().contiguous()
+    return _digest(ctypes.string_at(data.data_ptr(), data.nbytes) if data.nbytes else b"")
+
+
+def _digest(data: bytes | str) -> int:
+    raw = data.encode() if isinstance(data, str) else data
+    return int.from_bytes(hashlib.sha1(raw, usedforsecurity=False).digest()[:4])
+
+
+def _digest_of(text: str) -> int:
+    """As an int64."""
+    raw = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
+    return int.from_bytes(raw[:8], signed=True)

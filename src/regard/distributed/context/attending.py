@@ -1,0 +1,156 @@
+"""Attention of the queries of one rank to the keys of all ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.distributed.context.checking import check_call, check_keys, learned_of
+from regard.distributed.context.exchanging import Exchange, Kind, Tokens
+from regard.distributed.context.needed import needs_of
+from regard.distributed.context.passes import (
+    Expansion,
+    KeysOf,
+    Task,
+    autocast_of,
+    backward_pass,
+    forward_pass,
+)
+from regard.distributed.context.rectangles import Scoring
+from regard.distributed.ranks import Ranks
+from regard.distributed.shards import Shards
+from regard.masks import EVERYTHING, Mask, Span
+from regard.masks.visible_runs import Runs
+from regard.ops.bias import ScoreBias
+from regard.ops.check import check_bias, check_mask, check_mask_sizes, check_options, check_sinks
+from regard.ops.partial import Partial
+
+
+def attend_shards(
+    q: Float[Tensor, "B H Lr D"],
+    streams: Sequence[Tensor],
+    *,
+    ranks: Ranks,
+    shards: Shards,
+    mask: Mask = EVERYTHING,
+    keys_of: KeysOf | None = None,
+    parameters: Sequence[Tensor] = (),
+    v_head_dim: int | None = None,
+    scale: float | None = None,
+    score_bias: Tensor | ScoreBias | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    exchange: Kind = "ring",
+    backend: str = "auto",
+    precision: str = "strict",
+) -> Float[Tensor, "B H Lr Dv"]:
+    """Attention of this rank's queries to the keys of all ranks: `attend` of the whole sequence.
+
+    Every rank of `ranks` calls it at the same time, with arguments that differ in the tokens alone;
+    so do their backward passes. Which of the arguments need gradients is the same on all ranks.
+    Only keys that some query of the receiver may attend to are sent. Sums are kept in float32
+    (float64 for float64), those of gradients from other ranks, too.
+
+    Args:
+        q: queries of this rank's tokens, `[B, H, Lr, D]`, in the order of `shards.positions`.
+        streams: what is sent of this rank's tokens, `[B, G, Lr, W]` each: keys and values, or one
+            stream whose first `v_head_dim` columns are the values, or what `keys_of` takes.
+        ranks: those that hold the sequence.
+        shards: the tokens of each rank.
+        mask: a rule about the whole sequence; a `Dense` mask has a value for all its queries and
+            keys.
+        keys_of: from streams of some tokens, and `parameters`, to keys and values `[B, G, n, D]`.
+            A pure function of these, token by token; it is computed again in the backward pass.
+        parameters: tensors that `keys_of` reads. What needs gradients is among them.
+        v_head_dim: the width of values that are the first columns of one stream.
+        scale: as for `attend`.
+        score_bias: as for `attend`; a tensor broadcasts to `[B, H, L, L]` of the whole sequence.
+        softcap: as for `attend`.
+        sinks: as for `attend`.
+        exchange: `"ring"`, which holds the keys of two ranks at a time, and sends while it
+            computes, or `"gather"`, which holds all of them, and sends them once.
+        backend: as for `attend`; it must have a log-sum-exp.
+        precision: as for `attend`.
+
+    Returns:
+        `[B, H, Lr, Dv]` in the dtype of `q`. Of the gradients of what ranks share (`score_bias`,
+        `sinks`, `parameters`), each rank has the share of its own queries.
+
+    Raises:
+        TypeError, ValueError: as `attend`, before anything is sent.
+        RankError: if a rank does not answer.
+    """
+    check_call(q, streams, ranks=ranks, shards=shards, exchange=exchange)
+    check_options(dropout=0.0, softcap=softcap, precision=precision, scale=scale)
+    check_mask(mask)
+    check_mask_sizes(mask, q.shape[0], q.shape[1])
+    check_sinks(sinks, q)
+    check_bias(score_bias, (*q.shape[:2], shards.length, shards.length), q.device)
+    is_tensor = isinstance(score_bias, Tensor)
+    rule = None if isinstance(score_bias, Tensor) else score_bias
+    scoring = Scoring(
+        mask=mask.within(Span(0, shards.length, 0, shards.length)),
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        rule=rule,
+        biased=score_bias is not None,
+        backend=backend,
+        precision=precision,
+        device=q.device,
+    )
+    expansion = Expansion(keys_of, v_head_dim, autocast_of(q.device))
+    check_keys(scoring, q, expansion, tuple(streams), tuple(parameters))
+    learned = learned_of(rule)
+    whole = Exchange(ranks, needs_of(scoring.mask, shards), exchange)
+    task = Task(whole, scoring, expansion, len(streams), len(parameters))
+    bias = score_bias if is_tensor else None
+    tensors = (q, sinks, bias, *streams, *parameters, *learned)
+    out: Tensor = _Attend.apply(task, *tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attend(torch.autograd.Function):
+    """The whole call as one operation, which keeps no key of another rank in a ring."""
+
+    @staticmethod
+    def forward(ctx: Any, task: Task, *tensors: Tensor | None) -> Tensor:
+        found, kept = forward_pass(task, task.given(tensors))
+        ctx.task, ctx.kept_runs = task, kept.runs
+        ctx.save_for_backward(*tensors, *found, *kept.streams)
+        q = tensors[0]
+        assert q is not None
+        return found.out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        saved = ctx.saved_tensors
+        grads = _Gradients.apply(ctx.task, wanted, ctx.kept_runs, slope, *saved)  # type: ignore[no-untyped-call]
+        return None, *grads
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass; an operation of its own, which can be recorded but has no derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        task: Task,
+        wanted: tuple[bool, ...],
+        kept_runs: Runs,
+        slope: Tensor,
+        *saved: Any,  # tensors, and None for arguments that were not given
+    ) -> tuple[Tensor | None, ...]:
+        number = len(wanted)
+        given, found = task.given(saved[:number]), Partial(*saved[number : number + 2])
+        kept = Tokens(kept_runs, saved[number + 2 :])
+        return backward_pass(task, given, task.given(wanted), found, kept, slope)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> Tensor:
+        raise RuntimeError(
+            "attend_shards has no second derivative, because its backward pass computes the scores "
+            "again without recording them; attend of the whole sequence on one device has"
+        )

@@ -1,0 +1,202 @@
+"""The backward pass of a rectangle, from the output and the log-sum-exp over all keys.
+
+Each rectangle's share of the gradients needs no other rectangle: with weights `p = exp(s - lse)`,
+where `lse` is over all keys, the gradient of a score is `p * (slope @ v - slope @ out)` and that of
+a value `p * slope` (FlashAttention, Dao et al. 2022, arXiv:2205.14135, section 3.1).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from regard.distributed.context.rectangles import (
+    Rectangle,
+    Scoring,
+    for_masked,
+    from_diagonal,
+    fused_steps,
+    tiles,
+)
+from regard.heads import group_heads, ungroup_heads
+from regard.masks import Span
+from regard.ops.backends.common import columns_contiguous, without_hidden
+from regard.ops.backends.sdpa import clamped
+from regard.ops.block_gradients import backward_block
+from regard.ops.call import Call, is_empty
+from regard.ops.definition import scores
+
+
+class Attended(NamedTuple):
+    """What the forward pass has found, and the gradient of its output.
+
+    Attributes:
+        q: all queries of this rank, `[B, H, L, D]`.
+        out: `[B, H, L, Dv]`, over all keys and the sinks.
+        lse: `[B, H, L]`, the log-sum-exp of all scores and the sinks.
+        slope: `[B, H, L, Dv]`, the gradient of `out`.
+        delta: `[B, H, L]`, the sums of `out * slope`.
+        bias: the score bias of the whole sequence, if it is a tensor.
+        learned: the parameters of the rule for score biases.
+    """
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    slope: Tensor
+    delta: Tensor
+    bias: Tensor | None
+    learned: tuple[Tensor, ...]
+
+
+@dataclass
+class Sums:
+    """Gradients that all rectangles add to, in float32 (float64 for float64)."""
+
+    q: Tensor
+    bias: Tensor | None
+    learned: tuple[Tensor, ...]
+
+
+def add_gradients(
+    scoring: Scoring,
+    place: Rectangle,
+    known: Attended,
+    keys: tuple[Tensor, Tensor],
+    sums: Sums,
+    of_keys: tuple[Tensor, Tensor],
+) -> None:
+    """Add a rectangle's share of all gradients.
+
+    Args:
+        scoring: how scores are computed.
+        place: the rectangle.
+        known: what is known of the queries.
+        keys: all keys and values at hand.
+        sums: the gradients of the queries and of the score bias.
+        of_keys: those of the keys and values.
+    """
+    if scoring.fused:
+        for part in from_diagonal(scoring.mask, place):
+            _add_fused(scoring, part, known, keys, sums, of_keys)
+        return
+    heads = known.q.shape[0] * known.q.shape[1]
+    for tile in tiles(scoring, place, heads):
+        _add_tile(scoring, tile, known, keys, sums, of_keys)
+
+
+def _add_fused(
+    scoring: Scoring,
+    place: Rectangle,
+    known: Attended,
+    keys: tuple[Tensor, Tensor],
+    sums: Sums,
+    of_keys: tuple[Tensor, Tensor],
+) -> None:
+    """By the kernel's own backward pass."""
+    overflow = any(
+        not torch.equal(x, clamped(x)) for x in (place.of_queries(known.q), place.of_keys(keys[0]))
+    )
+    for part, step, inputs in fused_steps(scoring, place, known.q, *keys):
+        block, width = step.block, inputs[0].shape[3]
+        out, lse, slope = (
+            block.of_queries(part.of_queries(x)) for x in (known.out, known.lse, known.slope)
+        )
+        lse = for_masked(step, lse, torch.inf)  # weights of 0
+        grads = backward_block(
+            step, overflow, _widened(slope, width), _widened(out, width), lse, *inputs
+        )
+        block.of_queries(part.of_queries(sums.q)).add_(grads[0][..., : known.q.shape[3]])
+        for total, grad in zip(of_keys, grads[1:], strict=True):
+            block.add_to_keys(part.of_keys(total), grad[..., : total.shape[3]])
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """The same with columns of zeros, as the kernel's values have."""
+    return columns_contiguous(nn.functional.pad(x, (0, width - x.shape[3])))
+
+
+def _add_tile(
+    scoring: Scoring,
+    tile: Rectangle,
+    known: Attended,
+    keys: tuple[Tensor, Tensor],
+    sums: Sums,
+    of_keys: tuple[Tensor, Tensor],
+) -> None:
+    """By autograd: the scores are computed again, and differentiated."""
+    q, k, v = (_leaf(x) for x in (tile.of_queries(known.q), *map(tile.of_keys, keys)))
+    pairs = [(q, tile.of_queries(sums.q))]
+    pairs += [(leaf, tile.of_keys(total)) for leaf, total in zip((k, v), of_keys, strict=True)]
+    bias = None if known.bias is None else _leaf(tile.of_scores(known.bias))
+    if bias is not None and sums.bias is not None:
+        pairs.append((bias, tile.of_scores(sums.bias)))
+    learned = [_leaf(x) for x in known.learned]
+    pairs += list(zip(learned, sums.learned, strict=True))
+    call = scoring.call(tile.span, q, k, v, bias)
+    if is_empty(call):
+        return
+    if learned:
+        call = call.but(score_bias=Relearned(call.score_bias, tuple(learned)))
+    with torch.enable_grad():
+        loss = _surrogate(call, tile, known, q, k, v)
+    grads = torch.autograd.grad(loss, [leaf for leaf, _ in pairs], allow_unused=True)
+    for (_, total), grad in zip(pairs, grads, strict=True):
+        if grad is not None:
+            total.add_(grad)
+
+
+def _surrogate(
+    call: Call, tile: Rectangle, known: Attended, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """A number whose gradients are those of attention, where `lse`, `out` and `slope` are given."""
+    slope, lse, delta = map(tile.of_queries, (known.slope, known.lse, known.delta))
+    hidden = call.span.kv_start - tile.span.kv_start
+    k, v = (x.narrow(2, hidden, call.num_keys) for x in (k, v))
+    k, v = without_hidden(call, k, v)
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of fully masked rows: all weights are 0
+    weights = torch.exp(scores(call, q, k) - lse.unsqueeze(-1))
+    grouped = group_heads(weights, call.num_kv_heads)
+    read = ungroup_heads(grouped @ v.to(weights.dtype).unsqueeze(2))
+    return (read * slope).sum() - (weights * delta.unsqueeze(-1)).sum()
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def of_sinks(sinks: Tensor, known: Attended) -> Tensor:
+    """The gradient of the sinks, whose values are 0."""
+    score = sinks.to(known.lse.dtype)[None, :, None]
+    weight = torch.exp(score - known.lse).masked_fill(known.lse == -torch.inf, 0.0)
+    return -(weight * known.delta).sum((0, 2))
+
+
+@dataclass(frozen=True)
+class Relearned:
+    """A learned rule for score biases, with other parameters."""
+
+    rule: Any
+    learned: tuple[Tensor, ...]
+
+    def bias(
+        self, span: Span, *, device: torch.device | str | None = None, dtype: torch.dtype
+    ) -> Tensor:
+        names = (f"rule.{name}" for name, _ in self.rule.named_parameters())
+        present = dict(zip(names, self.learned, strict=True))
+        found: Tensor = functional_call(_Bias(self.rule), present, (span, device, dtype))
+        return found
+
+
+class _Bias(nn.Module):
+    """A rule as a module that is called."""
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.rule = rule
+
+    def forward(self, span: Span, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+        bias: Tensor = self.rule.bias(span, device=device, dtype=dtype)
+        return bias

@@ -1,0 +1,328 @@
+"""Forward of a layer on this rank's tokens: keys and values of the others arrive as messages.
+
+x_shard -> arrive -> project -> rotate -> attend_shards -> gated -> o_proj
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from regard.cache import NO_CACHE, Cache
+from regard.distributed.context.agreement import agree, described
+from regard.distributed.context.attending import attend_shards
+from regard.distributed.context.needed import needs_of
+from regard.distributed.context.sending import Call, send, uses_length
+from regard.distributed.ranks import Ranks
+from regard.distributed.shards import Layout, Shards
+from regard.heads import merge_heads
+from regard.layers.cache_use import restored_on_error
+from regard.layers.inputs import Arrival, arrive, check_cache, describe
+from regard.layers.latent import MultiHeadLatentAttention
+from regard.layers.latent_kv import LatentKVAttention, check_int32
+from regard.masks import EVERYTHING, AllOf, AnyOf, Documents, Mask, Not, Padding, Span
+from regard.ops.check import check_bias, check_decodable, check_mask_sizes
+from regard.ops.explain import explain as explain_prepared
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSplit:
+    """Which ranks share the tokens of a layer's input, in which layout, and how keys are sent.
+
+    A copy of a layer shares them with the same ranks.
+    """
+
+    ranks: Ranks
+    layout: Layout
+    exchange: str
+
+    def __deepcopy__(self, memo: object) -> "TokenSplit":
+        return self  # process groups are not copied
+
+    def shards(self, length: int) -> Shards:
+        """The tokens of each rank, for a sequence of this length."""
+        return Shards(length, self.ranks.size, self.layout)
+
+
+@torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
+def forward(
+    layer: Any,
+    x: Tensor,
+    *,
+    context: object = None,
+    mask: Mask = EVERYTHING,
+    cache: Cache = NO_CACHE,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Attention of this rank's tokens to those of all ranks.
+
+    Args:
+        layer: one that `context_parallel` has changed.
+        x: `[B, L, hidden_size]`, this rank's tokens: `plan.shard(whole)`.
+        context: refused.
+        mask: about the whole sequence, the same on every rank.
+        cache: one that keeps each rank's own tokens, and empty. A call with a cache that holds
+            tokens is a decoding step: every rank gives the same new tokens.
+        positions: rotary positions of this rank's tokens, `[L]` or `[B, L]`; their slots if None.
+
+    Raises:
+        TypeError, ValueError: as the layer on one device; and if the ranks' calls differ. All on
+            every rank, before keys are sent.
+    """
+    if cache is not NO_CACHE and getattr(cache, "length", None):
+        return _decoded(layer, x, context, mask, cache, positions)
+    call = arrive_shard(layer, x, context, mask, cache, positions)
+    own = send(layer, x, call)
+    with restored_on_error(layer, cache, call.mask):
+        if cache is not NO_CACHE:
+            cache.store(call.shards, *own.streams)  # type: ignore[attr-defined]
+        out = attend_shards(own.q, own.streams, **_arguments(layer, call), **own.options)
+        result: Tensor = layer.o_proj(merge_heads(own.read(out)))
+        return result
+
+
+def weights(layer: Any, *args: object, **options: object) -> Tensor:
+    """Refuse: the weights of all keys are on no rank."""
+    raise ValueError(
+        "the weights of a query are spread over the ranks under context parallel; call weights() "
+        "of a layer on one device: after plan.remove(), or of another "
+        f"{type(layer).__name__} with the same state dict"
+    )
+
+
+def explain(
+    layer: Any,
+    x: Tensor,
+    *,
+    context: object = None,
+    mask: Mask = EVERYTHING,
+    cache: Cache = NO_CACHE,
+    positions: Tensor | None = None,
+) -> str:
+    """What this rank sends and receives in the same call, and which backend its last queries get.
+
+    As `forward`, every rank calls it.
+    """
+    call = arrive_shard(layer, x, context, mask, cache, positions)
+    split: TokenSplit = layer.token_split
+    rank, shards = split.ranks.rank, call.shards
+    needs = needs_of(call.mask, shards)
+    lines = [
+        f"context  rank {rank} of {shards.ranks}, {split.exchange}, {shards.layout}: "
+        f"{shards.lengths[rank]} of {shards.length} tokens; keys of {needs.sent_tokens(rank)} "
+        f"are sent, of {needs.received_tokens(rank)} received"
+    ]
+    if shards.pieces(rank):
+        lines.append(_explained_piece(layer, x, call))
+    return "\n".join(lines)
+
+
+def _explained_piece(layer: Any, x: Tensor, call: Call) -> str:
+    """The backend for a rank's last piece of queries and the keys of the whole sequence."""
+    start, stop = call.shards.pieces(layer.token_split.ranks.rank)[-1]
+    sending = send(layer, x, call)
+    form = ""
+    if isinstance(layer, MultiHeadLatentAttention):
+        chosen, why = layer.choose(call.span)
+        form = f"form     {chosen.name}: {why}\n"
+    q = sending.q[:, :, start - stop :]
+    at = Arrival(call.mask, Span(start, stop, 0, call.shards.length), call.positions, step=False)
+    return form + explain_prepared(describe(layer, q, *sending.outline, at))
+
+
+def _decoded(
+    layer: Any, x: Tensor, context: object, mask: Mask, cache: Cache, positions: Tensor | None
+) -> Tensor:
+    _refuse_cache(cache)
+    plain: Tensor = type(layer).forward(
+        layer, x, context=context, mask=mask, cache=cache, positions=positions
+    )
+    return plain
+
+
+def arrive_shard(
+    layer: Any,
+    x: Tensor,
+    context: object,
+    mask: Mask,
+    cache: Cache,
+    positions: Tensor | None,
+) -> Call:
+    """Check the arguments of this rank, agree with the others, and complete them."""
+    split: TokenSplit = layer.token_split
+    facts: dict[str, int | str] = {}
+    own, refusal = [0, -1], None
+    try:
+        _check_call(layer, context, cache)
+        both = arrive(layer, x, None, mask, NO_CACHE, positions).mask
+        if isinstance(layer, LatentKVAttention):
+            check_int32(positions)
+        facts = _facts(layer, x, both, cache, positions)
+        own = [x.shape[1], _top(layer, positions)]
+    except Exception as error:  # whatever it is, the other ranks wait
+        refusal = error
+    lengths, tops = agree(split.ranks, facts, own, refusal)
+    shards = split.shards(sum(lengths))
+    _check_lengths(lengths, shards)
+    _check_whole(layer, both, shards.length, x, cache)
+    if positions is None:
+        return Call(both, shards, shards.positions(split.ranks.rank, x.device), shards.length - 1)
+    return Call(both, shards, positions, max(tops))
+
+
+def _check_call(layer: Any, context: object, cache: Cache) -> None:
+    """Refuse what no rank can do alone."""
+    if (objection := heads_objection(layer, layer.token_split.ranks)) is not None:
+        raise ValueError(f"the layer {objection}")
+    if context is not None:
+        raise ValueError(
+            "context is another sequence, whose tokens are not shared out; call the layer on one "
+            "device for cross-attention, or leave it out of context_parallel"
+        )
+    if layer.training and layer.dropout:
+        raise ValueError(
+            f"dropout={layer.dropout} drops weights, and those of a query are spread over the "
+            "ranks; set layer.dropout = 0.0, or call layer.eval()"
+        )
+    check_cache(cache)
+    _refuse_cache(cache)
+
+
+def heads_objection(layer: Any, ranks: Ranks) -> str | None:
+    """Why the ranks that share the heads of a layer cannot share its tokens; None if they can."""
+    if layer.head_split is None:
+        return None
+    of_heads = dist.get_process_group_ranks(layer.head_split.ranks.group)
+    both = sorted({*of_heads} & {*dist.get_process_group_ranks(ranks.group)})
+    if len(both) < 2:
+        return None
+    return (
+        f"has its heads split over ranks {of_heads}, each of which needs all tokens that it "
+        f"attends for, but ranks {both} would share the tokens, too; give context_parallel and "
+        'tensor_parallel different dimensions of a mesh: mesh["tokens"] and mesh["heads"]'
+    )
+
+
+def _refuse_cache(cache: Cache) -> None:
+    if cache is not NO_CACHE and not callable(getattr(cache, "store", None)):
+        raise ValueError(
+            f"cache={type(cache).__name__} holds all tokens of a sequence, and a rank has its own "
+            "alone; give ShardedCache(mesh)"
+        )
+
+
+def _facts(
+    layer: Any, x: Tensor, mask: Mask, cache: Cache, positions: Tensor | None
+) -> dict[str, int | str]:
+    """What is the same on every rank in a call that is right."""
+    split: TokenSplit = layer.token_split
+    heads = f"{layer.num_heads} heads, scale {layer.scale}, softcap {layer.softcap}"
+    return {
+        "layer": f"{layer.kind} of {heads}, hidden_size {layer.hidden_size}",
+        "exchange": split.exchange,
+        "layout": split.layout,
+        "batch": x.shape[0],
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "autocast": _autocast_dtype(x.device.type),
+        "mode": "train()" if layer.training else "eval()",
+        "gradients": _gradients(layer, x),
+        "mask": described(mask),
+        "score_bias": _described_bias(layer.score_bias),
+        "cache": type(cache).__name__,
+        "positions": "None" if positions is None else str(positions.dtype),
+    }
+
+
+def _gradients(layer: nn.Module, x: Tensor) -> str:
+    """Which gradients are wanted: a backward pass sends messages, too."""
+    if not torch.is_grad_enabled():
+        return "none, under no_grad"
+    bias = layer.score_bias
+    trained = sum(each.requires_grad for each in layer.parameters())
+    also = " and score_bias" if isinstance(bias, Tensor) and bias.requires_grad else ""
+    return f"of {'x and ' if x.requires_grad else ''}{trained} parameters{also}"
+
+
+def _autocast_dtype(device: str) -> str:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return str(torch.get_autocast_dtype(device))
+    return "off"
+
+
+def _described_bias(bias: object) -> str:
+    if isinstance(bias, Tensor):
+        return f"{bias.dtype} {list(bias.shape)}"
+    return type(bias).__name__
+
+
+def _check_lengths(lengths: list[int], shards: Shards) -> None:
+    """Refuse tokens that are not those of the layout."""
+    if lengths == list(shards.lengths):
+        return
+    wrong = [
+        f"rank {rank} has {got} tokens of {want}"
+        for rank, (got, want) in enumerate(zip(lengths, shards.lengths, strict=True))
+        if got != want
+    ]
+    raise ValueError(
+        f"each rank gives its tokens of the whole sequence, here of {shards.length} in all and "
+        f"layout={shards.layout!r}, got {', '.join(wrong)}; plan.shard(x) has them"
+    )
+
+
+def _check_whole(layer: Any, mask: Mask, length: int, x: Tensor, cache: Cache) -> None:
+    """Refuse masks and biases that are not about the whole sequence; alike on every rank."""
+    span = Span(0, length, 0, length)
+    check_mask_sizes(mask, x.shape[0], layer.num_heads)
+    mask.within(span)
+    for rule in _rules(mask):
+        extent = rule.extent
+        if isinstance(rule, Padding | Documents) and extent and extent.kv_stop != length:
+            raise ValueError(
+                f"mask={rule!r} is about {extent.kv_stop} tokens, but the ranks have {length} "
+                "together; a mask is about the whole sequence, the same on every rank, and x is "
+                "plan.shard(whole)"
+            )
+    check_bias(layer.score_bias, (x.shape[0], layer.num_heads, length, length), x.device)
+    if cache is not NO_CACHE:
+        check_decodable(mask, span)
+
+
+def _rules(mask: Mask) -> list[Mask]:
+    if isinstance(mask, AllOf | AnyOf):
+        return [rule for part in mask.parts for rule in _rules(part)]
+    return _rules(mask.mask) if isinstance(mask, Not) else [mask]
+
+
+def _top(layer: Any, positions: Tensor | None) -> int:
+    """The largest position of this rank, where it matters: it is read from the device."""
+    if positions is None or not positions.numel() or not uses_length(layer.rope):
+        return -1
+    if positions.is_floating_point():
+        raise TypeError(
+            f"positions are whole numbers for rope={layer.rope}, whose frequencies depend on the "
+            f"largest one of all ranks, got {positions.dtype}"
+        )
+    return int(positions.max())
+
+
+def _arguments(layer: Any, call: Call) -> dict[str, Any]:
+    """The arguments of `attend_shards` that layers of all kinds have."""
+    split: TokenSplit = layer.token_split
+    mask, score_bias, sinks = call.mask, layer.score_bias, layer.sinks
+    if (heads := layer.head_split) is not None:
+        mask, score_bias, sinks = heads.mask(mask), heads.score_bias(score_bias), heads.sinks(layer)
+    return {
+        "ranks": split.ranks,
+        "shards": call.shards,
+        "mask": mask,
+        "exchange": split.exchange,
+        "scale": layer.scale,
+        "score_bias": score_bias,
+        "softcap": layer.softcap,
+        "sinks": sinks,
+        "backend": layer.backend,
+        "precision": layer.precision,
+    }

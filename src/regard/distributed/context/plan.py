@@ -1,0 +1,123 @@
+"""The plan of context parallel: which ranks have which tokens, and what they send."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from regard.constants import accumulating_dtype
+from regard.distributed.context.agreement import NBYTES
+from regard.distributed.context.needed import Bytes, bytes_sent, needs_of
+from regard.distributed.context.sending import widths_of
+from regard.distributed.context.summing import gathered
+from regard.distributed.ranks import Ranks
+from regard.distributed.shards import Layout, Shards
+from regard.masks import EVERYTHING, Mask, Span
+
+Exchange = Literal["ring", "gather"]
+REPLACED = ("forward", "weights", "explain")  # methods of a layer that a plan replaces
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallel:
+    """The plan that `context_parallel` returns: which ranks have which tokens.
+
+    Attributes:
+        ranks: those that share the tokens.
+        layout: `"zigzag"` or `"contiguous"`.
+        exchange: `"ring"` or `"gather"`.
+        layers: the attention layers of the model.
+
+    Examples:
+        >>> from regard.distributed import ContextParallel
+        >>> [name for name in vars(ContextParallel) if name in ("shard", "gathered", "remove")]
+        ['shard', 'gathered', 'remove']
+    """
+
+    ranks: Ranks
+    layout: Layout
+    exchange: Exchange
+    layers: tuple[Any, ...]
+
+    def shards(self, length: int) -> Shards:
+        """The tokens of each rank, for a sequence of this length."""
+        return Shards(length, self.ranks.size, self.layout)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a whole sequence: of inputs, and of targets."""
+        return self.shards(x.shape[dim]).take(x, self.ranks.rank, dim)
+
+    def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence, on every rank, of every rank's tokens; every rank calls this.
+
+        Its gradient is the sum over the ranks, since each of them may use the whole.
+        """
+        return gathered(x, self.ranks, self.layout, dim)
+
+    def bytes_sent(
+        self,
+        batch: int,
+        length: int,
+        *,
+        mask: Mask = EVERYTHING,
+        dtype: torch.dtype = torch.float32,
+    ) -> Bytes:
+        """What this rank sends in all layers, in a forward pass and in a backward pass.
+
+        Args:
+            batch: rows.
+            length: tokens of the whole sequence.
+            mask: that of the calls; each layer's own is added.
+            dtype: of keys and values.
+        """
+        shards, rank = self.shards(length), self.ranks.rank
+        forward = backward = 0
+        for layer in self.layers:
+            elements, others = widths_of(layer)
+            of_gradients = elements * accumulating_dtype(dtype).itemsize
+            sent = bytes_sent(
+                needs_of(layer.mask & mask, shards),
+                rank,
+                token_bytes=batch * (elements * dtype.itemsize + others),
+                gradient_bytes=batch * of_gradients,
+                exchange=self.exchange,
+            )
+            forward += sent.forward + (self.ranks.size - 1) * NBYTES
+            backward += sent.backward
+        return Bytes(forward, backward)
+
+    def remove(self) -> None:
+        """Let every layer be as on one device again."""
+        for layer in self.layers:
+            for name in (*REPLACED, "token_split"):
+                layer.__dict__.pop(name, None)
+
+    def __repr__(self) -> str:
+        return (
+            f"ContextParallel({len(self.layers)} layers, rank {self.ranks.rank} of "
+            f"{self.ranks.size}, layout={self.layout!r}, exchange={self.exchange!r})"
+        )
+
+
+def check_options(exchange: str, layout: str) -> None:
+    """Raise for an unknown way to send keys, or an unknown layout."""
+    if exchange not in get_args(Exchange):
+        raise ValueError(f"exchange is 'ring' or 'gather', got {exchange!r}")
+    if layout not in ("auto", *get_args(Layout)):
+        raise ValueError(f"layout is 'auto', 'zigzag' or 'contiguous', got {layout!r}")
+
+
+def chosen_layout(masks: Iterable[Mask]) -> Layout:
+    """Zig-zag where a causal layer sees back to the start: its last queries have the most work."""
+    return "zigzag" if any(map(_sees_all_before, masks)) else "contiguous"
+
+
+_FAR = 1 << 40  # a slot behind any window: what it sees tells whether a mask bounds distances
+
+
+def _sees_all_before(mask: Mask) -> bool:
+    """Whether a mask is causal and does not bound how far back a query sees."""
+    low, high = mask.reach(Span(_FAR, _FAR + 1, 0, _FAR + 1))
+    return high is not None and high <= _FAR and not low

@@ -1,0 +1,264 @@
+"""Rectangles of scores: the queries of one piece by the keys of one run, as a partial result."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from regard.cache import Part
+from regard.constants import accumulating_dtype
+from regard.masks import Mask, Span
+from regard.masks.visible_runs import Finder, Runs, intersection, visible_runs_of, without_gaps
+from regard.ops.attend import prepare
+from regard.ops.backends.blocked import SCORES, steps_of
+from regard.ops.backends.common import columns_contiguous
+from regard.ops.backends.sdpa import same_width
+from regard.ops.bias import ScoreBias
+from regard.ops.block_gradients import Step, forward_block
+from regard.ops.blocks import BLOCK, GAP, Gathered, plan
+from regard.ops.call import Call, is_empty, is_everything
+from regard.ops.partial import Partial
+from regard.ops.prepared import Prepared
+
+_BLOCKWISE = ("auto", "blocked", "sdpa")  # backends whose kernel on the CPU is torch's
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How scores are computed from queries and keys; the same for all rectangles of a call.
+
+    Attributes:
+        mask: about the whole sequence.
+        scale: as for `attend`.
+        softcap: as for `attend`.
+        rule: a score bias that is a rule; tensors are passed with the queries.
+        biased: whether there is a score bias of either kind.
+        backend: as for `attend`.
+        precision: as for `attend`.
+        device: of the queries.
+    """
+
+    mask: Mask
+    scale: float
+    softcap: float | None
+    rule: ScoreBias | None
+    biased: bool
+    backend: str
+    precision: str
+    device: torch.device
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's CPU kernel, which has a log-sum-exp, computes every block."""
+        plain = self.softcap is None and not self.biased and self.scale > 0
+        return plain and self.device.type == "cpu" and self.backend in _BLOCKWISE
+
+    @cached_property
+    def find(self) -> Finder:
+        """The visible keys of blocks of queries."""
+        return visible_runs_of(self.mask)
+
+    def call(self, span: Span, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Call:
+        """The description of a rectangle."""
+        return self.prepared(span, q, k, v, bias, backend="eager").call
+
+    def prepared(
+        self,
+        span: Span,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        *,
+        backend: str | None = None,
+    ) -> Prepared:
+        """The call of a rectangle, and its backend."""
+        return prepare(
+            q,
+            k,
+            v,
+            mask=self.mask,
+            span=span,
+            scale=self.scale,
+            softcap=self.softcap,
+            score_bias=self.rule if bias is None else bias,
+            backend=self.backend if backend is None else backend,
+            precision=self.precision,
+            partial=True,
+        )
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Queries that follow one another by keys that follow one another.
+
+    Attributes:
+        span: their slots.
+        first: the first query, among all that are at hand.
+        key: the first key, among all that are at hand.
+    """
+
+    span: Span
+    first: int
+    key: int
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """A view of what belongs to the queries, along axis 2."""
+        return x.narrow(2, self.first, self.span.num_queries)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """A view of what belongs to the keys, along axis 2."""
+        return x.narrow(2, self.key, self.span.num_keys)
+
+    def of_scores(self, x: Tensor) -> Tensor:
+        """A view of what broadcasts to the scores of the whole sequence."""
+        if x.dim() >= 1 and x.shape[-1] != 1:
+            x = x.narrow(-1, self.span.kv_start, self.span.num_keys)
+        if x.dim() >= 2 and x.shape[-2] != 1:
+            x = x.narrow(-2, self.span.first_query, self.span.num_queries)
+        return x
+
+    def at(self, first: int, stop: int, kv_start: int, kv_stop: int) -> "Rectangle":
+        """A part of it, of the queries and keys at these slots."""
+        moved = first - self.span.first_query, kv_start - self.span.kv_start
+        span = Span(first, stop, kv_start, kv_stop)
+        return Rectangle(span, self.first + moved[0], self.key + moved[1])
+
+
+def rectangles(queries: Runs, keys: Runs) -> Iterator[Rectangle]:
+    """Each run of queries by each run of keys; both are side by side in memory."""
+    first = 0
+    for q_start, q_stop in queries:
+        key = 0
+        for kv_start, kv_stop in keys:
+            yield Rectangle(Span(q_start, q_stop, kv_start, kv_stop), first, key)
+            key += kv_stop - kv_start
+        first += q_stop - q_start
+
+
+def from_diagonal(mask: Mask, whole: Rectangle) -> Iterator[Rectangle]:
+    """Earlier keys that all of the queries may attend to, and the rest, if there are such keys.
+
+    What is left of a causal mask then begins with its diagonal, as torch's kernel takes it.
+    """
+    span = whole.span
+    first, stop = span.first_query, span.last_query + 1
+    before = Span(first, stop, span.kv_start, max(span.kv_start, first))
+    if span.kv_start < first < span.kv_stop and is_everything(mask.within(before)):
+        yield whole.at(first, stop, span.kv_start, first)
+        whole = whole.at(first, stop, first, span.kv_stop)
+    yield whole
+
+
+def tiles(scoring: Scoring, whole: Rectangle, heads: int) -> Iterator[Rectangle]:
+    """The parts of a rectangle with visible scores, each of no more scores than fit a cache.
+
+    Args:
+        scoring: has the mask.
+        whole: the rectangle.
+        heads: query heads in all rows of the batch.
+    """
+    span = whole.span
+    size = max(BLOCK // 4, min(SCORES // max(1, heads * span.num_keys), BLOCK))
+    for first in range(span.first_query, span.last_query + 1, size):
+        stop = min(first + size, span.last_query + 1)
+        some, _ = scoring.find(first, stop - 1)
+        for run in without_gaps(intersection(some, [(span.kv_start, span.kv_stop)]), GAP):
+            yield whole.at(first, stop, *run)
+
+
+def attend_rectangle(
+    scoring: Scoring,
+    place: Rectangle,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    found: Partial,
+) -> None:
+    """Attention over one rectangle, merged into `found`, in place.
+
+    Args:
+        scoring: how scores are computed.
+        place: the rectangle.
+        q: all queries of this rank, `[B, H, L, D]`.
+        k: all keys at hand, `[B, G, S, D]`.
+        v: all values at hand, `[B, G, S, Dv]`.
+        bias: the score bias of the whole sequence, if it is a tensor.
+        found: of all queries of this rank.
+    """
+    if scoring.fused and not _runs_tiled(scoring, place, q, k, v):
+        for part in from_diagonal(scoring.mask, place):
+            _fused(scoring, part, q, k, v, found)
+        return
+    in_tiles = scoring.device.type == "cpu" and not scoring.fused
+    parts = tiles(scoring, place, q.shape[0] * q.shape[1]) if in_tiles else [place]
+    for part in parts:
+        keys, values, queries = part.of_keys(k), part.of_keys(v), part.of_queries(q)
+        added = None if bias is None else part.of_scores(bias)
+        prepared = scoring.prepared(part.span, queries, keys, values, added)
+        if not is_empty(prepared.call):
+            span = part.span
+            result = prepared.partial(queries, [Part(span.kv_start, span.kv_stop, (keys, values))])
+            _merge(Partial(*map(part.of_queries, found)), result)
+
+
+def _runs_tiled(scoring: Scoring, place: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the compiled kernel for bfloat16, whose partial results are float32, is chosen."""
+    if q.dtype != torch.bfloat16 or scoring.backend != "auto":
+        return False
+    heads = place.of_queries(q), place.of_keys(k), place.of_keys(v)
+    return scoring.prepared(place.span, *heads, None).name == "tiled"
+
+
+def _fused(
+    scoring: Scoring, place: Rectangle, q: Tensor, k: Tensor, v: Tensor, found: Partial
+) -> None:
+    """By torch's kernel, in float32: it rounds its results to the dtype of its inputs."""
+    width = v.shape[3]
+    for part, step, inputs in fused_steps(scoring, place, q, k, v):
+        out, lse, _ = forward_block(step, *inputs)
+        lse = for_masked(step, lse, -torch.inf)
+        here = (step.block.of_queries(part.of_queries(x)) for x in found)
+        _merge(Partial(*here), Partial(out[..., :width], lse))
+
+
+def fused_steps(
+    scoring: Scoring, place: Rectangle, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[Rectangle, Step, tuple[Tensor, Tensor, Tensor]]]:
+    """The blocks of a rectangle for torch's kernel: the part of the rectangle that they divide, the
+    block, and its queries, keys and values, all of one width, in float32 or float64."""
+    wide = accumulating_dtype(q.dtype)
+    q, k, v = (x.to(wide) for x in (place.of_queries(q), place.of_keys(k), place.of_keys(v)))
+    call = scoring.call(place.span, q, k, v, None)
+    if is_empty(call):
+        return
+    hidden = call.span.kv_start - place.span.kv_start
+    part = Rectangle(call.span, place.first, place.key + hidden)
+    k, v = (x.narrow(2, hidden, call.num_keys) for x in (k, v))
+    q, k, v = map(columns_contiguous, same_width(q, k, v))
+    blocks = [block for block in plan(call, BLOCK, whole=True) if block.runs]
+    keys, values = Gathered(k, blocks), Gathered(v, blocks)
+    for step in steps_of(call, blocks):
+        yield part, step, (step.block.of_queries(q), keys.of(step.block), values.of(step.block))
+
+
+def for_masked(step: Step, lse: Tensor, value: float) -> Tensor:
+    """The log-sum-exps of a block, with this value for queries that may attend to no key of it."""
+    masked = None if step.hiding is None else step.hiding.masked
+    return lse if masked is None else lse.masked_fill(masked.squeeze(-1), value)
+
+
+def _merge(here: Partial, result: Partial) -> None:
+    """Merge a partial result into views of what was found before: `regard.merge` of the two, in
+    place. The first is copied where that can be known without waiting for a device."""
+    if here.lse.is_cpu and bool((here.lse == -torch.inf).all()):
+        here.out.copy_(result.out)
+        here.lse.copy_(result.lse)
+        return
+    lse = torch.logaddexp(here.lse, result.lse)
+    share = torch.exp(result.lse - lse).masked_fill(lse == -torch.inf, 0.0)
+    here.out.lerp_(result.out, share.unsqueeze(-1))
+    here.lse.copy_(lse)

@@ -1,0 +1,155 @@
+"""What each kind of layer sends of this rank's tokens, and how a receiver makes keys of it."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from regard.cache import Part
+from regard.distributed.shards import Shards
+from regard.layers.attention import Attention
+from regard.layers.inputs import local_kv_heads
+from regard.layers.latent import MultiHeadLatentAttention
+from regard.layers.latent_forms import ABSORBED
+from regard.layers.latent_kv import LatentKVAttention, as_stream
+from regard.masks import Mask, Span
+from regard.rope import Rope
+
+Parts = tuple[Part, ...]
+
+
+class Call(NamedTuple):
+    """A call on which the ranks agree: the mask about the whole sequence, and this rank's tokens.
+
+    `top` is the largest rotary position of any rank, where frequencies depend on it.
+    """
+
+    mask: Mask
+    shards: Shards
+    positions: Tensor
+    top: int
+
+    @property
+    def span(self) -> Span:
+        """As many queries as a rank has, by all keys."""
+        return Span(0, max(self.shards.lengths), 0, self.shards.length)
+
+
+class Sending(NamedTuple):
+    """This rank's queries, the streams that it sends, and what is made of both.
+
+    Attributes:
+        q: this rank's queries.
+        streams: what is sent of this rank's tokens.
+        outline: tensors with the shapes of the keys and values that are made of them.
+        read: the outputs of the heads, of what attention returned.
+        options: how keys are made of received streams, as `attend_shards` takes it.
+    """
+
+    q: Tensor
+    streams: tuple[Tensor, ...]
+    outline: tuple[Tensor, Tensor]
+    read: Callable[[Tensor], Tensor]
+    options: Mapping[str, Any] = {}
+
+
+def widths_of(layer: Any) -> tuple[int, int]:
+    """Elements of a token's streams that have gradients, and bytes of those that have none."""
+    if isinstance(layer, MultiHeadLatentAttention):
+        return layer.kv_lora_rank + layer.qk_rope_head_dim, 0
+    if isinstance(layer, LatentKVAttention):
+        return layer.kv_lora_rank, torch.int32.itemsize  # its position
+    return 2 * local_kv_heads(layer) * layer.head_dim, 0
+
+
+def uses_length(rope: Rope) -> bool:
+    """Whether the frequencies of a rope depend on the largest position of a call."""
+    return bool(getattr(getattr(rope, "scaling", None), "uses_length", False))
+
+
+def rotated(layer: Any, call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys rotated at this rank's positions, by the frequencies of the whole."""
+    if not uses_length(layer.rope):
+        q, k = layer.rope(q, k, call.positions)
+        return q, k
+    end = call.positions.new_full((*call.positions.shape[:-1], 1), call.top)
+    wide = layer.rope(
+        F.pad(q, (0, 0, 0, 1)), F.pad(k, (0, 0, 0, 1)), torch.cat([call.positions, end], -1)
+    )
+    return wide[0][:, :, :-1], wide[1][:, :, :-1]
+
+
+def send(layer: Any, x: Tensor, call: Call) -> Sending:
+    """What a layer of any kind sends of this rank's tokens."""
+    if isinstance(layer, Attention):
+        return _send_keys(layer, x, call)
+    if isinstance(layer, MultiHeadLatentAttention):
+        return _send_latent(layer, x, call)
+    assert isinstance(layer, LatentKVAttention)
+    return _send_latent_kv(layer, x, call)
+
+
+def _send_keys(layer: Attention, x: Tensor, call: Call) -> Sending:
+    q, k, v = layer.project(x)
+    q, k = rotated(layer, call, q, k)
+    return Sending(q, (k, v), (k, v), lambda out: layer.gated(x, out))
+
+
+def _send_latent(layer: MultiHeadLatentAttention, x: Tensor, call: Call) -> Sending:
+    """Latents and rotary keys, for all heads: the receiver expands them, or attends to them."""
+    q_nope, q_rope, latent, k_rope = layer.project(x)
+    q_rope, k_rope = rotated(layer, call, q_rope, k_rope)
+    form, _ = layer.choose(call.span)
+    q, joined = form.queries(layer, q_nope, q_rope), layer.join(latent, k_rope)
+    outline, read = form.outline(layer, joined), partial(form.read, layer)
+    if form is ABSORBED:
+        return Sending(q, (joined,), outline, read, {"v_head_dim": layer.kv_lora_rank})
+    made = making_keys(layer, partial(form.parts, layer))
+    return Sending(q, (joined,), outline, read, made)
+
+
+def _send_latent_kv(layer: LatentKVAttention, x: Tensor, call: Call) -> Sending:
+    """Latents and their positions: the receiver rebuilds, norms and rotates the keys."""
+    q, latent = layer.project(x)
+    where = call.positions.to(torch.int32)
+    streams = latent, as_stream(where, x.shape[0])
+    made = making_keys(layer, layer.rebuild)
+    q = layer.rope.rotate(q, where)
+    return Sending(q, streams, layer.outline(latent), lambda out: out, made)
+
+
+def making_keys(layer: nn.Module, make: Callable[[Parts], Parts]) -> dict[str, Any]:
+    """`make`, of parts of streams, as a function of streams and of the parameters that it reads."""
+    making = _Making(layer, make)
+    read = ("layer.kv_b_proj.", "layer.k_norm.")
+    names = [name for name, _ in making.named_parameters() if name.startswith(read)]
+    parameters = [_read(making, *name.rpartition(".")[::2]) for name in names]
+
+    def keys_of(streams: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Any:
+        return functional_call(making, dict(zip(names, parameters, strict=True)), streams)
+
+    return {"keys_of": keys_of, "parameters": tuple(parameters)}
+
+
+def _read(making: nn.Module, path: str, name: str) -> Tensor:
+    """A parameter, or, where it is split over ranks by heads, the share of this rank."""
+    module: Any = making.get_submodule(path)
+    value: Tensor = module.local(name) if hasattr(module, "local") else getattr(module, name)
+    return value
+
+
+class _Making(nn.Module):
+    """A module around a layer, whose forward makes keys and values of streams."""
+
+    def __init__(self, layer: nn.Module, make: Callable[[Parts], Parts]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.make = make
+
+    def forward(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        (part,) = self.make((Part(0, streams[0].shape[2], streams),))
+        return tuple(part.streams)

@@ -1,0 +1,309 @@
+"""The plans of regard's layers: what is split, what is replicated, and what is sent."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from regard.cache import NO_CACHE
+from regard.cache.streams import Stored
+from regard.distributed.ranks import Ranks, expected
+from regard.distributed.tensor.heads import HeadLayout, HeadSplit
+from regard.distributed.tensor.linear import (
+    CopiedInput,
+    LocalForward,
+    LocalNorm,
+    SplitLinear,
+    SummedOutput,
+    SummedSquares,
+    SummedSquaresOfKeys,
+)
+from regard.distributed.tensor.placing import Placing
+from regard.distributed.tensor.sent import bytes_forward
+from regard.distributed.tensor.weights import (
+    ReplicatedStyle,
+    Share,
+    Split,
+    SplitStyle,
+    is_split,
+)
+from regard.layers.attention import Attention
+from regard.layers.construct import matrix_objection
+from regard.layers.latent import MultiHeadLatentAttention
+from regard.layers.latent_kv import LatentKVAttention
+from regard.ops.bias import RelativeBias
+
+Styles = dict[str, ParallelStyle]  # by the path of a module inside the layer
+
+
+class Kind(NamedTuple):
+    """How a kind of layer is split.
+
+    Attributes:
+        kv_heads: key heads whose weights are split.
+        linears: the names of the linear layers that are split or replicated.
+        styles: of the modules inside the layer.
+    """
+
+    kv_heads: Callable[[Any], int]
+    linears: tuple[str, ...]
+    styles: Callable[[Any, Placing], Styles]
+
+
+def kind_of(layer: nn.Module) -> Kind | None:
+    """How a layer is split; None if it is none of regard's."""
+    return next((kind for each, kind in KINDS.items() if isinstance(layer, each)), None)
+
+
+def layout_of(layer: Any, size: int) -> HeadLayout:
+    """Which heads of a layer each of `size` ranks computes.
+
+    Examples:
+        >>> from regard import GroupedQueryAttention
+        >>> from regard.distributed.tensor.layers import layout_of
+        >>> layout_of(GroupedQueryAttention(64, 8, 2), 4).heads(3)
+        range(6, 8)
+    """
+    kind = kind_of(layer)
+    assert kind is not None
+    return HeadLayout(layer.num_heads, kind.kv_heads(layer), size)
+
+
+# what cannot be split
+
+
+def objection(layer: Any, size: int) -> str | None:
+    """Why a layer cannot be split over `size` ranks; None if it can.
+
+    Examples:
+        >>> from regard import SelfAttention
+        >>> from regard.distributed.tensor.layers import objection
+        >>> objection(SelfAttention(8), 2)
+        'it has one head and no output projection; leave it out'
+    """
+    kind = kind_of(layer)
+    assert kind is not None
+    if isinstance(getattr(layer, "o_proj", None), nn.Identity):
+        return "it has one head and no output projection; leave it out"
+    children = [child for name, child in layer.named_children() if name != "score_bias"]
+    if layer.head_split is not None or any(map(is_split, children)):
+        return "its parameters are split already; call this once, and before fully_shard"
+    for name in kind.linears:
+        linear = getattr(layer, name, None)
+        if linear is not None and (why := matrix_objection(linear)) is not None:
+            return f"{name} {why}; call this before adapters, quantisation and hooks are added"
+    return _norm_objection(layer, size) or _bias_objection(layer.score_bias)
+
+
+def _norm_objection(layer: Any, size: int) -> str | None:
+    layout = layout_of(layer, size)
+    padded = layout.local_heads * size != layout.num_heads
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(layer, name, None)
+        if norm is None:
+            continue
+        if layer.norm_width and type(norm) is not nn.RMSNorm:
+            return f"{name} norms all heads at once and is no nn.RMSNorm, got {norm}"
+        if padded and getattr(norm, "eps", None) == 0:
+            return (
+                f"{name} has eps=0 and would divide by the zeros of padding heads, which "
+                f"num_heads={layout.num_heads} on {size} ranks need; give it an eps"
+            )
+    return None
+
+
+def _bias_objection(bias: object) -> str | None:
+    if not isinstance(bias, nn.Module) or isinstance(bias, RelativeBias):
+        return None
+    if not list(bias.parameters()):
+        return None
+    return (
+        f"score_bias is a {type(bias).__name__} with parameters, whose heads are not known; use a "
+        "tensor or RelativeBias"
+    )
+
+
+# what is split
+
+
+def split_styles(layer: Any, ranks: Ranks) -> tuple[HeadSplit, Styles]:
+    """The heads of a layer and the styles for `parallelize_module`. All ranks make it together."""
+    kind = kind_of(layer)
+    assert kind is not None
+    split = HeadSplit(layer.num_heads, kind.kv_heads(layer), ranks.size, ranks)
+    place = Placing.of(split)
+    styles = kind.styles(layer, place)
+    if isinstance(layer.score_bias, RelativeBias):
+        styles["score_bias"] = ReplicatedStyle(split, LocalForward, place.replicated(summed=True))
+    return split, styles
+
+
+def _attention(layer: Any, place: Placing) -> Styles:
+    size = layer.head_dim
+    rows = SplitStyle(place.split, SplitLinear, _both(place.kv_heads(size)))
+    styles: Styles = {
+        "q_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(size))),
+        "k_proj": rows,
+        "v_proj": rows,
+        "o_proj": _output(place, size),
+        **_norms(layer, place),
+        "": SplitStyle(place.split, SplitLayer, {"sinks": place.heads(1)}),
+    }
+    if layer.gate_proj is not None:
+        channels = layer.gate_proj.out_features // layer.num_heads
+        styles["gate_proj"] = SplitStyle(place.split, SplitLinear, _both(place.heads(channels)))
+    return styles
+
+
+def latent_styles(layer: Any, place: Placing) -> Styles:
+    queries = _both(place.heads(layer.qk_head_dim))
+    whole = ReplicatedStyle(place.split, SplitLinear, place.replicated(summed=False))
+    rebuilt = layer.qk_nope_head_dim + layer.v_head_dim
+    styles: Styles = {
+        "kv_a_proj_with_mqa": whole,
+        "kv_a_layernorm": _norm(layer.kv_a_layernorm, place, summed=False),
+        "kv_b_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(rebuilt))),
+        "o_proj": _output(place, layer.v_head_dim),
+        "": SplitStyle(place.split, SplitLayer, {}),
+    }
+    if layer.q_lora_rank is None:
+        return {"q_proj": SplitStyle(place.split, CopiedInput, queries), **styles}
+    low = {"q_a_proj": whole, "q_a_layernorm": _norm(layer.q_a_layernorm, place, summed=False)}
+    return {**low, "q_b_proj": SplitStyle(place.split, CopiedInput, queries), **styles}
+
+
+def _latent_kv(layer: Any, place: Placing) -> Styles:
+    size = layer.head_dim
+    rebuilt = _both(place.keys_then_values(size))
+    return {
+        "q_proj": SplitStyle(place.split, CopiedInput, _both(place.heads(size))),
+        "kv_a_proj": ReplicatedStyle(place.split, SplitLinear, place.replicated(summed=False)),
+        "kv_b_proj": SplitStyle(place.split, SplitLinear, rebuilt),
+        "o_proj": _output(place, size),
+        **_norms(layer, place),
+        "": SplitStyle(place.split, SplitLayer, {}),
+    }
+
+
+def _both(share: Share) -> dict[str, Share]:
+    return {"weight": share, "bias": share}
+
+
+def _output(place: Placing, channels: int) -> SplitStyle:
+    shares = {"weight": place.heads(channels, dim=1), "bias": place.replicated(summed=False)}
+    return SplitStyle(place.split, SummedOutput, shares)
+
+
+def _norm(norm: nn.Module, place: Placing, *, summed: bool) -> ReplicatedStyle:
+    """A norm that every rank applies, to heads of its own (`summed` gradients) or to the same."""
+    mixin = LocalNorm if type(norm) is nn.RMSNorm else LocalForward
+    return ReplicatedStyle(place.split, mixin, place.replicated(summed=summed))
+
+
+def _norms(layer: Any, place: Placing) -> Styles:
+    if layer.q_norm is None:
+        return {}
+    if not layer.norm_width:
+        norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
+        return {name: _norm(norm, place, summed=True) for name, norm in norms.items()}
+    of_queries, of_keys = place.heads(layer.head_dim), place.kv_heads(layer.head_dim)
+    return {
+        "q_norm": SplitStyle(place.split, SummedSquares, {"weight": of_queries}),
+        "k_norm": SplitStyle(place.split, SummedSquaresOfKeys, {"weight": of_keys}),
+    }
+
+
+class SplitLayer(Split):
+    """A layer whose heads are split: dropout differs between ranks, and bytes are compared.
+
+    In a compiled model it runs uncompiled: its messages would break the graph at every sum.
+    """
+
+    @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """As on one device: every rank gives the same input, and gets the same output."""
+        own: Any = self
+        with _compared(own, x, **options), _own_random_numbers(own):
+            result: Tensor = own.one_device_class.forward(own, x, **options)
+            return result
+
+
+def _compared(
+    layer: Any, x: Tensor, context: object = None, cache: Any = NO_CACHE, **_: object
+) -> AbstractContextManager[None]:
+    """A block whose bytes are compared with the plan, where `REGARD_CHECK_BYTES` is set."""
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        return nullcontext()  # the layer refuses it
+    source = x if context is None else context
+    keys = source.shape[1] if isinstance(source, Tensor) else 0  # of a memory, none are projected
+    stored = isinstance(cache, Stored)
+    if isinstance(layer, LatentKVAttention) and stored:  # it norms the keys of all cached tokens
+        keys = cache.span(keys).num_keys
+    nbytes = bytes_forward(layer, layer.head_split.size, x.shape[0], x.shape[1], keys, x.dtype)
+    return expected(nbytes, "a tensor-parallel layer")
+
+
+@contextmanager
+def _own_random_numbers(layer: Any) -> Iterator[None]:
+    """A block in which this rank drops other weights than the others do: each has its own heads.
+
+    Ranks with the same state of the random number generator leave with the same state, and
+    recomputing with the state of before draws the same numbers.
+    """
+    if not (layer.training and layer.dropout):
+        yield
+        return
+    device = next(layer.parameters()).device
+    drawn = int(torch.randint(1 << 62, (), device="cpu"))
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        torch.manual_seed(drawn + layer.head_split.ranks.rank)
+        yield
+
+
+KINDS: dict[type[nn.Module], Kind] = {
+    Attention: Kind(
+        lambda layer: layer.num_kv_heads,
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"),
+        _attention,
+    ),
+    MultiHeadLatentAttention: Kind(
+        lambda layer: layer.num_heads,
+        ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        latent_styles,
+    ),
+    LatentKVAttention: Kind(
+        lambda layer: layer.num_kv_heads,
+        ("q_proj", "kv_a_proj", "kv_b_proj", "o_proj"),
+        _latent_kv,
+    ),
+}
+
+
+class Plan:
+    """How one module of a model is split. Other libraries' modules have subclasses of their own.
+
+    Args:
+        module: one of regard's layers.
+        ranks: the ranks.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self.module, self.ranks = module, ranks
+
+    def objection(self) -> str | None:
+        """Why the module cannot be split; None if it can. Changes and sends nothing."""
+        return objection(self.module, self.ranks.size)
+
+    def styles(self) -> tuple[HeadSplit, Styles]:
+        """The heads, and the styles of the modules inside. All ranks make them together."""
+        return split_styles(self.module, self.ranks)
+
+    def apply(self, mesh: DeviceMesh) -> None:
+        """Split the module."""
+        split, styles = self.styles()
+        parallelize_module(self.module, mesh, styles)
+        self.module.head_split = split  # type: ignore[assignment]

@@ -1,0 +1,98 @@
+"""What split modules compute: products with this rank's weights, and sums over the ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from regard.distributed.tensor.sums import copied, summed
+from regard.distributed.tensor.weights import Split
+
+
+class SplitLinear(Split):
+    """A linear layer: the product with the rows of this rank, or with all of them."""
+
+    is_matrix = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.local("weight")
+        assert weight is not None
+        return functional.linear(x, weight, self.local("bias"))
+
+
+class CopiedInput(SplitLinear):
+    """A linear layer that alone reads its input for this rank's heads: the input's gradient is the
+    sum over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.split.shared(x))
+
+
+class SummedOutput(Split):
+    """The linear layer that reads the outputs of the heads: those of this rank meet its columns,
+    the products are summed over the ranks, and the bias is added once.
+
+    Padding heads that share a key head with real ones have outputs: they are left out, so that
+    their columns have no gradient and stay zero.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.local("weight"), self.local("bias")
+        assert weight is not None
+        if (real := self._real(x.shape[-1])) < x.shape[-1]:
+            x, weight = x[..., :real], weight[:, :real]
+        product = functional.linear(x, weight)
+        result = summed(product, self.split.ranks, "tensor parallel: sum of the outputs")
+        return result if bias is None else result + bias.to(result.dtype)
+
+    def _real(self, channels: int) -> int:
+        """Channels of this rank's heads without padding, which comes last."""
+        split = self.split
+        return len(split.heads(split.ranks.rank)) * channels // split.local_heads
+
+
+class LocalForward(Split):
+    """Any module whose parameters every rank has: its forward on them as ordinary tensors."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        own: Any = self
+        parameters = own._parameters
+        own._parameters = {name: self.local(name) for name in parameters}
+        try:
+            return own.one_device_class.forward(own, *args, **options)
+        finally:
+            own._parameters = parameters
+
+
+class LocalNorm(Split):
+    """RMSNorm whose weight every rank has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Any = self
+        return functional.rms_norm(x, own.normalized_shape, self.local("weight"), own.eps)
+
+
+class SummedSquares(Split):
+    """RMSNorm over the channels of all heads: the sum of squares is that of all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Any = self
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        total = self.total(wide.square().sum(-1, keepdim=True))
+        eps = torch.finfo(x.dtype).eps if own.eps is None else own.eps
+        normed = wide * torch.rsqrt(total / own.normalized_shape[0] + eps)
+        weight = self.local("weight")
+        return (normed if weight is None else normed * weight.to(normed.dtype)).to(x.dtype)
+
+    def total(self, squares: Tensor) -> Tensor:
+        """The sum over all heads, which every rank reads for its own."""
+        step = "tensor parallel: sums of squares of qk_norm"
+        return copied(summed(squares, self.split.ranks, step), self.split.ranks, step)
+
+
+class SummedSquaresOfKeys(SummedSquares):
+    """The same for key heads, each of which several ranks may have."""
+
+    def total(self, squares: Tensor) -> Tensor:
+        return super().total(squares / self.split.replicas)

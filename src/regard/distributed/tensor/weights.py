@@ -1,0 +1,205 @@
+"""How the parameters of a split layer lie on the ranks, and how they are read, saved and loaded.
+
+The parameters are DTensors, for optimizers, FSDP and checkpoints. What is computed reads the share
+of this rank, `module.local("weight")`, an ordinary tensor: no DTensor takes part in it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from regard.distributed.ranks import Ranks
+from regard.distributed.tensor.heads import HeadSplit
+from regard.distributed.tensor.sums import copied
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """How one parameter lies on the ranks.
+
+    Args:
+        mesh: of the DTensor.
+        placements: of the DTensor.
+        dim: the dimension that is split.
+        order: of each stored row (or column, of `dim`), the one on one device; -1 for a row of
+            zeros. None if they are the same.
+        summed: the ranks whose gradients are added up, since each has that of its heads alone.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    dim: int = 0
+    order: Tensor | None = None
+    summed: Ranks | None = None
+
+    def stored(self, whole: Tensor) -> Tensor:
+        """The parameter of one device as it is stored: rows in order of ranks, padding between."""
+        if self.order is None:
+            return whole
+        padding = (self.order < 0).nonzero().flatten().to(whole.device)
+        rows = whole.index_select(self.dim, self.order.clamp(min=0).to(whole.device))
+        return rows.index_fill(self.dim, padding, 0)
+
+    def of_one_device(self, stored: Tensor) -> Tensor:
+        """The inverse of `stored`."""
+        if self.order is None:
+            return stored
+        real = (self.order >= 0).nonzero().flatten()
+        return stored.index_select(self.dim, real[self.order[real].argsort()].to(stored.device))
+
+    def shape(self, stored: Tensor) -> torch.Size:
+        """The shape on one device."""
+        sizes = list(stored.shape)
+        if self.order is not None:
+            sizes[self.dim] = int((self.order >= 0).sum())
+        return torch.Size(sizes)
+
+    def distributed(self, whole: Tensor, source: int | None) -> DTensor:
+        """The parameter of one device, distributed from one rank, or from every rank's own."""
+        stored = self.stored(whole).contiguous()
+        return distribute_tensor(stored, self.mesh, self.placements, src_data_rank=source)
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """This rank's share as an ordinary tensor."""
+        if not isinstance(parameter, DTensor):
+            return parameter  # given by functional_call: read already
+        local = parameter.to_local()
+        if self.summed is None:
+            return local
+        return copied(local, self.summed, "tensor parallel: gradients of what ranks share")
+
+    def saved(self, parameter: Tensor) -> Tensor:
+        """The parameter as on one device, to be saved: a DTensor of that shape."""
+        if self.order is None or not isinstance(parameter, DTensor):
+            return parameter
+        whole = self.of_one_device(parameter.full_tensor().detach())
+        return _like(whole, parameter)
+
+    def loaded(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """A value of the shape on one device, to be copied into the parameter."""
+        if not isinstance(parameter, DTensor) or value.shape != self.shape(parameter):
+            return value  # which torch refuses
+        if isinstance(value, DTensor):
+            if self.order is None:
+                return value
+            value = value.full_tensor()
+        return _like(self.stored(value), parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Share":
+        return self  # process groups are not copied
+
+
+def _like(whole: Tensor, parameter: DTensor) -> DTensor:
+    """A tensor that every rank has, placed as a parameter is."""
+    whole = whole.to(parameter.device).contiguous()
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class Split:
+    """What is added to the class of a module whose parameters lie on several ranks."""
+
+    is_matrix: ClassVar[bool] = False  # whether it is a product with the weight of this rank
+    one_device_class: ClassVar[type[nn.Module]]
+    shares: dict[str, Share]
+    split: HeadSplit
+
+    def local(self, name: str) -> Tensor | None:
+        """This rank's share of a parameter, as an ordinary tensor; None if there is none."""
+        parameter = self._parameters[name]  # type: ignore[attr-defined]
+        return None if parameter is None else self.shares[name].read(parameter)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for name, share in self.shares.items():
+            destination[prefix + name] = share.saved(destination[prefix + name])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for name, share in self.shares.items():
+            if isinstance(value := state_dict.get(prefix + name), Tensor):
+                parameter = self._parameters[name]  # type: ignore[attr-defined]
+                state_dict[prefix + name] = share.loaded(value, parameter)
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+
+    def reset_parameters(self) -> None:
+        """Refused: padding would not stay zero.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "parameters that are split over ranks are not initialised again, since the weights of "
+            "padding heads must stay zero; initialise the layer before tensor_parallel, or load a "
+            "state dict"
+        )
+
+
+_CLASSES: dict[tuple[type[Any], type[Any]], type[Any]] = {}
+
+
+def split_class(kind: type[Any], mixin: type[Split]) -> type[Any]:
+    """`kind` with a mixin, under its own name."""
+    if (kind, mixin) not in _CLASSES:
+        about = {"one_device_class": kind, "__module__": kind.__module__}
+        _CLASSES[kind, mixin] = type(kind.__name__, (mixin, kind), about)
+    return _CLASSES[kind, mixin]
+
+
+class SplitStyle(ParallelStyle):
+    """Distributes the parameters of a module and changes its class, for `parallelize_module`.
+
+    Args:
+        split: the heads of the layer.
+        mixin: what is added to the class of the module.
+        shares: how each parameter lies on the ranks; of names that are missing or None, nothing.
+    """
+
+    def __init__(self, split: HeadSplit, mixin: type[Split], shares: dict[str, Share]) -> None:
+        super().__init__()
+        self.split, self.mixin, self.shares = split, mixin, shares
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = module._parameters
+        shares = {name: s for name, s in self.shares.items() if own.get(name) is not None}
+        for name, share in shares.items():
+            old = own[name]
+            assert old is not None
+            new = share.distributed(old.detach(), self.src_data_rank)
+            own[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+        module.shares, module.split = shares, self.split  # type: ignore[assignment]
+        module.__class__ = split_class(type(module), self.mixin)
+        return module
+
+
+class ReplicatedStyle(SplitStyle):
+    """Every rank has all parameters of a module and of those inside it; done once where layers
+    share the module.
+
+    Args:
+        split: the heads of the layer.
+        mixin: what is added to the class of the module.
+        share: how each parameter lies on the ranks.
+    """
+
+    def __init__(self, split: HeadSplit, mixin: type[Split], share: Share) -> None:
+        super().__init__(split, mixin, {})
+        self.share = share
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for each in module.modules():
+            if each._parameters and not isinstance(each, Split):
+                self.shares = dict.fromkeys(each._parameters, self.share)
+                super()._apply(each, device_mesh)
+        return module
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether the parameters of a module, or of one inside it, are split over ranks."""
+    return any(isinstance(each, Split) for each in module.modules()) or any(
+        isinstance(each, DTensor) for each in module.parameters()
+    )

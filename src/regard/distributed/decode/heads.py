@@ -1,0 +1,202 @@
+"""The heads of a layer whose cache is spread over ranks: all on every rank, or some on each.
+
+Where tensor parallelism has split the heads, each rank has the queries of its heads. It attends for
+the heads of all ranks, so that it needs their queries; and to all key heads of its tokens, so that
+each token is stored once. Each rank then gets the outputs of its own heads.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from regard.distributed.decode.exchanging import bytes_of_parts, merged, merged_over_ranks
+from regard.distributed.ranks import Ranks, expected
+from regard.distributed.tensor.heads import HeadSplit
+from regard.ops.partial import Partial
+
+KEYS = "sharded decode: keys and values of the key heads of each rank"
+QUERIES = "sharded decode: queries of the heads of each rank"
+PARTS = "sharded decode: outputs of the heads of each rank"
+
+
+class Rows(NamedTuple):
+    """Sizes of a call: what the numbers of bytes depend on.
+
+    Attributes:
+        batch: its rows.
+        queries: new tokens.
+        dtype: of the layer.
+    """
+
+    batch: int
+    queries: int
+    dtype: torch.dtype
+
+
+class SameHeads:
+    """Every rank of the cache has the queries, keys and values of the same heads."""
+
+    split = None
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def check(self, layer: Any) -> None:
+        """Raise if the ranks of the cache have different heads of a layer."""
+        both = _common(self.ranks, layer)
+        if both:
+            raise ValueError(
+                f"the heads of this layer are split over ranks {both}, which would store other "
+                "heads of each token; sharded_caches(layer, mesh) makes its cache"
+            )
+
+    def outlines(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of the shapes that attention has."""
+        return q, k, v
+
+    def streams(self, new: Sequence[Tensor]) -> list[Tensor]:
+        """The streams of all key heads."""
+        return list(new)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """The queries that this rank attends with."""
+        return q
+
+    def merged(self, found: Partial, sinks: Tensor | None) -> Tensor:
+        """The outputs of this rank's heads, of what each rank found."""
+        return merged_over_ranks(self.ranks, found, sinks)
+
+    def bytes_sent(self, layer: Any, rows: Rows, v_head_dim: int) -> int:
+        """Bytes that this rank sends in a call, whatever the number of tokens held."""
+        split = layer.head_split
+        heads = layer.num_heads if split is None else split.local_heads
+        size = (self.ranks.size - 1) * rows.batch * heads * rows.queries
+        return bytes_of_parts(size, v_head_dim, rows.dtype)
+
+
+class SplitHeads:
+    """Tensor parallelism has split the heads over the ranks of the cache.
+
+    Args:
+        split: which rank has which heads.
+        keys: whether key heads are split, too; latents are replicated.
+    """
+
+    def __init__(self, split: HeadSplit, *, keys: bool) -> None:
+        self.split, self.keys, self.ranks = split, keys, split.ranks
+
+    def check(self, layer: Any) -> None:
+        """Raise if the heads of a layer are split otherwise."""
+        if layer.head_split is not self.split:
+            raise ValueError(
+                "the cache was made for a layer whose heads are split otherwise; "
+                "sharded_caches(layer, mesh) makes those of a layer"
+            )
+
+    def outlines(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of the shapes that attention has: with the heads of all ranks."""
+        q = q[:, :1].expand(-1, self.split.num_heads, -1, -1)
+        if not self.keys:
+            return q, k, v
+        return q, *(x[:, :1].expand(-1, self.split.num_kv_heads, -1, -1) for x in (k, v))
+
+    def streams(self, new: Sequence[Tensor]) -> list[Tensor]:
+        """The streams of all key heads, gathered if each rank has some."""
+        if not self.keys:
+            return list(new)
+        widths, joined = [each.shape[-1] for each in new], torch.cat(list(new), -1)
+        with expected((self.ranks.size - 1) * joined.nbytes, KEYS):
+            every = self.ranks.gathered(joined, KEYS)
+        own = [
+            every[rank].narrow(1, 0, len(self.split.kv_heads(rank)))
+            for rank in range(0, self.ranks.size, self.split.replicas)
+        ]
+        return list(torch.cat(own, 1).split(widths, -1))
+
+    def queries(self, q: Tensor) -> Tensor:
+        """The queries of all heads."""
+        with expected((self.ranks.size - 1) * q.nbytes, QUERIES):
+            every = self.ranks.gathered(q, QUERIES)
+        return torch.cat([x.narrow(1, 0, self._count(rank)) for rank, x in enumerate(every)], 1)
+
+    def merged(self, found: Partial, sinks: Tensor | None) -> Tensor:
+        """The outputs of this rank's heads, of what each rank found."""
+        me, heads = self.ranks.rank, [self.split.heads(rank) for rank in self.ranks]
+        packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
+        mine = [packed.narrow(1, each.start, len(each)) for each in heads]
+        send = {rank: each.contiguous() for rank, each in enumerate(mine) if rank != me}
+        arrived = {rank: torch.empty_like(mine[me]).contiguous() for rank in send}
+        with expected(sum(each.nbytes for each in send.values()), PARTS):
+            self.ranks.exchange(send, arrived, PARTS).wait()
+        every = [mine[me] if rank == me else arrived[rank] for rank in self.ranks]
+        out = merged(every, None if sinks is None else sinks[: len(heads[me])])
+        padding = self.split.local_heads - out.shape[1]
+        return out if not padding else torch.cat([out, out.new_zeros(_padding(out, padding))], 1)
+
+    def bytes_sent(self, layer: Any, rows: Rows, v_head_dim: int) -> int:
+        """Bytes that this rank sends in a call, whatever the number of tokens held."""
+        split, tokens = self.split, rows.batch * rows.queries
+        width = split.local_heads * _query_width(layer)
+        if self.keys:
+            width += split.local_kv_heads * 2 * layer.head_dim
+        gathered = (self.ranks.size - 1) * tokens * width * rows.dtype.itemsize
+        others = split.num_heads - self._count(self.ranks.rank)
+        return gathered + bytes_of_parts(tokens * others, v_head_dim, rows.dtype)
+
+    def _count(self, rank: int) -> int:
+        return len(self.split.heads(rank))
+
+
+Heads = SameHeads | SplitHeads
+
+
+def heads_of(layer: Any, ranks: Ranks) -> Heads:
+    """Which heads each rank of a cache has, in a layer that fills it.
+
+    Raises:
+        ValueError: if its heads are split over other ranks and some of these, or keys are rebuilt
+            by the ranks that have their heads.
+    """
+    both = _common(ranks, layer)
+    if not both:
+        return SameHeads(ranks)
+    split: HeadSplit = layer.head_split
+    if both != _members(ranks) or both != _members(split.ranks):
+        raise ValueError(
+            f"the heads of this layer are split over ranks {_members(split.ranks)}, its tokens "
+            f"would be over ranks {_members(ranks)}; give one mesh, or two dimensions of one"
+        )
+    if layer.kind == "LatentKV":
+        raise ValueError(
+            "LatentKVAttention with split heads rebuilds keys on the ranks that have their heads, "
+            "so that no rank can attend for all heads; spread its tokens over another dimension of "
+            "the mesh, or split no heads"
+        )
+    return SplitHeads(split, keys=layer.kind != "MLA")
+
+
+def _common(ranks: Ranks, layer: Any) -> list[int]:
+    """The ranks of a cache that have different heads of a layer; none if all have the same."""
+    split = getattr(layer, "head_split", None)  # transformers' modules have none
+    if split is None:
+        return []
+    both = sorted(set(_members(ranks)) & set(_members(split.ranks)))
+    return both if len(both) > 1 else []
+
+
+def _members(ranks: Ranks) -> list[int]:
+    return sorted(dist.get_process_group_ranks(ranks.group))
+
+
+def _padding(out: Tensor, heads: int) -> tuple[int, ...]:
+    return out.shape[0], heads, *out.shape[2:]
+
+
+def _query_width(layer: Any) -> int:
+    """Channels of a query: of absorbed MLA, those of a latent and a rotary key."""
+    latent = layer.kind == "MLA"
+    width: int = layer.kv_lora_rank + layer.qk_rope_head_dim if latent else layer.head_dim
+    return width

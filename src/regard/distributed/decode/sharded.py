@@ -1,0 +1,319 @@
+"""A cache whose tokens are spread over ranks, in pages."""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from regard.cache import Cache, KVCache, Part, SlidingCache
+from regard.cache.streams import Stored, check_streams, check_whole, needs_derivatives
+from regard.distributed.decode.attending import attended_locally
+from regard.distributed.decode.heads import Heads, Rows, heads_of
+from regard.distributed.decode.slots import Piece, Slots
+from regard.distributed.ranks import Ranks
+from regard.distributed.shards import Shards
+from regard.ops.prepared import Prepared
+from regard.span import Span
+
+
+class ShardedCache(Stored):
+    """A cache of which each rank stores a share of the tokens: each token is stored once.
+
+    Pages of tokens go round the ranks. Every rank projects the new tokens, stores its own, attends
+    to what it stores, and the ranks exchange outputs and log-sum-exps: Helix parallelism (Bhatia
+    et al. 2025, arXiv:2507.07120), decode context parallel in vLLM. All ranks must call the layer
+    with the same arguments. `update` returns this rank's tokens, and a layer attends through
+    `attend`. Without gradients.
+
+    Args:
+        mesh: of one dimension.
+        page_size: tokens that follow one another on one rank.
+        storage: a function that makes the cache of this rank's tokens, `KVCache`, `lambda:
+            StaticCache(1024)`, `lambda: QuantizedCache(8)`.
+        layer: the layer that fills it, if `tensor_parallel` has split its heads.
+
+    Raises:
+        TypeError: if `mesh` is no mesh or `storage` does not make a cache.
+        ValueError: if the mesh has several dimensions or one rank, `page_size` is below 1, or the
+            storage drops tokens, or the heads of the layer are split in a way that has no plan.
+
+    Examples:
+        >>> from regard.distributed import ShardedCache
+        >>> from regard.distributed.decode.slots import Slots
+        >>> slots = Slots(2, page_size=64)  # the table of a cache on two ranks
+        >>> slots.add(slots.following(150))
+        >>> slots.counts, hasattr(ShardedCache, "counts")  # pages of 64, 64 and 22 tokens
+        ([86, 64], True)
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        page_size: int = 64,
+        storage: Callable[[], Cache] = KVCache,
+        *,
+        layer: nn.Module | None = None,
+    ) -> None:
+        check_whole("page_size", page_size, least=1)
+        self._ranks = Ranks(mesh)
+        self._heads: Heads = heads_of(layer, self._ranks)
+        self._slots = Slots(self._ranks.size, page_size)
+        self._storage = _made(storage)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far, of all ranks."""
+        return self._slots.length
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of tokens that each rank stores."""
+        return tuple(self._slots.counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank stores for its tokens."""
+        nbytes: int = self._storage.nbytes
+        return nbytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of this rank's buffers, which have room for more tokens."""
+        return int(getattr(self._storage, "allocated_bytes", self._storage.nbytes))
+
+    @property
+    def bits(self) -> int | None:
+        """Of the codes that the storage holds; None where it holds values."""
+        bits: int | None = getattr(self._storage, "bits", None)
+        return bits
+
+    @property
+    def all_heads(self) -> bool:
+        """Whether the heads of its layer are split over its ranks, and it attends for them all."""
+        return self._heads.split is not None
+
+    def check_layer(self, layer: Any) -> None:
+        """Raise if the heads of a layer are split otherwise than the cache was made for.
+
+        Raises:
+            ValueError: if they are.
+        """
+        self._heads.check(layer)
+
+    def outlines(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of the shapes of queries, keys and values that `attend` has; not their values.
+
+        Raises:
+            ValueError: as `check_layer`.
+        """
+        self.check_layer(layer)
+        return self._heads.outlines(layer, q, k, v)
+
+    def bytes_sent(self, layer: Any, batch: int, queries: int, dtype: torch.dtype) -> int:
+        """Bytes that this rank sends in a call of a layer, whatever the number of tokens held.
+
+        Args:
+            layer: that fills the cache.
+            batch: its rows.
+            queries: new tokens.
+            dtype: of queries, keys and values.
+        """
+        width = layer.v_head_dim if layer.kind == "MLA" else layer.head_dim
+        if layer.kind == "MLA" and layer.choose(self.span(queries), self)[0].name == "absorbed":
+            width = layer.kv_lora_rank
+        return self._heads.bytes_sent(layer, Rows(batch, queries, dtype), width)
+
+    def span(self, new: int) -> Span:
+        """The slots of the queries and keys of a call with `new` more tokens.
+
+        Raises:
+            ValueError: if there is no room for them on some rank.
+        """
+        self._check_room(self._slots.following(new))
+        return Span(self.length, self.length + new, 0, self.length + new)
+
+    def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Append `[B, G, L, W]` streams of all new tokens; return the tokens that this rank stores.
+
+        Their slots are counted in its storage, from 0.
+
+        Raises:
+            ValueError: if the streams do not fit each other or those held, do not fit the storage
+                of some rank, or require gradients.
+        """
+        pieces = self._slots.following(check_streams(new, ()))
+        mine = [
+            (piece.start - self.length, piece.stop - self.length)
+            for piece in pieces
+            if piece.rank == self._ranks.rank
+        ]
+        self._check(pieces, new)
+        return self._append(pieces, [_taken(each, mine) for each in self._heads.streams(new)])
+
+    def store(self, shards: Shards, *new: Tensor) -> tuple[Part, ...]:
+        """Append tokens of which each rank has its shard; return those that this rank stores.
+
+        So a prefill in context parallel fills the cache.
+
+        Args:
+            shards: which of the new tokens each rank has.
+            *new: streams `[B, G, Lr, W]` of this rank's, with all key heads.
+
+        Raises:
+            ValueError: as `update`, or if the streams are not as long as this rank's shard.
+        """
+        if shards.ranks != self._ranks.size:
+            raise ValueError(
+                f"shards are of {shards.ranks} ranks, the mesh of the cache has "
+                f"{self._ranks.size}; make both for one mesh"
+            )
+        want, got = shards.lengths[self._ranks.rank], check_streams(new, ())
+        if got != want:
+            raise ValueError(
+                f"this rank's shard has {want} tokens, the streams {got}; give those of "
+                "shards.take(x, rank)"
+            )
+        pieces = self._slots.placed(shards.pieces(rank) for rank in self._ranks)
+        self._check(pieces, new)
+        return self._append(pieces, list(new))
+
+    def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """Refuse: no rank has the keys of all tokens.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "ShardedCache stores a share of the keys on each rank, so that no rank can return "
+            "them all, as layer.weights() needs; use KVCache() for it"
+        )
+
+    def attend(
+        self, prepared: Prepared, q: Tensor, parts: Sequence[Part], sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of `q` to the tokens of all ranks, `[B, H, L, Dv]`.
+
+        Args:
+            prepared: the call over all slots, prepared with `partial=True` and without sinks.
+            q: queries, `[B, H, L, D]`.
+            parts: what `update` returned, or keys and values made of it.
+            sinks: a score for each head, merged once.
+
+        Raises:
+            ValueError: if the call has dropout.
+            RankError: if a rank does not answer.
+        """
+        call = prepared.call
+        if call.dropout:
+            raise ValueError(
+                f"a ShardedCache is for inference, got dropout={call.dropout}; call layer.eval()"
+            )
+        (part,) = parts
+        queries = self._heads.queries(q)
+        found = attended_locally(prepared, queries, part, self._slots, self._ranks.rank)
+        return self._heads.merged(found, sinks).to(call.dtype)
+
+    def truncate(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens; every rank drops its later ones.
+
+        Raises:
+            ValueError: if `length` is a tensor, negative or above the tokens so far.
+        """
+        if isinstance(length, Tensor):
+            raise ValueError(
+                "ShardedCache has rows of one length, got a tensor; truncate to a whole number, "
+                "or use KVCache() or StaticCache(max_length)"
+            )
+        check_whole("length", length)
+        if not 0 <= length <= self.length:
+            raise ValueError(
+                f"length={length} is not in 0..{self.length}, the tokens held; give truncate the "
+                "number of tokens that remain"
+            )
+        self._storage.truncate(self._slots.held_below(length, self._ranks.rank))
+        self._slots.truncate(length)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, `[N]` integers, in this order, on every rank."""
+        self._storage.reorder(rows)
+
+    def snapshot(self) -> object:
+        """The present state."""
+        return self.length, self._storage.snapshot()
+
+    def restore(self, snapshot: object) -> None:
+        """Undo the updates since `snapshot` was called; nothing else may have happened."""
+        assert isinstance(snapshot, tuple)
+        length, stored = snapshot
+        self._slots.truncate(length)
+        self._storage.restore(stored)
+
+    def _check(self, pieces: list[Piece], new: Sequence[Tensor]) -> None:
+        """Raise on every rank alike, before anything is sent or changed."""
+        _refuse_gradients(new)
+        self._check_room(pieces)
+
+    def _append(self, pieces: list[Piece], own: list[Tensor]) -> tuple[Part, ...]:
+        """Store this rank's streams."""
+        parts: tuple[Part, ...] = self._storage.update(*own)
+        self._slots.add(pieces)
+        return parts
+
+    def _check_room(self, pieces: list[Piece]) -> None:
+        """Raise on every rank if the storage of one has no room for its pieces."""
+        if not pieces:
+            return
+        fullest = max(piece.at + piece.stop - piece.start for piece in pieces)
+        mine = self._slots.counts[self._ranks.rank]
+        try:
+            self._storage.span(max(0, fullest - mine))
+        except ValueError as error:
+            raise ValueError(
+                f"a rank would store {fullest} of {pieces[-1].stop} tokens: {error}"
+            ) from error
+
+    def __copy__(self) -> "ShardedCache":
+        new = object.__new__(ShardedCache)
+        vars(new).update(vars(self))
+        new._slots, new._storage = copy(self._slots), copy(self._storage)
+        return new
+
+    def __repr__(self) -> str:
+        ranks, page = self._ranks.size, self._slots.page_size
+        return f"ShardedCache({ranks} ranks, page_size={page}, storage={self._storage!r})"
+
+
+def _made(storage: object) -> Any:
+    """The cache of a rank's tokens."""
+    cache = storage() if callable(storage) else None
+    if not (isinstance(cache, Cache) and hasattr(cache, "snapshot")) or hasattr(cache, "attend"):
+        raise TypeError(
+            "storage is a function that makes a cache of a rank's tokens, such as KVCache or "
+            f"lambda: StaticCache(1024), got {storage!r}"
+        )
+    if isinstance(cache, SlidingCache):
+        raise ValueError(
+            "storage=SlidingCache drops tokens by their number in the storage, not by their slot; "
+            "use KVCache, under a SlidingWindow mask"
+        )
+    return cache
+
+
+def _taken(x: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
+    """Some tokens of a stream."""
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        return x.narrow(2, start, stop - start)
+    pieces = [x.narrow(2, start, stop - start) for start, stop in ranges]
+    return torch.cat(pieces, 2) if pieces else x.narrow(2, 0, 0)
+
+
+def _refuse_gradients(new: Sequence[Tensor]) -> None:
+    if torch.compiler.is_compiling() or needs_derivatives(new, ()):
+        raise ValueError(
+            "ShardedCache is for inference: gradients do not flow through it, and it runs outside "
+            "of compiled graphs; use torch.no_grad(), or context_parallel for training"
+        )

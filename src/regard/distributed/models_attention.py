@@ -1,0 +1,138 @@
+"""Attention modules of transformers models on shards: the same projections, rotated by the model's
+own angles, then `attend_shards`.
+
+What the modules of one call share travels where the call's mask would: transformers hands a mask
+of four dimensions to every attention module as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.distributed.context.attending import attend_shards
+from regard.distributed.context.exchanging import Kind
+from regard.distributed.context.sending import Sending, making_keys
+from regard.distributed.ranks import Ranks
+from regard.distributed.shards import Shards
+from regard.heads import merge_heads
+from regard.hf.families.table import Family, is_placed
+from regard.hf.running.calls import arrive, of_one_dtype, options_of
+from regard.layers.inputs import shared
+from regard.layers.latent import LatentKVAttention
+from regard.layers.latent_forms import ABSORBED, choose_form, project_latent
+from regard.layers.latent_kv import as_stream
+from regard.masks import EVERYTHING, Mask, Span
+
+_HELD = "_call_of_regard"  # attribute of the stand-in of a mask: the call it belongs to
+
+
+@dataclass(frozen=True)
+class ShardedCall:
+    """What the attention modules of one call of a model share.
+
+    Args:
+        ranks: that hold the sequence.
+        shards: of the sequence.
+        positions: of this rank's tokens, `[1 or B, L]`.
+        mask: of this batch (padding, documents), about the whole sequence.
+        exchange: how keys and values travel, as `attend_shards` takes it.
+    """
+
+    ranks: Ranks
+    shards: Shards
+    positions: Int[Tensor, "B L"]
+    mask: Mask = EVERYTHING
+    exchange: Kind = "ring"
+    masks: dict[Mask, Mask] = field(default_factory=dict)
+
+    def with_pattern(self, pattern: Mask) -> Mask:
+        """The mask of this batch with that of a layer: one object for all layers of a pattern."""
+        return self.masks.setdefault(pattern, pattern & self.mask)
+
+    @property
+    def span(self) -> Span:
+        """As many queries as a rank has, by all keys."""
+        return Span(0, max(self.shards.lengths), 0, self.shards.length)
+
+    def as_mask(self) -> Tensor:
+        """A tensor that transformers takes for a finished mask, and that holds this call."""
+        carrier = self.positions.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        setattr(carrier, _HELD, self)
+        return carrier
+
+
+def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
+    """What a module's own forward computes for this rank's tokens."""
+    family, given = arrive(self, args, given)
+    call = _call_in(self, given.get(family.mask))
+    options = options_of(family, self)
+    assert not options.pop("dropout")  # the model's hook has refused it
+    angles = call.positions if is_placed(self) else given.get("position_embeddings")
+    q, streams, _, read, made = _sender(family, self)(family, self, hidden_states, angles, call)
+    heads = attend_shards(
+        q,
+        streams,
+        ranks=call.ranks,
+        shards=call.shards,
+        mask=call.with_pattern(family.pattern_of(self)),
+        exchange=call.exchange,
+        **options,
+        **made,
+    )
+    return family.output(self, merge_heads(read(heads))), None
+
+
+def _call_in(module: nn.Module, mask: Any) -> ShardedCall:
+    call = getattr(mask, _HELD, None)
+    if not isinstance(call, ShardedCall):
+        raise ValueError(
+            f"{type(module).__name__} is context-parallel and was not called by its model; call "
+            "the model that context_parallel was given, or remove() the plan"
+        )
+    return call
+
+
+def _sender(family: Family, module: nn.Module) -> Callable[..., Sending]:
+    if isinstance(module, LatentKVAttention):
+        return _send_latent_kv
+    return _send_latent if family.latent else _send_keys
+
+
+def _send_keys(family: Family, module: Any, x: Tensor, angles: Any, call: ShardedCall) -> Sending:
+    """Keys and values of each head, after rotation."""
+    q, k, v = family.project.both(module, x)
+    q, k = family.rotate(module, q, angles), family.rotate(module, k, angles)
+    q, k, v = of_one_dtype(q, k, v)
+    return Sending(q, (k, v), (k, v), lambda out: out)
+
+
+def _send_latent(family: Family, module: Any, x: Tensor, angles: Any, call: ShardedCall) -> Sending:
+    """MLA: latents and rotary keys for all heads; the receiver expands or attends to them."""
+    q_nope, q_rope, latent, k_rope = project_latent(module, x)
+    q_rope, k_rope = (family.rotate(module, each, angles) for each in (q_rope, k_rope))
+    form, _ = choose_form(module, call.span)
+    q, joined = form.queries(module, q_nope, q_rope), torch.cat([latent, k_rope], dim=-1)
+    if getattr(module, "head_split", None) is not None:  # each rank reads it for its heads
+        joined = module.head_split.shared(joined)
+    outline, read = form.outline(module, joined), partial(form.read, module)
+    if form is ABSORBED:
+        return Sending(q, (joined,), outline, read, {"v_head_dim": module.kv_lora_rank})
+    made = making_keys(module, partial(form.parts, module))
+    return Sending(q, (joined,), outline, read, made)
+
+
+def _send_latent_kv(
+    family: Family, module: Any, x: Tensor, angles: Any, call: ShardedCall
+) -> Sending:
+    """LatentKV: latents and their positions: the receiver rebuilds, norms and rotates the keys."""
+    where = call.positions.to(torch.int32)
+    q = family.rotate(module, module.queries(x), where)
+    latent = shared(module, module.kv_a_proj(x)).unsqueeze(1)
+    streams = latent, as_stream(where, x.shape[0])
+    made = making_keys(module, module.rebuild)
+    return Sending(q, streams, module.outline(latent), lambda out: out, made)

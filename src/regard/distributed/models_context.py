@@ -1,0 +1,352 @@
+"""Context parallel of a transformers model: every rank calls it with the tokens of its shard.
+
+The model's own code runs on them, as all but attention reads one token at a time; before a call,
+its arguments are completed by what a rank cannot know of its tokens alone: their positions, the
+mask of the whole sequence, and how many labels the batch has.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from regard.constants import accumulating_dtype
+from regard.distributed.context.agreement import NBYTES, agree
+from regard.distributed.context.layers import heads_objection
+from regard.distributed.context.needed import Bytes, bytes_sent, needs_of
+from regard.distributed.context.plan import (
+    ContextParallel,
+    Exchange,
+    check_options,
+    chosen_layout,
+)
+from regard.distributed.context.sending import widths_of
+from regard.distributed.models_attention import ShardedCall, forward
+from regard.distributed.ranks import Ranks
+from regard.distributed.shards import Layout, Shards
+from regard.hf.families import rotating
+from regard.hf.families.finding import find, unknown_attention
+from regard.hf.families.table import Family, family_of, is_placed
+from regard.masks import EVERYTHING, Documents, Mask, Padding
+
+IGNORED = -100  # the label of a token without one, as torch's cross_entropy has it
+PER_TOKEN = ("Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
+WITH_LOSS = ("ForCausalLM", "LMHeadModel")
+BY_LENGTH = ("dynamic", "longrope")  # ropes whose frequencies change with the length of a call
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelContextParallel(ContextParallel):
+    """The plan of a transformers model. Its arguments are completed before each of its calls."""
+
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def bytes_sent(
+        self,
+        batch: int,
+        length: int,
+        *,
+        mask: Mask = EVERYTHING,
+        dtype: torch.dtype = torch.float32,
+    ) -> Bytes:
+        """What this rank sends in a forward pass and in a backward pass, besides the gathers of
+        `attention_mask=`, `documents=` and `position_ids=`.
+
+        Args:
+            batch: rows.
+            length: tokens of the whole sequence.
+            mask: that of the calls; each module's own is added.
+            dtype: of keys and values.
+        """
+        forward, backward = (self.ranks.size - 1) * NBYTES, 0
+        for module in self.layers:
+            elements, others = _widths_of(module)
+            sent = bytes_sent(
+                needs_of(_family(module).pattern_of(module) & mask, self.shards(length)),
+                self.ranks.rank,
+                token_bytes=batch * (elements * dtype.itemsize + others),
+                gradient_bytes=batch * elements * accumulating_dtype(dtype).itemsize,
+                exchange=self.exchange,
+            )
+            forward, backward = forward + sent.forward, backward + sent.backward
+        return Bytes(forward, backward)
+
+    def remove(self) -> None:
+        """Let the model be as it was before the plan."""
+        while self.undo:
+            self.undo.pop()()
+
+
+def context_parallel_of_model(
+    model: Any, mesh: DeviceMesh, exchange: Exchange, layout: Layout | Literal["auto"]
+) -> ModelContextParallel:
+    """`context_parallel` of a transformers model."""
+    ranks, found, refusal = Ranks(mesh), dict[str, nn.Module](), None
+    try:
+        check_options(exchange, layout)
+        found = sharded_modules(model, ranks)
+    except (TypeError, ValueError) as error:
+        refusal = error
+    patterns = {name: _family(module).pattern_of(module) for name, module in found.items()}
+    facts = {name: f"{type(found[name]).__name__} {patterns[name]!r}" for name in found}
+    agree(ranks, {"exchange": str(exchange), "layout": str(layout)} | facts, refusal=refusal)
+    chosen = chosen_layout(patterns.values()) if layout == "auto" else layout
+    plan = ModelContextParallel(ranks, chosen, exchange, tuple(found.values()))
+    _run_on_shards(plan, model)
+    return plan
+
+
+def _widths_of(module: Any) -> tuple[int, int]:
+    """Elements of a token's streams that have gradients, and bytes of those that have none."""
+    family, split = _family(module), getattr(module, "head_split", None)
+    if is_placed(module):
+        return widths_of(module)
+    if family.latent:
+        return module.kv_lora_rank + module.qk_rope_head_dim, 0
+    _, kv_heads, head_dim = family.sizes(module)
+    return 2 * head_dim * (kv_heads if split is None else split.local_kv_heads), 0
+
+
+def _family(module: nn.Module) -> Family:
+    family = family_of(module)
+    assert family is not None
+    return family
+
+
+def sharded_modules(model: Any, ranks: Ranks) -> dict[str, nn.Module]:
+    """The attention modules of a model that shards can run, by name.
+
+    Raises:
+        ValueError: if there is none, or something in the model is not right on shards.
+    """
+    found = find(model)
+    if found.unknown or not found.known:
+        raise ValueError(f"{unknown_attention(model, found)}; there is no context parallel for it")
+    _check_model(model)
+    for name, module in found.known.items():
+        if (objection := _objection(module, ranks)) is not None:
+            raise ValueError(f"{name} ({type(module).__name__}) {objection}")
+    return found.known
+
+
+def _check_model(model: Any) -> None:
+    """Raise unless the outputs of a model are those of each token, at positions it is given."""
+    kind = type(model).__name__
+    if model.config.is_encoder_decoder or model.config.get_text_config() is not model.config:
+        raise ValueError(
+            f"{kind} has two sequences, of which a rank would hold shards; context_parallel takes "
+            "a model of one, such as its decoder"
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise ValueError(
+            f"{kind} takes no position_ids, and would count the tokens of each shard from 0"
+        )
+    pooled = any(name.endswith("pooler") for name, _ in model.named_modules())
+    if pooled or not kind.endswith(PER_TOKEN):
+        raise ValueError(
+            f"{kind} computes more than an output for each token, which a shard is not enough "
+            f"for; give its base model, or one whose class ends in {', '.join(PER_TOKEN)}"
+        )
+    if (rope := _rope_by_length(model.config)) is not None:
+        raise ValueError(
+            f"the frequencies of rope_type={rope!r} change with the length of a call, and "
+            "transformers reads that from one shard; set another rope_type"
+        )
+
+
+def _rope_by_length(config: Any) -> str | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    every = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return next((each["rope_type"] for each in every if each.get("rope_type") in BY_LENGTH), None)
+
+
+def _objection(module: Any, ranks: Ranks) -> str | None:
+    """Why a module cannot run on shards; None if it can."""
+    family = _family(module)
+    if getattr(vars(module).get("forward"), "__func__", None) is forward:
+        return "is context-parallel already; remove() the former plan first"
+    lacking = "which has no context parallel; tensor_parallel splits heads instead of tokens"
+    if family.returns_bias:
+        return f"adds a bias for each pair of tokens to its scores, {lacking}"
+    if family.rotate is rotating.halves_without_alibi and module.config.alibi:
+        return f"adds an ALiBi to its scores that the model makes of its mask, {lacking}"
+    if family.attention.endswith("CrossAttention") or getattr(module, "is_cross_attention", False):
+        return f"attends to another sequence, {lacking}"
+    if family.window_of(module) is not None and not getattr(module, "is_causal", True):
+        return f"has a window on both sides, {lacking}"
+    return heads_objection(module, ranks) if hasattr(module, "head_split") else None
+
+
+def _run_on_shards(plan: ModelContextParallel, model: Any) -> None:
+    """Let a model and its attention modules take shards, until `plan.remove()`."""
+
+    def complete(model: Any, args: Any, given: Any) -> tuple[tuple[()], dict[str, Any]]:
+        return (), completed(plan, model, args, given)
+
+    plan.undo.append(model.register_forward_pre_hook(complete, with_kwargs=True).remove)
+    for module in plan.layers:
+        plan.undo.append(_replace(module, "forward", MethodType(forward, module)))
+    if hasattr(model, "generate"):
+        plan.undo.append(_replace(model, "generate", MethodType(_refuse_to_generate, model)))
+
+
+def _replace(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of this module alone; returns what restores it."""
+    attributes = module.__dict__
+    existed, before = name in attributes, attributes.get(name)
+    attributes[name] = value
+
+    def restore() -> None:
+        if existed:
+            attributes[name] = before
+        else:
+            attributes.pop(name, None)
+
+    return restore
+
+
+def _refuse_to_generate(model: Any, *args: Any, **options: Any) -> NoReturn:
+    raise ValueError(
+        f"a context-parallel {type(model).__name__} does not generate: its calls take shards and "
+        "fill no cache; remove() the plan first, or split heads with tensor_parallel"
+    )
+
+
+def completed(
+    plan: ContextParallel, model: Any, args: Any, given: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of a context-parallel model, by name, as its own forward takes them.
+
+    Raises:
+        TypeError, ValueError: on every rank, if an argument of one has no meaning on shards, or the
+            arguments of the ranks are not shards of one sequence.
+    """
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **given}
+    shards, labels = _agreed(plan, given, _refusal(plan, model, given))
+    whole = partial(_whole, plan.ranks, shards)
+    positions = given.pop("position_ids", None)
+    mask = _mask(whole, positions, given.pop("attention_mask", None), given.pop("documents", None))
+    if positions is None:
+        positions = shards.positions(plan.ranks.rank, _tokens(given).device)[None]
+    call = ShardedCall(plan.ranks, shards, positions, mask, plan.exchange)
+    given |= {"position_ids": positions, "attention_mask": call.as_mask()}
+    given |= {"use_cache": False} if "use_cache" in names else {}
+    if given.get("shift_labels") is not None:
+        given = {"num_items_in_batch": labels} | given | {"labels": given["shift_labels"]}
+    return given
+
+
+def _tokens(given: Mapping[str, Any]) -> Tensor:
+    """The ids or embeddings of this rank's tokens."""
+    ids = given.get("input_ids")
+    tokens: Tensor = given["inputs_embeds"] if ids is None else ids
+    return tokens
+
+
+REFUSED = {
+    "past_key_values": "calls with shards fill no cache",
+    "use_cache": "calls with shards fill no cache",
+    "output_attentions": "no rank has the weights of a whole row",
+    "output_router_logits": "the loss of a router would be that of one shard",
+    "encoder_hidden_states": "a shard attends to its own sequence",
+}
+OF_TOKENS = ("attention_mask", "documents", "position_ids", "shift_labels")  # [B, L] each
+
+
+def _refusal(plan: ContextParallel, model: Any, given: Mapping[str, Any]) -> Exception | None:
+    """The error of the first argument that has no meaning on shards, or is none of tokens."""
+    for name, reason in REFUSED.items():
+        asked = given.get(name)
+        if asked is None and name.startswith("output_"):
+            asked = getattr(model.config, name, None)
+        if asked is not None and asked is not False:
+            return ValueError(
+                f"a context-parallel {type(model).__name__} takes no {name}: {reason}; leave it out"
+            )
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        return ValueError(
+            "labels= would be shifted inside each shard, where the next token may be on "
+            "another rank; shift those of the whole sequence, and give their shard, shift_labels="
+        )
+    if given.get("shift_labels") is not None and not type(model).__name__.endswith(WITH_LOSS):
+        return ValueError(f"{type(model).__name__} computes no loss of shift_labels=")
+    if (given.get("input_ids") is None) is (given.get("inputs_embeds") is None):
+        return ValueError("one of input_ids= and inputs_embeds= is this rank's tokens")
+    dropped = (_family(module).dropout(module) for module in plan.layers if module.training)
+    if any(dropped):
+        return ValueError(
+            "dropout of attention weights in training: those of a query are spread over the ranks; "
+            "set the attention dropout in the model's config to 0.0, or call model.eval()"
+        )
+    rows, length = _tokens(given).shape[:2]
+    for name in OF_TOKENS:
+        x = given.get(name)
+        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, rows) or x.shape[1] != length):
+            return ValueError(
+                f"{name} is [{rows}, {length}] here, a value for each token of this rank, got "
+                f"shape {list(x.shape)}; plan.shard(x) takes them of the whole sequence"
+            )
+    return None
+
+
+def _agreed(
+    plan: ContextParallel, given: Mapping[str, Any], refusal: Exception | None
+) -> tuple[Shards, int]:
+    """The shards of the sequence whose tokens the ranks have, and how many labels all have.
+
+    Raises:
+        ValueError: on every rank, if they are not those of one sequence, or one rank refuses.
+    """
+    facts: dict[str, int | str] = {}
+    length = labels = 0
+    if refusal is None:
+        facts["rows"], length = _tokens(given).shape[:2]
+        for name in OF_TOKENS:
+            facts[name] = "none" if given.get(name) is None else f"{given[name].shape[0]} rows"
+        if given.get("shift_labels") is not None:
+            labels = int((given["shift_labels"] != IGNORED).sum())
+    lengths, counts = agree(plan.ranks, facts, [length, labels], refusal)
+    shards = plan.shards(sum(lengths))
+    if list(shards.lengths) != lengths:
+        raise ValueError(
+            f"the ranks have {lengths} tokens, the shards of a sequence of {shards.length} are "
+            f"{list(shards.lengths)}; take them with plan.shard(input_ids)"
+        )
+    return shards, sum(counts)
+
+
+def _whole(ranks: Ranks, shards: Shards, x: Tensor, step: str) -> Tensor:
+    """`[B, S]` of the whole sequence, of what each rank has for its tokens, `[B, L]`."""
+    most = max(shards.lengths)
+    pieces = ranks.gathered(F.pad(x, (0, most - x.shape[1])), step)
+    cut = [piece[:, :length] for piece, length in zip(pieces, shards.lengths, strict=True)]
+    return shards.joined(cut)
+
+
+def _mask(
+    whole: Callable[[Tensor, str], Tensor],
+    positions: Tensor | None,
+    valid: Tensor | None,
+    documents: Tensor | None,
+) -> Mask:
+    """Which tokens of the sequence are real, and which of them may attend to each other.
+
+    As in transformers, positions that do not go up by one begin another document, unless there is
+    an attention mask.
+    """
+    mask: Mask = EVERYTHING
+    if documents is not None:
+        mask = Documents(whole(documents, "documents"))
+    elif positions is not None and valid is None:
+        steps = whole(positions, "positions").diff()
+        if bool((steps != 1).any()):
+            mask = Documents(F.pad((steps != 1).cumsum(1), (1, 0)))
+    return mask if valid is None else mask & Padding(whole(valid.to(torch.uint8), "padding"))

@@ -10,6 +10,7 @@ import typer
 from regard_cli.options import Json, verb
 
 ENGINES = ("vllm", "llama.cpp", "transformers", "transformers-static", "transformers-4")
+LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
 MOST_OF = {"--context": 10**12, "--window": 10**12, "--batch": 10**9}  # tokens, tokens, rows
 MOST_OF_OTHERS = 10**6  # heads, channels, layers, ranks
@@ -93,6 +94,13 @@ def plan(
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share the heads.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Ranks that share the tokens.")] = 1,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Between the ranks: {', '.join(LINKS)}. Repeatable.",
+            autocompletion=lambda: list(LINKS),
+        ),
+    ] = None,
     engine: Annotated[
         str,
         typer.Option(
@@ -127,6 +135,10 @@ def plan(
     if engine not in ENGINES:
         names = ", ".join(ENGINES)
         raise typer.BadParameter(f"{engine!r} is none of {names}", param_hint="--engine")
+    for each in link or ():
+        if each not in LINKS:
+            names = ", ".join(LINKS)
+            raise typer.BadParameter(f"{each!r} is none of {names}", param_hint="--link")
     given = [name for name, value in sizes.items() if value is not None]
     if model is not None and given:
         raise typer.BadParameter("a MODEL has its own sizes", param_hint=given[0])

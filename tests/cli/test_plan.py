@@ -14,6 +14,7 @@ import regard.cli.plan as cli
 from pages import PRINTS, blocks, read
 from regard.plan.devices import DEVICES
 from regard.plan.engines import ENGINES
+from regard.plan.links import LINKS
 from regard.plan.planning import plan
 from regard.plan.shapes import LayerShape, ModelShape
 from regard_cli.app import run
@@ -113,6 +114,37 @@ def test_json_is_strict_and_whole(monkeypatch, capsys):
     assert row["decode"][0]["bound"] == "memory"
 
 
+def test_what_ranks_send_is_printed(monkeypatch, capsys):
+    options = ("--device", "h100", "--tp", 2, "--cp", 2, "--link", "nvlink-4")
+    code, out, _ = command(monkeypatch, capsys, *SIZES, *options, "--context", 1024)
+    assert code == 0
+    # 3 layers: half of the tokens' outputs, added up in float32, and their 2 key heads of 8 + 8
+    nbytes = 3 * (512 * 64 * 4 + 512 * 2 * 16 * 4 + 32)
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["prefill"])
+    assert row[:3] == ["prefill", f"{nbytes / 2**10:.0f}", "KiB"]
+    assert float(row[3]) == pytest.approx(1e3 * (nbytes / 450e9 + 3 * 4 * 3.4e-6), rel=0.01)
+    flat = re.sub(r"\s+", " ", out)
+    assert "for its attention; rank 1, which sends most" in flat
+    assert "NVLink 4 and nothing else, 450 GB/s a rank in each direction" in flat
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_one_rank_sends_nothing(monkeypatch, capsys):
+    _, out, _ = command(monkeypatch, capsys, *SIZES, "--device", "h100", "--link", "nvlink-4")
+    assert "NVLink" not in out
+
+
+def test_what_ranks_send_is_in_json(monkeypatch, capsys):
+    options = ("--json", "--formula", "--device", "h100", "--cp", 4, "--link", "ethernet-100")
+    _, out, _ = command(monkeypatch, capsys, *SIZES, *options)
+    data = json.loads(out, parse_constant=pytest.fail)
+    row = data["rows"][0]
+    assert row["sent"]["prefill"] == 3 * (3072 * 64 * 4 + 3 * 32)
+    assert row["transfers"][0]["link"] == "ethernet-100"
+    assert data["links"]["ethernet-100"]["source"].startswith("IEEE 802.3")
+    assert row["layers"][0]["formulas"]["sent_decode"].endswith("x (8 + 1) x max(4, 4)")
+
+
 def test_formulas_are_printed_with_numbers(monkeypatch, capsys):
     options = ("--device", "h100", "--formula", "--attention", "shipped", "--window", 100)
     code, out, _ = command(monkeypatch, capsys, *SIZES, *options)
@@ -142,6 +174,7 @@ def test_names_with_markup_are_text():
     ("options", "reason"),
     [
         ([], "give a MODEL, or --num-heads and --hidden-size"),
+        ([*SIZES, "--link", "tin"], "'tin' is none of nvlink-4"),
         (["--num-heads", 8], "give a MODEL"),
         (["nowhere", "--num-heads", 8], "a MODEL has its own sizes"),
         (["--num-heads", 0, "--hidden-size", 64], "should be greater than or equal to 1"),
@@ -206,5 +239,7 @@ def test_the_guide_shows_what_is_printed(page, monkeypatch, capsys, tmp_path):
 
 def test_the_options_name_every_engine():
     from regard_cli.planning import ENGINES as offered
+    from regard_cli.planning import LINKS as links
 
     assert set(offered) == set(ENGINES)
+    assert set(links) == set(LINKS)

@@ -13,6 +13,7 @@ from regard.plan.cost import formulas, sizes
 from regard.plan.formula import (
     Formula,
     ceil_div,
+    floor_div,
     maximum,
     minimum,
     number,
@@ -51,6 +52,7 @@ def drawn(rng: random.Random, depth: int) -> Formula:
             lambda: minimum(first, other),
             lambda: maximum(first, other, 2),
             lambda: ceil_div(first, rng.randint(1, 5)),
+            lambda: floor_div(first, rng.randint(1, 5)),
             lambda: power_of_two(minimum(first, 10**6)),
         ]
     )()
@@ -77,6 +79,7 @@ def of_json(node, sizes):
             "min": min,
             "max": max,
             "ceil_div": lambda a, b: Fraction(math.ceil(a / b)),
+            "floor_div": lambda a, b: Fraction(math.floor(a / b)),
         }[operation](result, value)
     return result
 
@@ -88,7 +91,7 @@ def of_text(text):
     def power(value):
         return Fraction(2 ** max(0, math.ceil(value) - 1).bit_length())
 
-    known = {"Fraction": Fraction, "ceil": math.ceil, "power_of_two": power}
+    known = {"Fraction": Fraction, "ceil": math.ceil, "floor": math.floor, "power_of_two": power}
     return eval(code, {**known, "min": min, "max": max})
 
 
@@ -129,6 +132,7 @@ def test_the_text_has_the_parentheses_that_it_needs():
     assert repr(a * (b * c) + (a + b)) == "a x b x c + a + b"
     assert repr(ceil_div(a + b, b * c)) == "ceil((a + b) / (b x c))"
     assert repr(ceil_div(a * b, 8)) == "ceil(a x b / 8)"
+    assert repr(floor_div(a, b - c)) == "floor(a / (b - c))"
 
 
 def test_divisions_by_one_are_not_written():

@@ -1,10 +1,12 @@
 """The numbers that formulas are evaluated with."""
 
+from dataclasses import replace
+
 import pytest
 
 from regard.plan.formula import size
 from regard.plan.shapes import STORAGES, LayerShape
-from regard.plan.sizes import sizes, within_window
+from regard.plan.sizes import KEY_HEADS, QUERY_HEADS, replicas, sizes, within_window
 
 GQA = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
 
@@ -27,6 +29,8 @@ def test_every_size_of_the_layer_and_the_call_has_a_name():
         "group": 32,
         "tp": 2,
         "cp": 5,
+        "rank": 4,
+        "replicas": 1,
         "capacity": 10,
     }
 
@@ -59,3 +63,21 @@ def test_a_window_limits_tokens():
         hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8, window=5
     )
     assert within_window(windowed, tokens).evaluate(context=9, window=5) == 5
+
+
+def test_the_heads_of_a_rank_cover_all_heads():
+    """As many sets of ranks as there are key heads, or the next number that divides the ranks; a
+    set shares the query heads of its key heads."""
+    for heads, key_heads in ((8, 2), (9, 3), (6, 6), (12, 1), (8, 8)):
+        layer = replace(GQA, num_heads=heads, num_kv_heads=key_heads)
+        for tp in range(1, 14):
+            numbers = sizes(layer, STORAGES["plain"], context=1, tp=tp)
+            sets = tp // replicas(key_heads, tp)
+            assert tp % replicas(key_heads, tp) == 0
+            assert sets >= min(key_heads, tp)
+            own = KEY_HEADS.evaluate(**numbers)
+            assert (own - 1) * sets < key_heads <= own * sets
+            fewer = [n for n in range(min(key_heads, tp), sets) if tp % n == 0]
+            assert fewer == []
+            each = QUERY_HEADS.evaluate(**numbers) // own
+            assert each * (tp // sets) >= heads // key_heads > (each - 1) * (tp // sets)

@@ -69,7 +69,19 @@ def test_a_rank_has_its_heads(cost):
     whole = replace(a_rank, num_heads=6, num_kv_heads=2)
     assert count(cost, whole, tp=4) == count(cost, a_rank)
     latent = replace(MLA, q_lora_rank=3)
-    assert count(cost, latent, tp=4) == count(cost, replace(latent, num_heads=2))
+    assert count(cost, latent, tp=4) == count(cost, replace(latent, num_heads=2, num_kv_heads=2))
+
+
+def test_ranks_with_the_same_key_head_share_its_query_heads(cost):
+    """Two key heads on 4 ranks are on two ranks each, which have half of its 3 query heads."""
+    a_rank = replace(GQA, num_heads=2, num_kv_heads=1)
+    assert count(cost, replace(GQA, num_heads=6, num_kv_heads=2), tp=4) == count(cost, a_rank)
+
+
+def test_padding_is_counted(cost):
+    """Three key heads on 2 ranks are two on each, with the 2 query heads that each serves."""
+    a_rank = replace(GQA, num_heads=4, num_kv_heads=2)
+    assert count(cost, replace(GQA, num_heads=6, num_kv_heads=3), tp=2) == count(cost, a_rank)
 
 
 def test_an_unknown_bias_is_refused():

@@ -22,6 +22,7 @@ from regard.words import counted
 
 TABLE = 80  # columns of a table where stdout is a file or a pipe
 UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
+SENT = {"decode": "decode a token", "prefill": "prefill", "training": "train"}
 MEASURE = "--device this measures this machine, or run `regard tune`"
 
 
@@ -45,6 +46,7 @@ def run(
     dtype: str | None,
     tp: int,
     cp: int,
+    link: Sequence[str] | None,
     engine: str,
     attention: Sequence[str] | None,
     formula: bool,
@@ -73,6 +75,7 @@ def run(
         dtype=dtype,
         tp=tp,
         cp=cp,
+        links=link or (),
         engine=engine,
         attentions=attention or (),
     )
@@ -111,6 +114,9 @@ def show(found: Plan, console: Console) -> None:
     say(console, _heading(found), bold=found.model.name)
     console.print()
     _print_table(found, console)
+    if found.tp * found.cp > 1:
+        console.print()
+        _print_sent(found, console)
     remarks(console, "Left out", dict(found.left_out))
     remarks(console, f"Not in {ENGINES[found.engine].name}", _objections(found))
     console.print()
@@ -162,6 +168,20 @@ def _cells(found: Plan, row: Row, scale: int) -> list[str]:
     ]
 
 
+def _print_sent(found: Plan, console: Console) -> None:
+    """What a rank sends, whatever the storage of its cache."""
+    columns = [Column("attention", words=True), Column("to", left=True), Column("a rank sends")]
+    columns += [Column(f"ms {key}") for key in found.links]
+    rows = list({row.key: row for row in found.rows}.values())
+    cells = [
+        [escape(row.attention), work, _size(getattr(row.sent, name))]
+        + [_short(1e3 * getattr(each, name)) for each in row.transfers]
+        for row in rows
+        for name, work in SENT.items()
+    ]
+    tabulate(console, columns, cells)
+
+
 def _objections(found: Plan) -> dict[str, str]:
     """Why the plan's engine cannot hold some rows' caches, by attention and storages."""
     names: dict[tuple[str, str], list[str]] = {}
@@ -186,6 +206,8 @@ def _explained(found: Plan) -> list[str]:
     if not found.devices:
         sentences.append(f"Times: no device was named. {MEASURE}; --device h100 names another.")
     sentences += [_device(found, key, device) for key, device in found.devices.items()]
+    if found.tp * found.cp > 1:
+        sentences += _sent(found)
     if any(row.cost.uncounted for row in found.rows):
         sentences.append("Linear attention: its state is counted, its work and parameters are not.")
     return sentences + list(found.model.remarks)
@@ -216,6 +238,23 @@ def _device(found: Plan, key: str, device: Device) -> str:
         f"in {found.dtype} ({device.source}). Decoding is bound by "
         f"{_bounds(found, 'decode', key)}; prefill by {_bounds(found, 'prefill', key)}."
     )
+
+
+def _sent(found: Plan) -> list[str]:
+    """Which rank and which bytes, and what its links do in a second."""
+    rank = found.rows[0].sent.rank
+    counted_rank = f"; rank {rank}, which sends most" if found.cp > 1 else ""
+    sentences = [
+        f"a rank sends: to the others, for its attention{counted_rank}; to train is a forward and "
+        "a backward pass, without the sums of the weights' gradients."
+        + (" With split heads each MLP adds one more sum of the outputs." if found.tp > 1 else "")
+    ]
+    return sentences + [
+        f"ms {key}: at least, of {link.name} and nothing else, {link.bytes_per_second / 1e9:,.3g} "
+        f"GB/s a rank in each direction and {1e6 * link.latency:.2g} us for each step "
+        f"({link.source})."
+        for key, link in found.links.items()
+    ]
 
 
 def _bounds(found: Plan, phase: str, key: str) -> str:
@@ -284,6 +323,7 @@ def as_data(found: Plan, formula: bool = False) -> dict[str, Any]:
             for key, engine in ENGINES.items()
         },
         "devices": {key: asdict(device) for key, device in found.devices.items()},
+        "links": {key: asdict(link) for key, link in found.links.items()},
         "rows": [_row_data(found, row, formula) for row in found.rows],
         "left_out": dict(found.left_out),
     }

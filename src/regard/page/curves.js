@@ -8,6 +8,7 @@ regard.define("curves", (section, data, charts) => {
     min: Math.min,
     max: Math.max,
     ceil_div: (a, b) => (a - (a % b)) / b + (a % b > 0 ? 1 : 0), // exact, unlike a / b
+    floor_div: (a, b) => (a - (a % b)) / b - (a % b < 0 ? 1 : 0),
     power_of_two: (a) => { let power = 1; while (power < a) power *= 2; return power; },
   };
 

@@ -9,6 +9,7 @@ Examples:
     [4096, 2176, 1280]
 """
 
+from regard.plan.communication import Sent, sent_of
 from regard.plan.cost import Cost, cost_of, formulas
 from regard.plan.describing import describe
 from regard.plan.formula import Formula
@@ -24,9 +25,11 @@ __all__ = [
     "ModelShape",
     "Plan",
     "Row",
+    "Sent",
     "Storage",
     "cost_of",
     "describe",
     "formulas",
     "plan",
+    "sent_of",
 ]

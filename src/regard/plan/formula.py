@@ -182,6 +182,17 @@ def ceil_div(value: Formula | Number, divisor: Formula | Number) -> Formula:
     return Formula("ceil_div", (_formula(value), _formula(divisor)))
 
 
+def floor_div(value: Formula | Number, divisor: Formula | Number) -> Formula:
+    """The quotient, rounded down to a whole number.
+
+    Examples:
+        >>> from regard.plan.formula import floor_div, size
+        >>> floor_div(size("context"), 16).evaluate(context=17)
+        1
+    """
+    return Formula("floor_div", (_formula(value), _formula(divisor)))
+
+
 def power_of_two(value: Formula | Number) -> Formula:
     """The smallest power of two that is not below the value; 1 for values below 1.
 
@@ -208,9 +219,11 @@ OPERATIONS: dict[str, Callable[..., Number]] = {
     "min": min,
     "max": max,
     "ceil_div": _ceil_div,
+    "floor_div": operator.floordiv,
     "power_of_two": _power_of_two,
 }
 _LEAVES = ("number", "size")
+_ROUNDED = {"ceil_div": "ceil", "floor_div": "floor"}  # as they are written
 _ONE = number(1)
 _SIGNS = {"+": (" + ", 1), "-": (" - ", 1), "*": (" x ", 2)}  # and how strongly they bind
 
@@ -239,10 +252,11 @@ def _written(formula: Formula, sizes: Mapping[str, Number], binding: int) -> str
         return str(parts[0])
     if operation == "size":
         return str(sizes.get(parts[0], parts[0]))
-    if operation == "ceil_div":
+    if operation in _ROUNDED:
         if _written(parts[1], sizes, 0) == "1":
             return _written(parts[0], sizes, binding)
-        return f"ceil({_written(parts[0], sizes, 2)} / {_written(parts[1], sizes, 3)})"
+        above, below = _written(parts[0], sizes, 2), _written(parts[1], sizes, 3)
+        return f"{_ROUNDED[operation]}({above} / {below})"
     if operation not in _SIGNS:
         return f"{operation}({', '.join(_written(each, sizes, 0) for each in parts)})"
     sign, own = _SIGNS[operation]

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from regard.plan.candidates import Choice, choices
+from regard.plan.communication import Sent, sent_formulas, sent_of
 from regard.plan.cost import Cost, cost_of, formulas, total_of
 from regard.plan.devices import THIS, Device, device_of, is_measured, roofline_seconds
 from regard.plan.engines import ENGINES, Part, parts_of, reserved
 from regard.plan.formula import Number
-from regard.plan.rows import Duration, Largest, Plan, Row
+from regard.plan.links import link_of, link_seconds
+from regard.plan.rows import Duration, Largest, Plan, Row, Transfer
+from regard.plan.sent_tokens import layout_of
 from regard.plan.shapes import DTYPE_BYTES, STORAGES, LayerShape, ModelShape, Storage
 from regard.plan.sizes import sizes
 
@@ -30,6 +34,7 @@ def plan(
     batch: int = 1,
     memory: int = GIBIBYTE,
     devices: Sequence[str] = (),
+    links: Sequence[str] = (),
     dtype: str | None = None,
     tp: int = 1,
     cp: int = 1,
@@ -45,6 +50,7 @@ def plan(
         memory: bytes, of each rank, for the cache alone.
         devices: keys of `DEVICES`, or `"this"`, which measures this machine; if there are none,
             this machine if its rates are stored.
+        links: keys of `LINKS`, between the ranks.
         dtype: of weights, activations and plain caches; the model's own if None.
         tp: ranks that the heads are divided among.
         cp: ranks that the tokens are divided among.
@@ -89,6 +95,7 @@ def plan(
         tp=tp,
         cp=cp,
         devices=_devices(devices, chosen),
+        links={key: link_of(key) for key in links},
         engine=engine,
         rows=(),
         left_out={} if attentions else missing,
@@ -138,11 +145,12 @@ def largest(taken: Callable[[int], int], memory: int, most: int = MOST["context"
 
 def formulas_of(plan: Plan, row: Row) -> list[tuple[LayerShape, tuple[int, ...], dict[str, str]]]:
     """Of each different layer of a row: the indices of those like it, and each cost's formula with
-    the numbers put in; `reserved_bytes` is that of the plan's engine."""
+    the numbers put in; `reserved_bytes` is that of the plan's engine, and `sent_prefill` and others
+    are of the rank that sends most."""
     alike = ModelShape(
         name=row.key, architecture="", layers=row.layers, hidden_size=plan.model.hidden_size
     ).distinct()
-    found = []
+    found, layout = [], layout_of(row.layers)
     for layer, indices in alike.items():
         numbers = _numbers(plan, layer, row.storage)
         written = {
@@ -152,6 +160,14 @@ def formulas_of(plan: Plan, row: Row) -> list[tuple[LayerShape, tuple[int, ...],
         if layer.keys_of is None and row.reserved_by(plan.engine).bytes is not None:
             formula = ENGINES[plan.engine].layer_bytes(layer, row.storage)
             written["reserved_bytes"] = formula.with_numbers(**numbers)
+        if plan.tp * plan.cp > 1:
+            numbers |= {"rank": row.sent.rank}
+            sent = sent_formulas(layer, layout)
+            written |= {
+                f"sent_{name}": sent[name].with_numbers(**numbers)
+                for name in ("prefill", "training", "decode")
+                if name in sent
+            }
         found.append((layer, indices, written))
     return found
 
@@ -181,15 +197,13 @@ def _row(plan: Plan, choice: Choice, storage: Storage) -> Row:
         hidden_size=plan.model.hidden_size,
         dtype=plan.dtype,
     )
-    measured = partial(
-        cost_of,
-        context=plan.context,
-        batch=plan.batch,
-        dtype=plan.dtype,
-        tp=plan.tp,
-        cp=plan.cp,
-    )
-    costs = [measured(layer, storage) * len(same) for layer, same in model.distinct().items()]
+    call: dict[str, Any] = {
+        name: getattr(plan, name) for name in ("context", "batch", "dtype", "tp", "cp")
+    }
+    costs = [
+        cost_of(layer, storage, **call) * len(same) for layer, same in model.distinct().items()
+    ]
+    sent = sent_of(choice.layers, **call)
     contexts, batches = _largest(plan, model, storage)
     return Row(
         key=choice.key,
@@ -197,19 +211,9 @@ def _row(plan: Plan, choice: Choice, storage: Storage) -> Row:
         storage=storage,
         layers=choice.layers,
         cost=total_of(costs),
-        reserved=tuple(
-            reserved(
-                engine,
-                choice.layers,
-                storage,
-                context=plan.context,
-                batch=plan.batch,
-                dtype=plan.dtype,
-                tp=plan.tp,
-                cp=plan.cp,
-            )
-            for engine in ENGINES
-        ),
+        reserved=tuple(reserved(engine, choice.layers, storage, **call) for engine in ENGINES),
+        sent=sent,
+        transfers=_transfers(plan, sent),
         prefill=_durations(plan, costs, "prefill"),
         decode=_durations(plan, costs, "decode"),
         largest_context=contexts,
@@ -227,6 +231,18 @@ def _durations(plan: Plan, costs: Sequence[Cost], phase: str) -> tuple[Duration,
             spent[bound] += seconds
         found.append(Duration(key, sum(spent.values()), max(spent, key=lambda b: spent[b])))
     return tuple(found)
+
+
+def _transfers(plan: Plan, sent: Sent) -> tuple[Transfer, ...]:
+    return tuple(
+        Transfer(
+            key,
+            prefill=link_seconds(sent.prefill, sent.prefill_steps, link),
+            training=link_seconds(sent.training, sent.training_steps, link),
+            decode=link_seconds(sent.decode, sent.decode_steps, link),
+        )
+        for key, link in plan.links.items()
+    )
 
 
 def _largest(plan: Plan, model: ModelShape, storage: Storage) -> tuple[Largest, Largest]:

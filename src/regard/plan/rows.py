@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from regard.plan.communication import Sent
 from regard.plan.cost import Cost
 from regard.plan.devices import Device
+from regard.plan.links import Link
 from regard.plan.shapes import LayerShape, ModelShape, Storage
 
 
@@ -40,6 +42,23 @@ class Duration:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """The least time that a link needs for what a rank sends, and it alone.
+
+    Args:
+        link: its key in `regard.plan.links.LINKS`.
+        prefill: seconds of the prefill.
+        training: seconds of a forward and a backward pass.
+        decode: seconds of one more token.
+    """
+
+    link: str
+    prefill: float
+    training: float
+    decode: float
+
+
+@dataclass(frozen=True)
 class Largest:
     """The largest context, or batch, whose cache fits the memory; found by search.
 
@@ -68,6 +87,8 @@ class Row:
         reserved: what each engine reserves, or why it cannot hold this cache.
         prefill: least times of the prefill of `context` tokens, on each device.
         decode: the same of one more token for each row of the batch.
+        sent: what the rank sends to others; zeros on one rank.
+        transfers: the least times of that on each link.
         largest_context: at the plan's batch.
         largest_batch: at the plan's context.
 
@@ -91,6 +112,8 @@ class Row:
     reserved: tuple[Reserved, ...]
     prefill: tuple[Duration, ...]
     decode: tuple[Duration, ...]
+    sent: Sent
+    transfers: tuple[Transfer, ...]
     largest_context: Largest
     largest_batch: Largest
 
@@ -112,6 +135,7 @@ class Plan:
         tp: ranks that the heads are divided among.
         cp: ranks that the tokens are divided among.
         devices: whose times are estimated, by key.
+        links: between ranks, whose times are estimated, by key.
         engine: whose reserved bytes stand in the table, and in `Largest.reserved`.
         rows: each attention with each storage.
         left_out: attentions that cannot be rows, each with the reason; none if rows were chosen.
@@ -134,6 +158,7 @@ class Plan:
     tp: int
     cp: int
     devices: Mapping[str, Device]
+    links: Mapping[str, Link]
     engine: str
     rows: tuple[Row, ...]
     left_out: Mapping[str, str]

@@ -1,11 +1,14 @@
 """The names of sizes in formulas of cost, and their numbers for a layer, a storage and a call.
 
-With `tp` ranks of tensor parallelism a rank has its share of the query heads and of the key heads,
-rounded up; a latent is on every rank. With `cp` ranks of context parallelism it has its share of
-the tokens, rounded up.
+With `tp` ranks of tensor parallelism a rank has its share of the key heads, rounded up, and the
+query heads that these serve; `replicas` ranks that have the same key head share its query heads,
+rounded up (`regard.distributed.tensor_parallel`). A latent is on every rank. With `cp` ranks of
+context parallelism it has its share of the tokens, rounded up. Where these ranks differ, the size
+`rank` is the one that is counted: the last, which sends most under a causal mask.
 """
 
 from dataclasses import fields
+from functools import cache
 
 from regard.plan.formula import Formula, Number, ceil_div, minimum, size
 from regard.plan.shapes import DTYPE_BYTES, LayerShape, Storage
@@ -13,8 +16,9 @@ from regard.plan.shapes import DTYPE_BYTES, LayerShape, Storage
 HIDDEN, HEAD, VALUE = size("hidden_size"), size("head_dim"), size("v_head_dim")
 LATENT, QUERY_LATENT = size("kv_lora_rank"), size("q_lora_rank")
 ROTARY = size("qk_rope_head_dim")
-QUERY_HEADS = ceil_div(size("num_heads"), size("tp"))  # of a rank
 KEY_HEADS = ceil_div(size("num_kv_heads"), size("tp"))  # of a rank
+GROUP = ceil_div(size("num_heads"), size("num_kv_heads"))  # query heads that a key head serves
+QUERY_HEADS = KEY_HEADS * ceil_div(GROUP, size("replicas"))  # of a rank
 BATCH, CONTEXT, ITEMSIZE = size("batch"), size("context"), size("itemsize")
 WINDOW, CHUNK = size("window"), size("chunk")
 TOKENS = ceil_div(CONTEXT, size("cp"))  # of a rank
@@ -29,6 +33,23 @@ LAYER_SIZES = tuple(
 def within_window(layer: LayerShape, tokens: Formula) -> Formula:
     """The tokens, or those of a window if that is less."""
     return tokens if layer.window is None else minimum(tokens, WINDOW)
+
+
+@cache
+def replicas(num_kv_heads: int, tp: int) -> int:
+    """Ranks that have the same key heads: as many as let every key head have ranks of its own.
+
+    Args:
+        num_kv_heads: of the layer on one device.
+        tp: ranks that the heads are divided among, into sets of equal size.
+
+    Examples:
+        >>> from regard.plan.sizes import replicas
+        >>> [replicas(2, tp) for tp in (1, 2, 4, 6, 7)]
+        [1, 1, 2, 3, 1]
+    """
+    most = max(1, tp // num_kv_heads)
+    return next(n for n in range(most, 0, -1) if tp % n == 0)
 
 
 def sizes(
@@ -89,5 +110,7 @@ def sizes(
         "group": storage.group,
         "tp": tp,
         "cp": cp,
+        "rank": cp - 1,
+        "replicas": replicas(layer.num_kv_heads, tp),
         "capacity": capacity,
     }

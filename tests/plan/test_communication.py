@@ -1,0 +1,222 @@
+"""Bytes that ranks send, by hand from the sizes of layers."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import session
+from measured_layers import layer_of
+from ranks import on_ranks
+from regard import KVCache
+from regard.distributed import ShardedCache, context_parallel, counted, tensor_parallel
+from regard.distributed.ranks import sum_bytes
+from regard.plan.cache_bytes import cache_bytes
+from regard.plan.communication import (
+    AGREED,
+    Sent,
+    decode_sent,
+    prefill_sent,
+    sent_formulas,
+    sent_of,
+    sharded_decode_sent,
+    sum_sent,
+    training_sent,
+)
+from regard.plan.formula import size
+from regard.plan.sent_tokens import layout_of, received_tokens, sent_tokens
+from regard.plan.shapes import STORAGES, LayerShape
+from regard.plan.sizes import sizes
+from regard.plan.weights import parameters
+
+GQA = LayerShape(hidden_size=24, num_heads=6, num_kv_heads=2, head_dim=5, v_head_dim=3)
+MLA = replace(GQA, num_kv_heads=6, kv_lora_rank=7, qk_rope_head_dim=2)
+LATENT_KV = replace(GQA, kv_lora_rank=7, keys_by_position=True)
+ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+STREAMS = {  # numbers of a token that others attend to, and other bytes of it
+    GQA: (2 * (5 + 3), 0),
+    MLA: (7 + 2, 0),
+    LATENT_KV: (7, 4),
+}
+
+
+def count(formula, layer, **call):
+    return formula.evaluate(**sizes(layer, STORAGES["plain"], **{"context": 24, **call}))
+
+
+def test_sums_are_those_of_ranks():
+    for elements in (1, 2, 7, 24, 1000):
+        for tp in (1, 2, 3, 4, 7):
+            for dtype, itemsize in (("bfloat16", 4), ("float32", 4), ("float64", 8)):
+                numbers = {"elements": elements, "tp": tp, "itemsize": ITEMSIZES[dtype]}
+                found = sum_sent(size("elements")).evaluate(**numbers)
+                assert found == sum_bytes(elements * itemsize, tp)
+
+
+@pytest.mark.parametrize("layer", STREAMS, ids=["GQA", "MLA", "LatentKV"])
+@pytest.mark.parametrize("dtype", ITEMSIZES)
+def test_tokens_by_hand(layer, dtype):
+    numbers, others = STREAMS[layer]
+    single = max(4, ITEMSIZES[dtype])
+    for layout in ("zigzag", "contiguous"):
+        call = {"dtype": dtype, "cp": 3, "batch": 2}
+        sent = count(sent_tokens(layer, layout), layer, **call)
+        received = count(received_tokens(layer, layout), layer, **call)
+        streams = 2 * (numbers * ITEMSIZES[dtype] + others)
+        agreed = 2 * AGREED
+        assert count(prefill_sent(layer, layout), layer, **call) == sent * streams + agreed
+        back = received * 2 * numbers * single + agreed
+        assert count(training_sent(layer, layout), layer, **call) == 2 * sent * streams + back
+
+
+def test_heads_by_hand():
+    for dtype in ITEMSIZES:
+        single = max(4, ITEMSIZES[dtype])
+        outputs = sum_bytes(2 * 24 * 24 * single, 3)  # rows x tokens x channels
+        call = {"dtype": dtype, "tp": 3, "batch": 2}
+        assert count(prefill_sent(GQA, "zigzag"), GQA, **call) == outputs
+        assert count(training_sent(GQA, "zigzag"), GQA, **call) == 2 * outputs
+        assert count(decode_sent(GQA), GQA, **call) == sum_bytes(2 * 24 * single, 3)
+
+
+def test_both_by_hand():
+    """Half of the tokens, of half of the heads: a key head of the two, and 3 query heads."""
+    call = {"tp": 2, "cp": 2}
+    sums = sum_bytes(12 * 24 * 4, 2)
+    assert count(prefill_sent(GQA, "zigzag"), GQA, **call) == sums + 12 * (5 + 3) * 4 + AGREED
+    assert count(decode_sent(GQA), GQA, **call) == sum_bytes(24 * 4, 2) + 3 * (3 + 1) * 4
+
+
+def test_partial_outputs_by_hand():
+    for layer, width in ((GQA, 3), (MLA, 7), (LATENT_KV, 3)):
+        for dtype in ITEMSIZES:
+            single = max(4, ITEMSIZES[dtype])
+            found = count(decode_sent(layer), layer, dtype=dtype, cp=3, batch=2)
+            assert found == 2 * (3 - 1) * 6 * (width + 1) * single
+
+
+def test_heads_and_tokens_of_the_same_ranks_by_hand():
+    """Two of 6 heads on each of 3 ranks, and of MLA its latents on all; 5 channels of a query."""
+    layers = ((replace(GQA, num_kv_heads=3), 2 * 5 + 1 * (5 + 3), 3), (MLA, 2 * (7 + 2), 7))
+    for layer, gathered, width in layers:
+        found = count(sharded_decode_sent(layer), layer, tp=3, batch=2, dtype="bfloat16")
+        outputs = 4 * (width + 1) * 4
+        assert found == 2 * (2 * gathered * 2 + outputs) + sum_bytes(2 * 24 * 4, 3)
+
+
+def test_one_rank_sends_nothing():
+    for layer in (*STREAMS, replace(GQA, window=5), replace(GQA, causal=False)):
+        for formula in sent_formulas(layer, "zigzag").values():
+            assert count(formula, layer) == 0
+
+
+def test_linear_attention_has_no_plan():
+    linear = replace(GQA, state_elements=5)
+    assert sent_formulas(linear, "zigzag") == {}
+    assert sent_of([linear], context=24, cp=2) == Sent(rank=0)
+    for formula in (prefill_sent, training_sent):
+        with pytest.raises(ValueError, match="do not follow from its sizes"):
+            formula(linear, "zigzag")
+
+
+def test_layers_of_a_model_add_up():
+    windowed = replace(GQA, window=4)
+    one = sent_of([GQA], context=96, cp=4, dtype="bfloat16")
+    both = sent_of([GQA, windowed, GQA], context=96, cp=4, dtype="bfloat16")
+    assert one.rank == both.rank == 3
+    of_window = count(
+        prefill_sent(windowed, "zigzag"), windowed, context=96, cp=4, dtype="bfloat16"
+    )
+    assert both.prefill == 2 * one.prefill + of_window
+    assert both.decode == 3 * one.decode
+
+
+def test_windows_alone_are_contiguous_and_the_first_rank_sends():
+    found = sent_of([replace(GQA, window=4)], context=96, cp=4)
+    assert found == replace(found, rank=0, prefill=3 * 2 * (5 + 3) * 4 + 3 * AGREED)
+
+
+def test_steps_wait_for_one_another():
+    found = sent_of([GQA], context=96, tp=3, cp=4)
+    assert found.prefill_steps == 2 * (3 - 1) + (4 - 1) + 1
+    assert found.decode_steps == 2 * (3 - 1) + 1
+    assert sent_of([GQA], context=96).training_steps == 0
+
+
+# What layers send, counted on ranks and by the plans themselves
+
+LAYERS = (
+    GQA_RUN := replace(GQA, head_dim=4, v_head_dim=4),
+    replace(GQA_RUN, window=5),
+    replace(GQA_RUN, qk_norm="head"),
+    replace(GQA_RUN, qk_norm="width"),
+    replace(MLA, head_dim=6, v_head_dim=4),
+    replace(MLA, head_dim=6, v_head_dim=4, q_lora_rank=5),
+    replace(LATENT_KV, head_dim=4, v_head_dim=4),
+)
+CASES = list(product(LAYERS, ("float32", "bfloat16")))
+TOKENS, PAGE = 25, 4
+LONG_ONLY = pytest.mark.skipif(not session.LONG, reason="REGARD_LONG=1 runs it")
+
+
+def _runs(mesh, plan):
+    """Of each layer: bytes sent by a forward and a backward pass and by a decoded token, bytes of
+    the cache, and parameters here."""
+    return [_run(mesh, plan, shape, getattr(torch, dtype)) for shape, dtype in CASES]
+
+
+def _run(mesh, plan, shape, dtype):
+    torch.manual_seed(0)
+    layer, x = layer_of(shape, "absorbed").to(dtype), torch.randn(2, TOKENS, 24).to(dtype)
+    if plan == "tokens":
+        own, cache = context_parallel(layer, mesh).shard(x), ShardedCache(mesh, page_size=PAGE)
+    else:
+        layer, own, cache = tensor_parallel(layer, mesh), x, KVCache()
+    with counted() as forward:
+        out = layer(own.requires_grad_())
+    with counted() as backward:
+        out.sum().backward()
+    with torch.no_grad():
+        layer(own, cache=cache)
+        with counted() as step:
+            layer(x[:, :1].detach(), cache=cache)
+    return {
+        "prefill": forward.bytes,
+        "training": forward.bytes + backward.bytes,
+        "decode": step.bytes,
+        "cache": cache.nbytes,
+        "parameters": sum(_here(each).numel() for each in layer.parameters()),
+    }
+
+
+def _here(parameter):
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@pytest.mark.parametrize("plan", ["tokens", "heads"])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=LONG_ONLY)])
+def test_the_formulas_count_what_layers_send_and_hold(plan, ranks):
+    share = {"cp": ranks} if plan == "tokens" else {"tp": ranks}
+    for rank, counts in enumerate(on_ranks(ranks, _runs, plan)):
+        for (shape, dtype), real in zip(CASES, counts, strict=True):
+            call = {"context": TOKENS, "batch": 2, "dtype": dtype, **share}
+            numbers = sizes(shape, STORAGES["plain"], **call)
+            numbers["rank"] = rank if plan == "tokens" else 0
+            found = sent_formulas(shape, layout_of([shape])) | {"parameters": parameters(shape)}
+            for name in ("prefill", "training", "decode", "parameters"):
+                assert found[name].evaluate(**numbers) == real[name], (name, shape, dtype, rank)
+            check_cache(shape, plan, numbers, real["cache"])
+
+
+def check_cache(shape, plan, numbers, nbytes):
+    """Bytes after one more token; a window's cache of all tokens has them all. Of pages the fullest
+    rank may have one more than its share."""
+    whole = replace(shape, window=None)
+    held = cache_bytes(whole, STORAGES["plain"]).evaluate(**(numbers | {"context": TOKENS + 1}))
+    if plan == "heads":
+        assert nbytes == held
+    else:
+        one = held // -(-(TOKENS + 1) // numbers["cp"])
+        assert abs(nbytes - held) <= PAGE * one

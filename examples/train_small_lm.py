@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from regard import NO_CACHE, Attention, Cache, Causal, KVCache, MultiHeadLatentAttention, Rotary
 
 LAYERS, WIDTH, HEADS, BATCH, LENGTH = 2, 64, 4, 16, 64
+TEXT = torch.tensor(list("".join(topics.values()).encode()))
 
 
 def gqa() -> nn.Module:
@@ -67,8 +68,7 @@ def generate(model: nn.Module, prompt: Tensor, count: int) -> tuple[bytes, float
 
 
 def main(steps: int = 100) -> None:
-    data = torch.tensor(list("".join(topics.values()).encode()))
-    windows = data.unfold(0, LENGTH + 1, LENGTH + 1)
+    windows = TEXT.unfold(0, LENGTH + 1, LENGTH + 1)
     held_out, train = windows[::40], windows[torch.arange(len(windows)) % 40 > 0]
     models = nn.ModuleDict()
     for name, attention in {"GQA": gqa, "MLA": mla}.items():
@@ -88,7 +88,7 @@ def main(steps: int = 100) -> None:
     for name, model in models.items():
         with torch.no_grad():
             seen, unseen = loss_of(model, train[::39]), loss_of(model, held_out)
-            text, cached = generate(model, data[None, :20], count=40)
+            text, cached = generate(model, TEXT[None, :20], count=40)
         count = sum(each.numel() for each in model.parameters())
         print(f"{name}  {count:>10,}  {seen:>13.3f}  {unseen:>13.3f}  {cached:>19,.0f}")
         print(f"     writes {text}")

@@ -11,7 +11,10 @@ import re
 from pathlib import Path
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
-PACKAGES = ["masks", "cache", "rope", "hf", "convert", "compare", "plan", "see", "verify", "bench"]
+PACKAGES = [
+    *("masks", "cache", "rope", "hf", "convert", "compare", "plan", "see"),
+    *("distributed", "verify", "bench"),
+]
 PAGES = ["layers", "attend", *PACKAGES]
 # a name, its options, and a paragraph of the page itself below them
 DIRECTIVE = re.compile(r"^::: (\S+)\n(?: {4}.*\n)*\n?((?:(?!:::|#|```).+\n)*)", re.MULTILINE)

@@ -95,6 +95,8 @@ def test_every_benchmark_has_its_question_and_command(script):
         pytest.param("decode_gqa.py --rounds 1 --keys 64", marks=SLOW),
         pytest.param("decode_low_bit.py --rounds 1 --keys 64 --threads 1", marks=SLOW),
         pytest.param("decode_mla.py --rounds 1 --past 16", marks=SLOW),
+        "distributed.py --small --rounds 1 --bytes 4096 --only prefill",
+        pytest.param("distributed.py --small --rounds 1 --bytes 4096", marks=SLOW),
         "masks.py --rounds 1 --length 300",
         pytest.param("memory.py --length 64 --kinds causal", marks=SLOW),
         "prefill.py --rounds 1 --lengths 33",

@@ -20,7 +20,7 @@ PACKAGES = ["regard"] + [
     f"regard.{name}"
     for name in (
         *("masks", "cache", "rope", "hf", "convert", "verify", "compare", "bench"),
-        *("plan", "see"),
+        *("plan", "see", "distributed"),
     )
 ]
 LIBRARY = griffe.load("regard", search_paths=[SOURCE], docstring_parser="google")

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ import nbformat
 import pytest
 
 from pages import ROOT, without_figures
+from session import LONG
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = {path.stem: path for path in sorted(EXAMPLES.glob("*.py"))}
 NOTEBOOKS = {path.stem: path for path in sorted(EXAMPLES.glob("*.ipynb"))}
 LONGEST, WIDEST = 99, 80  # lines of a program, and columns of what it prints
+LONGER = {"train_on_several_ranks": 160}  # with what every run of several ranks needs
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LARGEST = 200_000  # bytes of a notebook with its pictures
 OTHERS_WARN = {"finetune_converted"}  # peft calls what transformers deprecates
 MACHINE = re.compile(r"/(home|root|tmp|usr|work|opt|var|Users)/")
@@ -28,22 +32,29 @@ nbformat.write(notebook, sys.argv[2])
 """
 
 
-def run(arguments, folder):
-    """What Python prints, in a folder that is not the repository."""
+def started(arguments, folder):
+    """A process of Python, in a folder that is not the repository."""
     paths = {"JUPYTER_RUNTIME_DIR": "jupyter", "IPYTHONDIR": "ipython", "MPLCONFIGDIR": "mpl"}
     settings = {name: str(folder / path) for name, path in paths.items()}
     settings |= {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, check=False, cwd=folder, env=os.environ | settings,
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, cwd=folder, env=os.environ | settings,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
-def printed(name, folder):
+def run(arguments, folder):
+    """What Python prints."""
+    process = started(arguments, folder)
+    shown, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return shown
+
+
+def printed(name, folder, *arguments, by=()):
+    """The lines that a program prints, run by Python or by a module of it."""
     ignored = ["-W", "ignore::FutureWarning"] if name in OTHERS_WARN else []
-    lines = run(["-W", "error", *ignored, PROGRAMS[name]], folder).splitlines()
+    lines = run(["-W", "error", *ignored, *by, PROGRAMS[name], *arguments], folder).splitlines()
     assert lines
     assert max(map(len, lines)) <= WIDEST
     return lines
@@ -131,10 +142,69 @@ def test_a_compiled_layer_gives_the_same(tmp_path):
         assert apart < 1e-5
 
 
+def steps(lines):
+    """The loss and the norm of the gradients of each step that was printed."""
+    pattern = re.compile(r"^step +(\d+)  loss ([\d.]+)  norm ([\d.]+)", re.MULTILINE)
+    shown = pattern.findall("\n".join(lines))
+    return {int(step): (float(loss), float(norm)) for step, loss, norm in shown}
+
+
+def process_of(rank, parent):
+    """The process that torchrun started as a rank."""
+    tasks = Path(f"/proc/{parent}/task").glob("*/children")
+    children = " ".join(each.read_text() for each in tasks).split()
+    named = f"\0RANK={rank}\0".encode()
+    (found,) = [
+        int(child) for child in children if named in Path(f"/proc/{child}/environ").read_bytes()
+    ]
+    return found
+
+
+def killed_after(step, arguments, folder):
+    """The lines of a run on two ranks, the second of which is killed after a step."""
+    program = PROGRAMS["train_on_several_ranks"]
+    with started([*TORCHRUN, program, *arguments], folder) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if steps([line]).keys() == {step}:
+                os.kill(process_of(1, process.pid), signal.SIGKILL)
+        errors = process.stderr.read()
+    assert process.returncode != 0
+    assert "SIGKILL" in errors
+    return lines
+
+
+LONGER_RUN = pytest.param("mla", marks=pytest.mark.skipif(not LONG, reason="ten seconds more"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
+@pytest.mark.parametrize("attention", ["gqa", LONGER_RUN])
+def test_training_is_resumed_after_a_rank_was_killed(attention, tmp_path):
+    given = ["--attention", attention, "--steps", 12, "--every", 4, "--folder"]
+    alone = started(["-W", "error", PROGRAMS["train_on_several_ranks"], *given, "alone"], tmp_path)
+    before = steps(killed_after(6, [*given, "shared"], tmp_path))
+    reference = steps(alone.communicate()[0].splitlines())
+    assert 12 not in before
+    assert [path.name for path in (tmp_path / "shared").glob("step-??????")] == ["step-000004"]
+    (tmp_path / "shared/step-000009.unfinished").mkdir()  # as of a rank that is killed while saving
+    lines = printed("train_on_several_ranks", tmp_path, *given, "shared", "--resume", by=TORCHRUN)
+    after = steps(lines)
+    assert [*after] == [*range(5, 13)]
+    for found in (before, after):
+        for step, (loss, norm) in found.items():
+            assert loss == pytest.approx(reference[step][0], rel=1e-5)  # of float32
+            assert norm == pytest.approx(reference[step][1], abs=2e-4)  # of four digits
+    assert reference[12][0] < reference[1][0] - 1
+    for line in lines:
+        sent, count = re.findall(r"[\d,]+(?= of )|(?<= of )[\d,]+", line)
+        assert sent == count != "0"
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_short_and_says_how_it_is_run(name):
     text = PROGRAMS[name].read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST
+    assert len(text.splitlines()) <= LONGER.get(name, LONGEST)
     assert f"    python examples/{name}.py" in ast.get_docstring(ast.parse(text))
     assert f'printed("{name}"' in Path(__file__).read_text(), "no test reads what it prints"
 

@@ -67,6 +67,36 @@ def test_the_comparison_is_shown_as_it_was_measured():
     assert rows_under("docs/choosing.md", "The table") == measured
 
 
+RANKS = [  # the cases of a table, in order
+    "prefill: causal layer",
+    "training: causal layer",
+    "decode: 32 heads on 8 of 128",
+    "decode: MLA, 16 heads",
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [
+        ("docs/guides/distributed.md", "What was measured"),
+        ("docs/zh/guides/distributed.md", "测量了什么"),
+    ],
+)
+def test_two_ranks_are_shown_as_they_were_measured(page, heading):
+    """Seconds of two ranks, as a share of those of one process."""
+    points = json.loads((ROOT / "docs/distributed.json").read_text())["points"]
+    seconds = {
+        (each["case"], each["what"], each["dtype"]): each["seconds"]
+        for each in points
+        if "case" in each
+    }
+    shown = [[float(cell) for cell in row[1:]] for row in rows_under(page, heading)]
+    for case, shares in zip(RANKS, shown, strict=True):
+        for share, dtype in zip(shares, ("float32", "bfloat16"), strict=True):
+            alone = seconds[case, "one process", dtype]
+            assert share == round(seconds[case, "two ranks", dtype] / alone, 2), (case, dtype)
+
+
 def test_every_row_that_can_be_compared_is_explained():
     explained = " ".join(row[1] for row in rows_under("docs/choosing.md", "What each row is"))
     assert set(re.findall(r"`([\w-]+)`", explained)) == {each.key for each in CANDIDATES}

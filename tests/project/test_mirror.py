@@ -26,6 +26,10 @@ MIRRORED = [  # folders whose every module has its file of tests
     "page",
     "plan",
     "rope",
+    "distributed",
+    "distributed/context",
+    "distributed/decode",
+    "distributed/tensor",
     "see",
     "see/pages",
 ]
@@ -53,6 +57,7 @@ WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
 OTHER = {  # files of tests in mirrored folders that are about no module of their name
     "bench/test_bench.py": "the commands bench and tune, and the benchmarks of the repository",
     "convert/test_low_memory.py": "conversions of a model whose weights stay on disk",
+    "distributed/test_fsdp.py": "layers as torch's data parallelism wraps them",
     "plan/test_wrong_formulas.py": "costs with one mistake each, which named tests must notice",
 }
 TESTLESS = {  # modules without tests of their own

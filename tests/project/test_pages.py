@@ -64,6 +64,8 @@ BROKEN = {  # a text, and what is found in it
     "```sh\ncd x && python benchmarks/nothing.py\n```": "no such file benchmarks/nothing.py",
     "```sh\npytest --regards a.py:A\n```": "no option --regards",
     "```sh\npython -m regard.server\n```": "no module regard.server",
+    "```sh\ntorchrun --nodes 2 a.py\n```": "no option --nodes",
+    "```sh\ntorchrun examples/x.py\n```": "no such file examples/x.py",
     "```\nregard verify a.py:A --fast\n\nbroken\n```": "verify has no option --fast",
     "Set `REGARD_TEMPO=default`.": "REGARD_TEMPO: no such environment variable",
     "`pip install regard[gpu]`": "regard[gpu]: no such extra",

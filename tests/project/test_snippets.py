@@ -1,10 +1,26 @@
 """Every Python snippet of every page runs alone, and prints what the page says it prints."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from pages import PRINTS, Block, blocks, pages, read, snippets, without_figures
+from pages import (
+    FILE,
+    PRINTS,
+    ROOT,
+    Block,
+    blocks,
+    pages,
+    programs,
+    read,
+    snippets,
+    without_figures,
+)
 
 SNIPPETS = snippets()
 TRANSLATED = [page for page in pages() if page.startswith("docs/zh/")]
@@ -31,6 +47,24 @@ def test_a_snippet_runs_and_prints_what_is_shown(snippet, shown, capsys, tmp_pat
         assert printed.rstrip() == shown.code.rstrip()
     else:
         assert without_figures(printed) == without_figures(shown.code)
+
+
+@pytest.mark.parametrize(
+    ("file", "command", "shown"),
+    [each for each in programs() if each[0].page not in TRANSLATED],  # of the same code
+    ids=lambda each: f"{each.page}:{each.line}",
+)
+def test_a_program_of_several_ranks_prints_what_is_shown(file, command, shown, tmp_path):
+    """A block with a file's name as its title is run by the command that follows it."""
+    (tmp_path / FILE.fullmatch(file.title)[1]).write_text(file.code, encoding="utf-8")
+    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    settings = {"PATH": search, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        shlex.split(command.code), cwd=tmp_path, env=os.environ | settings, timeout=120,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.rstrip() == shown.code.rstrip()
 
 
 def code_of(page: str) -> list[str]:

@@ -42,6 +42,7 @@ KNOWS["verify"] = {".", "regard", "hf"}
 KNOWS["see"] = {*KNOWS}
 KNOWS["compare"] = {*KNOWS["compare"], "page"}
 KNOWS["verify"] = {*KNOWS["verify"], "page"}
+KNOWS["distributed"] = {*KNOWS["hf"], "hf"}
 KNOWS["cli"] = {*KNOWS}
 
 

@@ -31,7 +31,8 @@ from regard.hf.generating.caches import GenerationCache
 from regard.verify import Report
 
 PACKAGES = (
-    "masks", "cache", "rope", "hf", "convert", "compare", "plan", "see", "verify", "bench",
+    "masks", "cache", "rope", "hf", "convert", "compare", "plan", "see",
+    "distributed", "verify", "bench",
 )  # fmt: skip
 CONTRIBUTORS = ("CONTRIBUTING.md", "docs/design.md", "docs/verify-details.md")  # know the inside
 FOREIGN = {  # names that pages mention, by the library they come from

@@ -20,6 +20,8 @@ FOREIGN_OPTIONS = {
     "--collect-only": "pytest",
     "--deselect": "pytest",
     "--no-deps": "pip",
+    "--nproc-per-node": "torchrun",
+    "--standalone": "torchrun",
     "--wheel-dir": "pip",
 }
 SHELL = {"cd", "export", "git", "mypy", "pip", "pytest", "python", "regard", "ruff", "source"}
@@ -86,10 +88,22 @@ def faults_of_command(line: str, *, whole: bool) -> list[str]:
         return [] if known else [f"{line}: no module {rest[1]}"]
     if first == "python" and rest and rest[0].startswith(FOLDERS):
         return faults_of_program(line, rest[0], rest[1:])
+    if first == "torchrun":
+        return faults_of_torchrun(line, rest)
     if first == "pytest":
         given = [word for word in rest if OPTION.fullmatch(word)]
         return [f"{line}: no option {each}" for each in given if each not in options()]
     return [] if first in SHELL or not whole else [f"{line}: unknown command {first}"]
+
+
+def faults_of_torchrun(line: str, words: list[str]) -> list[str]:
+    """The faults of a call of torchrun: those of its own options, and of the program's."""
+    at = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    own = [each for each in words[:at] if OPTION.match(each)]
+    faults = [f"{line}: no option {e}" for e in own if FOREIGN_OPTIONS.get(e) != "torchrun"]
+    if at < len(words) and words[at].startswith(FOLDERS):
+        faults += faults_of_program(line, words[at], words[at + 1 :])
+    return faults
 
 
 def faults_of_program(line: str, path: str, words: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```[ ]*$", re.DOTALL | re.MU
 PRINTS = 'title="prints"'
 PRINTS_FIGURES = 'title="prints (figures vary)"'
 EXCERPT = 'title="excerpt"'  # lines of a function, which do not run alone
+FILE = re.compile(r'title="(\w+\.py)"')  # the name of a file, as the title of its block
 
 
 class Block(NamedTuple):
@@ -51,10 +52,29 @@ def snippets() -> list[tuple[Block, Block | None]]:
     for page in pages():
         shown = blocks(page)
         for each, following in zip_longest(shown, shown[1:]):
-            if each.language == "python" and each.title != EXCERPT:
+            alone = each.title != EXCERPT and not (following and _runs(following, each))
+            if each.language == "python" and alone:
                 prints = following and following.title in (PRINTS, PRINTS_FIGURES)
                 found.append((each, following if prints else None))
     return found
+
+
+def programs() -> list[tuple[Block, Block, Block]]:
+    """Every program of several ranks: the file, the command that runs it, and what it prints."""
+    found = []
+    for page in pages():
+        shown = blocks(page)
+        for file, command, prints in zip(shown, shown[1:], shown[2:], strict=False):
+            if _runs(command, file):
+                assert prints.title == PRINTS, f"{page}:{file.line} does not show what it prints"
+                found.append((file, command, prints))
+    return found
+
+
+def _runs(command: Block, file: Block) -> bool:
+    """Whether a command runs a block, which has a file's name as its title, on several ranks."""
+    name = FILE.fullmatch(file.title)
+    return name is not None and command.code.startswith("torchrun ") and name[1] in command.code
 
 
 def shown_commands(page: str, verb: str) -> list[tuple[str, Block]]:

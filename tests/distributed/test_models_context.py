@@ -67,8 +67,18 @@ CASES = [
     (2, [*BUILDERS] if LONG else REST, [(13, True, True)], False),
     (3, [*BUILDERS] if LONG else FEW, [(13, False, False)], False),
     (3, ["llama"], [(13, True, False), (4, False, False)], True),
-    *([(4, [*BUILDERS], [(17, True, True), (3, False, True)], True)] if LONG else []),
+    *([(4, [*BUILDERS], [(17, True, True), (8, False, True)], True)] if LONG else []),
 ]
+
+
+def _fewer_tokens_than_pieces(mesh):
+    plan = context_parallel(model := model_of("llama"), mesh)
+    with pytest.raises(ValueError, match=r"rank 1 has none of the 1 tokens, .* give 4 tokens"):
+        model(plan.shard(torch.tensor([[1]])))
+
+
+def test_a_rank_without_tokens_is_refused_on_every_rank():
+    on_ranks(2, _fewer_tokens_than_pieces)
 
 
 @pytest.mark.parametrize(("number", "families", "cases", "installed"), CASES)

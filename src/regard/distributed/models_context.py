@@ -320,6 +320,11 @@ def _agreed(
             f"the ranks have {lengths} tokens, the shards of a sequence of {shards.length} are "
             f"{list(shards.lengths)}; take them with plan.shard(input_ids)"
         )
+    if 0 in lengths:
+        raise ValueError(
+            f"rank {lengths.index(0)} has none of the {shards.length} tokens, and the code of some "
+            f"models (GPT-2) takes no empty sequence; give {2 * len(lengths)} tokens or more"
+        )
     return shards, sum(counts)
 
 

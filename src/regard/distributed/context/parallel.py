@@ -51,8 +51,8 @@ def context_parallel(
     `inputs_embeds`), `attention_mask`, `position_ids`, and `documents`, the document of each token;
     by default tokens have the positions of their slots. `shift_labels` are the shards of labels
     that were shifted in the whole sequence; then `loss` is this rank's share, and the sum over the
-    ranks that of the batch. Cached keys and `generate` are refused. A program for `torchrun
-    --nproc-per-node 2`:
+    ranks that of the batch. Every rank needs a token. Cached keys and `generate` are refused. A
+    program for `torchrun --nproc-per-node 2`:
 
         model, tokenizer = regard.hf.smollm2()
         mesh = init_device_mesh("cpu", (2,))

@@ -169,7 +169,7 @@ def _disconnect(ranks: Members) -> None:
         return
     for other in ranks.others():  # gloo closes all connections when one message's time is up
         with suppress(RuntimeError):
-            message = dist.irecv(torch.empty(1), group=ranks.group, group_src=other)
+            message = dist.irecv(torch.empty(1, device="cpu"), group=ranks.group, group_src=other)
             assert message is not None
             message.wait(timedelta(milliseconds=1))
 

@@ -99,5 +99,5 @@ class Shards:
             >>> shards.joined([shards.take(x, rank, 0) for rank in (0, 1)], 0).tolist()
             [0, 1, 2, 3, 4]
         """
-        order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
-        return torch.cat(shards, dim).index_select(dim, order.to(shards[0].device))
+        slots = [self.positions(rank, shards[0].device) for rank in range(self.ranks)]
+        return torch.cat(shards, dim).index_select(dim, torch.cat(slots).argsort())

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from layers import WINDOW, attention, inputs, make
+from layers import WINDOW, assert_same, attention, inputs, make
 from ranks import on_ranks
 from regard import Causal, Chunked, Padding, Prefix
 from regard.distributed.context.parallel import context_parallel
 from regard.distributed.context.plan import chosen_layout
+from regard.distributed.context.summing import sum_gradients
 from regard.distributed.ranks import counted
 from regard.masks import EVERYTHING
 from token_shards import seed_of
@@ -83,3 +84,18 @@ def _counted(mesh, name, exchange, dtype):
 def test_bytes_are_those_that_the_plan_counts(exchange, dtype):
     for name in ("GQA", "window", "MLA", "MLA absorbed", "latent KV"):
         assert sum(on_ranks(3, _counted, name, exchange, dtype))
+
+
+def _elsewhere(mesh):
+    layer, x = make("GQA"), inputs(2, 7)
+    expected = layer(x)
+    plan = context_parallel(layer, mesh)
+    with torch.device("meta"):  # what has no device of its own would be made there
+        out = plan.gathered(layer(plan.shard(x)))
+        out.sum().backward()
+        sum_gradients(layer, mesh)
+    assert_same(out, expected)
+
+
+def test_another_default_device_changes_nothing():
+    on_ranks(2, _elsewhere)

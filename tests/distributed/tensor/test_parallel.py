@@ -254,3 +254,15 @@ def _sharded(mesh):
 
 def test_fully_shard_takes_the_other_dimension():
     on_ranks(4, _sharded, mesh=(2, 2))
+
+
+def _elsewhere(mesh):
+    layer, x = attention(6, 3)().double(), inputs()
+    expected = layer(x)
+    with torch.device("meta"):  # what has no device of its own would be made there
+        out = tensor_parallel(layer, mesh)(x)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_another_default_device_changes_nothing():
+    on_ranks(2, _elsewhere)

@@ -40,8 +40,9 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
     shapes = "; ".join(f"{name} {each.dtype} {list(each.shape)}" for name, each in named)
     agree(ranks, {"trained parameters": shapes}, refusal=_refusal(named, ranks))
-    here = torch.tensor([each.grad is not None for _, each in named], dtype=torch.uint8)
-    flags = ranks.gathered(here.to(mesh.device_type), "which parameters have gradients")
+    present = [each.grad is not None for _, each in named]
+    here = torch.tensor(present, dtype=torch.uint8, device=mesh.device_type)
+    flags = ranks.gathered(here, "which parameters have gradients")
     anywhere = torch.stack(flags).any(0).tolist()
     trained = [each for (_, each), used in zip(named, anywhere, strict=True) if used]
     for group in _messages(trained):

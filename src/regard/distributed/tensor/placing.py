@@ -25,7 +25,7 @@ def mesh_of_replicas(ranks: Ranks, replicas: int) -> DeviceMesh:
         return ranks.mesh
     meshes = _MESHES.setdefault(ranks.group, {})
     if replicas not in meshes:
-        members = torch.tensor(dist.get_process_group_ranks(ranks.group))
+        members = torch.tensor(dist.get_process_group_ranks(ranks.group), device="cpu")
         table = members.view(-1, replicas)
         row, column = divmod(ranks.rank, replicas)
         _make_as_many_groups(ranks)
@@ -141,4 +141,4 @@ def rows_of(
 
 def order_of(rows: list[int], total: int) -> torch.Tensor | None:
     """The order of rows, as `Share` takes it; None if it is that of one device."""
-    return None if rows == list(range(total)) else torch.tensor(rows)
+    return None if rows == list(range(total)) else torch.tensor(rows, device="cpu")

@@ -16,15 +16,18 @@ from regard.cache.codes import (
     QuantizedStream,
     QuantizedStreams,
     bits_of,
+    bytes_of,
     dequantize,
     quantize,
     unpacked,
 )
+from regard.cache.rotation import hadamard
 from regard.ops.attend import prepare
-from regard.ops.kernels import tiles
 
 UNIT = torch.finfo(torch.float32).eps / 2
-SIZES = [(8, 4, 8), (8, 4, 10), (4, 4, 7), (4, 8, 20), (8, 64, 64), (4, 32, 33)]
+SIZES = [
+    (8, 4, 8), (8, 4, 10), (4, 4, 7), (4, 8, 20), (8, 64, 64), (4, 32, 33), (6, 4, 7), (6, 64, 70),
+]  # fmt: skip
 
 
 def quantized(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
@@ -120,7 +123,7 @@ def test_joined_latents_are_read_as_codes():
     torch.testing.assert_close(call.run(q, parts), wanted, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.parametrize("width", [1, 6, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_the_error_of_a_quantised_value_is_at_most_half_a_step(bits, width, dtype):
@@ -153,8 +156,53 @@ def test_4_bit_codes_are_stored_in_halves_of_bytes(width):
         byte = codes[..., NIBBLES * step + at % size]
         wanted = byte >> 4 if at >= size else byte & 15
         assert wanted.equal(x[..., channel].to(torch.uint8))
-    assert unpacked(codes, width).shape[-1] == width
-    assert NIBBLES == tiles.NIBBLES
+    assert unpacked(codes, width, 4).shape[-1] == width
+
+
+def bits_at(codes, width, channel):
+    """The bytes and shifts of the low 4 bits and of the high 2 bits of a channel's 6-bit code."""
+    step, at = divmod(channel, 32)
+    n = min(32, width - 32 * step)
+    half, quarter = (n + 1) // 2, (n + 3) // 4
+    low, high = 24 * step + at % half, 24 * step + half + at % quarter
+    return codes[..., low] >> 4 * (at // half) & 15, codes[..., high] >> 2 * (at // quarter) & 3
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 16, 31, 32, 33, 48, 65, 128])
+def test_6_bit_codes_are_stored_as_4_bits_and_2_bits(width):
+    """Of 32 channels, 16 bytes hold their low 4 bits, as 4-bit codes; then 8 bytes hold the high 2
+    bits of channels i, i + 8, i + 16 and i + 24 each."""
+    x = torch.randint(0, 64, (1, 2, 3, width)).float()
+    x[..., 0], x[..., -1] = 0.0, 63.0  # scale 1, zero 0
+    codes, _ = quantize(x, 6, 256)
+    rest = width % 32
+    assert codes.shape[-1] == bytes_of(width, 6)
+    assert codes.shape[-1] == width // 32 * 24 + (rest + 1) // 2 + (rest + 3) // 4
+    for channel in range(width if width > 1 else 0):
+        low, high = bits_at(codes, width, channel)
+        assert (low | high << 4).equal(x[..., channel].to(torch.uint8))
+    wanted = x.to(torch.uint8) if width > 1 else torch.zeros_like(x, dtype=torch.uint8)
+    assert unpacked(codes, width, 6).equal(wanted)
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4])
+def test_so_many_bytes_are_codes(bits):
+    for width in range(1, 100):
+        assert quantize(torch.randn(2, width), bits, 64)[0].shape[-1] == bytes_of(width, bits)
+
+
+@pytest.mark.parametrize("rotation", [(8,), (4, 4), (8, 2)])
+@pytest.mark.parametrize("bits", [6, 4])
+def test_values_of_a_rotated_stream_are_rotated_back(rotation, bits):
+    x = torch.randn(1, 2, 5, 10)
+    codes, scales = quantize(hadamard(x, rotation), bits, 64)
+    stream = QuantizedStream(codes, scales, bits, 64, 10, torch.float32, rotation)
+    values = stream._replace(rotation=()).dequantized()
+    assert stream.dequantized().equal(hadamard(values, rotation))
+    step = scales[..., 0::2].float()
+    error = (stream.dequantized() - x).norm(dim=-1)  # a rotation preserves lengths
+    assert (error <= 0.51 * step[..., 0] * 10**0.5).all()
+    assert stream.narrow(1, 3).dequantized().allclose(stream.dequantized()[:, :, 1:4])
 
 
 def test_keys_and_values_are_quantised_together_as_apart():

@@ -8,6 +8,7 @@ from regard import QuantizedCache
 from regard.cache import quantizing
 from regard.cache.codes import dequantize, quantize
 from regard.cache.quantizing import quantized
+from regard.cache.rotation import hadamard
 
 pytest.importorskip("numba")
 WIDTHS = (1, 2, 5, 16, 31, 32, 33, 48, 64, 70, 130)
@@ -25,7 +26,7 @@ def numbers(width, dtype, scale=1.0):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [2, 6, 32, 64])
 @pytest.mark.usefixtures("compiled_only")
@@ -39,7 +40,17 @@ def test_the_codes_of_torchs_operators(bits, dtype, group):
                 assert found.equal(wanted), (width, scale)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rotation", [(64,), (32, 16), (4,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.usefixtures("compiled_only")
+def test_the_codes_of_rotated_numbers(dtype, rotation):
+    x = numbers(70, dtype)
+    wanted = quantize(hadamard(x.float(), rotation), 6, 32)
+    for found, each in zip(quantized(x, 6, 32, rotation), wanted, strict=True):
+        assert found.equal(each)
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.usefixtures("compiled_only")
 def test_the_error_is_at_most_half_a_step(bits):
     x = numbers(70, torch.float32)
@@ -95,10 +106,12 @@ def test_torchs_operators_where_it_cannot_be_compiled(monkeypatch):
     assert len(used) == 5
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_cache_is_the_same_by_steps_and_at_once(bits, monkeypatch):
+@pytest.mark.parametrize(
+    "given", [{"bits": 8}, {"bits": 4}, {"format": "K6V4"}, {"format": "K8V6"}]
+)
+def test_a_cache_is_the_same_by_steps_and_at_once(given, monkeypatch):
     x = torch.randn(1, 2, 9, 48)
-    one, other = QuantizedCache(bits=bits), QuantizedCache(bits=bits)
+    one, other = QuantizedCache(**given), QuantizedCache(**given)
     monkeypatch.setattr(quantizing, "_has_numba", lambda: False)
     (whole,) = one.update(x, 2 * x)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Tensors quantised to 8 or 4 bits, and matrix products with them, a block of tokens at a time.
+"""Tensors quantised to 8, 6 or 4 bits, and matrix products with them, a block of tokens at a time.
 
 `value = zero + scale * code`, with a scale and a zero for each token, head and group of channels. A
 product with values is a scaled product with codes, plus a sum: so backends of torch's operators
@@ -12,13 +12,20 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from regard.cache.rotation import hadamard
+
 NIBBLES = 16  # bytes of 4-bit codes: their low halves are so many channels, the high ones the next
+STEP = 2 * NIBBLES  # channels packed together; their 4-bit codes are 16 bytes, their 6-bit ones 24
 _LOW = 0xFFFF  # the half of a float32 that a bfloat16 does not have
 _BLOCK = 1024  # tokens converted to floating point at a time; they fit in the L2 cache
 
 
 class QuantizedStream(NamedTuple):
-    """A stream `[B, G, S, W]` of `dtype`, quantised by `quantize`."""
+    """A stream `[B, G, S, W]` of `dtype`, rotated if so described, and quantised by `quantize`.
+
+    Products are with the rotated values: multiply by rows that are rotated alike, and rotate sums
+    back.
+    """
 
     codes: UInt8[Tensor, "B G S bytes"]
     scales: Tensor  # [B, G, S, 2 x groups]: scale and zero of each group, side by side
@@ -26,6 +33,7 @@ class QuantizedStream(NamedTuple):
     group: int
     width: int
     dtype: torch.dtype
+    rotation: tuple[int, ...] = ()  # widths of the blocks of columns that are rotated
 
     @property
     def scale(self) -> Tensor:
@@ -44,7 +52,7 @@ class QuantizedStream(NamedTuple):
 
     def dequantized(self) -> Float[Tensor, "B G S W"]:
         """The values in the original dtype."""
-        return dequantize(*self[:5]).to(self.dtype)
+        return hadamard(dequantize(*self[:5]), self.rotation).to(self.dtype)
 
     def narrow(self, start: int, size: int) -> "QuantizedStream":
         """The tokens `start..start + size`."""
@@ -87,7 +95,7 @@ class QuantizedStream(NamedTuple):
         return torch.cat(pieces, -1)
 
     def _floating(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        codes = unpacked(self.codes, self.width) if self.bits == 4 else self.codes
+        codes = unpacked(self.codes, self.width, self.bits)
         return codes.to(dtype), self.scale.to(dtype), self.zero.to(dtype)
 
     def _blocks(self) -> Iterator["QuantizedStream"]:
@@ -145,7 +153,7 @@ def quantize(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor,
     codes = (groups - zero).div_(step).round_().clamp_(0, levels)
     codes = codes.to(torch.uint8).flatten(-2)[..., :width]
     scales = torch.cat([scale, zero], -1).bfloat16().flatten(-2)
-    return _packed(codes) if bits == 4 else codes, scales
+    return _packed(codes, bits), scales
 
 
 def _groups(x: Float[Tensor, "... W"], group: int) -> Float[Tensor, "... N group"]:
@@ -167,37 +175,73 @@ def _rounded_down(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return ((word + (word >> 31 & _LOW)) & ~_LOW).view(torch.float32)
 
 
-def _packed(codes: UInt8[Tensor, "... W"]) -> UInt8[Tensor, "... bytes"]:
-    """Two 4-bit codes a byte: channels i and i + 16 of each 32, and i and i + half of the rest.
+def bytes_of(width: int, bits: int) -> int:
+    """Bytes of the codes of `width` channels."""
+    if bits == 8:
+        return width
+    whole, rest = divmod(width, STEP)
+    return whole * STEP * bits // 8 + (rest + 1) // 2 + ((rest + 3) // 4 if bits == 6 else 0)
 
-    So the low halves of neighbouring bytes are neighbouring channels, and the high halves too.
+
+def _packed(codes: UInt8[Tensor, "... W"], bits: int) -> UInt8[Tensor, "... bytes"]:
+    """Codes of fewer than 8 bits, packed 32 channels at a time, and then the remaining ones.
+
+    Of n channels, ceil(n / 2) bytes have the low 4 bits: byte i those of channel i in its low half,
+    and of channel i + ceil(n / 2) in its high half. For 6 bits, ceil(n / 4) more bytes have the
+    high 2 bits: byte i those of channels i, i + ceil(n / 4), ..., from its lowest bits up. So the
+    same bits of neighbouring bytes are neighbouring channels.
     """
-    width = codes.shape[-1]
-    whole = width - width % (2 * NIBBLES)
-    steps = codes[..., :whole].unflatten(-1, (-1, 2, NIBBLES))
-    packed = (steps.select(-2, 0) | steps.select(-2, 1) << 4).flatten(-2)
-    if whole == width:
-        return packed
-    low, high = codes[..., whole:].tensor_split([-((whole - width) // 2)], -1)
-    high = torch.nn.functional.pad(high, (0, low.shape[-1] - high.shape[-1]))
-    return torch.cat([packed, low | high << 4], -1)
-
-
-def unpacked(codes: UInt8[Tensor, "... bytes"], width: int) -> UInt8[Tensor, "... W"]:
-    """4-bit codes, of which each byte holds two."""
-    whole = width // (2 * NIBBLES) * NIBBLES  # bytes
-    steps = codes[..., :whole].unflatten(-1, (-1, 1, NIBBLES))
-    values = torch.cat([steps & 15, steps >> 4], -2).flatten(-3)
+    if bits == 8:
+        return codes
+    whole = codes.shape[-1] // STEP * STEP
+    steps = _packed_step(codes[..., :whole].unflatten(-1, (-1, STEP)), bits).flatten(-2)
     rest = codes[..., whole:]
-    return torch.cat([values, rest & 15, rest >> 4], -1)[..., :width] if rest.shape[-1] else values
+    return torch.cat([steps, _packed_step(rest, bits)], -1) if rest.shape[-1] else steps
+
+
+def _packed_step(codes: UInt8[Tensor, "... n"], bits: int) -> UInt8[Tensor, "... bytes"]:
+    low = _joined(codes & 15, 2)
+    return low if bits == 4 else torch.cat([low, _joined(codes >> 4, 4)], -1)
+
+
+def _joined(fields: UInt8[Tensor, "... n"], count: int) -> UInt8[Tensor, "... bytes"]:
+    """So many fields a byte, of 8 / count bits each."""
+    missing = -fields.shape[-1] % count
+    first, *others = torch.nn.functional.pad(fields, (0, missing)).chunk(count, -1)
+    for at, each in enumerate(others, 1):
+        first = first | each << (8 // count * at)
+    return first
+
+
+def unpacked(codes: UInt8[Tensor, "... bytes"], width: int, bits: int) -> UInt8[Tensor, "... W"]:
+    """The codes of `width` channels, one a byte."""
+    if bits == 8:
+        return codes
+    rest = width % STEP
+    whole = bytes_of(width - rest, bits)
+    steps = codes[..., :whole].unflatten(-1, (-1, bytes_of(STEP, bits)))
+    values = _unpacked_step(steps, STEP, bits).flatten(-2)
+    return (
+        torch.cat([values, _unpacked_step(codes[..., whole:], rest, bits)], -1) if rest else values
+    )
+
+
+def _unpacked_step(codes: UInt8[Tensor, "... bytes"], n: int, bits: int) -> UInt8[Tensor, "... n"]:
+    low, high = codes.tensor_split([(n + 1) // 2], -1)
+    found = _separated(low, 2)[..., :n]
+    return found if bits == 4 else found | _separated(high, 4)[..., :n] << 4
+
+
+def _separated(codes: UInt8[Tensor, "... bytes"], count: int) -> UInt8[Tensor, "... n"]:
+    size = 8 // count
+    return torch.cat([codes >> size * at & (1 << size) - 1 for at in range(count)], -1)
 
 
 def dequantize(
     codes: UInt8[Tensor, "B G L bytes"], scales: Tensor, bits: int, group: int, width: int
 ) -> Float[Tensor, "B G L W"]:
     """The values `zero + scale * code`, in float32."""
-    if bits == 4:
-        codes = unpacked(codes, width)
+    codes = unpacked(codes, width, bits)
     pairs = scales.float().unflatten(-1, (-1, 2))
     missing = pairs.shape[-2] * group - codes.shape[-1]
     groups = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, group)).float()

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.cache.codes import quantize
+from regard.cache.codes import bytes_of, quantize
+from regard.cache.rotation import hadamard
 from regard.tracing import is_immediate
 
 Run = Callable[[int, int, int, int, int], None]
@@ -20,15 +21,21 @@ DTYPES = (torch.float32, torch.bfloat16)
 MOST = 1 << 15  # numbers; more are quantised as quickly by torch's operators, on all threads
 
 
-def quantized(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Codes, and a scale and a zero for each group of channels: the result of `codes.quantize`."""
+def quantized(
+    x: Float[Tensor, "*B L W"], bits: int, group: int, rotation: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Codes, and a scale and a zero for each group of channels: the result of `codes.quantize`.
+
+    Blocks of channels of the widths in `rotation` are rotated first, in float32.
+    """
+    if rotation:
+        x = hadamard(x.detach().float(), rotation)
     if not _is_compilable(x):
         return quantize(x, bits, group)
     x = x.detach().contiguous()
     *rows, width = x.shape
     count = x.numel() // width
-    nbytes = width if bits == 8 else (width + 1) // 2
-    codes = torch.empty(*rows, nbytes, dtype=torch.uint8, device="cpu")
+    codes = torch.empty(*rows, bytes_of(width, bits), dtype=torch.uint8, device="cpu")
     scales = torch.empty(*rows, 2 * -(-width // group), dtype=torch.bfloat16, device="cpu")
     run = _compiled(bits, group, x.dtype is torch.bfloat16)
     run(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), count, width)

@@ -26,7 +26,7 @@ def kernel(bits: int, group: int, half: bool) -> Any:
 
     def quantize(numbers, codes, scales, rows, width):
         groups = (width + group - 1) // group
-        held = width if bits == 8 else (width + 1) // 2
+        held = bytes_of(width, bits)
         x = carray(numbers, rows * width if half else 2 * rows * width)
         out, pairs = carray(codes, rows * held), carray(scales, 2 * rows * groups)
         values = x if half else x.view(np.float32)
@@ -92,18 +92,35 @@ def rounded_down(x):
 
 @part
 @no_type_check
-def store(out, start, i, width, code, bits):
-    """Write the code of channel `i`; two 4-bit codes share a byte, as in `codes._packed`."""
+def bytes_of(width, bits):
+    """As `codes.bytes_of`."""
     if bits == 8:
-        out[start + i] = np.uint8(code)
+        return width
+    rest = width % 32
+    high = (rest + 3) // 4 if bits == 6 else 0
+    return width // 32 * 4 * bits + (rest + 1) // 2 + high
+
+
+@part
+@no_type_check
+def store(out, start, i, width, code, bits):
+    """Write the code of channel `i`, packed as in `codes._packed`."""
+    word = np.uint8(code)
+    if bits == 8:
+        out[start + i] = word
         return
-    whole = width // 32 * 32
-    if i < whole:
-        at, upper = i // 32 * 16 + i % 16, i % 32 >= 16
+    n = 32 if i < width // 32 * 32 else width % 32
+    first, j, half, quarter = start + i // 32 * 4 * bits, i % 32, (n + 1) // 2, (n + 3) // 4
+    place(out, first + j % half, word & 15, j // half * 4)
+    if bits == 6:
+        place(out, first + half + j % quarter, word >> 4, j // quarter * 2)
+
+
+@part
+@no_type_check
+def place(out, at, field, shift):
+    """Write bits of a byte; the lowest are written first, and clear the others."""
+    if shift == 0:
+        out[at] = field
     else:
-        middle = (width - whole + 1) // 2
-        at, upper = whole // 2 + (i - whole) % middle, i - whole >= middle
-    if upper:
-        out[start + at] |= np.uint8(code) << 4
-    else:
-        out[start + at] = np.uint8(code)
+        out[at] |= np.uint8(field << shift)

@@ -1,0 +1,1 @@
+"""Caches in pages: a pool of memory that many sequences share, and one batch's table over it."""

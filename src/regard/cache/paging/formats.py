@@ -1,0 +1,98 @@
+"""How sealed pages store their streams: in full precision, or as codes of so many bits."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from regard.cache.rotation import blocks_of
+
+GROUP = 64  # channels with one scale and one zero, which take 32 bits: half a bit a channel
+
+
+class PageFormat(NamedTuple):
+    """A format: the bits of keys and of values; None where they are stored in full precision.
+
+    Attributes:
+        name: `"plain"`, or the bits, as in `"K8V4"`.
+        key_bits: bits of a key's channel.
+        value_bits: bits of a value's channel.
+        group: channels of a token and head with one scale and one zero.
+        rotates: whether streams of fewer than 8 bits are rotated before they are quantised.
+
+    Examples:
+        >>> from regard.cache import PageFormat, PagePool
+        >>> mine = PageFormat("K6V4, groups of 32", 6, 4, group=32)
+        >>> PagePool(num_pages=8, format=mine).format.value_bits
+        4
+    """
+
+    name: str
+    key_bits: int | None = None
+    value_bits: int | None = None
+    group: int = GROUP
+    rotates: bool = True
+
+    def bits_of_stream(self, index: int) -> int | None:
+        """The bits of a stream: keys, or one joined latent, come first, then values."""
+        return self.key_bits if index == 0 else self.value_bits
+
+    def rotation_of(
+        self, index: int, count: int, width: int, pieces: Sequence[int] | None
+    ) -> tuple[int, ...]:
+        """The blocks of channels of a stream that are rotated: none in 8 bits.
+
+        One stream alone holds keys of which the first channels are values. It is rotated only where
+        the layer that reads it has announced its pieces, and then only the first of them: rotary
+        keys have few channels, and need their precision most.
+
+        Args:
+            index: of the stream.
+            count: the number of streams of an update, integer ones too.
+            width: of the stream.
+            pieces: the widths of the pieces that one joined stream consists of, if a layer
+                announced them.
+
+        Examples:
+            >>> from regard.cache.paging.formats import format_of
+            >>> form = format_of("K8V4")
+            >>> form.rotation_of(0, 2, 96, None), form.rotation_of(1, 2, 96, None)
+            ((), (64, 32))
+            >>> format_of("K4V4").rotation_of(0, 1, 576, (512, 64))
+            (512,)
+        """
+        bits = self.bits_of_stream(index)
+        if not self.rotates or bits is None or bits == 8 or (count == 1 and not pieces):
+            return ()
+        return blocks_of(pieces[0] if count == 1 and pieces else width)
+
+
+PLAIN = PageFormat("plain")
+_BITS = re.compile(r"K(8|6|4)V(8|6|4)")
+
+
+def format_of(name: "str | PageFormat") -> PageFormat:
+    """The format of that name: `"plain"`, or `K{8|6|4}V{8|6|4}`, such as `"K8V4"`.
+
+    Args:
+        name: of the format; a format is returned as it is.
+
+    Raises:
+        ValueError: if the name is none of these.
+
+    Examples:
+        >>> from regard.cache import format_of
+        >>> form = format_of("K8V4")
+        >>> form.key_bits, form.value_bits
+        (8, 4)
+    """
+    if isinstance(name, PageFormat):
+        return name
+    if name == "plain":
+        return PLAIN
+    found = _BITS.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        raise ValueError(
+            f"format={name!r} is neither 'plain' nor K{{8|6|4}}V{{8|6|4}}, the bits of keys and of "
+            "values; give 'K8V4', say"
+        )
+    return PageFormat(name, int(found[1]), int(found[2]))

@@ -23,3 +23,14 @@ def test_a_sliding_cache_stays_within_its_bound(size, rollback):
         stored = sum(held.untyped_storage().nbytes() for held in cache._held)
         assert stored <= 1.25 * size + chunk + rollback + 1
     assert cache.span(1).kv_start == cache.length - size + 1
+
+
+def test_a_short_sequence_needs_no_whole_window():
+    cache = SlidingCache(100_000)
+    sizes = set()
+    for _ in range(600):
+        cache.update(torch.zeros(1, 1, 1, 1))
+        sizes.add(cache.allocated_bytes // 4)
+    assert sizes == {256, 514, 1030}  # each time twice the tokens held and the new one
+    cache.update(torch.zeros(1, 1, 200_000, 1))
+    assert cache.allocated_bytes // 4 == 125_000

@@ -11,18 +11,40 @@ Examples:
 
 from regard.cache.fixed import StaticCache
 from regard.cache.growing import KVCache
+from regard.cache.paging.bookkeeping import PoolBytes
+from regard.cache.paging.contexts import Context, context_of
+from regard.cache.paging.fingerprints import fingerprint
+from regard.cache.paging.formats import PageFormat, format_of
+from regard.cache.paging.offloading import Offload
+from regard.cache.paging.paged import PagedCache
+from regard.cache.paging.pool import PagePool
+from regard.cache.paging.sharing import Prefix
 from regard.cache.protocol import NO_CACHE, Cache, NoCache
 from regard.cache.quantized import QuantizedCache
+from regard.cache.saving import load_all, save_all, truncate_all
 from regard.cache.sliding import SlidingCache
 from regard.cache.streams import Part
 
 __all__ = [
     "NO_CACHE",
     "Cache",
+    "Context",
     "KVCache",
     "NoCache",
+    "Offload",
+    "PageFormat",
+    "PagePool",
+    "PagedCache",
     "Part",
+    "PoolBytes",
+    "Prefix",
     "QuantizedCache",
     "SlidingCache",
     "StaticCache",
+    "context_of",
+    "fingerprint",
+    "format_of",
+    "load_all",
+    "save_all",
+    "truncate_all",
 ]

@@ -1,9 +1,11 @@
 """A cache of a fixed size, whose buffers are allocated once."""
 
+from typing import Any
+
 from torch import Tensor
 
+from regard.cache.stored import Contiguous
 from regard.cache.streams import (
-    Contiguous,
     Part,
     check_rows,
     check_streams,
@@ -13,6 +15,7 @@ from regard.cache.streams import (
     first_tokens,
     needs_gradients,
     select_rows,
+    write_slots,
     write_tokens,
 )
 from regard.span import Span
@@ -88,6 +91,21 @@ class StaticCache(Contiguous):
         else:
             self._held = selected
         self._lengths = self._lengths.reordered(rows)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the cache was constructed with, for its file."""
+        return {"max_length": self.max_length}
+
+    def _buffers(self, streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Buffers of the whole size; without tokens, the next update makes them."""
+        tokens = streams[0].shape[2] if streams else 0
+        self._check_room(0)
+        if not tokens:
+            return ()
+        buffers = tuple(empty_like(each, self.max_length) for each in streams)
+        write_slots(buffers, streams, 0)
+        return buffers
 
     def _check(self, new: tuple[Tensor, ...]) -> int:
         added = check_streams(new, self._held)

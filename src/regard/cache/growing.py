@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from regard.cache.stored import Contiguous
 from regard.cache.streams import (
-    Contiguous,
     Part,
     check_rows,
     check_streams,

@@ -21,6 +21,9 @@ class Cache(Protocol):
     cache also has `snapshot()` and `restore(snapshot)`, a layer whose call fails after its update
     leaves the cache as it was.
 
+    regard's caches have more: `fork()`, `can_truncate(length)`, `describe()`, `save(path, ...)` and
+    `load(path, ...)`. Layers call none of these, and a cache of your own may lack them.
+
     Examples:
         >>> import torch
         >>> from regard import Cache, KVCache, Span

@@ -1,10 +1,12 @@
 """A cache for sliding windows, which drops the tokens that no later query may attend to."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from regard.cache.stored import Contiguous
 from regard.cache.streams import (
-    Contiguous,
     Lengths,
     Part,
     check_rows,
@@ -17,12 +19,14 @@ from regard.cache.streams import (
 )
 from regard.span import Span
 
+_FIRST_CAPACITY = 256  # tokens; a short sequence does not need the window of a long one
+
 
 class SlidingCache(Contiguous):
     """A cache of the last `size` tokens, and of `rollback` more so that it can be truncated.
 
-    The layer's mask must be a `SlidingWindow` of `size` or less. Storage is at most 1.25 times the
-    window, plus the tokens of one update, plus the rollback.
+    The layer's mask must be a `SlidingWindow` of `size` or less. Buffers grow by doubling, to at
+    most 1.25 times the window, plus the tokens of one update, plus the rollback.
 
     Args:
         size: tokens, the query's own counted, as `SlidingWindow` does.
@@ -118,6 +122,18 @@ class SlidingCache(Contiguous):
         check_rows(rows, self._held)
         self._held = select_rows(self._held, rows)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the cache was constructed with, for its file."""
+        return {"size": self.size, "rollback": self.rollback}
+
+    def _check_first(self, length: int, first: int) -> None:
+        if max(0, length - self.size + 1) < min(length, first):
+            raise ValueError(
+                f"{self!r} holds the {self.size - 1} tokens before the next one, got those from "
+                f"slot {first} of {length}"
+            )
+
     def _needed(self) -> int:
         """The oldest slot in the window of the next token."""
         return max(0, self.length - self.size + 1)
@@ -142,7 +158,8 @@ class SlidingCache(Contiguous):
         if graph:
             self._held = tuple(each.clone() for each in window)
         else:
-            capacity = self.size + self.rollback + self.size // 4
+            most = self.size + self.rollback + self.size // 4
+            capacity = min(most, max(_FIRST_CAPACITY, 2 * (stop - keep)))
             buffers = tuple(empty_like(each, capacity) for each in window)
             for buffer, each in zip(buffers, window, strict=True):
                 buffer.narrow(2, 0, stop - keep).copy_(each.detach())

@@ -5,12 +5,13 @@ appended along dim 2. In a ragged batch the rows have different lengths.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.cache.codes import QuantizedStream, QuantizedStreams
+from regard.cache.paging.reading import PagedStream, PagedStreams
 from regard.span import Span
 from regard.tracing import is_forward_mode, is_transformed
 
@@ -42,56 +43,31 @@ class Part(NamedTuple):
         return self.streams.stored if isinstance(self.streams, QuantizedStreams) else None
 
     @property
+    def paged(self) -> "tuple[PagedStream, ...] | None":
+        """The streams as they are stored, if their tokens lie in pages."""
+        return self.streams.stored if isinstance(self.streams, PagedStreams) else None
+
+    @property
+    def bits(self) -> int | None:
+        """The fewest bits of the codes that its streams are stored as; None for values alone."""
+        stored = self.quantized or tuple(each.slab for each in self.paged or ())
+        bits = [x.bits for x in stored if isinstance(x, QuantizedStream)]
+        return min(bits) if bits else None
+
+    @property
     def outlines(self) -> Sequence[Tensor]:
-        """Tensors of the streams' shapes and dtypes; for codes, without their values."""
-        if self.quantized is None:
+        """Tensors of the streams' shapes and dtypes; for codes and pages, without their values."""
+        stored = self.quantized or self.paged
+        if stored is None:
             return self.streams
-        return tuple(x if isinstance(x, Tensor) else x.outline for x in self.quantized)
+        return tuple(x if isinstance(x, Tensor) else x.outline for x in stored)
 
     def narrow(self, start: int, stop: int) -> "Part":
         """The part with only the slots `start..stop`."""
         begin, size = start - self.kv_start, stop - start
-        if isinstance(self.streams, QuantizedStreams):
+        if isinstance(self.streams, QuantizedStreams | PagedStreams):
             return Part(start, stop, self.streams.narrow(begin, size))
         return Part(start, stop, tuple(each.narrow(2, begin, size) for each in self.streams))
-
-
-class Stored:
-    """Base class of caches: copies that share no memory, and a snapshot to undo failed updates.
-
-    An update rebinds attributes, and writes to buffers only after the tokens held. So the
-    attributes are the whole state, and a snapshot needs no copy of a tensor.
-    """
-
-    def __copy__(self) -> "Stored":
-        new = type(self).__new__(type(self))
-        vars(new).update({name: _copied(value) for name, value in vars(self).items()})
-        return new
-
-    def __deepcopy__(self, memo: object) -> "Stored":
-        return self.__copy__()
-
-    def snapshot(self) -> object:
-        """The present state."""
-        return dict(vars(self))
-
-    def restore(self, snapshot: object) -> None:
-        """Undo the updates since `snapshot` was called; nothing else may have happened."""
-        assert isinstance(snapshot, dict)
-        vars(self).update(snapshot)
-
-
-def _copied(value: Any) -> Any:
-    """A copy with cloned tensors, because caches with a common buffer would overwrite each other.
-
-    Clones keep their autograd graph.
-    """
-    if isinstance(value, Tensor):
-        return _writable(value.clone)
-    if isinstance(value, tuple):
-        each = [_copied(one) for one in value]
-        return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
-    return value.__copy__() if isinstance(value, Stored) else value
 
 
 class Lengths(NamedTuple):
@@ -123,7 +99,7 @@ class Lengths(NamedTuple):
             self._check_range(length, not 0 <= length <= self.longest)
             if self.rows is None or length <= self.shortest:
                 return Lengths(length, length)
-            return _lengths_of(self.rows.clamp(max=length))
+            return lengths_of(self.rows.clamp(max=length))
         if length.dim() != 1 or length.is_floating_point() or length.dtype == torch.bool:
             raise ValueError(
                 f"length is a whole number or [B] whole numbers, got {length.dtype} of shape "
@@ -136,7 +112,7 @@ class Lengths(NamedTuple):
             )
         most = self.longest if self.rows is None else self.rows.to(length.device)
         self._check_range(length.tolist(), bool(((length < 0) | (length > most)).any()))
-        return _lengths_of(length.to(torch.int64, copy=True))
+        return lengths_of(length.to(torch.int64, copy=True))
 
     def _check_range(self, length: object, outside: bool) -> None:
         if outside:
@@ -146,53 +122,13 @@ class Lengths(NamedTuple):
             )
 
     def reordered(self, rows: Tensor) -> "Lengths":
-        return self if self.rows is None else _lengths_of(self.rows[rows.to(self.rows.device)])
+        return self if self.rows is None else lengths_of(self.rows[rows.to(self.rows.device)])
 
 
-def _lengths_of(rows: Tensor) -> Lengths:
+def lengths_of(rows: Tensor) -> Lengths:
+    """The lengths of rows, `[B]`; one number where they are equal."""
     low, high = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
     return Lengths(high, low) if low == high else Lengths(high, low, rows)
-
-
-class Contiguous(Stored):
-    """Base class of caches that hold each stream in one tensor."""
-
-    _first = 0  # the slot of the first token held
-
-    def __init__(self) -> None:
-        self._lengths = Lengths()
-        self._held: tuple[Tensor, ...] = ()
-
-    @property
-    def length(self) -> int:
-        """The number of tokens so far."""
-        return self._lengths.longest
-
-    @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the tokens, some with room for more after them."""
-        return self._held
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether rows differ in length."""
-        return self._lengths.rows is not None
-
-    def count(self, new: int) -> None:
-        """Count tokens that have been written to `buffers`, after those held."""
-        self._lengths = self._lengths.grown(new)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes stored for the tokens held."""
-        sizes = ((held.shape, held.element_size()) for held in self._held)
-        per_token = sum(shape[0] * shape[1] * shape[3] * size for shape, size in sizes)
-        return per_token * (self.length - self._first)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the buffers, which have room for more tokens."""
-        return sum(held.numel() * held.element_size() for held in self._held)
 
 
 def check_whole(name: str, value: object, least: int = 0) -> None:
@@ -281,7 +217,7 @@ def needs_gradients(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
     return any(each.requires_grad for each in (*new, *held))
 
 
-def _writable(make: Callable[[], Tensor]) -> Tensor:
+def writable(make: Callable[[], Tensor]) -> Tensor:
     """The tensor that `make` returns, made outside of inference mode so that it can be written."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
@@ -292,7 +228,7 @@ def _writable(make: Callable[[], Tensor]) -> Tensor:
 def empty_like(stream: Tensor, capacity: int) -> Tensor:
     """A buffer for `capacity` tokens, of zeros: slots that are not written yet are finite."""
     shape = (*stream.shape[:2], capacity, stream.shape[3])
-    return _writable(lambda: stream.new_zeros(shape))
+    return writable(lambda: stream.new_zeros(shape))
 
 
 def select_rows(held: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
@@ -301,7 +237,7 @@ def select_rows(held: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _select(held: Tensor, rows: Tensor) -> Tensor:
-    return _writable(lambda: held.index_select(0, rows))
+    return writable(lambda: held.index_select(0, rows))
 
 
 def write_tokens(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:

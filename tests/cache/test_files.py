@@ -1,0 +1,191 @@
+"""Files of tensors: whole or not at all, and each damaged one is refused by one kind of error."""
+
+import errno
+import json
+import os
+import struct
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import session
+from regard.cache import files
+from regard.cache.files import TensorFile, write_tensors
+
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.arange(4, dtype=torch.int32),
+    "none": torch.zeros(0, 5),
+    "one": torch.tensor(2.5, dtype=torch.bfloat16),
+}
+
+
+def read(path):
+    with TensorFile(path) as file:
+        return {name: file.read(name) for name in file.entries}
+
+
+@pytest.mark.parametrize("dtype", files.DTYPES.values(), ids=str)
+def test_every_dtype_is_written_as_safetensors_reads_it(tmp_path, dtype):
+    x = torch.arange(-6, 6).abs().to(dtype).view(1, 3, 4)
+    write_tensors(tmp_path / "a", {"k": "ü"}, {"x": x, "view": x[:, 1:, :2], "turned": x.mT})
+    for found in (load_file(tmp_path / "a"), read(tmp_path / "a")):
+        assert found["x"].dtype == dtype
+        for name, want in (("x", x), ("view", x[:, 1:, :2]), ("turned", x.mT)):
+            assert torch.equal(found[name].float(), want.float())
+
+
+def test_files_of_safetensors_are_read(tmp_path):
+    save_file(TENSORS, tmp_path / "a", {"k": "v"})
+    found = read(tmp_path / "a")
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], each) for name, each in TENSORS.items())
+
+
+def test_dtypes_without_a_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"can be saved, got torch\.bool"):
+        write_tensors(tmp_path / "a", {}, {"x": torch.tensor([True])})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_header_is_not_larger_than_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "HEADER_LIMIT", 64)
+    with pytest.raises(ValueError, match="up to 64 bytes"):
+        write_tensors(tmp_path / "a", {"long": "x" * 64}, {})
+    assert not list(tmp_path.iterdir())
+
+
+class Full:
+    """A disk on which there is room for a header alone."""
+
+    def __init__(self, file):
+        self.file, self.written = file, 0
+
+    def __enter__(self):
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.file.__exit__(*error)
+
+    def write(self, data):
+        self.written += 1
+        if self.written > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    write_tensors(tmp_path / "a", {"k": "before"}, TENSORS)
+    opened = os.fdopen
+    monkeypatch.setattr(files.os, "fdopen", lambda *args: Full(opened(*args)))
+    with pytest.raises(OSError, match="No space"):
+        write_tensors(tmp_path / "a", {"k": "after"}, TENSORS)
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    with TensorFile(tmp_path / "a") as file:
+        assert file.metadata == {"k": "before"}
+
+
+def test_places_that_cannot_be_written_raise_os_errors(tmp_path):
+    with pytest.raises(OSError):
+        write_tensors(tmp_path / "none" / "a", {}, TENSORS)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        write_tensors(tmp_path / "folder", {}, TENSORS)
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    with pytest.raises(OSError):
+        TensorFile(tmp_path / "none")
+
+
+def test_only_its_owner_can_read_a_file(tmp_path):
+    write_tensors(tmp_path / "a", {}, TENSORS)
+    assert (tmp_path / "a").stat().st_mode & 0o077 == 0
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # reading it would never end
+    for name in ("pipe", "."):
+        with pytest.raises(ValueError, match="it is a file"):
+            TensorFile(tmp_path / name)
+
+
+def written(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(**changes):
+    return {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+X = entry()["x"]
+WRONG = {
+    "a gap": (entry(data_offsets=[4, 12]), 12, "begins at byte 0"),
+    "an overlap": ({"x": X, "y": {**X, "data_offsets": [4, 12]}}, 12, "begins at byte 8"),
+    "the same bytes twice": ({"x": X, "y": X}, 8, "begins at byte 8"),
+    "more data": (entry(), 12, "fill 12 bytes, got 8"),
+    "less data": (entry(), 4, "fill 4 bytes, got 8"),
+    "a span": (entry(shape=[3]), 8, "spans 12 bytes"),
+    "a dtype": (entry(dtype="F33"), 8, "dtype of 'x' is one of"),
+    "a dtype that is none": (entry(dtype=["F32"]), 8, "dtype of 'x' is one of"),
+    "a negative size": (entry(shape=[-2]), 8, "a list of at most"),
+    "a size that is true": (entry(shape=[True, 2]), 8, "a list of at most"),
+    "a size with a fraction": (entry(shape=[2.0]), 8, "a list of at most"),
+    "sizes beyond all memory": (entry(shape=[1 << 40, 1 << 40, 0]), 8, "a list of at most"),
+    "many axes": (entry(shape=[1] * 9), 8, "a list of at most"),
+    "an offset": (entry(data_offsets=[0]), 8, "are two numbers"),
+    "an offset backwards": (entry(data_offsets=[8, 0]), 8, "spans 8 bytes"),
+    "a key more": (entry(more=1), 8, "has dtype, shape and data_offsets"),
+    "an entry that is none": ({"x": 3}, 8, "has dtype, shape and data_offsets"),
+    "metadata": ({**entry(), "__metadata__": {"a": 1}}, 8, "an object of texts"),
+    "a list": ([], 0, "its header is an object"),
+    "no JSON": (b"{", 0, "holds valid JSON"),
+    "no text": (b"\xff\xfe", 0, "holds valid JSON"),
+    "a name twice": (b'{"x": 1, "x": 1}', 0, "comes twice"),
+    "depth": (b"[" * 100_000, 0, "holds valid JSON"),
+    "commas": (b"[" + b"0," * (files.COMMAS + 1) + b"0]", 0, "commas"),
+    "a number without end": (b"1" * 10_000, 0, "holds valid JSON"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_header_that_is_wrong_is_refused(tmp_path, wrong):
+    header, nbytes, says = WRONG[wrong]
+    path = written(tmp_path / "a", header, bytes(nbytes))
+    with pytest.raises(ValueError, match=says):
+        TensorFile(path)
+
+
+@pytest.mark.parametrize("start", [b"", b"1234567", b"\xff" * 8, struct.pack("<Q", 1 << 40)])
+def test_a_start_that_is_wrong_is_refused(tmp_path, start):
+    (tmp_path / "a").write_bytes(start)
+    with pytest.raises(ValueError, match=r"at least 8 bytes|header has up to"):
+        TensorFile(tmp_path / "a")
+
+
+def test_a_file_that_shrinks_is_refused(tmp_path):
+    write_tensors(tmp_path / "a", {}, {"x": torch.zeros(1 << 20)})
+    with TensorFile(tmp_path / "a") as file:
+        os.truncate(tmp_path / "a", 1 << 20)
+        with pytest.raises(ValueError, match="'x' has 4194304 bytes"):
+            file.read("x")
+
+
+@given(data=st.data())
+@settings(max_examples=5_000 if session.LONG else 300, deadline=None)
+def test_damaged_files_are_read_or_refused_by_one_error(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("damaged") / "a"
+    write_tensors(path, {"format": "x"}, TENSORS)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(
+        content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    )
+    with suppress(ValueError):
+        read(path)

@@ -4,6 +4,7 @@ Compiled kernels, and decisions that read elements of tensors, need immediate ca
 operators that torch can trace and transform.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -75,6 +76,15 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return _UNCHANGED
+
+
+def same_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Makes contexts with the present autocast, for work that is done later."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return lambda: torch.autocast(kind, dtype, enabled)
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})

@@ -1,0 +1,368 @@
+"""A cache whose tokens lie in pages of a pool: one batch's tables over it."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from regard.cache.paging import appending, changing
+from regard.cache.paging.bookkeeping import Kind, Pages
+from regard.cache.paging.cache_files import Recorded
+from regard.cache.paging.pages import PageTable
+from regard.cache.paging.rows import Rows
+from regard.cache.paging.slabs import outlines_of
+from regard.cache.streams import (
+    Lengths,
+    Part,
+    check_rows,
+    check_streams,
+    check_whole,
+    concatenated,
+    needs_gradients,
+)
+from regard.span import Span
+from regard.tracing import is_forward_mode
+
+
+class PagedCache(Recorded):
+    """A cache whose tokens lie in pages of a pool, which other caches share.
+
+    Rows have their own tables of pages, and may differ in length. Full pages are sealed and can be
+    shared: `fork` and `reorder` share them, and copy the open page of each row. In a pool with a
+    low-bit format sealed pages are codes; the first page of a row, its open page and the tokens of
+    a chunk that is being appended are read in full precision. The design is PagedAttention's (Kwon
+    et al. 2023, arXiv:2309.06180).
+
+    Without gradients. The pages are released when the cache is garbage collected, or by `release`.
+
+    Args:
+        pool: where the pages lie.
+        window: the `size` of the layer's `SlidingWindow`; pages before it are released.
+        rollback: tokens that `truncate` may remove besides, where there is a window.
+
+    Raises:
+        ValueError: if `window` is below 1 or `rollback` negative; by `update`, if the pool has too
+            few pages left.
+
+    Examples:
+        >>> import torch
+        >>> from regard import PagedCache, PagePool
+        >>> pool = PagePool(num_pages=8, page_size=4)
+        >>> cache, k = PagedCache(pool), torch.randn(1, 2, 6, 8)
+        >>> (part,) = cache.update(k, k)
+        >>> torch.equal(part.streams[0], k), cache.length, pool.pages_in_use
+        (True, 6, 2)
+        >>> beams = cache.fork()
+        >>> beams.reorder(torch.tensor([0, 0, 0]))  # three rows: one sealed page, three open ones
+        >>> pool.pages_in_use
+        5
+    """
+
+    def __init__(self, pool: Pages, *, window: int | None = None, rollback: int = 0) -> None:
+        check_whole("rollback", rollback)
+        if window is not None:
+            check_whole("window", window, least=1)
+        if rollback < 0:
+            raise ValueError(f"rollback is 0 or more tokens, got {rollback}")
+        self.pool, self.window, self.rollback = pool, window, rollback
+        self.pieces: tuple[int, ...] | None = None  # of a joined stream, announced by a layer
+        self._kind: Kind | None = None
+        self._lengths = Lengths()
+        self._rows = Rows(self, pool)
+        self._like: tuple[Tensor, ...] = ()  # empty tensors of the streams' shapes and dtypes
+
+    @classmethod
+    def of_pages(
+        cls, pool: Pages, tables: list[PageTable], length: int, window: int | None = None
+    ) -> "PagedCache":
+        """A cache of rows with these pages, which it retains."""
+        cache = cls(pool, window=window)
+        pages = list(changing.pages_of(tables))
+        for page in pages:
+            pool.retain(page)
+        cache._rows.set(tables)
+        cache._lengths = Lengths(length, length)
+        if pages:
+            cache._kind = kind = pool.kind_with(pages[0].slab)
+            cache._like = tuple(each.empty(len(tables), 0) for each in kind.open.outlines)
+        return cache
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far."""
+        return self._lengths.longest
+
+    @property
+    def lengths(self) -> Lengths:
+        """The number of tokens of each row."""
+        return self._lengths
+
+    @property
+    def rows(self) -> list[PageTable]:
+        """The pages of each row."""
+        return self._rows.tables
+
+    @property
+    def bits(self) -> int | None:
+        """The fewest bits of the codes in sealed pages; None while there are no such pages."""
+        kind = self._kind
+        if kind is None or kind.open is kind.sealed:
+            return None
+        if not any(
+            page.slab is not kind.open for table in self._rows.tables for page in table.pages
+        ):
+            return None
+        return min(each.bits for each in kind.sealed.outlines if each.bits is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held; those of a page that rows share are counted once."""
+        return self._rows.token_bytes(self.row_lengths())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the pages, the last of which have room for more tokens."""
+        return self._rows.page_bytes
+
+    def span(self, new: int) -> Span:
+        """The slots of a call with `new` more tokens; with a window, keys begin with it."""
+        return self._lengths.span(new, self._needed(self._lengths.shortest))
+
+    def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Append `[B, G, L, W]` streams; return the keys that new tokens may attend to, in parts.
+
+        Raises:
+            ValueError: if the streams do not fit each other or those held, require gradients, or
+                the pool has too few pages left; nothing changes then.
+        """
+        added = self._check(new)
+        with self.pool.lock:
+            kind, tables = self._kind_of(new), self._tables_of(new)
+            size, start = self.pool.page_size, self._needed(self._lengths.shortest)
+            append = appending.plan(kind, size, tables, self.row_lengths(len(tables)), added)
+            self._rows.settle()
+            full = [kind.sealed for number in append.full if number is not None]
+            self.pool.reserve([*append.needed, *full])
+            parts = self._past_and(new) if self._are_returned_as_given(added) else None
+            tables = appending.with_new_pages(self.pool, tables, append)
+            appending.write(tables, append, new)
+            self._begin(kind, new)
+            self._lengths = self._lengths.grown(added)
+            if append.needed or not self._rows.tables:
+                self._rows.set(tables)
+            if parts is None:
+                parts = self._parts(start, self.length)
+            self._seal(kind, append)
+            self._release_before_window()
+            return parts
+
+    def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """The result of `update`, in new tensors, without changing the cache."""
+        added = self._check(new)
+        with self.pool.lock:
+            if self._lengths.rows is not None:
+                return self._joined_with(new)
+            given = tuple(each.clone() for each in new)
+            return self._past_and(given) if added or not self.length else self._past()
+
+    def truncate(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens, or `[B]` lengths; pages after them are released.
+
+        Raises:
+            ValueError: if it is negative, more than is held, the pages of a window before it were
+                released, or a shared page must be copied and the pool is full.
+        """
+        self._check_usable()
+        with self.pool.lock:
+            lengths = self._lengths.truncated(length, self._like)
+            self._check_window(length, lengths)
+            self._rows.settle()
+            rows = _numbers(lengths, len(self._rows.tables))
+            if self._rows.tables:
+                assert self._kind is not None
+                self._rows.set(changing.cut(self.pool, self._kind, self._rows.tables, rows))
+            self._lengths = lengths
+
+    def can_truncate(self, length: int | Tensor) -> bool:
+        """Whether `truncate(length)` is possible, but for room in the pool."""
+        try:
+            self._check_usable()
+            self._check_window(length, self._lengths.truncated(length, self._like))
+        except ValueError:
+            return False
+        return True
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, `[N]` integers, in this order; repeated rows share full pages.
+
+        Raises:
+            ValueError: if they are not rows that are held, or the pool has too few pages left.
+        """
+        self._check_usable()
+        with self.pool.lock:
+            check_rows(rows, self._like)
+            self._rows.settle()
+            if self._like:
+                self._rows.set(changing.chosen(self.pool, self._rows.tables, rows.tolist()))
+                self._like = tuple(
+                    each.new_empty(len(rows), *each.shape[1:]) for each in self._like
+                )
+            self._lengths = self._lengths.reordered(rows)
+
+    def fork(self) -> "PagedCache":
+        """A copy that goes on by itself: sealed pages are shared, open ones copied.
+
+        Raises:
+            ValueError: if the pool has too few pages left.
+        """
+        self._check_usable()
+        with self.pool.lock:
+            tables = changing.forked(self.pool, self._rows.tables)
+            return self._with(tables)
+
+    def release(self) -> None:
+        """Release the pages; the cache cannot be used after it.
+
+        Raises:
+            ValueError: if it was released before.
+        """
+        self._check_usable()
+        with self.pool.lock:
+            self._rows.release()
+            self._lengths, self._like = Lengths(), ()
+
+    def snapshot(self) -> object:
+        """The present state."""
+        tables = [table.copied() for table in self._rows.tables]
+        return tables, self._kind, self._lengths, self._like
+
+    def restore(self, snapshot: object) -> None:
+        """Undo the updates since `snapshot` was called; nothing else may have happened."""
+        assert isinstance(snapshot, tuple)
+        before, self._kind, self._lengths, self._like = snapshot
+        with self.pool.lock:
+            self._rows.go_back(before)
+            for table, length in zip(before, self.row_lengths(), strict=True):
+                if length % self.pool.page_size and table.pages:
+                    table.pages[-1].sealed = False
+
+    def __copy__(self) -> "PagedCache":
+        return self.fork()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a PagedCache cannot be pickled, because its memory is its pool's; give "
+            "cache.save(path, weights=...), and load it into PagedCache(pool)"
+        )
+
+    # ---- parts ----
+
+    def _are_returned_as_given(self, added: int) -> bool:
+        """Whether the new tokens are a part of their own: several, in rows of one length."""
+        return added > 1 and self._lengths.rows is None
+
+    def _past_and(self, new: Sequence[Tensor]) -> tuple[Part, ...]:
+        """The tokens held, and the new ones as they were given."""
+        stop = self.length + new[0].shape[2]
+        past = self._past() if self.length else ()
+        return (*past, Part(self.length, stop, tuple(each.detach() for each in new)))
+
+    def _past(self) -> tuple[Part, ...]:
+        return self._parts(self._needed(self.length), self.length)
+
+    def _parts(self, start: int, stop: int) -> tuple[Part, ...]:
+        return self._rows.parts(start, stop, self._like)
+
+    def _joined_with(self, new: Sequence[Tensor]) -> tuple[Part, ...]:
+        """Rows of several lengths and their new tokens, in new tensors."""
+        start, lengths = self._needed(self._lengths.shortest), self._lengths
+        parts = self._parts(start, self.length)
+        held = [
+            torch.cat(each, 2) for each in zip(*(tuple(p.streams[:]) for p in parts), strict=True)
+        ]
+        assert lengths.rows is not None
+        later = Lengths(lengths.longest - start, lengths.shortest - start, lengths.rows - start)
+        whole = concatenated(held, new, later)
+        return (Part(start, start + whole[0].shape[2], whole),)
+
+    # ---- state ----
+
+    def _check(self, new: Sequence[Tensor]) -> int:
+        self._check_usable()
+        added = check_streams(new, self._like)
+        if needs_gradients(new, ()) or is_forward_mode():
+            raise ValueError(
+                "PagedCache writes in place, so that gradients do not flow; use KVCache(), or "
+                "torch.no_grad()"
+            )
+        return added
+
+    def _check_usable(self) -> None:
+        if self._rows.are_released:
+            raise ValueError("this PagedCache was released; make a new one over its pool")
+
+    def _check_window(self, length: object, lengths: Lengths) -> None:
+        """Raise unless the windows of the next tokens are held."""
+        if self.window is not None:
+            stops = _numbers(lengths, len(self.rows))
+            self._rows.check_window(length, stops, self.window, self.length)
+
+    def _kind_of(self, new: Sequence[Tensor]) -> Kind:
+        if self._kind is not None:
+            return self._kind
+        return self.pool.kind_of(outlines_of(new, self.pool.format, self.pieces))
+
+    def _tables_of(self, new: Sequence[Tensor]) -> list[PageTable]:
+        return self._rows.tables or [PageTable() for _ in range(new[0].shape[0])]
+
+    def _begin(self, kind: Kind, new: Sequence[Tensor]) -> None:
+        if not self._like:
+            self._kind = kind
+            self._like = tuple(each.empty(len(new[0]), 0) for each in kind.open.outlines)
+
+    def _seal(self, kind: Kind, append: appending.Append) -> None:
+        """Full pages are sealed, in a pool of codes by storing them as such."""
+        size = self.pool.page_size
+        if any(number is not None for number in append.full):
+            self._rows.retire(appending.seal(self.pool, kind, self._rows.tables, append))
+        for table, length in zip(self._rows.tables, append.lengths, strict=True):
+            for number in range(length // size, (length + append.added) // size):
+                page = table.at(number)
+                assert page is not None
+                page.sealed = True
+
+    def _release_before_window(self) -> None:
+        if self.window is None:
+            return
+        behind, size = self.window - 1 + self.rollback, self.pool.page_size
+        self._rows.retire_before([max(0, each - behind) // size for each in self.row_lengths()])
+
+    def _needed(self, length: int) -> int:
+        """The oldest slot that the token after `length` tokens may attend to."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def row_lengths(self, count: int | None = None) -> list[int]:
+        """The number of tokens of each row; `count` rows of a cache that has none yet."""
+        return _numbers(self._lengths, len(self._rows.tables) if count is None else count)
+
+    def _with(self, tables: list[PageTable]) -> "PagedCache":
+        """A cache with this one's state and other tables, whose pages are retained already."""
+        new = PagedCache(self.pool, window=self.window, rollback=self.rollback)
+        new._rows.set(tables)
+        new.pieces, new._kind = self.pieces, self._kind
+        new._lengths, new._like = self._lengths, self._like
+        return new
+
+    def __repr__(self) -> str:
+        window = "" if self.window is None else f", window={self.window}"
+        rollback = f", rollback={self.rollback}" if self.rollback else ""
+        return f"PagedCache({self.pool!r}{window}{rollback})"
+
+
+def _numbers(lengths: Lengths, rows: int) -> list[int]:
+    """The length of each row."""
+    if lengths.rows is None:
+        return [lengths.longest] * rows
+    numbers: list[Any] = lengths.rows.tolist()
+    return numbers

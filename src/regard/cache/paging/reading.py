@@ -1,0 +1,140 @@
+"""Streams whose tokens lie in pages: found through a table, and gathered where they are indexed.
+
+Consecutive pages are a plain view of the memory; pages elsewhere are copied side by side. Rows that
+share their pages have one table, expanded: these pages are copied once, and the copy is expanded.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from regard.cache.codes import QuantizedStream
+
+Values = Tensor | QuantizedStream  # of a stream
+
+
+class PagedStream(NamedTuple):
+    """A stream `[B, G, length, W]` in pages of a slab."""
+
+    slab: Values  # [1, G, pages x page_size, W], contiguous; page i is the i-th run of tokens
+    table: Int64[Tensor, "B n"]  # the pages of each row, in order, on the CPU
+    page_size: int  # tokens of a page
+    start: int  # tokens of the first page that are left out
+    length: int  # tokens
+    device: torch.device | None = None  # where it is read; None: where the slab is
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all of several rows read the same pages, because the table is one row's."""
+        return self.table.shape[0] > 1 and self.table.stride(0) == 0
+
+    @property
+    def outline(self) -> Tensor:
+        """A tensor of the shape and dtype of the values, which are all zero."""
+        slab = self.slab
+        like = slab if isinstance(slab, Tensor) else slab.scales
+        width = slab.shape[-1] if isinstance(slab, Tensor) else slab.width
+        device = self.device or like.device
+        row = like.new_zeros(width, dtype=slab.dtype, device=device)  # columns side by side
+        return row.expand(self.table.shape[0], like.shape[1], self.length, width)
+
+    def narrow(self, start: int, size: int) -> "PagedStream":
+        """The tokens `start..start + size`."""
+        if not size:
+            return self._replace(table=self.table[:, :0], start=0, length=0)
+        pages, start = divmod(self.start + start, self.page_size)
+        table = self.table.narrow(1, pages, -(-(start + size) // self.page_size))
+        return self._replace(table=table, start=start, length=size)
+
+    def rows(self, start: int, size: int) -> "PagedStream":
+        """The rows `start..start + size` of the batch."""
+        return self._replace(table=self.table.narrow(0, start, size))
+
+    def expanded(self, batch: int) -> "PagedStream":
+        """One row as the pages of so many rows."""
+        return self._replace(table=self.table.expand(batch, -1))
+
+    def viewed(self) -> Values | None:
+        """The stream as a view of the slab, without a copy; None unless it is read where it is, the
+        pages of each row are consecutive, and the rows equally far apart."""
+        if self.device is not None:
+            return None
+        table = self.table[:1] if self.is_shared else self.table
+        if not table.numel() or bool((table.diff(dim=1) != 1).any()):
+            return None
+        step = pages_apart(table[:, 0])
+        if step is None:
+            return None
+        first = int(table[0, 0]) * self.page_size + self.start
+
+        def view(x: Tensor) -> Tensor:
+            rows = x.narrow(2, first, self.length)
+            across = step * self.page_size * x.stride(2), *x.stride()[1:]
+            return rows.as_strided((self.table.shape[0], *rows.shape[1:]), across)
+
+        return _each(self.slab, view)
+
+    def copied(self) -> Values:
+        """The stream in new tensors, as it is stored; of shared pages, one copy, expanded."""
+        table = self.table[:1] if self.is_shared else self.table
+        found = _each(self.slab, lambda x: self._selected(x, table).to(self.device))
+        if table.shape[0] == self.table.shape[0]:
+            return found
+        return _each(found, lambda x: x.expand(self.table.shape[0], -1, -1, -1))
+
+    def gathered(self) -> Tensor:
+        """The values, in a new tensor."""
+        found = self.copied()
+        if isinstance(found, Tensor):
+            return found
+        if not self.is_shared:
+            return found.dequantized()
+        one = _each(found, lambda x: x[:1])
+        assert isinstance(one, QuantizedStream)
+        return one.dequantized().expand(self.table.shape[0], -1, -1, -1)
+
+    def _selected(self, x: Tensor, table: Tensor) -> Tensor:
+        """The tokens of one tensor of the slab; whole pages are copied."""
+        _, heads, tokens, width = x.shape
+        pages = tokens // self.page_size
+        head = torch.arange(heads, device="cpu")[:, None] * pages
+        at = (table[:, None] + head).flatten().to(x.device)
+        memory = x.view(heads * pages, self.page_size * width)
+        shape = table.shape[0], heads, table.shape[1] * self.page_size, width
+        return memory.index_select(0, at).view(shape).narrow(2, self.start, self.length)
+
+
+def pages_apart(column: Int64[Tensor, " B"]) -> int | None:
+    """From the page of one row to that of the next; None if rows are not equally far apart."""
+    steps = set(column.diff().tolist()) or {0}
+    step = steps.pop()
+    return None if steps or step < 0 else step
+
+
+def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
+    """The tensors of a stream changed: itself, or its codes and scales."""
+    if isinstance(values, Tensor):
+        return change(values)
+    return values._replace(codes=change(values.codes), scales=change(values.scales))
+
+
+class PagedStreams(Sequence[Tensor]):
+    """The streams of a part in pages. Indexing gathers; backends may read `stored`."""
+
+    def __init__(self, stored: Sequence[PagedStream]) -> None:
+        self.stored = tuple(stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return tuple(each.gathered() for each in self.stored[index])
+        return self.stored[index].gathered()
+
+    def narrow(self, start: int, size: int) -> "PagedStreams":
+        """The tokens `start..start + size` of each stream."""
+        return PagedStreams([each.narrow(start, size) for each in self.stored])

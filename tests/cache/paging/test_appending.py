@@ -1,0 +1,62 @@
+"""Which pages an append needs, in a plain pool and in one of codes."""
+
+import pytest
+import torch
+
+from regard.cache.paging import appending
+from regard.cache.paging.pages import PageTable
+from regard.cache.paging.pool import PagePool
+from regard.cache.paging.slabs import outlines_of
+
+X = torch.randn(1, 2, 40, 8)
+
+
+def kind_of(pool):
+    return pool.kind_of(outlines_of((X,), pool.format, None))
+
+
+def appended(pool, table, length, new):
+    kind = kind_of(pool)
+    append = appending.plan(kind, pool.page_size, [table], [length], new.shape[2])
+    pool.reserve([*append.needed, *[kind.sealed for number in append.full if number is not None]])
+    (table,) = appending.with_new_pages(pool, [table], append)
+    appending.write([table], append, [new])
+    for page in appending.seal(pool, kind, [table], append):
+        pool.release(page)
+    return table
+
+
+@pytest.mark.parametrize("form", ["plain", "K8V8"])
+@pytest.mark.parametrize("chunks", [[40], [1] * 40, [3, 9, 1, 27], [8, 8, 8, 16], [0, 40, 0]])
+def test_tokens_are_where_the_table_says(form, chunks):
+    pool, table, length = PagePool(20, 4, format=form), PageTable(), 0
+    for chunk in chunks:
+        table = appended(pool, table, length, X[:, :, length : length + chunk])
+        length += chunk
+    assert len(table.pages) == 10
+    found = [p.slab.read(torch.arange(p.start, p.start + 4))[0] for p in table.pages]
+    bound = 0 if form == "plain" else 0.05
+    assert (torch.cat(found, 1) - X[0]).abs().max() <= bound
+
+
+def test_in_a_pool_of_codes_the_first_and_the_last_page_are_in_full_precision():
+    pool = PagePool(20, 4, format="K4V4")
+    table = appended(pool, PageTable(), 0, X[:, :, :14])
+    assert [page.slab.sealed for page in table.pages] == [False, True, True, False]
+    table = appended(pool, table, 14, X[:, :, 14:17])
+    assert [page.slab.sealed for page in table.pages] == [False, True, True, True, False]
+
+
+def test_the_free_slots_of_an_open_page_are_zero():
+    pool = PagePool(20, 4)
+    other = appended(pool, PageTable(), 0, X[:, :, :16])
+    place = other.pages[0].index
+    for page in other.pages[:2]:
+        page.slab.put(page.start, [torch.full((2, 4, 8), torch.nan)])
+        pool.release(page)
+    for length in (1, 2):
+        table = appended(pool, PageTable(), 0, X[:, :, :length])
+        (page,) = table.pages
+        assert page.index in (place, place + 1)
+        rest = torch.arange(page.start + length, page.start + 4)
+        assert (page.slab.read(rest)[0] == 0).all()

@@ -1,0 +1,88 @@
+"""Tables that are cut, chosen and forked: references, copies, and the pool when it is full."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from regard import PagedCache, PagePool
+from regard.cache.paging.changing import pages_of
+
+X = torch.randn(3, 2, 20, 8)
+
+
+def filled(num_pages=40, rows=1, tokens=10, form="plain"):
+    pool = PagePool(num_pages, 4, format=form)
+    cache = PagedCache(pool)
+    cache.update(X[:rows, :, :tokens], X[:rows, :, :tokens])
+    return pool, cache
+
+
+def counted(*caches):
+    return Counter(page for cache in caches for page in pages_of(cache.rows))
+
+
+def check_references(*caches):
+    for page, count in counted(*caches).items():
+        assert page.references == count
+
+
+def test_a_fork_shares_sealed_pages_and_copies_the_open_one():
+    pool, cache = filled()
+    fork = cache.fork()
+    (mine,), (its,) = cache.rows, fork.rows
+    assert mine.pages[:2] == its.pages[:2] and mine.pages[2] is not its.pages[2]
+    assert pool.pages_in_use == 4
+    check_references(cache, fork)
+
+
+def test_cutting_a_shared_page_copies_it():
+    pool, cache = filled()
+    fork = cache.fork()
+    fork.truncate(6)
+    fork.update(-X[:1, :, :3], -X[:1, :, :3])
+    assert torch.equal(cache.peek(X[:1, :, :0], X[:1, :, :0])[0].streams[0], X[:1, :, :10])
+    assert pool.pages_in_use == 3 + 2
+    check_references(cache, fork)
+
+
+def test_cutting_a_private_page_takes_none():
+    pool, cache = filled(num_pages=3)
+    cache.truncate(6)
+    assert pool.pages_in_use == 2 and not cache.rows[0].pages[-1].sealed
+    cache.truncate(0)
+    assert pool.pages_in_use == 0
+
+
+def test_a_full_pool_lets_a_cut_use_the_pages_that_it_frees():
+    pool, cache = filled(num_pages=4)
+    fork = cache.fork()
+    assert pool.pages_in_use == 4
+    fork.truncate(6)
+    assert pool.pages_in_use == 4
+    check_references(cache, fork)
+
+
+@pytest.mark.parametrize("form", ["plain", "K8V8"])
+def test_what_the_pool_has_no_room_for_changes_nothing(form):
+    pool, cache = filled(num_pages=3, form=form)
+    tables, before = [table.copied() for table in cache.rows], pool.nbytes
+    for operation in (
+        cache.fork,
+        lambda: cache.reorder(torch.tensor([0, 0])),
+        lambda: cache.update(X[:1, :, :3], X[:1, :, :3]),
+    ):
+        with pytest.raises(ValueError, match="num_pages=3"):
+            operation()
+        assert cache.rows == tables and cache.length == 10 and pool.nbytes == before
+    check_references(cache)
+
+
+def test_repeated_rows_share_full_pages_and_dropped_ones_are_freed():
+    pool, cache = filled(rows=3)
+    cache.reorder(torch.tensor([2, 0, 2]))
+    assert pool.pages_in_use == 2 * 2 + 3
+    parts = cache.peek(X[:, :, :0], X[:, :, :0])
+    values = torch.cat([part.streams[0] for part in parts], 2)
+    assert torch.equal(values, X[[2, 0, 2], :, :10])
+    check_references(cache)

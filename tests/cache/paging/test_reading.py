@@ -1,0 +1,142 @@
+"""Streams in pages: gathered, viewed and narrowed as their tokens, one at a time, lie in a slab."""
+
+import random
+
+import pytest
+import torch
+
+from paged import coded, in_pages, part_of
+from regard import Part
+from regard.cache.codes import QuantizedStream
+from regard.cache.paging.reading import PagedStream
+
+RNG = random.Random(7)
+
+
+def streams(batch=2, heads=2, length=11, width=4):
+    torch.manual_seed(3)
+    return torch.randn(batch, heads, length, width), torch.randn(batch, heads, length, width + 1)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_indexing_gathers_the_tokens_in_their_order(batch, scattered, start):
+    k, v = streams(batch)
+    paged = in_pages((k, v), RNG, scattered=scattered, start=start)
+    assert len(paged) == 2
+    assert torch.equal(paged[0], k)
+    assert torch.equal(paged[1], v)
+    assert all(torch.equal(a, b) for a, b in zip(paged[:], (k, v), strict=True))
+    assert [x.shape for x in paged] == [k.shape, v.shape]
+
+
+@pytest.mark.parametrize(("first", "size"), [(0, 11), (0, 1), (1, 4), (2, 3), (5, 6), (10, 1)])
+def test_narrowing_leaves_a_range_of_tokens(first, size):
+    k, v = streams()
+    paged = in_pages((k, v), RNG, start=1).narrow(first, size)
+    assert torch.equal(paged[0], k[:, :, first : first + size])
+    pages = paged.stored[0].table.shape[1]
+    assert pages == (1 + first + size - 1) // 3 - (1 + first) // 3 + 1
+    again = paged.narrow(0, 1)
+    assert torch.equal(again[1], v[:, :, first : first + 1])
+
+
+def test_a_range_may_be_empty():
+    k, v = streams()
+    nothing = in_pages((k, v), RNG, start=2).narrow(11, 0)
+    assert nothing[0].shape == (2, 2, 0, 4)
+    assert nothing.stored[0].viewed() is None
+    assert nothing.narrow(0, 0)[1].shape == (2, 2, 0, 5)
+
+
+def test_consecutive_pages_are_views():
+    k, v = streams()
+    for each, values in zip(in_pages((k, v), RNG, scattered=False).stored, (k, v), strict=True):
+        view = each.viewed()
+        assert torch.equal(view, values)
+        assert view.untyped_storage().data_ptr() == each.slab.untyped_storage().data_ptr()
+
+
+def test_rows_with_pages_in_turn_are_views_of_single_pages():
+    k, _ = streams()
+    (each,) = in_pages((k,), RNG, start=0).stored
+    alternating = torch.tensor([[0, 2], [1, 3]])
+    slab = torch.randn(1, 2, 12, 4)
+    turns = PagedStream(slab, alternating, 3, 0, 6)
+    assert turns.viewed() is None  # the pages of a row are two apart
+    page = turns.narrow(3, 3)
+    assert torch.equal(page.viewed(), torch.cat([slab[:, :, 6:9], slab[:, :, 9:12]]))
+    uneven = torch.tensor([[0], [1], [3]])
+    assert turns._replace(table=uneven, length=3).viewed() is None
+    assert each.narrow(0, 3)._replace(table=torch.tensor([[3], [1]])).viewed() is None
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_shared_pages_are_read_once_and_expanded(scattered):
+    k, v = (each[:1].expand(3, -1, -1, -1) for each in streams(1))
+    paged = in_pages((k, v), RNG, scattered=scattered, shared=True)
+    for each, values in zip(paged.stored, (k, v), strict=True):
+        assert each.is_shared
+        assert torch.equal(each.gathered(), values)
+        assert each.gathered().stride(0) == 0
+        assert (each.viewed() is None) == scattered
+        assert scattered or each.viewed().stride(0) == 0
+        one = each.rows(1, 1)
+        assert not one.is_shared
+        assert torch.equal(one.gathered(), values[:1])
+        assert torch.equal(one.expanded(2).gathered(), values[:2])
+    assert not in_pages((k, v), RNG).stored[0].is_shared
+    assert not in_pages((k[:1],), RNG, shared=True).stored[0].is_shared
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_codes_are_copied_as_they_are_stored(scattered, shared):
+    k, v = streams(2, width=16)
+    k, v = (x[:1].expand(2, -1, -1, -1) if shared else x for x in (k, v))
+    plain = in_pages((k, v), RNG, scattered=scattered, shared=shared)
+    paged = coded(plain, (8, 4), ((16,), (16,)))
+    for each, values in zip(paged.stored, plain, strict=True):
+        copy = each.copied()
+        assert isinstance(copy, QuantizedStream)
+        assert torch.equal(copy.dequantized(), each.gathered())
+        assert (each.gathered() - values).abs().max() < (0.03 if copy.bits == 8 else 0.4)
+        assert (copy.codes.stride(0) == 0) == shared
+        view = each.viewed()
+        assert (view is None) == scattered
+        assert view is None or torch.equal(view.codes, copy.codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
+def test_outlines_have_the_shapes_and_dtypes_without_a_copy(dtype):
+    k, v = ((100 * each).to(dtype) for each in streams())
+    part = part_of(in_pages((k, v), RNG), kv_start=5)
+    for outline, each in zip(part.outlines, (k, v), strict=True):
+        assert (outline.shape, outline.dtype) == (each.shape, dtype)
+        assert outline.untyped_storage().nbytes() == each.shape[-1] * dtype.itemsize
+        assert outline.stride(-1) == 1  # its first columns are a view of its memory: `begins_with`
+
+
+def test_a_part_in_pages_says_so():
+    k, v = streams(width=16)
+    paged = in_pages((k, v), RNG)
+    part = part_of(paged, kv_start=4)
+    assert part.paged == paged.stored
+    assert (part.quantized, part.bits) == (None, None)
+    assert Part(0, 11, (k, v)).paged is None
+    narrow = part.narrow(6, 9)
+    assert (narrow.kv_start, narrow.kv_stop) == (6, 9)
+    assert torch.equal(narrow.streams[0], k[:, :, 2:5])
+    codes = part_of(coded(paged, (8, 4), ((), ())))
+    assert codes.bits == 4  # the fewest
+    assert codes.outlines[0].dtype == torch.float32
+    assert codes.outlines[1].shape == v.shape
+
+
+def test_another_default_device_changes_nothing():
+    k, v = streams()
+    paged = in_pages((k, v), RNG)
+    with torch.device("meta"):
+        assert torch.equal(paged[0], k)
+        assert torch.equal(paged.narrow(2, 4)[1], v[:, :, 2:6])

@@ -5,6 +5,7 @@ import torch
 
 from regard import Causal, Padding, SlidingWindow, Span, explain, prepare
 from regard.ops.backends import BACKENDS, tiled
+from regard.ops.choose import objection_of, seconds_of
 
 HALF_PREFILL = "tiled" if tiled._machine_objection() is None else "sdpa"
 
@@ -77,3 +78,13 @@ def test_only_visible_keys_are_read():
     made = call(mask=Causal() & Padding.from_lengths([4096]), span=Span(9, 10, 0, 4096))
     assert (made.span.kv_start, made.span.kv_stop) == (0, 10)
     assert "10 are read" in explain(made)
+
+
+def test_the_copy_of_parts_that_cannot_be_merged_is_estimated():
+    """The keys of a decoding step would take `sdpa` longer to copy than to read."""
+    with torch.no_grad():
+        whole, parted = (call(64, mask=Causal(), in_parts=each).call for each in (False, True))
+    for name, backend in BACKENDS.items():
+        if objection_of(whole, name) is None:
+            more = seconds_of(parted, backend) - seconds_of(whole, backend)
+            assert (more > 0) == (backend.partial is None)

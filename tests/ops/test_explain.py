@@ -1,5 +1,7 @@
 """What a call runs on, said in lines; and the weights that it has."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -83,3 +85,23 @@ def test_weights_of_what_is_not_there_are_refused(wrong):
     q = torch.randn(1, 4, 5, 8)
     with pytest.raises(IndexError, match="is not among the"):
         attention_weights(q, q, **wrong)
+
+
+def test_it_says_how_keys_in_several_parts_are_read():
+    q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16)
+
+    def said(backend, **options):
+        lines = explain(prepare(q, k, k, backend=backend, in_parts=True, **options)).splitlines()
+        (line,) = (line for line in lines if line.startswith("parts "))
+        return line[9:]
+
+    assert said("sdpa") == ("copied side by side before they are read: sdpa gives no log-sum-exp")
+    assert said("eager", dropout=0.1) == (
+        "copied side by side before they are read: dropout needs all of them"
+    )
+    assert said("grouped") == (
+        "read one at a time and merged; pages are copied, 1,024 tokens at a time"
+    )
+    if find_spec("numba"):
+        assert said("fused") == "read one at a time and merged; pages are read as they lie"
+    assert "parts " not in explain(q, k, k)

@@ -188,6 +188,7 @@ def prepare(
     partial: bool = False,
     bits: int | None = None,
     step: bool = False,
+    in_parts: bool = False,
 ) -> Prepared:
     """Check and describe a call, and choose its backend. Computes nothing.
 
@@ -210,6 +211,8 @@ def prepare(
         bits: of the codes that the keys and values of the parts are stored as; None for values.
         step: whether this is a decoding step of a layer, which a compiled kernel can run together
             with the rotation and the cache; the estimates then leave out what starting it costs.
+        in_parts: whether the keys may lie in several parts, as those of a cache in pages do; the
+            estimates then count the copy of a backend that reads them as one.
 
     Raises:
         TypeError, ValueError: as `attend`.
@@ -223,7 +226,8 @@ def prepare(
         torch.Size([1, 2, 3, 8])
     """
     check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
-    options = span is None, scale, softcap, dropout, backend, precision, partial, bits, step
+    rest = backend, precision, partial, bits, step, in_parts
+    options = span is None, scale, softcap, dropout, rest
     facts = facts_of(q, k, v, mask, score_bias, sinks, *options)
     if (before := described_before(facts, span, backend, partial=partial)) is not None:
         return before
@@ -259,6 +263,7 @@ def prepare(
         joined=begins_with(k, v),
         bits=bits,
         step=step,
+        in_parts=in_parts,
     )
     name = choose(call, backend, partial=partial)
     return memoise(facts, Prepared(call, name, BACKENDS[name]))

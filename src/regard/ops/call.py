@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.cache import Part
 from regard.cache.codes import QuantizedStream
+from regard.cache.paging.reading import PagedStream
 from regard.constants import accumulating_dtype
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.bias import ScoreBias
@@ -17,6 +18,7 @@ from regard.ops.partial import Partial
 from regard.tracing import is_immediate
 
 Streams = Sequence[QuantizedStream | Tensor]  # of a part, as they are stored
+Pages = Sequence[PagedStream]  # of a part, as they are stored
 
 
 class Backend(NamedTuple):
@@ -30,6 +32,10 @@ class Backend(NamedTuple):
             log-sum-exp. Keys in several parts are then concatenated before it runs.
         quantized: `run` on quantised keys and values; None where they are dequantised first.
         quantized_partial: `partial` on them.
+        paged: `run` on keys and values in pages, found through a table; None where they are
+            gathered first.
+        paged_partial: `partial` on them.
+        reads_pages: whether it can read these pages; others are gathered first.
         any_length: whether it objects to no length, so that an exported program may contain it.
         note: a sentence on the precision that it gives up for a call, if it gives up any.
         step: rotates, appends to the buffers of a cache and attends, for one new token; None where
@@ -42,6 +48,9 @@ class Backend(NamedTuple):
     partial: "Callable[[Call, Tensor, Tensor, Tensor], Partial] | None" = None
     quantized: "Callable[[Call, Tensor, Streams], Tensor] | None" = None
     quantized_partial: "Callable[[Call, Tensor, Streams], Partial] | None" = None
+    paged: "Callable[[Call, Tensor, Pages], Tensor] | None" = None
+    paged_partial: "Callable[[Call, Tensor, Pages], Partial] | None" = None
+    reads_pages: "Callable[[Pages], bool] | None" = None
     any_length: bool = True
     note: "Callable[[Call], str | None] | None" = None
     step: "Callable[..., Tensor] | None" = None
@@ -74,8 +83,10 @@ class Call:
             transformed or differentiated in forward mode.
         joined: whether keys and values are one stream, the first `v_head_dim` columns of the keys
             being the values.
-        bits: of the codes that keys and values are stored as; None where they are values.
+        bits: of the codes that keys and values are stored as, the fewest where these differ; None
+            where they are values.
         step: whether this is a decoding step of a layer, as for `prepare`.
+        in_parts: whether the keys may lie in several parts, as those of a cache in pages do.
 
     Examples:
         >>> import torch
@@ -108,6 +119,7 @@ class Call:
     joined: bool = False
     bits: int | None = None
     step: bool = False
+    in_parts: bool = False
 
     @property
     def num_queries(self) -> int:

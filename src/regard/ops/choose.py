@@ -19,6 +19,7 @@ _PASSES = 5  # passes over all their elements while they do
 _shape_of = attrgetter(
     "batch", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device",
     "num_queries", "softcap", "dropout", "precision", "needs_grad", "joined", "bits", "step",
+    "in_parts",
 )  # fmt: skip
 
 
@@ -71,11 +72,14 @@ def _cheapest(call: Call, *, partial: bool) -> str:
 
 
 def seconds_of(call: Call, backend: Backend) -> float:
-    """The time that a backend is expected to take; codes that it cannot read are dequantised."""
+    """The time that a backend is expected to take; codes that it cannot read are dequantised, and
+    parts that it cannot merge are copied side by side."""
     seconds = backend.estimate(call)
+    elements = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)
+    if call.in_parts and backend.partial is None:
+        seconds += 2 * elements / SPEED.elements
     if call.bits is None or backend.quantized is not None:
         return seconds
-    elements = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)
     return seconds + _OPERATORS * SPEED.call + _PASSES * elements / SPEED.elements
 
 

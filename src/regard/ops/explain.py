@@ -19,7 +19,8 @@ from regard.ops.call import Call, is_everything
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.definition import scores, softmax
 from regard.ops.devices import rates_note
-from regard.ops.prepared import Prepared, concatenated, visible_parts
+from regard.ops.parts import concatenated, reading_of, visible_parts
+from regard.ops.prepared import Prepared
 from regard.tracing import without_autocast
 from regard.words import counted
 
@@ -96,6 +97,7 @@ class Explanation:
         backends: a verdict of each.
         note: what the backend that runs has to say.
         rates: what the estimates rest on; None on a CPU.
+        parts: how keys in several parts are read; None if they lie in one.
     """
 
     batch: int
@@ -115,6 +117,7 @@ class Explanation:
     backends: tuple[Verdict, ...]
     note: str | None
     rates: str | None
+    parts: str | None = None
 
     def __str__(self) -> str:
         queries = counted(self.queries, "query", "queries")
@@ -127,6 +130,8 @@ class Explanation:
         if (read := self.kv_stop - self.kv_start) != self.keys:
             slots = f"slots {self.kv_start}..{self.kv_stop - 1}"
             lines.append(f"keys     {read:,} are read: {slots}")
+        if self.parts:
+            lines.append(f"parts    {self.parts}")
         for each in self.backends:
             runs = "runs, " if each.name == self.runs else ""
             lines.append(f"{each.name:<8} {runs}{each}")
@@ -165,6 +170,7 @@ def explanation(prepared: Prepared) -> Explanation:
         backends=tuple(_verdict(call, name) for name in BACKENDS),
         note=None if note is None else note(call),
         rates=rates_note(call.device),
+        parts=reading_of(call, prepared.name, prepared.backend) if call.in_parts else None,
     )
 
 
@@ -310,7 +316,7 @@ def weights_of(
 ) -> Float[Tensor, "B H L S"]:
     """The weights of a prepared call over all the keys of its rectangle, hidden ones 0."""
     whole = prepared.call.whole
-    part = concatenated(visible_parts(prepared.call, parts))
+    part = concatenated(visible_parts(prepared.span, parts))
     call = prepared.call.over(part)
     k, _ = call.keys_and_values(part)
     k, _ = without_hidden(call, k, k)

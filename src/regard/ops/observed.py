@@ -113,5 +113,7 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
         partial=counted(backend.partial),
         quantized=counted(backend.quantized),
         quantized_partial=counted(backend.quantized_partial),
+        paged=counted(backend.paged),
+        paged_partial=counted(backend.paged_partial),
         step=counted(backend.step),
     )

@@ -1,7 +1,7 @@
 """A call with the backend chosen for it, run on keys that lie in one or several parts."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,12 @@ from regard.cache import Part
 from regard.masks import Mask, Span
 from regard.ops.call import Backend, Call
 from regard.ops.partial import Partial, merge
+from regard.ops.parts import concatenated, in_one, readable, reads_in_parts, visible_parts
+from regard.ops.shared_rows import folded, rows_at_once, unfolded
+from regard.ops.stored import partial_of, run_of
 from regard.tracing import without_autocast
+
+_MERGED = 16  # partial results merged at a time: each takes the memory of an output
 
 
 class Prepared(NamedTuple):
@@ -62,67 +67,65 @@ class Prepared(NamedTuple):
                 values.
         """
         with without_autocast(self.call.device):
-            return self._run(q, visible_parts(self.call, parts))
+            return self._run(q, visible_parts(self.span, parts))
 
     def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         """As `run`, with the log-sum-exp, to be merged with attention over other keys."""
         with without_autocast(self.call.device):
-            return self._partial(q, visible_parts(self.call, parts))
+            return self._partial(q, visible_parts(self.span, parts))
 
-    def _run(self, q: Float[Tensor, "B H L D"], parts: list[Part]) -> Float[Tensor, "B H L Dv"]:
-        if len(parts) > 1 and (self.backend.partial is None or self.call.dropout):
-            parts = [concatenated(parts)]
-        if len(parts) > 1:
-            return self._partial(q, parts).out.to(self.call.dtype)
-        (part,) = parts
+    def _run(self, q: Float[Tensor, "B H L D"], parts: Iterator[Part]) -> Float[Tensor, "B H L Dv"]:
+        read, call = self._read(parts), self.call
+        first, second = next(read), next(read, None)
+        if second is None:
+            return self._attended(q, first)
+        return self._partial(q, chain((first, second), read)).out.to(call.dtype)
+
+    def _read(self, parts: Iterator[Part]) -> Iterator[Part]:
+        """The parts as the backend reads them: as one, if it cannot merge several."""
+        if not reads_in_parts(self.call, self.backend):
+            yield concatenated(in_one(part) for part in parts)
+            return
+        for part in parts:
+            yield from readable(part, self.backend)
+
+    def _attended(self, q: Tensor, part: Part) -> Tensor:
+        """The output, of keys in one part."""
         call, backend = self.call.over(part), self.backend
-        if backend.quantized is not None and (stored := part.quantized) is not None:
-            return backend.quantized(call, q, stored)
-        return backend.run(call, q, *call.keys_and_values(part))
+        rows = rows_at_once(call, part, backend)
+        if rows == 1:
+            return run_of(backend, call, q, part)
+        found = [
+            unfolded(run_of(backend, each.call, each.q, each.part), each.rows)
+            for each in folded(call, q, part, rows)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _partial(self, q: Float[Tensor, "B H L D"], parts: list[Part]) -> Partial:
-        without_sinks = replace(self.call, sinks=None)
-        pieces = [partial_of(self.backend, without_sinks.over(part), q, part) for part in parts]
+    def _partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
+        call = self.call if self.call.sinks is None else self.call.but(sinks=None)
+        found: list[Partial] = []
+        for part in parts:
+            if len(found) == _MERGED:
+                found = [merge(*found)]
+            found.append(self._attended_partial(call.over(part), q, part))
         if self.call.sinks is not None:
-            pieces.append(Partial.of_sinks(self.call.sinks))
-        if len(pieces) == 1:
-            return pieces[0]
-        out, lse = merge(*pieces)
+            found.append(Partial.of_sinks(self.call.sinks))
+        if len(found) == 1:
+            return found[0]
+        out, lse = merge(*found)
         shape = (*q.shape[:3], self.call.v_head_dim)
         return Partial(out.expand(shape), lse.expand(shape[:3]))
 
-
-def partial_of(backend: Backend, call: Call, q: Float[Tensor, "B H L D"], part: Part) -> Partial:
-    """Attention to one part, as the call over it says; codes are read as such where possible."""
-    assert backend.partial is not None
-    stored = part.quantized
-    if stored is not None and backend.quantized_partial is not None:
-        return backend.quantized_partial(call, q, stored)
-    return backend.partial(call, q, *call.keys_and_values(part))
-
-
-def visible_parts(call: Call, parts: Iterable[Part]) -> list[Part]:
-    """The parts without keys outside of the call's span; an empty one if none remains."""
-    inside: list[Part] = []
-    empty: list[Part] = []
-    first, end = call.span.kv_start, call.span.kv_stop
-    for part in parts:
-        start, stop = max(part.kv_start, first), min(part.kv_stop, end)
-        if start >= stop:
-            nothing = part.narrow(part.kv_start, part.kv_start)
-            empty = [Part(first, first, nothing.streams)]
-            continue
-        if (start, stop) != (part.kv_start, part.kv_stop):
-            part = part.narrow(start, stop)
-        inside.append(part)
-    return inside or empty
-
-
-def concatenated(parts: list[Part]) -> Part:
-    """One part out of several whose keys follow one another."""
-    if len(parts) == 1:
-        return parts[0]
-    streams = tuple(
-        torch.cat(pieces, 2) for pieces in zip(*(p.streams for p in parts), strict=True)
-    )
-    return Part(parts[0].kv_start, parts[-1].kv_stop, streams)
+    def _attended_partial(self, call: Call, q: Tensor, part: Part) -> Partial:
+        """The partial result, of keys in one part."""
+        rows = rows_at_once(call, part, self.backend)
+        if rows == 1:
+            return partial_of(self.backend, call, q, part)
+        found = []
+        for each in folded(call, q, part, rows):
+            out, lse = partial_of(self.backend, each.call, each.q, each.part)
+            lse = unfolded(lse.unsqueeze(-1), each.rows).squeeze(-1)
+            found.append(Partial(unfolded(out, each.rows), lse))
+        if len(found) == 1:
+            return found[0]
+        return Partial(torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]))

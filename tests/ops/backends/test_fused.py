@@ -19,7 +19,8 @@ from regard import (
     explain,
     prepare,
 )
-from regard.cache.codes import QuantizedStream
+from regard.cache.codes import QuantizedStream, quantize
+from regard.cache.paging.reading import PagedStream
 from regard.ops import choose
 from regard.ops.backends import BACKENDS, fused
 from regard.ops.observed import backends_run
@@ -301,3 +302,127 @@ def test_a_layer_reads_the_codes_of_its_cache():
         ran.clear()
         layer(torch.randn(1, 1, 64), cache=cache)
     assert dict(ran) == {"fused": 1}
+
+
+FORMATS = [(None, None), (8, 4)]  # bits of keys and of values
+
+
+def draw_pages(seed, dtype, bits):
+    """A call on pages: tables in random order or of one row, offsets, masks, biases, sinks.
+
+    All slots outside of the call hold NaN.
+    """
+    rng = random.Random(f"pages {seed}")
+    torch.manual_seed(seed)
+    batch, kv_heads, keys = rng.choice((1, 2, 3)), rng.choice((1, 2)), rng.randint(2, 400)
+    size, joined, group = rng.choice((16, 64)), rng.random() < 0.3, 6
+    start, rows = rng.randrange(size), 1 if rng.random() < 0.3 else batch
+    count = -(-(start + keys) // size)
+    order = torch.randperm(rows * count + 2)[: rows * count].view(rows, count)
+    table = order.expand(batch, -1)
+    slots = torch.arange(start, start + keys)
+    used = (order[:, slots // size] * size + slots % size).flatten()
+    stored = []
+    for width, of in zip((64,) if joined else (48, 32), bits, strict=False):
+        values = torch.zeros(1, kv_heads, (rows * count + 2) * size, width)
+        values[:, :, used] = torch.randn(1, kv_heads, len(used), width) + 1
+        free = torch.ones(values.shape[2], dtype=torch.bool).index_fill(0, used, False)
+        slab = values.to(dtype).masked_fill(free[:, None], torch.nan)
+        if of is not None:
+            codes, scales = quantize(values, of, 16)
+            scales = scales.masked_fill(free[:, None], torch.nan)
+            slab = QuantizedStream(codes.contiguous(), scales, of, 16, width, dtype)
+        stored.append(PagedStream(slab, table, size, start, keys))
+    given = {"span": cases.Span(keys - 1, keys, 0, keys), "mask": Causal()}
+    if rng.random() < 0.5:
+        given["mask"] &= Padding(torch.rand(batch, keys) < 0.6)
+    if rng.random() < 0.3:
+        given["score_bias"] = torch.randn(group * kv_heads, 1, keys)
+    if rng.random() < 0.3:
+        given["sinks"] = torch.randn(group * kv_heads)
+    q = torch.randn(batch, group * kv_heads, 1, 64 if joined else 48).to(dtype)
+    k = stored[0].gathered()
+    v = k[..., :32] if joined else stored[1].gathered()
+    return q, k, v, given, tuple(stored)
+
+
+@pytest.mark.parametrize("bits", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)
+def test_pages_are_read_as_the_values_they_hold(dtype, bits, monkeypatch):
+    """Random calls, in the numeric contract; nothing is gathered outside of the kernel."""
+    for seed in range(1000 if LONG else 25):
+        q, k, v, given, stored = draw_pages(seed, dtype, bits)
+        assert fused.reads_pages(stored)
+        wanted = attend(q.double(), k.double(), v.double(), **given, backend="eager")
+        call = prepare(q, k, v, **given, backend="fused", bits=bits[1]).call
+        call = call.but(joined=len(stored) == 1)
+        with monkeypatch.context() as patch:
+            patch.delattr(PagedStream, "copied")
+            out = fused.paged(call, q, stored)
+        sizes = q.double().abs().amax((1, 2)) @ k.double().abs().amax(1).mT
+        bound = cases.bound(dtype, v.abs().max().item(), sizes.max().item() * q.shape[-1] ** -0.5)
+        assert out.dtype == dtype
+        assert (out - wanted).abs().max() <= bound, (seed, given)
+        if "sinks" not in given:
+            assert fused.paged_partial(call, q, stored).out.to(dtype).equal(out)
+
+
+@pytest.mark.parametrize("bits", FORMATS, ids=str)
+@pytest.mark.parametrize("piece", [1024, 100])
+def test_hidden_tokens_of_pages_may_hold_anything(bits, piece, monkeypatch):
+    monkeypatch.setattr(fused, "_PIECE", piece)
+    several = (draw_pages(seed, torch.float32, bits) for seed in range(60))
+    drawn = (x for x in several if x[0].shape[0] > 1 and x[4][0].table.stride(0) and len(x[4]) == 2)
+    q, k, v, _, stored = next(drawn)
+    keys = k.shape[2]
+    mask = Padding(torch.arange(keys) % 5 < torch.tensor([[3], [2], [4]])[: len(q)])
+    span = cases.Span(0, 1, 0, keys)
+    call = prepare(q, k, v, mask=mask, span=span, backend="fused", bits=bits[1]).call
+    clean = fused.paged(call, q, stored)
+    hidden = ~mask.dense(span, batch=len(q), heads=1)[:, 0, 0]
+    rows, slots = hidden.nonzero(as_tuple=True)
+    first = stored[0]
+    slots = slots + first.start
+    at = first.table[rows, slots // first.page_size] * first.page_size + slots % first.page_size
+    for each in stored:
+        slab = each.slab if isinstance(each.slab, torch.Tensor) else each.slab.scales
+        slab[:, :, at] = torch.nan
+    torch.testing.assert_close(fused.paged(call, q, stored), clean, rtol=0, atol=2e-6)
+
+
+def test_pages_that_the_kernel_does_not_read():
+    memory, table = torch.zeros(1, 2, 64, 48), torch.tensor([[0, 1]])
+    plain = PagedStream(memory, table, 32, 0, 40)
+    codes = QuantizedStream(*quantize(memory[..., :40], 6, 8), 6, 8, 40, torch.float32)
+    assert fused.reads_pages((plain, plain))
+    for other in (
+        plain._replace(page_size=8),
+        plain._replace(table=table.repeat(1, 2)[:, ::2]),
+        plain._replace(slab=memory.clone().requires_grad_()),
+        plain._replace(slab=memory.to("meta")),
+        plain._replace(slab=memory.repeat(1, 1, 1, 2)[..., ::2]),
+        plain._replace(slab=codes),
+    ):
+        assert not fused.reads_pages((other, other))
+    call = prepare(*torch.zeros(3, 1, 2, 1, 48), backend="fused").call
+    with pytest.raises(AssertionError, match="share their pages"):
+        fused.paged(call, torch.zeros(1, 2, 1, 48), (plain, plain._replace(start=1)))
+
+
+def test_codes_of_a_width_that_fills_no_bytes_are_dequantised():
+    """24 channels are a multiple of what 8-bit keys need, and not of what 4-bit values do."""
+    q, k, v = torch.randn(1, 2, 1, 24), torch.randn(1, 2, 50, 24), torch.randn(1, 2, 50, 24)
+    stored = [
+        QuantizedStream(*quantize(x, of, 8), of, 8, 24, torch.float32) for x, of in ((k, 8), (v, 4))
+    ]
+    call = prepare(q, k, v, backend="fused", bits=8).call
+    wanted = attend(q, *(x.dequantized() for x in stored), backend="eager")
+    torch.testing.assert_close(fused.quantized(call, q, stored), wanted, rtol=0, atol=2e-6)
+
+
+def test_calls_with_codes_of_few_bits_need_wider_heads():
+    q = torch.zeros(1, 2, 1, 24)
+    for bits in (6, 4):
+        with pytest.raises(ValueError, match="multiples of 16"):
+            prepare(q, q, q, backend="fused", bits=bits)
+    assert prepare(q, q, q, backend="fused", bits=8).name == "fused"

@@ -9,7 +9,7 @@ import torch
 
 from cases import draw_case
 from contract import compare
-from regard import attend, prepare
+from regard import attend, attend_partial, prepare
 from regard.ops.backends import grouped
 
 
@@ -105,3 +105,13 @@ def test_products_of_half_precision_with_sums_in_float32(dtype, seed, monkeypatc
         pytest.skip("it objects")
     out = attend(case.q, case.k, case.v, **case.given, backend="grouped")
     compare(out, case, what="grouped in half precision")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_partial_results_are_not_rounded_to_half_precision(dtype):
+    """They are merged, and the result is rounded: to round twice exceeds the contract."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4, 3, 8).to(dtype), torch.randn(1, 2, 30, 8).to(dtype)
+    exact = attend(q.double(), k.double(), k.double(), backend="eager")
+    out, _ = attend_partial(q, k, k, backend="grouped")
+    assert (out - exact).abs().max() < 1e-5

@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 from kernel_checks import check, check_specification, quantized, run_python
 from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
-from regard.ops.kernels.tiles import tile_for
+from regard.ops.kernels.tiles import Pages, tile_for
 from session import LONG
 
 
@@ -112,6 +112,107 @@ def test_code_for_processors_without_wide_vectors(name, features, lanes):
     run_python(code, **chosen)
 
 
+class Paged(NamedTuple):
+    """A call on pages; with a bias, some keys are hidden, and all those of a block."""
+
+    lanes: int
+    rows: int
+    width: int
+    values: int
+    page: int
+    skipped: int
+    keys: int
+    batch: int
+    bits: tuple[int, int] | tuple[None, None] = (None, None)
+    joined: bool = False
+    half: bool = False
+    biased: bool = False
+
+
+PAGED = [
+    Paged(16, 4, 128, 128, 64, 0, 517, 1),
+    Paged(16, 3, 48, 80, 64, 37, 517, 3, half=True, biased=True),
+    Paged(8, 1, 32, 16, 16, 16, 300, 2, biased=True),
+    Paged(16, 16, 576, 512, 128, 100, 513, 1, joined=True, half=True),
+    Paged(16, 16, 96, 64, 32, 3, 290, 2, (6, 6), joined=True, biased=True),
+    Paged(16, 4, 128, 128, 64, 0, 517, 2, (8, 4), half=True, biased=True),
+    Paged(16, 2, 64, 112, 64, 63, 1, 2, (6, 4)),
+    Paged(8, 7, 80, 48, 48, 50, 400, 1, (4, 6), biased=True),
+    Paged(4, 5, 16, 16, 20, 7, 333, 3, (4, 4), half=True),
+    Paged(8, 1, 8, 8, 5, 0, 63, 1, (8, 8)),
+]
+
+
+def drawn_pages(size, skipped, keys, batch, *, shared=False):
+    """A table of pages in random order, and the number of tokens of all pages."""
+    count = -(-(skipped + keys) // size)
+    rows = 1 if shared else batch
+    table = torch.randperm(rows * count + 3)[: rows * count].view(rows, count)
+    return Pages(table.expand(batch, -1), size, skipped, keys), (rows * count + 3) * size
+
+
+def in_pages(pages, tokens, width, bits, dtype, offset):
+    """Numbers in all slots of a call, and NaN in all others: free pages, and what is left of the
+    first and the last page."""
+    x = torch.full((1, 2, tokens, width), torch.nan)
+    slots = torch.arange(pages.skipped, pages.skipped + pages.keys)
+    at = pages.table[:, slots // pages.size] * pages.size + slots % pages.size
+    used = at.flatten().unique()
+    x[:, :, used] = torch.randn(1, 2, len(used), width) + offset
+    if bits is None:
+        return x.to(dtype)
+    codes = quantized(x.nan_to_num(), bits, 16)
+    codes.scales[x.isnan().any(-1)] = torch.nan
+    return codes
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("kind", PAGED, ids=str)
+def test_pages_are_found_through_their_table(kind, shared):
+    torch.manual_seed(0)
+    pages, tokens = drawn_pages(kind.page, kind.skipped, kind.keys, kind.batch, shared=shared)
+    dtype = torch.bfloat16 if kind.half else torch.float32
+    of_k, of_v = kind.bits
+    q = torch.randn(kind.batch, 2, kind.rows, kind.width).to(dtype)
+    k = in_pages(pages, tokens, kind.width, of_k, dtype, 0)
+    v = torch.empty(kind.values)
+    v = v if kind.joined else in_pages(pages, tokens, kind.values, of_v, dtype, -2)
+    bias = None
+    if kind.biased:
+        bias = torch.randn(kind.batch, 2, kind.rows, kind.keys)
+        bias = bias.masked_fill(torch.rand(bias.shape) < 0.3, -torch.inf)
+        bias[0, 0, 0] = bias[..., 64:160] = -torch.inf
+    check(q, k, v, bias, kind.joined, kind.lanes, pages)
+    check_specification(q, k, v, bias, kind.joined, kind.lanes, pages)
+
+
+def test_pages_in_order_are_bit_for_bit_a_plain_tensor():
+    q, k, v = torch.randn(1, 2, 3, 32), *torch.randn(2, 1, 2, 640, 32)
+    plain = decode(q, k, v, scale=0.2)
+    pages = Pages(torch.arange(10)[None], 64, 0, 640)
+    for found, wanted in zip(decode(q, k, v, scale=0.2, pages=pages), plain, strict=True):
+        assert found.equal(wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_keys_after_the_last_visible_one_of_a_block_are_not_read(rows):
+    """Rows of a batch that end apart: what follows their last token may be anything."""
+    torch.manual_seed(0)
+    pages, tokens = drawn_pages(64, 0, 300, 3)
+    q, k, v = torch.randn(3, 2, rows, 32), *torch.randn(2, 1, 2, tokens, 32)
+    lengths = torch.tensor([[300], [170], [13]])
+    bias = torch.zeros(3, 1, 1, 300).masked_fill(
+        (torch.arange(300) >= lengths)[:, None, None], -torch.inf
+    )
+    clean = decode(q, k, v, scale=0.2, bias=bias, pages=pages)
+    for row, length in enumerate(lengths.flatten()):
+        slots = torch.arange(int(length), 320)
+        at = pages.table[row, slots // 64] * 64 + slots % 64
+        k[:, :, at], v[:, :, at] = torch.nan, torch.inf
+    found = decode(q, k, v, scale=0.2, bias=bias, pages=pages)
+    assert found[0].equal(clean[0]) and found[1].equal(clean[1])
+
+
 CODES = [  # lanes, rows, widths of keys and values, joined, bfloat16, bits of both, group
     (16, 4, 128, 128, False, False, 8, 8, 64),
     (16, 1, 64, 64, False, False, 4, 4, 32),
@@ -123,6 +224,11 @@ CODES = [  # lanes, rows, widths of keys and values, joined, bfloat16, bits of b
     (8, 1, 96, 32, True, False, 8, 8, 2),
     (4, 6, 48, 48, False, True, 8, 8, 10),
     (4, 1, 96, 48, True, False, 4, 4, 128),
+    (16, 4, 128, 128, False, True, 6, 4, 64),
+    (16, 1, 48, 80, False, False, 6, 6, 16),
+    (16, 3, 192, 112, False, False, 8, 6, 64),
+    (8, 2, 80, 48, False, False, 6, 6, 64),
+    (4, 3, 16, 48, False, True, 8, 6, 8),
 ]
 
 
@@ -143,7 +249,7 @@ def test_codes_are_read_as_they_are_stored(kind):
 
 
 @pytest.mark.parametrize("keys", [1, 2, 15, 16, 17, 255, 256, 257, 1025])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 def test_every_number_of_keys_as_codes(keys, bits):
     q, k, v = torch.randn(1, 1, 3, 32), *torch.randn(2, 1, 1, keys, 32)
     check(q, quantized(k, bits), quantized(v, bits))

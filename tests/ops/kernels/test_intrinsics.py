@@ -7,46 +7,14 @@ pytest.importorskip("numba")
 
 import numba
 
-from kernel_checks import as_bfloat16, has_fma, widened
+from kernel_checks import has_fma
+from kernel_parts import coded, held, random, run, stored, tile_of
 from regard.ops.kernels import intrinsics
 from regard.ops.kernels.specification import Specification
-from regard.ops.kernels.tiles import BFLOAT16, FLOAT32, HIDDEN, LOG2E, Format, Tile
+from regard.ops.kernels.tiles import HIDDEN, LOG2E, Format
 
 LANES = pytest.mark.parametrize("lanes", [16, 8, 4])
 HALF = pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
-
-
-def tile_of(lanes, **changes):
-    """A tile whose rows are three vectors: a step of two, and one more."""
-    form = BFLOAT16 if changes.get("half") else FLOAT32
-    sizes = lanes, 2, 3 * lanes, 3 * lanes, 32
-    plain = Tile(*sizes, half=False, joined=False, biased=True, k=form, v=form)
-    return plain._replace(**changes)
-
-
-def run(intrinsic, tile, *arguments):
-    """An intrinsic called from compiled code; arrays are passed as their addresses."""
-
-    @numba.njit
-    def call(*values):
-        return intrinsic(tile, *values)
-
-    return call(*(x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments))
-
-
-def random(*shape):
-    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-
-
-def held(tile, x):
-    """Rows in the order in which the kernel holds them."""
-    steps = Specification(tile).columns(x.shape[-1])
-    return np.concatenate([x[..., step] for step in steps], -1)
-
-
-def stored(tile, x):
-    """Rows as memory holds them, and their values in float32."""
-    return (as_bfloat16(x), widened(as_bfloat16(x))) if tile.half else (x, x)
 
 
 @LANES
@@ -66,7 +34,7 @@ def test_dot_products_are_those_of_the_specification(lanes, half):
     queries, scores = random(tile.rows, tile.width), random(tile.rows, tile.block)
     before, last = scores.copy(), 5
     placed = held(tile, queries)
-    run(intrinsics.dot_products, tile, placed, keys, keys.strides[0], 4, last, scores)
+    run(intrinsics.dot_products, tile, placed, keys, keys.strides[0], 0, 0, 4, last, scores)
     wanted = Specification(tile, has_fma()).score(queries, values)
     chosen = np.minimum(np.arange(4, 4 + tile.keys), last)  # keys after the last are the last
     np.testing.assert_array_equal(scores[:, 4 : 4 + tile.keys], wanted[:, chosen])
@@ -82,12 +50,35 @@ def test_prefetch_value_changes_nothing():
     np.testing.assert_array_equal(value, before)
 
 
+@LANES
+@pytest.mark.parametrize("bits", [8, 6, 4])
+def test_dot_products_of_codes_are_those_of_what_they_stand_for(lanes, bits):
+    form = Format(bits, 16)
+    tile = tile_of(lanes)._replace(width=48, k=form, direct=True)
+    codes, scales, values = coded(tile, form, 48, 11)
+    queries, scores = random(tile.rows, 48), random(tile.rows, tile.block)
+    given = codes, codes.strides[0], scales, scales.strides[0], 4, 10
+    run(intrinsics.dot_products, tile, queries, *given, scores)
+    wanted = Specification(tile, has_fma()).score(queries, values)[:, np.minimum(range(4, 20), 10)]
+    np.testing.assert_array_equal(scores[:, 4 : 4 + tile.keys], wanted[:, : tile.keys])
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4])
+def test_prefetch_line_and_prefetch_key_scales_and_prefetch_value_scales_change_nothing(bits):
+    form = Format(bits, 16)
+    tile = tile_of(16, k=form, v=form)
+    for address in (0, 1 << 62):  # without memory, which is no error
+        run(intrinsics.prefetch_line, tile, address)
+        run(intrinsics.prefetch_key_scales, tile, address, 12)
+        run(intrinsics.prefetch_value_scales, tile, address, 12)
+
+
 @pytest.mark.parametrize("biased", [False, True])
-def test_any_visible_is_false_where_all_biases_are_minus_infinity(biased):
+def test_visible_keys_end_with_the_last_bias_that_is_not_minus_infinity(biased):
     tile, bias = tile_of(16, biased=biased), np.full(9, HIDDEN)
-    bias[7] = np.nan
-    found = [run(intrinsics.any_visible, tile, count, bias) for count in (7, 8)]
-    assert found == [not biased, True]
+    bias[2], bias[7] = 0, np.nan
+    found = [run(intrinsics.visible_keys, tile, count, bias) for count in (0, 2, 3, 7, 8, 9)]
+    assert found == ([0, 0, 3, 3, 8, 8] if biased else [0, 2, 3, 7, 8, 9])
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -143,25 +134,6 @@ def test_scale_sums_scales_one_row(lanes):
 
 
 @LANES
-@HALF
-@pytest.mark.parametrize("prefetching", [False, True])
-def test_add_weighted_sums_a_strip_key_after_key(lanes, half, prefetching):
-    tile = tile_of(lanes, half=half)
-    keys, values = stored(tile, random(7, tile.value_width))
-    weights, sums = random(tile.rows, tile.block), random(tile.rows, tile.value_width)
-    wanted = sums.copy()
-    for weight, value in zip(weights.T, held(tile, values)[:5], strict=False):
-        wanted = Specification(tile, has_fma()).add_product(weight[:, None], value, wanted)
-    assert tile.strip == tile.value_width
-    given = tile, 5, weights, keys, keys.strides[0], sums
-    if prefetching:
-        run(intrinsics.add_weighted_and_prefetch, *given, keys, keys.strides[0])
-    else:
-        run(intrinsics.add_weighted, *given)
-    np.testing.assert_array_equal(sums, wanted)
-
-
-@LANES
 def test_load_query_in_bfloat16_keeps_the_order_of_memory_for_codes(lanes):
     tile, target = tile_of(lanes, half=True)._replace(k=Format(8, 64)), random(3 * lanes)
     source, values = stored(tile, random(3 * lanes))
@@ -170,14 +142,12 @@ def test_load_query_in_bfloat16_keeps_the_order_of_memory_for_codes(lanes):
 
 
 @LANES
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.parametrize(("group", "width"), [(2, 48), (6, 64), (16, 48), (32, 64), (64, 48)])
 def test_dequantize_keys_and_dequantize_values_give_what_codes_stand_for(lanes, bits, group, width):
-    form = Format(bits, group)
+    form, values = Format(bits, group), random(9, width)
     tile = tile_of(lanes)._replace(width=width, value_width=width, k=form, v=form)
-    codes = np.random.default_rng(0).integers(0, 256, (7, form.bytes(width)), np.uint8)
-    scales, values = as_bfloat16(random(7, 2 * -(-width // group))), random(9, width)
-    wanted = Specification(tile, has_fma()).dequantized(codes, widened(scales), form, width)
+    codes, scales, wanted = coded(tile, form, width, 7)
     given = codes, codes.strides[0], scales, scales.strides[0]
     for intrinsic in (intrinsics.dequantize_keys, intrinsics.dequantize_values):
         found = values.copy()
@@ -221,6 +191,14 @@ def test_floats_reads_at_an_address():
     assert call(x.ctypes.data) == x[2]
 
 
+def test_numbers_reads_at_an_address():
+    @numba.njit
+    def call(address):
+        return intrinsics.numbers(address)[2]
+
+    assert call(np.array([3, 4, -(2**40)]).ctypes.data) == -(2**40)
+
+
 def test_halves_reads_the_words_at_an_address():
     @numba.njit
     def call(address):
@@ -242,6 +220,5 @@ def test_fused_rounds_once():
 def test_every_intrinsic_has_its_test():
     found = {name for name, x in vars(intrinsics).items() if type(x).__name__ == "_Intrinsic"}
     tested = " ".join(name for name in globals() if name.startswith("test_"))
-    assert len(found) == 20
-    found = {name.removesuffix("_and_prefetch") for name in found}
+    assert len(found) == 22
     assert all(name in tested for name in found)

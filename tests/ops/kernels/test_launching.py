@@ -9,6 +9,7 @@ pytest.importorskip("numba")
 
 from kernel_checks import check
 from regard.ops.kernels.launching import decode
+from regard.ops.kernels.tiles import Pages
 
 
 def test_calls_in_several_threads_do_not_affect_each_other():
@@ -88,6 +89,31 @@ def test_memory_that_the_kernel_must_not_touch_is_refused(case):
     given = {"q": Q, "k": K, "v": K, "scale": 1.0, "lanes": 16, **given}
     with pytest.raises(AssertionError, match=message):
         decode(given.pop("q"), given.pop("k"), **given)
+
+
+TABLE = torch.tensor([[2, 0, 1]])
+TABLES = {
+    "a page that is not there": ((TABLE + 1, 16, 0, 40), "pages 1 to 3 of 16 tokens are not"),
+    "a negative page": ((TABLE - 1, 16, 0, 40), "pages -1 to 1"),
+    "too few pages": ((TABLE, 16, 9, 40), "9 \\+ 40 tokens of 1 rows in pages of 16"),
+    "no keys": ((TABLE, 16, 0, 0), "at least one key"),
+    "another number of rows": ((TABLE.expand(2, -1), 16, 0, 40), r"a table of \(2, 3\)"),
+    "pages of nothing": ((TABLE, 0, 0, 40), "in pages of 0"),
+    "tokens before the first": ((TABLE, 16, -1, 40), "-1 \\+ 40 tokens"),
+    "numbers of 32 bits": ((TABLE.int(), 16, 0, 40), "is int64 on the CPU"),
+    "a table elsewhere": ((TABLE.to("meta"), 16, 0, 40), "is int64 on the CPU"),
+    "rows with a stride": ((TABLE.repeat(1, 2)[:, ::2], 16, 0, 40), "has stride 2, not 1"),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_tables_that_lead_elsewhere_are_refused(case):
+    given, message = TABLES[case]
+    memory = plain(1, 2, 48, 32)
+    with pytest.raises(AssertionError, match=message):
+        decode(Q, memory, memory, scale=1.0, pages=Pages(*given))
+    with pytest.raises(AssertionError, match="v must be"):
+        decode(Q, memory, memory[:, :, :47], scale=1.0, pages=Pages(TABLE, 16, 0, 40))
 
 
 def refused_or_raised(call):

@@ -14,7 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream
+from regard.cache import Part
+from regard.cache.codes import QuantizedStream, QuantizedStreams
+from regard.cache.paging.reading import PagedStream
 from regard.heads import fold_heads, unfold_heads
 from regard.ops.backends.common import (
     Stored,
@@ -22,6 +24,7 @@ from regard.ops.backends.common import (
     columns_contiguous,
     folded_rows,
     four_dims,
+    is_finite,
     run_stored_and_check,
 )
 from regard.ops.call import Call, is_empty, is_everything, shown
@@ -30,6 +33,8 @@ from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix products do faster
+_LEAST_PAGE = 16  # tokens: the kernel's shortest block
+_PIECE = 1024  # tokens copied out of pages at a time
 _LANES = 8  # elements: head dims are multiples of this on every machine, if of no longer vector
 _DEQUANTISING = 6  # floating-point operations in the time that one code takes to dequantise
 _SOFTMAX = 2.3  # times as long as in torch's kernel: a score is written and read in three passes
@@ -49,7 +54,7 @@ def objection(call: Call) -> str | None:
     if call.dropout or call.softcap is not None:
         given = f"(got {shown(call.dropout)} and {shown(call.softcap)})"
         return f"fused has neither dropout nor softcap {given}"
-    multiple, of_values = 2 * _LANES if call.bits == 4 else _LANES, _value_multiple(call)
+    multiple, of_values = 2 * _LANES if _packs(call) else _LANES, _value_multiple(call)
     if call.head_dim % multiple or call.v_head_dim % of_values:
         return (
             f"fused takes head dims in multiples of {multiple} (values of {of_values}), got "
@@ -80,22 +85,18 @@ def estimate(call: Call) -> float:
 
 
 def run(call: Call, q: Float[Tensor, "B H L D"], k: Stored, v: Stored) -> Float[Tensor, "B H L Dv"]:
-    if call.sinks is not None:
-        return merge(partial(call, q, k, v), Partial.of_sinks(call.sinks)).out.to(call.dtype)
-    out, _ = _attend(call, q, k, v)
-    return unfold_heads(out, call.num_queries).to(call.dtype)
+    return _output(call, *_attend(call, q, k, v))
 
 
 def partial(call: Call, q: Float[Tensor, "B H L D"], k: Stored, v: Stored) -> Partial:
-    out, lse = _attend(call, q, k, v)
-    heads = unfold_heads(lse.unsqueeze(-1), call.num_queries).squeeze(-1)
-    return Partial(unfold_heads(out, call.num_queries), heads)
+    return _partial(call, *_attend(call, q, k, v))
 
 
 def quantized(
     call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
 ) -> Float[Tensor, "B H L Dv"]:
     """`run` on codes; of one stream, the first columns of the keys are the values."""
+    streams = _readable(streams)
     return run(call, q, streams[0], streams[-1])
 
 
@@ -103,7 +104,34 @@ def quantized_partial(
     call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
 ) -> Partial:
     """`partial` on codes."""
+    streams = _readable(streams)
     return partial(call, q, streams[0], streams[-1])
+
+
+def paged(
+    call: Call, q: Float[Tensor, "B H L D"], stored: Sequence[PagedStream]
+) -> Float[Tensor, "B H L Dv"]:
+    """`run` on keys and values in pages, for which `reads_pages` holds."""
+    return _output(call, *_attend_pages(call, q, stored))
+
+
+def paged_partial(
+    call: Call, q: Float[Tensor, "B H L D"], stored: Sequence[PagedStream]
+) -> Partial:
+    """`partial` on keys and values in pages."""
+    return _partial(call, *_attend_pages(call, q, stored))
+
+
+def reads_pages(stored: Sequence[PagedStream]) -> bool:
+    """Whether the kernel reads these streams through their table: pages of 16 tokens or more, in
+    plain memory on the CPU. Others are gathered before."""
+    first = stored[0]
+    return (
+        first.page_size >= _LEAST_PAGE
+        and _is_plain(first.table)
+        and (first.table.stride(1) == 1 or first.table.shape[1] == 1)
+        and all(_is_readable(each.slab) for each in stored)
+    )
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Float[Tensor, "B H 1 Dv"]:
@@ -111,6 +139,17 @@ def step(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Float[Tensor, "B H 
     from regard.ops.kernels import stepping
 
     return stepping.step(q, k, v, **options)
+
+
+def _output(call: Call, out: Tensor, lse: Tensor) -> Tensor:
+    if call.sinks is not None:
+        return merge(_partial(call, out, lse), Partial.of_sinks(call.sinks)).out.to(call.dtype)
+    return unfold_heads(out, call.num_queries).to(call.dtype)
+
+
+def _partial(call: Call, out: Tensor, lse: Tensor) -> Partial:
+    heads = unfold_heads(lse.unsqueeze(-1), call.num_queries).squeeze(-1)
+    return Partial(unfold_heads(out, call.num_queries), heads)
 
 
 def _attend(call: Call, q: Tensor, k: Stored, v: Stored) -> tuple[Tensor, Tensor]:
@@ -130,6 +169,53 @@ def _attend(call: Call, q: Tensor, k: Stored, v: Stored) -> tuple[Tensor, Tensor
         return decode(rows, k, _columns_together(v), scale=call.scale, bias=bias)
 
     return run_stored_and_check(call, compute, k, v)
+
+
+def _attend_pages(call: Call, q: Tensor, stored: Sequence[PagedStream]) -> tuple[Tensor, Tensor]:
+    """`_attend` of keys and values in pages, which are copied only where the output is not finite:
+    some tokens at a time, since hidden ones may be the reason."""
+    from regard.ops.kernels.launching import decode
+    from regard.ops.kernels.tiles import Pages
+
+    slab, table, size, skipped, keys = stored[0][:5]
+    for other in stored[1:]:
+        same = other.table is table or other.table.equal(table)
+        assert same and other[2:5] == (size, skipped, keys), "keys and values share their pages"
+    rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), Pages(*stored[0][1:5])
+    v, width = (None, call.v_head_dim) if call.joined else (stored[1].slab, None)
+    out, lse = decode(rows, slab, v, scale=call.scale, bias=_addend(call), width=width, pages=pages)
+    if is_everything(call.mask) or is_finite(out):
+        return out, lse
+    found = merge(*(_piece(call, q, stored, at) for at in range(0, keys, _PIECE)))
+    heads = call.num_kv_heads
+    return fold_heads(found.out, heads), fold_heads(found.lse.unsqueeze(-1), heads).squeeze(-1)
+
+
+def _piece(call: Call, q: Tensor, stored: Sequence[PagedStream], start: int) -> Partial:
+    """Attention to a copy of the tokens from `start` on, `_PIECE` at most."""
+    size = min(_PIECE, call.num_keys - start)
+    copies = _readable([each.narrow(start, size).copied() for each in stored])
+    first = call.span.kv_start + start
+    over = call.over(Part(first, first + size, QuantizedStreams(copies)))
+    return partial(over, q, copies[0], copies[-1])
+
+
+def _readable(streams: Sequence[Stored]) -> list[Stored]:
+    """Streams as the kernel reads them. Where codes stand for rotated values, so are the queries
+    already. Codes that fill no whole bytes of a vector are dequantised."""
+    plain = [x if isinstance(x, Tensor) else x._replace(rotation=()) for x in streams]
+    return [x if isinstance(x, Tensor) or _is_readable(x) else x.dequantized() for x in plain]
+
+
+def _is_readable(x: Stored) -> bool:
+    """Whether the kernel may read memory where it lies, or codes of this width."""
+    if isinstance(x, Tensor):
+        return _is_plain(x) and x.stride(-1) == 1
+    return x.bits == 8 or x.width % (2 * _LANES) == 0
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and x.is_cpu and not x.is_neg() and not x.requires_grad
 
 
 def _addend(call: Call) -> Tensor | None:
@@ -154,7 +240,12 @@ def _value_multiple(call: Call) -> int:
     """What `v_head_dim` must be a multiple of: two vectors where bfloat16 keys hold the values, or
     a byte holds two codes."""
     half = call.dtype.itemsize < 4 and call.v_head_dim < call.head_dim
-    return 2 * _LANES if half or call.bits == 4 else _LANES
+    return 2 * _LANES if half or _packs(call) else _LANES
+
+
+def _packs(call: Call) -> bool:
+    """Whether a byte holds bits of several codes."""
+    return call.bits is not None and call.bits < 8
 
 
 @functools.cache

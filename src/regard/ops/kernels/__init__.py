@@ -8,6 +8,7 @@ values are float32, bfloat16, or codes of a quantised cache, each in a format of
     specification.py  the kernel in NumPy: read this first; tests compare the two
     decoding.py       the kernel: its tasks, and its phases score, softmax, gather and merge
     intrinsics.py     the loops over vectors that the phases are made of
+    gathering.py      those of gather: weighted sums of values, or of their codes
     vectors.py        the instructions of LLVM that the intrinsics are made of
     launching.py      `decode`: addresses of tensors, memory to work in
     appending.py      rotates one token's queries and keys, appends its keys and values to a cache
@@ -37,8 +38,9 @@ One key head (there are B x G), the M query rows that share it, and its S keys a
      +-----------+      +----------+    +-------+-------+  )
       padded rows
 
-    (codes)  a block of keys, and later of values, dequantised to float32 in the L1 cache: a code is
-             read from memory once and converted once, for all rows
+    (codes)  dequantised to float32 in registers, as they are multiplied, if the rows are one tile;
+             else a block of keys, and later of values, in the L1 cache. Either way a code is read
+             from memory once and converted once, for all rows
     score    rows x keys dot products at once, each a vector of `lanes` partial sums in a register
     softmax  a row of a block at a time: running maximum, powers of 2, their sum
     gather   rows x strip weighted sums at once, in registers, key after key of a block
@@ -46,6 +48,10 @@ One key head (there are B x G), the M query rows that share it, and its S keys a
 
 The last dimension of every tensor is contiguous; batch, heads and rows have any strides, so a view
 of a cache is read where it lies. With `joined` the values are the first columns of the keys.
+
+Keys and values may lie in pages of a memory that many sequences share, `[1, G, tokens, W]`: a table
+has the numbers of a sequence's pages, in order. A block is then of one page, and the first block of
+the next page is requested from memory a page ahead, since a page may lie anywhere.
 
 The workspace, one for each calling thread, everything in float32 but the counters (int64):
 
@@ -60,7 +66,8 @@ The workspace, one for each calling thread, everything in float32 but the counte
 A value is zero + scale * code, with a scale and a zero for each key and group of channels, side by
 side in bfloat16: a scale is the lower half of a word, a zero the upper one. The halves of a byte of
 4-bit codes are channels i and i + 16 of 32, so that neighbouring bytes are neighbouring channels,
-and no shuffles are needed.
+and no shuffles are needed. 6-bit codes have 8 bytes more for 32 channels, whose four pairs of bits
+are the upper ones of channels i, i + 8, i + 16 and i + 24.
 
 Two vectors of bfloat16 are widened into their even elements and their odd ones, since that needs no
 shuffles. Queries and sums are in this order too; `store_row` restores that of memory.

@@ -15,13 +15,15 @@ import numpy as np
 from numba import carray, types
 
 from regard.compiling import compiled_from
-from regard.ops.kernels import intrinsics, tiles, vectors
+from regard.ops.kernels import gathering, intrinsics, tiles, vectors
+from regard.ops.kernels.gathering import (
+    add_weighted,
+    add_weighted_and_prefetch,
+    add_weighted_codes,
+)
 from regard.ops.kernels.intrinsics import (
     add_bias,
     add_share,
-    add_weighted,
-    add_weighted_and_prefetch,
-    any_visible,
     dequantize_keys,
     dequantize_values,
     dot_products,
@@ -32,9 +34,14 @@ from regard.ops.kernels.intrinsics import (
     load_query,
     maximum,
     next_number,
+    numbers,
+    prefetch_key_scales,
+    prefetch_line,
     prefetch_value,
+    prefetch_value_scales,
     scale_sums,
     store_row,
+    visible_keys,
 )
 from regard.ops.kernels.tiles import HIDDEN, LOG2E, LOWEST, RECORD, Tile
 
@@ -51,40 +58,56 @@ def kernel(tile: Tile) -> Any:
         call = carray(data, 1)[0]
         padded = (call.rows + tile.rows - 1) // tile.rows * tile.rows  # whole tiles of rows
         part_bytes, ranges = padded * tile.part_bytes, call.ranges
-        k_stride, v_stride = tile.k_item * call.k_row, tile.v_item * call.v_row
         thread = next_number(call.counters + 8)
         queries = call.scratch + thread * (padded * tile.scratch_bytes + tile.block_bytes)
-        scores = queries + padded * tile.query_bytes
-        floating = scores + 4 * padded * tile.block
         while True:
             task = next_number(call.counters)
             if task >= call.batch * call.kv_heads * ranges:
                 break
             pair = task // ranges
-            batch, head = pair // call.kv_heads, pair % call.kv_heads
             first = (task - pair * ranges) * call.range_keys
-            stop = min(call.keys, first + call.range_keys)
-            keys = call.k + tile.k_item * (batch * call.k_batch + head * call.k_head)
-            values = call.v + tile.v_item * (batch * call.v_batch + head * call.v_head)
-            biases = call.bias + 4 * (batch * call.bias_batch + head * call.bias_head)
-            part = call.parts + task * part_bytes
-            begin(tile, call, batch, head, padded, queries, part)
-            for j in range(first, stop, tile.block):
-                count, bias = min(tile.block, stop - j), biases + 4 * j
-                if all_hidden(tile, call, count, bias):
-                    continue
-                k, v = keys + j * k_stride, values + j * v_stride
-                k_next = k + tile.block * k_stride
-                k, k_read = floating_keys(tile, call, batch, head, j, count, k, floating)
-                score(tile, padded, count, queries, k, k_read, v, v_stride, scores)
-                softmax(tile, call, padded, count, bias, scores, part)
-                v, v_read = floating_values(tile, call, batch, head, j, count, v, floating)
-                gather(tile, padded, count, scores, v, v_read, part, k_next, k_stride)
+            attend(tile, call, padded, pair, first, queries, call.parts + task * part_bytes)
             finished = next_number(call.counters + 16 + 8 * pair)
             if finished == ranges - 1:
                 merge(tile, call, padded, pair, part_bytes)
 
-    return compiled_from(decode, SIGNATURE, intrinsics, tiles, vectors)
+    return compiled_from(decode, SIGNATURE, gathering, intrinsics, tiles, vectors)
+
+
+@phase
+@no_type_check
+def attend(tile, call, padded, pair, first, queries, part):
+    """A range of keys, from `first` on: a block at a time."""
+    batch, head = pair // call.kv_heads, pair % call.kv_heads
+    scores = queries + padded * tile.query_bytes
+    floating = scores + 4 * padded * tile.block
+    keys = call.k + tile.k_item * (batch * call.k_batch + head * call.k_head)
+    values = call.v + tile.v_item * (batch * call.v_batch + head * call.v_head)
+    k_scales = call.k_scales + 2 * (batch * call.k_scales_batch + head * call.k_scales_head)
+    v_scales = call.v_scales + 2 * (batch * call.v_scales_batch + head * call.v_scales_head)
+    biases = call.bias + 4 * (batch * call.bias_batch + head * call.bias_head)
+    k_stride, v_stride = tile.k_item * call.k_row, tile.v_item * call.v_row
+    k_pace, v_pace = 2 * call.k_scales_row, 2 * call.v_scales_row
+    begin(tile, call, batch, head, padded, queries, part)
+    j, stop = first, min(call.keys, first + call.range_keys)
+    while j < stop:
+        at, count = block_at(tile, call, batch, j, stop)
+        bias, j = biases + 4 * j, j + count
+        count = visible(tile, call, count, bias)
+        if count == 0:
+            continue
+        ahead, far = next_block(tile, call, batch, at, j), page_ahead(tile, call, batch, j)
+        request_scales(tile, k_scales + ahead * k_pace, k_pace, v_scales + ahead * v_pace, v_pace)
+        request_page(tile, keys + far * k_stride, values + far * v_stride, k_scales + far * k_pace,
+                     v_scales + far * v_pace)  # fmt: skip
+        k, of_k = keys + at * k_stride, k_scales + at * k_pace
+        v, of_v = values + at * v_stride, v_scales + at * v_pace
+        k, k_read = floating_keys(tile, count, k, k_stride, of_k, k_pace, floating)
+        score(tile, padded, count, queries, k, k_read, of_k, k_pace, v, v_stride, scores)
+        softmax(tile, call, padded, count, bias, scores, part)
+        v, v_read = floating_values(tile, count, v, v_stride, of_v, v_pace, floating)
+        gather(tile, padded, count, scores, v, v_read, of_v, v_pace, part, keys + ahead * k_stride,
+               k_stride)  # fmt: skip
 
 
 @phase
@@ -102,54 +125,108 @@ def begin(tile, call, batch, head, padded, queries, part):
 
 @phase
 @no_type_check
-def all_hidden(tile, call, count, bias):
-    """Whether the bias hides the block's keys from all rows: they are not read then."""
-    for i in range(call.rows if call.bias_row else 1):
-        if any_visible(tile, count, bias + 4 * i * call.bias_row):
-            return False
-    return True
+def block_at(tile, call, batch, j, stop):
+    """Where the block lies that begins with key `j`, in tokens, and its keys: those of one page."""
+    at, count = j, min(tile.block, stop - j)
+    if tile.paged:
+        place = call.skipped + j
+        inside = place % call.page
+        page = numbers(call.table + 8 * batch * call.table_batch)[place // call.page]
+        at, count = page * call.page + inside, min(count, call.page - inside)
+    return at, count
 
 
 @phase
 @no_type_check
-def floating_keys(tile, call, batch, head, j, count, k, floating):
-    """Where a block's keys lie in floating point, and the bytes from one to the next: codes are
-    dequantised first."""
-    at, stride = k, tile.k_item * call.k_row
+def next_block(tile, call, batch, at, j):
+    """Where key `j` lies, which begins the block after the one at `at`; anywhere after the last."""
+    following = at + tile.block
+    if tile.paged and j < call.keys:
+        following, _ = block_at(tile, call, batch, j, call.keys)
+    return following
+
+
+@phase
+@no_type_check
+def page_ahead(tile, call, batch, j):
+    """Where the key lies that is a page after key `j`, or the last one."""
+    far = j
+    if tile.paged:
+        far, _ = block_at(tile, call, batch, min(call.keys - 1, j + call.page), call.keys)
+    return far
+
+
+@phase
+@no_type_check
+def request_page(tile, k, v, of_k, of_v):
+    """Requests a line of a page's keys, values and scales long before they are read: finding the
+    memory of a page that follows no other takes longer than to read it."""
+    if tile.paged:
+        prefetch_line(tile, k)
+        prefetch_line(tile, v)
+        if tile.k_quantized:
+            prefetch_line(tile, of_k)
+        if tile.v_quantized:
+            prefetch_line(tile, of_v)
+
+
+@phase
+@no_type_check
+def request_scales(tile, of_k, k_pace, of_v, v_pace):
+    """Requests the scales of the next block."""
     if tile.k_quantized:
-        first = batch * call.k_scales_batch + head * call.k_scales_head + j * call.k_scales_row
-        scales, pace = call.k_scales + 2 * first, 2 * call.k_scales_row
-        dequantize_keys(tile, count, k, stride, scales, pace, floating)
-        at, stride = floating, 4 * tile.width
-    return at, stride
-
-
-@phase
-@no_type_check
-def floating_values(tile, call, batch, head, j, count, v, floating):
-    """The same of its values, after its keys are read; values within keys are there already."""
-    at, stride = v, tile.v_item * call.v_row
+        prefetch_key_scales(tile, of_k, k_pace)
     if tile.v_quantized:
-        first = batch * call.v_scales_batch + head * call.v_scales_head + j * call.v_scales_row
-        scales, pace = call.v_scales + 2 * first, 2 * call.v_scales_row
-        dequantize_values(tile, count, v, stride, scales, pace, floating)
-        at, stride = floating, 4 * tile.value_width
-    elif tile.k_quantized and tile.joined:
-        at, stride = floating, 4 * tile.width
-    return at, stride
+        prefetch_value_scales(tile, of_v, v_pace)
 
 
 @phase
 @no_type_check
-def score(tile, padded, count, queries, k, k_stride, v, v_stride, scores):
+def visible(tile, call, count, bias):
+    """The block's keys up to the last that the bias shows a row: those after it are not read."""
+    shown = 0
+    for i in range(call.rows if call.bias_row else 1):
+        last = call.rows - 1 - i if call.bias_row else 0  # the last query may see most
+        shown = max(shown, visible_keys(tile, count, bias + 4 * last * call.bias_row))
+        if shown == count:
+            break
+    return shown
+
+
+@phase
+@no_type_check
+def floating_keys(tile, count, k, stride, scales, pace, floating):
+    """Where a block's keys lie, and the bytes from one to the next: codes are dequantised first,
+    unless they are while they are multiplied."""
+    if tile.k_quantized and not tile.k_direct:
+        dequantize_keys(tile, count, k, stride, scales, pace, floating)
+        k, stride = floating, 4 * tile.width
+    return k, stride
+
+
+@phase
+@no_type_check
+def floating_values(tile, count, v, stride, scales, pace, floating):
+    """The same of its values, after its keys are read; values within keys are there already."""
+    if tile.v_quantized and not tile.v_direct:
+        dequantize_values(tile, count, v, stride, scales, pace, floating)
+        v, stride = floating, 4 * tile.value_width
+    elif tile.k_quantized and tile.joined:
+        v, stride = floating, 4 * tile.width
+    return v, stride
+
+
+@phase
+@no_type_check
+def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, scores):
     """Scores of all rows and the block's keys; meanwhile the block's values are prefetched."""
     for r in range(0, padded, tile.rows):
         for i in range(0, count, tile.keys):
             if r == 0 and not tile.joined:
                 for u in range(i, min(count, i + tile.keys)):
                     prefetch_value(tile, v + u * v_stride)
-            dot_products(tile, queries + r * tile.query_bytes, k, k_stride, i, count - 1,
-                         scores + 4 * r * tile.block)  # fmt: skip
+            dot_products(tile, queries + r * tile.query_bytes, k, k_stride, of_k, k_pace, i,
+                         count - 1, scores + 4 * r * tile.block)  # fmt: skip
 
 
 @phase
@@ -172,9 +249,12 @@ def softmax(tile, call, padded, count, bias, scores, part):
 
 @phase
 @no_type_check
-def gather(tile, padded, count, scores, v, v_stride, part, k_next, k_stride):
+def gather(tile, padded, count, scores, v, v_stride, of_v, v_pace, part, k_next, k_stride):
     """Adds the weighted values to the sums; meanwhile the next block's keys are prefetched."""
     done = 0
+    if tile.v_direct:
+        add_weighted_codes(tile, count, scores, v, v_stride, of_v, v_pace, part, k_next, k_stride)
+        padded = 0
     for r in range(0, padded, tile.rows):
         for c in range(0, tile.value_width, tile.strip):
             weights, values = scores + 4 * r * tile.block, v + tile.v_read * c

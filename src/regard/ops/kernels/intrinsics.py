@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, no_type_check
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
@@ -24,10 +23,8 @@ from numba.extending import (
 )
 
 from regard.ops.kernels.panels import Panel
-from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LOG2E, Tile
+from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LINE, LOG2E, Tile
 from regard.ops.kernels.vectors import FLOAT, INT16, INT32, INT64, Value, Vectors
-
-BIT = ir.IntType(1)
 
 
 @functools.cache
@@ -126,10 +123,11 @@ def load_query(e, tile, source, target, scale):
 
 @emits(types.void)
 @no_type_check
-def dot_products(e, tile, queries, keys, stride, first, last, scores):
+def dot_products(e, tile, queries, keys, stride, scales, pace, first, last, scores):
     """scores[m, first + i] = queries[m] . keys[first + i] for a tile's `rows` m and `keys` i.
 
-    Keys after `last` are read as `last`, and their scores are overwritten later.
+    Keys after `last` are read as `last`, and their scores are overwritten later. The scales, `pace`
+    bytes apart, are those of keys that are dequantised here.
     """
     b = e.builder
     cells = [[e.variable(e.constant(0.0)) for _ in range(tile.keys)] for _ in range(tile.rows)]
@@ -137,9 +135,7 @@ def dot_products(e, tile, queries, keys, stride, first, last, scores):
     wanted = [b.select(b.icmp_signed("<", i, last), i, last) for i in wanted]
     places = [b.add(keys, b.mul(i, stride)) for i in wanted]
 
-    def body(start, count):
-        half = tile.k == BFLOAT16
-        xs = [e.elements(e.advance(at, start, tile.k_read), count, half) for at in places]
+    def multiply(start, count, xs):
         for m, row in enumerate(cells):
             at = e.advance(b.add(queries, INT64(tile.query_bytes * m)), start, 4)
             ys = e.elements(at, count, False)
@@ -147,7 +143,19 @@ def dot_products(e, tile, queries, keys, stride, first, last, scores):
                 for u, y in zip(x, ys, strict=True):
                     e.accumulate(cell, u, y)
 
-    e.columns(tile.width, body)
+    def body(start, count):
+        half = tile.k == BFLOAT16
+        xs = [e.elements(e.advance(at, start, tile.k_read), count, half) for at in places]
+        multiply(start, count, xs)
+
+    if tile.k_direct:
+        of_scales = [b.add(scales, b.mul(i, pace)) for i in wanted]
+        pairs = zip(places, of_scales, strict=True)
+        xs = [dict(e.dequantized(*pair, tile.width, tile.k)) for pair in pairs]
+        for channel in range(0, tile.width, e.lanes):
+            multiply(INT64(channel), e.lanes, [[x[channel]] for x in xs])
+    else:
+        e.columns(tile.width, body)
     for m, row in enumerate(cells):
         found = e.sums([b.load(cell) for cell in row])
         e.write(found, e.advance(scores, first, 4), 4 * tile.block * m)
@@ -158,6 +166,34 @@ def dot_products(e, tile, queries, keys, stride, first, last, scores):
 def prefetch_value(e, tile, address):
     """Request a row of values from memory before it is needed."""
     e.prefetch(tile.v.bytes(tile.value_width), address)
+
+
+@emits(types.void)
+@no_type_check
+def prefetch_key_scales(e, tile, address, pace):
+    """Request the scales of a block of keys, `pace` bytes apart."""
+    _prefetch_scales(e, tile.block, address, pace, 4 * -(-tile.width // max(1, tile.k.group)))
+
+
+@emits(types.void)
+@no_type_check
+def prefetch_value_scales(e, tile, address, pace):
+    """Request the scales of a block of values."""
+    _prefetch_scales(e, tile.block, address, pace, 4 * -(-tile.value_width // max(1, tile.v.group)))
+
+
+@no_type_check
+def _prefetch_scales(e, block, address, pace, size):
+    step = max(1, LINE // size)
+    for j in range(0, block, step):
+        e.prefetch(size, e.builder.add(address, e.builder.mul(INT64(j), pace)))
+
+
+@emits(types.void)
+@no_type_check
+def prefetch_line(e, tile, address):
+    """Request one cache line."""
+    e.prefetch(LINE, address)
 
 
 # ---- codes -------------------------------------------------------------------------------------
@@ -191,17 +227,19 @@ def _dequantize(e, count, codes, stride, scales, pace, target, width, form):
 # ---- softmax -----------------------------------------------------------------------------------
 
 
-@emits(types.boolean)
+@emits(types.int64)
 @no_type_check
-def any_visible(e, tile, count, bias):
-    """Whether one of `count` biases is not -inf; true of a tile without biases."""
+def visible_keys(e, tile, count, bias):
+    """How many of `count` keys there are up to the last whose bias is not -inf; all of them for a
+    tile without biases."""
     if not tile.biased:
-        return ir.Constant(BIT, 1)
-    found = cgutils.alloca_once_value(e.builder, BIT(0))
+        return count
+    found = cgutils.alloca_once_value(e.builder, INT64(0))
     with e.loop(count) as u:
         x = e.builder.load(e.item(bias, u))
         visible = e.builder.fcmp_unordered("!=", x, FLOAT(float(HIDDEN)))
-        e.builder.store(e.builder.or_(e.builder.load(found), visible), found)
+        after = e.builder.add(u, INT64(1))
+        e.builder.store(e.builder.select(visible, after, e.builder.load(found)), found)
     return e.builder.load(found)
 
 
@@ -269,50 +307,6 @@ def scale_sums(e, tile, sums, factor):
     e.columns(tile.value_width, body)
 
 
-# ---- gather ------------------------------------------------------------------------------------
-
-
-@emits(types.void)
-@no_type_check
-def add_weighted(e, tile, count, weights, values, stride, sums):
-    """sums[m, :strip] += sum over j < count of weights[m, j] values[j, :strip], for a tile's m."""
-    _add_weighted(e, tile, count, weights, values, stride, sums, lambda j: None)
-
-
-@emits(types.void)
-@no_type_check
-def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahead, pace):
-    """`add_weighted`, and meanwhile requests `prefetch_bytes` of each row at `ahead`, `pace` bytes
-    apart."""
-
-    def prefetch(j):
-        e.prefetch(tile.prefetch_bytes, e.builder.add(ahead, e.builder.mul(j, pace)))
-
-    _add_weighted(e, tile, count, weights, values, stride, sums, prefetch)
-
-
-@no_type_check
-def _add_weighted(e, tile, count, weights, values, stride, sums, meanwhile):
-    b, pair, half = e.builder, 2 * e.lanes, tile.v == BFLOAT16
-    vectors = range(0, tile.strip, e.lanes)
-    places = [tile.sum_bytes * m + 4 * c for m in range(tile.rows) for c in vectors]
-    cells = [e.variable(e.read(sums, place)) for place in places]
-    with e.loop(count) as j:
-        meanwhile(j)
-        row, xs = b.add(values, b.mul(j, stride)), []
-        weight = b.add(weights, b.mul(j, INT64(4)))
-        for c in range(0, tile.strip, pair):
-            at = b.add(row, INT64(c * tile.v_read))
-            xs += e.elements(at, min(pair, tile.strip - c), half)
-        for m in range(tile.rows):
-            one = b.load(e.pointer(FLOAT, weight, 4 * tile.block * m), align=4)
-            w = e.broadcast(one)
-            for x, cell in zip(xs, cells[m * len(xs) : (m + 1) * len(xs)], strict=True):
-                e.accumulate(cell, x, w)
-    for cell, place in zip(cells, places, strict=True):
-        e.write(b.load(cell), sums, place)
-
-
 # ---- merge -------------------------------------------------------------------------------------
 
 
@@ -375,3 +369,10 @@ def floats(e, address):
 def halves(e, address):
     """An address as a pointer to the words of bfloat16."""
     return e.pointer(INT16, address)
+
+
+@emits(types.CPointer(types.int64))
+@no_type_check
+def numbers(e, address):
+    """An address as a pointer to int64."""
+    return e.pointer(INT64, address)

@@ -22,6 +22,7 @@ from regard.ops.kernels.tiles import (
     PACKED,
     Arguments,
     Format,
+    Pages,
     Tile,
     tile_for,
 )
@@ -40,6 +41,7 @@ def decode(
     bias: Tensor | None = None,
     width: int | None = None,
     lanes: int | None = None,
+    pages: Pages | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
@@ -48,19 +50,22 @@ def decode(
     values are the first `width` columns of the keys. `bias` is float32, broadcasts to
     `[B, G, M, S]`, and hides where it is -inf. `lanes` is the length of a vector, by default the
     longest that fits the machine and the widths. Widths are multiples of the lanes (of twice as
-    many for `width` in bfloat16, of 16 for
-    4-bit codes); last dimensions are contiguous; S > 0.
+    many for `width` in bfloat16, of 16 for 6-bit and 4-bit codes); last dimensions are contiguous;
+    S > 0. With `pages`, keys and values are `[1, G, tokens, W]`, and those of a sequence are found
+    through its row of the table.
     """
-    (b, g, m, d), s = q.shape, _tensor(k).shape[2]
+    (b, g, m, d), s = q.shape, _tensor(k).shape[2] if pages is None else pages.keys
     dtype = k.dtype if isinstance(k, Tensor) else q.dtype
     dv = (width or d) if v is None else _width(v)
     lanes = lanes_for(d, dv, dtype, joined=v is None) if lanes is None else lanes
     _check_sizes(s, d, dv, dtype, joined=v is None, lanes=lanes)
     q_at = place_of("q", q, dtype, (b, g, m, d))
-    k_form, k_at, k_scales = _stream("k", k, dtype, (b, g, s, d))
+    held = (b, g, s) if pages is None else (1, g, _tensor(k).shape[2])
+    k_form, k_at, k_scales = _stream("k", k, dtype, (*held, d))
     v_form, v_at, v_scales = k_form, k_at, NOWHERE
     if v is not None:
-        v_form, v_at, v_scales = _stream("v", v, dtype, (b, g, s, dv))
+        v_form, v_at, v_scales = _stream("v", v, dtype, (*held, dv))
+    table = NOWHERE if pages is None else _table(pages, b, held[2])
     bias_at = NOWHERE
     if bias is not None:
         bias_at = place_of("bias", bias.expand(b, g, m, s), torch.float32, (b, g, m, s))
@@ -69,13 +74,14 @@ def decode(
     out_at = place_of("out", out, torch.float32, out.shape)[0]
     lse_at = lse.data_ptr()  # as plain as `out`, since both were made in the same way
     half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
-    tile, address = compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form)
+    size = 0 if pages is None else pages.size
+    tile, address = compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form, size)
     threads = torch.get_num_threads()
     ranges, range_keys = tile.ranges(s, b * g, threads)
     threads = min(threads, b * g * ranges)
     room = memory(tile, m, b * g, ranges, threads)[:3]
-    data = Arguments(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *bias_at, out_at,
-                     lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
+    data = Arguments(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *bias_at,
+                     out_at, lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
     launch(address, PACKED.pack(*data), threads)
     return out, lse
 
@@ -141,9 +147,9 @@ def _stream(
         form = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
         return form, place_of(name, x, dtype, shape), NOWHERE
     (*tokens, width), form = shape, Format(x.bits, x.group)
-    if x.width != width or x.bits not in (4, 8) or (x.bits == 4 and width % NIBBLES):
-        _refuse(f"{name} is 8-bit codes, or 4-bit codes in multiples of {NIBBLES}, {width} wide; "
-                f"got {x.bits} bits, {x.width} wide")  # fmt: skip
+    if x.width != width or x.bits not in (4, 6, 8) or (x.bits < 8 and width % NIBBLES):
+        _refuse(f"{name} is codes of 8 bits, or of 6 or 4 in multiples of {NIBBLES} channels, "
+                f"{width} wide; got {x.bits} bits, {x.width} wide")  # fmt: skip
     codes = place_of(name, x.codes, torch.uint8, (*tokens, form.bytes(width)))
     groups = -(-width // x.group)
     return (
@@ -169,7 +175,27 @@ def place_of(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -
         _refuse(f"the last dimension of {name} has stride {strides[-1]}, not 1")
     if not address:
         _refuse(f"{name} {tuple(shape)} has no memory")
-    return address, strides[0], strides[1], strides[2]
+    return address, strides[0] if shape[0] > 1 else 0, strides[1], strides[2]
+
+
+def _table(pages: Pages, batch: int, tokens: int) -> Place:
+    """The table's address and row stride, the size of a page, and the tokens that are skipped.
+
+    Checked as `place_of` checks tensors: no number may lead out of the tensors of so many tokens.
+    """
+    table, size, skipped, keys = pages
+    count = -(-(skipped + keys) // size) if size > 0 and skipped >= 0 else 0
+    if type(table) is not Tensor or not table.is_cpu or table.dtype is not torch.int64:
+        _refuse(f"a table of pages is int64 on the CPU, got a {type(table).__name__}")
+    if table.dim() != 2 or len(table) != batch or not 0 < count <= table.shape[1]:
+        _refuse(f"{skipped} + {keys} tokens of {batch} rows in pages of {size}, and a table of "
+                f"{tuple(table.shape)}")  # fmt: skip
+    if table.stride(1) != 1 and table.shape[1] > 1:
+        _refuse(f"a row of the table has stride {table.stride(1)}, not 1")
+    low, high = (int(x) for x in table.aminmax())
+    if low < 0 or (high + 1) * size > tokens:
+        _refuse(f"pages {low} to {high} of {size} tokens are not within {tokens} tokens")
+    return table.data_ptr(), table.stride(0), size, skipped
 
 
 def _refuse(why: str) -> NoReturn:

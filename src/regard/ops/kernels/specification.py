@@ -12,7 +12,8 @@ NumPy's logarithm is not the C library's.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,9 @@ from regard.ops.kernels.tiles import (
     HIDDEN,
     LOG2E,
     LOWEST,
-    NIBBLES,
+    STEP,
     Format,
+    Pages,
     Tile,
 )
 
@@ -47,30 +49,69 @@ class Specification(NamedTuple):
     fma: bool = True
 
     def decode(
-        self, q: Floats, k: Floats, v: Floats, bias: Floats | None, scale: float, threads: int
+        self,
+        q: Floats,
+        k: Floats,
+        v: Floats,
+        bias: Floats | None,
+        scale: float,
+        threads: int,
+        pages: Pages | None = None,
     ) -> tuple[Floats, Floats]:
-        """q [B, G, M, D], k [B, G, S, D], v [B, G, S, Dv], bias [B, G, M, S] -> out, lse."""
+        """q [B, G, M, D], k [B, G, S, D], v [B, G, S, Dv], bias [B, G, M, S] -> out, lse.
+
+        With `pages`, k and v are [1, G, tokens, ...].
+        """
         batch, heads, rows, _ = q.shape
-        keys = k.shape[2]
+        keys = k.shape[2] if pages is None else pages.keys
         ranges, length = self.tile.ranges(keys, batch * heads, threads)
         out = np.empty((batch, heads, rows, v.shape[3]), np.float32)
         lse = np.empty((batch, heads, rows), np.float32)
         for b, g in np.ndindex(batch, heads):
             added = None if bias is None else bias[b, g]
+            k_of, v_of = (self.tokens(x, b, g, pages) for x in (k, v))
             parts = [
-                self.task(q[b, g], k[b, g], v[b, g], added, scale, first, first + length)
+                self.task(q[b, g], k_of, v_of, added, scale, first, first + length, pages)
                 for first in range(0, ranges * length, length)
             ]
             out[b, g], lse[b, g] = self.merge(parts)
         return out, lse
 
+    def tokens(self, x: Floats, batch: int, head: int, pages: Pages | None) -> Floats:
+        """The keys or values of one head, [S, ...]."""
+        if pages is None:
+            return cast("Floats", x[batch, head])
+        slots = np.arange(pages.skipped, pages.skipped + pages.keys)
+        at = np.asarray(pages.table)[batch, slots // pages.size] * pages.size
+        return cast("Floats", x[0, head, at + slots % pages.size])
+
+    def blocks(self, first: int, stop: int, pages: Pages | None) -> Iterator[tuple[int, int]]:
+        """The keys of each block, all of them in one page."""
+        while first < stop:
+            end = min(first + self.tile.block, stop)
+            if pages is not None:
+                end = min(end, first + pages.size - (pages.skipped + first) % pages.size)
+            yield first, end
+            first = end
+
     def dequantized(self, codes: Bytes, scales: Floats, form: Format, width: int) -> Floats:
         """zero + scale * code, [..., bytes] and [..., 2 groups] -> [..., width]."""
-        if form.bits == 4:  # byte i of 32 channels holds channels i and i + 16; a rest likewise
-            steps = np.split(codes, range(NIBBLES, codes.shape[-1], NIBBLES), -1)
-            codes = np.concatenate([half for x in steps for half in (x & 15, x >> 4)], -1)
+        if form.bits < 8:
+            steps = np.split(codes, range(form.bytes(STEP), codes.shape[-1], form.bytes(STEP)), -1)
+            codes = np.concatenate([self.unpacked(step, form.bits) for step in steps], -1)
         scale, zero = (scales[..., i::2].repeat(form.group, -1)[..., :width] for i in (0, 1))
         return self.add_product(codes.astype(np.float32), scale, zero)
+
+    def unpacked(self, step: Bytes, bits: int) -> Bytes:
+        """The codes of 32 or 16 channels. Of n channels, n / 2 bytes hold the low 4 bits, byte i
+        those of channels i and i + n / 2; of 6 bits, n / 4 bytes more hold the high ones, byte i
+        those of channels i, i + n / 4, and so on."""
+        low = step[..., : step.shape[-1] * 4 // bits]
+        found = np.concatenate([low & 15, low >> 4], -1)
+        if bits == 6:
+            high = step[..., low.shape[-1] :]
+            found |= np.concatenate([(high >> at & 3) << 4 for at in (0, 2, 4, 6)], -1)
+        return found
 
     def task(
         self,
@@ -81,6 +122,7 @@ class Specification(NamedTuple):
         scale: float,
         first: int,
         stop: int,
+        pages: Pages | None = None,
     ) -> Part:
         """A range of one head's keys, a block at a time: q [M, D], k [S, D], v [S, Dv]."""
         rows = len(q)
@@ -90,11 +132,13 @@ class Specification(NamedTuple):
             np.full(rows, LOWEST),
             np.zeros(rows, np.float32),
         )
-        for j in range(first, min(stop, len(k)), self.tile.block):
-            block = slice(j, min(j + self.tile.block, stop, len(k)))
+        for begin, end in self.blocks(first, min(stop, len(k)), pages):
+            if bias is not None:  # keys after the last that a row may attend to are not read
+                end = begin + np.max((bias[:, begin:end] != HIDDEN) * np.arange(1, 1 + end - begin))
+            if begin == end:
+                continue
+            block = slice(begin, end)
             added = None if bias is None else bias[:, block]
-            if added is not None and (added == HIDDEN).all():
-                continue  # keys hidden from all rows are not read
             scores = self.score(q, k[block])
             weights, part = self.softmax(scores, added, part)
             part = self.gather(weights, v[block], part)

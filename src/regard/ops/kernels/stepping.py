@@ -81,7 +81,7 @@ def step(
     out = torch.empty(b, h, 1, dv, dtype=torch.float32, device="cpu")
     data = PACKED.pack(
         b, g, m, length + 1, rotated, h * d, m * d, d, *keys, *values, *NOWHERE, *NOWHERE,
-        *NOWHERE[1:], 0, out.data_ptr(), lse, *places, ranges, range_keys, scale * LOG2E,
+        *NOWHERE, *NOWHERE, out.data_ptr(), lse, *places, ranges, range_keys, scale * LOG2E,
     )  # fmt: skip
     launch(address, data, threads)
     return out.to(dtype) if half else out

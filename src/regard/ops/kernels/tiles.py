@@ -2,7 +2,7 @@
 
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +17,17 @@ EXP2 = (  # coefficients of 2**f on [-1/2, 1/2], lowest power first: minimax, er
 KEYS_A_TASK = 256  # keys, at least: merging the partial results of fewer costs more than it saves
 TASKS_A_THREAD = 4  # tasks, at most: several for each thread, so that a slow core takes fewer
 BLOCK_BYTES = 4096  # of keys, at least: what a block costs once is then small beside reading it
+UNROLLED = 8  # vectors of a key's codes, at most, that are dequantised in registers: their code
+# has no loop, and takes longer to compile
 LINE = 64  # bytes of a cache line
-NIBBLES = (
-    16  # bytes of 4-bit codes whose low halves are 16 channels, and whose high halves the next
-)
+NIBBLES = 16  # bytes of 4-bit codes: their low halves are so many channels, the high ones the next
+STEP = 2 * NIBBLES  # channels whose codes of 6 or 4 bits are packed together
 
 
 class Format(NamedTuple):
     """How the elements of keys or of values are stored."""
 
-    bits: int  # of an element: 32 of float32, 16 of bfloat16, 8 or 4 of codes
+    bits: int  # of an element: 32 of float32, 16 of bfloat16, 8, 6 or 4 of codes
     group: int = 0  # channels that have one scale and one zero; 0 of floating point
 
     @property
@@ -60,6 +61,8 @@ class Tile(NamedTuple):
     biased: bool  # a float32 bias is added to the scores
     k: Format  # of the keys: that of q, or codes
     v: Format  # of the values: that of q, or codes; where the tile is joined, that of the keys
+    paged: bool = False  # keys and values lie in pages, which are found through a table
+    direct: bool = False  # codes are dequantised in registers, as they are multiplied
 
     @property
     def item(self) -> int:
@@ -85,6 +88,16 @@ class Tile(NamedTuple):
     def v_quantized(self) -> bool:
         """Whether values are codes that are not within the keys."""
         return self.v.quantized and not self.joined
+
+    @property
+    def k_direct(self) -> bool:
+        """Whether keys are codes that are dequantised as they are multiplied."""
+        return self.direct and self.k_quantized
+
+    @property
+    def v_direct(self) -> bool:
+        """The same of values."""
+        return self.direct and self.v_quantized
 
     @property
     def k_read(self) -> int:
@@ -180,18 +193,36 @@ def tile_for(
     lanes: int,
     k: Format | None = None,
     v: Format | None = None,
+    page: int = 0,
 ) -> Tile:
     """The tile for so many rows: of those that pad least, the one with most rows.
 
-    `k` and `v` are the formats of keys and values, those of the queries by default.
+    `k` and `v` are the formats of keys and values, those of the queries by default; `page` is the
+    size of the pages that they lie in, 0 without pages: a whole number of blocks, if it can be.
+    Codes are dequantised into registers where one tile multiplies them, else into the cache.
     """
     plain = BFLOAT16 if half else FLOAT32
     k = k or plain
     v = k if joined else v or plain
     most = 2 if lanes == 8 else 4 if v == BFLOAT16 and value_width % (2 * lanes) else 6
     in_tile = min(range(1, most + 1), key=lambda r: (-(-rows // r) * r, -r))
+    codes = k.quantized or v.quantized
+    direct = codes and not joined and rows == in_tile and width <= UNROLLED * lanes
     block = next((x for x in (16, 32) if x * k.bytes(width) >= BLOCK_BYTES), 64)
-    return Tile(lanes, in_tile, width, value_width, block, half, joined, biased, k, v)
+    if page:
+        block = next((x for x in (64, 32) if x <= block and page % x == 0), 16)
+    return Tile(
+        lanes, in_tile, width, value_width, block, half, joined, biased, k, v, page > 0, direct
+    )
+
+
+class Pages(NamedTuple):
+    """Where the keys of a call lie, in tensors of pages `[1, G, tokens of all pages, W]`."""
+
+    table: Any  # [B, n] numbers of pages in int64: a sequence's, in order
+    size: int  # tokens of a page: page i is the tokens from i * size on
+    skipped: int  # tokens of the first page that are no keys
+    keys: int  # of each sequence, S
 
 
 class Arguments(NamedTuple):
@@ -205,7 +236,7 @@ class Arguments(NamedTuple):
     q_batch: int
     q_head: int
     q_row: int
-    k: int  # address of the keys [B, G, S, D]
+    k: int  # address of the keys [B, G, S, D]; in pages [1, G, tokens of all pages, D]
     k_batch: int
     k_head: int
     k_row: int
@@ -221,6 +252,10 @@ class Arguments(NamedTuple):
     v_scales_batch: int
     v_scales_head: int
     v_scales_row: int
+    table: int  # address of the int64 numbers of a sequence's pages, in order; 0 without pages
+    table_batch: int
+    page: int  # tokens of a page; page i of a tensor is its tokens from i * page on
+    skipped: int  # tokens of the first page of a sequence that are no keys of the call
     bias: int  # address of the bias [B, G, M, S] in float32; 0 where the tile has none
     bias_batch: int
     bias_head: int
@@ -240,4 +275,4 @@ def _field(name: str) -> tuple[str, type[np.generic]]:
 
 
 RECORD = np.dtype([_field(name) for name in Arguments._fields], align=True)  # as the kernel reads
-PACKED = struct.Struct("35qf4x")  # the same, as Python packs it in a microsecond
+PACKED = struct.Struct(f"{len(Arguments._fields) - 1}qf4x")  # the same, as Python packs it

@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from regard.ops.kernels.tiles import EXP2, LINE, NIBBLES, Format
+from regard.ops.kernels.tiles import EXP2, LINE, STEP, Format
 
 FLOAT, BYTE, INT16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
@@ -129,12 +129,15 @@ class Vectors:
     # ---- codes ----
 
     def dequantized(
-        self, codes: Value, scales: Value, width: int, form: Format
+        self, codes: Value, scales: Value, width: int, form: Format, wanted: range | None = None
     ) -> Iterator[tuple[int, Value]]:
-        """zero + scale * code of a row of codes: a channel, and the vector that begins with it."""
+        """zero + scale * code of the wanted channels of a row of codes, by default of all: a
+        channel, and the vector that begins with it."""
         of_groups: dict[tuple[int, ...], tuple[Value, Value]] = {}
-        words = self._bytes(codes, width) if form.bits == 8 else self._nibbles(codes, width)
+        words = self._bytes(codes, width) if form.bits == 8 else self._packed(codes, width, form)
         for channel, word in words:
+            if channel not in (wanted or range(width)):
+                continue
             groups = tuple((channel + i) // form.group for i in range(self.lanes))
             if groups not in of_groups:
                 of_groups[groups] = self._scale_and_zero(scales, groups)
@@ -144,21 +147,38 @@ class Vectors:
         for channel in range(0, width, self.lanes):
             yield channel, self._unsigned(address, channel, self.lanes)
 
-    def _nibbles(self, address: Value, width: int) -> Iterator[tuple[int, Value]]:
-        """4-bit codes: byte i of 32 channels holds channels i and i + 16; of a rest of 16 channels,
-        i and i + 8."""
-        b = self.builder
-        for first in range(0, width, 2 * NIBBLES):
-            half = min(NIBBLES, (width - first) // 2)  # bytes, and channels of each half
-            for i in range(0, half, min(half, self.lanes)):
-                x = self._unsigned(address, first // 2 + i, min(half, self.lanes))
-                low = b.and_(x, ir.Constant(x.type, [15] * x.type.count))
-                high = b.lshr(x, ir.Constant(x.type, [4] * x.type.count))
-                if half < self.lanes:
-                    yield first, self.shuffle(low, high, range(self.lanes))
-                else:
-                    yield first + i, low
-                    yield first + half + i, high
+    def _packed(self, address: Value, width: int, form: Format) -> Iterator[tuple[int, Value]]:
+        """Codes of 4 or 6 bits, 32 channels at a time, and a rest of 16."""
+        for first in range(0, width, STEP):
+            count, start = min(STEP, width - first), form.bytes(first)
+            for channel, word in self._nibbles(address, start, count):
+                if form.bits == 6:
+                    high = self._high_bits(address, start + count // 2, count // 4, channel)
+                    word = self.builder.or_(word, high)
+                yield first + channel, word
+
+    def _nibbles(self, address: Value, start: int, count: int) -> Iterator[tuple[int, Value]]:
+        """The low 4 bits of so many channels: byte i holds channels i and i + count / 2."""
+        b, half = self.builder, count // 2
+        for i in range(0, half, min(half, self.lanes)):
+            x = self._unsigned(address, start + i, min(half, self.lanes))
+            low = b.and_(x, ir.Constant(x.type, [15] * x.type.count))
+            high = b.lshr(x, ir.Constant(x.type, [4] * x.type.count))
+            if half < self.lanes:
+                yield i, self.shuffle(low, high, range(self.lanes))
+            else:
+                yield i, low
+                yield half + i, high
+
+    def _high_bits(self, address: Value, start: int, quarter: int, channel: int) -> Value:
+        """Bits 4 and 5 of a vector of 6-bit codes: byte i holds those of channels i, i + quarter,
+        and so on, from its lowest bits up."""
+        b, channels = self.builder, range(channel, channel + self.lanes)
+        kind = ir.VectorType(BYTE, min(quarter, self.lanes))
+        x = b.load(self.pointer(kind, address, start + channel % quarter), align=1)
+        x = b.zext(self.shuffle(x, x, [i % kind.count for i in range(self.lanes)]), self.words)
+        fields = b.lshr(x, ir.Constant(self.words, [2 * (i // quarter) for i in channels]))
+        return b.shl(b.and_(fields, self.word(3)), self.word(4))
 
     def _unsigned(self, address: Value, offset: int, count: int) -> Value:
         """So many bytes as a vector of int32."""

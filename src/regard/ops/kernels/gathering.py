@@ -1,0 +1,80 @@
+"""The weighted sums of values, as intrinsics of numba: a strip of columns stays in registers."""
+
+from typing import no_type_check
+
+from numba import types
+
+from regard.ops.kernels.intrinsics import emits
+from regard.ops.kernels.tiles import BFLOAT16
+from regard.ops.kernels.vectors import FLOAT, INT64
+
+
+@emits(types.void)
+@no_type_check
+def add_weighted(e, tile, count, weights, values, stride, sums):
+    """sums[m, :strip] += sum over j < count of weights[m, j] values[j, :strip], for a tile's m."""
+    _add_weighted(e, tile, count, weights, values, stride, sums, lambda j: None)
+
+
+@emits(types.void)
+@no_type_check
+def add_weighted_and_prefetch(e, tile, count, weights, values, stride, sums, ahead, pace):
+    """`add_weighted`, and meanwhile requests `prefetch_bytes` of each row at `ahead`, `pace` bytes
+    apart."""
+
+    def prefetch(j):
+        e.prefetch(tile.prefetch_bytes, e.builder.add(ahead, e.builder.mul(j, pace)))
+
+    _add_weighted(e, tile, count, weights, values, stride, sums, prefetch)
+
+
+@emits(types.void)
+@no_type_check
+def add_weighted_codes(e, tile, count, weights, codes, stride, scales, pace, sums, ahead, apart):
+    """`add_weighted_and_prefetch` of all columns, of codes that are dequantised in registers."""
+    b = e.builder
+    for first in range(0, tile.value_width, tile.strip) if tile.v_direct else ():
+        columns = range(first, first + tile.strip, e.lanes)
+
+        def values(j, columns=columns):
+            row, of_row = b.add(codes, b.mul(j, stride)), b.add(scales, b.mul(j, pace))
+            found = dict(e.dequantized(row, of_row, tile.value_width, tile.v, columns))
+            return [found[c] for c in columns]
+
+        def prefetch(j, first=first):
+            if not first:
+                e.prefetch(tile.prefetch_bytes, b.add(ahead, b.mul(j, apart)))
+
+        _accumulate(e, tile, count, weights, b.add(sums, INT64(4 * first)), values, prefetch)
+
+
+@no_type_check
+def _add_weighted(e, tile, count, weights, values, stride, sums, meanwhile):
+    b, pair, half = e.builder, 2 * e.lanes, tile.v == BFLOAT16
+
+    def elements(j):
+        row = b.add(values, b.mul(j, stride))
+        for c in range(0, tile.strip, pair):
+            at = b.add(row, INT64(c * tile.v_read))
+            yield from e.elements(at, min(pair, tile.strip - c), half)
+
+    _accumulate(e, tile, count, weights, sums, elements, meanwhile)
+
+
+@no_type_check
+def _accumulate(e, tile, count, weights, sums, values, meanwhile):
+    """sums[m, :strip] += weights[m, j] values(j) over j < count, for a tile's m."""
+    b = e.builder
+    vectors = range(0, tile.strip, e.lanes)
+    places = [tile.sum_bytes * m + 4 * c for m in range(tile.rows) for c in vectors]
+    cells = [e.variable(e.read(sums, place)) for place in places]
+    with e.loop(count) as j:
+        meanwhile(j)
+        xs, weight = list(values(j)), b.add(weights, b.mul(j, INT64(4)))
+        for m in range(tile.rows):
+            one = b.load(e.pointer(FLOAT, weight, 4 * tile.block * m), align=4)
+            w = e.broadcast(one)
+            for x, cell in zip(xs, cells[m * len(xs) : (m + 1) * len(xs)], strict=True):
+                e.accumulate(cell, x, w)
+    for cell, place in zip(cells, places, strict=True):
+        e.write(b.load(cell), sums, place)

@@ -17,11 +17,15 @@ from regard import (
     Padding,
     Partial,
     Rotary,
+    SlidingWindow,
     merge,
 )
+from regard.cache import NO_CACHE, PagedCache, PagePool
 from regard.layers.cache_use import requiring_grad
+from regard.ops.observed import calls_run
 
 KINDS = [*LAYERS]
+POOLED = ("pages", "pages, window")  # whose memory is their pool's
 EXACT = [(layer, cache) for layer, cache in PAIRS if not cache.startswith("int")]
 
 
@@ -88,8 +92,13 @@ def test_a_cache_outlives_its_layer():
     assert cache.length == 8
 
 
-@pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+COPIES = [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, how) for name in CACHES for how in COPIES if name not in POOLED or how != COPIES[2]],
+)
 def test_a_copy_is_independent(name, how):
     layer, x = make("window"), inputs(2, 9)
     with torch.no_grad():
@@ -100,6 +109,13 @@ def test_a_copy_is_independent(name, how):
         expected = layer(x[:, 4:7], cache=alone)
         layer(x[:, 6:9], cache=fork)  # must not write where the first will
         assert_same(layer(x[:, 4:7], cache=cache), expected)
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_pages_are_saved_and_not_pickled(name):
+    for thing in (CACHES[name](), CACHES[name]().pool):
+        with pytest.raises(TypeError, match=r"cannot be pickled.*save"):
+            pickle.dumps(thing)
 
 
 def test_a_copy_keeps_the_graph():
@@ -129,8 +145,8 @@ def test_every_single_parameter_trains_over_chunks(kind, name):
         expected = parameter.grad.clone()
         layer.zero_grad()
         cache = CACHES[name]()
-        if name == "static" and trained not in AFTER_ATTENTION:
-            with pytest.raises(ValueError, match="StaticCache writes in place, so that gradients"):
+        if name in IN_PLACE and trained not in AFTER_ATTENTION:
+            with pytest.raises(ValueError, match="Cache writes in place, so that gradients"):
                 layer(x[:, :3], cache=cache)
             assert cache.length == 0
             continue
@@ -138,6 +154,7 @@ def test_every_single_parameter_trains_over_chunks(kind, name):
         assert_same(parameter.grad, expected)
 
 
+IN_PLACE = ("static", "pages", "pages, window")
 AFTER_ATTENTION = ("o_proj.weight", "o_proj.bias", "gate_proj.weight")
 
 
@@ -320,6 +337,65 @@ def test_calls_of_a_cache_that_attends_itself_have_a_log_sum_exp():
     layer.backend = "sdpa"
     with pytest.raises(ValueError, match="sdpa gives no log-sum-exp"):
         layer(inputs(1, 3), cache=Attending())
+
+
+# ---- caches in pages
+
+
+def kinds_in_pages():
+    """Layers, each with the options of its cache."""
+    for name in KINDS:
+        window = getattr(make(name).mask, "parts", ())
+        sizes = [each.size for each in window if isinstance(each, SlidingWindow)]
+        yield name, {"window": sizes[0]} if sizes else {}
+
+
+@pytest.mark.parametrize(("name", "options"), list(kinds_in_pages()))
+@torch.no_grad()
+def test_every_layer_decodes_over_pages(name, options):
+    """In several parts: pages that rows share, their own, scattered ones, and new tokens."""
+    layer, x = make(name), inputs(3, 40)
+    x[:, :9] = x[:1, :9]
+    pool = PagePool(num_pages=200, page_size=4)
+    beams, others = PagedCache(pool, **options), PagedCache(pool)
+    out = [layer(x[:1, :9], cache=beams).expand(3, -1, -1)]
+    beams.reorder(torch.tensor([0, 0, 0]))
+    for start, stop in [(9, 12), *((at, at + 1) for at in range(12, 25)), (25, 31), (31, 40)]:
+        others.update(torch.zeros(1, 1, 4, 1))  # their pages lie between those of `beams`
+        out.append(layer(x[:, start:stop], cache=beams))
+    assert_same(torch.cat(out, 1), layer(x))
+
+
+@torch.no_grad()
+def test_weights_are_those_without_a_cache():
+    for name in ("GQA", "MLA", "latent KV"):
+        layer, x = make(name), inputs(2, 11)
+        cache = PagedCache(PagePool(num_pages=20, page_size=2))
+        layer(x[:, :10], cache=cache)
+        cache.reorder(torch.tensor([1, 0]))
+        assert_same(layer.weights(x[[1, 0], 10:], cache=cache), layer.weights(x)[[1, 0], :, 10:])
+
+
+def test_the_calls_of_a_cache_in_pages_say_so():
+    x, seen = inputs(1, 3), []
+    with torch.no_grad(), calls_run(lambda call, q, parts: seen.append(call.call.in_parts)):
+        for cache in (NO_CACHE, KVCache(), PagedCache(PagePool(num_pages=4))):
+            make("GQA")(x, cache=cache)
+    assert seen == [False, False, True]
+
+
+def test_a_layer_announces_the_pieces_of_its_stream():
+    class Told(KVCache):
+        pieces = None
+
+    layer, told, plain = make("MLA"), Told(), KVCache()
+    layer(inputs(1, 3), cache=told)
+    assert told.pieces == (layer.kv_lora_rank, layer.qk_rope_head_dim)
+    layer(inputs(1, 3), cache=plain)
+    assert not hasattr(plain, "pieces")
+    told = Told()
+    layer.weights(inputs(1, 3), cache=told)
+    assert told.pieces == (layer.kv_lora_rank, layer.qk_rope_head_dim)
 
 
 # ---- memories

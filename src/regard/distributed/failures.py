@@ -1,4 +1,4 @@
-"""What a rank says about ranks that do not answer.
+"""The error that a rank raises when others do not answer.
 
 The error of a collective names a connection, and often that of a rank which itself waits. So a rank
 whose message fails closes its connections, so that ranks which wait for it fail too, writes its

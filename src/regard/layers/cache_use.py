@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
 from regard.masks import AllOf, AnyOf, Mask, Padding, Span
+from regard.ops.parts import Make, rebuilt
 from regard.ops.prepared import Prepared
 from regard.tracing import in_backward, is_concrete, is_transformed
 
@@ -134,6 +135,19 @@ def attends_itself(cache: object) -> bool:
     return hasattr(cache, "attend")
 
 
+def is_in_pages(cache: object) -> bool:
+    """Whether the tokens of a cache lie in the pages of a pool, so that it may return several
+    parts."""
+    return hasattr(cache, "pool")
+
+
+def announce_pieces(cache: object, *widths: int) -> None:
+    """Tell a cache of which pieces the stream consists that it is about to get: a cache of few bits
+    rotates the first one only."""
+    if getattr(cache, "pieces", widths) != widths:
+        cache.pieces = widths  # type: ignore[attr-defined]
+
+
 def sinks_of(layer: Any) -> Tensor | None:
     """The sinks of the heads that a layer computes here: all, or those of this rank."""
     split = layer.head_split
@@ -142,13 +156,19 @@ def sinks_of(layer: Any) -> Tensor | None:
 
 
 def attended(
-    layer: Any, call: Prepared, q: Tensor, cache: Cache, parts: tuple[Part, ...]
+    layer: Any,
+    call: Prepared,
+    q: Tensor,
+    cache: Cache,
+    parts: tuple[Part, ...],
+    make: Make | None = None,
 ) -> Tensor:
     """Attention of `q` to the parts that a cache returned, or to keys and values made of them."""
     if attends_itself(cache):
+        parts = parts if make is None else make(parts)
         out: Tensor = cache.attend(call, q, parts, sinks_of(layer))  # type: ignore[attr-defined]
         return out
-    return call.run(q, parts)
+    return call.run(q, parts if make is None else rebuilt(call.span, parts, make))
 
 
 def requiring_grad(needs_grad: bool, *streams: Tensor) -> tuple[Tensor, ...]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, NoCache
-from regard.cache.streams import Stored
-from regard.layers.cache_use import attends_itself, check_use, sinks_of
+from regard.cache.stored import Stored
+from regard.layers.cache_use import attends_itself, check_use, is_in_pages, sinks_of
 from regard.layers.construct import local_objection
 from regard.layers.memory import Memory
 from regard.layers.steps import is_step
@@ -24,7 +24,8 @@ class Arrival(NamedTuple):
     `mask` is the layer's and the call's together, `span` says which queries meet which keys once
     the cache is filled, and `positions` are the rotary positions of the queries: `[L]` or `[B, L]`.
     `step` says whether the next call may repeat this one. `sharded` is the cache if it attends
-    itself: its tokens are spread over ranks.
+    itself: its tokens are spread over ranks. `in_parts` says whether the cache may return several
+    parts.
     """
 
     mask: Mask
@@ -32,6 +33,7 @@ class Arrival(NamedTuple):
     positions: Tensor
     step: bool
     sharded: Any = None
+    in_parts: bool = False
 
 
 def arrive(
@@ -62,7 +64,8 @@ def arrive(
         check_use(layer, cache, mask, span)
     step = is_step(layer, x, cache, positions)
     places = span.positions(x.device) if positions is None else positions
-    return Arrival(both, span, places, step, cache if attends_itself(cache) else None)
+    sharded = cache if attends_itself(cache) else None
+    return Arrival(both, span, places, step, sharded, is_in_pages(cache))
 
 
 def describe(
@@ -95,6 +98,7 @@ def describe(
         partial=sharded is not None,
         bits=bits,
         step=at.step,
+        in_parts=at.in_parts,
     )
 
 

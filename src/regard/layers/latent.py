@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
-from regard.layers.cache_use import attended, has_gradient, requiring_grad, restored_on_error
+from regard.layers.cache_use import (
+    announce_pieces,
+    attended,
+    has_gradient,
+    requiring_grad,
+    restored_on_error,
+)
 from regard.layers.construct import check_sizes, constructor_code, records_arguments
 from regard.layers.inputs import (
     HeadSplit,
@@ -169,9 +175,11 @@ class MultiHeadLatentAttention(nn.Module):
         form, _ = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
         call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
+        announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
         with restored_on_error(self, cache, mask):
-            parts = form.parts(self, cache.update(*requiring_grad(call.needs_grad, joined)))
-            return self.o_proj(merge_heads(form.read(self, attended(self, call, q, cache, parts))))
+            parts = cache.update(*requiring_grad(call.needs_grad, joined))
+            out = attended(self, call, q, cache, parts, form.make(self))
+            return self.o_proj(merge_heads(form.read(self, out)))
 
     def weights(
         self,
@@ -189,6 +197,7 @@ class MultiHeadLatentAttention(nn.Module):
         form, _ = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
         call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
+        announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
         return weights_of(call, q, form.parts(self, cache.peek(joined)))
 
     def explain(

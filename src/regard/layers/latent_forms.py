@@ -5,6 +5,7 @@ regard, or transformers' modules.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +17,7 @@ from regard.cache.codes import bits_of
 from regard.heads import split_heads
 from regard.layers.construct import local_objection, matrix_of, normed
 from regard.masks import Span
+from regard.ops.parts import Make
 
 
 @runtime_checkable
@@ -52,6 +54,10 @@ class Form(NamedTuple):
     parts: Callable[[Any, tuple[Part, ...]], tuple[Part, ...]]
     read: Callable[[Any, Tensor], Tensor]
     bits: Callable[[Any], int | None] = bits_of
+
+    def make(self, layer: Any) -> Make | None:
+        """What makes keys and values of parts; None where attention reads them as they are."""
+        return None if self.name == "absorbed" else partial(self.parts, layer)
 
 
 def project_latent(layer: Any, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -161,7 +161,7 @@ class LatentKVAttention(nn.Module):
             parts = cache.update(
                 *requiring_grad(call.needs_grad, latent, as_stream(where, x.shape[0]))
             )
-            out = attended(self, call, q, cache, self.rebuild(parts))
+            out = attended(self, call, q, cache, parts, self.rebuild)
             return self.o_proj(merge_heads(out))
 
     def weights(

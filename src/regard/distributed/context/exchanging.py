@@ -34,13 +34,13 @@ class Tokens(NamedTuple):
     streams: Streams
 
     def copy(self, other: "Tokens", runs: Runs) -> None:
-        """Copy from `other` what belongs to some slots that both have."""
+        """Copy the content of these slots from `other`; both have them."""
         for run in runs:
             for mine, its in zip(self._view(run), other._view(run), strict=True):
                 mine.copy_(its)
 
     def add(self, other: "Tokens", runs: Runs) -> None:
-        """Add what belongs to some slots that both have."""
+        """Add the content of these slots of `other`; both have them."""
         for run in runs:
             for mine, its in zip(self._view(run), other._view(run), strict=True):
                 mine.add_(its)

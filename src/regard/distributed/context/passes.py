@@ -155,7 +155,8 @@ class Task:
 
 
 def forward_pass(task: Task, given: Given) -> tuple[Partial, Tokens]:
-    """The output and the log-sum-exp of this rank's queries, and the tokens that are kept."""
+    """The output and the log-sum-exp of this rank's queries, and the tokens of other ranks
+    that the backward pass reads again: all of them in a gather, none in a ring."""
     exchange, rank = task.exchange, task.exchange.ranks.rank
     sizes = bytes_sent(
         exchange.needs, rank, token_bytes=token_bytes(given.streams), exchange=exchange.kind

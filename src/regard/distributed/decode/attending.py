@@ -18,7 +18,8 @@ from regard.ops.backends import BACKENDS
 from regard.ops.call import Call, is_everything
 from regard.ops.choose import choose, objection_of
 from regard.ops.partial import Partial, merge
-from regard.ops.prepared import Prepared, partial_of
+from regard.ops.prepared import Prepared
+from regard.ops.stored import partial_of
 from regard.tracing import without_autocast
 
 _ROWS = 256  # query rows of a key head in a block: `grouped` takes so many, by torch's flash kernel

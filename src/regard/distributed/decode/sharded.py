@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.cache import Cache, KVCache, Part, SlidingCache
-from regard.cache.streams import Stored, check_streams, check_whole, needs_derivatives
+from regard.cache.saving import Record
+from regard.cache.stored import Stored
+from regard.cache.streams import check_streams, check_whole, needs_derivatives
 from regard.distributed.decode.attending import attended_locally
 from regard.distributed.decode.heads import Heads, Rows, heads_of
 from regard.distributed.decode.slots import Piece, Slots
@@ -17,6 +19,11 @@ from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
 from regard.ops.prepared import Prepared
 from regard.span import Span
+
+_NO_FILE = (
+    "ShardedCache stores a share of the tokens on each rank, so that no rank could write or read a "
+    "file of them all; store the text, and prefill it again"
+)
 
 
 class ShardedCache(Stored):
@@ -222,19 +229,21 @@ class ShardedCache(Stored):
         Raises:
             ValueError: if `length` is a tensor, negative or above the tokens so far.
         """
-        if isinstance(length, Tensor):
-            raise ValueError(
-                "ShardedCache has rows of one length, got a tensor; truncate to a whole number, "
-                "or use KVCache() or StaticCache(max_length)"
-            )
-        check_whole("length", length)
-        if not 0 <= length <= self.length:
-            raise ValueError(
-                f"length={length} is not in 0..{self.length}, the tokens held; give truncate the "
-                "number of tokens that remain"
-            )
+        length = self._checked(length)
         self._storage.truncate(self._slots.held_below(length, self._ranks.rank))
         self._slots.truncate(length)
+
+    def can_truncate(self, length: int | Tensor) -> bool:
+        """Whether `truncate(length)` would not raise.
+
+        Args:
+            length: the number of tokens that would remain.
+        """
+        try:
+            self._checked(length)
+        except ValueError:
+            return False
+        return True
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these batch rows, `[N]` integers, in this order, on every rank."""
@@ -250,6 +259,43 @@ class ShardedCache(Stored):
         length, stored = snapshot
         self._slots.truncate(length)
         self._storage.restore(stored)
+
+    @property
+    def empty_streams(self) -> tuple[Tensor, ...]:
+        """Tensors of no tokens, with the other sizes and the dtypes of this rank's streams."""
+        found: tuple[Tensor, ...] = self._storage.empty_streams
+        return found
+
+    def record(self) -> Record:
+        """Refuse: no rank has all tokens.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(_NO_FILE)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Refuse, as `record`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(_NO_FILE)
+
+    def _checked(self, length: int | Tensor) -> int:
+        if isinstance(length, Tensor):
+            raise ValueError(
+                "ShardedCache has rows of one length, got a tensor; truncate to a whole number, "
+                "or use KVCache() or StaticCache(max_length)"
+            )
+        check_whole("length", length)
+        if not 0 <= length <= self.length:
+            raise ValueError(
+                f"length={length} is not in 0..{self.length}, the tokens held; give truncate the "
+                "number of tokens that remain"
+            )
+        return length
 
     def _check(self, pieces: list[Piece], new: Sequence[Tensor]) -> None:
         """Raise on every rank alike, before anything is sent or changed."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from regard.cache import NO_CACHE
-from regard.cache.streams import Stored
+from regard.cache.stored import Stored
 from regard.distributed.ranks import Ranks, expected
 from regard.distributed.tensor.heads import HeadLayout, HeadSplit
 from regard.distributed.tensor.linear import (

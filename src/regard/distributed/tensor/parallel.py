@@ -26,7 +26,7 @@ def _of_transformers(module: nn.Module, ranks: Ranks) -> Plan | None:
     return ModelPlan(module, ranks)
 
 
-# Asked in turn for each module of a model: how it is split, or None. The first answer holds.
+# Functions that say how a module is split, or None; the first that is not None counts.
 PLANS: list[Callable[[nn.Module, Ranks], Plan | None]] = [_of_regard, _of_transformers]
 
 

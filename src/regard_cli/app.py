@@ -16,8 +16,8 @@ from regard_cli.sentences import printable, wrapped
 __all__ = ["app", "run"]
 
 ROWS = (
-    "shipped, int8, int4, mha, gqa, mqa, latent-100, latent-75, latent-50, latent-25, "
-    "deepseek-100, deepseek-75, deepseek-50, portable-75, portable-50, latent-50-int8, "
+    "shipped, int8, int4, k8v4, k6v4, mha, gqa, mqa, latent-100, latent-75, latent-50, "
+    "latent-25, deepseek-100, deepseek-75, deepseek-50, portable-75, portable-50, latent-50-int8, "
     "deepseek-50-int8"
 )
 TARGETS = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
@@ -96,9 +96,35 @@ def generate(
         typer.Option(help="Installed, registered as an attention function, or transformers' own."),
     ] = "regard",
     cache: Annotated[
-        Literal["growing", "static", "sliding", "int8", "int4", "transformers"],
-        typer.Option(help="Where keys and values are stored."),
+        Literal[
+            "growing",
+            "static",
+            "sliding",
+            "int8",
+            "int4",
+            "K8V4",
+            "K6V4",
+            "K4V4",
+            "paged",
+            "transformers",
+        ],
+        typer.Option(
+            metavar="<kind>",
+            help="growing, static, sliding, int8, int4, K8V4 (keys in 8 bits, values in 4), K6V4, "
+            "K4V4, paged or transformers.",
+        ),
     ] = "growing",
+    format: Annotated[
+        Literal["plain", "K8V8", "K8V4", "K6V4", "K4V4"],
+        typer.Option(help="Of the pages of --cache paged."),
+    ] = "plain",
+    prefix_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder that stores the pages of prompts: one that begins like an earlier one "
+            "is computed from where they differ. Needs --cache paged."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 for the most likely token at each step.")
@@ -119,6 +145,9 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text with a transformers model on regard, with its time and memory."""
+    if cache != "paged" and (prefix_cache is not None or format != "plain"):
+        hint = "--format" if prefix_cache is None else "--prefix-cache"
+        raise typer.BadParameter(f"it needs --cache paged, got --cache {cache}", param_hint=hint)
 
 
 @verb

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from regard.cli.terminal import say, stdout, waiting
 from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
+from regard.hf.generating.prefix_folder import prefixes_in
 from regard.hf.packages import quiet
 from regard.ops.observed import kernel_objection
 
@@ -29,6 +31,7 @@ def run(
     against: str | None,
     dtype: str,
     threads: int | None,
+    prefix_cache: Path | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -36,29 +39,16 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     shown = stream and not as_json
-    with quiet():
+    with quiet(), ExitStack() as stack:
         with waiting(f"loading {model or SMOLLM2}"):
             loaded = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
+            pages = _pages(settings.pop("format"), prefix_cache, loaded[0], stack)
         if against:  # the first run of each is slow, so it is not timed
+            few = {**settings, "max_new_tokens": 2}
             for setting in ((attention, cache), (against, against)):
-                _run(
-                    loaded,
-                    prompt,
-                    setting,
-                    seed,
-                    _hide,
-                    {**settings, "max_new_tokens": 2},
-                )
-        runs = [
-            _run(
-                loaded,
-                prompt,
-                (attention, cache),
-                seed,
-                _show if shown else _hide,
-                settings,
-            )
-        ]
+                _run(loaded, prompt, setting, seed, _hide, few)
+        show_text = _show if shown else _hide
+        runs = [_run(loaded, prompt, (attention, cache), seed, show_text, settings | pages)]
         if shown:
             _show("\n")  # so that a progress line does not erase the text's last line
         if against:
@@ -71,6 +61,14 @@ def run(
         _show(runs[0].text + "\n")
     _show("\n")
     show(runs, stdout())
+
+
+def _pages(format: str, folder: Path | None, model: Any, stack: ExitStack) -> dict[str, Any]:
+    """The arguments of `write` about pages; a folder of prefixes is stored again when `stack`
+    ends."""
+    if folder is None:
+        return {"format": format}
+    return {"pool": stack.enter_context(prefixes_in(folder, model, format=format))}
 
 
 def show(runs: list[Written], console: Console) -> None:

@@ -72,7 +72,11 @@ def test_the_same_text_with_our_caches(name, kind):
 def test_the_same_text_with_a_quantised_cache(name):
     """What is rounded is the same, so what is written is the same; installed or not."""
     model, given = model_of(name), prompt(name)
-    caches = [regard.hf.cache(model, "quantized", bits=8, group=4) for _ in range(2)]
+    # installed layers of deepseek cache latents, transformers' own the keys and values of heads:
+    # what is rounded to 8 bits differs too little to be seen
+    coarse = len(name) % 2 == 0 and "deepseek" not in name
+    options = {"format": "K8V4"} if coarse else {"bits": 8, "group": 4}
+    caches = [regard.hf.cache(model, "quantized", **options) for _ in range(2)]
     before = write(model, given, past_key_values=caches[0])
     regard.hf.install(model)
     assert write(model, given, past_key_values=caches[1]).equal(before)
@@ -220,7 +224,7 @@ def test_a_cache_is_reset_and_used_again():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("paged", {}, "kind='paged' is not one of 'growing', 'static', 'sliding', 'quantized'"),
+        ("x", {}, "kind='x' is not one of 'growing', 'static', 'sliding', 'quantized', 'paged'"),
         ("static", {}, "kind='static' takes max_length=, got none"),
         ("growing", {"bits": 8}, "kind='growing' takes no options, got bits=8"),
         ("quantized", {"bits": 3}, "bits is 8 or 4, got 3"),
@@ -249,7 +253,7 @@ def test_tokens_that_cannot_be_removed_are_refused():
         cache.crop(-2)
     with pytest.raises(ValueError, match="negative number, got 2"):
         cache.crop(2)
-    with pytest.raises(ValueError, match="not offloaded"):
+    with pytest.raises(ValueError, match="offloads pages, not layers"):
         cache.layers[0].offload()
 
 

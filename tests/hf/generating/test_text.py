@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import regard.hf
+from regard.cache.paging.pool import PagePool
+from regard.hf.generating.prefix_folder import FILE
 from regard.hf.generating.text import ATTENTIONS, CACHES, Written, _size
 from regard.ops.backends import BACKENDS
 from regard_cli.app import run
@@ -47,7 +49,7 @@ def test_the_text_does_not_depend_on_attention_or_cache(loaded):
             model, tokenizer, PROMPT, attention=attention, cache=cache, max_new_tokens=12
         ).tokens
         for attention in ATTENTIONS
-        for cache in ("growing", "static", "sliding", "transformers")
+        for cache in ("growing", "static", "sliding", "paged", "transformers")
     }
     assert len(texts) == 1
     assert len(texts.pop()) == 12
@@ -66,6 +68,9 @@ def test_the_bytes_are_those_of_the_cache(loaded, cache):
         "static": 26 * numbers * 4,
         "int8": 26 * 3 * 2 * 2 * (6 + 4),
         "int4": 26 * 3 * 2 * 2 * (3 + 4),
+        "K8V4": 26 * 3 * 2 * (6 + 4 + 3 + 4),
+        "K4V4": 26 * 3 * 2 * 2 * (3 + 4),
+        "paged": 26 * numbers * 4,
     }
     if cache in held:
         assert written.cache_bytes == held[cache]
@@ -78,6 +83,18 @@ def test_the_bytes_are_those_of_the_cache(loaded, cache):
     assert set(written.prefill_backend.split(" and ")) <= set(BACKENDS)
     assert set(written.decode_backend.split(" and ")) <= set(BACKENDS)
     assert f"/s on {written.decode_backend}, cache" in str(written)
+
+
+def test_a_pool_finds_what_prompts_have_in_common(loaded):
+    pool = PagePool(400, 4)
+    options = {"cache": "paged", "pool": pool, "max_new_tokens": 5}
+    first, second = (regard.hf.write(*loaded, PROMPT + end, **options) for end in ("", " sir"))
+    assert (first.prefix_tokens, second.prefix_tokens) == (0, 16)
+    assert "prefill 22 tokens, 16 of them found, at " in str(second)
+    assert f", first token after {second.seconds_to_first_token:.2f} s, decode 5 at" in str(second)
+    alone = regard.hf.write(*loaded, PROMPT + " sir", max_new_tokens=5)
+    assert alone.tokens == second.tokens
+    assert (alone.prefix_tokens, alone.seconds_to_first_token > 0) == (0, True)
 
 
 def test_transformers_own_attention_has_its_own_name(loaded):
@@ -123,7 +140,13 @@ def test_sizes_are_for_reading():
     ("options", "message"),
     [
         ({"prompt": ""}, "the prompt is empty"),
-        ({"cache": "paged"}, "cache='paged' is not one of growing, static"),
+        ({"cache": "K9V9"}, "cache='K9V9' is not one of growing, static"),
+        ({"format": "K8V4"}, "format='K8V4' is of pages, got cache='growing'"),
+        ({"pool": PagePool(4, 4)}, "pool=PagePool.4, 4. is of pages, got cache='growing'"),
+        (
+            {"cache": "paged", "pool": PagePool(4, 4), "format": "K8V4"},
+            "format='K8V4' is not that of pool=PagePool",
+        ),
         ({"attention": "flash"}, "attention='flash' is not one of regard, interface"),
         ({"tokenizer": None}, "has no tokenizer, which a prompt needs"),
         ({"model": ZOO["bert"].build()}, "BertModel does not generate text"),
@@ -169,6 +192,33 @@ def test_json_alone_on_stdout(folder, monkeypatch, capsys):
     (written,) = json.loads(capsys.readouterr().out)
     assert set(written) == set(Written.__dataclass_fields__)
     assert len(written["tokens"]) == 4
+
+
+def test_prefixes_in_a_folder(folder, monkeypatch, capsys, tmp_path):
+    """Found by the next run, for prompts that begin alike."""
+    options = ["--cache", "paged", "--prefix-cache", tmp_path / "new", "--max-new-tokens", 4]
+    long, found = PROMPT * 5, []
+    for prompt in (long, long + "?", "no" + long):
+        assert command(monkeypatch, folder, "--prompt", prompt, *options, "--json") == 0
+        (written,) = json.loads(capsys.readouterr().out)
+        found.append(written["prefix_tokens"])
+    assert found == [0, 64, 0]
+    for changed in (["--format", "K8V4"], ["--dtype", "bfloat16"]):
+        before = (tmp_path / "new" / FILE).read_bytes()
+        assert command(monkeypatch, folder, "--prompt", long, *options, *changed) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "give another folder for prefixes" in " ".join(err.split())
+        assert (tmp_path / "new" / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--prefix-cache", "x"], ["--format", "K8V4"], ["--format", "K8V4", "--cache", "int8"]],
+)
+def test_pages_need_a_paged_cache(folder, options, monkeypatch, capsys):
+    assert command(monkeypatch, folder, "--prompt", PROMPT, *options) == 2
+    assert "it needs --cache paged, got --cache" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from regard import QuantizedCache, SlidingCache
-from regard.hf.generating.caches import CacheLayer, GenerationCache
+from regard.hf.generating.caches import CacheLayer
+from regard.hf.generating.generation_cache import GenerationCache
 from regard.hf.running.calls import appended
 
 

@@ -10,6 +10,7 @@ from regard.hf.families.finding import find
 from regard.hf.families.table import family_of
 from regard.hf.packages import require
 
+PAGED = "paged"
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
@@ -20,13 +21,27 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: An
         model: a transformers model that generates.
         kind: `"growing"`; `"static"`, which needs `max_length=`; `"sliding"`, which holds the
             window of layers that have one (`rollback=` more for assisted decoding); `"quantized"`,
-            with `bits=8 | 4` and `group=64`; or a function that makes the cache of a layer, such as
-            `lambda: ShardedCache(mesh)` for a model with regard installed.
-        **options: of that kind; none of a function.
+            with `bits=8 | 4` and `group=64`, or `format="K8V4"`; `"paged"`, in pages of a pool; or
+            a function that makes the cache of a layer, such as `lambda: ShardedCache(mesh)` for a
+            model with regard installed.
+        **options: of that kind; none of a function. Those of `"paged"` are `pool=`, a `PagePool`,
+            or without it `format="plain"`, `page_size=64` and `tokens=`, the most of each layer for
+            a new one; and `tenant=""`, `adapter=""`, `shared=False`, which say with whom prefixes
+            are shared, or `prefixes=False` for none.
+
+    A `"paged"` cache is for texts that begin alike. What a prompt has in common with earlier ones
+    of its pool is not computed again, in whole pages: `generate` computes the rest. That is found
+    by the tokens, the model's weights, and all else that keys and values depend on. Rows that are
+    padded, embeddings instead of tokens, images, and models with an encoder share nothing.
+
+    An operation on the cache, or a call of the model that fails, changes all layers or none; for
+    that the model has two hooks while a cache of it exists.
 
     Raises:
         ValueError: if the kind or an option is unknown, an option is missing, the kind is "sliding"
-            and the model has no windows, or layers of it cache something other than keys.
+            and the model has no windows, layers of it cache something other than keys, the pool
+            holds pages of other weights, or RoPE's frequencies change with the length of a call, so
+            that no prefix can be shared.
         ImportError: if transformers is missing.
 
     Examples:
@@ -34,31 +49,54 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: An
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
         ...     num_hidden_layers=2, intermediate_size=16, eos_token_id=None, pad_token_id=0)
-        >>> model = LlamaForCausalLM(config)
+        >>> model = LlamaForCausalLM(config).eval()
         >>> cache = regard.hf.cache(model, kind="quantized", bits=8, group=8)
         >>> text = model.generate(torch.tensor([[3, 4]]), past_key_values=cache, max_new_tokens=3)
         >>> text.shape, cache.get_seq_length()
         (torch.Size([1, 5]), 4)
+
+        Two prompts with the same first 8 tokens, in pages of 4:
+
+        >>> pool = regard.PagePool(num_pages=100, page_size=4)
+        >>> for last in (11, 12):
+        ...     cache = regard.hf.cache(model, "paged", pool=pool)
+        ...     prompt = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, last]])
+        ...     text = model.generate(prompt, past_key_values=cache, max_new_tokens=3)
+        ...     print(cache.found)
+        0
+        8
     """
     require("transformers")
-    from transformers import DynamicCache, EncoderDecoderCache
+    from regard.hf.generating.caches import KINDS, CacheLayer, made
+    from regard.hf.generating.generation_cache import GenerationCache
+    from regard.hf.generating.pool_of_model import paged
+    from regard.hf.generating.watching import called_module
 
-    from regard.hf.generating.caches import KINDS, CacheLayer, GenerationCache, made
-
-    if isinstance(kind, str) and kind not in KINDS:
+    if isinstance(kind, str) and kind not in (*KINDS, PAGED):
+        kinds = ", ".join(map(repr, (*KINDS, PAGED)))
         raise ValueError(
-            f"kind={kind!r} is not one of {', '.join(map(repr, KINDS))}, nor a function that makes "
-            "the cache of a layer"
+            f"kind={kind!r} is not one of {kinds}, nor a function that makes the cache of a layer"
         )
+    windows = _windows(model)
+    if kind == PAGED:
+        whole = partial(paged, model, windows)
+        return _paired(model, whole(**_checked(kind, whole, options)))
+    maker: Callable[..., Any]
     maker = KINDS[kind] if isinstance(kind, str) else partial(made, kind)
     make = maker(**_checked(kind, maker, options))
-    windows = _windows(model)
     if kind == "sliding" and not any(windows):
         raise ValueError(
             f"no layer of {type(model).__name__} has a window, so no token may be dropped; "
             "kind='quantized' saves memory and holds every token"
         )
-    held = GenerationCache([CacheLayer(_maker(make, window)) for window in windows])
+    layers = [CacheLayer(_maker(make, window)) for window in windows]
+    return _paired(model, GenerationCache(layers, called_module(model)))
+
+
+def _paired(model: Any, held: Any) -> Any:
+    """The cache that `generate` takes: with one for cross-attention where a model has that."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
     if not model.config.is_encoder_decoder:
         return held
     return EncoderDecoderCache(held, DynamicCache())

@@ -1,19 +1,27 @@
 """regard's caches in the form that `model.generate(past_key_values=...)` takes."""
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
 from regard.layers.cache_use import attends_itself
-from regard.ops.prepared import concatenated
+from regard.ops.parts import concatenated
 from regard.span import Span
 
 ASSISTED_ROLLBACK = 256  # tokens: more than an assistant model proposes in one step
+
+
+class LayerState(NamedTuple):
+    """What a layer held: its attributes, and the length and the state of its cache."""
+
+    attributes: dict[str, Any]
+    length: int
+    snapshot: Any
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -29,16 +37,41 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.make, self.cache = make, make()
         self.step: Any = None  # of `regard.hf.running.steps`: the last one, which may repeat
-        self.is_sliding = isinstance(self.cache, SlidingCache)
+        self.window: int | None = getattr(self.cache, "window", None)
+        if isinstance(self.cache, SlidingCache):
+            self.window = self.cache.size
+        self.is_sliding = self.window is not None
         self.is_compileable = isinstance(self.cache, StaticCache)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has buffers of its own, elsewhere than a step's addresses."""
         return {**vars(self), "step": None}
 
+    def state(self) -> "LayerState":
+        """The present state, to which `restore` returns."""
+        snapshot = self.cache.snapshot() if hasattr(self.cache, "snapshot") else None
+        return LayerState(dict(vars(self)), self.cache.length, snapshot)
+
+    def restore(self, before: "LayerState") -> None:
+        """Undo the updates since `state` was called; nothing else may have happened."""
+        self.__dict__ = dict(before.attributes)
+        if before.snapshot is not None:
+            self.cache.restore(before.snapshot)  # type: ignore[attr-defined]
+        elif self.cache.length != before.length:
+            self._cut_to(before.length, sys.exception())
+
+    def _cut_to(self, length: int, error: BaseException | None) -> None:
+        """Truncate a cache that has no snapshots; an error that is being handled gets a note if it
+        cannot."""
+        try:
+            self.cache.truncate(length)
+        except ValueError as reason:
+            if error is not None:
+                error.add_note(f"{self.cache!r} may hold tokens of this call: {reason}")
+
     @property
     def is_croppable(self) -> bool:
-        return not isinstance(self.cache, SlidingCache) or self.cache.rollback > 0
+        return not self.is_sliding or getattr(self.cache, "rollback", 0) > 0
 
     def append(self, *streams: Tensor) -> tuple[Part, ...]:
         """Append the streams of new tokens; returns all parts that may be attended to.
@@ -85,14 +118,15 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         if isinstance(self.cache, StaticCache):
             return self.cache.max_length
-        return self.cache.size if isinstance(self.cache, SlidingCache) else -1
+        return -1 if self.window is None else self.window
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
     def activate_past_recording(self) -> None:
         """Hold enough tokens, from now on, for those that assisted decoding may remove."""
-        if isinstance(self.cache, SlidingCache):
-            self.cache.rollback = max(self.cache.rollback, ASSISTED_ROLLBACK)
+        if self.is_sliding:
+            cache: Any = self.cache
+            cache.rollback = max(cache.rollback, ASSISTED_ROLLBACK)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last tokens; their number is negative, as transformers passes it.
@@ -100,15 +134,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             ValueError: if the number is positive, or more tokens than can be removed.
         """
-        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() != 1:
-            raise ValueError(
-                "crop takes one number for all rows, as a model of transformers has one length for "
-                f"all, got {tokens_to_remove.tolist()}"
-            )
-        change = int(tokens_to_remove)  # before transformers 5.20 it may be a tensor
-        if change > 0:
-            raise ValueError(f"crop takes the tokens to remove as a negative number, got {change}")
-        self.cache.truncate(max(0, self.cache.length + change))
+        self.cache.truncate(cropped(self.cache.length, tokens_to_remove))
 
     def reset(self) -> None:
         self.cache, self.is_initialized = self.make(), False
@@ -127,7 +153,10 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.reorder_cache(torch.arange(self.batch_size)[indices.cpu()])
 
     def offload(self) -> None:
-        raise ValueError("regard's caches are not offloaded; use kind='quantized' to save memory")
+        raise ValueError(
+            "regard offloads pages, not layers: give regard.hf.cache(model, 'paged', pool=PagePool("
+            "num_pages, offload=Offload(hot_pages))), or kind='quantized' to save memory"
+        )
 
     prefetch = offload
 
@@ -135,18 +164,17 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return repr(self.cache)
 
 
-class GenerationCache(TransformersCache):  # type: ignore[misc]
-    """A cache for every layer of a model. Made by `regard.hf.cache`."""
-
-    def append(self, layer_idx: int, *streams: Tensor) -> tuple[Part, ...]:
-        """Append the streams of new tokens in one layer; returns all parts."""
-        parts: tuple[Part, ...] = self.layers[layer_idx].append(*streams)
-        return parts
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tokens held, in all layers."""
-        return sum(layer.cache.nbytes for layer in self.layers)
+def cropped(length: int, tokens_to_remove: int | Tensor) -> int:
+    """The tokens that remain when the last ones are removed; their number is negative."""
+    if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() != 1:
+        raise ValueError(
+            "crop takes one number for all rows, as a model of transformers has one length for "
+            f"all, got {tokens_to_remove.tolist()}"
+        )
+    change = int(tokens_to_remove)  # before transformers 5.20 it may be a tensor
+    if change > 0:
+        raise ValueError(f"crop takes the tokens to remove as a negative number, got {change}")
+    return max(0, length + change)
 
 
 def growing() -> Callable[[int | None], Cache]:
@@ -168,9 +196,11 @@ def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
     return make
 
 
-def quantized(*, bits: int = 8, group: int = 64) -> Callable[[int | None], Cache]:
-    """All tokens, in codes of 8 or 4 bits."""
-    return lambda window: QuantizedCache(bits, group)
+def quantized(
+    *, bits: int = 8, group: int = 64, format: str | None = None
+) -> Callable[[int | None], Cache]:
+    """All tokens, in codes of 8 or 4 bits, or of a format such as "K8V4"."""
+    return lambda window: QuantizedCache(bits, group, format=format)
 
 
 def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:

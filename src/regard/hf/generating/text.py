@@ -18,6 +18,7 @@ from regard.hf.running.registering import register
 from regard.ops.observed import backends_run, names
 from regard.words import counted
 
+FORMATS = ("K8V4", "K6V4", "K4V4")  # K8V8 is int8
 ATTENTIONS = ("regard", "interface", "transformers")
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "growing": ("growing", {}),
@@ -25,6 +26,8 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding": ("sliding", {}),
     "int8": ("quantized", {"bits": 8}),
     "int4": ("quantized", {"bits": 4, "group": 32}),
+    **{name: ("quantized", {"format": name}) for name in FORMATS},
+    "paged": ("paged", {}),
 }
 OTHERS = "transformers"
 
@@ -39,12 +42,14 @@ class Written:
         text: the text that was generated.
         tokens: its tokens.
         prompt_tokens: the number of tokens of the prompt.
-        prefill_tokens_per_second: speed of reading the prompt.
+        prefill_tokens_per_second: speed of reading the prompt, without the tokens that were found.
         decode_tokens_per_second: speed of the tokens after the first.
         cache_bytes: bytes that the cache holds at the end.
         peak_memory: of the whole process so far, in bytes.
         prefill_backend: the backends of the prefill: regard's, or transformers' own.
         decode_backend: the backends of the decoding steps; empty if there were none.
+        prefix_tokens: the number of tokens of the prompt that were found in a pool of pages.
+        seconds_to_first_token: from the call of `generate` to the first token.
 
     Examples:
         >>> from regard.hf import Written
@@ -65,17 +70,29 @@ class Written:
     peak_memory: int
     prefill_backend: str
     decode_backend: str
+    prefix_tokens: int = 0
+    seconds_to_first_token: float = 0.0
 
     def __str__(self) -> str:
-        decode = f"{len(self.tokens):,} at {self.decode_tokens_per_second:,.1f}/s"
-        if self.decode_backend:  # empty if no token was decoded after the prompt
-            decode = f"{decode} on {self.decode_backend}"
-        peak = f", peak memory {_size(self.peak_memory)}" if self.peak_memory else ""
         return (
-            f"{self.attention}, {self.cache} cache: prefill {counted(self.prompt_tokens, 'token')} "
-            f"at {self.prefill_tokens_per_second:,.0f}/s on {self.prefill_backend}, decode {decode}"
-            f", cache {_size(self.cache_bytes)}{peak}"
+            f"{self.attention}, {self.cache} cache: {self._prefill()}, {self._decode()}, cache "
+            f"{_size(self.cache_bytes)}"
+            + (f", peak memory {_size(self.peak_memory)}" if self.peak_memory else "")
         )
+
+    def _prefill(self) -> str:
+        found = f", {self.prefix_tokens:,} of them found," if self.prefix_tokens else ""
+        return (
+            f"prefill {counted(self.prompt_tokens, 'token')}{found} at "
+            f"{self.prefill_tokens_per_second:,.0f}/s on {self.prefill_backend}"
+        )
+
+    def _decode(self) -> str:
+        first = self.seconds_to_first_token
+        after = f"first token after {first:.2f} s, " if first else ""
+        backend = f" on {self.decode_backend}" if self.decode_backend else ""  # no token after one
+        speed = f"{self.decode_tokens_per_second:,.1f}/s"
+        return f"{after}decode {len(self.tokens):,} at {speed}{backend}"
 
 
 def write(
@@ -88,6 +105,8 @@ def write(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     chat: bool = False,
+    format: str = "plain",
+    pool: Any = None,
     shown: Callable[[str], object] = lambda text: None,
 ) -> Written:
     """Continue a prompt with a model, which is restored afterwards.
@@ -97,10 +116,14 @@ def write(
         tokenizer: its tokenizer, as `regard.hf.load` returns it.
         prompt: what to continue, or to answer if `chat`.
         attention: `"regard"` installs, `"interface"` registers, `"transformers"` does neither.
-        cache: `"growing"`, `"static"`, `"sliding"`, `"int8"`, `"int4"` or `"transformers"`.
+        cache: `"growing"`, `"static"`, `"sliding"`, `"int8"`, `"int4"`, `"K8V4"`, `"K6V4"`,
+            `"K4V4"`, `"paged"` or `"transformers"`.
         max_new_tokens: when to stop, unless the model ends earlier.
         temperature: 0 for the most likely token at each step.
         chat: whether to put the prompt into the tokenizer's chat template.
+        format: of the pages of a `"paged"` cache without `pool`, such as `"K8V4"`.
+        pool: a `PagePool` for a `"paged"` cache, which finds in it what earlier prompts had in
+            common with this one.
         shown: called with every piece of text when it is generated.
 
     Raises:
@@ -123,11 +146,12 @@ def write(
     """
     require("transformers")
     _check(model, tokenizer, attention, cache)
+    _check_pages(cache, format, pool)
     inputs = _encoded(tokenizer, prompt, chat).to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty; give at least one token")
-    store = _cache(model, cache, length + max_new_tokens)
+    store = _cache(model, cache, length + max_new_tokens, format, pool)
     options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
     if temperature > 0:
         options["temperature"] = temperature
@@ -139,6 +163,7 @@ def write(
         )
     tokens = out[0] if model.config.is_encoder_decoder else out[0, length:]
     first, last = clock.times[0], clock.times[-1]
+    found: int = getattr(getattr(store, "self_attention_cache", store), "found", 0)
     steps = len(clock.times) - 1
     own = model.config._attn_implementation if attention == OTHERS else ""
     return Written(
@@ -147,12 +172,14 @@ def write(
         tokenizer.decode(tokens, skip_special_tokens=True),
         tuple(tokens.tolist()),
         length,
-        length / (first - started),
+        (length - found) / (first - started),
         steps / (last - first) if steps else 0.0,
         _bytes(store),
         _peak(model.device),
         names(clock.prefill) or own,
         names(ran - clock.prefill) or (own if steps else ""),
+        found,
+        first - started,
     )
 
 
@@ -184,6 +211,16 @@ def _check(model: Any, tokenizer: Any, attention: str, cache: str) -> None:
         raise ValueError(f"cache={cache!r} is not one of {', '.join((*CACHES, OTHERS))}")
 
 
+def _check_pages(cache: str, format: str, pool: Any) -> None:
+    if cache != "paged" and (format != "plain" or pool is not None):
+        given = f"format={format!r}" if pool is None else f"pool={pool!r}"
+        raise ValueError(f"{given} is of pages, got cache={cache!r}; give cache='paged'")
+    if pool is not None and format not in ("plain", pool.format.name):
+        raise ValueError(
+            f"format={format!r} is not that of pool={pool!r}; leave one of the two out"
+        )
+
+
 def _encoded(tokenizer: Any, prompt: str, chat: bool) -> Any:
     if not chat:
         return tokenizer(prompt, return_tensors="pt")
@@ -195,7 +232,7 @@ def _encoded(tokenizer: Any, prompt: str, chat: bool) -> Any:
     )
 
 
-def _cache(model: Any, name: str, length: int) -> Any:
+def _cache(model: Any, name: str, length: int, format: str, pool: Any) -> Any:
     if name == OTHERS:
         from transformers import DynamicCache, EncoderDecoderCache
 
@@ -205,6 +242,8 @@ def _cache(model: Any, name: str, length: int) -> Any:
     kind, options = CACHES[name]
     if kind == "static":
         options = {"max_length": length}
+    if kind == "paged":
+        options = {"format": format} if pool is None else {"pool": pool}
     return cache_for(model, kind, **options)
 
 

@@ -1,19 +1,21 @@
 """What every call of attention in a transformers model has in common, however keys are made."""
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from regard.cache import Part
-from regard.cache.codes import QuantizedStream
 from regard.hf.families.table import Family, family_of
 from regard.hf.running.masks import Visible, visible
 from regard.layers.cache_use import attends_itself
 from regard.ops.attend import prepare
+from regard.ops.call import narrowed
 from regard.ops.explain import weights_of
+from regard.ops.parts import Make, are_several, rebuilt
 from regard.ops.prepared import Prepared
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_table")
@@ -108,17 +110,46 @@ def described(
     (v,) = rest or (k[..., :v_head_dim],)
     if at.bias is not None:
         bias = at.bias if bias is None else at.bias + bias
-    stored = parts[0].quantized
-    bits = stored[0].bits if stored and isinstance(stored[0], QuantizedStream) else None
+    bits = [part.bits for part in parts if part.bits is not None]
+    options = {
+        "in_parts": are_several(parts),
+        "bits": min(bits) if bits else None,
+        **options,
+    }
     if sharded is not None:
         options |= {"sinks": None, "partial": True}
-    return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, bits=bits, **options)
+    return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
+
+
+def made_of(parts: tuple[Part, ...], at: Visible, make: Make, sharded: Any = None) -> "Made":
+    """Keys and values that are made of what a cache holds: of pages, one piece after another.
+
+    Args:
+        parts: what it holds.
+        at: which keys are visible: others are not made.
+        make: keys and values of some parts.
+        sharded: the cache, if it attends itself.
+    """
+    if sharded is not None:
+        parts = make(parts)
+        return Made(parts[:1], parts, in_parts=False)
+    some = iter(rebuilt(narrowed(at.span, at.mask.within(at.span)), parts, make))
+    first = next(some)
+    return Made((first,), chain((first,), some), in_parts=are_several(parts))
+
+
+class Made(NamedTuple):
+    """What `made_of` makes: the first piece, all pieces, and whether there may be several."""
+
+    first: tuple[Part, ...]
+    parts: Iterable[Part]
+    in_parts: bool
 
 
 def attended(
     call: Prepared,
     q: Tensor,
-    parts: tuple[Part, ...],
+    parts: Iterable[Part],
     given: Mapping[str, Any],
     *,
     sharded: Any = None,
@@ -136,8 +167,10 @@ def attended(
                 "share of the keys on each rank; leave output_attentions out"
             )
         return sharded.attend(call, q, parts, sinks), None
-    out = call.run(q, parts)
-    return out, weights_of(call, q, parts) if weights_wanted(given) else None
+    if not weights_wanted(given):
+        return call.run(q, parts), None
+    parts = tuple(parts)
+    return call.run(q, parts), weights_of(call, q, parts)
 
 
 def weights_wanted(given: Mapping[str, Any]) -> bool:

@@ -14,24 +14,29 @@ from regard.cache import Part
 from regard.constants import accumulating_dtype
 from regard.heads import merge_heads
 from regard.hf.running.calls import (
+    Made,
     appended,
     arrive,
     attended,
     described,
+    made_of,
     number_of_keys,
     one_part,
     options_of,
     sharded_cache,
     visible_in,
 )
-from regard.layers.latent_forms import ABSORBED, Form, absorb_queries, choose_form, project_latent
+from regard.hf.running.masks import Visible
+from regard.layers.cache_use import announce_pieces
+from regard.layers.latent_forms import Form, absorb_queries, choose_form, project_latent
+from regard.ops.parts import are_several
 
 
 class Read(NamedTuple):
     """Queries, the parts they attend to, and what is added to their scores."""
 
     q: Tensor
-    parts: tuple[Part, ...]
+    made: Made
     bias: Tensor | None = None
 
 
@@ -44,23 +49,27 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     if getattr(self, "head_split", None) is not None:  # each rank reads both for its heads
         joined = self.head_split.shared(torch.cat([latent, k_rope], dim=-1))
         latent, k_rope = joined.split([latent.shape[-1], k_rope.shape[-1]], dim=-1)
-    cache = given.get(family.cache)
+    cache: Any = given.get(family.cache)
+    if hasattr(cache, "append"):
+        held = cache.layers[self.layer_idx].cache
+        announce_pieces(held, self.kv_lora_rank, self.qk_rope_head_dim)
     parts = _stored(cache, self.layer_idx, latent, k_rope)
     sharded = sharded_cache(cache, self)
     keys = number_of_keys(parts, sharded)
     at = visible_in(family, self, given, q_rope.shape[2], keys)
     form, _ = choose_form(self, at.span)
     options = options_of(family, self)
-    q, parts, bias = _read(self, form, q_nope, q_rope, parts, options["scale"])
-    width = self.kv_lora_rank
-    call = described(q, parts, at, bias=bias, v_head_dim=width, sharded=sharded, **options)
-    heads, weights = attended(call, q, parts, given, sharded=sharded, sinks=options["sinks"])
+    q, made, bias = _read(self, form, q_nope, q_rope, parts, at, options["scale"], sharded)
+    options |= {"in_parts": made.in_parts, "v_head_dim": self.kv_lora_rank}
+    call = described(q, made.first, at, bias=bias, sharded=sharded, **options)
+    heads, weights = attended(call, q, made.parts, given, sharded=sharded, sinks=options["sinks"])
     return family.output(self, merge_heads(form.read(self, heads))), weights
 
 
 def _stored(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Part, ...]:
     """All latents and rotary keys, with the new ones: joined in regard's caches, else apart."""
     if hasattr(cache, "append"):
+        announce_pieces(cache.layers[layer].cache, latent.shape[-1], k_rope.shape[-1])
         return appended(cache, layer, torch.cat([latent, k_rope], dim=-1))
     if cache is not None:
         return appended(cache, layer, latent, k_rope)
@@ -73,12 +82,18 @@ def _read(
     q_nope: Tensor,
     q_rope: Tensor,
     parts: tuple[Part, ...],
+    at: Visible,
     scale: float,
+    sharded: Any,
 ) -> Read:
-    if form is not ABSORBED or len(parts[0].streams) == 1:
-        return Read(form.queries(module, q_nope, q_rope), form.parts(module, parts))
+    if (make := form.make(module)) is not None:
+        return Read(form.queries(module, q_nope, q_rope), made_of(parts, at, make, sharded))
+    if len(parts[0].streams) == 1:
+        made = Made(parts, parts, are_several(parts))
+        return Read(form.queries(module, q_nope, q_rope), made)
     latent, k_rope = parts[0].streams
     wide = absorb_queries(module, q_nope, q_rope[..., :0])
     dtype = accumulating_dtype(q_rope.dtype)
     bias = (q_rope.to(dtype) * scale) @ k_rope.to(dtype).mT
-    return Read(wide, one_part(latent), bias)
+    whole = one_part(latent)
+    return Read(wide, Made(whole, whole, in_parts=False), bias)

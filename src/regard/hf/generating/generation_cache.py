@@ -1,0 +1,232 @@
+"""A cache for every layer of a model: what is done to it is done to all layers or to none."""
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache as TransformersCache
+
+from regard.cache import Part
+from regard.cache.saving import load_all, save_all, truncate_all
+from regard.cache.streams import check_rows
+from regard.hf.generating.caches import CacheLayer, cropped
+from regard.hf.generating.watching import watch
+
+
+class _Across(NamedTuple):
+    """The state of cross-attention's cache, where there is one."""
+
+    pair: Any
+    is_updated: dict[int, bool]
+    layers: list[tuple[Any, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, cache: Any) -> "_Across":
+        if not hasattr(cache, "cross_attention_cache"):
+            return cls(None, {}, [])
+        layers = cache.cross_attention_cache.layers
+        return cls(cache, dict(cache.is_updated), [(each, dict(vars(each))) for each in layers])
+
+    def restore(self) -> None:
+        if self.pair is None:
+            return
+        self.pair.is_updated = self.is_updated
+        self.pair.cross_attention_cache.layers[:] = [layer for layer, _ in self.layers]
+        for layer, attributes in self.layers:
+            vars(layer).clear()
+            vars(layer).update(attributes)
+
+
+class GenerationCache(TransformersCache):  # type: ignore[misc]
+    """A cache for every layer of a model, made by `regard.hf.cache`: what is done to it is done to
+    all layers or to none.
+
+    While it exists, the model has two hooks: a call that fails leaves the cache as it was.
+    """
+
+    def __init__(self, layers: list[CacheLayer], model: nn.Module | None = None) -> None:
+        super().__init__(layers=layers)
+        self._model = None if model is None else ref(model)
+        self._before: Any = None  # the state before the call that is running
+        if model is not None:
+            watch(model, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.model is not None:
+            watch(self.model, self)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model it was made for; None if that exists no more."""
+        return None if self._model is None else self._model()
+
+    @property
+    def caches(self) -> list[Any]:
+        """The cache of each layer."""
+        return [layer.cache for layer in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens held, in all layers."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    def describe(self) -> str:
+        """The cache of each layer, in a few lines: layers that are alike are described once."""
+        groups: dict[str, list[int]] = {}
+        for index, cache in enumerate(self.caches):
+            groups.setdefault(cache.describe(), []).append(index)
+        return "\n".join(f"layers {_ranges(each)}: {text}" for text, each in groups.items())
+
+    # ---- calls of the model ----
+
+    def append(self, layer_idx: int, *streams: Tensor) -> tuple[Part, ...]:
+        """Append the streams of new tokens in one layer; returns all parts."""
+        parts: tuple[Part, ...] = self.layers[layer_idx].append(*streams)
+        return parts
+
+    def begin(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A call of the model begins; returns the arguments that its forward gets.
+
+        Raises:
+            ValueError: if the call before was interrupted in a way that hooks do not see
+                (KeyboardInterrupt). The cache is now as it was before that call.
+        """
+        if self._settle():
+            raise ValueError(
+                "the last call of the model was interrupted when some layers had appended its "
+                "tokens; the cache is now as it was before that call: call again"
+            )
+        layers = [layer.state() for layer in self.layers]
+        self._before = layers, _Across.of(given["past_key_values"])
+        return given
+
+    def done(self) -> None:
+        """The call of the model has returned."""
+        self._before = None
+
+    def undo(self) -> bool:
+        """Return to the state before the call of the model that is running; whether that changes
+        anything. Nothing is done if none is running."""
+        if self._before is None:
+            return False
+        (before, across), self._before = self._before, None
+        lengths = [cache.length for cache in self.caches]
+        for layer, state in zip(self.layers, before, strict=True):
+            layer.restore(state)
+        across.restore()
+        return lengths != [cache.length for cache in self.caches]
+
+    _settle = undo  # where an operation finds a call that is running, that was interrupted
+
+    # ---- operations on all layers or none ----
+
+    def can_truncate(self, length: int) -> bool:
+        """Whether `truncate(length)` would not raise."""
+        self._settle()
+        return all(cache.can_truncate(length) for cache in self.caches)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens in all layers.
+
+        Raises:
+            ValueError: if a layer cannot; no layer is then changed.
+        """
+        self._settle()
+        truncate_all(self.caches, length)
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Remove the last tokens of all layers; their number is negative, as transformers has it.
+
+        Raises:
+            ValueError: if the number is positive, or a layer cannot; no layer is then changed.
+        """
+        self._settle()
+        self.truncate(cropped(self.get_seq_length(), tokens_to_remove))
+
+    def reset(self) -> None:
+        """Hold no tokens."""
+        self._settle()
+        super().reset()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, `[N]` integers, in this order, in all layers.
+
+        Raises:
+            ValueError: if they are not rows of this cache; no layer is then changed.
+        """
+        self._settle()
+        self._check_rows(rows)
+        for layer in self.layers:
+            layer.reorder_cache(rows)
+
+    reorder_cache = reorder
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row, in all layers."""
+        rows = self._batch_size()
+        if rows is not None:
+            self.reorder(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows, in all layers."""
+        rows = self._batch_size()
+        if rows is not None:
+            self.reorder(torch.arange(rows)[indices.cpu()])
+
+    def _check_rows(self, rows: Tensor) -> None:
+        held = self._batch_size()
+        if held is not None:
+            check_rows(rows, [torch.empty(held, 0, device="meta")])
+
+    def _batch_size(self) -> int | None:
+        return self.layers[0].batch_size if self.layers[0].is_initialized else None
+
+    def fork(self) -> "GenerationCache":
+        """An independent cache with the same tokens."""
+        self._settle()
+        return copy.deepcopy(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the tokens of all layers to one file, with the fingerprint of the model's weights.
+
+        Raises:
+            OSError: if the disk is full or read-only; a file of that name is as before.
+        """
+        self._settle()
+        save_all(self.caches, path, weights=self._watched())
+
+    def load(self, path: str | Path) -> None:
+        """Take the tokens that `save` wrote, into all layers of this empty cache.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if this cache holds tokens, or the file is of other weights, of other kinds
+                of caches or damaged; no layer is then changed.
+        """
+        self._settle()
+        model = self._watched()
+        load_all(self.caches, path, weights=model, device=next(model.parameters()).device)
+        for layer in self.layers:
+            layer.is_initialized = bool(layer.cache.length)
+            layer.batch_size = layer.cache.empty_streams[0].shape[0] if layer.is_initialized else 0
+
+    def _watched(self) -> nn.Module:
+        model = self.model
+        if model is None:
+            raise ValueError("the model of this cache exists no more; make one for the other model")
+        return model
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers in order, such as 0-4, 6."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,113 @@
+"""A cache in pages for a model: its pool, and what its keys and values depend on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from regard.cache.paging.contexts import Context, context_of
+from regard.cache.paging.formats import PageFormat, format_of
+from regard.cache.paging.paged import PagedCache
+from regard.cache.paging.pool import PagePool
+from regard.cache.streams import check_whole
+from regard.hf.families.table import family_of
+from regard.hf.generating.caches import CacheLayer
+from regard.hf.generating.paged import PagedGenerationCache
+from regard.hf.generating.watching import called_module
+from regard.hf.running.binding import is_bound
+
+ROWS = 32  # texts of the model's greatest length that fit a pool, unless `tokens=` says otherwise
+LENGTH = 4096  # tokens of a text, for models that have no greatest length
+PAGE_SIZE = 64  # tokens: the page size of a pool that is made here
+
+
+def paged(
+    model: Any,
+    windows: list[int | None],
+    /,
+    *,
+    pool: PagePool | None = None,
+    format: str | PageFormat | None = None,
+    tokens: int | None = None,
+    page_size: int | None = None,
+    prefixes: bool = True,
+    adapter: str = "",
+    tenant: str = "",
+    shared: bool = False,
+) -> PagedGenerationCache:
+    """A cache in pages for a model; the arguments are those of `regard.hf.cache`."""
+    module = called_module(model)
+    if pool is None:
+        pool = _pool_for(module, len(windows), format, tokens, page_size)
+    else:
+        _check_pool(pool, format, tokens, page_size)
+    layers = [CacheLayer(_maker(pool, window)) for window in windows]
+    described = None
+    if prefixes and not model.config.is_encoder_decoder:
+        module_of = ref(module)
+
+        def described() -> Context:
+            return _context(module_of(), pool.format, adapter, tenant, shared)
+
+    return PagedGenerationCache(layers, module, pool, described)
+
+
+def _pool_for(
+    model: Any,
+    layers: int,
+    format: str | PageFormat | None,
+    tokens: int | None,
+    page_size: int | None,
+) -> PagePool:
+    """A pool with room for so many tokens in each layer."""
+    size = PAGE_SIZE if page_size is None else page_size
+    if tokens is None:
+        config = model.config.get_text_config(decoder=True)
+        tokens = ROWS * (getattr(config, "max_position_embeddings", None) or LENGTH)
+    check_whole("tokens", tokens, least=1)
+    check_whole("page_size", size, least=1)
+    return PagePool(layers * -(-tokens // size), size, format="plain" if format is None else format)
+
+
+def _check_pool(pool: Any, format: Any, tokens: Any, page_size: Any) -> None:
+    if not isinstance(pool, PagePool):
+        raise ValueError(f"pool is a PagePool, got {type(pool).__name__}; make PagePool(num_pages)")
+    for name, given, own in (
+        ("format", None if format is None else format_of(format), pool.format),
+        ("page_size", page_size, pool.page_size),
+        ("tokens", tokens, None),
+    ):
+        if given is not None and given != own:
+            raise ValueError(
+                f"{name}={given!r} is not that of pool={pool!r}; leave {name} out, or make another "
+                "PagePool"
+            )
+
+
+def _context(model: Any, format: PageFormat, adapter: str, tenant: str, shared: bool) -> Context:
+    """What keys and values of a model depend on besides tokens, as it is now."""
+    kind = model.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    context = context_of(
+        model,
+        dtype=torch.get_autocast_dtype(kind) if autocast else None,
+        format=format,
+        adapter=adapter,
+        tenant=tenant,
+        shared=shared,
+    )
+    if not any(is_bound(each) and _is_latent(each) for each in model.modules()):
+        return context
+    return replace(context, settings=f"{context.settings} joined latents")
+
+
+def _is_latent(module: nn.Module) -> bool:
+    family = family_of(module)
+    return family is not None and family.latent
+
+
+def _maker(pool: PagePool, window: int | None) -> Callable[[], PagedCache]:
+    return lambda: PagedCache(pool, window=window)  # which a deep copy shares, with its pool

@@ -1,0 +1,120 @@
+"""Pools of a model: what prefixes depend on besides tokens, and options."""
+
+import pytest
+import torch
+
+import regard.hf
+from prompts import PAGE, model_of, paged, write
+from regard.cache.paging.pool import PagePool
+from zoo import tokens
+
+
+@pytest.fixture
+def pool():
+    return PagePool(2000, PAGE)
+
+
+def test_nothing_is_shared_between_tenants_or_adapters(pool):
+    model, ids = model_of("llama"), tokens(1, 18)
+    write(model, ids, paged(model, pool, tenant="a"), max_new_tokens=1)
+    for options, found in [
+        ({}, 0),
+        ({"tenant": "b"}, 0),
+        ({"tenant": "a", "adapter": "x"}, 0),
+        ({"tenant": "a"}, 16),
+        ({"tenant": "c", "shared": True}, 16),  # stored by the first of these, for all
+    ]:
+        cache = paged(model, pool, **options)
+        write(model, ids, cache, max_new_tokens=1)
+        assert cache.found == found, options
+
+
+def test_a_pool_of_another_model_is_refused(pool):
+    model, other, ids = model_of("llama"), model_of("llama"), tokens(1, 18)
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight[0, 0] += 1
+    write(model, ids, paged(model, pool), max_new_tokens=1)
+    before = pool.describe()
+    with pytest.raises(ValueError, match="give each model a pool of its own"):
+        paged(other, pool)
+    assert pool.describe() == before
+
+
+def test_weights_that_change_are_not_mixed(pool):
+    model, ids = model_of("llama"), tokens(1, 18)
+    write(model, ids, paged(model, pool), max_new_tokens=1)
+    late = paged(model, pool)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="give each model a pool of its own"):
+        write(model, ids, late)
+    assert late.get_seq_length() == 0
+    with pytest.raises(ValueError, match="give each model a pool of its own"):
+        paged(model, pool)
+
+
+def test_weights_that_change_during_a_text_store_no_more(pool):
+    model, ids = model_of("llama"), tokens(1, 18)
+    cache = paged(model, pool)
+    write(model, ids, cache, max_new_tokens=1)
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] += 1
+        model(tokens(1, 9), past_key_values=cache)
+        weight.copy_(before)
+    again = paged(model, pool)
+    write(model, torch.cat([ids, tokens(1, 9)], 1), again, max_new_tokens=1)
+    assert again.found == 16
+
+
+def test_latents_and_heads_of_one_model_are_not_mixed(pool):
+    """Installed, MLA caches latents, else keys and values of each head."""
+    model, ids = model_of("deepseek-v3"), tokens(1, 18)
+    expected = write(model, ids, regard.hf.cache(model))
+    write(model, ids, paged(model, pool))
+    regard.hf.install(model)
+    for found in (0, 16):
+        cache = paged(model, pool)
+        assert write(model, ids, cache).equal(expected)
+        assert cache.found == found
+
+
+def test_a_cache_without_a_pool_makes_one():
+    model, ids = model_of("mistral"), tokens(1, 70)
+    cache = regard.hf.cache(model, "paged")
+    assert cache.pool.num_pages == 3 * 32 * 256 // 64
+    assert repr(cache.layers[0]) == f"PagedCache({cache.pool!r}, window=5)"
+    write(model, ids, cache)
+    other = paged(model, cache.pool)
+    write(model, ids, other)
+    assert other.found == 64
+    small = regard.hf.cache(model, "paged", tokens=10, page_size=4, format="K8V4")
+    assert (small.pool.num_pages, small.pool.format.name) == (9, "K8V4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool": 3}, "pool is a PagePool, got int"),
+        ({"pool": PagePool(4, 4), "format": "K8V4"}, "format=.* is not that of pool=PagePool"),
+        ({"pool": PagePool(4, 4), "page_size": 8}, "page_size=8 is not that of pool=PagePool"),
+        ({"pool": PagePool(4, 4), "tokens": 8}, "tokens=8 is not that of pool=PagePool"),
+        ({"format": "K9V9"}, "format='K9V9' is neither"),
+        ({"tokens": 0}, "tokens is at least 1"),
+        ({"bits": 8}, "kind='paged' takes pool=, format="),
+    ],
+)
+def test_options_that_do_not_fit_are_a_sentence(options, message):
+    with pytest.raises(ValueError, match=message):
+        regard.hf.cache(model_of("llama"), "paged", **options)
+
+
+def test_under_autocast_pages_are_of_its_dtype(pool):
+    model, ids = model_of("llama"), tokens(1, 18)
+    write(model, ids, paged(model, pool), max_new_tokens=1)
+    for found in (0, 16):
+        cache = paged(model, pool)
+        with torch.autocast("cpu", torch.bfloat16):
+            write(model, ids, cache, max_new_tokens=3)
+        assert cache.found == found

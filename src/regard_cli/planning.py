@@ -10,6 +10,7 @@ import typer
 from regard_cli.options import Json, verb
 
 ENGINES = ("vllm", "llama.cpp", "transformers", "transformers-static", "transformers-4")
+STORAGES = ("plain", "int8", "int4", "K8V8", "K8V4", "K6V4", "K4V4")
 LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
 MOST_OF = {"--context": 10**12, "--window": 10**12, "--batch": 10**9}  # tokens, tokens, rows
@@ -112,6 +113,16 @@ def plan(
         list[str] | None,
         typer.Option(help="A row: shipped, mha, gqa-4, mqa, mla-50, latent-50...; repeatable."),
     ] = None,
+    storage: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"How caches store keys and values: {', '.join(STORAGES)}; repeatable.",
+            autocompletion=lambda: list(STORAGES),
+        ),
+    ] = None,
+    page_size: Annotated[
+        int, typer.Option(min=0, help="Tokens of a page of a PagePool; 0: caches without pages.")
+    ] = 0,
     formula: Annotated[
         bool, typer.Option("--formula", help="Each layer's formulas with the numbers put in.")
     ] = False,
@@ -131,7 +142,10 @@ def plan(
         "--qk-rope-head-dim": qk_rope_head_dim,
         "--window": window,
     }
-    _check_most(sizes | {"--context": context, "--batch": batch, "--tp": tp, "--cp": cp})
+    _check_most(
+        sizes
+        | {"--context": context, "--batch": batch, "--tp": tp, "--cp": cp, "--page-size": page_size}
+    )
     if engine not in ENGINES:
         names = ", ".join(ENGINES)
         raise typer.BadParameter(f"{engine!r} is none of {names}", param_hint="--engine")
@@ -139,6 +153,10 @@ def plan(
         if each not in LINKS:
             names = ", ".join(LINKS)
             raise typer.BadParameter(f"{each!r} is none of {names}", param_hint="--link")
+    for each in storage or ():
+        if each not in STORAGES:
+            names = ", ".join(STORAGES)
+            raise typer.BadParameter(f"{each!r} is none of {names}", param_hint="--storage")
     given = [name for name, value in sizes.items() if value is not None]
     if model is not None and given:
         raise typer.BadParameter("a MODEL has its own sizes", param_hint=given[0])

@@ -16,7 +16,7 @@ from regard.plan.devices import DEVICES
 from regard.plan.engines import ENGINES
 from regard.plan.links import LINKS
 from regard.plan.planning import plan
-from regard.plan.shapes import LayerShape, ModelShape
+from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard_cli.app import run
 
 GUIDES = ["docs/guides/plan.md", "docs/zh/guides/plan.md"]
@@ -240,6 +240,17 @@ def test_the_guide_shows_what_is_printed(page, monkeypatch, capsys, tmp_path):
 def test_the_options_name_every_engine():
     from regard_cli.planning import ENGINES as offered
     from regard_cli.planning import LINKS as links
+    from regard_cli.planning import STORAGES as storages
 
     assert set(offered) == set(ENGINES)
     assert set(links) == set(LINKS)
+    assert list(storages) == list(STORAGES)
+
+
+def test_storages_are_rows_in_pages_too(monkeypatch, capsys):
+    options = ["--attention", "shipped", "--storage", "K8V4", "--page-size", 64]
+    code, out, err = command(monkeypatch, capsys, *SIZES, *options)
+    assert (code, err) == (0, "")
+    assert "K8V4" in out and "int8 " not in out
+    code, _, err = command(monkeypatch, capsys, *SIZES, "--storage", "K3V3")
+    assert code == 2 and "'K3V3' is none of plain" in " ".join(err.split())

@@ -9,6 +9,7 @@ import torch
 
 import regard
 from regard.compare import CANDIDATES, Texts, chosen, compare
+from regard.hf.generating.predicting import hidden_states, losses_of
 from regard.ops.backends import BACKENDS
 from regard_cli.app import run
 from tiny import VOCABULARY, tiny, tokens
@@ -20,6 +21,7 @@ COLUMNS = {
     "prefill_tokens_per_second",
     "decode_tokens_per_second",
     "perplexity",
+    "decode_perplexity",
     "largest_logit_difference",
 }
 
@@ -44,6 +46,8 @@ def test_every_row_was_measured(result):
         "GQA, as shipped",
         "GQA, int8 cache",
         "GQA, int4 cache",
+        "GQA, K8V4 cache",
+        "GQA, K6V4 cache",
         "MHA, spelled out",
         "MQA, aligned",
         "joint latent, full rank",
@@ -62,6 +66,7 @@ def test_exact_rows_are_exact(result):
         if row.exact:
             assert row.largest_logit_difference <= result.proof.tolerance
             assert row.perplexity == pytest.approx(shipped.perplexity, rel=1e-5)
+            assert row.decode_perplexity == pytest.approx(shipped.decode_perplexity, rel=1e-5)
         elif row.name != "joint latent, 75 %":  # of 32 elements: as many as the width
             assert row.largest_logit_difference > result.proof.tolerance
 
@@ -72,6 +77,8 @@ def test_cache_bytes_are_those_of_the_shapes(result):
     assert bytes_of["GQA, as shipped"] == layers * 2 * kv_heads * dim * 4
     assert bytes_of["MHA, spelled out"] == layers * 2 * heads * dim * 4
     assert bytes_of["GQA, int8 cache"] == layers * 2 * kv_heads * (dim + 4)
+    assert bytes_of["GQA, K8V4 cache"] == layers * kv_heads * (dim + dim // 2 + 2 * 4)
+    assert bytes_of["GQA, K6V4 cache"] == layers * kv_heads * (dim * 10 // 8 + 2 * 4)
     assert bytes_of["joint latent, full rank"] == layers * (24 * 4 + 4)  # the width is 24
     assert bytes_of["joint latent, 50 %"] == layers * (16 * 4 + 4)
     assert bytes_of["DeepSeek's MLA, 50 %"] == layers * 16 * 4
@@ -84,6 +91,15 @@ def test_perplexity_is_the_models_own(result, texts):
     with torch.no_grad():
         losses = [model(input_ids=w[None], labels=w[None]).loss.item() for w in texts.windows]
     assert result.rows[0].perplexity == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
+
+
+def test_decode_perplexity_is_the_models_own_over_the_last_tokens(result, texts):
+    model, count = tiny("llama"), result.decoded // 2
+    assert count == 32
+    with torch.no_grad():
+        losses = [losses_of(model, hidden_states(model, w[None])[0], w) for w in texts.windows]
+    mean = torch.cat([each[-count:] for each in losses]).mean()
+    assert result.rows[0].decode_perplexity == pytest.approx(float(mean.exp()), rel=1e-5)
 
 
 def test_a_row_that_cannot_be_made_says_why(texts):
@@ -141,12 +157,13 @@ def test_json_alone_on_stdout(folder, monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {
         "model", "kind", "num_layers", "context", "memory", "dtype", "threads", "text", "proof",
-        "rows", "verdict", "seconds",
+        "rows", "verdict", "seconds", "decoded",
     }  # fmt: skip
     assert set(result["proof"]) == {"largest_difference", "tolerance", "largest_logit"}
     ran = {"prefill_backend", "decode_backend"}
     assert all(set(row) == COLUMNS | ran | {"name", "exact", "remark"} for row in result["rows"])
     assert result["context"] == 20
+    assert result["decoded"] == 2 * 16
 
 
 def test_own_text(folder, monkeypatch, capsys, tmp_path):

@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from regard.cache import KVCache
+from regard.cache import KVCache, Part
 from regard.compare import Runner
-from regard.compare.measure import Sample
-from regard.convert.measuring import loss_of
+from regard.compare.measure import DECODED, Sample, decode_loss, decode_steps
+from regard.convert.measuring import compare_logits, loss_of
 from regard.hf import attention_modules, attention_of
-from regard.hf.generating.predicting import hidden_states
+from regard.hf.generating.predicting import hidden_states, losses_of
 from tiny import tiny, tokens
 
 
 @torch.no_grad()
 def test_a_row_is_the_mean_over_windows():
     model, windows, sample = tiny("llama"), tokens(2, 40), Sample()
-    layers = [attention_of(module) for module in attention_modules(model).values()]
-    runner = Runner(model, layers, cache=KVCache)
+    runner = runner_of(model, KVCache)
     for window in windows:
-        sample.add(runner, window, hidden_states(model, window[None]))
+        hidden = sample.run(runner, window)
+        sample.judge(*compare_logits(model, window, hidden, hidden_states(model, window[None]))[:2])
         assert runner.cache_bytes == 0
     row = sample.row("shipped", True, context=40, memory=1 << 20)
     losses = torch.tensor([loss_of(model, window) for window in windows])
@@ -26,3 +26,47 @@ def test_a_row_is_the_mean_over_windows():
     assert row.largest_logit_difference < 1e-5
     assert row.cache_bytes_per_token == 2 * 2 * 2 * 8 * 4
     assert row.context_in_memory == (1 << 20) // 256
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [2, 3, 9, 10, 41, 130])
+def test_the_last_tokens_are_decoded_one_at_a_time(length, monkeypatch):
+    model, window = tiny("llama"), tokens(1, length)[0]
+    runner = runner_of(model, KVCache)
+    runner.hidden(window[None])
+    given, hidden = [], runner.hidden
+    monkeypatch.setattr(runner, "hidden", lambda token: given.append(token) or hidden(token))
+    found = decode_loss(runner, window)
+    rows, steps = decode_steps(length)
+    assert [tuple(token.shape) for token in given] == [(rows, 1)] * steps
+    count = rows * steps
+    assert torch.equal(torch.cat(given, 1).flatten(), window[-1 - count : -1])
+    assert length == 2 or count > length / 2 or count == DECODED
+    wanted = losses_of(model, hidden_states(model, window[None])[0], window)[-count:].mean()
+    assert found == pytest.approx(float(wanted), rel=1e-5)
+    assert [cache.length for cache in runner.caches] == [length - 1] * 2
+    assert all(cache.buffers[0].shape[0] == 1 for cache in runner.caches)
+
+
+@torch.no_grad()
+def test_what_a_cache_loses_after_the_prefill_is_in_the_decode_loss():
+    """A cache that returns a chunk as it was given, and single tokens as zeros."""
+    model, window = tiny("llama"), tokens(1, 60)[0]
+    runners = [runner_of(model, cache) for cache in (KVCache, Forgetful)]
+    hidden = [runner.hidden(window[None]) for runner in runners]
+    torch.testing.assert_close(*hidden)
+    exact, lossy = (decode_loss(runner, window) for runner in runners)
+    assert abs(exact - lossy) > 1e-4
+
+
+class Forgetful(KVCache):
+    def update(self, *new):
+        parts = super().update(*new)
+        if new[0].shape[2] > 1:
+            return parts
+        return tuple(Part(a, b, tuple(torch.zeros_like(s) for s in each)) for a, b, each in parts)
+
+
+def runner_of(model, cache):
+    layers = [attention_of(module) for module in attention_modules(model).values()]
+    return Runner(model, layers, cache=cache)

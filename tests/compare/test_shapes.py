@@ -32,6 +32,8 @@ def test_storages_of_caches():
     assert storage_of(KVCache()) == STORAGES["plain"]
     assert storage_of(QuantizedCache()) == STORAGES["int8"]
     assert storage_of(QuantizedCache(bits=4, group=32)) == STORAGES["int4"]
+    for name in ("K8V8", "K8V4", "K6V4", "K4V4"):
+        assert storage_of(QuantizedCache(format=name)) == STORAGES[name]
     assert storage_of(SlidingCache(4)) is storage_of(StaticCache(4)) is None
 
 

@@ -7,15 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.compare.measure import Row
-from regard.compare.verdict import NOTHING_BESIDE, NOTHING_SHIPPED, verdict
+from regard.compare.verdict import NOTHING_BESIDE, NOTHING_SHIPPED, REASONS, verdict
+
+CODES = REASONS[" cache"]
 
 
-def row(name, size, perplexity, speed):
+def row(name, size, perplexity, speed, decoded=None):
     return Row(
         name,
         False,
         cache_bytes_per_token=size,
         perplexity=perplexity,
+        decode_perplexity=decoded,
         decode_tokens_per_second=speed,
     )
 
@@ -36,8 +39,8 @@ def test_the_best_row_comes_with_its_cache_its_perplexity_and_its_speed():
     text = verdict([SHIPPED, *OTHERS], "float32")
     assert text == (
         "For memory alone, GQA, int8 cache is the best of these: it keeps 27% of the shipped "
-        "float32 cache at -0.1% perplexity and decodes at 0.75x the shipped speed, because its "
-        "codes are dequantised at every step. The joint latent, 50 % keeps 50% of it at +8.5% "
+        "float32 cache at -0.1% perplexity and decodes at 0.75x the shipped speed, because "
+        f"{CODES}. The joint latent, 50 % keeps 50% of it at +8.5% "
         "perplexity and decodes at 0.58x the shipped speed, because its keys are rebuilt at every "
         "step."
     )
@@ -53,8 +56,8 @@ def test_the_best_row_comes_with_its_cache_its_perplexity_and_its_speed():
         (
             [SHIPPED, INT8],
             "For memory alone, GQA, int8 cache beats the attention as shipped: it keeps 27% of the "
-            "shipped cache at -0.1% perplexity and decodes at 0.75x the shipped speed, because its "
-            "codes are dequantised at every step.",
+            "shipped cache at -0.1% perplexity and decodes at 0.75x the shipped speed, because "
+            f"{CODES}.",
         ),
         (
             [SHIPPED, MQA],
@@ -77,6 +80,17 @@ def test_the_best_row_comes_with_its_cache_its_perplexity_and_its_speed():
 )
 def test_few_rows_are_compared_with_the_shipped_one(rows, text):
     assert verdict(rows) == text
+
+
+def test_both_perplexities_are_in_the_sentence_and_the_worse_one_decides():
+    shipped = row("GQA, as shipped", 46_080.0, 13.546, 19.7, decoded=12.6)
+    pages = row("GQA, K4V4 cache", 6_480.0, 13.546, 19.7, decoded=13.0)
+    int8 = row("GQA, int8 cache", 12_240.0, 13.546, 19.7, decoded=12.6)
+    assert verdict([shipped, pages, int8]) == (
+        "For memory alone, GQA, int8 cache is the best of these: it keeps 27% of the shipped cache "
+        "at the same perplexity (the same token by token) and decodes at 1.00x the shipped speed."
+    )
+    assert "at the same perplexity (+3.2% token by token) and" in verdict([shipped, pages])
 
 
 def test_a_row_that_is_as_fast_needs_no_reason():

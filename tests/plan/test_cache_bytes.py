@@ -8,9 +8,9 @@ import torch
 from measured_layers import cache_of, layer_of
 from regard import KVCache, SlidingCache, StaticCache
 from regard.plan import cost as real_cost
-from regard.plan.shapes import STORAGES, LayerShape, Storage
+from regard.plan.shapes import STORAGES, LayerShape, Storage, storages_of
 
-PLAIN, INT8, INT4 = STORAGES.values()
+PLAIN, INT8, INT4, *FORMATS = STORAGES.values()
 GQA = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
 MLA = replace(GQA, num_kv_heads=8, kv_lora_rank=12, qk_rope_head_dim=4)
 LATENT_KV = replace(GQA, kv_lora_rank=12, keys_by_position=True)
@@ -86,7 +86,7 @@ def test_scales_and_zeros_are_stored_with_codes(cost):
 def test_codes_are_those_of_the_cache(cost):
     layers = (replace(GQA, head_dim=w, v_head_dim=w) for w in (1, 31, 32, 33, 64, 65, 130))
     for layer in layers:
-        for storage in (INT8, INT4):
+        for storage in (INT8, INT4, *FORMATS):
             cache, k = cache_of(layer, storage), torch.zeros(3, 2, 5, layer.head_dim)
             cache.update(k, k)
             assert needed(cost, layer, storage, context=5, batch=3) == cache.nbytes
@@ -173,8 +173,8 @@ def test_buffers_double(cost):
 
 
 def test_buffers_of_a_window_have_a_quarter_more(cost):
-    for window in (*range(1, 12), 100, 1023):
-        for context in (1, window, 2 * window + 1):
+    for window in (*range(1, 12), 100, 205, 206, 1023):
+        for context in (1, 127, 129, 255, 256, 300, 512, window, 2 * window + 1):
             layer = replace(GQA, window=window)
             found = allocated(cost, layer, context=context, batch=2)
             assert found == grown(SlidingCache(window), context, 8, 8)
@@ -182,7 +182,7 @@ def test_buffers_of_a_window_have_a_quarter_more(cost):
 
 def test_codes_of_a_window_are_never_dropped(cost):
     layer = replace(GQA, window=5)
-    for storage in (INT8, INT4):
+    for storage in (INT8, INT4, *FORMATS):
         cache = cache_of(layer, storage)
         assert allocated(cost, layer, storage, context=300, batch=2) == grown(cache, 300, 8, 8)
 
@@ -191,12 +191,15 @@ def test_static_buffers_have_room_for_the_capacity(cost):
     cache = StaticCache(77)
     found = evaluated(cost, cost.static_bytes(GQA, PLAIN), GQA, context=5, batch=2, capacity=77)
     assert found == grown(cache, 5, 8, 8)
-    with pytest.raises(ValueError, match="StaticCache stores no codes"):
-        cost.static_bytes(GQA, INT8)
+    for storage in (INT8, replace(PLAIN, page_size=4)):
+        with pytest.raises(ValueError, match="StaticCache stores no codes and has no pages"):
+            cost.static_bytes(GQA, storage)
 
 
 @pytest.mark.parametrize(
-    "storage", [Storage("k8v4", 8, 4, 32), Storage("k3", 3, 3, 32), Storage("odd", 8, 8, 7)]
+    "storage",
+    [Storage("keys alone", 8, None, 32), Storage("k3", 3, 3, 32), Storage("odd", 8, 8, 7)],
+    ids=lambda each: each.name,
 )
 def test_a_storage_that_no_cache_has_is_refused(storage, cost):
     assert needed(cost, GQA, storage) > 0
@@ -210,5 +213,48 @@ def test_the_layers_cache_what_the_formulas_say(layer, cost):
     for storage in STORAGES.values():
         cache = cache_of(layer, storage)
         with torch.device("meta"), torch.no_grad():
+            layer_of(layer)(torch.zeros(2, 9, 64), cache=cache)
+        assert needed(cost, layer, storage, context=9, batch=2) == cache.nbytes
+
+
+@pytest.mark.parametrize("storage", storages_of(page_size=4), ids=lambda each: each.name)
+def test_bytes_in_pages_are_those_of_the_cache(storage, cost):
+    """A row's first page and its open one are plain; the last token may seal a page."""
+    for layer in (GQA, replace(GQA, head_dim=65, v_head_dim=24)):
+        for context in (1, 3, 4, 5, 7, 8, 9, 11, 12, 15, 16, 21):
+            cache, call = cache_of(layer, storage), {"context": context, "batch": 2}
+            widths = (layer.head_dim, layer.v_head_dim)
+            cache.update(*(torch.zeros(2, 2, context, width) for width in widths))
+            assert needed(cost, layer, storage, **call) == cache.nbytes, context
+            cache.update(*(torch.zeros(2, 2, 1, width) for width in widths))
+            assert allocated(cost, layer, storage, **call) == cache.allocated_bytes, context
+
+
+@pytest.mark.parametrize("storage", storages_of(page_size=4), ids=lambda each: each.name)
+def test_pages_before_a_window_are_released(storage, cost):
+    for window in (1, 3, 4, 5, 9, 30):
+        layer = replace(GQA, window=window)
+        for context in (1, 4, 8, 9, 13, 16, 23):
+            cache = cache_of(layer, storage)
+            for tokens in (context, 1):
+                cache.update(*2 * [torch.zeros(3, 2, tokens, 8)])
+            found = allocated(cost, layer, storage, context=context, batch=3)
+            assert found == cache.allocated_bytes, (window, context)
+
+
+def test_bytes_of_a_window_in_pages_by_hand(cost):
+    """Slots 8..17 of 18 in pages of 4: two of codes, and two tokens of the open page."""
+    layer, storage = replace(GQA, window=10), storages_of(["K8V4"], page_size=4)[0]
+    codes, plain = 2 * (8 + 4 + 4 + 4), 2 * (8 + 8) * 4
+    assert needed(cost, layer, storage, context=18) == 8 * codes + 2 * plain
+    first = replace(GQA, window=17)  # slots 1..17: three tokens of the first page
+    assert needed(cost, first, storage, context=18) == 12 * codes + (3 + 2) * plain
+
+
+@pytest.mark.parametrize("layer", [GQA, MLA, LATENT_KV], ids=["GQA", "MLA", "LatentKV"])
+def test_the_layers_cache_what_the_formulas_say_in_pages(layer, cost):
+    for storage in storages_of(page_size=4):
+        cache = cache_of(layer, storage)
+        with torch.no_grad():
             layer_of(layer)(torch.zeros(2, 9, 64), cache=cache)
         assert needed(cost, layer, storage, context=9, batch=2) == cache.nbytes

@@ -9,7 +9,7 @@ from regard.plan.cost import cost_of
 from regard.plan.devices import DEVICES
 from regard.plan.engines import ENGINES, reserved
 from regard.plan.planning import formulas_of, largest, plan
-from regard.plan.shapes import STORAGES, LayerShape, ModelShape
+from regard.plan.shapes import USUAL, LayerShape, ModelShape, Storage
 
 GQA = LayerShape(
     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8, qk_rope_head_dim=8
@@ -106,6 +106,7 @@ def test_ideal_bytes_by_hand():
     assert by_key["latent-50", "plain"].cost.cache_bytes == 3 * 105 * (32 * 4 + 4)
     # a byte a number, and 4 for the scale and the zero of each head's key and value
     assert by_key["shipped", "int8"].cost.cache_bytes == 3 * 105 * (64 + 4 * 2 * 4)
+    assert by_key["shipped", "K8V4"].cost.cache_bytes == 3 * 105 * (32 + 16 + 4 * 2 * 4)
     assert by_key["shipped", "int4"].cost.cache_bytes == 3 * 105 * (64 // 2 + 4 * 2 * 4)
 
 
@@ -148,7 +149,7 @@ def test_linear_layers_are_counted_as_far_as_they_are_known():
     assert mixed.rows[0].cost.cache_bytes == 500 * 4 + 100 * 64 * 4
     assert mixed.rows[0].cost.uncounted == 1
     assert mixed.rows[0].decode == planned(GQA, context=100).rows[0].decode
-    assert [row.key for row in alone.rows] == ["shipped"] * 3
+    assert [row.key for row in alone.rows] == ["shipped"] * len(USUAL)
     assert alone.rows[0].largest_context.ideal is None
     assert "reserved_bytes" not in formulas_of(mixed, mixed.rows[0])[1][2]
 
@@ -161,7 +162,12 @@ def test_every_engine_is_in_every_row():
 def test_rows_can_be_chosen():
     found = planned(GQA, attentions=["mqa", "shipped"])
     assert [(row.key, row.storage.name) for row in found.rows] == [
-        (key, storage) for key in ("shipped", "mqa") for storage in STORAGES
+        (key, storage) for key in ("shipped", "mqa") for storage in USUAL
+    ]
+    found = planned(GQA, storages=["K4V4", "plain"], attentions=["mqa"], page_size=64)
+    assert [row.storage for row in found.rows] == [
+        Storage("K4V4", 4, 4, 64, page_size=64),
+        Storage("plain", page_size=64),
     ]
     with pytest.raises(ValueError, match="gqa-3: this model's attentions are shipped, mha, gqa-2"):
         planned(GQA, attentions=["gqa-3"])
@@ -182,6 +188,9 @@ def test_formulas_have_the_numbers_of_the_row():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"storages": ["int3"]}, "int3: storages are plain, int8, int4, K8V8, K8V4, K6V4, K4V4"),
+        ({"storages": ["int8"], "page_size": 8}, "int8: formats of pages are plain, K8V8, K8V4"),
+        ({"page_size": -1}, "page_size is a whole number, 0 or more tokens, got -1"),
         ({"context": 0}, "context is a whole number from 1 to 1,000,000,000,000, got 0"),
         ({"context": 10**15}, "got 1000000000000000"),
         ({"context": 1.5}, "context is a whole number"),

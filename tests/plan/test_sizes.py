@@ -27,6 +27,7 @@ def test_every_size_of_the_layer_and_the_call_has_a_name():
         "key_bits": 4,
         "value_bits": 4,
         "group": 32,
+        "page_size": 0,
         "tp": 2,
         "cp": 5,
         "rank": 4,

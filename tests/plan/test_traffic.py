@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from regard.plan import cost as real_cost
-from regard.plan.shapes import STORAGES, LayerShape
+from regard.plan.shapes import STORAGES, LayerShape, storages_of
 
 PLAIN, INT8 = STORAGES["plain"], STORAGES["int8"]
+(PAGES,) = storages_of(["K8V4"], page_size=4)
 GQA = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
 WEIGHTS = 64 * (64 + 16 + 16 + 64)  # parameters of GQA
 TOKEN = 2 * (8 + 8)  # numbers of keys and values
@@ -61,5 +62,26 @@ def test_ranks_share_heads_and_tokens(cost):
 
 def test_linear_attention_is_refused(cost):
     for kind in (cost.prefill_bytes, cost.decode_bytes):
-        with pytest.raises(ValueError, match="do not follow from its sizes"):
-            kind(replace(GQA, state_elements=5), PLAIN)
+        for storage in (PLAIN, PAGES):
+            with pytest.raises(ValueError, match="do not follow from its sizes"):
+                kind(replace(GQA, state_elements=5), storage)
+
+
+def test_a_step_reads_pages_as_they_are_stored(cost):
+    """14 tokens in pages of 4: two of codes between the first page and the open one."""
+    plain, codes = 4 * TOKEN, 2 * (8 + 4 + 4 + 4)
+    step = evaluated(cost, cost.decode_bytes(GQA, PAGES), GQA, PAGES, context=14, batch=3)
+    cached = 8 * codes + (4 + 3) * plain + plain  # read with the new token, and written
+    assert step == 4 * (WEIGHTS + 3 * 2 * 64) + 3 * cached
+    windowed = replace(GQA, window=6)  # slots 9..14
+    step = evaluated(cost, cost.decode_bytes(windowed, PAGES), windowed, PAGES, context=14)
+    assert step == 4 * (WEIGHTS + 2 * 64) + 3 * codes + 3 * plain + plain
+    whole = replace(PAGES, name="plain", key_bits=None, value_bits=None)
+    step = evaluated(cost, cost.decode_bytes(GQA, whole), GQA, whole, context=14)
+    assert step == evaluated(cost, cost.decode_bytes(GQA, PLAIN), GQA, context=14)
+
+
+def test_a_prefill_in_pages_reads_its_tokens_before_they_are_rounded(cost):
+    found = evaluated(cost, cost.prefill_bytes(GQA, PAGES), GQA, PAGES, context=14)
+    cached = 14 * 4 * TOKEN + 8 * 2 * (8 + 4 + 4 + 4) + 6 * 4 * TOKEN
+    assert found == 4 * (WEIGHTS + 14 * 2 * 64) + cached

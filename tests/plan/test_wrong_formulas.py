@@ -11,9 +11,10 @@ import pytest
 
 from regard import plan
 from regard.plan import cost as real_cost
+from regard.plan.shapes import storages_of
 
 SOURCES = Path(plan.__file__).parent
-MODULES = ("formula", "sizes", "cache_bytes", "weights", "flops", "traffic", "cost")
+MODULES = ("formula", "sizes", "pages", "cache_bytes", "weights", "flops", "traffic", "cost")
 IN_ALL = "test_cost:test_costs_are_those_of_real_layers_and_caches"  # the random shapes
 
 
@@ -43,8 +44,14 @@ def traffic(right, wrong, *names):
     return Mutant("traffic", right, wrong, tuple(f"test_traffic:{name}" for name in names))
 
 
+def pages(right, wrong, name):
+    return Mutant("pages", right, wrong, (name,))
+
+
+NBYTES = "test_cache_bytes:test_bytes_in_pages_are_those_of_the_cache"
+RELEASED = "test_cache_bytes:test_pages_before_a_window_are_released"
 PAPERS, SCALES = "test_bytes_of_a_token_in_papers", "test_scales_and_zeros_are_stored_with_codes"
-NEEDED = "BATCH * _needed(layer) * token_bytes"
+NEEDED = "BATCH * needed * token_bytes"
 MUTANTS = {
     "query heads for key heads": caches(
         "KEY_HEADS * (keys + values)", "size('num_heads') * (keys + values)", PAPERS
@@ -212,15 +219,29 @@ MUTANTS = {
         "test_a_step_reads_weights_and_cache_once",
     ),
     "the whole context read in spite of a window": traffic(
-        "keys=visible_keys(layer)", "keys=CONTEXT + 1", "test_a_step_reads_visible_keys"
+        "keys = visible_keys(layer)", "keys = CONTEXT + 1", "test_a_step_reads_visible_keys"
     ),
     "a new token not written": traffic(
-        "else keys + tokens", "else keys", "test_a_step_reads_weights_and_cache_once"
+        "else read + written", "else read", "test_a_step_reads_weights_and_cache_once"
     ),
     "shared keys written": traffic(
-        "keys if layer.keys_of is not None else keys + tokens",
-        "keys + tokens",
+        "read if layer.keys_of is not None else read + written",
+        "read + written",
         "test_shared_keys_are_read_and_not_written",
+    ),
+    "a first page of codes": pages("maximum(PAGE, start)", "start", NBYTES),
+    "an open page of codes": pages(
+        "PAGE * floor_div(TOKENS, PAGE)", "PAGE * ceil_div(TOKENS, PAGE)", NBYTES
+    ),
+    "a first page that is sealed": pages("maximum(1, released)", "released", NBYTES),
+    "no room in the open page": pages(
+        "ceil_div(tokens, PAGE) - released", "floor_div(tokens, PAGE) - released", NBYTES
+    ),
+    "pages released a token early": pages("tokens + 1 - WINDOW", "tokens + 2 - WINDOW", RELEASED),
+    "pages read as they were given": traffic(
+        "read = bytes_in_pages(layer, storage, keys, coded_keys(keys))",
+        "read = keys * written",
+        "test_a_step_reads_pages_as_they_are_stored",
     ),
     "one layer of each kind": Mutant(
         "cost", "len(indices)", "1", ("test_cost:test_costs_of_layers_add_up",)
@@ -230,10 +251,11 @@ MUTANTS = {
     ),
 }
 ARGUMENTS = {  # of named tests with parameters
+    **{name: {"storage": storages_of(["K8V4"], page_size=4)[0]} for name in (NBYTES, RELEASED)},
     IN_ALL: {"part": 0},
     "test_flops:test_mla_in_both_forms": {"form": "absorbed", "q_lora_rank": 6},
 }
-OUT_OF_REACH = {  # of the random shapes, which have one rank, no chunks, and one layer
+OUT_OF_REACH = {  # of the random shapes: one layer on one rank, no chunks, no pages
     "values as wide as keys",
     "the chunk ignored",
     "shared keys cached twice",
@@ -249,6 +271,12 @@ OUT_OF_REACH = {  # of the random shapes, which have one rank, no chunks, and on
     "the whole context read in spite of a window",
     "a new token not written",
     "shared keys written",
+    "a first page of codes",
+    "an open page of codes",
+    "a first page that is sealed",
+    "no room in the open page",
+    "pages released a token early",
+    "pages read as they were given",
     "one layer of each kind",
 }
 

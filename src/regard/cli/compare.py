@@ -14,6 +14,7 @@ from rich.markup import escape
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
+from regard.compare.measure import MEASURED
 from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.packages import quiet
 from regard.ops.observed import kernel_objection
@@ -85,6 +86,11 @@ def show(result: Comparison, console: Console) -> None:
         bold=result.model,
     )
     say(console, f"Run by regard, {_proved(result.proof)}.")
+    say(
+        console,
+        f"Decode perplexity: the last {result.decoded:,} tokens of the windows, given one at a "
+        "time.",
+    )
     console.print()
     _print_table(result, console)
     remarks(console, "Not run", {row.name: row.remark for row in result.rows if row.remark})
@@ -127,29 +133,13 @@ def _shared(rows: Sequence[Row], name: str) -> str:
 
 
 def _print_table(result: Comparison, console: Console) -> None:
-    heads = (
-        "cache bytes a token",
-        f"tokens in {result.memory / GIBIBYTE:g} GiB",
-        "prefill tokens/s",
-        "decode tokens/s",
-        "perplexity",
-        "logits differ by at most",
-    )
-    columns = [Column("attention", words=True), *map(Column, heads)]
+    within = f"tokens in {result.memory / GIBIBYTE:g} GiB"
+    columns = [Column("attention", words=True)]
+    columns += [Column(head or within) for head, _ in MEASURED.values()]
     ran = [row for row in result.rows if row.perplexity is not None]
     tabulate(console, columns, [_cells(row) for row in ran])
 
 
-FORMS = {
-    "cache_bytes_per_token": ",.0f",
-    "context_in_memory": ",.0f",
-    "prefill_tokens_per_second": ",.0f",
-    "decode_tokens_per_second": ",.1f",
-    "perplexity": ",.3f",
-    "largest_logit_difference": ".1e",
-}
-
-
 def _cells(row: Row) -> list[str]:
     name = escape(f"{row.name} (exact)" if row.exact else row.name)
-    return [name, *(format(getattr(row, column), form) for column, form in FORMS.items())]
+    return [name, *(format(getattr(row, column), form) for column, (_, form) in MEASURED.items())]

@@ -49,6 +49,8 @@ def run(
     link: Sequence[str] | None,
     engine: str,
     attention: Sequence[str] | None,
+    storage: Sequence[str] | None,
+    page_size: int,
     formula: bool,
     html: Path | None,
     as_json: bool,
@@ -78,6 +80,8 @@ def run(
         links=link or (),
         engine=engine,
         attentions=attention or (),
+        storages=storage or (),
+        page_size=page_size,
     )
     _output(found, formula, html, as_json)
 

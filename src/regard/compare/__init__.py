@@ -5,7 +5,7 @@ load -> prove that logits under regard are the model's own -> convert -> measure
 Examples:
     >>> from regard.compare import CANDIDATES
     >>> [each.key for each in CANDIDATES][:4]
-    ['shipped', 'int8', 'int4', 'mha']
+    ['shipped', 'int8', 'int4', 'k8v4']
 """
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen

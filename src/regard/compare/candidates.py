@@ -71,6 +71,15 @@ CANDIDATES = (
     Candidate("shipped", "{kind}, as shipped", _as_shipped, exact=True),
     Candidate("int8", "{kind}, int8 cache", _as_shipped, cache=INT8),
     Candidate("int4", "{kind}, int4 cache", _as_shipped, cache=INT4),
+    *(
+        Candidate(
+            name.lower(),
+            f"{{kind}}, {name} cache",
+            _as_shipped,
+            cache=partial(QuantizedCache, format=name),
+        )
+        for name in ("K8V4", "K6V4")
+    ),
     Candidate("mha", "MHA, spelled out", _mha, exact=True),
     Candidate("gqa", "GQA, half the key heads", _half_the_heads, usual=False),
     Candidate("mqa", "MQA, aligned", partial(target_of, "mqa")),

@@ -1,5 +1,6 @@
 """The comparison of a model's attention with every candidate, after the proof that logits agree."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 from regard.compare import converted_cache
 from regard.compare.candidates import Candidate, chosen
-from regard.compare.measure import MEASURED, Row, Sample
+from regard.compare.measure import MEASURED, Row, Sample, decode_steps
 from regard.compare.proving import Proof, prove
 from regard.compare.runner import Runner
 from regard.compare.shapes import shape_of, storage_of
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
 from regard.convert.converting import convert
+from regard.convert.measuring import compare_all_logits
 from regard.convert.targets import Target
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
@@ -47,6 +49,7 @@ class Comparison:
         rows: the measurements of each attention.
         verdict: which attention saves most memory, and what it costs.
         seconds: in total.
+        decoded: tokens that `decode_perplexity` of each row is about, over all windows.
 
     Examples:
         >>> from regard.compare import Comparison, Proof, Row
@@ -70,6 +73,7 @@ class Comparison:
     rows: tuple[Row, ...]
     verdict: str
     seconds: float
+    decoded: int = 0
 
     def _repr_html_(self) -> str:
         """The verdict and the table of what ran, for notebooks and pages."""
@@ -92,7 +96,7 @@ class Comparison:
         layers, threads = counted(self.num_layers, "layer"), counted(self.threads, "thread")
         return (
             f"{layers} of {self.kind}, {self.dtype}, {threads}; {self.context:,} tokens of "
-            f"{self.text}, measured in {self.seconds:.0f} s"
+            f"{self.text}, {self.decoded:,} decoded one at a time, measured in {self.seconds:.0f} s"
         )
 
 
@@ -167,6 +171,7 @@ def compare(
         rows=rows,
         verdict=verdict(rows, dtype),
         seconds=time.perf_counter() - started,
+        decoded=len(texts.windows) * math.prod(decode_steps(context)),
     )
 
 
@@ -183,12 +188,15 @@ def _measure(
     samples = {each.name: Sample() for each in candidates}
     for index, window in enumerate(windows):
         report("reading as shipped")
-        reference = hidden_states(model, window[None])
+        reference, hidden = hidden_states(model, window[None]), {}
         for each in candidates[:: -1 if index % 2 else 1]:
             report(each.name)
             runner = runners[each.name]
             if isinstance(runner, Runner):
-                samples[each.name].add(runner, window, reference)
+                hidden[each.name] = samples[each.name].run(runner, window)
+        found, _ = compare_all_logits(model, window, list(hidden.values()), reference)
+        for name, (loss, difference) in zip(hidden, found, strict=True):
+            samples[name].judge(loss, difference)
     for each in candidates:
         runner, sample = runners[each.name], samples[each.name]
         if isinstance(runner, str):

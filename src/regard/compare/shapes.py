@@ -77,12 +77,13 @@ def storage_of(cache: Cache) -> Storage | None:
         >>> from regard import QuantizedCache
         >>> from regard.compare.shapes import storage_of
         >>> storage_of(QuantizedCache(bits=4, group=32))
-        Storage(name='int4', key_bits=4, value_bits=4, group=32)
+        Storage(name='int4', key_bits=4, value_bits=4, group=32, page_size=0)
     """
     if type(cache) is KVCache:
         return STORAGES["plain"]
     if type(cache) is QuantizedCache:
-        return Storage(f"int{cache.bits}", cache.bits, cache.bits, cache.group)
+        stored = cache.format
+        return Storage(stored.name, stored.key_bits, stored.value_bits, stored.group)
     return None
 
 

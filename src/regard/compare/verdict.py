@@ -1,6 +1,7 @@
 """The sentences under the table, which compare the rows that ran.
 
-Every row in them comes with its cache, perplexity and decode speed.
+Every row in them comes with its cache, both perplexities and its decode speed. Quality is the worse
+of the two perplexities: a cache may read a chunk's own tokens before they are rounded.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ NOTHING_BESIDE = "Only the attention as shipped ran, so there is nothing to comp
 NOTHING_SHIPPED = "The attention as shipped did not run, so there is nothing to compare with."
 REASONS = {  # why a row decodes slowly, by a part of its name
     "latent": "its keys are rebuilt at every step",
-    "int8 cache": "its codes are dequantised at every step",
-    "int4 cache": "its codes are dequantised at every step",
+    " cache": "dequantising its codes takes longer than reading fewer bytes saves at this length",
 }
 
 
@@ -40,7 +40,7 @@ def verdict(rows: Sequence[Row], dtype: str = "") -> str:
 
 def _of_memory(shipped: Row, others: Sequence[Row], cache: str) -> tuple[Row, str]:
     """The smallest row of the same quality, or of all rows if none of those saves memory."""
-    good = [row for row in others if _ratio(row, shipped, "perplexity") <= NO_WORSE]
+    good = [row for row in others if _worse(row, shipped) <= NO_WORSE]
     best = min(good, key=_bytes, default=shipped)
     if _bytes(best) >= _bytes(shipped):
         least = min(others, key=_bytes)
@@ -66,12 +66,25 @@ def _of_memory(shipped: Row, others: Sequence[Row], cache: str) -> tuple[Row, st
 def _costs(row: Row, shipped: Row, cache: str) -> str:
     """Cache, perplexity and decode speed against the shipped row's, and why a row is slower."""
     size = f"{_bytes(row) / _bytes(shipped):.0%} of {cache}"
-    more = _ratio(row, shipped, "perplexity") - 1
-    quality = f"{more:+.1%} perplexity" if abs(more) >= 5e-4 else "the same perplexity"
+    quality = _change(_ratio(row, shipped, "perplexity"), "{} perplexity")
+    if row.decode_perplexity is not None:
+        quality += _change(_ratio(row, shipped, "decode_perplexity"), " ({} token by token)")
     speed = _ratio(row, shipped, "decode_tokens_per_second")
     reasons = [why for part, why in REASONS.items() if part in row.name]
     because = f", because {' and '.join(reasons)}" if reasons and speed < SLOWER else ""
     return f"{size} at {quality} and decodes at {speed:.2f}x the shipped speed{because}"
+
+
+def _worse(row: Row, shipped: Row) -> float:
+    """Perplexity as a ratio of the shipped row's: the larger of prefill's and decoding's."""
+    names = ("perplexity", "decode_perplexity")
+    return max(_ratio(row, shipped, name) for name in names if getattr(row, name) is not None)
+
+
+def _change(ratio: float, sentence: str) -> str:
+    """The change in per cent, in a sentence."""
+    more = ratio - 1
+    return sentence.format(f"{more:+.1%}" if abs(more) >= 5e-4 else "the same")
 
 
 def _bytes(row: Row) -> float:

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -140,17 +140,39 @@ def compare_logits(
 
     A logit that is not a number makes the difference not a number.
     """
-    loss, differences, sizes = 0.0, [], []
+    ((loss, difference),), largest = compare_all_logits(model, window, [hidden], reference)
+    return loss, difference, largest
+
+
+def compare_all_logits(
+    model: Any,
+    window: Int[Tensor, " L"],
+    hiddens: Sequence[Float[Tensor, "1 L E"]],
+    reference: Float[Tensor, "1 L E"],
+) -> tuple[list[tuple[float, float]], float]:
+    """Of each of `hiddens` the loss and the difference that `compare_logits` gives, and the
+    reference's largest logit; the reference's logits are computed once."""
+    losses = [0.0] * len(hiddens)
+    differences: list[list[Tensor]] = [[] for _ in hiddens]
+    sizes = []
     for start, stop in pieces(len(window)):
-        logits, wanted = (logits_of(model, each[:, start:stop])[0] for each in (hidden, reference))
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        logits, wanted = logits.to(wide), wanted.to(wide)
-        differences.append((wanted - logits).abs().max())
-        sizes.append(wanted.abs().max())
+        wanted = _wide_logits(model, reference[:, start:stop])
         following = window[start + 1 : stop + 1]
-        loss += float(F.cross_entropy(logits[: len(following)], following, reduction="sum"))
-    difference, largest = (float(torch.stack(each).max()) for each in (differences, sizes))
-    return loss / (len(window) - 1), difference, largest
+        sizes.append(wanted.abs().max())
+        for at, hidden in enumerate(hiddens):
+            logits = _wide_logits(model, hidden[:, start:stop])
+            differences[at].append((wanted - logits).abs().max())
+            predicted = logits[: len(following)]
+            losses[at] += float(F.cross_entropy(predicted, following, reduction="sum"))
+    most = [float(torch.stack(each).max()) for each in (*differences, sizes)]
+    means = [loss / (len(window) - 1) for loss in losses]
+    return list(zip(means, most[:-1], strict=True)), most[-1]
+
+
+def _wide_logits(model: Any, hidden: Float[Tensor, "1 L E"]) -> Float[Tensor, "L V"]:
+    """Logits in float32, or in a wider dtype that they have."""
+    logits = logits_of(model, hidden)[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def divergence(

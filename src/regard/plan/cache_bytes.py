@@ -4,7 +4,8 @@ Of one layer, on one rank, in all rows of the batch.
 """
 
 from regard.plan.formula import Formula, ceil_div, maximum, minimum, number, size
-from regard.plan.shapes import LayerShape, Storage
+from regard.plan.pages import PAGE, coded_tokens, pages
+from regard.plan.shapes import STORAGES, LayerShape, Storage
 from regard.plan.sizes import (
     BATCH,
     CHUNK,
@@ -21,11 +22,11 @@ from regard.plan.sizes import (
 
 POSITION = 4  # bytes of the int32 position that LatentKVAttention caches beside a latent
 SCALE_AND_ZERO = 4  # bytes for a group of channels: QuantizedCache stores two bfloat16 numbers
-FIRST_CAPACITY = 256  # tokens of the first buffers of KVCache
+FIRST_CAPACITY = 256  # tokens of the first buffers of KVCache and SlidingCache
 
 
 def token_bytes(layer: LayerShape, storage: Storage) -> Formula:
-    """Bytes of one token of one row in the cache that a layer reads.
+    """Bytes of one token of one row in the cache that a layer reads; of pages, in one of codes.
 
     Args:
         layer: with keys and values, or with a latent.
@@ -76,16 +77,36 @@ def cache_bytes(layer: LayerShape, storage: Storage) -> Formula:
         return number(0)
     if layer.kind == "linear":
         return BATCH * size("state_elements") * ITEMSIZE
-    return BATCH * _needed(layer) * token_bytes(layer, storage)
+    needed = _needed(layer)
+    if not storage.page_size:
+        return BATCH * needed * token_bytes(layer, storage)
+    return BATCH * bytes_in_pages(layer, storage, needed, coded_tokens(needed))
+
+
+def bytes_in_pages(layer: LayerShape, storage: Storage, tokens: Formula, coded: Formula) -> Formula:
+    """Bytes of so many tokens of one row, `coded` of which are codes if the storage has any.
+
+    Args:
+        layer: with keys and values, or with a latent.
+        storage: of its pages.
+        tokens: all of them.
+        coded: those in full pages after the first, as `coded_tokens`.
+    """
+    whole = token_bytes(layer, STORAGES["plain"])
+    if not storage.bits:
+        return tokens * whole
+    return (tokens - coded) * whole + coded * token_bytes(layer, storage)
 
 
 def allocated_bytes(layer: LayerShape, storage: Storage) -> Formula:
     """Bytes of the buffers of regard's cache, after a prefill of the context and one decoded token.
 
-    Plain keys and values of a window are in a `SlidingCache`, whose buffers have room for 1.25
-    windows from the start, however short the context is; others are in a `KVCache`, whose buffers
-    have room for 256 tokens at first and double when they are full; codes are in a
-    `QuantizedCache`, which grows in the same way and has all tokens of layers with a window, too.
+    Plain keys and values of a window are in a `SlidingCache`, whose buffers have room for 256
+    tokens at first, for twice a longer context, and for 1.25 windows at most; others are in a
+    `KVCache`, whose buffers have room for 256 tokens at first and double when they are full; codes
+    are in a `QuantizedCache`, which grows in the same way and has all tokens of layers with a
+    window, too.
+    Of a `PagedCache`, its pages: the pool may hold more of them, which are free.
 
     Args:
         layer: of any kind.
@@ -105,6 +126,9 @@ def allocated_bytes(layer: LayerShape, storage: Storage) -> Formula:
     if layer.keys_of is not None or layer.kind == "linear":
         return cache_bytes(layer, storage)
     _check_quantized(storage)
+    if storage.page_size:
+        plain, coded = (PAGE * each for each in pages(layer))
+        return BATCH * bytes_in_pages(layer, storage, plain + coded, coded)
     slides = layer.window is not None and storage.key_bits is None
     return BATCH * (_sliding() if slides else _growing()) * token_bytes(layer, storage)
 
@@ -119,8 +143,10 @@ def static_bytes(layer: LayerShape, storage: Storage) -> Formula:
     Raises:
         ValueError: if the storage is not plain.
     """
-    if storage.key_bits is not None or storage.value_bits is not None:
-        raise ValueError(f"StaticCache stores no codes, got storage={storage.name!r}; use 'plain'")
+    if storage.bits or storage.page_size:
+        raise ValueError(
+            f"StaticCache stores no codes and has no pages, got {storage}; use STORAGES['plain']"
+        )
     if layer.keys_of is not None or layer.kind == "linear":
         return cache_bytes(layer, storage)
     return BATCH * size("capacity") * token_bytes(layer, storage)
@@ -135,6 +161,8 @@ def _stored(width: Formula, name: str, bits: int | None, group: int) -> Formula:
     if bits is None:
         return width * ITEMSIZE
     codes = ceil_div(width * size(name), 8)
+    if bits == 6:  # four bits of two channels in a byte, and two bits of four
+        codes = ceil_div(width, 2) + ceil_div(width, 4)
     return codes + SCALE_AND_ZERO * ceil_div(width, size("group")) if group else codes
 
 
@@ -152,16 +180,20 @@ def _growing() -> Formula:
 
 
 def _sliding() -> Formula:
-    """Tokens of the buffers of `SlidingCache`: the window and a quarter of it, rounded down."""
-    return WINDOW + ceil_div(WINDOW - 3, 4)
+    """Tokens of the buffers of `SlidingCache`: 256 or twice the context, up to the window and a
+    quarter of it, rounded down."""
+    return minimum(WINDOW + ceil_div(WINDOW - 3, 4), maximum(FIRST_CAPACITY, 2 * TOKENS))
 
 
 def _check_quantized(storage: Storage) -> None:
-    bits = {storage.key_bits, storage.value_bits}
-    if bits not in ({None}, {8}, {4}) or (
-        bits != {None} and (storage.group < 1 or storage.group % 2)
-    ):
+    known = storage.bits == () or (
+        len(storage.bits) == 2
+        and set(storage.bits) <= {8, 6, 4}
+        and storage.group >= 1
+        and storage.group % 2 == 0
+    )
+    if not known or storage.page_size < 0:
         raise ValueError(
-            "a cache of regard has keys and values of one kind: plain, or codes of 8 or 4 bits, an "
+            "keys and values of regard's caches are plain, or codes of 8, 6 or 4 bits each, an "
             f"even number of channels to a scale; got {storage}; choose from STORAGES"
         )

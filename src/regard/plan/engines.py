@@ -205,7 +205,7 @@ def _vllm_objection(layer: LayerShape, storage: Storage, dtype: str, ranks: Rank
     mla, limited = layer.kind == "MLA", _limited(layer) is not None
     if storage.key_bits == 8 and mla:
         return "its int8 format for latents is not known here"
-    if storage.key_bits not in (None, 8):
+    if storage.bits not in ((), (8, 8)):
         return f"its format for {storage.name} is not known here"
     if limited and mla:
         return "it has no MLA with a window"

@@ -1,7 +1,7 @@
 """Floating-point operations of a layer of attention on one rank, a multiply-add counted as 2.
 
 As `torch.utils.flop_counter` counts them: matrix products alone. Softmax, norms and rotation are
-not counted.
+not counted, nor is the Hadamard rotation of low-bit caches.
 """
 
 from typing import Literal

@@ -13,7 +13,7 @@ from regard.plan.formula import Number
 from regard.plan.links import link_of, link_seconds
 from regard.plan.rows import Duration, Largest, Plan, Row, Transfer
 from regard.plan.sent_tokens import layout_of
-from regard.plan.shapes import DTYPE_BYTES, STORAGES, LayerShape, ModelShape, Storage
+from regard.plan.shapes import DTYPE_BYTES, LayerShape, ModelShape, Storage, storages_of
 from regard.plan.sizes import sizes
 
 GIBIBYTE = 1 << 30
@@ -40,8 +40,10 @@ def plan(
     cp: int = 1,
     engine: str = "vllm",
     attentions: Sequence[str] = (),
+    storages: Sequence[str] = (),
+    page_size: int = 0,
 ) -> Plan:
-    """What each attention of a model would cost, with plain, int8 and int4 caches.
+    """What each attention of a model would cost, with plain caches and with caches of codes.
 
     Args:
         model: from `describe`, or made of `LayerShape`s.
@@ -56,6 +58,8 @@ def plan(
         cp: ranks that the tokens are divided among.
         engine: a key of `ENGINES`, whose figures stand beside the two others.
         attentions: keys of rows, as `"gqa-4"`; all if there are none.
+        storages: names of `STORAGES`, as `"K8V4"`; the usual ones if there are none.
+        page_size: tokens of a page of the caches; 0 for caches that are not in pages.
 
     Raises:
         ValueError: if a number is out of its range, a name is not known, or the model is an
@@ -85,6 +89,9 @@ def plan(
         raise ValueError(f"dtype={chosen!r} is not one of {', '.join(DTYPE_BYTES)}")
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is not one of {', '.join(ENGINES)}")
+    if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 0:
+        raise ValueError(f"page_size is a whole number, 0 or more tokens, got {page_size!r}")
+    stored = storages_of(storages, page_size)
     found, missing = choices(model)
     settings = Plan(
         model=model,
@@ -103,7 +110,7 @@ def plan(
     rows = tuple(
         _row(settings, choice, storage)
         for choice in _selected(found, attentions)
-        for storage in STORAGES.values()
+        for storage in stored
     )
     return Plan(**{**vars(settings), "rows": rows})
 

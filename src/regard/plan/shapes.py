@@ -1,7 +1,7 @@
 """Sizes of a layer of attention, of a cache's storage and of a model: what costs follow from."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Kind = Literal["MHA", "GQA", "MQA", "MLA", "LatentKV", "linear"]
@@ -88,29 +88,71 @@ class Storage:
     """How a cache stores keys and values.
 
     Args:
-        name: as users write it: `"plain"`, `"int8"`, `"int4"`.
+        name: as users write it: `"plain"`, `"int8"`, `"K8V4"`...
         key_bits: bits of a number of a key or latent; None for the dtype's own.
         value_bits: the same for values.
         group: channels that share a scale and a zero; 0 without.
+        page_size: tokens of a page; 0 for a cache that is not in pages. A row's first page and its
+            last one, while it is not full, are in the dtype's own bits.
 
     Examples:
         >>> from regard.plan import STORAGES, Storage
         >>> STORAGES["int8"] == Storage("int8", key_bits=8, value_bits=8, group=64)
         True
         >>> list(STORAGES)
-        ['plain', 'int8', 'int4']
+        ['plain', 'int8', 'int4', 'K8V8', 'K8V4', 'K6V4', 'K4V4']
     """
 
     name: str
     key_bits: int | None = None
     value_bits: int | None = None
     group: int = 0
+    page_size: int = 0
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """The bits of keys and of values; none where both have the dtype's own."""
+        return tuple(each for each in (self.key_bits, self.value_bits) if each is not None)
 
 
 STORAGES = {
     each.name: each
-    for each in (Storage("plain"), Storage("int8", 8, 8, 64), Storage("int4", 4, 4, 32))
+    for each in (
+        Storage("plain"),
+        Storage("int8", 8, 8, 64),
+        Storage("int4", 4, 4, 32),
+        Storage("K8V8", 8, 8, 64),
+        Storage("K8V4", 8, 4, 64),
+        Storage("K6V4", 6, 4, 64),
+        Storage("K4V4", 4, 4, 64),
+    )
 }
+USUAL = ("plain", "int8", "K8V4", "K6V4", "int4")  # K8V8 has the bytes of int8
+IN_PAGES = ("plain", "K8V8", "K8V4", "K6V4", "K4V4")  # the formats of a pool
+
+
+def storages_of(names: Sequence[str] = (), page_size: int = 0) -> tuple[Storage, ...]:
+    """The storages of these names; the usual ones if there are none.
+
+    Args:
+        names: of `STORAGES`.
+        page_size: tokens of a page; 0 for caches that are not in pages.
+
+    Raises:
+        ValueError: if a name is not known, or pages have no such format.
+
+    Examples:
+        >>> from regard.plan.shapes import storages_of
+        >>> [each.name for each in storages_of()], storages_of(["K4V4"], page_size=64)[0].page_size
+        (['plain', 'int8', 'K8V4', 'K6V4', 'int4'], 64)
+    """
+    known = IN_PAGES if page_size else tuple(STORAGES)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        kind = "formats of pages" if page_size else "storages"
+        raise ValueError(f"{', '.join(map(str, unknown))}: {kind} are {', '.join(known)}")
+    chosen = names or (IN_PAGES if page_size else USUAL)
+    return tuple(replace(STORAGES[name], page_size=page_size) for name in chosen)
 
 
 @dataclass(frozen=True, kw_only=True)

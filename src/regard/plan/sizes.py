@@ -108,6 +108,7 @@ def sizes(
         "key_bits": storage.key_bits or 8 * itemsize,
         "value_bits": storage.value_bits or 8 * itemsize,
         "group": storage.group,
+        "page_size": storage.page_size,
         "tp": tp,
         "cp": cp,
         "rank": cp - 1,

@@ -1,6 +1,7 @@
 """The pages of plans and comparisons, in a browser: sliders move curves, tables are `plan.cost`."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
@@ -12,6 +13,7 @@ from planned import FULL, HOSTILE, MODEL, START, attentions, compared, figures, 
 from reading_html import cells_of
 from regard.cli import compare as verb
 from regard.plan.cost import cost_of
+from regard.plan.shapes import STORAGES
 from regard.see.pages.curves import (
     curves_of_plan,
     sections_of_comparison,
@@ -76,7 +78,8 @@ def chosen(opened):
     for name in START:
         text = opened.page.locator(f"output[for=curves-{name}]").text_content()
         found[name] = text if name in ("storage", "memory") else int(text.replace(",", ""))
-    found["storage"] = {"4": "int4", "8": "int8", "16": "plain"}[found["storage"].split()[0]]
+    named = re.search(r"\((.+)\)", found["storage"])[1]
+    found["storage"] = named if named in STORAGES else "plain"  # which is shown by its dtype
     count, unit = found["memory"].split()
     found["memory"] = int(count) << {"MiB": 20, "GiB": 30, "TiB": 40}[unit]
     return found

@@ -210,8 +210,8 @@ def _memory(start: int) -> Slider:
 def _bits(storages: Iterable[Storage], dtype: str) -> Slider:
     """The storages from the smallest to the largest; at first the plain one, if it is there."""
     own = 8 * DTYPE_BYTES[dtype]
-    bits = {each.name: each.key_bits or own for each in storages}
+    bits = {each.name: sum(each.bits or (own, own)) / 2 for each in storages}
     names = tuple(sorted(bits, key=lambda name: bits[name]))
-    texts = tuple(f"{bits[name]} ({dtype if name == 'plain' else name})" for name in names)
+    texts = tuple(f"{bits[name]:g} ({dtype if name == 'plain' else name})" for name in names)
     start = "plain" if "plain" in names else names[-1]
     return Slider("storage", "Bits of the cache", names, start, texts)

@@ -49,6 +49,11 @@ def test_decoding_compiles_to_two_graphs_and_three_when_a_window_binds(traced):
         assert each["gap"] <= 1e-6, name
 
 
+def test_graphs_end_at_a_cache_in_pages(traced):
+    in_pages = traced("in pages", lambda name: int(name == "gqa"))
+    assert max(in_pages.values(), default=0) <= 1e-6
+
+
 def test_compiled_layers_train_as_eager_ones(traced):
     trained = traced("trained", lambda name: 2 if name in DYNAMIC else 1)
     assert max(trained.values()) <= 1e-5

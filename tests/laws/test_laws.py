@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from layers import (
     CACHES,
     LAYERS,
+    NARROW,
     PAIRS,
+    ROUNDING,
     WINDOW,
     assert_same,
     attention,
@@ -26,6 +28,8 @@ from regard import (
     Causal,
     KVCache,
     Padding,
+    PagedCache,
+    PagePool,
     QuantizedCache,
     SlidingCache,
     SlidingWindow,
@@ -44,7 +48,7 @@ def test_attending_in_chunks_is_attending_at_once(layer, cache):
 
     @given(CUTS)
     def law(cuts):
-        exact = cache not in ("int8", "int4")
+        exact = cache not in ROUNDING
         whole = layer(x) if exact else run_in_pieces(layer, x, fresh(), list(range(1, TOKENS)))
         assert_same(run_in_pieces(layer, x, fresh(), cuts), whole)
 
@@ -67,7 +71,11 @@ def test_a_rounding_cache_is_near_an_exact_one(layer):
 def test_truncating_undoes_updating(layer, cache):
     """What was taken back leaves no trace."""
     layer, x = make(layer), inputs(2, TOKENS)
-    held = CACHES[cache]() if cache != "sliding" else SlidingCache(3, rollback=4)
+    rolling = {
+        "sliding": lambda: SlidingCache(3, rollback=4),
+        "pages, window": lambda: PagedCache(PagePool(99, page_size=2), window=3, rollback=4),
+    }
+    held = rolling.get(cache, CACHES[cache])()
     with torch.no_grad():
         run_in_pieces(layer, x[:, :5], held, [2])
         twin = copy.deepcopy(held)
@@ -142,13 +150,13 @@ REFUSED = {
 @pytest.mark.parametrize("refusal", REFUSED)
 @pytest.mark.parametrize("layer", ["window", "everything", "MLA window", "latent KV"])
 def test_a_refused_call_leaves_its_cache_as_it_was(layer, refusal, cache):
-    if (layer, cache) == ("latent KV", "sliding"):
+    if layer == "latent KV" and cache in NARROW:
         return
     layer, x, held = make(layer), inputs(2, TOKENS), CACHES[cache]()
     wrong = REFUSED[refusal](inputs(2, 3, seed=1))
     if refusal == "a mask that looks ahead":
         layer.mask = EVERYTHING
-    right = WINDOW if cache == "sliding" else Causal()
+    right = WINDOW if cache in NARROW else Causal()
     with torch.no_grad():
         layer(x[:, :4], cache=held, mask=right)
         twin = copy.deepcopy(held)
@@ -179,15 +187,16 @@ def test_a_mask_of_future_keys_is_refused_with_a_cache(cache, mask):
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal() & SlidingWindow(5)])
-def test_a_mask_of_keys_that_the_cache_dropped_is_refused(mask):
+@pytest.mark.parametrize("cache", NARROW)
+def test_a_mask_of_keys_that_the_cache_dropped_is_refused(mask, cache):
     """A window in the cache needs a window in the mask, and no wider one."""
-    layer, held, x = attention(mask=mask).double(), SlidingCache(3), inputs(2, 30)
+    layer, held, x = attention(mask=mask).double(), CACHES[cache](), inputs(2, 30)
     with torch.no_grad(), pytest.raises(ValueError, match="SlidingWindow"):
         run_in_pieces(layer, x, held, list(range(1, 30)))
     assert held.length < 30
 
 
-@pytest.mark.parametrize("cache", [name for name in CACHES if name != "sliding"])
+@pytest.mark.parametrize("cache", [name for name in CACHES if name not in NARROW])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_ragged_batch_decodes_as_each_of_its_rows_alone(layer, cache):
     """Right-padded prefill, `truncate` to each row's length, then token by token."""

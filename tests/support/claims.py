@@ -27,7 +27,7 @@ import regard.convert.report
 import regard.hf
 from command_lines import FOLDERS, OPTION, commands, faults_of_command, options, verbs
 from pages import ROOT, fences, inline_codes
-from regard.hf.generating.caches import GenerationCache
+from regard.hf.generating.generation_cache import GenerationCache
 from regard.verify import Report
 
 PACKAGES = (
@@ -90,11 +90,14 @@ def variables() -> dict[str, list[Any]]:
         rope=regard.Rotary(2, pairing="pairs"),
     )  # fmt: skip
     layer = regard.GroupedQueryAttention(8, num_heads=2, num_kv_heads=1)
+    pool = regard.PagePool(num_pages=8)
     caches = [regard.KVCache(), regard.QuantizedCache(bits=8), transformers.DynamicCache()]
+    caches.append(regard.PagedCache(pool))
     return {
         "layer": [layer, mla],
         "mla": [mla],
         "cache": [*caches, GenerationCache, regard.cache],
+        "pool": [pool],
         "mask": [regard.Causal(), torch.zeros(1)],
         "rope": [regard.Rotary(4), regard.rope],
         "memory": [regard.Memory],

@@ -39,13 +39,23 @@ def of_stream(x):
     return x, BFLOAT16 if x.dtype is torch.bfloat16 else FLOAT32
 
 
-def check(q, k, v, bias=None, joined=False, lanes=None):
+def gathered(x, pages):
+    """The tokens of each sequence, `[B, G, S, W]`."""
+    if pages is None:
+        return x
+    slots = torch.arange(pages.skipped, pages.skipped + pages.keys)
+    at = pages.table[:, slots // pages.size] * pages.size + slots % pages.size
+    return x[0][:, at].transpose(0, 1)
+
+
+def check(q, k, v, bias=None, joined=False, lanes=None, pages=None):
     """Against float64, of the values that codes stand for; joined, v gives the width alone."""
     scale = q.shape[-1] ** -0.5
     (keys, _), (values, _) = of_stream(k), of_stream(v)
     values = keys[..., : values.shape[-1]] if joined else values
     given = {"width": values.shape[-1]} if joined else {"v": v}
-    out, lse = decode(q, k, scale=scale, bias=bias, lanes=lanes, **given)
+    out, lse = decode(q, k, scale=scale, bias=bias, lanes=lanes, pages=pages, **given)
+    keys, values = gathered(keys, pages), gathered(values, pages)
     wanted, sums, bound = judge(q, keys, values, scale, bias)
     assert (out.double() - wanted).abs().max() <= bound
     visible = sums > -torch.inf
@@ -54,23 +64,25 @@ def check(q, k, v, bias=None, joined=False, lanes=None):
     torch.testing.assert_close(lse[visible].double(), sums[visible], rtol=0, atol=2e-5)
 
 
-def check_specification(q, k, v, bias=None, joined=False, lanes=None):
+def check_specification(q, k, v, bias=None, joined=False, lanes=None, pages=None):
     """The kernel and its specification: the same bits, but for what NumPy cannot express."""
     lanes, half = lanes or machine_lanes(), q.dtype is torch.bfloat16
     (keys, k_form), (values, v_form) = of_stream(k), of_stream(v)
     dv = values.shape[-1]
     given = {"width": dv} if joined else {"v": v}
-    out, lse = decode(q, k, scale=0.17, bias=bias, lanes=lanes, **given)
+    out, lse = decode(q, k, scale=0.17, bias=bias, lanes=lanes, pages=pages, **given)
     b, g, m, d = q.shape
-    tile = tile_for(m, d, dv, half, joined, bias is not None, lanes, k_form, v_form)
+    size, count = (0, keys.shape[2]) if pages is None else (pages.size, pages.keys)
+    tile = tile_for(m, d, dv, half, joined, bias is not None, lanes, k_form, v_form, size)
     twin = Specification(tile, has_fma())
-    added = None if bias is None else bias.expand(b, g, m, keys.shape[2]).numpy()
+    added = None if bias is None else bias.expand(b, g, m, count).numpy()
     k_array, v_array = array_of(twin, k), array_of(twin, v)
     v_array = k_array[..., :dv] if joined else v_array
     given = q.float().numpy(), k_array, v_array, added, 0.17
-    wanted, sums = twin.decode(*given, torch.get_num_threads())
+    wanted, sums = twin.decode(*given, torch.get_num_threads(), pages)
+    largest = np.nanmax(np.abs(v_array))  # pages that the table does not name may hold anything
     assert (out.numpy() == wanted).mean() > 0.99
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=8 * UNIT * np.abs(v_array).max())
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=8 * UNIT * largest)
     np.testing.assert_allclose(lse, sums, rtol=4 * UNIT, atol=4 * UNIT)
 
 

@@ -14,6 +14,8 @@ from regard import (
     KVCache,
     LatentKVAttention,
     MultiHeadLatentAttention,
+    PagedCache,
+    PagePool,
     QuantizedCache,
     RelativeBias,
     Rotary,
@@ -105,12 +107,16 @@ CACHES: dict[str, Callable[[], object]] = {
     "sliding": lambda: SlidingCache(3),
     "int8": lambda: QuantizedCache(bits=8, group=4),
     "int4": lambda: QuantizedCache(bits=4, group=4),
+    "pages": lambda: PagedCache(PagePool(99, page_size=4)),
+    "pages, window": lambda: PagedCache(PagePool(99, page_size=2), window=3),
 }
+NARROW = ("sliding", "pages, window")  # for layers with a window
+ROUNDING = ("int8", "int4")  # that agree with themselves, token by token
 PAIRS = [
     (layer, cache)
     for layer in LAYERS
     for cache in CACHES
-    if cache != "sliding" or layer in WINDOWED
+    if cache not in NARROW or layer in WINDOWED
 ]
 
 

@@ -30,6 +30,7 @@ from regard import (
     attend,
     prepare,
 )
+from regard.cache import PagedCache, PagePool
 from session import LONG
 
 LAYERS = {
@@ -98,6 +99,17 @@ def decode(layer, cache, other, steps=64, past=5):
             token = x[:, i : i + 1]
             worst = max(worst, gap(compiled(token, cache=cache), layer(token, cache=other)))
     return {"graphs": counter.frame_count, "gap": worst}
+
+
+def over_pages(layer):
+    """A cache in pages, whose tables no graph holds: graphs end there."""
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager")
+    cache = PagedCache(PagePool(num_pages=8, page_size=4))
+    x = torch.randn(2, 9, 32)
+    with torch.no_grad():
+        out = [compiled(x[:, at : at + 3], cache=cache) for at in (0, 3, 6)]
+        return gap(torch.cat(out, 1), layer(x))
 
 
 def trained(layer, dynamic=None):
@@ -169,6 +181,7 @@ def traced(name):
         found["decode, window"] = decode(layer, StaticCache(80), StaticCache(80))
         found["decode, growing"] = decode(causal, KVCache(), KVCache())
     if name == "gqa":
+        found["in pages"] = over_pages(causal)
         found["exported, strict"] = exported(causal, strict=True)
         for mask in (Causal() | Prefix(3), Causal() & Chunked(4)):
             found[f"exported, {mask!r}"] = exported(make(mask).eval())

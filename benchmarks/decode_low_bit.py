@@ -2,9 +2,12 @@
 
 python benchmarks/decode_low_bit.py
 
-Targets, as a ratio of time to regard's own float32: 8-bit codes 0.45 for 32 heads on 8, and 0.6 for
-absorbed MLA. Besides, 32 heads on 8: 8-bit codes take at most 0.8 of the time of bfloat16, and
-4-bit codes no more time than 8-bit ones. For 1 and for 2 threads.
+Keys and values are float32, bfloat16, or codes, each in bits of their own (K8V4: 8 and 4), in one
+tensor for each, or in pages of 64 tokens: one page after another, or shuffled.
+
+Targets, as a ratio of time to regard's own float32: K8V8 0.45 for 32 heads on 8, and 0.6 for
+absorbed MLA. Besides, 32 heads on 8: K8V8 takes at most 0.8 of the time of bfloat16, and K4V4 no
+more than K8V8; shuffled pages take at most 1.1 of the time of one tensor. For 1 and for 2 threads.
 """
 
 import argparse
@@ -15,11 +18,15 @@ import torch.nn.functional as F
 from common import Cold, Store, card, finish, interleave, quartiles, read_bandwidth, summary
 from torch import Tensor
 
-from regard import Causal, Part, QuantizedCache, Span, prepare
-from regard.cache.codes import QuantizedStreams
+from regard import Causal, Part, Span, prepare
+from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize
+from regard.cache.paging.formats import GROUP, format_of
+from regard.cache.paging.reading import PagedStream, PagedStreams
 
 BASE = "float32"
-STORED = {BASE: 32, "bfloat16": 16, "int8": 8, "int4": 4}  # bits of an element
+FORMATS = (BASE, "bfloat16", "K8V8", "K8V4", "K6V4", "K4V4")
+PAGED = (BASE, "bfloat16", "K8V8", "K4V4")  # that are measured in pages too
+PAGE = 64  # tokens
 
 
 class Shape(NamedTuple):
@@ -32,58 +39,109 @@ class Shape(NamedTuple):
     values: int
     joined: bool = False
 
-    @property
-    def elements(self) -> int:
-        """Elements of a token that are cached."""
-        return self.kv_heads * (self.width + (0 if self.joined else self.values))
-
 
 GQA = Shape("32 heads on 8", 32, 8, 128, 128)
 MLA = Shape("absorbed MLA, 16 heads", 16, 1, 576, 512, joined=True)
+
+
+class Variant(NamedTuple):
+    """How keys and values are stored."""
+
+    format: str
+    pages: str = ""  # "in pages", "in shuffled pages", or in one tensor for each
+
+    def __str__(self) -> str:
+        return f"{self.format} {self.pages}".strip()
+
+    def bits(self, index: int) -> int:
+        """Of an element of a stream."""
+        if self.is_floating:
+            return 32 if self.format == BASE else 16
+        return format_of(self.format).bits_of_stream(index) or 32
+
+    @property
+    def is_floating(self) -> bool:
+        return self.format in (BASE, "bfloat16")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the queries."""
+        return torch.bfloat16 if self.format == "bfloat16" else torch.float32
+
+    def stored(self, stream: Tensor, index: int) -> Tensor | QuantizedStream:
+        """A stream in this format."""
+        if self.is_floating:
+            return stream.to(self.dtype)
+        bits = self.bits(index)
+        return QuantizedStream(
+            *quantize(stream, bits, GROUP), bits, GROUP, stream.shape[3], stream.dtype
+        )
+
+
+ORDERS = "in pages", "in shuffled pages"
+VARIANTS = [
+    *(Variant(each) for each in FORMATS),
+    *(Variant(each, order) for each in PAGED for order in ORDERS),
+]
 TARGETS = {  # at most so much of the time of another variant
-    (GQA.name, "int8", BASE): 0.45,
-    (GQA.name, "int8", "bfloat16"): 0.8,
-    (GQA.name, "int4", "int8"): 1.0,
-    (MLA.name, "int8", BASE): 0.6,
+    (GQA.name, "K8V8", BASE): 0.45,
+    (GQA.name, "K8V8", "bfloat16"): 0.8,
+    (GQA.name, "K4V4", "K8V8"): 1.0,
+    (MLA.name, "K8V8", BASE): 0.6,
+    **{(GQA.name, f"{each} {order}", each): 1.1 for each in PAGED for order in ORDERS},
 }
 
 
-def parts_of(shape: Shape, stored: str, keys: int, store: Store) -> Cold:
-    """What a cache returns for so many tokens, in copies that are together too large to stay in the
-    processor's caches."""
+def streams_of(shape: Shape, variant: Variant, keys: int, store: Store) -> list[Any]:
+    """What a cache stores of so many tokens, or a slab of their pages in any order."""
     widths = (shape.width,) if shape.joined else (shape.width, shape.values)
     streams = [store(1, shape.kv_heads, keys, width) for width in widths]
-    if stored == "bfloat16":
-        streams = [each.bfloat16() for each in streams]
-    cache = QuantizedCache(STORED[stored]) if stored.startswith("int") else None
-    codes = None if cache is None else cache.update(*streams)[0].quantized
+    return [variant.stored(each, index) for index, each in enumerate(streams)]
+
+
+def parts_of(shape: Shape, variant: Variant, keys: int, store: Store) -> Cold:
+    """What a cache returns for so many tokens, in copies that are together too large to stay in the
+    processor's caches."""
+    streams = streams_of(shape, variant, keys, store)
+    order = (
+        torch.arange(keys // PAGE) if variant.pages == ORDERS[0] else torch.randperm(keys // PAGE)
+    )
 
     def copy() -> Part:
-        if codes is None:
-            return Part(0, keys, tuple(each.clone() for each in streams))
-        copies = [x._replace(codes=x.codes.clone(), scales=x.scales.clone()) for x in codes]
-        return Part(0, keys, QuantizedStreams(copies))
+        copies = [
+            x.clone()
+            if isinstance(x, Tensor)
+            else x._replace(codes=x.codes.clone(), scales=x.scales.clone())
+            for x in streams
+        ]
+        if variant.pages:
+            paged = [PagedStream(x, order[None], PAGE, 0, keys) for x in copies]
+            return Part(0, keys, PagedStreams(paged))
+        return Part(0, keys, tuple(copies) if variant.is_floating else QuantizedStreams(copies))
 
-    return Cold(copy, nbytes_of(shape, stored, keys))
+    return Cold(copy, nbytes_of(shape, variant, keys))
 
 
-def nbytes_of(shape: Shape, stored: str, keys: int) -> int:
-    """Bytes that a step reads; codes have a scale and a zero for 64 elements."""
-    bits = STORED[stored] + (32 / 64 if stored.startswith("int") else 0)
-    return round(shape.elements * keys * bits / 8)
+def nbytes_of(shape: Shape, variant: Variant, keys: int) -> int:
+    """Bytes that a step reads; codes have a scale and a zero for a group of elements."""
+    widths = (shape.width,) if shape.joined else (shape.width, shape.values)
+    more = 0 if variant.is_floating else 32 / GROUP
+    bits = sum(width * (variant.bits(index) + more) for index, width in enumerate(widths))
+    return round(shape.kv_heads * keys * bits / 8)
 
 
-def step(shape: Shape, stored: str, keys: int, store: Store) -> Any:
+def step(shape: Shape, variant: Variant, keys: int, store: Store) -> Any:
     """A function that decodes one token."""
-    cold = parts_of(shape, stored, keys, store)
-    dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
-    q = torch.randn(1, shape.heads, 1, shape.width).to(dtype)
+    cold = parts_of(shape, variant, keys, store)
+    q = torch.randn(1, shape.heads, 1, shape.width).to(variant.dtype)
     k = q[:, : shape.kv_heads]
-    bits = STORED[stored] if stored.startswith("int") else None
+    bits = None if variant.is_floating else variant.bits(0 if shape.joined else 1)
     span = Span(keys - 1, keys, 0, keys)
 
     def run() -> Tensor:
-        call = prepare(q, k, k[..., : shape.values], mask=Causal(), span=span, bits=bits)
+        call = prepare(
+            q, k, k[..., : shape.values], mask=Causal(), span=span, bits=bits, backend="fused"
+        )
         return call.run(q, (cold(),))
 
     return run
@@ -91,7 +149,10 @@ def step(shape: Shape, stored: str, keys: int, store: Store) -> Any:
 
 def sdpa(shape: Shape, keys: int, store: Store) -> Any:
     """torch's own kernel on float32."""
-    cold, q = parts_of(shape, BASE, keys, store), torch.randn(1, shape.heads, 1, shape.width)
+    cold, q = (
+        parts_of(shape, Variant(BASE), keys, store),
+        torch.randn(1, shape.heads, 1, shape.width),
+    )
 
     def run() -> Tensor:
         k, *rest = cold().streams
@@ -103,7 +164,7 @@ def sdpa(shape: Shape, keys: int, store: Store) -> Any:
 
 def case(shape: Shape, keys: int, threads: int, rounds: int, bandwidth: float) -> dict[str, object]:
     store = Store()
-    variants = {stored: step(shape, stored, keys, store) for stored in STORED}
+    variants = {str(each): step(shape, each, keys, store) for each in VARIANTS}
     variants["sdpa, float32"] = sdpa(shape, keys, store)
     times = interleave(variants, rounds=rounds)
     rows = summary(times, BASE)
@@ -116,9 +177,9 @@ def case(shape: Shape, keys: int, threads: int, rounds: int, bandwidth: float) -
             found.append({"of": stored, "to": other, "ratio": ratio, "target": target})
             print(f"  {stored} takes {ratio:.2f} of the time of {other}; target {target}")
     read = {}
-    for stored in STORED:
-        seconds = rows[stored]["ms"] / 1e3
-        read[stored] = nbytes_of(shape, stored, keys) / seconds / bandwidth
+    for each in VARIANTS:
+        seconds = rows[str(each)]["ms"] / 1e3
+        read[str(each)] = nbytes_of(shape, each, keys) / seconds / bandwidth
     shares = ", ".join(f"{stored} {share:.0%}" for stored, share in read.items())
     print(f"  of the measured read bandwidth: {shares}")
     about = {"shape": shape.name, "keys": keys, "threads": threads}

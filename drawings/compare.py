@@ -19,8 +19,10 @@ COLOURS = {"GQA": BLUE, "MHA": INK, "MQA": INK, "joint": VIOLET, "DeepSeek's": A
 LABELS = {  # the name of a row: what is written, points right and above, alignment
     "GQA, as shipped": ("GQA, as shipped", (0, -24), "center"),
     "joint latent, full rank": ("= joint latent, full rank", (0, -43), "center"),
-    "GQA, int8 cache": ("GQA, int8 cache", (0, -24), "center"),
+    "GQA, int8 cache": ("int8 cache", (-4, -24), "left"),
     "GQA, int4 cache": ("GQA, int4 cache", (9, 7), "left"),
+    "GQA, K8V4 cache": ("K8V4", (1, -24), "center"),
+    "GQA, K6V4 cache": ("K6V4", (-18, -24), "center"),
     "MHA, spelled out": ("MHA", (0, -24), "center"),
     "MQA, aligned": ("MQA", (11, -5), "left"),
     "joint latent, 75 %": ("75 %", (-9, 1), "right"),

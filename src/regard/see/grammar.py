@@ -53,13 +53,13 @@ class Rule:
         make: its class.
         required: names of the arguments that it needs, in order.
         optional: names of those that follow.
-        kept: names of the arguments that it takes as Python numbers; lists of others are tensors.
+        as_lists: names of the arguments that it takes as Python numbers; others are tensors.
     """
 
     make: type[Mask]
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    as_lists: tuple[str, ...] = ()
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -69,7 +69,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "Causal": Rule(Causal),
         "SlidingWindow": Rule(SlidingWindow, ("size",)),
         "Chunked": Rule(Chunked, ("size",), ("start",)),
-        "Prefix": Rule(Prefix, ("lengths",), ("start",), kept=("lengths",)),
+        "Prefix": Rule(Prefix, ("lengths",), ("start",), as_lists=("lengths",)),
         "Documents": Rule(Documents, ("ids",)),
         "Padding": Rule(Padding, ("valid",)),
         "Dense": Rule(Dense, ("keep",)),
@@ -298,11 +298,11 @@ class _Parser:
 
 
 def _data(rule: Rule, name: str, value: Value) -> object:
-    """An argument as the rule takes it: a list as a tensor, if it is not to be kept."""
+    """An argument as the rule takes it: a list as a tensor, or as Python numbers."""
     if not isinstance(value, tuple):
         return value
     shape = _shape(name, value)
-    if name in rule.kept:
+    if name in rule.as_lists:
         return value
     numbers = torch.tensor(value, device="cpu").reshape(shape)
     if rule.make is Dense and bool(((numbers == 0) | (numbers == 1)).all()):

@@ -15,7 +15,7 @@ from regard.words import counted
 
 PARTLY = "▒"  # a block of which some cells are visible
 LINES = 32  # of a picture in a terminal at most, with blocks of several queries
-LARGEST = 8192  # queries and keys of a mask without data, if nothing smaller shows its rules
+LARGEST = 8192  # queries and keys of a mask without data: where fewer would show less of it
 PALE, PAPER, LINE = "#9dc1fa", "#eef0f3", "#c5cad1"  # of a PNG: partly visible, hidden
 INCHES = (2.2, 5.0)  # the shortest and longest side of its cells
 CELL = 0.28  # inches of a cell at most

@@ -16,7 +16,8 @@ from regard.constants import accumulating_dtype
 from regard.masks import Dense, Span
 from regard.ops.call import Call, is_everything, narrowed
 from regard.ops.definition import scores_of, softmax
-from regard.ops.prepared import Prepared, concatenated, visible_parts
+from regard.ops.parts import concatenated, visible_parts
+from regard.ops.prepared import Prepared
 from regard.tracing import without_autocast
 
 BLOCK = 2**20  # weights of a block: 4 MiB of float32, which a core's cache holds about
@@ -99,7 +100,7 @@ class OneRow:
 
 def one_row(prepared: Prepared, q: Tensor, parts: Iterable[Part], row: int, past: int) -> OneRow:
     """One row of the batch of a call that ran."""
-    part = concatenated(visible_parts(prepared.call, parts))
+    part = concatenated(visible_parts(prepared.span, parts))
     call = prepared.call.over(part)
     k, _ = call.keys_and_values(part)
     return OneRow(call, q[row], k[row].to(accumulating_dtype(call.dtype)), row, past)

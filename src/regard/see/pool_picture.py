@@ -1,0 +1,315 @@
+"""A pool of pages as text of a given width, as SVG and as PNG: a cell for each page.
+
+A picture is described first, by `described`, and drawn from that.
+"""
+
+import io
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from regard.cache.paging.offloading import ColdSlab
+from regard.cache.paging.paged import PagedCache
+from regard.cache.paging.pages import Page, PageTable
+from regard.cache.paging.pool import PagePool
+from regard.cache.paging.slabs import Slab
+from regard.words import counted
+
+SIDE = 20  # pixels of a cell
+LINE = 20  # cells of a line
+GAP = 12  # pixels around the picture and between its parts
+HEADING = 22  # pixels of a line of text
+CHARACTER = 6.4  # pixels of a character of a heading, of 12 pixels in height
+DOTS = 160  # of a PNG, in an inch
+PIXELS, POINTS = 96, 8.5  # of a PNG: pixels of the drawing in an inch, and the height of its text
+INK = "#7d8590"  # text of a file of its own: a contrast above 3.8 on white and on black
+
+
+class State(NamedTuple):
+    """A state of a page: its sign in a text, its colour, and what it means."""
+
+    sign: str
+    colour: str
+    meaning: str
+
+
+STATES = {
+    "open": State("o", "#d97706", "open: one row writes it"),
+    "sealed": State("s", "#3b82f6", "sealed, owned by one row"),
+    "shared": State("2", "#8b5cf6", "sealed, shared: the number of rows"),
+    "reusable": State("r", "#0f9d6c", "reusable: a stored prefix"),
+    "cold": State("c", "#dc4c4c", "cold: offloaded"),
+    "free": State("·", "", "free"),
+}
+
+
+class Cell(NamedTuple):
+    """A page in the picture: its state, and its sign: the number of rows that share it, say."""
+
+    state: str
+    sign: str
+
+
+class Strip(NamedTuple):
+    """A line of cells under a heading: the pages of a slab, or those of a row."""
+
+    heading: str
+    cells: tuple[Cell, ...]
+
+
+class Picture(NamedTuple):
+    """What a picture of a pool shows."""
+
+    title: str
+    strips: tuple[Strip, ...]
+    counts: dict[str, int]  # pages of each state
+
+
+def described(pool: PagePool, caches: Sequence[PagedCache] = ()) -> Picture:
+    """What a picture of a pool shows.
+
+    Args:
+        pool: the pool.
+        caches: whose rows to show, page by page, above the pool.
+
+    Examples:
+        >>> import torch
+        >>> from regard import PagedCache, PagePool
+        >>> pool = PagePool(num_pages=8, page_size=4)
+        >>> cache = PagedCache(pool)
+        >>> _ = cache.update(torch.zeros(1, 2, 10, 8))
+        >>> described(pool, [cache]).counts["sealed"]
+        2
+    """
+    with pool.lock:
+        pages = pool.pages()
+        found = {(id(page.slab), page.index): _cell(page) for page in pages}
+        strips = [
+            Strip(_name_of_row(caches, number, row, pool.page_size), _of_table(table))
+            for number, cache in enumerate(caches)
+            for row, table in enumerate(cache.rows)
+        ]
+        strips += [_of_slab(slab, found, pool) for slab in pool.slabs() if slab.capacity]
+        counts = Counter(cell.state for cell in found.values())
+        counts["free"] = sum(slab.capacity - slab.in_use for slab in pool.slabs())
+        title = f"{pool!r}: {counted(len(pages), 'page')} in use"
+        return Picture(title, tuple(strips), {state: counts[state] for state in STATES})
+
+
+def _of_slab(slab: Slab, found: dict[tuple[int, int], Cell], pool: PagePool) -> Strip:
+    free = Cell("free", STATES["free"].sign)
+    cells = (found.get((id(slab), index), free) for index in range(slab.capacity))
+    form = pool.format.name if slab.sealed and pool.format.name != "plain" else "full precision"
+    place = "offloaded, " if isinstance(slab, ColdSlab) else ""
+    heading = (
+        f"{place}{form}, {slab.page_bytes:,} bytes a page of {counted(pool.page_size, 'token')}"
+    )
+    return Strip(heading, tuple(cells))
+
+
+def _name_of_row(caches: Sequence[PagedCache], number: int, row: int, page_size: int) -> str:
+    names = [f"cache {number}"] if len(caches) > 1 else []
+    if len(caches[number].rows) > 1 or not names:
+        names.append(f"row {row}")
+    first = caches[number].rows[row].first * page_size
+    return ", ".join(names) + (f", from slot {first}" if first else "")
+
+
+def _of_table(table: PageTable) -> tuple[Cell, ...]:
+    return tuple(_cell(page) for page in table.pages)
+
+
+def _cell(page: Page) -> Cell:
+    state = _state(page)
+    shared = str(page.references) if page.references < 10 else "+"
+    return Cell(state, shared if state == "shared" else STATES[state].sign)
+
+
+def _state(page: Page) -> str:
+    if isinstance(page.slab, ColdSlab):
+        return "cold"
+    if not page.references:
+        return "reusable"
+    if not page.sealed:
+        return "open"
+    return "shared" if page.references > 1 else "sealed"
+
+
+def pool_text(pool: PagePool, caches: Sequence[PagedCache] = (), *, width: int = 80) -> str:
+    """The pool as text that fits: a character for each page.
+
+    Args:
+        pool: the pool.
+        caches: whose rows to show, page by page, above the pool.
+        width: columns of the terminal.
+
+    Examples:
+        >>> import torch
+        >>> from regard import PagedCache, PagePool
+        >>> from regard.see import pool_text
+        >>> pool = PagePool(num_pages=8, page_size=4)
+        >>> cache = PagedCache(pool)
+        >>> _ = cache.update(torch.zeros(1, 2, 10, 8))
+        >>> beam = cache.fork()
+        >>> print(pool_text(pool, [cache, beam]))
+        PagePool(8, 4): 4 pages in use
+        cache 0
+          22o
+        cache 1
+          22o
+        full precision, 256 bytes a page of 4 tokens
+          22oo············
+        o open: one row writes it
+        2 sealed, shared: the number of rows
+        · free
+    """
+    picture = described(pool, caches)
+    lines = [picture.title]
+    for strip in picture.strips:
+        lines.append(strip.heading)
+        signs = "".join(cell.sign for cell in strip.cells)
+        step = max(1, width - 2)
+        lines += [f"  {signs[at : at + step]}" for at in range(0, len(signs), step)]
+    shown = [STATES[state] for state, count in picture.counts.items() if count]
+    return "\n".join([*lines, *(f"{state.sign} {state.meaning}" for state in shown)])
+
+
+def pool_svg(pool: PagePool, caches: Sequence[PagedCache] = ()) -> str:
+    """The pool as the text of an SVG file, which reads on light and on dark pages.
+
+    Args:
+        pool: the pool.
+        caches: whose rows to show, page by page, above the pool.
+
+    Examples:
+        >>> import torch
+        >>> from regard import PagedCache, PagePool
+        >>> from regard.see import pool_svg
+        >>> pool = PagePool(num_pages=8, page_size=4)
+        >>> cache = PagedCache(pool)
+        >>> _ = cache.update(torch.zeros(1, 2, 10, 8))
+        >>> pool_svg(pool, [cache]).count("<rect")  # 3 of the row, 16 of the pool, 3 in the key
+        22
+    """
+    picture = described(pool, caches)
+    marks, (width, height) = list(_marks(picture)), _size(picture)
+    title = escape(picture.title)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img" aria-label="{title}" '
+            f'font-family="system-ui,sans-serif" font-size="12" fill="currentColor" color="{INK}">',
+            f"<title>{title}</title>",
+            f"<desc>{escape(in_words(picture))}</desc>",
+            *(_svg_of(mark) for mark in marks),
+            "</svg>",
+        ]
+    )
+
+
+def in_words(picture: Picture) -> str:
+    """What a picture shows, in a sentence.
+
+    Examples:
+        >>> from regard import PagePool
+        >>> in_words(described(PagePool(num_pages=8, page_size=4)))
+        'PagePool(8, 4): 0 pages in use.'
+    """
+    parts = [f"{count:,} {state}" for state, count in picture.counts.items() if count]
+    return ": ".join([picture.title, *([", ".join(parts)] if parts else [])]) + "."
+
+
+class Mark(NamedTuple):
+    """A cell, or a line of text, and where its left upper corner is, in pixels."""
+
+    x: int
+    y: int
+    shown: Cell | str
+
+
+def _marks(picture: Picture) -> Iterator[Mark]:
+    """All cells and texts, from above to below."""
+    y = GAP
+    for strip in picture.strips:
+        yield Mark(GAP, y, strip.heading)
+        y += HEADING
+        for at, cell in enumerate(strip.cells):
+            yield Mark(GAP + at % LINE * SIDE, y + at // LINE * SIDE, cell)
+        y += -(-len(strip.cells) // LINE) * SIDE + GAP // 2
+    y += GAP // 2
+    for state, count in picture.counts.items():
+        if count:
+            yield Mark(GAP, y, Cell(state, STATES[state].sign))
+            yield Mark(GAP + SIDE + 6, y, f"{count:,} {STATES[state].meaning}")
+            y += HEADING
+
+
+def _size(picture: Picture) -> tuple[int, int]:
+    """Pixels across and down."""
+    marks = list(_marks(picture))
+    right = [
+        mark.x + (SIDE if isinstance(mark.shown, Cell) else round(CHARACTER * len(mark.shown)))
+        for mark in marks
+    ]
+    return max(right, default=0) + GAP, max((mark.y for mark in marks), default=0) + SIDE + GAP
+
+
+def _svg_of(mark: Mark) -> str:
+    x, y, shown = mark
+    if isinstance(shown, str):
+        return f'<text x="{x}" y="{y + 14}">{escape(shown)}</text>'
+    colour = STATES[shown.state].colour
+    paint = (
+        f'fill="{colour}"' if colour else 'fill="none" stroke="currentColor" stroke-opacity=".4"'
+    )
+    box = f'<rect x="{x + 1}" y="{y + 1}" width="{SIDE - 2}" height="{SIDE - 2}" rx="2" {paint}/>'
+    if shown.state == "free":
+        return box
+    sign = f'<text x="{x + SIDE // 2}" y="{y + 14}" text-anchor="middle" fill="#fff">{shown.sign}'
+    return f"{box}{sign}</text>"
+
+
+def pool_png(pool: PagePool, caches: Sequence[PagedCache] = ()) -> bytes:
+    """The pool as the bytes of a PNG file, on white paper.
+
+    Args:
+        pool: the pool.
+        caches: whose rows to show, page by page, above the pool.
+
+    Raises:
+        ImportError: if matplotlib is missing.
+
+    Examples:
+        >>> from regard import PagePool
+        >>> from regard.see import pool_png
+        >>> pool_png(PagePool(num_pages=8, page_size=4))[:4]
+        b'\\x89PNG'
+    """
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which keeps a state of its own
+        from matplotlib.patches import Rectangle
+    except ImportError as error:
+        raise ImportError(
+            "a picture as PNG needs matplotlib: python -m pip install 'regard[bench]'; "
+            "SVG needs nothing"
+        ) from error
+    picture = described(pool, caches)
+    width, height = _size(picture)
+    figure = Figure(figsize=(width / PIXELS, height / PIXELS), dpi=DOTS)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    for x, y, shown in _marks(picture):
+        if isinstance(shown, str):
+            axes.text(x, y + 14, shown, fontsize=POINTS)
+            continue
+        colour = STATES[shown.state].colour
+        free = {"facecolor": "none", "edgecolor": INK, "alpha": 0.5}
+        paint = {"facecolor": colour, "edgecolor": "none"} if colour else free
+        axes.add_patch(Rectangle((x + 1, y + 1), SIDE - 2, SIDE - 2, **paint))
+        if colour:
+            axes.text(x + SIDE / 2, y + 14, shown.sign, fontsize=POINTS, ha="center", color="white")
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

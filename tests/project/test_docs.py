@@ -42,7 +42,7 @@ def test_every_command_is_there(page):
 
 def sample(page: str) -> str:
     """What `regard generate` prints, as a page shows it; the text first."""
-    shown = (ROOT / page).read_text().partition("regard generate --prompt")[2]
+    shown = (ROOT / page).read_text().partition("--chat --against transformers")[2]
     return shown.split("```")[1].strip()
 
 
@@ -57,7 +57,7 @@ def shape(sentences: str) -> str:
 @pytest.mark.parametrize("page", GENERATE)
 def test_the_sample_of_generate_is_what_the_command_prints(page):
     runs = [
-        Written(name, cache, "text", (1, 2), 3, 4.0, 5.0, 6 << 20, 7 << 30, "sdpa", "fused")
+        Written(name, cache, "text", (1, 2), 3, 4.0, 5.0, 6 << 20, 7 << 30, "sdpa", "fused", 0, 8.0)
         for name, cache in (("regard", "growing"), ("transformers", "transformers"))
     ]
     console = Console(file=io.StringIO(), width=PIPED, highlight=False)

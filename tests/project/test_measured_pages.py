@@ -58,6 +58,7 @@ def test_the_comparison_is_shown_as_it_was_measured():
             f"{row['cache_bytes_per_token']:,.0f}",
             f"{row['context_in_memory']:,}",
             f"{row['perplexity']:.3f}",
+            f"{row['decode_perplexity']:.3f}",
             f"{row['largest_logit_difference']:.1e}",
             f"{row['prefill_tokens_per_second']:,.0f}",
             f"{row['decode_tokens_per_second']:.1f}",

@@ -13,6 +13,7 @@ MIRRORED = [  # folders whose every module has its file of tests
     ".",
     "bench",
     "cache",
+    "cache/paging",
     "compare",
     "convert",
     "convert/exact",

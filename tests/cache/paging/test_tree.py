@@ -1,4 +1,4 @@
-"""`Tree`: children by tokens, and which windows are kept for which nodes."""
+"""`Tree`: children by tokens, and which windows are stored for which nodes."""
 
 from prefix_oracle import CONTEXT, Leaf
 from regard.cache.paging.nodes import Kinds
@@ -17,7 +17,7 @@ def grown(tree, text):
             if node.pages[layer] is None:
                 node.place(layer, Leaf())
         node.refresh()
-    tree.keep(path)
+    tree.add_resume_points(path)
     return path
 
 
@@ -29,14 +29,23 @@ def test_paths_share_their_beginning():
     assert [len(level) for level in tree.levels([b"a" * 8, b"b" * 8, b"z" * 8], CONTEXT)] == [1, 1]
 
 
-def test_windows_are_kept_for_ends_and_branch_points():
+def test_windows_are_stored_for_ends_and_branch_points():
     """A window of 3 needs the last two pages."""
     tree = Tree()
     path = grown(tree, "abcdefgh")
     assert [node.needed for node in path] == [[0]] * 6 + [[1]] * 2
     assert {*tree.spare} == {*path[:6]}
     grown(tree, "abcdx")
-    assert [node.kept for node in path] == [False, False, False, True, False, False, False, True]
+    assert [node.is_resume_point for node in path] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
     assert [node.needed for node in path[2:4]] == [[1], [2]]  # x needs d too
     tree.release(path[3])
     assert [node.needed for node in path[2:4]] == [[0], [1]]
@@ -59,7 +68,7 @@ def test_nodes_that_hold_and_lead_to_nothing_are_removed():
     path = tree.extended([], [b"a" * 8, b"b" * 8, b"c" * 8], CONTEXT, kinds)
     path[2].place(0, Leaf())
     path[2].refresh()
-    tree.keep(path)
+    tree.add_resume_points(path)
     assert len(tree) == 3  # whose first two hold no page, and lead to one
     tree.removed(path[2], [0])
     assert len(tree) == 0

@@ -58,7 +58,7 @@ def whole(module: Modules) -> nn.Module:
 
 
 class _Known(NamedTuple):
-    """A digest, and by what one sees that the tensor is still the one that was read."""
+    """The digest of a tensor, and what changes when the tensor is written."""
 
     storage: StorageWeakRef  # neither it nor the tensor is held: torch swaps and frees both
     written: tuple[int, int]  # version, address

@@ -68,8 +68,8 @@ class Node:
     """
 
     __slots__ = (
-        *("branched", "children", "context", "depth", "key", "kept", "kinds", "needed", "pages"),
-        *("parent", "resumed", "tokens", "whole"),
+        *("branched", "children", "context", "depth", "is_resume_point", "key", "kinds"),
+        *("needed", "pages", "parent", "resumed", "tokens", "whole"),
     )
 
     def __init__(
@@ -83,8 +83,9 @@ class Node:
         self.whole = [False] * len(
             kinds.windowed
         )  # for each window: whether all its pages are there
-        self.needed = [0] * len(kinds.windowed)  # and how many kept nodes need them
-        self.kept = False  # a branch point or the end of a sequence, whose windows are stored
+        # for each window: the number of resume points whose next token attends to this page
+        self.needed = [0] * len(kinds.windowed)
+        self.is_resume_point = False  # a branch point, or the end of a stored sequence
         self.branched = False  # whether it has, or had, two children
         self.resumed = 0  # clock: when it was last the end of a match, or of a stored sequence
 
@@ -118,7 +119,7 @@ class Node:
         return [page for page in self.pages if page is not None]
 
     def unneeded(self) -> list[int]:
-        """The window layers that have a page here which no kept node needs."""
+        """Window layers with a page here to which no token after a resume point attends."""
         return [
             layer
             for needed, (_, layers) in zip(self.needed, self.kinds.windowed, strict=True)

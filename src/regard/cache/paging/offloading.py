@@ -78,7 +78,7 @@ class Reader(Protocol):
 
 
 class Reading:
-    """The parts that a cache returned last, without keeping them alive.
+    """The parts that a cache returned last, by weak references.
 
     Args:
         used: the number of the operation.
@@ -91,7 +91,7 @@ class Reading:
 
     @property
     def is_going_on(self) -> bool:
-        """Whether some of the parts still exist."""
+        """Whether a caller still holds one of the parts, which may then be read."""
         return any(each() is not None for each in self._anchors)
 
 

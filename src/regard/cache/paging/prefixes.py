@@ -185,7 +185,7 @@ class Prefixes:
             return []
         taken = _placed(path, given)
         self._touch(path, [*taken, *(node.pages[i] for node in path for i in kinds.full)])
-        self._tree.keep(path)
+        self._tree.add_resume_points(path)
         return taken
 
     def _kinds_of(self, context: Context, layers: list[Layer]) -> Kinds:
@@ -229,11 +229,11 @@ class Prefixes:
 
     def _evict_coldest(self) -> list[Storable]:
         now = self._clock()
-        ends = [node for node in self._tree if node.kept or not node.children]
+        ends = [node for node in self._tree if node.is_resume_point or not node.children]
         for node in sorted(ends, key=lambda node: _recency(node, now)):
             if not node.children and not any(page.references for page in node.held()):
                 return self._tree.dropped(node)
-            if node.kept and _has_windows_of_its_own(node):
+            if node.is_resume_point and _has_windows_of_its_own(node):
                 self._tree.release(node)
                 return self._evict_spare()
         return []
@@ -275,7 +275,7 @@ class Prefixes:
         """The stored prefixes, each before those that begin with it: inserted again in this order,
         they make the same index."""
         for node in self._tree:
-            if node.kept or not node.children:
+            if node.is_resume_point or not node.children:
                 path = node.path()
                 tokens = array("q", b"".join(each.tokens for each in path)).tolist()
                 columns = zip(*(each.pages for each in path), strict=True)

@@ -9,11 +9,11 @@ from regard.cache.paging.nodes import Kinds, Node, Storable, key_of
 class Tree:
     """Nodes by their keys, parents before their children.
 
-    A node is *kept* if it is a branch point or the end of a stored sequence: layers with a window
-    then need the pages before it, so that a text which goes on there can resume.
+    A *resume point* is a branch point or the end of a stored sequence: layers with a window need
+    the pages before it, so that a text can go on there.
 
     Attributes:
-        spare: nodes some of whose pages no kept node needs.
+        spare: nodes some of whose pages no resume point needs.
     """
 
     def __init__(self) -> None:
@@ -79,10 +79,10 @@ class Tree:
             path.append(node)
         return path
 
-    def keep(self, path: Sequence[Node]) -> None:
-        """Keep the end of a new path and its branch points, with what their windows need."""
+    def add_resume_points(self, path: Sequence[Node]) -> None:
+        """Count what windows need at the end of a new path, and at its branch points."""
         for node in path:
-            if not node.kept and (node.branched or node is path[-1]):
+            if not node.is_resume_point and (node.branched or node is path[-1]):
                 self._need(node, 1)
         self.spare.update(dict.fromkeys(node for node in path if node.unneeded()))
         self._prune(path[-1])
@@ -90,11 +90,11 @@ class Tree:
     # ---- removing ----
 
     def release(self, node: Node) -> None:
-        """Keep a node no longer: texts go on after it without its windows."""
+        """Let a node be no resume point any more: the pages of its windows may be evicted."""
         self._need(node, -1)
 
     def _need(self, node: Node, change: int) -> None:
-        node.kept = change > 0
+        node.is_resume_point = change > 0
         for i, each in node.resuming():
             each.needed[i] += change
             if not each.needed[i]:
@@ -115,7 +115,7 @@ class Tree:
         for each in below:  # which grows
             below += each.children.values()
         for each in below:
-            if each.kept:
+            if each.is_resume_point:
                 self._need(each, -1)
         free = []
         for each in below:

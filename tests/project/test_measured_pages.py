@@ -98,6 +98,26 @@ def test_two_ranks_are_shown_as_they_were_measured(page, heading):
             assert share == round(seconds[case, "two ranks", dtype] / alone, 2), (case, dtype)
 
 
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [("docs/guides/pages.md", "Low-bit pages"), ("docs/zh/guides/pages.md", "低比特页")],
+)
+def test_what_formats_lose_is_shown_as_it_was_measured(page, heading):
+    results = json.loads((ROOT / "docs/cache-quality.json").read_text())["results"]
+    rows = {(each["model"], each["variant"]): each for each in results}
+    shown = rows_under(page, heading)
+    assert [row[0] for row in shown] == ["`K8V8`", "`K8V4`", "`K6V4`", "`K4V4`"]
+    for name, bits, *cells in shown:
+        pairs = zip(
+            ("SmolLM2-135M-Instruct", "gemma-3-270m-q4_k_m"), (cells[:2], cells[2:]), strict=True
+        )
+        for model, (ratio, same) in pairs:
+            row = rows[model, name.strip("`")]
+            assert float(bits) == row["bits"]
+            assert ratio == f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}"
+            assert same == f"{row['top1']:.3f}"
+
+
 def test_every_row_that_can_be_compared_is_explained():
     explained = " ".join(row[1] for row in rows_under("docs/choosing.md", "What each row is"))
     assert set(re.findall(r"`([\w-]+)`", explained)) == {each.key for each in CANDIDATES}

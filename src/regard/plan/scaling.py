@@ -76,7 +76,8 @@ class Cluster:
     node: int = NODE
 
     def machine(self, ranks: int) -> Machine:
-        """What each of so many ranks reaches. More than a node send at the rate between nodes."""
+        """The machine of each rank: its link is the one inside a node, or between nodes if these many
+        ranks do not fit in one."""
         link = self.inside if ranks <= self.node else self.outside
         return Machine(
             flops=FLASH * self.device.flops["bfloat16"],

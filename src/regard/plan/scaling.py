@@ -76,8 +76,8 @@ class Cluster:
     node: int = NODE
 
     def machine(self, ranks: int) -> Machine:
-        """The machine of each rank: its link is the one inside a node, or between nodes if these many
-        ranks do not fit in one."""
+        """The machine of each rank, with the link inside a node, or between nodes if more ranks
+        than a node has are given."""
         link = self.inside if ranks <= self.node else self.outside
         return Machine(
             flops=FLASH * self.device.flops["bfloat16"],

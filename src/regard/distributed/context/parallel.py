@@ -159,7 +159,7 @@ def _objection(layer: Any, ranks: Ranks) -> str | None:
 
 
 def _up_objection(layer: Any) -> str | None:
-    """Why keys cannot be made of latents that other ranks sent."""
+    """Why keys cannot be rebuilt from the latents of other ranks; None if they can."""
     for name in ("kv_b_proj", "k_norm"):
         module = getattr(layer, name, None)
         if module is None:

@@ -19,19 +19,27 @@ from regard.cache.codes import (
     bytes_of,
     dequantize,
     quantize,
+    quantize_channels,
     unpacked,
 )
 from regard.cache.rotation import hadamard
 from regard.ops.attend import prepare
 
+BY_CHANNEL = 0  # in place of a group
 UNIT = torch.finfo(torch.float32).eps / 2
 SIZES = [
     (8, 4, 8), (8, 4, 10), (4, 4, 7), (4, 8, 20), (8, 64, 64), (4, 32, 33), (6, 4, 7), (6, 64, 70),
+    (4, BY_CHANNEL, 7), (6, BY_CHANNEL, 40), (8, BY_CHANNEL, 5),
 ]  # fmt: skip
 
 
 def quantized(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
+    """A stream of codes; `BY_CHANNEL`, tokens 1 to 10 of three runs of 4."""
     x = torch.randn(2, 3, tokens, width) + offset
+    if group == BY_CHANNEL:
+        whole = torch.cat([x.new_zeros(2, 3, 1, width), x, x[:, :, :2]], 2)
+        stored = quantize_channels(whole, bits, 4)
+        return QuantizedStream(*stored, bits, 1, width, dtype, run=4).narrow(1, tokens)
     return QuantizedStream(*quantize(x, bits, group), bits, group, width, dtype)
 
 
@@ -49,8 +57,9 @@ def test_products_with_codes_equal_products_with_values(bits, group, width, offs
     assert error.max() <= 16 * UNIT * values.abs().max()
 
 
-def test_narrow_takes_some_of_the_tokens():
-    stream = quantized(8, 4, 10)
+@pytest.mark.parametrize("group", [4, BY_CHANNEL])
+def test_narrow_takes_some_of_the_tokens(group):
+    stream = quantized(8, group, 10)
     assert stream.narrow(2, 5).dequantized().equal(stream.dequantized()[:, :, 2:7])
     both = QuantizedStreams([stream, torch.arange(9).view(1, 1, 9, 1)]).narrow(3, 2)
     assert both[0].equal(stream.dequantized()[:, :, 3:5])
@@ -134,6 +143,24 @@ def test_the_error_of_a_quantised_value_is_at_most_half_a_step(bits, width, dtyp
     step = scales[..., 0::2].float().repeat_interleave(group, -1)[..., :width]
     allowed = step * 0.5 * (1 + 2**-12) + x.float().abs() * 2**-22  # and float32's own rounding
     assert ((back - x.float()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_channel_of_a_run_has_a_scale_of_its_own(bits, dtype):
+    """Half a step of the run's range, whatever other channels and runs hold."""
+    x = torch.randn(2, 3, 10, 7) + 5
+    x[..., 2] *= 1000
+    x[:, :, 5:] /= 100
+    x = x.to(dtype)
+    codes, scales = quantize_channels(x, bits, 5)
+    assert codes.shape == (2, 3, 10, bytes_of(7, bits)) and scales.shape == (2, 3, 2, 14)
+    back = QuantizedStream(codes, scales, bits, 1, 7, torch.float32, run=5).dequantized()
+    runs = x.float().view(2, 3, 2, 5, 7)
+    low, high = runs.amin(3, keepdim=True), runs.amax(3, keepdim=True)
+    step = (high - low + low.abs() * 2**-7) * (1 + 2**-7) / (2**bits - 1)
+    error = (back.view_as(runs) - runs).abs()
+    assert (error <= step * 0.5 * (1 + 2**-12) + runs.abs() * 2**-22).all()
 
 
 def test_constant_and_zero_groups_are_exact():
@@ -221,3 +248,14 @@ def test_outlines_have_the_shapes_and_dtypes_of_the_values():
         assert (outline.shape, outline.dtype) == (stream.shape, stream.dtype)
     assert bits_of(cache) == 4
     assert bits_of(KVCache()) is None
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4])
+def test_the_greatest_half_precision_numbers_stay_finite(bits):
+    most = torch.finfo(torch.float16).max
+    x = torch.randn(1, 1, 5, 8).half()
+    x[..., 0, 3], x[..., 1, 2], x[..., 2, 0] = most, -most, torch.nan
+    stream = QuantizedStream(*quantize(x, bits, 8), bits, 8, 8, torch.float16)
+    values = stream.dequantized()
+    assert values[:, :, [0, 1, 3, 4]].isfinite().all() and values[:, :, 2].isnan().all()
+    assert values[0, 0, 0, 3] == most and values[0, 0, 1, 2] == -most

@@ -94,7 +94,7 @@ def test_places_that_cannot_be_written_raise_os_errors(tmp_path):
     with pytest.raises(OSError):
         write_tensors(tmp_path / "none" / "a", {}, TENSORS)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match="it is a file, got 'a folder'"):
         write_tensors(tmp_path / "folder", {}, TENSORS)
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
     with pytest.raises(OSError):
@@ -111,6 +111,10 @@ def test_what_is_no_file_is_refused(tmp_path):
     for name in ("pipe", "."):
         with pytest.raises(ValueError, match="it is a file"):
             TensorFile(tmp_path / name)
+        with pytest.raises(ValueError, match="it is a file"):
+            write_tensors(tmp_path / name, {}, {})
+    assert (tmp_path / "pipe").is_fifo()  # not replaced: it could be a device
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
 def written(path, header, data=b""):

@@ -100,3 +100,10 @@ def test_nbytes_counts_the_tokens_of_all_rows_and_heads():
     cache.update(torch.zeros(2, 3, 100, 4, dtype=torch.bfloat16))
     cache.truncate(7)
     assert cache.nbytes == 7 * (2 * 3 * 4 * 2)
+
+
+def test_another_dtype_is_refused_with_a_word_on_autocast():
+    cache = KVCache()
+    cache.update(torch.zeros(1, 1, 2, 3).bfloat16())
+    with pytest.raises(ValueError, match="one autocast for all"):
+        cache.update(torch.zeros(1, 1, 2, 3))

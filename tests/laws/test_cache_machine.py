@@ -21,6 +21,7 @@ from listed import STREAMS
 from machine_kinds import CONTIGUOUS
 from pool_world import PAGE, PAGES, PoolWorld
 from regard import PagePool
+from regard.cache import format_of
 from regard.cache.paging.offloading import Offload
 from session import LONG
 
@@ -233,6 +234,7 @@ def test_caches_agree_with_lists():
         ("K8V4", None),
         ("K6V4", None),
         ("K4V4", None),
+        (format_of("K4V4")._replace(by_channel_from=PAGE), None),
         ("plain", "file"),
         ("K8V4", "host"),
     ],

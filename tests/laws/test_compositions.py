@@ -33,7 +33,7 @@ from regard import (
     Span,
     attend,
 )
-from regard.cache import Context
+from regard.cache import Context, format_of
 from regard.cache.paging.offloading import Offload
 from regard.ops.backends import BACKENDS
 from session import LONG
@@ -142,7 +142,8 @@ def test_every_backend_reads_every_storage(layer, backend):
                 assert error <= allowed, (name, cuts, float(error / allowed))
 
 
-FORMATS = ["K8V8", "K8V4", "K6V4", "K4V4"]
+BY_CHANNEL = format_of("K4V4")._replace(by_channel_from=16)
+FORMATS = ["K8V8", "K8V4", "K6V4", "K4V4", BY_CHANNEL]
 WIDTH = 32
 
 
@@ -154,7 +155,7 @@ def steps_through(form: str, tokens: int):
     torch.manual_seed(5)
     pool = PagePool(tokens // 16 + 2, page_size=16, format=form)
     cache, exact, errors, bounds = PagedCache(pool), KVCache(), [], []
-    reach = key_step = value_step = 0.0
+    reach, key_step, value_step, latest = 0.0, 0.0, 0.0, []
     for at in range(tokens):
         q, k, v = torch.randn(3, 1, 2, 1, WIDTH)
         span = Span(at, at + 1, 0, at + 1)
@@ -162,17 +163,24 @@ def steps_through(form: str, tokens: int):
         keys, values = (torch.cat([part.streams[i] for part in parts], 2) for i in (0, 1))
         out = attend(q, keys, values, mask=Causal(), span=span)
         errors.append((out - attend(q, *judged.streams, mask=Causal(), span=span)).abs().max())
-        key_step = max(key_step, half_step(k, pool.format.key_bits))
-        value_step = max(value_step, half_step(v, pool.format.value_bits))
+        latest = [*latest, k][-16:]
+        grouped = torch.cat(latest, 2).mT if form is BY_CHANNEL else turned(k, pool.format.key_bits)
+        key_step = max(key_step, half_step(grouped, pool.format.key_bits))
+        values = turned(v, pool.format.value_bits)
+        value_step = max(value_step, half_step(values, pool.format.value_bits))
         reach = max(reach, float(v.abs().max()))
         delta = float(q.norm(dim=-1).max()) * key_step  # |q| |error of k| / sqrt(width)
         bounds.append(value_step * WIDTH**0.5 + 2 * reach * math.tanh(delta / 2))
     return torch.stack(errors), torch.tensor(bounds)
 
 
+def turned(x, bits):
+    """Channels, which are rotated below 8 bits where tokens have scales."""
+    return x @ hadamard(WIDTH) if bits < 8 else x
+
+
 def half_step(x, bits):
-    """The largest error of a code, of channels that are rotated below 8 bits: half of a scale."""
-    x = x @ hadamard(WIDTH) if bits < 8 else x
+    """The largest error of a code, of numbers with one scale in a row: half of it."""
     low, high = x.amin(-1), x.amax(-1)
     span = high - low + FINEST * low.abs()
     return float(span.max()) / (2**bits - 1) / 2 * (1 + 2 * FINEST)
@@ -274,8 +282,8 @@ MODEL = Context("a model", "float32", "plain", "")
 
 
 def of_another_model():
-    pool = PagePool(9, 4)
-    pool.prefix([1, 2], context=MODEL)
+    pool = PagePool(99, 4)
+    pool.store(range(22), [filled(PagedCache(pool))], context=MODEL)
     pool.prefix([1, 2], context=Context("another", "float32", "plain", ""))
 
 

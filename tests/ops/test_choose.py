@@ -80,11 +80,36 @@ def test_only_visible_keys_are_read():
     assert "10 are read" in explain(made)
 
 
-def test_the_copy_of_parts_that_cannot_be_merged_is_estimated():
-    """The keys of a decoding step would take `sdpa` longer to copy than to read."""
+def test_the_copies_of_keys_in_parts_are_estimated():
+    """All side by side, some pages at a time, or none where pages are read as they lie."""
+    for queries in (1, 64):
+        with torch.no_grad():
+            whole, parted = (call(queries, in_parts=each).call for each in (False, True))
+        for name, backend in BACKENDS.items():
+            if objection_of(whole, name) is None:
+                more = seconds_of(parted, backend) - seconds_of(whole, backend)
+                assert more > 0 or backend.reads_pages
+
+
+def test_a_long_chunk_over_pages_pays_for_no_mask_over_the_past():
+    """Its keys are read in pieces, of which only the last hides any from a query."""
     with torch.no_grad():
-        whole, parted = (call(64, mask=Causal(), in_parts=each).call for each in (False, True))
-    for name, backend in BACKENDS.items():
-        if objection_of(whole, name) is None:
-            more = seconds_of(parted, backend) - seconds_of(whole, backend)
-            assert (more > 0) == (backend.partial is None)
+        whole, parted = (
+            call(512, 16384, mask=Causal(), heads=8, kv_heads=2, in_parts=each).call
+            for each in (False, True)
+        )
+    made = BACKENDS["sdpa"]
+    copied = made._replace(partial_objection=lambda call: "copied")
+    assert seconds_of(parted, made) < seconds_of(whole, made) < seconds_of(parted, copied)
+
+
+def test_half_precision_that_is_computed_in_float32_is_estimated_so():
+    with torch.no_grad():
+        half, full = (
+            call(512, dtype=each, in_parts=True).call for each in (torch.float16, torch.float32)
+        )
+    blocked = BACKENDS["blocked"]
+    assert seconds_of(half, blocked) == seconds_of(full, blocked)
+    half, full = (each.but(in_parts=False) for each in (half, full))
+    assert seconds_of(half, blocked, partial=True) == seconds_of(full, blocked)
+    assert seconds_of(half, blocked) != seconds_of(full, blocked)

@@ -89,19 +89,25 @@ def test_weights_of_what_is_not_there_are_refused(wrong):
 
 def test_it_says_how_keys_in_several_parts_are_read():
     q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16)
+    half = q.half(), k.half(), k.half()
 
-    def said(backend, **options):
-        lines = explain(prepare(q, k, k, backend=backend, in_parts=True, **options)).splitlines()
+    def said(backend, *tensors, **options):
+        made = prepare(*(tensors or (q, k, k)), backend=backend, in_parts=True, **options)
+        lines = explain(made).splitlines()
         (line,) = (line for line in lines if line.startswith("parts "))
         return line[9:]
 
-    assert said("sdpa") == ("copied side by side before they are read: sdpa gives no log-sum-exp")
+    assert said("sdpa", *half) == (
+        "copied side by side before they are read: sdpa gives no log-sum-exp in torch.float16: "
+        "torch's kernel rounds its outputs to it"
+    )
     assert said("eager", dropout=0.1) == (
         "copied side by side before they are read: dropout needs all of them"
     )
-    assert said("grouped") == (
-        "read one at a time and merged; pages are copied, 1,024 tokens at a time"
-    )
+    for backend in ("sdpa", "grouped", "blocked"):
+        assert said(backend) == (
+            "read one at a time and merged; pages are copied, 1,024 tokens at a time"
+        )
     if find_spec("numba"):
         assert said("fused") == "read one at a time and merged; pages are read as they lie"
     assert "parts " not in explain(q, k, k)

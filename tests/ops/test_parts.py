@@ -117,9 +117,11 @@ def test_an_empty_part_is_one_piece():
     assert found.streams[0].shape == (2, 2, 0, 4)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("scattered", [True, False])
-def test_codes_stay_codes(scattered):
-    paged = coded(in_pages(drawn(width=16), RNG, scattered=scattered), (8, 4), ((), ()))
+def test_codes_stay_codes(scattered, by_channel):
+    paged = in_pages(drawn(width=16), RNG, scattered=scattered)
+    paged = coded(paged, (8, 4), ((), ()), by_channel=by_channel)
     positions = in_pages((torch.arange(23).view(1, 1, 23, 1).expand(2, 1, 23, 1),), RNG)
     part = part_of(PagedStreams([*paged.stored[:1], *positions.stored]))
     found = list(pieces(part_of(paged), 5))

@@ -20,6 +20,7 @@ from regard.cache.paging.reading import PagedStream, PagedStreams
 from regard.ops import parts as reading
 from regard.ops.backends import BACKENDS
 from regard.ops.parts import pieces
+from regard.ops.prepared import _most_held
 from session import LONG
 
 EACH = 50
@@ -140,8 +141,6 @@ def stored_parts(k, v, rng, *, shared: int, joined: bool) -> tuple[Part, ...]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_reads_shared_and_own_pages(backend, kind, queries):
     """A prefix of 32 tokens that rows share, then their own pages, against loops in float64."""
-    if backend == "flex":
-        torch._dynamo.reset()  # Dynamo limits how many shapes a process compiles FlexAttention for
     torch.manual_seed(5)
     rng, sizes = random.Random(5), KINDS[kind]
     dtype = torch.bfloat16 if backend == "tiled" else torch.float32
@@ -212,15 +211,15 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["eager", "grouped"])
-@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("codes", ["none", "by token", "by channel"])
 def test_no_more_than_some_pages_are_copied_at_a_time(backend, codes):
     torch.manual_seed(2)
     q, k = torch.randn(2, 4, 1, 64), torch.randn(1, 2, 6000, 64).expand(2, -1, -1, -1)
     table = torch.randperm(2 * 100)[: 2 * 94].view(2, 94)
     slab = torch.randn(1, 2, 200 * 64, 64)
     paged = PagedStreams([PagedStream(slab, table, 64, 0, 6000)] * 2)
-    if codes:
-        paged = coded(paged, (8, 8), ((), ()))
+    if codes != "none":
+        paged = coded(paged, (8, 8), ((), ()), by_channel=codes == "by channel")
     with Largest() as largest:
         prepare(q, k, k, backend=backend).run(q, (part_of(paged),))
     piece = 2 * 2 * (reading.GATHERED + 64) * 64 * 4  # the whole past is six times as large
@@ -235,3 +234,26 @@ def test_consecutive_pages_are_read_in_place():
         with Largest() as largest:
             prepare(q, slab, slab, backend=backend).run(q, (part_of(paged),))
         assert largest.bytes <= 4 * 6000 * 4  # the scores
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blocked", "eager"])
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_long_chunk_over_pages_copies_no_past(backend, codes):
+    """No tensor is as large as the past, or as queries by keys."""
+    torch.manual_seed(3)
+    q, k = torch.randn(1, 4, 300, 32), torch.randn(1, 2, 8000, 32)
+    slab, table = torch.randn(1, 2, 200 * 64, 32), torch.randperm(200)[None, :125]
+    paged = PagedStreams([PagedStream(slab, table, 64, 0, 8000)] * 2)
+    if codes:
+        paged = coded(paged, (8, 4), ((32,), (32,)))
+    given = {"mask": Causal(), "span": Span(7700, 8000, 0, 8000), "backend": backend}
+    with torch.no_grad(), Largest() as largest:
+        prepare(q, k, k, **given, in_parts=True).run(q, [part_of(paged)])
+    scores = 4 * 300 * (reading.GATHERED + 64) * 4 if backend == "eager" else 0
+    assert largest.bytes <= max(scores, 300 * (reading.GATHERED + 64) * 4) < k.nbytes or scores
+
+
+def test_fewer_partial_results_of_long_chunks_are_held():
+    for queries, most in ((1, 16), (512, 8), (10_000, 2)):
+        q = torch.zeros(1, 16, queries, 64, device="meta")
+        assert _most_held(prepare(q, q, q, backend="eager").call) == most

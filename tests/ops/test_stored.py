@@ -69,10 +69,19 @@ def test_of_one_stream_the_first_columns_are_rotated_in_keys_and_values(backend,
 
 
 @pytest.mark.parametrize("backend", ["grouped", "fused", "eager"])
-def test_pages_of_rotated_codes(backend):
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_pages_of_rotated_codes(backend, by_channel):
     q, k, v = drawn(32, 32, torch.float32)
     paged = in_pages((k, v), random.Random(8), page_size=16)
-    agrees(backend, q, k, v, part_of(coded(paged, (4, 4), ((32,), (32,)))), 4)
+    rotations = () if by_channel else (32,), (32,)
+    agrees(backend, q, k, v, part_of(coded(paged, (4, 4), rotations, by_channel=by_channel)), 4)
+
+
+@pytest.mark.parametrize("backend", ["grouped", "fused", "eager"])
+def test_pages_of_joined_codes_with_scales_by_channel(backend):
+    q, k, v = drawn(48, 32, torch.float32, joined=True)
+    paged = coded(in_pages((k,), random.Random(8), page_size=16), (6,), ((),), by_channel=True)
+    agrees(backend, q, k, v, part_of(paged), 6)
 
 
 def agrees(backend, q, k, v, part, bits):

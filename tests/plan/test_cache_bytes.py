@@ -230,6 +230,18 @@ def test_bytes_in_pages_are_those_of_the_cache(storage, cost):
             assert allocated(cost, layer, storage, **call) == cache.allocated_bytes, context
 
 
+@pytest.mark.parametrize("storage", storages_of(page_size=32), ids=lambda each: each.name)
+def test_bytes_of_pages_whose_tokens_share_scales(storage, cost):
+    for layer in (GQA, replace(GQA, head_dim=65, v_head_dim=24)):
+        widths = (layer.head_dim, layer.v_head_dim)
+        for context in (31, 63, 64, 100):
+            cache, call = cache_of(layer, storage), {"context": context, "batch": 2}
+            cache.update(*(torch.zeros(2, 2, context, width) for width in widths))
+            assert needed(cost, layer, storage, **call) == cache.nbytes, context
+            cache.update(*(torch.zeros(2, 2, 1, width) for width in widths))
+            assert allocated(cost, layer, storage, **call) == cache.allocated_bytes, context
+
+
 @pytest.mark.parametrize("storage", storages_of(page_size=4), ids=lambda each: each.name)
 def test_pages_before_a_window_are_released(storage, cost):
     for window in (1, 3, 4, 5, 9, 30):
@@ -253,8 +265,8 @@ def test_bytes_of_a_window_in_pages_by_hand(cost):
 
 @pytest.mark.parametrize("layer", [GQA, MLA, LATENT_KV], ids=["GQA", "MLA", "LatentKV"])
 def test_the_layers_cache_what_the_formulas_say_in_pages(layer, cost):
-    for storage in storages_of(page_size=4):
-        cache = cache_of(layer, storage)
+    for storage in (*storages_of(page_size=4), *storages_of(["K6V4"], page_size=32)):
+        cache, tokens = cache_of(layer, storage), 2 * storage.page_size + 1
         with torch.no_grad():
-            layer_of(layer)(torch.zeros(2, 9, 64), cache=cache)
-        assert needed(cost, layer, storage, context=9, batch=2) == cache.nbytes
+            layer_of(layer)(torch.zeros(2, tokens, 64), cache=cache)
+        assert needed(cost, layer, storage, context=tokens, batch=2) == cache.nbytes

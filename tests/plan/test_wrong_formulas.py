@@ -57,12 +57,12 @@ MUTANTS = {
         "KEY_HEADS * (keys + values)", "size('num_heads') * (keys + values)", PAPERS
     ),
     "twice the latent, as keys and as values": caches(
-        "_stored(LATENT + ROTARY,", "2 * _stored(LATENT + ROTARY,", PAPERS
+        "_keys(LATENT + ROTARY,", "2 * _keys(LATENT + ROTARY,", PAPERS
     ),
     "a latent for every head": caches(
-        "return _stored(LATENT + ROTARY,", "return KEY_HEADS * _stored(LATENT + ROTARY,", PAPERS
+        "return _keys(LATENT + ROTARY,", "return KEY_HEADS * _keys(LATENT + ROTARY,", PAPERS
     ),
-    "the part with RoPE forgotten": caches("_stored(LATENT + ROTARY,", "_stored(LATENT,", PAPERS),
+    "the part with RoPE forgotten": caches("_keys(LATENT + ROTARY,", "_keys(LATENT,", PAPERS),
     "values forgotten": caches("(keys + values)", "keys", PAPERS),
     "values as wide as keys": caches(
         "_stored(VALUE,", "_stored(HEAD,", "test_values_have_a_width_of_their_own"
@@ -101,10 +101,10 @@ MUTANTS = {
         NEEDED, NEEDED.removeprefix("BATCH * "), "test_rows_of_the_batch_have_their_own_tokens"
     ),
     "positions of a latent forgotten": caches(
-        " + POSITION", "", "test_positions_are_cached_beside_a_latent"
+        " + tokens * POSITION", "", "test_positions_are_cached_beside_a_latent"
     ),
     "positions in the dtype of the latent": caches(
-        " + POSITION", " + ITEMSIZE", "test_positions_are_cached_beside_a_latent"
+        " + tokens * POSITION", " + tokens * ITEMSIZE", "test_positions_are_cached_beside_a_latent"
     ),
     "a state that grows": caches(
         'BATCH * size("state_elements")',
@@ -142,8 +142,8 @@ MUTANTS = {
         ("test_cache_bytes:test_ranks_share_heads_rounded_up",),
     ),
     "a latent shared by ranks": caches(
-        "return _stored(LATENT + ROTARY,",
-        'return _stored(ceil_div(LATENT + ROTARY, size("tp")),',
+        "return _keys(LATENT + ROTARY,",
+        'return _keys(ceil_div(LATENT + ROTARY, size("tp")),',
         "test_a_latent_is_on_every_rank",
     ),
     "all tokens on every rank": Mutant(

@@ -13,7 +13,12 @@ from regard.cache.paging.slabs import Slab
 
 
 def fork_shares_the_open_page(patch):
-    patch.setattr(changing, "_copy_open", lambda pool, tables: None)
+    def shared(pool, tables, stay):
+        for page in changing.pages_of(tables):
+            if not page.sealed and page not in stay:
+                pool.retain(page)
+
+    patch.setattr(changing, "_copy_open", shared)
 
 
 def a_released_page_is_not_counted(patch):

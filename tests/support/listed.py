@@ -21,6 +21,7 @@ class Coding(NamedTuple):
     bits: int
     group: int
     rotation: tuple[int, ...] = ()
+    by_channel: bool = False  # a scale for each channel of a page, of whichever tokens that has
 
 
 class Streams(NamedTuple):
@@ -77,8 +78,9 @@ def hadamard(size: int) -> Tensor:
 def errors(streams: Streams, index: int, coding: Coding) -> Tensor:
     """How far one rounding to codes may move a number of each token, `[NUMBERS]`.
 
-    Half a scale; in rotated columns, where every number is a sum of as many errors as a block is
-    wide over the root of that, the root of the width times as much.
+    Half a scale, of any page where its tokens share that; in rotated columns, where every number is
+    a sum of as many errors as a block is wide over the root of that, the root of the width times as
+    much.
     """
     table = _values(streams.shapes)[index].float()
     rotated, at, widest = table.clone(), 0, 1
@@ -86,7 +88,8 @@ def errors(streams: Streams, index: int, coding: Coding) -> Tensor:
         rotated[..., at : at + size] = table[..., at : at + size] @ hadamard(size)
         at, widest = at + size, max(widest, size)
     steps = []
-    for group in rotated.split(coding.group, -1):
+    columns = rotated.flatten(1).T[None]  # as if all tokens lay in one page
+    for group in [columns] if coding.by_channel else rotated.split(coding.group, -1):
         low, high = group.amin(-1), group.amax(-1)
         span = (high - low + FINEST * low.abs()) * (1 + FINEST)
         steps.append(span / (2**coding.bits - 1))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard import Part
-from regard.cache.codes import QuantizedStream, quantize
+from regard.cache.codes import QuantizedStream, quantize, quantize_channels
 from regard.cache.paging.reading import PagedStream, PagedStreams
 from regard.cache.rotation import hadamard
 
@@ -61,13 +61,17 @@ def in_pages(
     )
 
 
-def coded(paged: PagedStreams, bits: tuple[int, int], rotations: tuple) -> PagedStreams:
-    """The same pages stored as codes."""
+def coded(
+    paged: PagedStreams, bits: tuple[int, int], rotations: tuple, *, by_channel: bool = False
+) -> PagedStreams:
+    """The same pages stored as codes, of keys with scales `by_channel` of a page."""
     found = []
     for each, number, blocks in zip(paged.stored, bits, rotations, strict=False):
         slab = each.slab.nan_to_num(0.0)
-        codes, scales = quantize(hadamard(slab.float(), blocks), number, 16)
-        sizes = number, 16, slab.shape[-1], slab.dtype, blocks
+        run, group = (each.page_size, 1) if by_channel and not found else (1, 16)
+        quantise, shared = (quantize, group) if run == 1 else (quantize_channels, run)
+        codes, scales = quantise(hadamard(slab.float(), blocks), number, shared)
+        sizes = number, group, slab.shape[-1], slab.dtype, blocks, run
         found.append(each._replace(slab=QuantizedStream(codes, scales, *sizes)))
     return PagedStreams(found)
 

@@ -26,11 +26,11 @@ def kinds_over(pool: PagePool) -> dict[str, Kind]:
     group = pool.format.group
     codings: dict[str, Any] = {}
     if keys is not None:
-        rotated = ((8,), (4, 2)), (8,)  # keys of 8, values of 6; the latent's piece of 8
-        of = [Coding(keys, group, rotated[0][0] if keys < 8 else ())]
-        of.append(Coding(values, group, rotated[0][1] if values < 8 else ()))
-        joined = Coding(keys, group, rotated[1] if keys < 8 else ())
-        codings = {"codings": (*of, None), "joined": joined}
+        by_channel = keys < 8 and (pool.format.by_channel_from or PAGE + 1) <= PAGE
+        rotated = (8,) if keys < 8 and not by_channel else ()  # keys of 8, the latent's piece of 8
+        of_keys = Coding(keys, group, rotated, by_channel)
+        of_values = Coding(values, group, (4, 2) if values < 8 else ())
+        codings = {"codings": (of_keys, of_values, None), "joined": of_keys}
     whole = lambda: PagedCache(pool)  # noqa: E731
     narrow = lambda: PagedCache(pool, window=6)  # noqa: E731
     rolling = lambda: PagedCache(pool, window=9, rollback=3)  # noqa: E731
@@ -76,6 +76,7 @@ class PoolWorld(World):
             if returned is None:
                 for done in range(at):
                     held.caches[done].restore(before[done])
+                held.read = None  # valid until the next call, also until one that is refused
                 return None
             parts.append(returned)
         return parts
@@ -83,17 +84,17 @@ class PoolWorld(World):
     def fork(self, at: int) -> None:
         held = self.chosen(at)
         if held is not None:
-            self.roomy(len(held.rows), lambda: World.fork(self, at))
+            self.roomy(len(held.rows) * len(held.caches), lambda: World.fork(self, at))
 
     def copy(self, at: int) -> None:
         held = self.chosen(at)
         if held is not None:
-            self.roomy(len(held.rows), lambda: World.copy(self, at))
+            self.roomy(len(held.rows) * len(held.caches), lambda: World.copy(self, at))
 
     def save(self, at: int) -> None:
         held = self.chosen(at)
         if held is not None:
-            need = sum(-(-n // PAGE) for n in held.lengths)
+            need = sum(-(-n // PAGE) for n in held.lengths) * len(held.caches)
             self.roomy(need, lambda: World.save(self, at))
 
     def reorder(self, at: int, rows: list[int]) -> None:
@@ -199,12 +200,13 @@ class PoolWorld(World):
     def recount(self) -> None:
         """References are those of all live tables; pages are in use, reusable or free."""
         counts: Counter[int] = Counter()
+        bytes_of = {id(slab): slab.page_bytes for slab in self.pool.slabs()}
         for held in self.sequences:
             for cache in held.caches:
                 pages = [page for table in cache.rows for page in table.pages]
                 counts.update(id(page) for page in [*pages, *retired(cache)])
                 different = {id(page): page for page in pages}.values()
-                assert cache.allocated_bytes == sum(page.slab.page_bytes for page in different)
+                assert cache.allocated_bytes == sum(bytes_of[id(each.slab)] for each in different)
         pages = {id(page): page for page in self.pool.pages()}
         assert counts.keys() <= pages.keys(), "a table has a page that is free"
         for number, page in pages.items():
@@ -213,8 +215,8 @@ class PoolWorld(World):
         places = {(id(page.slab), page.index) for page in pages.values()}
         assert len(places) == len(pages) <= PAGES, "two pages in one place"
         size = self.pool.nbytes
-        held = sum(page.slab.page_bytes for page in pages.values() if page.references)
-        used = sum(page.slab.page_bytes for page in pages.values())
+        held = sum(bytes_of[id(page.slab)] for page in pages.values() if page.references)
+        used = sum(bytes_of[id(page.slab)] for page in pages.values())
         assert (size.held, size.reusable) == (held, used - held)
         allocated = sum(memory(each) for slab in self.pool.slabs() for each in slab.streams)
         assert size.held + size.reusable + size.free == allocated
@@ -268,6 +270,7 @@ def memory(stream: Any) -> int:
 def fill(slab: Any, tokens: list[int]) -> None:
     """Write what no read may return to tokens of a slab."""
     if tokens:
-        at = torch.tensor(tokens)
         for buffer in (each for stream in slab.streams for each in buffers(stream)):
+            run = slab.capacity * slab.page_size // buffer.shape[2]  # tokens that share scales
+            at = torch.tensor(tokens[::run]) // run
             buffer.index_fill_(2, at, NEVER.get(buffer.dtype, torch.nan))

@@ -85,6 +85,7 @@ class Sequence:
         self.caches = [make() for make in kind.make]
         self.rows = [Row() for _ in range(batch)]
         self.read: Read | None = None  # what the latest update returned
+        self.right: dict[int, tuple[Any, list[Tensor]]] = {}  # of each layer: read, and was right
         self.announce()
 
     def announce(self) -> None:
@@ -109,7 +110,7 @@ class Sequence:
         """Another batch with the same tokens, in other caches."""
         other = object.__new__(Sequence)
         other.name, other.kind, other.streams = self.name, self.kind, self.streams
-        other.caches, other.read = caches, None
+        other.caches, other.read, other.right = caches, None, {}
         other.rows = [row.copy() for row in self.rows]
         return other
 
@@ -169,30 +170,61 @@ class Sequence:
             assert at[-1].kv_stop == stop, (self.name, at[-1].kv_stop, stop)
             for one, other in pairwise(at):
                 assert one.kv_stop == other.kv_start, (self.name, "slots are missing or twice")
-            for part in at:
-                self.check_part(part, layer, read.rows, lows)
+            streams = [self.read_part(part) for part in at]
+            whole = [
+                each[0] if not each[1:] else torch.cat(each, 2)
+                for each in zip(*streams, strict=True)
+            ]
+            self.check_tokens(whole, at[0].kv_start, layer, read.rows, lows)
 
-    def check_part(self, part: Any, layer: int, rows: list[Row], lows: list[int]) -> None:
-        """Each token is near its own, and equal where it is not coded."""
-        start, stop = part.kv_start, part.kv_stop
+    def read_part(self, part: Any) -> list[Tensor]:
+        """The streams of a part, which has as many slots as it says."""
+        streams = [part.streams[index] for index in range(len(part.streams))]
+        assert len(streams) == len(self.streams.shapes)
+        assert {each.shape[2] for each in streams} == {part.kv_stop - part.kv_start}
+        return streams
+
+    def check_tokens(
+        self, read: list[Tensor], start: int, layer: int, rows: list[Row], lows: list[int]
+    ) -> None:
+        """Each token is near its own, and equal where it is not coded.
+
+        What is equal, bit for bit, to what was right before need not be compared again: most
+        operations change one sequence, and all are read after each.
+        """
+        expected = (start, lows, [(row.tokens, row.rounds) for row in rows])
+        before = self.right.get(layer)
+        if before is not None and before[0] == expected and all(map(torch.equal, read, before[1])):
+            return
+        stop = start + read[0].shape[2]
         at, there = numbers_at([row.tokens for row in rows], start, stop, layer)
         for row, low in enumerate(lows):
             there[row, : max(0, low - start)] = False  # before the window of this row
-        assert len(part.streams) == len(self.streams.shapes)
-        for index in range(len(part.streams)):
-            got = part.streams[index]
-            assert got.shape[2] == stop - start
-            if not at.numel():
-                continue
-            gaps = differences(got, self.streams, index, at)
-            allowed = self.allowed(index, rows, start, at)
-            wrong = (~(gaps <= allowed) & there).nonzero().tolist()
-            assert not wrong, (
-                f"{self.name}, layer {layer}, stream {index}: (row, slot) "
-                f"{[(b, start + s) for b, s in wrong]} are off by "
-                f"{[float(gaps[b, s]) for b, s in wrong]}, of "
-                f"{[float((allowed + 0.0 * gaps.nan_to_num())[b, s]) for b, s in wrong]}"
-            )
+        for index, got in enumerate(read):
+            if at.numel():
+                self.check_stream(got, layer, index, rows, (start, at, there))
+        copied = [(list(row.tokens), list(row.rounds)) for row in rows]
+        self.right[layer] = (start, lows, copied), [each.clone() for each in read]
+
+    def check_stream(
+        self,
+        got: Tensor,
+        layer: int,
+        index: int,
+        rows: list[Row],
+        slots: tuple[int, Tensor, Tensor],
+    ) -> None:
+        """One stream of all slots from the first on, whose tokens are `at` where they are there."""
+        start, at, there = slots
+        gaps = differences(got, self.streams, index, at)
+        allowed = self.allowed(index, rows, start, at)
+        wrong = (~(gaps <= allowed) & there).nonzero().tolist()
+        assert not wrong, (
+            f"{self.name}, layer {layer}, stream {index}: (row, slot) "
+            f"{[(b, start + s) for b, s in wrong]} are off by "
+            f"{[float(gaps[b, s]) for b, s in wrong]}, of "
+            f"{[float((allowed + 0.0 * gaps.nan_to_num())[b, s]) for b, s in wrong]}"
+        )
 
     def allowed(self, index: int, rows: list[Row], start: int, at: Tensor) -> Tensor | float:
         """The bound of each token: as many roundings as it may have had, each a little coarser."""

@@ -1,8 +1,9 @@
 """Tensors quantised to 8, 6 or 4 bits, and matrix products with them, a block of tokens at a time.
 
-`value = zero + scale * code`, with a scale and a zero for each token, head and group of channels. A
-product with values is a scaled product with codes, plus a sum: so backends of torch's operators
-convert one block of codes at a time. The compiled kernel reads the codes as they are laid out here.
+`value = zero + scale * code`. A head has a scale and a zero for each token and group of channels,
+or for each channel of a run of tokens, such as a page. A product with values is a scaled product
+with codes, plus a sum: so backends of torch's operators convert one block of codes at a time. The
+compiled kernel reads the codes as they are laid out here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from regard.cache.rotation import hadamard
 NIBBLES = 16  # bytes of 4-bit codes: their low halves are so many channels, the high ones the next
 STEP = 2 * NIBBLES  # channels packed together; their 4-bit codes are 16 bytes, their 6-bit ones 24
 _LOW = 0xFFFF  # the half of a float32 that a bfloat16 does not have
+_GREATEST_HALF = torch.finfo(torch.float16).max
 _BLOCK = 1024  # tokens converted to floating point at a time; they fit in the L2 cache
 
 
@@ -28,21 +30,23 @@ class QuantizedStream(NamedTuple):
     """
 
     codes: UInt8[Tensor, "B G S bytes"]
-    scales: Tensor  # [B, G, S, 2 x groups]: scale and zero of each group, side by side
+    scales: Tensor  # [B, G, runs, 2 x groups]: scale and zero of each group, side by side
     bits: int
-    group: int
+    group: int  # channels that share a scale
     width: int
     dtype: torch.dtype
     rotation: tuple[int, ...] = ()  # widths of the blocks of columns that are rotated
+    run: int = 1  # tokens that share scales
+    skipped: int = 0  # tokens of the first run that are left out
 
     @property
     def scale(self) -> Tensor:
-        """The scale of each token, head and group of channels."""
+        """The scale of each run of tokens, head and group of channels."""
         return self.scales[..., 0::2]
 
     @property
     def zero(self) -> Tensor:
-        """The zero of each token, head and group of channels."""
+        """The zero of each run of tokens, head and group of channels."""
         return self.scales[..., 1::2]
 
     @property
@@ -52,14 +56,31 @@ class QuantizedStream(NamedTuple):
 
     def dequantized(self) -> Float[Tensor, "B G S W"]:
         """The values in the original dtype."""
-        return hadamard(dequantize(*self[:5]), self.rotation).to(self.dtype)
+        values = hadamard(self._rotated(), self.rotation)
+        if self.dtype is torch.float16:  # rounding must not make the greatest numbers infinite
+            values = values.clamp(-_GREATEST_HALF, _GREATEST_HALF)
+        return values.to(self.dtype)
 
     def narrow(self, start: int, size: int) -> "QuantizedStream":
         """The tokens `start..start + size`."""
+        first, skipped = divmod(self.skipped + start, self.run)
+        runs = -(-(skipped + size) // self.run)
         return self._replace(
             codes=self.codes.narrow(2, start, size),
-            scales=self.scales.narrow(2, start, size),
+            scales=self.scales.narrow(2, first, runs),
+            skipped=skipped,
         )
+
+    def _rotated(self) -> Tensor:
+        """The values as they were quantised, in float32."""
+        if self.run == 1:
+            return dequantize(self.codes, self.scales, self.bits, self.group, self.width)
+        tokens, runs = self.codes.shape[2], self.scales.shape[2]
+        outside = self.skipped, runs * self.run - self.skipped - tokens
+        codes = torch.nn.functional.pad(self.codes, (0, 0, *outside))
+        codes = unpacked(codes, self.width, self.bits).unflatten(2, (runs, self.run))
+        scale, zero = (each.float().unsqueeze(3) for each in (self.scale, self.zero))
+        return (codes.float() * scale + zero).flatten(2, 3).narrow(2, self.skipped, tokens)
 
     def product(self, rows: Float[Tensor, "B G M W"]) -> Float[Tensor, "B G M S"]:
         """The product of every row with every token."""
@@ -77,6 +98,8 @@ class QuantizedStream(NamedTuple):
         return total
 
     def _block_product(self, rows: Tensor, block: "QuantizedStream", middle: float) -> Tensor:
+        if self.run > 1:
+            return rows @ block._rotated().to(rows.dtype).mT
         values, scale, zero = block._floating(rows.dtype)
         total = rows.new_zeros(())
         for at, piece in enumerate(rows.split(self.group, -1)):
@@ -87,6 +110,8 @@ class QuantizedStream(NamedTuple):
         return total
 
     def _weighted_sum(self, weights: Tensor) -> Tensor:
+        if self.run > 1:
+            return weights @ self._rotated().to(weights.dtype)
         values, scale, zero = self._floating(weights.dtype)
         pieces = []
         for at, codes in enumerate(values[..., : self.width].split(self.group, -1)):
@@ -144,16 +169,34 @@ def quantize(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor,
     Scale and zero are rounded to bfloat16 first, zero down and scale up, so that the codes cover
     the range. Codes are computed from the rounded values, so that this rounding adds little error.
     """
-    levels, width = 2**bits - 1, x.shape[-1]
     groups = _groups(x.detach().float(), group)
     low, high = groups.aminmax(dim=-1, keepdim=True)
+    codes, scale, zero = _coded(groups, low, high, bits)
+    scales = torch.cat([scale, zero], -1).bfloat16().flatten(-2)
+    return _packed(codes.flatten(-2)[..., : x.shape[-1]], bits), scales
+
+
+def quantize_channels(x: Float[Tensor, "*B L W"], bits: int, run: int) -> tuple[Tensor, Tensor]:
+    """Codes `[*B, L, bytes]`, and `[*B, L / run, 2 W]`: a scale and a zero for each channel of a
+    run of tokens, side by side, rounded as those of `quantize`.
+
+    Numbers are finite: one that is not would spoil its channel in all tokens of the run.
+    """
+    runs = x.detach().float().unflatten(-2, (-1, run))
+    low, high = runs.amin(-2, keepdim=True), runs.amax(-2, keepdim=True)
+    codes, scale, zero = _coded(runs, low, high, bits)
+    scales = torch.stack([scale, zero], -1).bfloat16().flatten(-3)
+    return _packed(codes.flatten(-3, -2), bits), scales
+
+
+def _coded(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of numbers in a range, one a byte, and its scale and zero."""
+    levels = 2**bits - 1
     zero = _rounded_down(low)
     scale = _rounded_up((high - zero) / levels)
     step = scale.masked_fill(scale == 0, 1.0)
-    codes = (groups - zero).div_(step).round_().clamp_(0, levels)
-    codes = codes.to(torch.uint8).flatten(-2)[..., :width]
-    scales = torch.cat([scale, zero], -1).bfloat16().flatten(-2)
-    return _packed(codes, bits), scales
+    codes = (x - zero).div_(step).round_().clamp_(0, levels)
+    return codes.to(torch.uint8), scale, zero
 
 
 def _groups(x: Float[Tensor, "... W"], group: int) -> Float[Tensor, "... N group"]:

@@ -91,6 +91,12 @@ def refused(path: Path, rule: str, came: object, out: str = "save it again") -> 
     return ValueError(f"{path}: {rule}, got {reprlib.repr(came)}; {out}")
 
 
+def _check_regular(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        came = "a folder" if path.is_dir() else "something else"
+        raise refused(path, "it is a file", came, "give the path of a file")
+
+
 def write_tensors(
     path: str | Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor | Stacked]
 ) -> None:
@@ -103,7 +109,8 @@ def write_tensors(
 
     Raises:
         OSError: if the disk is full or read-only; a file of that name is as before.
-        ValueError: if a tensor has a dtype that the format lacks, or the header is too large.
+        ValueError: if a tensor has a dtype that the format lacks, the header is too large, or there
+            is a folder, a pipe or a device of that name.
 
     Examples:
         >>> import tempfile
@@ -117,6 +124,7 @@ def write_tensors(
         ({'made': 'by hand'}, [0, 1, 2])
     """
     path = Path(path)
+    _check_regular(path)  # a device or a pipe would be replaced by the file
     header = _header(metadata, tensors)
     descriptor, name = tempfile.mkstemp(prefix=".saving-", suffix=".part", dir=path.parent)
     try:
@@ -158,8 +166,7 @@ class TensorFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():  # reading a pipe would never end
-            raise refused(self.path, "it is a file", "something else", "give the path of a file")
+        _check_regular(self.path)  # reading a pipe would never end
         self._file = self.path.open("rb")
         try:
             self.metadata, self.entries, self._data = _checked(self._file, self.path)

@@ -182,9 +182,12 @@ def _explain_stream(index: int, new: Tensor, held: Tensor) -> None:
             f"stream {index} has (heads, width) = {(new.shape[1], new.shape[3])}, the cache "
             f"{(held.shape[1], held.shape[3])}; each layer needs its own cache"
         )
+    out = (
+        "moving a layer" if new.dtype == held.dtype else "moving a layer, and one autocast for all"
+    )
     raise ValueError(
         f"stream {index} is {new.dtype} on {new.device}, the cache {held.dtype} on "
-        f"{held.device}; use a new cache after moving a layer"
+        f"{held.device}; use a new cache after {out}"
     )
 
 

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from regard.constants import accumulating_dtype
 from regard.masks import Causal
-from regard.ops.backends.common import columns_contiguous, is_finite
+from regard.ops.backends.common import columns_contiguous, flash_on_cpu, is_finite
 from regard.ops.backends.sdpa import Hiding, clamped
 from regard.ops.blocks import Block, Gathered
 from regard.ops.call import Call
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -137,13 +136,19 @@ def forward_block(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     that overflows to +inf, plus -inf, is NaN."""
     flags, hiding = step.flags(), step.hiding
     if hiding is None:
-        return *_FORWARD(q, k, v, **flags), False
+        return *flash_on_cpu(q, k, v, **flags), False
     k, v = hiding.without_hidden(k, v)
-    out, lse = _FORWARD(q, k, v, **flags)
+    out, lse = flash_on_cpu(q, k, v, **flags)
     careful = not step.part.immediate or not is_finite(out)
     if careful:
-        out, lse = _FORWARD(clamped(q), clamped(k), v, **flags)
+        out, lse = flash_on_cpu(clamped(q), clamped(k), v, **flags)
     return hiding.without_masked(out), lse, careful
+
+
+def for_masked(step: Step, lse: Tensor, value: float) -> Tensor:
+    """The log-sum-exps of a block, with this value for queries that may attend to no key of it."""
+    masked = None if step.hiding is None else step.hiding.masked
+    return lse if masked is None else lse.masked_fill(masked.squeeze(-1), value)
 
 
 def backward_block(

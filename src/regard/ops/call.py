@@ -28,8 +28,10 @@ class Backend(NamedTuple):
         objection: a sentence that says why it cannot run a call; None if it can.
         estimate: seconds that a call is expected to take.
         run: the output, in the dtype of the queries.
-        partial: the output and the log-sum-exp of the scores; None where a backend has no
-            log-sum-exp. Keys in several parts are then concatenated before it runs.
+        partial: the output and the log-sum-exp of the scores.
+        partial_objection: a sentence that says why it has no log-sum-exp for a call that it can
+            run; None if it has one for each. Keys in several parts are then concatenated first.
+        widens: whether `partial` computes in float32 what `run` computes in half precision.
         quantized: `run` on quantised keys and values; None where they are dequantised first.
         quantized_partial: `partial` on them.
         paged: `run` on keys and values in pages, found through a table; None where they are
@@ -45,7 +47,9 @@ class Backend(NamedTuple):
     objection: "Callable[[Call], str | None]"
     estimate: "Callable[[Call], float]"
     run: "Callable[[Call, Tensor, Tensor, Tensor], Tensor]"
-    partial: "Callable[[Call, Tensor, Tensor, Tensor], Partial] | None" = None
+    partial: "Callable[[Call, Tensor, Tensor, Tensor], Partial]"
+    partial_objection: "Callable[[Call], str | None] | None" = None
+    widens: bool = False
     quantized: "Callable[[Call, Tensor, Streams], Tensor] | None" = None
     quantized_partial: "Callable[[Call, Tensor, Streams], Partial] | None" = None
     paged: "Callable[[Call, Tensor, Pages], Tensor] | None" = None
@@ -150,10 +154,14 @@ class Call:
         """This call over one part of the keys."""
         joined = len(part.streams) == 1
         call = self if joined == self.joined else replace(self, joined=joined)
-        if (part.kv_start, part.kv_stop) != (self.span.kv_start, self.span.kv_stop):
-            span = replace(self.span, kv_start=part.kv_start, kv_stop=part.kv_stop)
-            call = replace(call, span=span, mask=self.mask.within(span))
-        return call
+        return call.of_keys(part.kv_start, part.kv_stop)
+
+    def of_keys(self, kv_start: int, kv_stop: int) -> "Call":
+        """This call over some of the keys."""
+        if (kv_start, kv_stop) == (self.span.kv_start, self.span.kv_stop):
+            return self
+        span = replace(self.span, kv_start=kv_start, kv_stop=kv_stop)
+        return replace(self, span=span, mask=self.mask.within(span))
 
     def keys_and_values(self, part: Part) -> tuple[Tensor, Tensor]:
         """The keys and values of a part, whose streams are those two, or one of both."""

@@ -6,8 +6,10 @@ from operator import attrgetter
 
 import torch
 
+from regard.constants import accumulating_dtype
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Backend, Call, is_everything
+from regard.ops.parts import GATHERED, no_log_sum_exp, reads_in_parts
 from regard.ops.rates import SPEED
 
 # Memoised: a decoding step has many equal layers, and estimating each again would cost what the
@@ -16,6 +18,8 @@ _MEMOISED: dict[tuple[object, ...], str] = {}
 _MOST = 256
 _OPERATORS = 20  # operators that dequantise keys and values
 _PASSES = 5  # passes over all their elements while they do
+_OF_A_PIECE = 15  # operators that gather a piece of the pages, start the backend, and merge
+_MERGING = 4  # passes over the outputs of a piece while they are merged
 _shape_of = attrgetter(
     "batch", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device",
     "num_queries", "softcap", "dropout", "precision", "needs_grad", "joined", "bits", "step",
@@ -65,29 +69,55 @@ def _cheapest(call: Call, *, partial: bool) -> str:
         return able[0]
     best, least = "eager", math.inf
     for name in able:
-        seconds = seconds_of(call, BACKENDS[name])
+        seconds = seconds_of(call, BACKENDS[name], partial=partial)
         if seconds < least:
             best, least = name, seconds
     return best
 
 
-def seconds_of(call: Call, backend: Backend) -> float:
+def seconds_of(call: Call, backend: Backend, *, partial: bool = False) -> float:
     """The time that a backend is expected to take; codes that it cannot read are dequantised, and
-    parts that it cannot merge are copied side by side."""
-    seconds = backend.estimate(call)
+    parts that it cannot merge are copied side by side.
+
+    Args:
+        partial: whether the call has to return a log-sum-exp.
+    """
     elements = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)
-    if call.in_parts and backend.partial is None:
-        seconds += 2 * elements / SPEED.elements
+    merged = call.in_parts and reads_in_parts(call, backend)
+    wide = call
+    if backend.widens and (merged or partial):
+        wide = call.but(dtype=accumulating_dtype(call.dtype))
+    if not call.in_parts or (merged and backend.reads_pages):
+        seconds = backend.estimate(wide)
+    elif merged:
+        seconds = _merged_seconds(wide, backend) + elements / SPEED.elements
+    else:
+        seconds = backend.estimate(call) + 2 * elements / SPEED.elements
     if call.bits is None or backend.quantized is not None:
         return seconds
     return seconds + _OPERATORS * SPEED.call + _PASSES * elements / SPEED.elements
 
 
+def _merged_seconds(call: Call, backend: Backend) -> float:
+    """Keys before the first query, which seldom need a mask when they are read on their own; the
+    rest; and the merge of all pieces."""
+    span = call.span
+    first = min(max(span.first_query, span.kv_start), span.kv_stop)
+    seconds = 0.0
+    for start, stop in ((span.kv_start, first), (first, span.kv_stop)):
+        if start < stop:
+            seconds += backend.estimate(call.of_keys(start, stop))
+    pieces = -(-call.num_keys // GATHERED)
+    outputs = call.batch * call.num_heads * call.num_queries * call.v_head_dim
+    merging = _OF_A_PIECE * SPEED.call + _MERGING * outputs / SPEED.elements
+    return seconds + pieces * merging
+
+
 def objection_of(call: Call, name: str, *, partial: bool = False) -> str | None:
     """Why a backend cannot run this call, in a sentence; None if it can."""
-    if partial and BACKENDS[name].partial is None:
-        return f"{name} gives no log-sum-exp"
-    return BACKENDS[name].objection(call)
+    backend = BACKENDS[name]
+    objection = backend.objection(call)
+    return no_log_sum_exp(call, backend) if partial and objection is None else objection
 
 
 def _names() -> str:

@@ -170,7 +170,7 @@ def explanation(prepared: Prepared) -> Explanation:
         backends=tuple(_verdict(call, name) for name in BACKENDS),
         note=None if note is None else note(call),
         rates=rates_note(call.device),
-        parts=reading_of(call, prepared.name, prepared.backend) if call.in_parts else None,
+        parts=reading_of(call, prepared.backend) if call.in_parts else None,
     )
 
 

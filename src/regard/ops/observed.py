@@ -106,11 +106,12 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
 
         return run
 
-    run = counted(backend.run)
+    run, partial = counted(backend.run), counted(backend.partial)
     assert run is not None
+    assert partial is not None
     return backend._replace(
         run=run,
-        partial=counted(backend.partial),
+        partial=partial,
         quantized=counted(backend.quantized),
         quantized_partial=counted(backend.quantized_partial),
         paged=counted(backend.paged),

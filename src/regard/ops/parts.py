@@ -118,10 +118,10 @@ def readable(part: Part, backend: Backend) -> Iterator[Part]:
         yield from pieces(part)
 
 
-def reading_of(call: Call, name: str, backend: Backend) -> str:
+def reading_of(call: Call, backend: Backend) -> str:
     """How a backend reads keys in several parts, in words."""
     if not reads_in_parts(call, backend):
-        reason = "dropout needs all of them" if call.dropout else f"{name} gives no log-sum-exp"
+        reason = "dropout needs all of them" if call.dropout else no_log_sum_exp(call, backend)
         return f"copied side by side before they are read: {reason}"
     if backend.reads_pages is not None:
         return "read one at a time and merged; pages are read as they lie"
@@ -131,7 +131,12 @@ def reading_of(call: Call, name: str, backend: Backend) -> str:
 def reads_in_parts(call: Call, backend: Backend) -> bool:
     """Whether a backend reads several parts one at a time: it needs the log-sum-exp of each to
     merge them, and dropout is of weights that are whole."""
-    return backend.partial is not None and not call.dropout
+    return not call.dropout and no_log_sum_exp(call, backend) is None
+
+
+def no_log_sum_exp(call: Call, backend: Backend) -> str | None:
+    """Why a backend has no log-sum-exp for a call, in a sentence; None if it has one."""
+    return None if backend.partial_objection is None else backend.partial_objection(call)
 
 
 def shares_rows(part: Part) -> bool:

@@ -17,7 +17,8 @@ from regard.ops.shared_rows import folded, rows_at_once, unfolded
 from regard.ops.stored import partial_of, run_of
 from regard.tracing import without_autocast
 
-_MERGED = 16  # partial results merged at a time: each takes the memory of an output
+_MERGED = 16  # partial results merged at a time: more take memory, and gain nothing
+_HELD = 1 << 22  # elements of the partial results that are merged at a time: about the L3 cache
 
 
 class Prepared(NamedTuple):
@@ -104,8 +105,9 @@ class Prepared(NamedTuple):
     def _partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         call = self.call if self.call.sinks is None else self.call.but(sinks=None)
         found: list[Partial] = []
+        most = _most_held(call)
         for part in parts:
-            if len(found) == _MERGED:
+            if len(found) == most:
                 found = [merge(*found)]
             found.append(self._attended_partial(call.over(part), q, part))
         if self.call.sinks is not None:
@@ -129,3 +131,11 @@ class Prepared(NamedTuple):
         if len(found) == 1:
             return found[0]
         return Partial(torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]))
+
+
+def _most_held(call: Call) -> int:
+    """Partial results that are merged at a time: fewer of long chunks, whose outputs are large."""
+    if torch.compiler.is_compiling():  # lengths are symbolic
+        return _MERGED
+    outputs = call.batch * call.num_heads * call.num_queries * call.v_head_dim
+    return max(2, min(_MERGED, _HELD // max(1, outputs)))

@@ -41,7 +41,6 @@ def partial_of(backend: Backend, call: Call, q: Float[Tensor, "B H L D"], part: 
     """`run_of` with the log-sum-exp."""
     read, stored = _reader(part, backend.paged_partial, backend.quantized_partial)
     if read is None:
-        assert backend.partial is not None
         return backend.partial(call, q, *call.keys_and_values(part))
     of_keys, of_values = _rotations(stored)
     if not (of_keys or of_values):

@@ -3,7 +3,7 @@
 Of one layer, on one rank, in all rows of the batch.
 """
 
-from regard.plan.formula import Formula, ceil_div, maximum, minimum, number, size
+from regard.plan.formula import Formula, ceil_div, floor_div, maximum, minimum, number, size
 from regard.plan.pages import PAGE, coded_tokens, pages
 from regard.plan.shapes import STORAGES, LayerShape, Storage
 from regard.plan.sizes import (
@@ -44,13 +44,26 @@ def token_bytes(layer: LayerShape, storage: Storage) -> Formula:
     """
     if layer.kind == "linear":
         raise ValueError("linear attention stores a state and no tokens; use cache_bytes")
+    return _tokens_bytes(layer, storage, number(1))
+
+
+def _tokens_bytes(layer: LayerShape, storage: Storage, tokens: Formula) -> Formula:
+    """Bytes of so many tokens of one row, all in codes if the storage has any."""
     if layer.kind == "MLA":
-        return _stored(LATENT + ROTARY, "key_bits", storage.key_bits, storage.group)
+        return _keys(LATENT + ROTARY, storage, tokens)
     if layer.kind == "LatentKV":
-        return _stored(LATENT, "key_bits", storage.key_bits, storage.group) + POSITION
-    keys = _stored(HEAD, "key_bits", storage.key_bits, storage.group)
-    values = _stored(VALUE, "value_bits", storage.value_bits, storage.group)
+        return _keys(LATENT, storage, tokens) + tokens * POSITION
+    keys = _keys(HEAD, storage, tokens)
+    values = tokens * _stored(VALUE, "value_bits", storage.value_bits, storage.group)
     return KEY_HEADS * (keys + values)
+
+
+def _keys(width: Formula, storage: Storage, tokens: Formula) -> Formula:
+    """Bytes of the keys or latents of so many tokens and one head."""
+    if not storage.shares_scales:
+        return tokens * _stored(width, "key_bits", storage.key_bits, storage.group)
+    codes = tokens * _stored(width, "key_bits", storage.key_bits, 0)
+    return codes + floor_div(SCALE_AND_ZERO * width * tokens, PAGE)
 
 
 def cache_bytes(layer: LayerShape, storage: Storage) -> Formula:
@@ -95,7 +108,7 @@ def bytes_in_pages(layer: LayerShape, storage: Storage, tokens: Formula, coded: 
     whole = token_bytes(layer, STORAGES["plain"])
     if not storage.bits:
         return tokens * whole
-    return (tokens - coded) * whole + coded * token_bytes(layer, storage)
+    return (tokens - coded) * whole + _tokens_bytes(layer, storage, coded)
 
 
 def allocated_bytes(layer: LayerShape, storage: Storage) -> Formula:

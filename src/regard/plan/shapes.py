@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from regard.cache.paging.formats import PageFormat
+
 Kind = Literal["MHA", "GQA", "MQA", "MLA", "LatentKV", "linear"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -113,6 +115,12 @@ class Storage:
     def bits(self) -> tuple[int, ...]:
         """The bits of keys and of values; none where both have the dtype's own."""
         return tuple(each for each in (self.key_bits, self.value_bits) if each is not None)
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether the tokens of a page share the scales of their keys, or of their latents."""
+        form = PageFormat(self.name, self.key_bits, self.value_bits)
+        return self.page_size > 0 and form.shares(0, self.page_size)[0] > 1
 
 
 STORAGES = {

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from regard.cache.paging import appending
+from regard.cache.paging.formats import format_of
 from regard.cache.paging.pages import PageTable
 from regard.cache.paging.pool import PagePool
 from regard.cache.paging.slabs import outlines_of
@@ -12,12 +13,12 @@ X = torch.randn(1, 2, 40, 8)
 
 
 def kind_of(pool):
-    return pool.kind_of(outlines_of((X,), pool.format, None))
+    return pool.kind_of(outlines_of((X,), pool.format, pool.page_size, None))
 
 
 def appended(pool, table, length, new):
     kind = kind_of(pool)
-    append = appending.plan(kind, pool.page_size, [table], [length], new.shape[2])
+    append = appending.plan(kind, pool.page_size, [table], [length], (new,))
     pool.reserve([*append.needed, *[kind.sealed for number in append.full if number is not None]])
     (table,) = appending.with_new_pages(pool, [table], append)
     appending.write([table], append, [new])
@@ -45,6 +46,21 @@ def test_in_a_pool_of_codes_the_first_and_the_last_page_are_in_full_precision():
     assert [page.slab.sealed for page in table.pages] == [False, True, True, False]
     table = appended(pool, table, 14, X[:, :, 14:17])
     assert [page.slab.sealed for page in table.pages] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 13]])
+def test_a_page_that_is_not_finite_stays_in_full_precision(chunks):
+    """Where tokens share scales, which one such number would spoil for all of them."""
+    pool = PagePool(20, 4, format=format_of("K4V4")._replace(by_channel_from=4))
+    x, table, length = X[:, :, :20].clone(), PageTable(), 0
+    x[0, 1, 9, 3], x[0, 0, 14, 1] = torch.nan, torch.inf
+    for chunk in chunks:
+        table = appended(pool, table, length, x[:, :, length : length + chunk])
+        length += chunk
+    assert [page.slab.sealed for page in table.pages] == [False, True, False, False, True]
+    found = [p.slab.read(torch.arange(p.start, p.start + 4))[0] for p in table.pages]
+    assert torch.equal(torch.cat(found[2:4], 1).isfinite(), x[0, :, 8:16].isfinite())
+    assert torch.cat([found[1], found[4]]).isfinite().all()
 
 
 def test_the_free_slots_of_an_open_page_are_zero():

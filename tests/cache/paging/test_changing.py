@@ -7,6 +7,7 @@ import torch
 
 from regard import PagedCache, PagePool
 from regard.cache.paging.changing import pages_of
+from regard.cache.paging.slabs import Slab
 
 X = torch.randn(3, 2, 20, 8)
 
@@ -86,3 +87,69 @@ def test_repeated_rows_share_full_pages_and_dropped_ones_are_freed():
     values = torch.cat([part.streams[0] for part in parts], 2)
     assert torch.equal(values, X[[2, 0, 2], :, :10])
     check_references(cache)
+
+
+CHANGES = {
+    "update": lambda cache: cache.update(X[:2, :, 11:20], X[:2, :, 11:20]),
+    "step": lambda cache: cache.update(X[:2, :, 11:12], X[:2, :, 11:12]),
+    "fork": lambda cache: cache.fork(),
+    "truncate": lambda cache: cache.truncate(7),
+    "truncate rows": lambda cache: cache.truncate(torch.tensor([5, 10])),
+    "reorder": lambda cache: cache.reorder(torch.tensor([1, 1, 0, 0])),
+}
+
+
+def read(cache):
+    none = X[: len(cache.rows), :, :0]
+    return torch.cat([part.streams[0] for part in cache.peek(none, none)], 2)
+
+
+def interrupted_at(call, patch, method):
+    """`Slab.method`, which the user interrupts when it is called so many times."""
+    right, calls = getattr(Slab, method), []
+
+    def called(self, *args):
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return right(self, *args)
+
+    patch.setattr(Slab, method, called)
+
+
+@pytest.mark.parametrize("form", ["plain", "K8V4"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_is_interrupted_is_none(change, form, monkeypatch):
+    found = 0
+    for method in ("reserve", "take", "put", "write", "read", "clear"):
+        for call in (1, 2, 3):
+            pool, cache = filled(rows=2, tokens=11, form=form)
+            fork, before, held = cache.fork(), read(cache), pool.pages_in_use
+            with monkeypatch.context() as patch:
+                interrupted_at(call, patch, method)
+                try:
+                    CHANGES[change](cache)
+                    continue  # there are fewer calls
+                except KeyboardInterrupt:
+                    found += 1
+            assert cache.length == 11 and pool.pages_in_use == held
+            assert torch.equal(read(cache), before) and torch.equal(read(fork), before)
+            check_references(cache, fork)
+            CHANGES[change](cache)
+            cache.release()
+            fork.release()
+            assert pool.pages_in_use == 0
+    assert found
+
+
+def test_a_cut_that_is_interrupted_in_a_full_pool_ends_with_a_page(monkeypatch):
+    _, cache = filled(num_pages=4)
+    fork, before = cache.fork(), read(cache)
+    with monkeypatch.context() as patch:
+        interrupted_at(1, patch, "put")
+        with pytest.raises(KeyboardInterrupt):
+            fork.truncate(6)
+    assert fork.length == 8 and torch.equal(read(fork), before[:, :, :8])
+    fork.truncate(6)
+    assert torch.equal(read(fork), before[:, :, :6]) and torch.equal(read(cache), before)
+    check_references(cache, fork)

@@ -57,6 +57,11 @@ def test_dtypes_and_formats_are_names():
     narrow = replace(one, format=PageFormat("K8V4", 8, 4, group=32))
     assert narrow.digest != one.digest
     assert replace(narrow, tenant="a").format == narrow.format
+    other = PageFormat("K8V4", 8, 4, by_channel_from=None)
+    turned = other._replace(by_channel_from=32, rotates=False)
+    each = [replace(one, format=form) for form in (other, turned)]
+    assert len({one.digest, narrow.digest, *(x.digest for x in each)}) == 4
+    assert [replace(x, tenant="a").format for x in each] == [x.format for x in each]
     with pytest.raises(TypeError):
         Context(7, "float32", "plain", "")
 

@@ -35,6 +35,28 @@ def test_of_a_joined_stream_the_first_piece_is_rotated():
     assert form.rotation_of(0, 2, 40, None) == (32, 8)  # a latent beside positions
 
 
+@pytest.mark.parametrize(
+    ("name", "page_size", "shares"),
+    [
+        ("K4V4", 64, [(64, 1), (1, 64)]),
+        ("K6V8", 32, [(32, 1), (1, 64)]),
+        ("K4V4", 31, [(1, 64), (1, 64)]),
+        ("K8V4", 64, [(1, 64), (1, 64)]),
+        ("plain", 64, [(1, 64), (1, 64)]),
+    ],
+)
+def test_keys_of_few_bits_have_scales_by_channel_of_a_page(name, page_size, shares):
+    form = format_of(name)
+    assert [form.shares(index, page_size) for index in (0, 1)] == shares
+
+
+def test_from_which_size_of_a_page_on_is_a_choice():
+    form = format_of("K4V4")
+    assert form._replace(by_channel_from=4).shares(0, 4) == (4, 1)
+    assert form._replace(by_channel_from=1).shares(0, 1) == (1, 64)
+    assert form._replace(by_channel_from=None, group=8).shares(0, 64) == (1, 8)
+
+
 @pytest.mark.parametrize("name", ["K8V8", "K8V4", "K6V4", "K4V4"])
 @torch.no_grad()
 def test_pages_at_a_time_read_what_single_tokens_read(name):

@@ -202,7 +202,7 @@ def test_on_another_device_cold_pages_are_copied_a_piece_at_a_time():
     """ "meta" stands for it: it has shapes, and refuses to be mixed with the CPU."""
     meta = torch.device("meta")
     for form in ("plain", "K4V4"):
-        outlines = outlines_of([x.to(meta) for x in tokens(1)], format_of(form), None)
+        outlines = outlines_of([x.to(meta) for x in tokens(1)], format_of(form), 4, None)
         cold = ColdSlab(Slab(outlines, 4, sealed=form != "plain"), None, most=9)
         cold.reserve(9)
         assert all(buffer.device.type == "cpu" for buffer in cold.stored(0))

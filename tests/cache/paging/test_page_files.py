@@ -9,6 +9,7 @@ from regard.cache.paging.page_files import Group, Numbered, groups_from, taken
 from regard.cache.paging.slabs import Outline
 
 CPU = torch.device("cpu")
+BY_CHANNEL = format_of("K4V4")._replace(by_channel_from=4)
 
 
 def pages_in(pool, rows=2):
@@ -27,7 +28,7 @@ def test_each_page_has_one_number(form, sizes):
     assert cache.length == 11
 
 
-@pytest.mark.parametrize("form", ["plain", "K8V4", "K6V4"])
+@pytest.mark.parametrize("form", ["plain", "K8V4", "K6V4", BY_CHANNEL])
 def test_what_is_written_has_the_shapes_of_its_groups(form):
     pool = PagePool(20, 4, format=form)
     cache, pages = pages_in(pool)
@@ -35,12 +36,13 @@ def test_what_is_written_has_the_shapes_of_its_groups(form):
     want = [each for group in numbered.groups for each in group.shapes(4)]
     assert [(each.shape, each.dtype) for each in numbered.streams()] == want
     assert sum(each.nbytes for each in numbered.streams()) == pool.nbytes.held
-    assert groups_from(numbered.text(), pool.format, CPU) == numbered.groups
+    assert groups_from(numbered.text(), pool.format, pool.page_size, CPU) == numbered.groups
     assert cache.length == 11
 
 
-def test_pages_are_taken_with_their_content():
-    pool, other = PagePool(20, 4, format="K8V4"), PagePool(6, 4, format="K8V4")
+@pytest.mark.parametrize("form", ["K8V4", BY_CHANNEL])
+def test_pages_are_taken_with_their_content(form):
+    pool, other = PagePool(20, 4, format=form), PagePool(6, 4, format=form)
     cache, pages = pages_in(pool)
     numbered = Numbered(pool, pages)
     new = taken(other, numbered.groups, iter([each.pieces for each in numbered.streams()]))
@@ -95,9 +97,14 @@ def group(shape=(1, 2, 0, 96), dtype="float32", rotation=(64, 32), **changes):
 def test_groups_that_no_pool_writes_are_refused(wrong, says):
     given = wrong if isinstance(wrong, list) else [wrong]
     with pytest.raises(ValueError, match=says):
-        groups_from(given, format_of("K4V4"), CPU)
+        groups_from(given, format_of("K4V4"), 4, CPU)
+
+
+def test_keys_with_scales_by_channel_are_not_rotated():
+    with pytest.raises(ValueError, match="are not rotated in blocks"):
+        groups_from([group(rotation=(64,))], BY_CHANNEL, 4, CPU)
 
 
 def test_rotations_of_a_first_piece_are_known():
-    (found,) = groups_from([group(rotation=(64,))], format_of("K4V4"), CPU)
+    (found,) = groups_from([group(rotation=(64,))], format_of("K4V4"), 4, CPU)
     assert found.outlines[0].rotation == (64,) and found.stored == found.outlines

@@ -6,7 +6,7 @@ from regard.cache.paging.formats import PLAIN
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.slabs import Slab, outlines_of
 
-SLAB = Slab(outlines_of((torch.zeros(1, 1, 1, 2),), PLAIN, None), 4, sealed=False)
+SLAB = Slab(outlines_of((torch.zeros(1, 1, 1, 2),), PLAIN, 4, None), 4, sealed=False)
 
 
 def test_a_page_is_found_by_its_number():

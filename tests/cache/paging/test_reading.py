@@ -92,11 +92,12 @@ def test_shared_pages_are_read_once_and_expanded(scattered):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("scattered", [True, False])
-def test_codes_are_copied_as_they_are_stored(scattered, shared):
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_codes_are_copied_as_they_are_stored(scattered, shared, by_channel):
     k, v = streams(2, width=16)
     k, v = (x[:1].expand(2, -1, -1, -1) if shared else x for x in (k, v))
     plain = in_pages((k, v), RNG, scattered=scattered, shared=shared)
-    paged = coded(plain, (8, 4), ((16,), (16,)))
+    paged = coded(plain, (8, 4), ((16,), (16,)), by_channel=by_channel)
     for each, values in zip(paged.stored, plain, strict=True):
         copy = each.copied()
         assert isinstance(copy, QuantizedStream)
@@ -106,6 +107,10 @@ def test_codes_are_copied_as_they_are_stored(scattered, shared):
         view = each.viewed()
         assert (view is None) == scattered
         assert view is None or torch.equal(view.codes, copy.codes)
+        for first, size in ((0, 1), (1, 4), (3, 8), (5, 0)):
+            some = each.narrow(first, size).copied().dequantized()
+            assert torch.equal(some, each.gathered()[:, :, first : first + size])
+            assert torch.equal(copy.narrow(first, size).dequantized(), some)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])

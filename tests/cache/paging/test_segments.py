@@ -13,7 +13,7 @@ X = torch.randn(1, 2, 30, 8)
 
 
 def slab_of(form="plain"):
-    slab = Slab(outlines_of((X,), format_of(form), None), SIZE, sealed=form != "plain")
+    slab = Slab(outlines_of((X,), format_of(form), SIZE, None), SIZE, sealed=form != "plain")
     slab.reserve(10)
     slab.put(0, (X[0],))
     return slab

@@ -12,7 +12,7 @@ from regard.cache.paging.slabs import Slab, outlines_of
 
 
 def slab_for(*streams, form=PLAIN, pieces=None, page_size=4):
-    return Slab(outlines_of(streams, form, pieces), page_size, sealed=form is not PLAIN)
+    return Slab(outlines_of(streams, form, page_size, pieces), page_size, sealed=form is not PLAIN)
 
 
 def test_values_are_read_as_they_were_written():
@@ -68,18 +68,41 @@ def test_codes_are_read_as_values_near_those_written(name, bound):
         assert (found - given).abs().max() < bound * given.abs().max()
 
 
-def test_token_bytes_count_codes_scales_and_integers():
+def test_tokens_of_a_page_that_share_scales():
+    """Channels of very different sizes keep their precision; pages are moved and read alone."""
+    k, v = torch.randn(2, 12, 33) * torch.logspace(-3, 3, 33), torch.randn(2, 12, 5)
+    slab = slab_for(k[None], v[None], form=format_of("K4V4")._replace(by_channel_from=4))
+    assert slab.shares_scales and slab.outlines[0].rotation == ()
+    slab.reserve(5)
+    slab.put(8, (k[:, :4], v[:, :4]))
+    slab.write(torch.tensor([16, 17, 18, 19, 4, 5, 6, 7]), (k[:, 4:], v[:, 4:]))
+    at = torch.tensor([19, 8, 5])
+    given = k[:, [7, 0, 9]]
+    pages = k.view(2, 3, 4, 33)
+    step = ((pages.amax(2) - pages.amin(2)) / 15 + pages.abs().amax(2) * 2**-7)[:, [1, 0, 2]]
+    assert ((slab.read(at)[0] - given).abs() <= step).all()
+    slab.reserve(100)
+    assert ((slab.read(at)[0] - given).abs() <= step).all()
+    codes, scales, *_ = slab.stored(4)
+    assert codes.shape == (2, 4, 17) and scales.shape == (2, 1, 66)
+    for target, source in zip(slab.stored(1), slab.stored(2), strict=True):
+        target.copy_(source)
+    assert torch.equal(slab.read(torch.arange(4, 8))[0], slab.read(torch.arange(8, 12))[0])
+    assert slab.page_bytes == 2 * (4 * 17 + 2 * 66 + 4 * (3 + 4))
+
+
+def test_page_bytes_count_codes_scales_and_integers():
     k, positions = torch.zeros(1, 3, 1, 64), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    assert slab_for(k, positions, form=format_of("K4V8")).token_bytes == 3 * (32 + 4) + 4
-    assert slab_for(k, positions).token_bytes == 3 * 64 * 4 + 4
+    assert slab_for(k, positions, form=format_of("K4V8")).page_bytes == 4 * (3 * (32 + 4) + 4)
+    assert slab_for(k, positions).page_bytes == 4 * (3 * 64 * 4 + 4)
 
 
 def test_only_the_first_piece_of_a_joined_stream_is_rotated():
     form, joined = format_of("K4V4"), torch.zeros(1, 1, 1, 24)
-    assert outlines_of((joined,), form, (16, 8))[0].rotation == (16,)
-    assert outlines_of((joined,), form, None)[0].rotation == ()
-    assert outlines_of((joined, joined), form, None)[1].rotation == (16, 8)
-    assert outlines_of((joined, joined), format_of("K8V8"), None)[0].rotation == ()
+    assert outlines_of((joined,), form, 4, (16, 8))[0].rotation == (16,)
+    assert outlines_of((joined,), form, 4, None)[0].rotation == ()
+    assert outlines_of((joined, joined), form, 4, None)[1].rotation == (16, 8)
+    assert outlines_of((joined, joined), format_of("K8V8"), 4, None)[0].rotation == ()
 
 
 def test_the_list_of_free_pages_is_bounded_by_the_capacity():

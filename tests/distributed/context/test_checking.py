@@ -29,6 +29,7 @@ def _refusals(mesh):
     q, k = torch.zeros(1, 4, 5, 8), torch.zeros(1, 2, 5, 8)
     long = torch.zeros(1, 2, 10, 8)
     three = torch.ones(3, 10, dtype=torch.bool)
+    half = {"q": q.bfloat16(), "streams": (k.bfloat16(),) * 2, "score_bias": torch.zeros(10, 10)}
     wrong = [
         ({"q": torch.zeros(1, 4, 10, 8)}, r"q is \[B, heads, L, W\] with the 5 tokens of rank"),
         ({"streams": (k, long)}, r"streams\[1\] is .* got \(1, 2, 10, 8\); shards.take"),
@@ -49,7 +50,8 @@ def _refusals(mesh):
         ({"score_bias": torch.zeros(5, 10)}, r"broadcasts to \[B, H, L, S\] = \[1, 4, 10, 10\]"),
         ({"score_bias": Hidden()}, "reads tensors that need gradients"),
         ({"keys_of": hidden_keys}, "keys_of reads a tensor that needs gradients"),
-        ({"softcap": 2.0, "backend": "sdpa"}, "sdpa gives no log-sum-exp"),
+        ({"softcap": 2.0, "backend": "sdpa"}, "has no softcap"),
+        ({**half, "backend": "sdpa"}, "sdpa gives no log-sum-exp"),
         ({"backend": "quick"}, "backend='quick' is not one of"),
     ]
     with counted() as sent:

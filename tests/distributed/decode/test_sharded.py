@@ -375,9 +375,10 @@ def _refusals(mesh):
             cache.store(Shards(4, 2), *(torch.zeros(1, 2, 3, 6, dtype=torch.float64),) * 2)
         with pytest.raises(ValueError, match="shards are of 3 ranks"):
             cache.store(Shards(4, 3), torch.zeros(1, 2, 3, 6))
-        layer.backend = "sdpa"
+        half = make("GQA").bfloat16()
+        half.backend = "sdpa"
         with pytest.raises(ValueError, match="sdpa gives no log-sum-exp"):
-            layer(x, cache=cache)
+            half(x.bfloat16(), cache=ShardedCache(mesh))
     assert cache.length == 3
     with pytest.raises(ValueError, match="page_size is at least 1"):
         ShardedCache(mesh, 0)

@@ -26,6 +26,8 @@ from regard import (
     SlidingWindow,
     Span,
     attend,
+    attend_partial,
+    merge,
     prepare,
 )
 from regard.ops import blocks as planned
@@ -282,3 +284,40 @@ def test_the_backward_pass_drops_the_same_weights(blocks):
     (grad,) = torch.autograd.grad(out, v, cotangent)
     torch.testing.assert_close((grad * v).sum(), (out * cotangent).sum())
     assert not torch.equal(out, attend(q, k, v, mask=Causal(), dropout=0.4, backend="blocked"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_partial_results_in_half_precision_are_float32(blocks, dtype, monkeypatch):
+    """So that parts, merged and rounded once, keep the bound of one rounding and a half."""
+    monkeypatch.setattr(blocked, "_CONVERTED", 5)
+    q, k, v = tensors(dtype=dtype)
+    given = {"mask": Causal() & SlidingWindow(9)}
+    parts = []
+    for a, b in ((0, 7), (7, 23)):
+        some, span = (x[:, :, a:b] for x in (k, v)), Span(0, 23, a, b)
+        parts.append(attend_partial(q, *some, **given, span=span, backend="blocked"))
+    assert {x.dtype for part in parts for x in part} == {torch.float32}
+    want = attend(q.double(), k.double(), v.double(), **given, backend="eager")
+    error = (merge(*parts).out.double() - want).abs().max()
+    assert error <= 0.1 * torch.finfo(dtype).eps * v.abs().max()
+
+
+@pytest.mark.parametrize("feature", ["softcap", "bias", "alibi"])
+def test_partial_results_with_what_torch_has_no_kernel_for(blocks, feature):
+    q, k, v = tensors()
+    with torch.no_grad():
+        given = {"mask": Causal(), **features(feature)}
+        found, wanted = (attend_partial(q, k, v, **given, backend=b) for b in ("blocked", "eager"))
+    torch.testing.assert_close(found.out, wanted.out)
+    torch.testing.assert_close(found.lse, wanted.lse)
+
+
+def test_it_says_where_it_gives_no_log_sum_exp():
+    q = torch.randn(1, 2, 3, 4)
+    for x, options, words in (
+        (q.bfloat16(), {"precision": "fast"}, "with precision='fast'"),
+        (q.clone().requires_grad_(), {}, "with a gradient"),
+        (q.to("meta"), {}, "on meta"),
+    ):
+        with pytest.raises(ValueError, match=f"blocked gives no log-sum-exp {words}"):
+            prepare(x, x, x, backend="blocked", partial=True, **options)

@@ -20,16 +20,20 @@ from regard import (
     Causal,
     Documents,
     Padding,
+    PagedCache,
+    PagePool,
     Part,
     RelativeBias,
     SlidingWindow,
     Span,
+    Where,
     attend,
     prepare,
 )
 from regard.ops.backends import BACKENDS, eager, flex
 from regard.ops.choose import choose
 from regard.ops.devices import rates_of
+from session import LONG
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,8 +92,10 @@ def test_a_prefill_in_parts_with_sinks():
     torch.testing.assert_close(made.run(q, parts), attend(q, k, k, **given, backend="eager"))
 
 
+@pytest.mark.usefixtures("unchecked")  # Dynamo compiles the checks of annotations, too
 def test_a_kind_of_mask_is_compiled_once_for_all_its_data():
     """Windows, documents and lengths are data: from the third length on nothing is compiled."""
+    flex._compiled.cache_clear()
     torch._dynamo.utils.counters.clear()
     for length, size in ((20, 3), (22, 4), (25, 6), (31, 9)):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -97,6 +103,53 @@ def test_a_kind_of_mask_is_compiled_once_for_all_its_data():
         ids = Documents(torch.arange(length)[None] // 7)
         attend(q, q, q, mask=Causal() & SlidingWindow(size) & ids, backend="flex")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+def programs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("pages", [{}, {"format": "K8V4"}], ids=str)
+def test_decoding_compiles_a_bounded_number_of_programs(pages):
+    """One token at a time, and some at once, over pages that are sealed one after another."""
+    layer = Attention(32, 4, num_kv_heads=2, mask=Causal(), backend="flex").eval()
+    cache = PagedCache(PagePool(num_pages=200, page_size=4, **pages))
+    before = programs()
+    with torch.no_grad():
+        layer(torch.randn(1, 6, 32), cache=cache)
+        for step in range(200 if LONG else 30):
+            layer(torch.randn(1, 3 if step % 10 == 9 else 1, 32), cache=cache)
+    assert programs() - before <= 12
+
+
+def test_each_kind_of_call_has_programs_of_its_own(monkeypatch):
+    """More kinds of masks and heads than Dynamo compiles programs for one function."""
+    monkeypatch.setattr(flex, "KERNELS", 1)
+    flex._compiled.cache_clear()
+    q = torch.randn(1, 4, 20, 8)
+    for heads, mask in ((2, Causal()), (2, ~Causal()), (1, Causal() & SlidingWindow(3))):
+        k = q[:, :heads].contiguous()
+        out = attend(q, k, k, mask=mask, backend="flex")
+        torch.testing.assert_close(out, attend(q, k, k, mask=mask, backend="eager"))
+
+
+def test_a_tensor_given_twice_needs_no_other_program():
+    q, k, v = (torch.randn(1, 2, 21, 8) for _ in range(3))
+    for tensors in ((q, k, v), (q[:, :, :19], k[:, :, :19], v[:, :, :19])):
+        attend(*tensors, mask=Causal(), backend="flex")
+    before = programs()
+    attend(q, k, k, mask=Causal(), backend="flex")
+    attend(q, q, q, mask=Causal(), backend="flex")
+    assert programs() == before
+
+
+def test_a_function_that_refers_to_itself_is_a_mask():
+    def near(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx) < 3 if near else None
+
+    q = torch.randn(1, 2, 9, 8)
+    out, want = (attend(q, q, q, mask=Where(near), backend=name) for name in ("flex", "eager"))
+    torch.testing.assert_close(out, want)
 
 
 def test_automatic_choice_on_a_cpu_never_takes_it():
@@ -167,7 +220,7 @@ def test_automatic_choice_on_a_gpu(options, name, monkeypatch):
 def test_blocks_in_a_compiled_kernel(monkeypatch, unchecked):
     """torch's kernel for CPUs skips and fills the blocks that it is given."""
     real = flex._compiled
-    monkeypatch.setattr(flex, "_compiled", lambda backend: real("inductor"))
+    monkeypatch.setattr(flex, "_compiled", lambda _, kind: real("inductor", kind))
     q, k = torch.randn(2, 4, 300, 16), torch.randn(2, 2, 420, 16)
     given = {"mask": Causal() & SlidingWindow(150), "span": Span(120, 420, 0, 420)}
     with torch.no_grad():

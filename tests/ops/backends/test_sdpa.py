@@ -1,4 +1,4 @@
-"""torch's own kernel: what it cannot return, and when it needs no dense mask."""
+"""torch's own kernel: what it returns of parts, and when it needs no dense mask."""
 
 import os
 import subprocess
@@ -8,14 +8,85 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regard import EVERYTHING, Causal, SlidingWindow, attend, attend_partial, explain, prepare
+from regard import (
+    EVERYTHING,
+    Causal,
+    Dense,
+    Part,
+    SlidingWindow,
+    Span,
+    attend,
+    attend_partial,
+    explain,
+    prepare,
+)
 from regard.ops.backends import sdpa
 
 
-def test_a_part_needs_a_log_sum_exp():
+def definition(q, k, v, keep, bias=0.0):
+    """Output and log-sum-exp in float64, by the formula; 0 and -inf in fully masked rows."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * q.shape[3] ** -0.5 + bias).masked_fill(~keep, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+
+
+ALL = torch.ones(7, 11, dtype=torch.bool)
+CAUSAL = ALL.tril(4)
+SEEN = CAUSAL & (torch.arange(11) > 6)  # the first three queries may attend to no key
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blocked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("v_dim", [5, 8])
+def test_a_partial_result_is_the_definition(backend, dtype, v_dim):
+    """Causal from the first key on, from a later query on, windows, rows that see nothing, biases;
+    what no query sees may be infinite."""
+    q, k, v = (
+        torch.randn(2, h, n, d).to(dtype) for h, n, d in ((4, 7, 8), (2, 11, 8), (2, 11, v_dim))
+    )
+    bias = torch.randn(4, 7, 11).to(dtype)
+    first, later = Span(0, 7, 0, 11), Span(4, 11, 0, 11)
+    for mask, span, keep in (
+        (EVERYTHING, first, ALL),
+        (Causal(), first, ALL.tril()),
+        (Causal(), later, CAUSAL),
+        (Causal() & SlidingWindow(3), later, CAUSAL & ~ALL.tril(1)),
+        (Causal() & Dense(SEEN), later, SEEN),
+    ):
+        hidden = ~keep.any(0)[:, None]
+        for added in (None, bias):
+            options = {"mask": mask, "span": span, "score_bias": added, "backend": backend}
+            spoiled = k.masked_fill(hidden, torch.inf), v.masked_fill(hidden, torch.nan)
+            found = attend_partial(q, *spoiled, **options)
+            wanted = definition(q, k, v, keep, 0.0 if added is None else added.double())
+            rounding = 40 * torch.finfo(dtype).eps
+            for got, want in zip(found, wanted, strict=True):
+                assert got.dtype == dtype
+                torch.testing.assert_close(got.double(), want, rtol=rounding, atol=rounding)
+
+
+def test_no_keys_are_a_partial_result():
+    """torch's kernel would end the interpreter: it divides by the number of blocks of keys."""
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 5, 8)
+    for backend in ("sdpa", "grouped", "blocked"):
+        made = prepare(q, k, k, span=Span(0, 3, 0, 5), backend=backend, partial=True)
+        out, lse = made.partial(q, [Part(9, 12, (k[:, :, :3],) * 2)])
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+def test_it_says_where_it_gives_no_log_sum_exp():
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="sdpa gives no log-sum-exp"):
-        attend_partial(q, q, q, backend="sdpa")
+    for x, words in (
+        (q.bfloat16(), "in torch.bfloat16: torch's kernel rounds its outputs to it"),
+        (q.clone().requires_grad_(), "with a gradient"),
+        (q.to("meta"), "on meta"),
+    ):
+        with pytest.raises(ValueError, match=f"sdpa gives no log-sum-exp {words}"):
+            attend_partial(x, x, x, backend="sdpa")
+    with pytest.raises(ValueError, match=r"sdpa gives no log-sum-exp in compiled .* torch.func"):
+        torch.func.functionalize(lambda x: attend_partial(x, x, x, backend="sdpa").out)(q)
 
 
 @pytest.mark.parametrize("mask", [EVERYTHING, Causal(), Causal() & SlidingWindow(3)], ids=repr)

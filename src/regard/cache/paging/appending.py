@@ -32,28 +32,45 @@ class Append(NamedTuple):
 
 
 def plan(
-    kind: Kind, page_size: int, tables: Sequence[PageTable], lengths: list[int], added: int
+    kind: Kind,
+    page_size: int,
+    tables: Sequence[PageTable],
+    lengths: list[int],
+    new: Sequence[Tensor],
 ) -> Append:
-    """Which pages are needed.
+    """Which pages new tokens `[B, G, L, W]` need.
 
-    Full pages of a pool of codes are written to sealed pages at once; the first page of a row, and
-    those that stay open, are in full precision.
+    Full pages of a pool of codes are written to sealed pages at once. In full precision are the
+    first page of a row, those that stay open and, if tokens share scales, those with a number that
+    is not finite, which would spoil other tokens.
     """
+    added = new[0].shape[2]
     rows = list(zip(tables, lengths, strict=True))
-    slabs = [_new_pages(kind, page_size, table, length, added) for table, length in rows]
+    spoilt = _not_finite(new) if kind.sealed.shares_scales and added > 1 else [[]] * len(rows)
+    slabs = [
+        _new_pages(kind, page_size, table, length, added, tokens)
+        for (table, length), tokens in zip(rows, spoilt, strict=True)
+    ]
     full = [_filled(kind, page_size, table, length, added) for table, length in rows]
     return Append(page_size, lengths, added, slabs, full)
 
 
-def _new_pages(kind: Kind, size: int, table: PageTable, length: int, added: int) -> list[Slab]:
+def _new_pages(
+    kind: Kind, size: int, table: PageTable, length: int, added: int, not_finite: Sequence[int]
+) -> list[Slab]:
     stop = length + added
     if not added:
         return []
     numbers = range(max(table.stop, length // size), -(-stop // size))
-    opened = (
-        number == 0 or number * size < length or (number + 1) * size > stop for number in numbers
-    )
-    return [kind.open if each else kind.sealed for each in opened]
+    opened = {0, *(number for number in numbers if number * size < length)}
+    opened |= {stop // size, *((length + token) // size for token in not_finite)}
+    return [kind.open if number in opened else kind.sealed for number in numbers]
+
+
+def _not_finite(new: Sequence[Tensor]) -> list[list[int]]:
+    """The new tokens of each row that have a number that is not finite."""
+    finite = torch.stack([each.isfinite().all(-1).all(1) for each in new]).all(0)
+    return [row.logical_not().nonzero().flatten().tolist() for row in finite.cpu()]
 
 
 def _filled(kind: Kind, size: int, table: PageTable, length: int, added: int) -> int | None:
@@ -113,7 +130,7 @@ def _write_row(table: PageTable, append: Append, row: int, new: Sequence[Tensor]
     while start < stop:
         pages = _run(table, start // size, -(-stop // size))
         end = min(stop, (start // size + len(pages)) * size)
-        places = torch.cat([torch.arange(p.start, p.start + size, device="cpu") for p in pages])
+        places = torch.cat([_tokens(page) for page in pages])
         places = places.narrow(0, start % size, end - start)
         taken = start - append.lengths[row]
         tokens = [each.narrow(1, taken, end - start) for each in new]
@@ -152,18 +169,28 @@ def _clear_rest(page: Page, filled: int, size: int) -> None:
 def seal(pool: Pages, kind: Kind, tables: Sequence[PageTable], append: Append) -> list[Page]:
     """Store full open pages as codes; returns the pages whose places these take in the tables."""
     found = [(t, n) for t, n in zip(tables, append.full, strict=True) if n is not None]
+    if kind.sealed.shares_scales:
+        found = [each for each in found if _is_finite(_page(*each))]
     if not found:
         return []
-    size = append.page_size
     before = [_page(table, number) for table, number in found]
-    places = torch.cat([torch.arange(p.start, p.start + size, device="cpu") for p in before])
+    places = torch.cat([_tokens(page) for page in before])
     new = [pool.take(kind.sealed, _neighbour(table, number)) for table, number in found]
-    targets = torch.cat([torch.arange(p.start, p.start + size, device="cpu") for p in new])
+    targets = torch.cat([_tokens(page) for page in new])
     kind.sealed.write(targets, kind.open.read(places))
     for (table, number), page in zip(found, new, strict=True):
         page.sealed = True
         table.pages[number - table.first] = page
     return before
+
+
+def _tokens(page: Page) -> Tensor:
+    """The numbers of a page's tokens in its slab."""
+    return torch.arange(page.start, page.start + page.slab.page_size, device="cpu")
+
+
+def _is_finite(page: Page) -> bool:
+    return all(bool(each.isfinite().all()) for each in page.slab.stored(page.index))
 
 
 def _neighbour(table: PageTable, number: int) -> Page | None:

@@ -48,6 +48,29 @@ class Kind(NamedTuple):
     sealed: Slab
 
 
+class Change:
+    """A change of tables. If it fails or is interrupted, the references of all pages are as before:
+    pages that it took or retained are released. Those that it releases are released at its end.
+
+    Args:
+        pool: with its lock held.
+    """
+
+    def __init__(self, pool: "Pages") -> None:
+        self.pool = pool
+        self.gained: list[Page] = []
+        self.left: list[Page] = []
+
+    def __enter__(self) -> None:
+        assert self.pool.change is None, "one change at a time"
+        self.pool.change = self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        self.pool.change = None
+        for page in self.left if failure is None else self.gained:
+            self.pool.release(page)
+
+
 class Pages:
     """What a pool counts: its pages, which tables they are in, and the slabs that they lie in.
 
@@ -64,8 +87,11 @@ class Pages:
     ) -> None:
         check_whole("num_pages", num_pages, least=1)
         check_whole("page_size", page_size, least=1)
+        if not isinstance(offload, Offload | None):
+            raise TypeError(f"offload is Offload(hot_pages), or None, got {offload!r}")
         self.num_pages, self.page_size, self.format = num_pages, page_size, format_of(format)
         self.lock = threading.RLock()
+        self.change: Change | None = None  # the one that is being made
         self.weights: str | None = None
         self.prefixes = Prefixes(page_size, clock=self.operation)
         self.offloading = None if offload is None else Offloading(offload, num_pages)
@@ -161,6 +187,12 @@ class Pages:
                 "PagePool"
             )
 
+    def fits(self, needed: int) -> bool:
+        """Whether so many pages can be taken, before any other is released."""
+        if needed <= self.num_pages - len(self._pages):
+            return True
+        return needed <= self.num_pages - sum(page.references > 0 for page in self._pages)
+
     def reserve(self, needed: Sequence[Slab]) -> None:
         """Make room for one more page in each of these slabs.
 
@@ -181,16 +213,23 @@ class Pages:
         page = Page(slab, slab.take(beside))
         page.references = 1
         self._pages.add(page)
+        if self.change is not None:
+            self.change.gained.append(page)
         return page
 
     def retain(self, page: Page) -> None:
         """Count one more table that a page is in."""
         assert page in self._pages, "a page of this pool that is in use"
         page.references += 1
+        if self.change is not None:
+            self.change.gained.append(page)
 
     def release(self, page: Page) -> None:
         """Count one table less; a page that is in none is free, or reusable if it is stored."""
         assert page.references > 0, "a page is released as often as it was retained"
+        if self.change is not None:
+            self.change.left.append(page)
+            return
         page.references -= 1
         page.used = self.operation()
         if not page.references and page.node is None:
@@ -209,8 +248,8 @@ class Pages:
         self._dropped.extend(retired)
 
     def settle(self) -> None:
-        """Release what garbage collected caches held."""
-        while self._dropped:
+        """Release what garbage collected caches held; in a change, after it."""
+        while self._dropped and self.change is None:
             self.release(self._dropped.popleft())
 
     def copied(self, page: Page) -> Page:
@@ -225,7 +264,7 @@ class Pages:
         """Let the pool belong to the model with these weights.
 
         Raises:
-            ValueError: if it belongs to another one, or pages have another format.
+            ValueError: if it holds pages of another one, or pages have another format.
         """
         form = format_text(self.format)
         if context.format != form:
@@ -233,10 +272,11 @@ class Pages:
                 f"context has format={context.format!r}, the pool {form!r}; give "
                 "context_of(model, format=pool.format)"
             )
-        if self.weights is not None and self.weights != context.weights:
+        if self._pages and self.weights is not None and self.weights != context.weights:
             raise ValueError(
                 f"the pool holds pages of the model with weights {self.weights[:12]}, this one "
-                f"has {context.weights[:12]}; give each model a pool of its own"
+                f"has {context.weights[:12]}; give each model a pool of its own, and a new one "
+                "after training or another dtype"
             )
         self.weights = context.weights
 

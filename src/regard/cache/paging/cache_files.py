@@ -106,7 +106,7 @@ class Filled:
     def __init__(self, cache: Any, record: Record) -> None:
         pool, state = cache.pool, record.state
         device = record.streams[0].device if record.streams else torch.device("cpu")
-        groups = groups_from(state.get("groups"), pool.format, device)
+        groups = groups_from(state.get("groups"), pool.format, pool.page_size, device)
         check_shapes(groups, pool.page_size, record.streams)
         if len({group.outlines for group in groups}) > 1:
             raise ValueError("the pages of a cache are of one kind")

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.cache.paging.fingerprints import Modules, fingerprint, framed, tensor_digest, whole
-from regard.cache.paging.formats import GROUP, PageFormat, format_of
+from regard.cache.paging.formats import BY_CHANNEL_FROM, GROUP, PageFormat, format_of
 
-_WITHOUT_EFFECT = {  # entries of a transformers config that no key or value depends on
+_WITHOUT_EFFECT = {  # config entries and attributes that no key or value depends on
     *("dtype", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype"),
-    *("transformers_version", "use_cache"),
+    *("transformers_version", "use_cache", "training", "gradient_checkpointing"),
 }
 _HOW = {
     "backend",
@@ -27,6 +27,7 @@ _HOW = {
     "form",
     "precision",
 }  # arguments of layers: how, not what, is computed
+_NOT_ROTATED, _FROM = "not rotated", "by channel from "  # of a format, where that is not usual
 _BY_LENGTH = {"dynamic", "longrope"}  # rope types of transformers whose frequencies change
 
 
@@ -98,17 +99,20 @@ class Context:
 
 
 def format_text(form: str | PageFormat) -> str:
-    """The name of a format, with its group if that is not the usual one: `"K8V4/32"`.
+    """The name of a format, and what is not usual: `"K8V4/32"` with groups of 32 channels.
 
     Raises:
         ValueError: if the format is unknown.
     """
     if isinstance(form, str):
-        name, _, group = form.partition("/")
-        found = format_of(name)
-        form = found._replace(group=int(group)) if group.isdecimal() else found
+        name, *unusual = form.split("/")
+        return "/".join([format_of(name).name, *unusual])
     found = format_of(form)
-    return found.name if found.group == GROUP else f"{found.name}/{found.group}"
+    unusual = [str(found.group)] if found.group != GROUP else []
+    unusual += [] if found.rotates else [_NOT_ROTATED]
+    if found.by_channel_from != BY_CHANNEL_FROM:
+        unusual.append(f"{_FROM}{found.by_channel_from}")
+    return "/".join([found.name, *unusual])
 
 
 def _dtype_name(dtype: Any) -> Any:
@@ -226,16 +230,26 @@ def _settings(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, each in module.named_modules():
         arguments = vars(each).get("arguments")
-        described = each.extra_repr()
         if isinstance(arguments, dict):
             what = {key: value for key, value in arguments.items() if key not in _HOW}
             described = _described(what)
+        else:
+            described = f"{each.extra_repr()} {_numbers_of(each)}"
         digest.update(framed(name.encode(), type(each).__name__.encode(), described.encode()))
     config: Any = getattr(module, "config", None)
     if hasattr(config, "to_dict"):
         entries = _effective(config.to_dict())
         digest.update(json.dumps(entries, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def _numbers_of(module: nn.Module) -> dict[str, int | float]:
+    """The numbers among a module's attributes, such as a scale, which may be changed."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and name[:1] != "_" and name not in _WITHOUT_EFFECT
+    }
 
 
 def _effective(entries: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from regard.cache.rotation import blocks_of
 
 GROUP = 64  # channels with one scale and one zero, which take 32 bits: half a bit a channel
+BY_CHANNEL_FROM = 32  # tokens of a page: scales and zeros of its channels are a bit a number then
 
 
 class PageFormat(NamedTuple):
@@ -17,7 +18,12 @@ class PageFormat(NamedTuple):
         key_bits: bits of a key's channel.
         value_bits: bits of a value's channel.
         group: channels of a token and head with one scale and one zero.
-        rotates: whether streams of fewer than 8 bits are rotated before they are quantised.
+        rotates: whether streams of fewer than 8 bits are rotated before they are quantised, where
+            tokens have scales.
+        by_channel_from: in pages of so many tokens or more, at least 2, keys (or one joined latent)
+            of fewer than 8 bits have a scale and a zero for each channel of a page, in place of
+            each token: in keys a few channels are far larger than others in all tokens, in values
+            they are not (KIVI, Liu et al. 2024, arXiv:2402.02750). None: in no pages.
 
     Examples:
         >>> from regard.cache import PageFormat, PagePool
@@ -31,6 +37,7 @@ class PageFormat(NamedTuple):
     value_bits: int | None = None
     group: int = GROUP
     rotates: bool = True
+    by_channel_from: int | None = BY_CHANNEL_FROM
 
     def bits_of_stream(self, index: int) -> int | None:
         """The bits of a stream: keys, or one joined latent, come first, then values."""
@@ -64,6 +71,26 @@ class PageFormat(NamedTuple):
         if not self.rotates or bits is None or bits == 8 or (count == 1 and not pieces):
             return ()
         return blocks_of(pieces[0] if count == 1 and pieces else width)
+
+    def shares(self, index: int, page_size: int) -> tuple[int, int]:
+        """How many tokens of a page and how many channels share a scale and a zero.
+
+        Args:
+            index: of the stream: keys, or one joined latent, come first, then values.
+            page_size: tokens of a page.
+
+        Examples:
+            >>> from regard.cache import format_of
+            >>> [format_of("K6V4").shares(index, page_size=64) for index in (0, 1)]
+            [(64, 1), (1, 64)]
+            >>> format_of("K8V4").shares(0, page_size=64)
+            (1, 64)
+        """
+        bits, least = self.bits_of_stream(index), self.by_channel_from
+        few = bits is not None and bits < 8
+        if index == 0 and few and least is not None and page_size >= max(2, least):
+            return page_size, 1
+        return 1, self.group
 
 
 PLAIN = PageFormat("plain")

@@ -4,19 +4,17 @@ Pages are written as they are stored, codes with their scales, and each of them 
 rows share it.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.cache.codes import bytes_of
 from regard.cache.files import Stacked, is_naturals
 from regard.cache.paging.bookkeeping import Kind, Pages
 from regard.cache.paging.formats import PageFormat
 from regard.cache.paging.pages import Page
-from regard.cache.paging.slabs import Outline, Slab
+from regard.cache.paging.slabs import Outline, Slab, coded
 from regard.cache.rotation import blocks_of
 from regard.cache.saving import outlines_from, outlines_text
 
@@ -38,18 +36,10 @@ class Group(NamedTuple):
     def shapes(self, page_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The shapes and dtypes of the tensors of a file that hold these pages."""
         return [
-            ((self.size, each.heads, page_size, width), dtype)
+            ((self.size, *shape), dtype)
             for each in self.stored
-            for width, dtype in _widths(each)
+            for shape, dtype in each.buffers(page_size)
         ]
-
-
-def _widths(outline: Outline) -> list[tuple[int, torch.dtype]]:
-    if outline.bits is None:
-        return [(outline.width, outline.dtype)]
-    groups = math.ceil(outline.width / outline.group)
-    codes = bytes_of(outline.width, outline.bits)
-    return [(codes, torch.uint8), (2 * groups, torch.bfloat16)]
 
 
 class Numbered:
@@ -93,12 +83,13 @@ class Numbered:
         )
 
 
-def groups_from(value: Any, form: PageFormat, device: torch.device) -> list[Group]:
+def groups_from(value: Any, form: PageFormat, page_size: int, device: torch.device) -> list[Group]:
     """The groups that JSON describes.
 
     Args:
         value: of the JSON of a file.
         form: of the pool.
+        page_size: of the pool.
         device: of its pages.
 
     Raises:
@@ -106,13 +97,13 @@ def groups_from(value: Any, form: PageFormat, device: torch.device) -> list[Grou
     """
     if not isinstance(value, list):
         raise ValueError(f"groups of pages are a list, got {value!r:.200}")
-    groups = [_group(each, form, device) for each in value]
+    groups = [_group(each, form, page_size, device) for each in value]
     if len({group[:2] for group in groups}) != len(groups):
         raise ValueError("pages of one kind are one group")
     return groups
 
 
-def _group(value: Any, form: PageFormat, device: torch.device) -> Group:
+def _group(value: Any, form: PageFormat, page_size: int, device: torch.device) -> Group:
     names = {"outlines", "rotations", "codes", "count"}
     if not isinstance(value, dict) or set(value) != names:
         raise ValueError(f"a group of pages has {', '.join(sorted(names))}, got {value!r:.200}")
@@ -122,7 +113,7 @@ def _group(value: Any, form: PageFormat, device: torch.device) -> Group:
     if not is_naturals([value["count"]]) or not value["count"] or value["codes"] not in (0, 1):
         raise ValueError(f"a group has a count of pages, and codes or not, got {value!r:.200}")
     outlines = tuple(
-        _outline(index, like, rotation, form, device)
+        _outline(index, like, rotation, form, page_size, device)
         for index, (like, rotation) in enumerate(zip(likes, rotations, strict=True))
     )
     codes = bool(value["codes"])
@@ -132,20 +123,24 @@ def _group(value: Any, form: PageFormat, device: torch.device) -> Group:
 
 
 def _outline(
-    index: int, like: Tensor, rotation: Any, form: PageFormat, device: torch.device
+    index: int,
+    like: Tensor,
+    rotation: Any,
+    form: PageFormat,
+    page_size: int,
+    device: torch.device,
 ) -> Outline:
     _, heads, _, width = like.shape
-    plain = Outline(heads, width, like.dtype, device)
-    bits = form.bits_of_stream(index) if like.is_floating_point() else None
-    rotated = bits is not None and bits < 8
     known = is_naturals(rotation) and tuple(rotation) == blocks_of(min(sum(rotation), width))
+    blocks = tuple(rotation) if known else ()
+    found = coded(Outline(heads, width, like.dtype, device), index, form, page_size, blocks)
+    rotated = found.bits is not None and found.bits < 8 and found.run == 1
     if not known or (rotation and not rotated):
         raise ValueError(
-            f"{width} channels in {bits or 'no'} bits are not rotated in blocks {rotation!r:.99}"
+            f"{width} channels in {found.bits or 'no'} bits are not rotated in blocks "
+            f"{rotation!r:.99}"
         )
-    if bits is None:
-        return plain
-    return plain._replace(bits=bits, group=form.group, rotation=tuple(rotation))
+    return found
 
 
 def check_shapes(groups: Sequence[Group], page_size: int, found: Sequence[Any]) -> None:

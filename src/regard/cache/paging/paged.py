@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.cache.paging import appending, changing
-from regard.cache.paging.bookkeeping import Kind, Pages
+from regard.cache.paging.bookkeeping import Change, Kind, Pages
 from regard.cache.paging.cache_files import Recorded
 from regard.cache.paging.pages import PageTable
 from regard.cache.paging.rows import Rows
@@ -19,6 +19,7 @@ from regard.cache.streams import (
     check_streams,
     check_whole,
     concatenated,
+    lengths_of,
     needs_gradients,
 )
 from regard.span import Span
@@ -134,28 +135,24 @@ class PagedCache(Recorded):
 
         Raises:
             ValueError: if the streams do not fit each other or those held, require gradients, or
-                the pool has too few pages left; nothing changes then.
+                the pool has too few pages left; nothing changes then, or if it is interrupted.
         """
-        added = self._check(new)
+        self._check(new)
         with self.pool.lock:
-            kind, tables = self._kind_of(new), self._tables_of(new)
+            kind, tables = self._kind_of(new), self._rows.tables or [PageTable() for _ in new[0]]
             size, start = self.pool.page_size, self._needed(self._lengths.shortest)
-            append = appending.plan(kind, size, tables, self.row_lengths(len(tables)), added)
+            append = appending.plan(kind, size, tables, self.row_lengths(len(tables)), new)
             self._rows.settle()
             full = [kind.sealed for number in append.full if number is not None]
             self.pool.reserve([*append.needed, *full])
-            parts = self._past_and(new) if self._are_returned_as_given(added) else None
-            tables = appending.with_new_pages(self.pool, tables, append)
-            appending.write(tables, append, new)
-            self._begin(kind, new)
-            self._lengths = self._lengths.grown(added)
-            if append.needed or not self._rows.tables:
-                self._rows.set(tables)
-            if parts is None:
-                parts = self._parts(start, self.length)
-            self._seal(kind, append)
-            self._release_before_window()
-            return parts
+            before = list(self._rows.tables), self._kind, self._lengths, self._like
+            try:
+                with Change(self.pool):
+                    return self._appended(kind, tables, append, new, start)
+            except BaseException:
+                tables, self._kind, self._lengths, self._like = before
+                self._rows.undo(tables)
+                raise
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
@@ -178,10 +175,11 @@ class PagedCache(Recorded):
             lengths = self._lengths.truncated(length, self._like)
             self._check_window(length, lengths)
             self._rows.settle()
-            rows = _numbers(lengths, len(self._rows.tables))
-            if self._rows.tables:
-                assert self._kind is not None
-                self._rows.set(changing.cut(self.pool, self._kind, self._rows.tables, rows))
+            rows, size = _numbers(lengths, len(self._rows.tables)), self.pool.page_size
+            if self._kind is not None and not self._rows.cut_fits(self._kind, rows):
+                whole = [-(-each // size) * size for each in rows]
+                self._cut([*map(min, whole, self.row_lengths())])
+            self._cut(rows)
             self._lengths = lengths
 
     def can_truncate(self, length: int | Tensor) -> bool:
@@ -203,12 +201,15 @@ class PagedCache(Recorded):
         with self.pool.lock:
             check_rows(rows, self._like)
             self._rows.settle()
-            if self._like:
-                self._rows.set(changing.chosen(self.pool, self._rows.tables, rows.tolist()))
-                self._like = tuple(
-                    each.new_empty(len(rows), *each.shape[1:]) for each in self._like
-                )
-            self._lengths = self._lengths.reordered(rows)
+            if not self._like:
+                self._lengths = self._lengths.reordered(rows)
+                return
+            numbers: list[int] = rows.tolist()
+            if not self._rows.choice_fits(numbers):
+                first = list(dict.fromkeys(numbers))
+                self._choose(first)
+                numbers = [first.index(each) for each in numbers]
+            self._choose(numbers)
 
     def fork(self) -> "PagedCache":
         """A copy that goes on by itself: sealed pages are shared, open ones copied.
@@ -217,9 +218,8 @@ class PagedCache(Recorded):
             ValueError: if the pool has too few pages left.
         """
         self._check_usable()
-        with self.pool.lock:
-            tables = changing.forked(self.pool, self._rows.tables)
-            return self._with(tables)
+        with self.pool.lock, Change(self.pool):
+            return self._with(changing.forked(self.pool, self._rows.tables))
 
     def release(self) -> None:
         """Release the pages; the cache cannot be used after it.
@@ -258,10 +258,6 @@ class PagedCache(Recorded):
 
     # ---- parts ----
 
-    def _are_returned_as_given(self, added: int) -> bool:
-        """Whether the new tokens are a part of their own: several, in rows of one length."""
-        return added > 1 and self._lengths.rows is None
-
     def _past_and(self, new: Sequence[Tensor]) -> tuple[Part, ...]:
         """The tokens held, and the new ones as they were given."""
         stop = self.length + new[0].shape[2]
@@ -285,6 +281,43 @@ class PagedCache(Recorded):
         later = Lengths(lengths.longest - start, lengths.shortest - start, lengths.rows - start)
         whole = concatenated(held, new, later)
         return (Part(start, start + whole[0].shape[2], whole),)
+
+    # ---- changes ----
+
+    def _appended(
+        self,
+        kind: Kind,
+        tables: list[PageTable],
+        append: appending.Append,
+        new: Sequence[Tensor],
+        start: int,
+    ) -> tuple[Part, ...]:
+        """What `update` returns, of tokens that are appended to the tables."""
+        are_one_part = append.added > 1 and self._lengths.rows is None
+        parts = self._past_and(new) if are_one_part else None
+        tables = appending.with_new_pages(self.pool, tables, append)
+        appending.write(tables, append, new)
+        self._begin(kind, new)
+        self._lengths = self._lengths.grown(append.added)
+        if append.needed or not self._rows.tables:
+            self._rows.set(tables)
+        self._rows.tables[:] = tables  # without new pages the parts stay
+        if parts is None:
+            parts = self._parts(start, self.length)
+        self._seal(kind, append)
+        self._release_before_window()
+        return parts
+
+    def _cut(self, lengths: list[int]) -> None:
+        if self._rows.tables:
+            assert self._kind is not None
+            self._rows.cut(self._kind, lengths)
+        self._lengths = lengths_of(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
+
+    def _choose(self, rows: list[int]) -> None:
+        self._rows.choose(rows)
+        self._like = tuple([each.new_empty(len(rows), *each.shape[1:]) for each in self._like])
+        self._lengths = self._lengths.reordered(torch.tensor(rows, dtype=torch.int64, device="cpu"))
 
     # ---- state ----
 
@@ -311,10 +344,9 @@ class PagedCache(Recorded):
     def _kind_of(self, new: Sequence[Tensor]) -> Kind:
         if self._kind is not None:
             return self._kind
-        return self.pool.kind_of(outlines_of(new, self.pool.format, self.pieces))
-
-    def _tables_of(self, new: Sequence[Tensor]) -> list[PageTable]:
-        return self._rows.tables or [PageTable() for _ in range(new[0].shape[0])]
+        return self.pool.kind_of(
+            outlines_of(new, self.pool.format, self.pool.page_size, self.pieces)
+        )
 
     def _begin(self, kind: Kind, new: Sequence[Tensor]) -> None:
         if not self._like:

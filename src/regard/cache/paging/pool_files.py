@@ -77,7 +77,8 @@ def load(
         _check_weights(pool, file)
         content = _content(file, pool)
         try:
-            groups = groups_from(content["groups"], pool.format, torch.device(device))
+            device = torch.device(device)
+            groups = groups_from(content["groups"], pool.format, pool.page_size, device)
             names = _stream_names(groups, file)
             check_shapes(groups, pool.page_size, [file.entries[name] for name in names])
             entries = _entries(file, content["entries"], pool, groups)

@@ -68,19 +68,27 @@ class PagedStream(NamedTuple):
         step = pages_apart(table[:, 0])
         if step is None:
             return None
-        first = int(table[0, 0]) * self.page_size + self.start
+        first, size = int(table[0, 0]) * self.page_size + self.start, self.page_size
 
-        def view(x: Tensor) -> Tensor:
-            rows = x.narrow(2, first, self.length)
-            across = step * self.page_size * x.stride(2), *x.stride()[1:]
-            return rows.as_strided((self.table.shape[0], *rows.shape[1:]), across)
+        def of_rows(x: Tensor, whole: Tensor) -> Tensor:
+            across = step * (whole.shape[2] // (self._tokens // size)) * x.stride(2)
+            shape = self.table.shape[0], *x.shape[1:]
+            return x.as_strided(shape, (across, *x.stride()[1:]))
 
-        return _each(self.slab, view)
+        if isinstance(self.slab, Tensor):
+            return of_rows(self.slab.narrow(2, first, self.length), self.slab)
+        found = self.slab.narrow(first, self.length)
+        codes = of_rows(found.codes, self.slab.codes)
+        return found._replace(codes=codes, scales=of_rows(found.scales, self.slab.scales))
 
     def copied(self) -> Values:
         """The stream in new tensors, as it is stored; of shared pages, one copy, expanded."""
         table = self.table[:1] if self.is_shared else self.table
         found = _each(self.slab, lambda x: self._selected(x, table).to(self.device))
+        if isinstance(found, Tensor):
+            found = found.narrow(2, self.start, self.length)
+        else:
+            found = found.narrow(self.start, self.length)
         if table.shape[0] == self.table.shape[0]:
             return found
         return _each(found, lambda x: x.expand(self.table.shape[0], -1, -1, -1))
@@ -96,15 +104,21 @@ class PagedStream(NamedTuple):
         assert isinstance(one, QuantizedStream)
         return one.dequantized().expand(self.table.shape[0], -1, -1, -1)
 
+    @property
+    def _tokens(self) -> int:
+        """Tokens of the slab."""
+        return (self.slab if isinstance(self.slab, Tensor) else self.slab.codes).shape[2]
+
     def _selected(self, x: Tensor, table: Tensor) -> Tensor:
-        """The tokens of one tensor of the slab; whole pages are copied."""
-        _, heads, tokens, width = x.shape
-        pages = tokens // self.page_size
+        """Whole pages of one tensor of the slab, copied."""
+        _, heads, stored, width = x.shape
+        pages = self._tokens // self.page_size
+        a_page = stored // pages  # tokens, or runs of tokens that share scales
         head = torch.arange(heads, device="cpu")[:, None] * pages
         at = (table[:, None] + head).flatten().to(x.device)
-        memory = x.view(heads * pages, self.page_size * width)
-        shape = table.shape[0], heads, table.shape[1] * self.page_size, width
-        return memory.index_select(0, at).view(shape).narrow(2, self.start, self.length)
+        memory = x.view(heads * pages, a_page * width)
+        shape = table.shape[0], heads, table.shape[1] * a_page, width
+        return memory.index_select(0, at).view(shape)
 
 
 def pages_apart(column: Int64[Tensor, " B"]) -> int | None:

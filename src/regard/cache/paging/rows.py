@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from regard.cache.paging import changing
-from regard.cache.paging.bookkeeping import Pages
+from regard.cache.paging.bookkeeping import Change, Kind, Pages
 from regard.cache.paging.offloading import Reading
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.segments import Segment, parts_of, segments_of
@@ -49,7 +49,7 @@ class Rows:
             for number, page in enumerate(table.pages, table.first):
                 tokens = min(size, max(0, length - number * size))
                 found[page] = max(tokens, found.get(page, 0))
-        return sum(tokens * page.slab.token_bytes for page, tokens in found.items())
+        return sum(page.slab.page_bytes * tokens // size for page, tokens in found.items())
 
     def check_window(self, asked: object, stops: Sequence[int], window: int, length: int) -> None:
         """Raise unless the tables hold the window of the token after `stops` tokens of each row.
@@ -98,6 +98,45 @@ class Rows:
                 self.retire(table.pages[:count])
                 del table.pages[:count]
                 table.first += count
+
+    def cut_fits(self, kind: Kind, lengths: Sequence[int]) -> bool:
+        """Whether what a cut copies fits beside the pages that it releases.
+
+        Raises:
+            ValueError: if it does not even fit in their place.
+        """
+        size = self.pool.page_size
+        new = changing.cut(self.tables, lengths, size)
+        return self._fit(len(changing.cut_pages(kind, new, lengths, size)), new)
+
+    def cut(self, kind: Kind, lengths: Sequence[int]) -> None:
+        """Leave the first tokens of each row; all of it, or nothing if it is interrupted."""
+        with Change(self.pool):
+            new = changing.cut(self.tables, lengths, self.pool.page_size)
+            left = changing.left_by(self.tables, new)
+            new = changing.opened(self.pool, kind, new, lengths)
+            for page in left.elements():
+                self.pool.release(page)
+        self.set(new)
+
+    def choice_fits(self, rows: Sequence[int]) -> bool:
+        """Whether the copies for these rows fit beside the other pages. Raises as `cut_fits`."""
+        return self._fit(len(changing.copies(self.tables, rows)), [self.tables[n] for n in rows])
+
+    def choose(self, rows: Sequence[int]) -> None:
+        """Have these rows; all of it, or nothing if it is interrupted."""
+        with Change(self.pool):
+            new = changing.chosen(self.pool, self.tables, rows)
+        self.set(new)
+
+    def _fit(self, copies: int, new: Sequence[PageTable]) -> bool:
+        self.pool.check_room(copies, freed=changing.freed(changing.left_by(self.tables, new)))
+        return self.pool.fits(copies)
+
+    def undo(self, before: Sequence[PageTable]) -> None:
+        """Replace the tables by those before an update that failed, whose pages are released."""
+        self.retired.clear()
+        self.set(before)
 
     def go_back(self, before: Sequence[PageTable]) -> None:
         """Replace the tables by those before an update; pages that it took are released."""

@@ -41,7 +41,7 @@ class Segment(NamedTuple):
         offset, size = start - self.first * page_size, stop - start
         if self.slab is None:
             return Part(start, stop, self._gathered(offset, size))
-        if self.begin is None or self.slab.read_on is not None:
+        if self.begin is None or self.slab.read_on is not None or self.slab.shares_scales:
             assert self.table is not None
             table, device = self.table.expand(self.rows, -1), self.slab.read_on
             tokens = self.size * page_size

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream, bytes_of
+from regard.cache.codes import QuantizedStream, bytes_of, quantize_channels
 from regard.cache.paging.formats import PageFormat
 from regard.cache.quantizing import quantized
 from regard.cache.streams import writable
@@ -28,13 +28,24 @@ class Outline(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     bits: int | None = None  # of its codes; None where it is stored as it is
-    group: int = 0
+    group: int = 0  # channels that share a scale
     rotation: tuple[int, ...] = ()
+    run: int = 1  # tokens that share scales: those of a page, or one
 
     @property
     def plain(self) -> "Outline":
         """The same stream stored as it is."""
-        return self._replace(bits=None, group=0, rotation=())
+        return self._replace(bits=None, group=0, rotation=(), run=1)
+
+    def buffers(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes `[G, tokens, w]` and dtypes of what stores so many tokens: values, or codes and
+        scales."""
+        if self.bits is None:
+            return [((self.heads, tokens, self.width), self.dtype)]
+        groups = -(-self.width // self.group)
+        codes = self.heads, tokens, bytes_of(self.width, self.bits)
+        scales = self.heads, tokens // self.run, 2 * groups
+        return [(codes, torch.uint8), (scales, torch.bfloat16)]
 
     def empty(self, rows: int, tokens: int) -> Tensor:
         """A tensor of such a stream, not initialised."""
@@ -43,31 +54,43 @@ class Outline(NamedTuple):
 
 
 def outlines_of(
-    streams: Sequence[Tensor], form: PageFormat, pieces: Sequence[int] | None
+    streams: Sequence[Tensor], form: PageFormat, page_size: int, pieces: Sequence[int] | None
 ) -> tuple[Outline, ...]:
     """The outlines of streams `[B, G, L, W]` in pages of a format.
 
     Args:
         streams: of one update.
         form: of sealed pages.
+        page_size: tokens of a page.
         pieces: the widths of the pieces that one joined stream consists of, if a layer announced
             them; only the first piece is rotated then.
     """
-    return tuple(
-        _outline(each, index, len(streams), form, pieces) for index, each in enumerate(streams)
-    )
+    found = []
+    for index, stream in enumerate(streams):
+        _, heads, _, width = stream.shape
+        plain = Outline(heads, width, stream.dtype, stream.device)
+        rotation = form.rotation_of(index, len(streams), width, pieces)
+        found.append(coded(plain, index, form, page_size, rotation))
+    return tuple(found)
 
 
-def _outline(
-    stream: Tensor, index: int, count: int, form: PageFormat, pieces: Sequence[int] | None
+def coded(
+    plain: Outline, index: int, form: PageFormat, page_size: int, rotation: tuple[int, ...]
 ) -> Outline:
-    _, heads, _, width = stream.shape
-    plain = Outline(heads, width, stream.dtype, stream.device)
-    bits = form.bits_of_stream(index) if stream.is_floating_point() else None
+    """The outline of a stream in sealed pages of a format.
+
+    Args:
+        plain: its outline as it is.
+        index: of the stream.
+        form: of the pages.
+        page_size: tokens of a page.
+        rotation: of its channels, where each token has scales.
+    """
+    bits = form.bits_of_stream(index) if plain.dtype.is_floating_point else None
     if bits is None:
         return plain
-    rotation = form.rotation_of(index, count, width, pieces)
-    return plain._replace(bits=bits, group=form.group, rotation=rotation)
+    run, group = form.shares(index, page_size)
+    return plain._replace(bits=bits, group=group, rotation=() if run > 1 else rotation, run=run)
 
 
 class Slab:
@@ -92,21 +115,15 @@ class Slab:
         return self.capacity - len(self._is_free)
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token of one row."""
-        total = 0
-        for each in self.outlines:
-            if each.bits is None:
-                total += each.heads * each.width * each.dtype.itemsize
-            else:
-                groups = -(-each.width // each.group)
-                total += each.heads * (bytes_of(each.width, each.bits) + 4 * groups)
-        return total
+    def shares_scales(self) -> bool:
+        """Whether the tokens of a page share scales: such codes stand for finite numbers alone."""
+        return any(each.run > 1 for each in self.outlines)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return self.page_size * self.token_bytes
+        buffers = (each for outline in self.outlines for each in outline.buffers(self.page_size))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
 
     @property
     def allocated_bytes(self) -> int:
@@ -151,38 +168,47 @@ class Slab:
             self._free, self._is_free = [], set()
 
     def write(self, at: Int64[Tensor, " n"], tokens: Sequence[Tensor]) -> None:
-        """Write streams `[G, n, W]` to the tokens `at` of the slab, without a gradient."""
-        for held, outline, new in zip(self.streams, self.outlines, tokens, strict=True):
-            for buffer, values in zip(_buffers(held), _stored(new.detach(), outline), strict=True):
-                buffer[0].index_copy_(1, at.to(buffer.device), values)
+        """Write streams `[G, n, W]` to the tokens `at` of the slab, without a gradient: where
+        tokens share scales, whole pages."""
+        for buffer, values, run in self._written(tokens):
+            places = at.to(buffer.device)[::run] // run
+            buffer[0].index_copy_(1, places, values)
 
     def put(self, start: int, tokens: Sequence[Tensor]) -> None:
-        """Write streams `[G, n, W]` to the tokens from `start` on, without a gradient."""
-        for held, outline, new in zip(self.streams, self.outlines, tokens, strict=True):
-            for buffer, values in zip(_buffers(held), _stored(new.detach(), outline), strict=True):
-                buffer[0].narrow(1, start, values.shape[1]).copy_(values)
+        """`write` to the tokens from `start` on."""
+        for buffer, values, run in self._written(tokens):
+            buffer[0].narrow(1, start // run, values.shape[1]).copy_(values)
+
+    def _written(self, tokens: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Each buffer, what it stores of streams `[G, n, W]`, and how many tokens share that."""
+        for held, outline, values in zip(self.streams, self.outlines, tokens, strict=True):
+            buffers, stored = _buffers(held), _stored(values.detach(), outline)
+            yield from zip(buffers, stored, (1, outline.run)[: len(buffers)], strict=True)
 
     def read(self, at: Int64[Tensor, " n"]) -> tuple[Tensor, ...]:
         """The values of the tokens `at`, as streams `[G, n, W]` in new tensors."""
         chosen = []
         for held in self.streams:
-            parts = [buffer.index_select(2, at.to(buffer.device)) for buffer in _buffers(held)]
             if isinstance(held, QuantizedStream):
-                parts = [held._replace(codes=parts[0], scales=parts[1]).dequantized()]
-            chosen.append(parts[0][0].to(self.read_on))
+                codes = held.codes.index_select(2, at.to(held.codes.device))
+                scales = held.scales.index_select(2, at.to(codes.device) // held.run)
+                values = held._replace(codes=codes, scales=scales, run=1).dequantized()
+            else:
+                values = held.index_select(2, at.to(held.device))
+            chosen.append(values[0].to(self.read_on))
         return tuple(chosen)
 
     def stored(self, number: int) -> tuple[Tensor, ...]:
-        """What a page stores, as views `[G, page_size, w]`: values, or codes and scales."""
-        start, size = number * self.page_size, self.page_size
-        buffers = (buffer for held in self.streams for buffer in _buffers(held))
-        return tuple(buffer[0].narrow(1, start, size) for buffer in buffers)
+        """What a page stores, as views: values `[G, page_size, w]`, or codes and scales."""
+        pages = self.capacity
+        buffers = (buffer[0] for held in self.streams for buffer in _buffers(held))
+        return tuple(each.unflatten(1, (pages, -1))[:, number] for each in buffers)
 
     def clear(self, start: int, stop: int) -> None:
-        """Write zeros to the tokens `start..stop`."""
+        """Write zeros to the tokens `start..stop`, of values."""
         for held in self.streams:
-            for buffer in _buffers(held):
-                buffer.narrow(2, start, stop - start).zero_()
+            assert isinstance(held, Tensor), "sealed pages are written whole"
+            held.narrow(2, start, stop - start).zero_()
 
     def _grown(self, index: int, outline: Outline, capacity: int) -> Tensor | QuantizedStream:
         tokens = capacity * self.page_size
@@ -193,18 +219,15 @@ class Slab:
         return new
 
     def _allocated(self, outline: Outline, tokens: int) -> Tensor | QuantizedStream:
-        bits, group = outline.bits, outline.group
-
-        def memory(width: int, dtype: torch.dtype) -> Tensor:
-            return self.memory((1, outline.heads, tokens, width), dtype, outline.device)
-
+        buffers = [
+            self.memory((1, *shape), dtype, outline.device)
+            for shape, dtype in outline.buffers(tokens)
+        ]
+        _, width, dtype, _, bits, group, rotation, run = outline
         if bits is None:
-            return memory(outline.width, outline.dtype)
-        codes = memory(bytes_of(outline.width, bits), torch.uint8)
-        scales = memory(2 * -(-outline.width // group), torch.bfloat16)
-        return QuantizedStream(
-            codes, scales, bits, group, outline.width, outline.dtype, outline.rotation
-        )
+            return buffers[0]
+        codes, scales = buffers
+        return QuantizedStream(codes, scales, bits, group, width, dtype, rotation, run)
 
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer, not initialised."""
@@ -233,4 +256,6 @@ def _stored(values: Tensor, outline: Outline) -> tuple[Tensor, ...]:
     """Values `[G, n, W]` as they are stored: themselves, or codes and scales."""
     if outline.bits is None:
         return (values,)
+    if outline.run > 1:
+        return quantize_channels(values, outline.bits, outline.run)
     return quantized(values, outline.bits, outline.group, outline.rotation)

@@ -5,7 +5,13 @@ from regard.ops.backends import blocked, eager, flex, fused, grouped, sdpa, tile
 from regard.ops.call import Backend
 
 BACKENDS: dict[str, Backend] = {
-    "sdpa": Backend(sdpa.objection, sdpa.estimate, sdpa.run),
+    "sdpa": Backend(
+        sdpa.objection,
+        sdpa.estimate,
+        sdpa.run,
+        sdpa.partial,
+        partial_objection=sdpa.partial_objection,
+    ),
     "grouped": Backend(
         grouped.objection,
         grouped.estimate,
@@ -30,7 +36,14 @@ BACKENDS: dict[str, Backend] = {
     ),
     "tiled": Backend(tiled.objection, tiled.estimate, tiled.run, tiled.partial, any_length=False),
     "blocked": Backend(
-        blocked.objection, blocked.estimate, blocked.run, any_length=False, note=blocked.note
+        blocked.objection,
+        blocked.estimate,
+        blocked.run,
+        blocked.partial,
+        partial_objection=blocked.partial_objection,
+        widens=True,
+        any_length=False,
+        note=blocked.note,
     ),
     "flex": Backend(flex.objection, flex.estimate, flex.run, flex.partial, any_length=False),
     "eager": Backend(eager.objection, eager.estimate, eager.run, eager.partial),

@@ -9,7 +9,7 @@ recomputes it (arXiv:1604.06174).
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial as bound
 
 import torch
 from jaxtyping import Float
@@ -17,23 +17,26 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from regard.constants import accumulating_dtype
 from regard.masks import Span
 from regard.masks.pieces import is_relative
 from regard.masks.visible_runs import Runs
 from regard.ops import block_gradients, fast_precision
 from regard.ops.backends import eager, sdpa
-from regard.ops.backends.common import may_check
+from regard.ops.backends.common import columns_contiguous, may_check
 from regard.ops.backends.sdpa import Hiding
-from regard.ops.block_gradients import Step
+from regard.ops.block_gradients import Step, for_masked, forward_block
 from regard.ops.blocks import BLOCK, Block, Gathered, part_of
 from regard.ops.blocks import plan as blocks_of
 from regard.ops.call import Call, is_empty
 from regard.ops.devices import EFFICIENT, on_device, visible_share
+from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 from regard.tracing import has_modes, is_forward_mode, is_transformed
 from regard.versions import ChangedInPlace, Versions
 
 SCORES = 1 << 22  # elements: the most scores in a block that stores them; about the L3 cache
+_CONVERTED = 1024  # half-precision keys converted to float32 at a time: these stay in the caches
 _OPERATORS = 30  # operators started for a block
 _OF_A_MASK = 30  # operators started for a block with a mask, in addition
 _ONE_BLOCK = 10  # operators started in addition to the inner backend's, if there is one block
@@ -51,6 +54,16 @@ def objection(call: Call) -> str | None:
             "blocked computes its blocks again in the backward pass, which neither torch.func "
             "transforms nor forward-mode derivatives follow"
         )
+    return None
+
+
+def partial_objection(call: Call) -> str | None:
+    if call.device.type != "cpu":
+        return f"blocked gives no log-sum-exp on {call.device.type}"
+    if call.needs_grad:
+        return "blocked gives no log-sum-exp with a gradient"
+    if fast_precision.suits(call):
+        return "blocked gives no log-sum-exp with precision='fast'"
     return None
 
 
@@ -102,8 +115,8 @@ def run(
     again = _read_again(call, k, v)
     q, k, v = sdpa.same_width(q, k, v)
     blocks = [block for block in plan(call) if block.runs]
-    steps = partial(steps_of, call, blocks)
-    out = block_gradients.run(q, k, v, blocks, steps, partial(_check, again))
+    steps = bound(steps_of, call, blocks)
+    out = block_gradients.run(q, k, v, blocks, steps, bound(_check, again))
     return out[..., : call.v_head_dim]
 
 
@@ -121,6 +134,57 @@ def _inference(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             result = sdpa.run_masked(part, *inputs, hiding)
         block.of_queries(out).copy_(result)
     return out
+
+
+def partial(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Partial:
+    """In half precision some keys at a time are converted to float32: torch's kernel rounds its
+    outputs to the dtype of its inputs, and those of parts are rounded when they are merged."""
+    dtype = accumulating_dtype(call.dtype)
+    if dtype == call.dtype:
+        return _partial(call, q, k, v)
+    call, q = call.but(dtype=dtype), q.to(dtype)
+    found, start = [], call.span.kv_start
+    for keys, values in zip(k.split(_CONVERTED, 2), v.split(_CONVERTED, 2), strict=True):
+        some = call.of_keys(start, start + keys.shape[2])
+        found.append(_partial(some, q, keys.to(dtype), values.to(dtype)))
+        start = some.span.kv_stop
+    return merge(*found)
+
+
+def _partial(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """`partial` in float32 or float64."""
+    out, lse = q.new_zeros(*q.shape[:3], call.v_head_dim), q.new_full(q.shape[:3], -torch.inf)
+    blocks = [] if is_empty(call) else [block for block in plan(call) if block.runs]
+    for block, found in _partials(call, blocks, q, k, v):
+        block.of_queries(out).copy_(found.out[..., : call.v_head_dim])
+        block.of_queries(lse).copy_(found.lse)
+    return Partial(out, lse)
+
+
+def _partials(
+    call: Call, blocks: list[Block], q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[Block, Partial]]:
+    """The partial results of blocks."""
+    fused = _is_fused(call)
+    if fused:
+        q, k, v = map(columns_contiguous, sdpa.same_width(q, k, v))
+    keys, values = Gathered(k, blocks), Gathered(v, blocks)
+    if fused:
+        for step in steps_of(call, blocks):
+            block = step.block
+            out, lse, _ = forward_block(step, block.of_queries(q), keys.of(block), values.of(block))
+            yield block, Partial(out, for_masked(step, lse, -torch.inf))
+        return
+    for block in blocks:
+        part = part_of(call, block)
+        objection = sdpa.objection(part) or sdpa.partial_objection(part)
+        backend = sdpa if objection is None else eager
+        yield block, backend.partial(part, block.of_queries(q), keys.of(block), values.of(block))
 
 
 def steps_of(call: Call, blocks: list[Block]) -> Iterator[Step]:

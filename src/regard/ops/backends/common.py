@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
+from regard.constants import accumulating_dtype
 from regard.heads import fold_heads, group_heads
 from regard.ops.call import Call, is_everything
 
@@ -67,9 +68,11 @@ def run_stored_and_check(
     call: Call, compute: Callable[[Stored, Stored], Result], k: Stored, v: Stored
 ) -> Result:
     """`run_and_check` of keys and values as they are stored: of codes only the scales can be other
-    than finite."""
+    than finite. In pages whose tokens share scales all are finite."""
     if isinstance(k, Tensor) or isinstance(v, Tensor):
         return run_and_check(call, compute, *(_values(each) for each in (k, v)))
+    if k.run > 1:
+        return compute(k, v)
     return run_and_check(
         call,
         lambda of_k, of_v: compute(k._replace(scales=of_k), v._replace(scales=of_v)),
@@ -147,6 +150,31 @@ def folded_rows(call: Call, x: Tensor, width: int) -> Tensor:
     x = four_dims(x)
     x = x.expand(x.shape[0], call.num_heads, call.num_queries, width)
     return fold_heads(x, call.num_kv_heads)
+
+
+def flash_on_cpu(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S D"],
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float,
+) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
+    """torch's CPU flash kernel: the output, in the dtype of the queries, and the log-sum-exp.
+
+    The public function returns no log-sum-exp. This one needs columns side by side, keys as wide as
+    values, and in `attn_mask` no row that is -inf as a whole; it has no gradient.
+    """
+    if not k.shape[2]:  # the kernel divides by the number of blocks of keys: the interpreter ends
+        lse = torch.full(
+            q.shape[:3], -torch.inf, dtype=accumulating_dtype(q.dtype), device=q.device
+        )
+        return torch.zeros_like(q), lse
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale
+    )
+    return out, lse
 
 
 def columns_contiguous(x: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ uncompiled form, which stores all scores, too, and never the cheapest. It has no
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -23,11 +25,15 @@ from regard.ops.devices import GENERATED, on_device, visible_share
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 
-KERNELS = 64  # kinds of calls that a process may compile for; torch's default is 8
+KERNELS = 64  # programs for the lengths and strides of one kind of calls; torch's default is 8
+KINDS = 256  # kinds of calls that a process keeps programs of
 _STARTED = 100  # operators whose start takes as long as the checks before a compiled program
 _PASSES = 60  # over the scores, of the uncompiled form
 _SMALLEST, _LARGEST = 16, 256  # head dims of the kernels that torch generates for GPUs
+_DEEPEST = 32  # functions and lists inside of one another; a user's may hold itself
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Kind = tuple[Any, ...]
+_numbers = itertools.count()  # of kinds
 
 
 def objection(call: Call) -> str | None:
@@ -114,12 +120,16 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, **wanted: Any) -> Any:
         blocks, visible = planned(call)
         if visible is not None:
             k, v = zero_hidden(call, k, v, visible)
+    # Views: for a tensor given twice Dynamo compiles again, and may fail to compare it with others.
+    q, k, v = (x.view_as(x) for x in (q, k, v))
+    added = score_mod(call)
+    kind = _kind_of(call, added, None if blocks is None else blocks.mask_mod, tuple(wanted))
     with torch._dynamo.config.patch(recompile_limit=KERNELS):
-        return _compiled("eager" if call.device.type == "cpu" else "inductor")(
+        return _compiled("eager" if call.device.type == "cpu" else "inductor", kind)(
             q,
             k,
             v,
-            score_mod=score_mod(call),
+            score_mod=added,
             block_mask=blocks,
             scale=call.scale,
             enable_gqa=call.group > 1,
@@ -127,13 +137,41 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, **wanted: Any) -> Any:
         )
 
 
-@functools.cache
-def _compiled(backend: str) -> Callable[..., Any]:
-    """FlexAttention compiled for a GPU, or traced only ("eager"). `fullgraph`: a call that cannot
-    be compiled is an error, not a slow form that stores all scores."""
+@functools.lru_cache(KINDS)
+def _compiled(backend: str, kind: Kind) -> Callable[..., Any]:
+    """FlexAttention compiled for a GPU, or traced only ("eager"), for one kind of calls.
+    `fullgraph`: a call that cannot be compiled is an error, not a slow form that stores all scores.
+
+    Each kind has a function with code of its own, for which alone Dynamo counts how often it has
+    compiled, and compares what it has compiled with the present call.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, backend=backend, fullgraph=True)
+    def attended(*tensors: Tensor, **options: Any) -> Any:
+        return flex_attention(*tensors, **options)  # type: ignore[call-overload]
+
+    attended.__code__ = attended.__code__.replace(co_name=f"flex_{next(_numbers)}")
+    return torch.compile(attended, backend=backend, fullgraph=True)
+
+
+def _kind_of(call: Call, *rest: Any) -> Kind:
+    """What differs between programs, but for lengths: the shape of a head, and the functions of the
+    mask and the scores."""
+    heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
+    one = call.num_queries == 1
+    return (heads, one, call.dtype, call.device, call.needs_grad, *map(_structure, rest))
+
+
+def _structure(x: Any, depth: int = _DEEPEST) -> Kind:
+    """The code of a function and what its closure holds, without elements and sizes of tensors."""
+    if isinstance(x, FunctionType) and depth:
+        cells = (cell.cell_contents for cell in x.__closure__ or ())
+        return x.__code__, *(_structure(each, depth - 1) for each in cells)
+    if isinstance(x, list | tuple) and depth:
+        return tuple(_structure(each, depth - 1) for each in x)
+    if isinstance(x, Tensor):
+        return x.dtype, x.dim()
+    return (x,) if isinstance(x, str | BuiltinFunctionType) or x is None else (type(x),)
 
 
 def score_mod(call: Call) -> ScoreMod | None:

@@ -130,7 +130,7 @@ def reads_pages(stored: Sequence[PagedStream]) -> bool:
         first.page_size >= _LEAST_PAGE
         and _is_plain(first.table)
         and (first.table.stride(1) == 1 or first.table.shape[1] == 1)
-        and all(_is_readable(each.slab) for each in stored)
+        and all(_is_readable(each.slab, first.page_size) for each in stored)
     )
 
 
@@ -207,11 +207,12 @@ def _readable(streams: Sequence[Stored]) -> list[Stored]:
     return [x if isinstance(x, Tensor) or _is_readable(x) else x.dequantized() for x in plain]
 
 
-def _is_readable(x: Stored) -> bool:
-    """Whether the kernel may read memory where it lies, or codes of this width."""
+def _is_readable(x: Stored, page_size: int = 0) -> bool:
+    """Whether the kernel may read memory where it lies, or codes of this width whose scales belong
+    to a token, or to a page through whose table they are read."""
     if isinstance(x, Tensor):
         return _is_plain(x) and x.stride(-1) == 1
-    return x.bits == 8 or x.width % (2 * _LANES) == 0
+    return x.run in (1, page_size) and (x.bits == 8 or x.width % (2 * _LANES) == 0)
 
 
 def _is_plain(x: Tensor) -> bool:

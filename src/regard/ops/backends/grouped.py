@@ -19,6 +19,7 @@ from regard.ops.backends.common import (
     Stored,
     addend,
     columns_contiguous,
+    flash_on_cpu,
     folded_rows,
     fully_masked,
     run_and_check,
@@ -187,9 +188,7 @@ def _fused(call: Call) -> bool:
 
 def _flash(call: Call, rows: Tensor, k: Tensor, v: Tensor) -> Partial:
     mask, masked = _addend(call)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows, k, v, attn_mask=mask, scale=call.scale
-    )
+    out, lse = flash_on_cpu(rows, k, v, attn_mask=mask, scale=call.scale)
     if masked is None:
         return Partial(out, lse)
     return Partial(out.masked_fill(masked, 0.0), lse.masked_fill(masked.squeeze(-1), -torch.inf))
@@ -198,7 +197,7 @@ def _flash(call: Call, rows: Tensor, k: Tensor, v: Tensor) -> Partial:
 def _pieces(call: Call, rows: Tensor, k: Tensor, v: Tensor, size: int) -> Partial:
     """One key head split into equal pieces, as if they were heads, and a short remainder."""
     whole = _PIECES * size
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = flash_on_cpu(
         rows.expand(-1, _PIECES, -1, -1),
         k[:, 0, :whole].unflatten(1, (_PIECES, size)),
         v[:, 0, :whole].unflatten(1, (_PIECES, size)),
@@ -206,10 +205,8 @@ def _pieces(call: Call, rows: Tensor, k: Tensor, v: Tensor, size: int) -> Partia
     )
     found = [Partial(o, s) for o, s in zip(out.split(1, 1), lse.split(1, 1), strict=True)]
     if call.num_keys > whole:
-        rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows, k[:, :, whole:], v[:, :, whole:], scale=call.scale
-        )
-        found.append(Partial(*rest))
+        rest = k[:, :, whole:], v[:, :, whole:]
+        found.append(Partial(*flash_on_cpu(rows, *rest, scale=call.scale)))
     return merge(*found)
 
 

@@ -12,6 +12,8 @@ from regard.masks import Causal
 from regard.ops.backends.common import (
     NO_BFLOAT16,
     addend,
+    columns_contiguous,
+    flash_on_cpu,
     four_dims,
     fully_masked,
     hidden_keys,
@@ -21,8 +23,9 @@ from regard.ops.backends.common import (
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
 from regard.ops.devices import EFFICIENT, FLASH, on_device, visible_share
 from regard.ops.flash_cost import kernel_seconds
+from regard.ops.partial import Partial
 from regard.ops.rates import SPEED
-from regard.tracing import is_forward_mode, is_vmapped
+from regard.tracing import has_modes, is_forward_mode, is_transformed, is_vmapped
 
 _KEYS = 512  # keys in a block of it: blocks on the causal diagonal are computed whole
 _WIDEST = 256  # head dims of FlashAttention
@@ -45,6 +48,20 @@ def objection(call: Call) -> str | None:
         return "scaled_dot_product_attention has no forward-mode derivative"
     if is_vmapped():
         return "scaled_dot_product_attention has no batching rule for torch.func.vmap"
+    return None
+
+
+def partial_objection(call: Call) -> str | None:
+    """torch's public function returns no log-sum-exp; its kernel for CPUs does."""
+    if call.device.type != "cpu":
+        return f"sdpa gives no log-sum-exp on {call.device.type}"
+    if call.dtype.itemsize < 4:
+        return f"sdpa gives no log-sum-exp in {call.dtype}: torch's kernel rounds its outputs to it"
+    if call.needs_grad:
+        return "sdpa gives no log-sum-exp with a gradient"
+    traced = torch.compiler.is_compiling() or is_transformed()
+    if traced or not (call.immediate or has_modes()):
+        return "sdpa gives no log-sum-exp in compiled graphs or torch.func transforms"
     return None
 
 
@@ -132,6 +149,38 @@ def run(
 
     out = run_and_check(call, compute, k, v, keep=keep, rerun=again)
     return out.masked_fill(masked, 0.0)
+
+
+def partial(
+    call: Call,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S Dv"],
+) -> Partial:
+    causal, masked, keep = _is_causal(call), None, None
+    q, k, v = map(columns_contiguous, same_width(q, k, v))
+    flags: dict[str, Any] = {"is_causal": causal, "scale": call.scale}
+    added = call.bias()
+    if not (causal or is_everything(call.mask)):
+        keep = call.keep()
+        masked = fully_masked(keep)
+        added = addend(keep | masked, added, call.dtype)
+    if added is not None:
+        flags["attn_mask"] = _four(added, call)
+
+    def compute(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_on_cpu(q, k, v, **flags)
+
+    def again(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_on_cpu(clamped(q), clamped(k), v, **flags)
+
+    if keep is None:
+        out, lse = compute(k, v)
+    else:
+        out, lse = run_and_check(call, compute, k, v, keep=keep, rerun=again)
+    if masked is not None:
+        out, lse = out.masked_fill(masked, 0.0), lse.masked_fill(masked.squeeze(-1), -torch.inf)
+    return Partial(out[..., : call.v_head_dim], lse)
 
 
 class Hiding(NamedTuple):

@@ -97,13 +97,20 @@ def attend(tile, call, padded, pair, first, queries, part):
         if count == 0:
             continue
         ahead, far = next_block(tile, call, batch, at, j), page_ahead(tile, call, batch, j)
-        request_scales(tile, k_scales + ahead * k_pace, k_pace, v_scales + ahead * v_pace, v_pace)
-        request_page(tile, keys + far * k_stride, values + far * v_stride, k_scales + far * k_pace,
-                     v_scales + far * v_pace)  # fmt: skip
-        k, of_k = keys + at * k_stride, k_scales + at * k_pace
+        request_scales(tile, k_scales + k_row(tile, call, ahead) * k_pace, k_pace,
+                       v_scales + ahead * v_pace, v_pace)  # fmt: skip
+        request_page(
+            tile,
+            keys + far * k_stride,
+            values + far * v_stride,
+            k_scales + k_row(tile, call, far) * k_pace,
+            v_scales + far * v_pace,
+        )
+        k, of_k = keys + at * k_stride, k_scales + k_row(tile, call, at) * k_pace
         v, of_v = values + at * v_stride, v_scales + at * v_pace
-        k, k_read = floating_keys(tile, count, k, k_stride, of_k, k_pace, floating)
-        score(tile, padded, count, queries, k, k_read, of_k, k_pace, v, v_stride, scores)
+        apart = 0 if tile.k_by_page else k_pace  # from the scales of a key to those of the next
+        k, k_read = floating_keys(tile, count, k, k_stride, of_k, apart, floating)
+        score(tile, padded, count, queries, k, k_read, of_k, apart, v, v_stride, scores)
         softmax(tile, call, padded, count, bias, scores, part)
         v, v_read = floating_values(tile, count, v, v_stride, of_v, v_pace, floating)
         gather(tile, padded, count, scores, v, v_read, of_v, v_pace, part, keys + ahead * k_stride,
@@ -154,6 +161,13 @@ def page_ahead(tile, call, batch, j):
     if tile.paged:
         far, _ = block_at(tile, call, batch, min(call.keys - 1, j + call.page), call.keys)
     return far
+
+
+@phase
+@no_type_check
+def k_row(tile, call, at):
+    """The row of the scales of the key at `at`: its own, or that of its page."""
+    return at // call.page if tile.k_by_page else at
 
 
 @phase

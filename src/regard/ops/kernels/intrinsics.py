@@ -171,8 +171,9 @@ def prefetch_value(e, tile, address):
 @emits(types.void)
 @no_type_check
 def prefetch_key_scales(e, tile, address, pace):
-    """Request the scales of a block of keys, `pace` bytes apart."""
-    _prefetch_scales(e, tile.block, address, pace, 4 * -(-tile.width // max(1, tile.k.group)))
+    """Request the scales of a block of keys, `pace` bytes apart; one row where they share them."""
+    rows = 1 if tile.k_by_page else tile.block
+    _prefetch_scales(e, rows, address, pace, 4 * -(-tile.width // max(1, tile.k.group)))
 
 
 @emits(types.void)
@@ -183,9 +184,9 @@ def prefetch_value_scales(e, tile, address, pace):
 
 
 @no_type_check
-def _prefetch_scales(e, block, address, pace, size):
+def _prefetch_scales(e, rows, address, pace, size):
     step = max(1, LINE // size)
-    for j in range(0, block, step):
+    for j in range(0, rows, step):
         e.prefetch(size, e.builder.add(address, e.builder.mul(INT64(j), pace)))
 
 

@@ -61,10 +61,11 @@ def decode(
     _check_sizes(s, d, dv, dtype, joined=v is None, lanes=lanes)
     q_at = place_of("q", q, dtype, (b, g, m, d))
     held = (b, g, s) if pages is None else (1, g, _tensor(k).shape[2])
-    k_form, k_at, k_scales = _stream("k", k, dtype, (*held, d))
+    size = 0 if pages is None else pages.size
+    k_form, k_at, k_scales = _stream("k", k, dtype, (*held, d), size)
     v_form, v_at, v_scales = k_form, k_at, NOWHERE
     if v is not None:
-        v_form, v_at, v_scales = _stream("v", v, dtype, (*held, dv))
+        v_form, v_at, v_scales = _stream("v", v, dtype, (*held, dv), size)
     table = NOWHERE if pages is None else _table(pages, b, held[2])
     bias_at = NOWHERE
     if bias is not None:
@@ -74,7 +75,6 @@ def decode(
     out_at = place_of("out", out, torch.float32, out.shape)[0]
     lse_at = lse.data_ptr()  # as plain as `out`, since both were made in the same way
     half, joined, biased = dtype is torch.bfloat16, v is None, bias is not None
-    size = 0 if pages is None else pages.size
     tile, address = compiled(m, d, dv, half, joined, biased, lanes, k_form, v_form, size)
     threads = torch.get_num_threads()
     ranges, range_keys = tile.ranges(s, b * g, threads)
@@ -140,23 +140,27 @@ def _width(x: Tensor | QuantizedStream) -> int:
 
 
 def _stream(
-    name: str, x: Tensor | QuantizedStream, dtype: torch.dtype, shape: tuple[int, int, int, int]
+    name: str,
+    x: Tensor | QuantizedStream,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    page: int,
 ) -> tuple[Format, Place, Place]:
     """How keys or values are stored, where they lie, and where the scales of their codes lie."""
     if isinstance(x, Tensor):
         form = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
         return form, place_of(name, x, dtype, shape), NOWHERE
-    (*tokens, width), form = shape, Format(x.bits, x.group)
+    (*tokens, width), form = shape, Format(x.bits, x.group, x.run > 1)
     if x.width != width or x.bits not in (4, 6, 8) or (x.bits < 8 and width % NIBBLES):
         _refuse(f"{name} is codes of 8 bits, or of 6 or 4 in multiples of {NIBBLES} channels, "
                 f"{width} wide; got {x.bits} bits, {x.width} wide")  # fmt: skip
+    if x.run not in (1, page) or x.skipped:
+        _refuse(f"scales of {name} belong to a token or to a page of {page}, got {x.run} tokens "
+                f"after {x.skipped}")  # fmt: skip
     codes = place_of(name, x.codes, torch.uint8, (*tokens, form.bytes(width)))
-    groups = -(-width // x.group)
-    return (
-        form,
-        codes,
-        place_of(f"scales of {name}", x.scales, torch.bfloat16, (*tokens, 2 * groups)),
-    )
+    runs, groups = tokens[2] // x.run, -(-width // x.group)
+    shape = tokens[0], tokens[1], runs, 2 * groups
+    return form, codes, place_of(f"scales of {name}", x.scales, torch.bfloat16, shape)
 
 
 def place_of(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:

@@ -29,6 +29,7 @@ class Format(NamedTuple):
 
     bits: int  # of an element: 32 of float32, 16 of bfloat16, 8, 6 or 4 of codes
     group: int = 0  # channels that have one scale and one zero; 0 of floating point
+    by_page: bool = False  # the tokens of a page have the same scales and zeros
 
     @property
     def quantized(self) -> bool:
@@ -83,6 +84,11 @@ class Tile(NamedTuple):
     def k_quantized(self) -> bool:
         """Whether keys are codes."""
         return self.k.quantized
+
+    @property
+    def k_by_page(self) -> bool:
+        """Whether the keys of a page share their scales."""
+        return self.k.by_page
 
     @property
     def v_quantized(self) -> bool:
@@ -247,7 +253,7 @@ class Arguments(NamedTuple):
     k_scales: int  # address of scale and zero, side by side, of each group of channels of each key
     k_scales_batch: int  # [B, G, S, 2 x groups] in bfloat16; all 0 where keys are no codes
     k_scales_head: int
-    k_scales_row: int
+    k_scales_row: int  # from those of a key to the next, or of a page where its keys share them
     v_scales: int  # the same of the values; all 0 where these are no codes, or within the keys
     v_scales_batch: int
     v_scales_head: int

@@ -111,3 +111,13 @@ def test_an_empty_pool_is_drawn():
     assert in_words(described(pool)) == "PagePool(3, 2, format='K8V4'): 0 pages in use."
     assert pool_text(pool) == "PagePool(3, 2, format='K8V4'): 0 pages in use"
     assert ElementTree.fromstring(pool_svg(pool)) is not None
+
+
+def test_of_many_pages_the_first_are_drawn():
+    pool = PagePool(5000, 1)
+    cache = PagedCache(pool)
+    cache.update(torch.zeros(1, 1, 4000, 1))
+    picture = described(pool, [cache])
+    assert [len(strip.cells) for strip in picture.strips] == [2000, 2000]
+    assert picture.strips[0].heading == "row 0, the first 2,000 of 4,000"
+    assert picture.counts["sealed"] == 4000

@@ -39,7 +39,8 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     shown = stream and not as_json
-    with quiet(), ExitStack() as stack:
+    with ExitStack() as stack:  # prefixes are stored at its end: an error then loses no text
+        stack.enter_context(quiet())
         with waiting(f"loading {model or SMOLLM2}"):
             loaded = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
             pages = _pages(settings.pop("format"), prefix_cache, loaded[0], stack)
@@ -54,6 +55,11 @@ def run(
         if against:
             with waiting("generating again with transformers"):
                 runs.append(_run(loaded, prompt, (against, against), seed, _hide, settings))
+        _print(runs, shown, as_json)
+
+
+def _print(runs: list[Written], shown: bool, as_json: bool) -> None:
+    """Print the text, unless it was shown, and what it took; or JSON alone."""
     if as_json:
         sys.stdout.write(json.dumps([asdict(each) for each in runs], indent=2) + "\n")
         return

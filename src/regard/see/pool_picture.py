@@ -5,8 +5,9 @@ A picture is described first, by `described`, and drawn from that.
 
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import islice
 from typing import NamedTuple
 
 from regard.cache.paging.offloading import ColdSlab
@@ -16,6 +17,7 @@ from regard.cache.paging.pool import PagePool
 from regard.cache.paging.slabs import Slab
 from regard.words import counted
 
+MOST = 2000  # cells of a strip that are shown: a drawing of 100,000 takes minutes
 SIDE = 20  # pixels of a cell
 LINE = 20  # cells of a line
 GAP = 12  # pixels around the picture and between its parts
@@ -57,6 +59,12 @@ class Strip(NamedTuple):
     heading: str
     cells: tuple[Cell, ...]
 
+    @classmethod
+    def of(cls, heading: str, cells: Iterable[Cell], count: int) -> "Strip":
+        """A strip of `count` cells: the first ones, where they are too many to draw."""
+        more = f", the first {MOST:,} of {count:,}" if count > MOST else ""
+        return cls(heading + more, tuple(islice(cells, MOST)))
+
 
 class Picture(NamedTuple):
     """What a picture of a pool shows."""
@@ -67,7 +75,7 @@ class Picture(NamedTuple):
 
 
 def described(pool: PagePool, caches: Sequence[PagedCache] = ()) -> Picture:
-    """What a picture of a pool shows.
+    """What a picture of a pool shows: of each strip at most `MOST` pages.
 
     Args:
         pool: the pool.
@@ -86,7 +94,7 @@ def described(pool: PagePool, caches: Sequence[PagedCache] = ()) -> Picture:
         pages = pool.pages()
         found = {(id(page.slab), page.index): _cell(page) for page in pages}
         strips = [
-            Strip(_name_of_row(caches, number, row, pool.page_size), _of_table(table))
+            _of_table(_name_of_row(caches, number, row, pool.page_size), table)
             for number, cache in enumerate(caches)
             for row, table in enumerate(cache.rows)
         ]
@@ -105,7 +113,7 @@ def _of_slab(slab: Slab, found: dict[tuple[int, int], Cell], pool: PagePool) -> 
     heading = (
         f"{place}{form}, {slab.page_bytes:,} bytes a page of {counted(pool.page_size, 'token')}"
     )
-    return Strip(heading, tuple(cells))
+    return Strip.of(heading, cells, slab.capacity)
 
 
 def _name_of_row(caches: Sequence[PagedCache], number: int, row: int, page_size: int) -> str:
@@ -116,8 +124,8 @@ def _name_of_row(caches: Sequence[PagedCache], number: int, row: int, page_size:
     return ", ".join(names) + (f", from slot {first}" if first else "")
 
 
-def _of_table(table: PageTable) -> tuple[Cell, ...]:
-    return tuple(_cell(page) for page in table.pages)
+def _of_table(heading: str, table: PageTable) -> Strip:
+    return Strip.of(heading, map(_cell, table.pages), len(table.pages))
 
 
 def _cell(page: Page) -> Cell:

@@ -1,16 +1,20 @@
 """generate: under regard the same text, with transformers' caches and with regard's."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
+import transformers
 
+import regard
 import regard.hf
 from covering import covering
 from regard.cache import KVCache, QuantizedCache, SlidingCache, StaticCache
+from session import LONG
 from zoo import WRITERS, ZOO, inputs, tokens
 
-STEPS = 64
+STEPS = 64 if LONG else 28  # with the prompt beyond every window, and every length of training
 WITHOUT_WINDOWS = {  # transformers 5.17 cannot take tokens back from windows of its own
     "mistral": {"sliding_window": None},
     "gemma3": {"layer_types": ["full_attention"] * 3},
@@ -40,10 +44,15 @@ def write(model, given, **options):
     return model.generate(**given, **settings)
 
 
+@cache
+def written(name):
+    """What transformers writes alone."""
+    return write(model_of(name), prompt(name))
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_same_text_with_transformers_caches(name):
-    model, given = model_of(name), prompt(name)
-    before = write(model, given)
+    model, given, before = model_of(name), prompt(name), written(name)
     regard.hf.install(model)
     assert write(model, given).equal(before)
     if name not in NO_STATIC:
@@ -62,7 +71,7 @@ def test_the_same_text_with_our_caches(name, kind):
     except ValueError as reason:
         assert kind == "sliding"
         pytest.skip(str(reason))
-    before = write(model, given)
+    before = written(name)
     assert write(model, given, past_key_values=caches[0]).equal(before)
     regard.hf.install(model)
     assert write(model, given, past_key_values=caches[1]).equal(before)
@@ -239,7 +248,7 @@ def test_what_is_no_cache_is_a_sentence(kind, options, message):
 def test_layers_that_cache_something_else_are_refused():
     model = model_of("smollm3")
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(ValueError, match="layers of type linear_attention, which cache something"):
+    with pytest.raises(ValueError, match="layers of type linear_attention, and regard's caches"):
         regard.hf.cache(model)
 
 
@@ -275,3 +284,44 @@ def test_rows_of_different_lengths_are_refused_before_anything_is_stored(kind):
     assert all(layer.cache.length == 5 for layer in cache.layers)
     with pytest.raises(ValueError, match=r"crop takes one number for all rows, .* got \[-1, -2\]"):
         cache.layers[0].crop(torch.tensor([-1, -2]))
+
+
+def test_layers_that_use_the_keys_of_others_have_no_cache():
+    """Of Gemma 3n the last layers: the texts are those of transformers' own cache."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "head_dim": 8}
+    config = transformers.Gemma3nTextConfig(
+        **sizes,
+        vocab_size=60,
+        vocab_size_per_layer_input=60,
+        hidden_size_per_layer_input=8,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        altup_num_inputs=2,
+        laurel_rank=4,
+        sliding_window=8,
+    )
+    model = transformers.Gemma3nForCausalLM(config).eval()
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    pool, ids = regard.PagePool(99, 4), tokens(1, 18)
+    expected = model.generate(ids, **options)
+    for found in (0, 16):
+        cache = regard.hf.cache(model, "paged", pool=pool)
+        assert model.generate(ids, past_key_values=cache, **options).equal(expected)
+        assert (len(cache.layers), cache.found) == (2, found)
+
+
+def test_models_without_such_a_cache_are_refused():
+    sizes = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+    model = transformers.XLNetLMHeadModel(transformers.XLNetConfig(vocab_size=9, **sizes))
+    with pytest.raises(ValueError, match="XLNetLMHeadModel takes no past_key_values"):
+        regard.hf.cache(model)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    more = {"num_hidden_layers": 2, "intermediate_size": 16, "pad_token_id": 0}
+    config = transformers.MllamaTextConfig(
+        vocab_size=9, cross_attention_layers=[1], **sizes, **more
+    )
+    with pytest.raises(ValueError, match="layers of type cross_attention"):
+        regard.hf.cache(transformers.MllamaForCausalLM(config))

@@ -1,6 +1,7 @@
 """A cache of all layers: what is done to it is done to all layers or to none."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -252,3 +253,42 @@ def test_layers_that_are_alike_are_described_once():
     assert text.startswith("layers 0, 2: SlidingCache(5): 2 rows of 14 tokens")
     assert "\nlayers 1: KVCache(): 2 rows of 14 tokens" in text
     assert cache.nbytes == sum(each.nbytes for each in cache.caches)
+
+
+@pytest.mark.parametrize("length", [6, 13, 18])
+def test_a_prompt_no_longer_than_what_is_held_is_refused(length):
+    """generate cuts it somewhere, and its own caches go on with other tokens."""
+    model, ids = ZOO["llama"].build(), tokens(1, 18)
+    cache = regard.hf.cache(model)
+    options = {"past_key_values": cache, "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, **options)
+    with pytest.raises(ValueError, match="this cache holds 18 tokens"):
+        model.generate(ids[:, :length], **options)
+    assert cache.get_seq_length() == 18
+    cache.truncate(length - 1)
+    model.generate(ids[:, :length], **options)
+    assert cache.get_seq_length() == length
+
+
+def test_another_thread_that_fills_the_cache_is_refused():
+    model, ids, errors = ZOO["llama"].build(), tokens(1, 9), []
+    cache = regard.hf.cache(model)
+
+    def call():
+        try:
+            with torch.no_grad():
+                model(ids, past_key_values=cache)
+        except ValueError as error:
+            errors.append(str(error))
+
+    def beside(*_):
+        handle.remove()
+        other = threading.Thread(target=call)
+        other.start()
+        other.join()
+
+    handle = model.model.layers[1].register_forward_pre_hook(beside)
+    call()
+    assert len(errors) == 1
+    assert "give each thread a cache of its own" in errors[0]
+    assert {each.length for each in cache.caches} == {9}

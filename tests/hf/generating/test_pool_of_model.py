@@ -118,3 +118,47 @@ def test_under_autocast_pages_are_of_its_dtype(pool):
         with torch.autocast("cpu", torch.bfloat16):
             write(model, ids, cache, max_new_tokens=3)
         assert cache.found == found
+
+
+def steered(model):
+    layer = model.model.layers[0]
+    return layer.register_forward_hook(lambda *given: given[-1] + 1.0).remove
+
+
+def replaced(model):
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: 3 * forward(x)
+    return lambda: vars(mlp).pop("forward")
+
+
+def scaled(model):
+    attention = model.model.layers[0].self_attn
+    attention.scaling *= 4
+    return lambda: setattr(attention, "scaling", attention.scaling / 4)
+
+
+@pytest.mark.parametrize("change", [steered, replaced, scaled])
+def test_what_is_changed_around_the_weights_is_not_mixed(change, pool):
+    model, ids = model_of("llama"), tokens(1, 18)
+    write(model, ids, paged(model, pool))
+    for found in (0, 0) if change is not scaled else (0, 16):  # each hook is another one
+        undo = change(model)
+        expected, cache = write(model, ids, regard.hf.cache(model)), paged(model, pool)
+        assert write(model, ids, cache).equal(expected)
+        assert cache.found == found
+        undo()
+    cache = paged(model, pool)
+    write(model, ids, cache)
+    assert cache.found == 16
+
+
+def test_an_empty_pool_may_be_of_other_weights(pool):
+    model, ids = model_of("llama"), tokens(1, 18)
+    cache = paged(model, pool)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] += 1
+    write(model, ids, cache)
+    again = paged(model, pool)
+    write(model, ids, again)
+    assert again.found == 16

@@ -78,3 +78,12 @@ def test_after_an_error_the_file_is_as_before(tmp_path):
     with pytest.raises(ZeroDivisionError), prefixes_in(tmp_path, model_of()):
         _ = 1 / 0
     assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(NotADirectoryError, match="is a file"),
+        prefixes_in(tmp_path / "file", model_of()),
+    ):
+        raise AssertionError("not reached")

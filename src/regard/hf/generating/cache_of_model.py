@@ -8,6 +8,7 @@ from typing import Any
 from regard.cache import Cache
 from regard.hf.families.finding import find
 from regard.hf.families.table import family_of
+from regard.hf.generating.watching import called_module
 from regard.hf.packages import require
 
 PAGED = "paged"
@@ -70,7 +71,6 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: An
     from regard.hf.generating.caches import KINDS, CacheLayer, made
     from regard.hf.generating.generation_cache import GenerationCache
     from regard.hf.generating.pool_of_model import paged
-    from regard.hf.generating.watching import called_module
 
     if isinstance(kind, str) and kind not in (*KINDS, PAGED):
         kinds = ", ".join(map(repr, (*KINDS, PAGED)))
@@ -122,21 +122,42 @@ def _checked(kind: object, maker: Callable[..., Any], options: dict[str, Any]) -
     return options
 
 
+def _check_takes_caches(model: Any) -> None:
+    """Raise if the model has a cache of another kind, such as a recurrent state."""
+    module = called_module(model)
+    parameters = inspect.signature(module.forward).parameters
+    if "input_ids" in parameters and "past_key_values" not in parameters:
+        raise ValueError(
+            f"{type(module).__name__} takes no past_key_values: it has no cache of keys and "
+            "values; leave the cache out"
+        )
+
+
+def _kinds(model: Any, config: Any, layers: int) -> list[str]:
+    """The type of each layer, which is one of the two that regard's caches serve."""
+    kinds = list(getattr(config, "layer_types", None) or [FULL] * layers)
+    for index in getattr(config, "cross_attention_layers", None) or ():
+        kinds[index] = "cross_attention"
+    other = sorted({each for each in kinds if each not in (FULL, WINDOWED)})
+    if other:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {', '.join(other)}, and regard's caches "
+            f"serve {FULL} and {WINDOWED}; use transformers' own cache"
+        )
+    return kinds
+
+
 def _windows(model: Any) -> list[int | None]:
     """The window of each decoder layer; None where all earlier tokens are visible."""
+    _check_takes_caches(model)
     config = model.config.get_text_config(decoder=True)
     layers = config.num_hidden_layers
     if model.config.is_encoder_decoder:
         layers = getattr(config, "decoder_layers", None) or getattr(
             config, "num_decoder_layers", layers
         )
-    kinds = getattr(config, "layer_types", None) or [FULL] * layers
-    other = sorted({each for each in kinds if each not in (FULL, WINDOWED)})
-    if other:
-        raise ValueError(
-            f"{type(model).__name__} has layers of type {', '.join(other)}, which cache something "
-            "other than keys and values; use transformers' own cache"
-        )
+    kinds = _kinds(model, config, layers)
+    layers -= getattr(config, "num_kv_shared_layers", None) or 0  # the last ones store nothing
     known: dict[Any, int | None] = {
         module.layer_idx: family.window_of(module)
         for module in find(model).known.values()

@@ -1,6 +1,7 @@
 """A cache for every layer of a model: what is done to it is done to all layers or to none."""
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import ref
@@ -51,6 +52,7 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._model = None if model is None else ref(model)
         self._before: Any = None  # the state before the call that is running
+        self._thread = threading.get_ident()  # that runs it
         if model is not None:
             watch(model, self)
 
@@ -93,16 +95,36 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
 
         Raises:
             ValueError: if the call before was interrupted in a way that hooks do not see
-                (KeyboardInterrupt). The cache is now as it was before that call.
+                (KeyboardInterrupt): the cache is now as it was before that call. If another thread
+                is filling this cache, or the tokens are not those after the ones held: nothing
+                changes then.
         """
+        self._check_thread()
         if self._settle():
             raise ValueError(
                 "the last call of the model was interrupted when some layers had appended its "
                 "tokens; the cache is now as it was before that call: call again"
             )
+        _check_follows(given, self.get_seq_length())
         layers = [layer.state() for layer in self.layers]
         self._before = layers, _Across.of(given["past_key_values"])
+        self._thread = threading.get_ident()
         return given
+
+    def _is_filled_elsewhere(self) -> bool:
+        """Whether a call that is running, or was interrupted, is of another thread that lives."""
+        if self._before is None or self._thread == threading.get_ident():
+            return False
+        return any(each.ident == self._thread for each in threading.enumerate())
+
+    def _check_thread(self) -> None:
+        """Raise if a call of another thread is filling this cache."""
+        if self._is_filled_elsewhere():
+            raise ValueError(
+                "a call of the model in another thread is filling this cache; give each thread a "
+                "cache of its own, over one PagePool if they are paged. If that call was "
+                "interrupted, reset() this one"
+            )
 
     def done(self) -> None:
         """The call of the model has returned."""
@@ -111,7 +133,7 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     def undo(self) -> bool:
         """Return to the state before the call of the model that is running; whether that changes
         anything. Nothing is done if none is running."""
-        if self._before is None:
+        if self._before is None or self._is_filled_elsewhere():
             return False
         (before, across), self._before = self._before, None
         lengths = [cache.length for cache in self.caches]
@@ -149,7 +171,7 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Hold no tokens."""
-        self._settle()
+        self._before = None
         super().reset()
 
     def reorder(self, rows: Tensor) -> None:
@@ -219,6 +241,25 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         if model is None:
             raise ValueError("the model of this cache exists no more; make one for the other model")
         return model
+
+
+def _check_follows(given: dict[str, Any], past: int) -> None:
+    """Raise if the positions of several tokens are those of tokens that are held already: generate
+    got a prompt that is no longer than what the cache holds, and cut it somewhere."""
+    positions, tokens = given.get("position_ids"), given.get("input_ids")
+    if not past or not isinstance(tokens, Tensor) or given.get("attention_mask") is not None:
+        return
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or tokens.shape[-1] == 1:
+        return
+    first, new = int(positions[0, 0]) if positions.numel() else 0, positions.shape[-1]
+    if new == tokens.shape[-1] and first >= past:
+        return
+    raise ValueError(
+        f"this cache holds {past} tokens, and the call has positions from {first} to "
+        f"{first + new - 1}: a cache goes on with the text that it holds. For another text make a "
+        "new cache, or call reset(); to go back in this one, truncate(n). generate(use_cache=False)"
+        " takes no cache"
+    )
 
 
 def _ranges(numbers: list[int]) -> str:

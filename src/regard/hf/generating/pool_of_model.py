@@ -1,7 +1,9 @@
 """A cache in pages for a model: its pool, and what its keys and values depend on."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 from weakref import ref
 
@@ -16,12 +18,15 @@ from regard.cache.streams import check_whole
 from regard.hf.families.table import family_of
 from regard.hf.generating.caches import CacheLayer
 from regard.hf.generating.paged import PagedGenerationCache
-from regard.hf.generating.watching import called_module
+from regard.hf.generating.watching import called_module, is_own
 from regard.hf.running.binding import is_bound
 
 ROWS = 32  # texts of the model's greatest length that fit a pool, unless `tokens=` says otherwise
 LENGTH = 4096  # tokens of a text, for models that have no greatest length
 PAGE_SIZE = 64  # tokens: the page size of a pool that is made here
+_PROCESS = secrets.token_hex(8)  # numbers of hooks and functions mean nothing to another process
+_NUMBERS = count()
+_FUNCTIONS: dict[int, tuple["ref[Any]", int]] = {}  # by id: functions that replaced a forward
 
 
 def paged(
@@ -99,9 +104,31 @@ def _context(model: Any, format: PageFormat, adapter: str, tenant: str, shared: 
         tenant=tenant,
         shared=shared,
     )
-    if not any(is_bound(each) and _is_latent(each) for each in model.modules()):
-        return context
-    return replace(context, settings=f"{context.settings} joined latents")
+    settings = f"{context.settings}{_changes(model)}"
+    if any(is_bound(each) and _is_latent(each) for each in model.modules()):
+        settings += " joined latents"
+    return replace(context, settings=settings)
+
+
+def _changes(model: nn.Module) -> str:
+    """The hooks of modules, and the functions that take the place of their forward, by numbers of
+    this process: what they compute is not known. "" where there are none."""
+    found = []
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+        found += [f"{name} hook {number}" for number, hook in hooks if not is_own(hook)]
+        own = vars(module).get("forward")
+        if own is not None and not is_bound(module):
+            found.append(f"{name} forward {_number(own)}")
+    return f" {_PROCESS} {', '.join(found)}" if found else ""
+
+
+def _number(function: Any) -> int:
+    """A number that no other function of this process has, as an id that is free again may."""
+    known = _FUNCTIONS.get(id(function))
+    if known is None or known[0]() is not function:
+        known = _FUNCTIONS[id(function)] = ref(function), next(_NUMBERS)
+    return known[1]
 
 
 def _is_latent(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from regard.cache.paging.pool import PagePool
@@ -11,6 +12,15 @@ from regard.hf.generating.watching import called_module
 
 FILE = "prefixes.safetensors"
 TOKENS = 16_384  # tokens in the file at most: of SmolLM2, 720 MiB in float32, 110 MiB as K8V4
+
+
+def _make(folder: Path) -> None:
+    """Make the folder, and raise an `OSError` now if no file can be written in it."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; give a folder for prefixes")
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder):
+        pass
 
 
 @contextmanager
@@ -34,7 +44,7 @@ def prefixes_in(folder: str | Path, model: Any, *, format: str = "plain") -> Ite
             "the decoder's tokens, and no prefix is stored; leave the folder for prefixes out"
         )
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     path, empty = folder / FILE, cache(model, "paged", format=format)
     pool: PagePool = empty.pool
     if path.exists():

@@ -59,6 +59,11 @@ def _forget(reference: "ref[nn.Module]") -> None:
             )
 
 
+def is_own(hook: Any) -> bool:
+    """Whether a hook is one of these."""
+    return hook is _before or hook is _after
+
+
 def _remove(hooks: dict[int, Any], hook: Any, *flags: dict[int, bool]) -> None:
     for key in [key for key, each in hooks.items() if each is hook]:
         for each in (hooks, *flags):

@@ -14,7 +14,6 @@ from regard.ops.backends import BACKENDS
 from regard_cli.app import run
 from tiny import VOCABULARY, tiny, tokens
 
-CONTEXT = 40
 COLUMNS = {
     "cache_bytes_per_token",
     "context_in_memory",
@@ -26,23 +25,17 @@ COLUMNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return Texts(tokens(2, CONTEXT), tokens(21, 50), "random tokens")
-
-
-@pytest.fixture(scope="module")
-def result(texts):
-    torch.set_num_threads(1)  # before the fixture that does so for every test
-    return compare(tiny("llama"), texts, name="tiny", memory=1 << 20)
-
-
 def rows_of(result):
     return {row.name: row for row in result.rows}
 
 
+def ran(result):
+    return [row for row in result.rows if not row.remark]
+
+
 def test_every_row_was_measured(result):
-    assert [row.name for row in result.rows] == [
+    usual = {each.name.format(kind="GQA") for each in chosen(())}
+    assert [row.name for row in result.rows if row.name in usual] == [
         "GQA, as shipped",
         "GQA, int8 cache",
         "GQA, int4 cache",
@@ -57,17 +50,20 @@ def test_every_row_was_measured(result):
         "DeepSeek's MLA, 50 %, int8 cache",
     ]
     for row in result.rows:
+        if row.remark:  # in a long run: two key heads cannot be merged into fewer than two
+            assert row.name == "GQA, half the key heads"
+            continue
         assert all(getattr(row, column) > 0 for column in COLUMNS - {"largest_logit_difference"})
 
 
 def test_exact_rows_are_exact(result):
     shipped = result.rows[0]
-    for row in result.rows:
+    for row in ran(result):
         if row.exact:
             assert row.largest_logit_difference <= result.proof.tolerance
             assert row.perplexity == pytest.approx(shipped.perplexity, rel=1e-5)
             assert row.decode_perplexity == pytest.approx(shipped.decode_perplexity, rel=1e-5)
-        elif row.name != "joint latent, 75 %":  # of 32 elements: as many as the width
+        elif row.name != "joint latent, 75 %":  # 24 of 32 elements: as many as the width
             assert row.largest_logit_difference > result.proof.tolerance
 
 
@@ -103,7 +99,7 @@ def test_decode_perplexity_is_the_models_own_over_the_last_tokens(result, texts)
 
 
 def test_a_row_that_cannot_be_made_says_why(texts):
-    rows = rows_of(compare(tiny("qwen3"), texts))
+    rows = rows_of(compare(tiny("qwen3"), texts, candidates=chosen(["mqa", "mha"])))
     assert "has no place for qk_norm" in rows["MQA, aligned"].remark
     assert rows["MQA, aligned"].perplexity is None
     assert rows["MHA, spelled out"].perplexity == pytest.approx(rows["GQA, as shipped"].perplexity)
@@ -128,7 +124,7 @@ def test_progress_counts_to_its_end(texts):
 
 
 def test_rows_say_which_backends_ran(result):
-    for row in result.rows:
+    for row in ran(result):
         assert set(row.prefill_backend.split(" and ")) <= set(BACKENDS)
         assert set(row.decode_backend.split(" and ")) <= set(BACKENDS)
 
@@ -147,13 +143,16 @@ def folder(tmp_path):
     return tmp_path
 
 
+FEW = ("--attention", "int8", "--attention", "latent-100")
+
+
 def command(monkeypatch, *arguments):
     monkeypatch.setattr("sys.argv", ["regard", *map(str, arguments)])
     return run()
 
 
 def test_json_alone_on_stdout(folder, monkeypatch, capsys):
-    assert command(monkeypatch, "compare", folder, "--context", 20, "--json") == 0
+    assert command(monkeypatch, "compare", folder, "--context", 20, *FEW, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {
         "model", "kind", "num_layers", "context", "memory", "dtype", "threads", "text", "proof",
@@ -169,9 +168,10 @@ def test_json_alone_on_stdout(folder, monkeypatch, capsys):
 def test_own_text(folder, monkeypatch, capsys, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 50)
-    assert command(monkeypatch, "compare", folder, "--context", 20, "--text", text) == 0
+    given = ["--context", 20, *FEW, "--text", text]
+    assert command(monkeypatch, "compare", folder, *given) == 0
     out, err = capsys.readouterr()
-    assert "joint latent, 75 %" in out
+    assert "joint latent, full rank" in out
     assert "Traceback" not in err
 
 
@@ -239,6 +239,6 @@ def test_a_model_with_qk_norm_is_compared_with_joint_latents(family, texts):
 def test_a_notebook_shows_the_verdict_and_every_row(result):
     html = replace(result, verdict="<i>best</i>")._repr_html_()
     assert "&lt;i&gt;best&lt;/i&gt;" in html
-    assert html.count("<tr>") == 1 + len(result.rows)
+    assert html.count("<tr>") == 1 + len(ran(result))
     assert f"{result.rows[0].perplexity:,.3f}" in html
     assert "<script" not in html

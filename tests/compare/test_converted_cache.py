@@ -11,11 +11,6 @@ from regard.hf import attention_modules, attention_of
 from tiny import tiny, tokens
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return Texts(tokens(2, 40), tokens(21, 50), "random tokens")
-
-
 def name(texts):
     """The name of the file for one conversion."""
     shipped = [attention_of(module) for module in attention_modules(tiny("llama")).values()]
@@ -62,10 +57,10 @@ def test_converted_layers_are_stored_and_found_again(texts, monkeypatch):
         assert one.perplexity == pytest.approx(other.perplexity, rel=1e-6)
     for file in converted_cache.folder().glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
-    third = compare(tiny("llama"), texts, candidates=rows)  # an incomplete file is not used
+    third = compare(tiny("llama"), texts, candidates=rows[:2])  # an incomplete file is not used
     assert len(calls) == 2 and third.rows[1].perplexity == pytest.approx(first.rows[1].perplexity)
     other = Texts(texts.windows, tokens(21, 50).flip(0), "")
-    compare(tiny("llama"), other, candidates=rows)
+    compare(tiny("llama"), other, candidates=rows[:2])
     assert len(calls) == 3
 
 

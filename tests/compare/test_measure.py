@@ -5,21 +5,31 @@ import torch
 
 from regard.cache import KVCache, Part
 from regard.compare import Runner
-from regard.compare.measure import DECODED, Sample, decode_loss, decode_steps
-from regard.convert.measuring import compare_logits, loss_of
+from regard.compare.measure import DECODED, TIMED, Sample, decode_loss, decode_steps
+from regard.convert.measuring import compare_all_logits, loss_of
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states, losses_of
 from tiny import tiny, tokens
 
 
+class Forgetful(KVCache):
+    def update(self, *new):
+        parts = super().update(*new)
+        if new[0].shape[2] > 1:
+            return parts
+        return tuple(Part(a, b, tuple(torch.zeros_like(s) for s in each)) for a, b, each in parts)
+
+
 @torch.no_grad()
 def test_a_row_is_the_mean_over_windows():
-    model, windows, sample = tiny("llama"), tokens(2, 40), Sample()
+    model, windows = tiny("llama"), tokens(2, 40)
     runner = runner_of(model, KVCache)
+    sample = Sample(runner)
     for window in windows:
-        hidden = sample.run(runner, window)
-        sample.judge(*compare_logits(model, window, hidden, hidden_states(model, window[None]))[:2])
+        hidden = sample.run(window)
+        judge(sample, window, hidden, hidden_states(model, window[None]))
         assert runner.cache_bytes == 0
+    assert len(sample.timings.step_seconds) == 2 * TIMED
     row = sample.row("shipped", True, context=40, memory=1 << 20)
     losses = torch.tensor([loss_of(model, window) for window in windows])
     assert row.perplexity == pytest.approx(float(losses.mean().exp()), rel=1e-5)
@@ -59,12 +69,9 @@ def test_what_a_cache_loses_after_the_prefill_is_in_the_decode_loss():
     assert abs(exact - lossy) > 1e-4
 
 
-class Forgetful(KVCache):
-    def update(self, *new):
-        parts = super().update(*new)
-        if new[0].shape[2] > 1:
-            return parts
-        return tuple(Part(a, b, tuple(torch.zeros_like(s) for s in each)) for a, b, each in parts)
+def judge(sample, window, hidden, reference):
+    (found,), _ = compare_all_logits(sample.runner.model, window, [hidden], reference)
+    sample.judge(*found)
 
 
 def runner_of(model, cache):

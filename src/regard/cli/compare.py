@@ -88,8 +88,8 @@ def show(result: Comparison, console: Console) -> None:
     say(console, f"Run by regard, {_proved(result.proof)}.")
     say(
         console,
-        f"Decode perplexity: the last {result.decoded:,} tokens of the windows, given one at a "
-        "time.",
+        f"Decode perplexity: the last {result.decoded:,} tokens of the windows, as predicted when "
+        "they are given one at a time.",
     )
     console.print()
     _print_table(result, console)
@@ -135,11 +135,12 @@ def _shared(rows: Sequence[Row], name: str) -> str:
 def _print_table(result: Comparison, console: Console) -> None:
     within = f"tokens in {result.memory / GIBIBYTE:g} GiB"
     columns = [Column("attention", words=True)]
-    columns += [Column(head or within) for head, _ in MEASURED.values()]
+    columns += [Column(head or within, group=group) for head, _, group in MEASURED.values()]
     ran = [row for row in result.rows if row.perplexity is not None]
     tabulate(console, columns, [_cells(row) for row in ran])
 
 
 def _cells(row: Row) -> list[str]:
     name = escape(f"{row.name} (exact)" if row.exact else row.name)
-    return [name, *(format(getattr(row, column), form) for column, (_, form) in MEASURED.items())]
+    measured = MEASURED.items()
+    return [name, *(format(getattr(row, column), form) for column, (_, form, _) in measured)]

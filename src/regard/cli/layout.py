@@ -1,12 +1,13 @@
 """A table that fits the width of the terminal: no word is broken, and no cell is cut.
 
-The first of three layouts that fits: one line for each row; the first cell of a row on its own
-line, above the others; one line for each cell.
+The first of four layouts that fits: one line for each row; the same in several tables, below each
+other, of the columns of one group or more; the first cell of a row on its own line, above the
+others; one line for each cell.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -31,11 +32,13 @@ class Column:
         head: the heading; it may take several lines.
         words: whether cells are words that may take several lines. Other cells take one line.
         left: whether cells that take one line are set to the left, as names are.
+        group: its subject. Columns of one group that follow each other stay in one table.
     """
 
     head: str
     words: bool = False
     left: bool = False
+    group: str = ""
 
 
 def tabulate(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
@@ -45,13 +48,41 @@ def tabulate(console: Console, columns: Sequence[Column], rows: Sequence[Sequenc
     """
     cells = [[Text.from_markup(cell) for cell in row] for row in rows]
     least = [_least(column, at, cells) for at, column in enumerate(columns)]
-    if _across(least) <= console.width:
-        widths = _grown(columns, cells, least, console.width)
-        console.print(_table(columns, widths, _without_repeats(cells)))
+    tables = _packed(columns, least, console.width)
+    if all(_across([least[at] for at in each]) <= console.width for each in tables):
+        _print_tables(console, columns, cells, least, tables)
     elif GAP + _across(least[1:]) <= console.width:
         _print_stacked(console, columns, cells, least)
     else:
         _print_listed(console, columns, cells)
+
+
+def _packed(columns: Sequence[Column], least: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of each table: the first, and as many groups of the others as fit."""
+    tables: list[list[int]] = [[0]]
+    for _, group in groupby(range(1, len(columns)), key=lambda at: columns[at].group):
+        more = list(group)
+        if len(tables[-1]) > 1 and _across([least[at] for at in tables[-1] + more]) > width:
+            tables.append([0])
+        tables[-1] += more
+    return tables
+
+
+def _print_tables(
+    console: Console,
+    columns: Sequence[Column],
+    cells: Cells,
+    least: Sequence[int],
+    tables: Sequence[Sequence[int]],
+) -> None:
+    """A line for each row, in each table, with an empty line between tables."""
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
+        some = [columns[at] for at in table]
+        texts = [[row[at] for at in table] for row in cells]
+        widths = _grown(some, texts, [least[at] for at in table], console.width)
+        console.print(_table(some, widths, _without_repeats(texts)))
 
 
 def _across(widths: Sequence[int]) -> int:

@@ -79,12 +79,12 @@ class Comparison:
         """The verdict and the table of what ran, for notebooks and pages."""
         cells = [
             [f"{row.name} (exact)" if row.exact else row.name]
-            + [format(getattr(row, name), form) for name, (_, form) in MEASURED.items()]
+            + [format(getattr(row, name), form) for name, (_, form, _) in MEASURED.items()]
             for row in self.rows
             if row.perplexity is not None
         ]
         within = f"tokens in {readable_bytes(self.memory)}"
-        heads = ["attention", *(head or within for head, _ in MEASURED.values())]
+        heads = ["attention", *(head or within for head, _, _ in MEASURED.values())]
         return (
             f"<p>{escape(self.verdict)}</p>\n{table(self._circumstances(), heads, cells)}"
             '<p class="aside">regard computes what the model computes: logits differ by '
@@ -185,25 +185,24 @@ def _measure(
     report: Callable[[str], None],
 ) -> Iterator[Row]:
     """Every candidate over every window, interleaved so that slow periods affect all alike."""
-    samples = {each.name: Sample() for each in candidates}
+    samples = {name: Sample(each) for name, each in runners.items() if isinstance(each, Runner)}
     for index, window in enumerate(windows):
         report("reading as shipped")
         reference, hidden = hidden_states(model, window[None]), {}
         for each in candidates[:: -1 if index % 2 else 1]:
             report(each.name)
-            runner = runners[each.name]
-            if isinstance(runner, Runner):
-                hidden[each.name] = samples[each.name].run(runner, window)
+            if each.name in samples:
+                hidden[each.name] = samples[each.name].run(window)
         found, _ = compare_all_logits(model, window, list(hidden.values()), reference)
         for name, (loss, difference) in zip(hidden, found, strict=True):
             samples[name].judge(loss, difference)
     for each in candidates:
-        runner, sample = runners[each.name], samples[each.name]
+        runner = runners[each.name]
         if isinstance(runner, str):
             yield Row(each.name, each.exact, remark=runner)
         else:
             context = windows.shape[1]
-            row = sample.row(each.name, each.exact, context=context, memory=memory)
+            row = samples[each.name].row(each.name, each.exact, context=context, memory=memory)
             layers = tuple(map(shape_of, runner.layers))
             yield replace(row, layers=layers, storage=storage_of(runner.caches[0]))
 

@@ -1,8 +1,7 @@
 """One row of the comparison: cache, speed, perplexity and distance from the unmodified model.
 
-Perplexity is measured twice: over a window in one forward pass, and over its last tokens one at a
-time, each read from the cache as it is stored. Only the second says what a cache costs that reads a
-chunk's own tokens before it rounds them.
+Perplexity is measured twice: over a window in one pass, and over its last tokens decoded one at a
+time. Only the second reads every key and value from the cache, as generation does.
 """
 
 import math
@@ -20,23 +19,25 @@ from regard.convert.measuring import Timings
 from regard.hf.generating.predicting import logits_of
 from regard.plan.shapes import LayerShape, Storage
 
-MEASURED = {  # attributes of Row: the heading ("" names the memory), and the format
-    "cache_bytes_per_token": ("cache bytes a token", ",.0f"),
-    "context_in_memory": ("", ",.0f"),
-    "prefill_tokens_per_second": ("prefill tokens/s", ",.0f"),
-    "decode_tokens_per_second": ("decode tokens/s", ",.1f"),
-    "perplexity": ("perplexity", ",.3f"),
-    "decode_perplexity": ("decode perplexity", ",.3f"),
-    "largest_logit_difference": ("logits differ by at most", ".1e"),
+MEASURED = {  # attributes of Row: the heading ("" names the memory), the format, and the subject
+    "cache_bytes_per_token": ("cache bytes a token", ",.0f", "memory"),
+    "context_in_memory": ("", ",.0f", "memory"),
+    "perplexity": ("perplexity", ",.3f", "quality"),
+    "decode_perplexity": ("decode perplexity", ",.3f", "quality"),
+    "largest_logit_difference": ("logits differ by at most", ".1e", "quality"),
+    "prefill_tokens_per_second": ("prefill tokens/s", ",.0f", "speed"),
+    "decode_tokens_per_second": ("decode tokens/s", ",.1f", "speed"),
 }
+
+# Steps that are timed after each window, beside a first, which allocates. The median over two
+# windows is that of 16 steps, about as many as `regard convert` times after its one window.
+TIMED = 8
 
 # Tokens of a window that are decoded one at a time, each with those before it in the cache. A step
 # of a batch of 8 takes 2 to 3 times as long as one of 1, since most of its time goes into weights.
 DECODED = 64
 ROWS = 8
-IN_ALL_ROWS = (
-    8192  # tokens in the caches of all rows at most, for memory: longer windows, fewer rows
-)
+IN_ALL_ROWS = 8192  # tokens in the caches of all rows at most: longer windows, fewer rows
 
 
 @dataclass(frozen=True)
@@ -86,21 +87,23 @@ class Row:
 class Sample:
     """The measurements of one runner so far, window by window."""
 
+    runner: Runner
     bytes_per_token: float = 0.0
     losses: list[float] = field(default_factory=list)
     decode_losses: list[float] = field(default_factory=list)
     difference: float = 0.0
     timings: Timings = field(default_factory=Timings)
 
-    def run(self, runner: Runner, window: Int[Tensor, " L"]) -> Float[Tensor, "1 L E"]:
-        """Prefill one window, measure its cache, then decode: its last tokens, for their losses,
-        and a few more, for their times. Returns its hidden states; the caches are empty afterwards.
+    def run(self, window: Int[Tensor, " L"]) -> Float[Tensor, "1 L E"]:
+        """Prefill one window, measure its cache, decode its last tokens, and time a few steps.
+
+        Returns the hidden states of the prefill; the caches are empty afterwards.
         """
-        hidden = self.timings.prefill(partial(runner.hidden, window[None]))
-        self.bytes_per_token = runner.cache_bytes / len(window)
-        self.decode_losses.append(decode_loss(runner, window))
-        self.timings.decode(runner.step, window[None])
-        runner.reset()
+        hidden = self.timings.prefill(partial(self.runner.hidden, window[None]))
+        self.bytes_per_token = self.runner.cache_bytes / len(window)
+        self.decode_losses.append(decode_loss(self.runner, window))
+        self.timings.decode(self.runner.step, window[None, : 1 + TIMED])
+        self.runner.reset()
         return hidden
 
     def judge(self, loss: float, difference: float) -> None:

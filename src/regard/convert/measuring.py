@@ -158,15 +158,21 @@ def compare_all_logits(
     for start, stop in pieces(len(window)):
         wanted = _wide_logits(model, reference[:, start:stop])
         following = window[start + 1 : stop + 1]
-        sizes.append(wanted.abs().max())
+        sizes.append(_largest(wanted))
         for at, hidden in enumerate(hiddens):
             logits = _wide_logits(model, hidden[:, start:stop])
-            differences[at].append((wanted - logits).abs().max())
+            differences[at].append(_largest(wanted - logits))
             predicted = logits[: len(following)]
             losses[at] += float(F.cross_entropy(predicted, following, reduction="sum"))
     most = [float(torch.stack(each).max()) for each in (*differences, sizes)]
     means = [loss / (len(window) - 1) for loss in losses]
     return list(zip(means, most[:-1], strict=True)), most[-1]
+
+
+def _largest(values: Float[Tensor, "L V"]) -> Float[Tensor, ""]:
+    """The largest absolute value, or a value that is not a number; read once."""
+    least, most = values.aminmax()
+    return torch.maximum(-least, most)
 
 
 def _wide_logits(model: Any, hidden: Float[Tensor, "1 L E"]) -> Float[Tensor, "L V"]:

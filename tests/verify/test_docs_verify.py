@@ -132,12 +132,12 @@ def test_pytest_on_the_command_line(folder):
 def test_the_accepted_laws_of_the_page(folder):
     ((*_, settings),) = blocks(verify_page.DETAILS, "toml")
     (folder / "pyproject.toml").write_text(settings)
-    code, out = pytest_runs(folder, "-rx")
+    code, out = pytest_runs(folder, "--regard-quick", "-rx")
     assert code == 0, out
     for law in ("fully_masked_forward", "fully_masked_backward", "mask_and_causal"):
         assert re.search(rf"^XFAIL .*::{law} - accepted: ", out, re.MULTILINE)
     (folder / "pyproject.toml").write_text(re.sub('    ".*\n', "", settings))
-    assert pytest_runs(folder)[0] == 1
+    assert pytest_runs(folder, "--regard-quick")[0] == 1
 
 
 def test_every_verdict_and_status_is_explained():

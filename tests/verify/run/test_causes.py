@@ -15,8 +15,8 @@ from regard.verify.run.causes import EXPLAINS, TOPICS, settled
 from session import LONG
 
 SOME = [
-    *functions.MUTANTS[:: 1 if LONG else 12],
-    *layers.MUTANTS[:: 1 if LONG else 12],
+    *functions.MUTANTS[:: 1 if LONG else 24],
+    *layers.MUTANTS[:: 1 if LONG else 24],
     *defects.MUTANTS,
 ]
 

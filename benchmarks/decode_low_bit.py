@@ -19,7 +19,7 @@ from common import Cold, Store, card, finish, interleave, quartiles, read_bandwi
 from torch import Tensor
 
 from regard import Causal, Part, Span, prepare
-from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize
+from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize, quantize_channels
 from regard.cache.paging.formats import GROUP, format_of
 from regard.cache.paging.reading import PagedStream, PagedStreams
 
@@ -72,10 +72,12 @@ class Variant(NamedTuple):
         """A stream in this format."""
         if self.is_floating:
             return stream.to(self.dtype)
-        bits = self.bits(index)
-        return QuantizedStream(
-            *quantize(stream, bits, GROUP), bits, GROUP, stream.shape[3], stream.dtype
-        )
+        bits, sizes = self.bits(index), (stream.shape[3], stream.dtype)
+        run, group = format_of(self.format).shares(index, PAGE if self.pages else 1)
+        if run > 1:
+            stored = quantize_channels(stream, bits, run)
+            return QuantizedStream(*stored, bits, group, *sizes, run=run)
+        return QuantizedStream(*quantize(stream, bits, group), bits, group, *sizes)
 
 
 ORDERS = "in pages", "in shuffled pages"

@@ -118,6 +118,19 @@ def test_what_formats_lose_is_shown_as_it_was_measured(page, heading):
             assert same == f"{row['top1']:.3f}"
 
 
+def test_pages_are_shown_as_they_were_measured():
+    results = json.loads((ROOT / "docs/pages.json").read_text())["results"]
+    found = [(each["case"], target) for each in results for target in each["targets"]]
+    sealing = [target["ratio"] for _, target in found if target["of"] == "sealing"]
+    steps = [
+        [case, target["of"], target["to"], f"{target['ratio']:.2f}"]
+        for case, target in found
+        if target["of"] != "sealing"
+    ]
+    assert rows_under("docs/speed.md", "Pages") == steps
+    assert f"takes {min(sealing):.1%} to {max(sealing):.1%} of" in read("docs/speed.md")
+
+
 def test_every_row_that_can_be_compared_is_explained():
     explained = " ".join(row[1] for row in rows_under("docs/choosing.md", "What each row is"))
     assert set(re.findall(r"`([\w-]+)`", explained)) == {each.key for each in CANDIDATES}

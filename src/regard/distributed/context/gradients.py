@@ -15,7 +15,6 @@ from torch.func import functional_call
 from regard.distributed.context.rectangles import (
     Rectangle,
     Scoring,
-    for_masked,
     from_diagonal,
     fused_steps,
     tiles,
@@ -24,7 +23,7 @@ from regard.heads import group_heads, ungroup_heads
 from regard.masks import Span
 from regard.ops.backends.common import columns_contiguous, without_hidden
 from regard.ops.backends.sdpa import clamped
-from regard.ops.block_gradients import backward_block
+from regard.ops.block_gradients import backward_block, for_masked
 from regard.ops.call import Call, is_empty
 from regard.ops.definition import scores
 

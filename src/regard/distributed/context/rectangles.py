@@ -16,7 +16,7 @@ from regard.ops.backends.blocked import SCORES, steps_of
 from regard.ops.backends.common import columns_contiguous
 from regard.ops.backends.sdpa import same_width
 from regard.ops.bias import ScoreBias
-from regard.ops.block_gradients import Step, forward_block
+from regard.ops.block_gradients import Step, for_masked, forward_block
 from regard.ops.blocks import BLOCK, GAP, Gathered, plan
 from regard.ops.call import Call, is_empty, is_everything
 from regard.ops.partial import Partial
@@ -243,12 +243,6 @@ def fused_steps(
     keys, values = Gathered(k, blocks), Gathered(v, blocks)
     for step in steps_of(call, blocks):
         yield part, step, (step.block.of_queries(q), keys.of(step.block), values.of(step.block))
-
-
-def for_masked(step: Step, lse: Tensor, value: float) -> Tensor:
-    """The log-sum-exps of a block, with this value for queries that may attend to no key of it."""
-    masked = None if step.hiding is None else step.hiding.masked
-    return lse if masked is None else lse.masked_fill(masked.squeeze(-1), value)
 
 
 def _merge(here: Partial, result: Partial) -> None:

@@ -100,7 +100,7 @@ class PoolWorld(World):
     def reorder(self, at: int, rows: list[int]) -> None:
         held = self.chosen(at)
         if held is not None and held.caches[1:]:
-            rows = [0] * min(len(rows), 2)  # fewer pages than before: no layer is refused alone
+            rows = [0]  # fewer pages than before: no layer is refused alone
         self.roomy(2 * len(rows), lambda: World.reorder(self, at, rows))
 
     # Operations on the pool

@@ -65,6 +65,15 @@ def test_a_gap_that_no_row_holds_is_finite():
     assert whole.shape[2] == 12 and whole.isfinite().all()
 
 
+def test_the_first_pages_may_be_of_no_row():
+    """One row is past its window, another was cut to nothing."""
+    tables = [PageTable([], 0), *tables_of(slab_of(), [4, 5], first=3)]
+    found = joined(parts_of(segments_of(tables), SIZE, 0, 15))
+    assert found.shape[:3] == (2, 2, 15) and found.isfinite().all()
+    assert torch.equal(found[1, :, 9:], X[0, :, 12:18])
+    assert segments_of([PageTable([], 0), PageTable([], 0)]) == []
+
+
 def test_codes_beside_values_are_gathered():
     plain, codes = slab_of(), slab_of("K8V8")
     tables = [

@@ -89,13 +89,17 @@ _Column = list[Page | None]  # the page of each row
 
 
 def _columns(tables: Sequence[PageTable], numbers: range) -> list[_Column]:
-    """The pages of each number. Where no row has one, those of the number before: the mask hides
-    them."""
-    columns: list[_Column] = []
-    for number in numbers:
-        column = [table.at(number) for table in tables]
-        columns.append(column if any(column) or not columns else columns[-1])
-    return columns
+    """The pages of each number. Where no row has one, those of the number before, or the first that
+    there are: the mask hides them."""
+    columns: list[_Column] = [[table.at(number) for table in tables] for number in numbers]
+    last = next((column for column in columns if any(column)), None)
+    if last is None:
+        return []
+    found = []
+    for column in columns:
+        last = column if any(column) else last
+        found.append(last)
+    return found
 
 
 def _grouped(first: int, columns: Sequence[_Column]) -> Iterator[tuple[_Key, int, list[_Column]]]:

@@ -14,7 +14,8 @@ CHARACTER = 7  # pixels of a digit at the size of the labels
 GAP = 12  # pixels between labels at least, and around the picture
 NAME = 18  # pixels of the name of an axis
 BLUE, RED = "#3b82f6", "#dc4c4c"  # contrasts above 3 on white and on black
-INK = "#7d8590"  # text of a file of its own: a contrast above 3.8 on white and on black
+INK = "#7d8590"  # of text in an SVG file, which is shown on any page: a contrast above 3.8 on white
+# and on black
 
 Cells = Sequence[Sequence[bool]]
 

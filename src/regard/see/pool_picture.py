@@ -15,6 +15,7 @@ from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.pool import PagePool
 from regard.cache.paging.slabs import Slab
+from regard.masks.svg import INK
 from regard.words import counted
 
 MOST = 2000  # cells of a strip that are shown: a drawing of 100,000 takes minutes
@@ -25,7 +26,6 @@ HEADING = 22  # pixels of a line of text
 CHARACTER = 6.4  # pixels of a character of a heading, of 12 pixels in height
 DOTS = 160  # of a PNG, in an inch
 PIXELS, POINTS = 96, 8.5  # of a PNG: pixels of the drawing in an inch, and the height of its text
-INK = "#7d8590"  # text of a file of its own: a contrast above 3.8 on white and on black
 
 
 class State(NamedTuple):

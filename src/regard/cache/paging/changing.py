@@ -33,7 +33,7 @@ def _cut(table: PageTable, length: int, size: int) -> PageTable:
 def cut_pages(
     kind: Kind, tables: Sequence[PageTable], lengths: Sequence[int], size: int
 ) -> list[Page]:
-    """The pages of tables that end before their last slot, and must be copied to be open again."""
+    """The last pages of tables that end within a page, where appending to them needs a copy."""
     ends = [table.pages[-1] for table in _open_ended(tables, lengths, size)]
     return [page for page in ends if _must_be_copied(kind, page)]
 

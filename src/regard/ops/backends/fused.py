@@ -30,11 +30,12 @@ from regard.ops.backends.common import (
 from regard.ops.call import Call, is_empty, is_everything, shown
 from regard.ops.flash_cost import mask_seconds
 from regard.ops.partial import Partial, merge
+from regard.ops.parts import GATHERED
 from regard.ops.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix products do faster
 _LEAST_PAGE = 16  # tokens: the kernel's shortest block
-_PIECE = 1024  # tokens copied out of pages at a time
+_PIECE = GATHERED  # tokens copied out of pages at a time
 _LANES = 8  # elements: head dims are multiples of this on every machine, if of no longer vector
 _DEQUANTISING = 6  # floating-point operations in the time that one code takes to dequantise
 _SOFTMAX = 2.3  # times as long as in torch's kernel: a score is written and read in three passes

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 import regard.bench.timing as timing
+import regard.turns as turns
 from regard.bench.timing import Cold, Store, interleave, product_rate, read_bandwidth, summary
 
 
@@ -15,6 +16,7 @@ class Clock:
         self.now, self.calls = 0.0, []
         clock = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(timing, "time", clock)
+        monkeypatch.setattr(turns, "time", clock)
 
     def sleep(self, seconds):
         self.now += seconds
@@ -60,19 +62,19 @@ def test_quick_variants_repeat_until_the_sample_is_full(monkeypatch):
     assert times == {"slow": [0.125], "quick": [0.0078125]}
 
 
-def test_no_round_begins_after_the_limit_once_there_are_three(monkeypatch):
+def test_no_round_begins_after_the_limit_once_there_are_six(monkeypatch):
     clock = Clock(monkeypatch)
-    assert len(interleave({"a": clock.worker("a", 1.0)}, rounds=9, sample=0.0, limit=0.0)["a"]) == 3
-    assert len(interleave({"a": clock.worker("a", 1.0)}, rounds=9, sample=0.0, limit=6.5)["a"]) == 5
+    assert len(interleave({"a": clock.worker("a", 1.0)}, rounds=9, sample=0.0, limit=0.0)["a"]) == 6
+    assert len(interleave({"a": clock.worker("a", 1.0)}, rounds=9, sample=0.0, limit=6.5)["a"]) == 7
     assert len(interleave({"a": clock.worker("a", 1.0)}, rounds=9, sample=0.0)["a"]) == 9
 
 
 def test_a_drifting_clock_and_one_bad_round_change_no_ratio():
-    base = [1.0, 2.0, 4.0, 8.0, 16.0]
-    times = {"base": base, "half": [0.5, 1.0, 2.0, 4.0, 80.0]}
+    base = [2.0**turn for turn in range(9)]
+    times = {"base": base, "half": [0.5 * each for each in base[:-1]] + [900.0]}
     rows = summary(times, "base")
-    assert rows["base"] == {"ms": 4000.0, "ratio": 1.0, "low": 1.0, "high": 1.0}
-    assert rows["half"] == {"ms": 2000.0, "ratio": 0.5, "low": 0.5, "high": 0.5}
+    assert rows["base"] == {"ms": 16000.0, "ratio": 1.0, "low": 1.0, "high": 1.0}
+    assert rows["half"] == {"ms": 8000.0, "ratio": 0.5, "low": 0.5, "high": 0.5}
 
 
 def test_cold_buffers_alternate_and_exceed_the_cache():

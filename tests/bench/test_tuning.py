@@ -1,52 +1,116 @@
 """Measured rates of a machine: written, read, forgotten; not those of a busy machine."""
 
 import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 import regard.cli.tune as tune_module
-from regard.bench import Tuning
-from regard.ops.rates import SPEED, read_speed
-from regard.ops.speed import DEFAULT, Speed
+from own_rates import own_rates
+from regard.bench import Tuning, measure_speed
+from regard.bench.load import Load
+from regard.bench.tuning import MEASURED
+from regard.ops.rates import SPEED, read_speed, speed_path
+from regard.ops.speed import typical
 from regard_cli.app import run
+
+__all__ = ["own_rates"]
+QUIET = Load(0.01, 0.05)
+STEADY = dict.fromkeys(MEASURED, 1.05)
+pytestmark = pytest.mark.usefixtures("own_rates")
 
 
 @pytest.fixture
-def tunable(monkeypatch, tmp_path):
-    """A machine twice as fast as the source's, a cache of this test's own, the same rates after."""
-    monkeypatch.delenv("REGARD_SPEED")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    now = Speed(2e-6, 320e9, 8e9, 14e9, 4e9)
-    tuning = Tuning(now, dict.fromkeys(vars(now), 1.05))
+def tunable(monkeypatch):
+    """A machine whose operators are twice as fast as those of its class."""
+    usual = typical(torch.get_num_threads())
+    tuning = Tuning(replace(usual, call=usual.call / 2), dict(STEADY), dict(STEADY), QUIET)
     monkeypatch.setattr(tune_module, "measure_speed", lambda: tuning)
-    before = dict(vars(SPEED))
-    yield tuning
-    vars(SPEED).clear()
-    vars(SPEED).update(before)
+    return tuning
+
+
+def stored():
+    return read_speed(torch.get_num_threads())
 
 
 def test_tune_saves_what_it_measures_and_removes_it(monkeypatch, capsys, tunable):
     assert command(monkeypatch, "tune") == 0
     out = capsys.readouterr().out
-    assert "GFLOP/s" in out and "320" in out and "1.05x" in out
-    assert read_speed() == tunable.speed == SPEED.now()
+    assert "GFLOP/s" in out and "1.05x" in out
+    assert stored() == tunable.speed == SPEED.now()
     assert command(monkeypatch, "tune", "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    assert result.keys() == {"path", "source", "before", "now", "spread"}
-    assert result["source"] == vars(DEFAULT)
-    assert result["before"] == result["now"] == vars(tunable.speed)
+    names = {"path", "usual", "before", "now", "spread", "drift", "load"}
+    assert result.keys() == names
+    assert result["usual"] == asdict(typical(torch.get_num_threads()))
+    assert result["before"] == result["now"] == asdict(tunable.speed)
     assert command(monkeypatch, "tune", "--forget") == 0
     assert capsys.readouterr().out == f"removed {result['path']}\n"
-    assert read_speed() is None
+    assert stored() is None
     assert command(monkeypatch, "tune", "--forget") == 0
     assert capsys.readouterr().out == "nothing was saved\n"
 
 
-def test_tune_saves_nothing_on_a_busy_machine(monkeypatch, capsys, tunable):
-    tunable.spread["call"] = 40.0
+BUSY = {
+    "waited": {"load": Load(0.4, 0.0)},
+    "kept 1.0 processors busy": {"load": Load(0.0, 99.0)},
+    "the quartiles of call are 40.0-fold apart": {"spread": {**STEADY, "call": 40.0}},
+    "the median of fused changed 2.0-fold": {"drift": {**STEADY, "fused": 0.5}},
+}
+
+
+@pytest.mark.parametrize("why", BUSY)
+def test_tune_saves_nothing_on_a_busy_machine(monkeypatch, capsys, tunable, why):
+    found = replace(tunable, **BUSY[why])
+    monkeypatch.setattr(tune_module, "measure_speed", lambda: found)
     assert command(monkeypatch, "tune") == 2
-    assert "busy: call varied 40.0-fold; nothing was saved" in capsys.readouterr().err
-    assert read_speed() is None
+    err = " ".join(capsys.readouterr().err.split())
+    assert "this machine is busy: " in err
+    assert why.replace("1.0", "99.0") in err and "nothing was saved" in err
+    assert stored() is None and not speed_path().exists()
+
+
+def test_tune_saves_no_rates_that_such_a_processor_cannot_have(monkeypatch, capsys, tunable):
+    found = replace(tunable, speed=replace(tunable.speed, stream=tunable.speed.stream / 22))
+    monkeypatch.setattr(tune_module, "measure_speed", lambda: found)
+    assert command(monkeypatch, "tune") == 2
+    assert "stream=" in capsys.readouterr().err
+    assert stored() is None
+
+
+def test_every_rate_is_measured():
+    assert MEASURED.keys() <= asdict(typical(1)).keys()
+    tuning = measure_speed(rounds=3, size=0.01)
+    assert all(value > 0 for value in asdict(tuning.speed).values())
+    assert tuning.spread.keys() == tuning.drift.keys() == MEASURED.keys()
+
+
+def test_measuring_beside_busy_programs_is_noticed():
+    """As many as there are processors: by their processor time, or by the time this one waits."""
+    code = "while True: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    try:
+        tuning = measure_speed(rounds=2, size=0.05)
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+    assert "this machine is busy: other programs" in tuning.objection()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_dtype_and_autocast_change_no_measured_operation(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.autocast("cpu"):
+            made = MEASURED["products"](0.05)
+            assert made.run().dtype in (torch.float32, torch.bfloat16)
+            assert measure_speed(rounds=1, size=0.01).speed.products > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def command(monkeypatch, *arguments):

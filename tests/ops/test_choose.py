@@ -1,11 +1,17 @@
 """Which backend runs, why the others do not, and that they say so in the same words."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+import regard.ops.speed as speed
 from regard import Causal, Padding, SlidingWindow, Span, explain, prepare
-from regard.ops.backends import BACKENDS, tiled
+from regard.ops.backends import BACKENDS, fused, tiled
 from regard.ops.choose import objection_of, seconds_of
+from regard.ops.rates import SPEED
 
 HALF_PREFILL = "tiled" if tiled._machine_objection() is None else "sdpa"
 
@@ -113,3 +119,77 @@ def test_half_precision_that_is_computed_in_float32_is_estimated_so():
     half, full = (each.but(in_parts=False) for each in (half, full))
     assert seconds_of(half, blocked, partial=True) == seconds_of(full, blocked)
     assert seconds_of(half, blocked) != seconds_of(full, blocked)
+
+
+@pytest.mark.skipif(not fused.is_installed(), reason="no numba")
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("name", ["AVX2", "AVX512", "AMX"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_grouped_decoding_reads_keys_once_on_every_processor(threads, name, dtype, bits):
+    """Four times as fast as the next backend, and eight times from codes."""
+    before = SPEED.now()
+    SPEED.use(getattr(speed, name).of_threads(threads))
+    try:
+        with torch.no_grad():
+            made = call(keys=3001, heads=24, kv_heads=6, dim=96, dtype=dtype, mask=Causal()).call
+        made = made.but(bits=bits)
+        able = [name for name in BACKENDS if objection_of(made, name) is None]
+        expected = {name: seconds_of(made, BACKENDS[name]) for name in able}
+        assert min(expected, key=expected.__getitem__) == "fused"
+    finally:
+        SPEED.use(before)
+
+
+CHOICES = """
+import random, sys, torch
+from regard import EVERYTHING, Causal, SlidingWindow, Span, prepare
+
+torch.set_num_threads(2)
+torch.set_grad_enabled(False)
+rng = random.Random(5)
+order = list(range(150))
+names = {}
+calls = []
+for _ in order:
+    kv_heads, keys = rng.choice([1, 2, 8]), rng.randint(1, 6000)
+    queries = rng.choice([1, 1, min(keys, 7), min(keys, 300)])
+    mask = rng.choice([EVERYTHING, Causal(), Causal() & SlidingWindow(rng.randint(1, keys))])
+    sizes = rng.choice([1, 4]), kv_heads * rng.choice([1, 3, 8]), kv_heads, rng.choice([44, 64, 96])
+    calls.append((*sizes, queries, keys, mask, rng.choice([torch.float32, torch.bfloat16])))
+random.Random(int(sys.argv[1])).shuffle(order)
+for at in order:
+    batch, heads, kv_heads, dim, queries, keys, mask, dtype = calls[at]
+    one = torch.zeros(1, dtype=dtype)
+    q, k = one.expand(batch, heads, queries, dim), one.expand(batch, kv_heads, keys, dim)
+    if at % 7 == int(sys.argv[1]):  # some calls in between, on another number of threads
+        torch.set_num_threads(1)
+        prepare(q, k, k.clone(), mask=mask, span=Span(keys - queries, keys, 0, keys))
+        torch.set_num_threads(2)
+    names[at] = prepare(q, k, k.clone(), mask=mask, span=Span(keys - queries, keys, 0, keys)).name
+print(*(names[at] for at in range(150)))
+"""
+
+
+def test_every_process_chooses_the_same_backends_beside_other_programs(tmp_path):
+    """Whatever runs beside it, and whichever calls came before."""
+    environment = {**os.environ, "REGARD_CACHE": str(tmp_path)}
+    environment.pop("REGARD_SPEED", None)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", CHOICES, str(at)],
+                env={**environment, "PYTHONHASHSEED": str(at)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for at in range(3)
+        ]
+        found = [process.communicate()[0] for process in running]
+    finally:
+        busy.kill()
+        busy.wait()
+    assert len(set(found[0].split())) > 3
+    assert found == [found[0]] * 3
+    assert not list(tmp_path.glob("speed*"))

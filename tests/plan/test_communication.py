@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import session
 from measured_layers import layer_of
 from ranks import on_ranks
 from regard import KVCache
@@ -158,7 +157,7 @@ LAYERS = (
 )
 CASES = list(product(LAYERS, ("float32", "bfloat16")))
 TOKENS, PAGE = 25, 4
-LONG_ONLY = pytest.mark.skipif(not session.LONG, reason="REGARD_LONG=1 runs it")
+LONG_ONLY = pytest.mark.long
 
 
 def _runs(mesh, plan):

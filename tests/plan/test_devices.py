@@ -1,10 +1,14 @@
 """Devices of a plan: their sources, their rates, and this machine's."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from own_rates import own_rates
 from regard.ops.devices import DATA_SHEETS
-from regard.ops.rates import SPEED, write_speed
-from regard.ops.speed import Speed
+from regard.ops.rates import write_speed
+from regard.ops.speed import typical
 from regard.plan.devices import (
     DEVICES,
     Device,
@@ -14,6 +18,8 @@ from regard.plan.devices import (
     this_machine,
 )
 from regard.plan.shapes import DTYPE_BYTES
+
+__all__ = ["own_rates"]
 
 TOY = Device("toy", 100.0, {"float32": 10.0}, None, "invented")
 
@@ -78,31 +84,35 @@ def test_the_larger_of_two_times(flops, moved, expected):
     assert roofline_seconds(flops, moved, TOY, "float32") == expected
 
 
-@pytest.fixture
-def own_rates(tmp_path, monkeypatch):
-    """A folder of rates of this test's own, and no rates in it; the same rates after."""
-    monkeypatch.setenv("REGARD_CACHE", str(tmp_path))
-    monkeypatch.delenv("REGARD_SPEED", raising=False)
-    before = dict(vars(SPEED))
-    yield
-    vars(SPEED).clear()
-    vars(SPEED).update(before)
-
-
-def test_this_machine_by_its_stored_rates(own_rates):
+@pytest.mark.usefixtures("own_rates")
+def test_this_machine_by_its_stored_rates():
     assert not is_measured()
-    write_speed(Speed(stream=5e10, products=2e11, products_half=3e11))
+    usual = typical(torch.get_num_threads())
+    stored = replace(usual, stream=1.5 * usual.stream)
+    write_speed(stored)
     assert is_measured()
     device = this_machine()
-    assert device.memory_bandwidth == 5e10
-    assert device.flops == {"float32": 2e11, "float16": 3e11, "bfloat16": 3e11}
+    assert device.memory_bandwidth == stored.stream
+    half = stored.products_half
+    assert device.flops == {"float32": stored.products, "float16": half, "bfloat16": half}
     assert device.name.startswith("this machine, ")
+    assert device.source == "measured by regard"
     assert device_of("this") == device
 
 
+def test_this_machine_by_the_usual_rates_of_its_processor(own_rates, monkeypatch):
+    """Nothing is measured; rates that cannot be this machine's do not count."""
+    monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("a clock was read"))
+    usual = typical(torch.get_num_threads())
+    device = device_of("this")
+    assert device.memory_bandwidth == usual.stream
+    assert "regard tune" in device.source
+    write_speed(usual).write_text("{}")
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert not is_measured()
+
+
 def test_defaults_are_not_taken_for_measured(own_rates, monkeypatch):
-    write_speed(Speed())
+    write_speed(typical(torch.get_num_threads()))
     monkeypatch.setenv("REGARD_SPEED", "default")
     assert not is_measured()
-    with pytest.raises(ValueError, match="REGARD_SPEED=default forbids measuring"):
-        device_of("this")

@@ -188,8 +188,11 @@ def test_formulas_have_the_numbers_of_the_row():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"storages": ["int3"]}, "int3: storages are plain, int8, int4, K8V8, K8V4, K6V4, K4V4"),
-        ({"storages": ["int8"], "page_size": 8}, "int8: formats of pages are plain, K8V8, K8V4"),
+        ({"storages": ["int3"]}, "storage='int3' is not one of 'plain', 'int8', 'int4', 'K8V8'"),
+        (
+            {"storages": ["int8"], "page_size": 8},
+            "format of pages='int8' is not one of 'plain', 'K8V8', 'K8V4'",
+        ),
         ({"page_size": -1}, "page_size is a whole number, 0 or more tokens, got -1"),
         ({"context": 0}, "context is a whole number from 1 to 1,000,000,000,000, got 0"),
         ({"context": 10**15}, "got 1000000000000000"),

@@ -18,7 +18,6 @@ from regard.bench.timing import (
     Variants,
     interleave,
     product_rate,
-    quartiles,
     read_bandwidth,
 )
 from regard.masks import Causal, Span
@@ -29,11 +28,12 @@ from regard.ops.choose import objection_of
 from regard.plan.cost import attention_flops, cache_bytes, sizes, visible_pairs
 from regard.plan.formula import Formula
 from regard.plan.shapes import STORAGES, LayerShape
+from regard.turns import Ratio, ratio_of
 from regard.words import counted
 
 TORCH = "torch sdpa"
 PLAIN = STORAGES["plain"]
-ROUNDS = 9  # in each of which every entry runs once
+ROUNDS = 15  # in each of which every entry runs once
 SLOW = 20.0  # backends whose estimate is this many times the best one are not measured
 SECONDS = 2.0  # for each shape, after which no further round begins
 
@@ -112,12 +112,13 @@ class Entry:
         low: their lower quartile.
         high: their upper quartile.
         of_limit: the least time that the machine allows, over the median time.
+        pairs: the number of rounds.
 
     Examples:
         >>> from regard.bench import Entry
-        >>> entry = Entry("regard: fused", 0.8, ratio=0.5, low=0.48, high=0.53, of_limit=0.9)
-        >>> f"{entry.ratio:.2f} of torch's time"
-        "0.50 of torch's time"
+        >>> entry = Entry("regard: fused", 0.8, 0.5, low=0.48, high=0.53, of_limit=0.9, pairs=15)
+        >>> f"{entry.ratio:.2f} of torch's time", entry.differs
+        ("0.50 of torch's time", True)
     """
 
     name: str
@@ -126,6 +127,12 @@ class Entry:
     low: float
     high: float
     of_limit: float
+    pairs: int
+
+    @property
+    def differs(self) -> bool:
+        """Whether a difference from torch's time was measured."""
+        return Ratio(self.ratio, self.low, self.high, self.pairs).differs
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ class Measured:
     Examples:
         >>> from regard.bench import Entry, Measured, Shape
         >>> shape = Shape("decode", heads=32, kv_heads=8, head_dim=128, queries=1, keys=4096)
-        >>> torchs = Entry("torch sdpa", 1.6, ratio=1.0, low=1.0, high=1.0, of_limit=0.5)
+        >>> torchs = Entry("torch sdpa", 1.6, ratio=1.0, low=1.0, high=1.0, of_limit=0.5, pairs=15)
         >>> measured = Measured(shape, "float32", "fused", "reads", 0.8, [torchs], {})
         >>> [entry.name for entry in measured.entries]
         ['torch sdpa']
@@ -273,9 +280,10 @@ def _measured(
     least = max(reading, computing)
     entries = []
     for name, seconds in times.items():
-        ratio, low, high = quartiles(seconds, times[TORCH])
-        middle = statistics.median(seconds)
-        entries.append(Entry(name, 1e3 * middle, ratio, low, high, least / middle))
+        to, middle = ratio_of(seconds, times[TORCH]), statistics.median(seconds)
+        entries.append(
+            Entry(name, 1e3 * middle, to.value, to.low, to.high, least / middle, to.pairs)
+        )
     limit = "reads" if reading > computing else "products"
     return Measured(shape, machine.dtype, chosen, limit, 1e3 * least, entries, absent)
 

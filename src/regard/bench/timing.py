@@ -9,16 +9,18 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.turns import in_turns, ratio_of
+
 LAST_LEVEL_CACHE = 64 << 20  # bytes, of large processors
 COLD = 4 * LAST_LEVEL_CACHE  # bytes of all buffers, so that keys are read from memory
 _MOST_BUFFERS = 512  # of small sizes, which other data push out of the cache anyway
-_LEAST_ROUNDS = 3  # for a median and quartiles
 
 Variants = dict[str, Callable[[], Any]]
 
@@ -45,7 +47,7 @@ class Store:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, total: int = COLD) -> None:
-        block = torch.randn(1 << 18).to(dtype)  # repeated: random numbers take long to generate
+        block = torch.randn(1 << 18, dtype=torch.float32, device="cpu").to(dtype)  # repeated: slow
         self.numbers = block.repeat(-(-total // (block.numel() * block.itemsize)))
         self.at = 0
 
@@ -70,22 +72,20 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Seconds a call, by round: each sample repeats a variant for about `sample` seconds.
 
-    After `limit` seconds no further round begins, once there are three. Before each sample come
+    After `limit` seconds no further round begins, once there are six. Before each sample come
     `rest` seconds in which threads of another library, which spin after a call, fall asleep.
     """
-    begun = time.perf_counter()
+
+    def sample_of(run: Callable[[], Any], repeats: int) -> float:
+        time.sleep(rest)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - start) / repeats
+
     repeats = {name: _repeats(run, sample) for name, run in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(rounds):
-        if turn >= _LEAST_ROUNDS and time.perf_counter() - begun > limit:
-            break
-        for name in list(variants) if turn % 2 == 0 else list(variants)[::-1]:
-            time.sleep(rest)
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                variants[name]()
-            times[name].append((time.perf_counter() - start) / repeats[name])
-    return times
+    samples = {name: partial(sample_of, run, repeats[name]) for name, run in variants.items()}
+    return in_turns(samples, rounds, limit=limit)
 
 
 def _repeats(run: Callable[[], Any], sample: float) -> int:
@@ -97,14 +97,15 @@ def _repeats(run: Callable[[], Any], sample: float) -> int:
 
 
 def quartiles(times: list[float], base: list[float]) -> tuple[float, float, float]:
-    """The median, and the lower and upper quartile, of the ratios within rounds.
+    """The median, and the lower and upper quartile, of the ratios within rounds; further out, if
+    there are few (`regard.turns.ratio_of`).
 
     Examples:
         >>> quartiles([1.0, 2.0, 30.0], [1.0, 1.0, 10.0])
         (2.0, 1.0, 3.0)
     """
-    ratios = sorted(a / b for a, b in zip(times, base, strict=True))
-    return statistics.median(ratios), ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+    found = ratio_of(times, base)
+    return found.value, found.low, found.high
 
 
 def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:

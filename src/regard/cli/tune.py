@@ -12,7 +12,7 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import remarks, say, stdout, waiting
 from regard.ops.observed import kernel_objection
 from regard.ops.rates import SPEED, forget_speed, write_speed
-from regard.ops.speed import DEFAULT, Speed
+from regard.ops.speed import Speed, typical
 
 UNITS = {
     "call": ("to start an operator", 1e6, "us"),
@@ -29,7 +29,7 @@ UNITS = {
 }
 COLUMNS = (
     Column("rate", words=True),
-    Column("source"),
+    Column("usual"),
     Column("before"),
     Column("now"),
     Column("", left=True),
@@ -54,9 +54,10 @@ def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
     path = write_speed(tuning.speed)
     SPEED.use(tuning.speed)
     if as_json:
-        rates = {"source": DEFAULT, "before": before, "now": tuning.speed}
+        usual = typical(torch.get_num_threads())
+        rates = {"usual": usual, "before": before, "now": tuning.speed}
         written = {name: asdict(rate) for name, rate in rates.items()}
-        written["spread"] = tuning.spread
+        written |= {"spread": tuning.spread, "drift": tuning.drift, "load": asdict(tuning.load)}
         sys.stdout.write(json.dumps({"path": str(path), **written}, indent=2) + "\n")
         return
     console = stdout()
@@ -67,10 +68,10 @@ def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
 
 def show(before: Speed, tuning: Tuning, console: Console) -> None:
     """Print the rates as a table."""
-    rows, unmeasured = [], []
+    rows, unmeasured, usual = [], [], typical(torch.get_num_threads())
     for rate in fields(Speed):
         what, factor, unit = UNITS.get(rate.name, (rate.name, 1.0, ""))
-        values = (getattr(speed, rate.name) for speed in (DEFAULT, before, tuning.speed))
+        values = (getattr(speed, rate.name) for speed in (usual, before, tuning.speed))
         apart = tuning.spread.get(rate.name)
         if apart is None:
             unmeasured.append(what)
@@ -78,5 +79,5 @@ def show(before: Speed, tuning: Tuning, console: Console) -> None:
         rows.append([what, *(f"{value * factor:.3g}" for value in values), unit, spread])
     tabulate(console, COLUMNS, rows)
     reason = kernel_objection() or "this machine was measured without it"
-    scaled = "its rates are the defaults, scaled as those of matrix products are"
+    scaled = "its rates are the usual ones, scaled as those of matrix products are"
     remarks(console, "Not measured", dict.fromkeys(unmeasured, f"{reason}; {scaled}"))

@@ -1,144 +1,136 @@
-"""The rates of a machine that estimates of backends are made of.
+"""The rates that estimates of backends are made of: constants of a class of processors, or those
+that `regard tune` measured and stored.
 
-`regard tune` measures those of this machine and writes them to a file, which is read when a rate is
-first used. Without that file the process measures quickly (`quick_rates.py`) and stores the result
-for later ones. With `REGARD_SPEED=default` in the environment nothing is read or measured: the
-defaults below, of two cores of an AMD EPYC with torch 2.13, are used. Only ratios of rates matter.
+The same process on the same kind of machine uses the same rates, whatever else runs: nothing is
+measured here. With `REGARD_SPEED=default` in the environment the rates are `DEFAULT` on every
+machine and with every number of threads. Only ratios of rates matter.
 """
 
 import hashlib
 import json
 import os
-import tempfile
 import warnings
-from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
-from regard.ops.speed import DEFAULT, NARROWING, Speed, processor
-from regard.tracing import is_immediate
+from regard.cache_folder import cache_folder
+from regard.ops.speed import DEFAULT, NARROWING, Speed, processor, typical
+from regard.whole_file import write_whole
 
-FOLDER = "REGARD_CACHE"  # the environment variable that moves all that regard stores for a user
 _MAX_BYTES = 1 << 16  # of a file of rates; a larger one is not read
 
 
 class Rates:
-    """The rates in use: the tuned ones if there are any, else those measured quickly.
+    """The rates in use: stored ones if there are any, else the constants.
 
-    They are read or measured once, when a rate is first used, so that importing stays cheap and the
-    number of threads is known; another thread meanwhile uses the defaults. Nothing is read or
-    measured while a program is traced or a dispatch mode is active: a program that is compiled
-    before any rate was used keeps the defaults, unless `SPEED.load()` was called. `version` counts
-    how often the rates were set.
+    They are those of torch's present number of threads, and are read when a rate is first used, so
+    that importing stays cheap; a program that is compiled uses the same ones. `version` is what a
+    choice depends on beside its call. Whoever chooses reads it first: that makes the rates in use
+    those of the present number of threads.
 
     Examples:
         >>> 0 < SPEED.call < 1
         True
     """
 
-    version = 0
+    threads = 0  # that the rates in use are for; none are in use yet
+    uses = 0  # how often rates were given or read anew
+
+    @property
+    def version(self) -> int:
+        return _settled()
 
     def __getattr__(self, name: str) -> float:
         if name not in Speed.__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__} has no rate {name!r}")
-        if is_immediate():
-            self.load()
-            return float(vars(self)[name])
-        return float(getattr(DEFAULT, name))
+        _settled()
+        return float(vars(self)[name])
 
     def load(self) -> Speed:
-        """Read or measure them now; return the rates in use."""
-        self.use(DEFAULT)  # first: a warning that is an error is then raised only once
-        self.use(read_speed() or _quick_speed() or DEFAULT)
+        """Read the files anew; return the rates in use."""
+        _known.clear()
+        vars(self).update(threads=0, uses=self.uses + 1)
         return self.now()
 
     def use(self, speed: Speed) -> None:
-        """Use these rates from now on."""
-        vars(self).update(asdict(speed), version=self.version + 1)
+        """Use these rates from now on, for torch's present number of threads."""
+        threads = torch.get_num_threads()
+        _known[threads] = speed
+        vars(self).update(asdict(speed), threads=threads, uses=self.uses + 1)
 
     def now(self) -> Speed:
         """The rates in use."""
+        _settled()
         return Speed(**{rate.name: getattr(self, rate.name) for rate in fields(Speed)})
 
 
 SPEED = Rates()
+_known: dict[int, Speed] = {}  # by the number of threads
 
 
-def speed_path(kind: str = "speed") -> Path:
-    """The file of this machine's rates, for this version of torch and number of threads: those of
-    `regard tune`, or with `kind="quick"` those that a process measured for later ones. Rates by
-    other names, of another version of regard, are in another file."""
-    narrowed = [os.environ.get(name) for name in NARROWING]
-    facts = (*processor(), *narrowed, *(rate.name for rate in fields(Speed)))
-    machine = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+def _settled() -> int:
+    """The version of the rates, once these are those of the present number of threads."""
     threads = torch.get_num_threads()
-    return cache_folder() / f"{kind}-{torch.__version__}-{threads}-{machine}.json"
+    if SPEED.threads != threads:
+        if threads not in _known:
+            _known[threads] = usual(threads)  # first: a warning that is an error is raised once
+            _known[threads] = read_speed(threads) or usual(threads)
+        vars(SPEED).update(asdict(_known[threads]), threads=threads)
+    return SPEED.uses << 16 | threads
 
 
-def cache_folder() -> Path:
-    """`$REGARD_CACHE`; else `$XDG_CACHE_HOME/regard`; else `~/.cache/regard`.
-
-    Raises:
-        RuntimeError: if neither is set and the user has no home.
-    """
-    given, base = os.environ.get(FOLDER), Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if given:
-        return Path(given)
-    return (base if base.is_absolute() else Path.home() / ".cache") / "regard"
+# The compiler runs this while it traces and takes the result for a constant, as
+# `torch.compiler.assume_constant_result` says, which would import the compiler.
+_settled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def read_speed() -> Speed | None:
-    """The tuned rates; None if there is no file, or, with a warning, if it is invalid.
-
-    A rate that the file does not have is the default.
-    """
-    speed, objection = _stored("speed")
-    if objection is not None:
-        warnings.warn(f"{objection}; `regard tune` writes it anew", stacklevel=2)
-    return speed
-
-
-def _quick_speed() -> Speed | None:
-    """Rates that an earlier process measured quickly, or this one does now; None where neither may
-    be. A file that is invalid or cannot be written is no reason for a warning."""
-    if _asked_for_defaults() or not is_immediate():
-        return None
-    stored, _ = _stored("quick")
-    if stored is not None:
-        return stored
-    from regard.ops.quick_rates import quick_speed
-
-    speed, steady = quick_speed()
-    if steady:
-        with suppress(OSError, RuntimeError):  # a read-only disk, no home folder
-            write_speed(speed, "quick")
-    return speed
+def usual(threads: int) -> Speed:
+    """The constants of this processor, for so many threads."""
+    return DEFAULT if _asked_for_defaults() else typical(threads)
 
 
 def _asked_for_defaults() -> bool:
     return os.environ.get("REGARD_SPEED") == "default"
 
 
-def _stored(kind: str) -> tuple[Speed | None, str | None]:
-    """The rates of a file, or why it is ignored; neither if there is no file."""
+def speed_path(threads: int | None = None) -> Path:
+    """The file of this machine's rates that `regard tune` writes, for this version of torch and
+    the present number of threads. Rates by other names, of another version of regard, are in
+    another file."""
+    narrowed = [os.environ.get(name) for name in NARROWING]
+    facts = (*processor(), *narrowed, *(rate.name for rate in fields(Speed)))
+    machine = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+    threads = torch.get_num_threads() if threads is None else threads
+    return cache_folder() / f"speed-{torch.__version__}-{threads}-{machine}.json"
+
+
+def read_speed(threads: int) -> Speed | None:
+    """The stored rates for so many threads; None if there is no file or, with a warning, if this
+    machine cannot have such rates."""
     if _asked_for_defaults():
-        return None, None
+        return None
+    path = Path("the file of rates")
     try:
-        path = speed_path(kind)
+        path = speed_path(threads)
         if not path.is_file():  # a pipe, say, might never end
-            return None, None
+            return None
         with path.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-        speed, objection = _parsed(text)
+            speed, objection = _parsed(file.read(_MAX_BYTES + 1), typical(threads))
     except (OSError, RuntimeError, OverflowError) as error:  # no home folder, deeply nested JSON
-        speed, objection, path = None, str(error), Path("the file of rates")
-    return speed, None if objection is None else f"{path} is ignored: {objection}"
+        speed, objection = None, str(error)
+    if objection is not None:
+        warnings.warn(
+            f"{path} is ignored, and the usual rates of such a processor are used: {objection}; "
+            "`regard tune` writes it anew, `regard tune --forget` removes it",
+            stacklevel=2,
+        )
+    return speed
 
 
-def _parsed(text: bytes) -> tuple[Speed | None, str | None]:
-    """Rates, or why they are invalid."""
+def _parsed(text: bytes, usual: Speed) -> tuple[Speed | None, str | None]:
+    """Rates, or why they are not those of a machine whose usual ones are given."""
     if len(text) > _MAX_BYTES:
         return None, "it is too large"
     try:
@@ -148,46 +140,37 @@ def _parsed(text: bytes) -> tuple[Speed | None, str | None]:
     if not isinstance(held, dict):
         return None, "it does not hold rates by name"
     found = {}
-    for name in Speed.__dataclass_fields__.keys() & held.keys():
-        if type(held[name]) not in (int, float):
+    for name in Speed.__dataclass_fields__:
+        if type(held.get(name)) not in (int, float):
             return None, f"{name} is not a number"
         found[name] = float(held[name])
     speed = Speed(**found)
-    objection = speed.objection()
+    objection = speed.objection(usual)
     return (None, objection) if objection else (speed, None)
 
 
-def write_speed(speed: Speed, kind: str = "speed") -> Path:
+def write_speed(speed: Speed) -> Path:
     """Write rates for later processes; the file is replaced whole, or not at all.
 
     Raises:
-        ValueError: if they cannot be the rates of a machine.
+        ValueError: if this machine cannot have such rates.
         OSError: if the folder cannot be written.
     """
-    objection = speed.objection()
+    objection = speed.objection(typical(torch.get_num_threads()))
     if objection is not None:
         raise ValueError(
             f"these rates are not written: {objection}; measure again on a quiet machine"
         )
-    path = speed_path(kind)
+    path = speed_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(speed), file, indent=2)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(asdict(speed), indent=2).encode())
     return path
 
 
 def forget_speed() -> Path | None:
-    """Remove the tuned file, and that of quick rates; returns the path of the former if there was
-    one. The defaults are used from now on."""
+    """Remove the file; returns its path if there was one. The constants are used from now on."""
     path = speed_path()
-    SPEED.use(DEFAULT)
-    speed_path("quick").unlink(missing_ok=True)
+    SPEED.use(usual(torch.get_num_threads()))
     if not path.exists():
         return None
     path.unlink()

@@ -1,13 +1,13 @@
-"""Devices whose least times a plan states: by their data sheets, and this machine as measured."""
+"""Devices whose least times a plan states: by their data sheets, and this machine by its rates."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from regard.ops.devices import DATA_SHEETS, DeviceRates
-from regard.ops.rates import SPEED, speed_path
+from regard.ops.rates import read_speed
+from regard.ops.speed import typical
 
 GIGABYTE = 10**9  # bytes; manufacturers state sizes of memory in it
 HALF = ("float16", "bfloat16")
@@ -152,10 +152,10 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device_of(key: str) -> Device:
-    """The device of this key; `"this"` measures this machine if no rates of it are stored.
+    """The device of this key; `"this"` is this machine.
 
     Raises:
-        ValueError: if there is no such device; or, of `"this"`, if measuring is forbidden.
+        ValueError: if there is no such device.
 
     Examples:
         >>> from regard.plan.devices import device_of
@@ -171,35 +171,24 @@ def device_of(key: str) -> Device:
 
 
 def is_measured() -> bool:
-    """Whether rates of this machine are stored, so that reading them takes no time."""
-    if _asked_for_defaults():
-        return False
-    try:
-        return any(speed_path(kind).is_file() for kind in ("speed", "quick"))
-    except (OSError, RuntimeError):  # no home folder
-        return False
+    """Whether `regard tune` measured this machine and stored its rates."""
+    return read_speed(torch.get_num_threads()) is not None
 
 
 def this_machine() -> Device:
-    """This machine by its measured rates: the stored ones, else measured now in a fifth of a
-    second and stored (`regard tune` measures longer).
+    """This machine by the rates that `regard tune` stored; without them, by the usual ones of a
+    processor with the same instructions.
 
-    Its rates are what kernels reached, not what the manufacturer states: bytes a second that
-    `fused` reads while it decodes, matrix products in float32, and torch's attention over many
-    queries in half precision.
-
-    Raises:
-        ValueError: if `REGARD_SPEED=default` forbids measuring.
+    They are what kernels reach, not what the manufacturer states: bytes a second that `fused` reads
+    while it decodes, matrix products in float32, and in bfloat16.
     """
-    if _asked_for_defaults():
-        raise ValueError(
-            "REGARD_SPEED=default forbids measuring this machine; unset it, or name another device"
-        )
-    speed = SPEED.load()
-    rates = {"float32": speed.products, **dict.fromkeys(HALF, speed.products_half)}
     threads = torch.get_num_threads()
+    stored = read_speed(threads)
+    speed = stored or typical(threads)
+    rates = {"float32": speed.products, **dict.fromkeys(HALF, speed.products_half)}
     named = f"this machine, {threads} thread{'' if threads == 1 else 's'}"
-    return Device(named, speed.stream, rates, None, "measured by regard")
+    source = "usual for such a processor; `regard tune` measures this one"
+    return Device(named, speed.stream, rates, None, "measured by regard" if stored else source)
 
 
 def roofline_seconds(
@@ -233,7 +222,3 @@ def roofline_seconds(
         raise ValueError(f"no rate of {device.name} in {dtype} is known, but in {known}")
     computing, moving = flops / rate, moved / device.memory_bandwidth
     return max(computing, moving), "compute" if computing > moving else "memory"
-
-
-def _asked_for_defaults() -> bool:
-    return os.environ.get("REGARD_SPEED") == "default"

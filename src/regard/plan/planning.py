@@ -50,7 +50,7 @@ def plan(
         context: tokens of a prefill, and in the cache of a decode step.
         batch: rows.
         memory: bytes, of each rank, for the cache alone.
-        devices: keys of `DEVICES`, or `"this"`, which measures this machine; if there are none,
+        devices: keys of `DEVICES`, or `"this"`, which is this machine; if there are none,
             this machine if its rates are stored.
         links: keys of `LINKS`, between the ranks.
         dtype: of weights, activations and plain caches; the model's own if None.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from regard.cache.paging.formats import PageFormat
+from regard.words import one_of
 
 Kind = Literal["MHA", "GQA", "MQA", "MLA", "LatentKV", "linear"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -136,6 +137,7 @@ STORAGES = {
     )
 }
 USUAL = ("plain", "int8", "K8V4", "K6V4", "int4")  # K8V8 has the bytes of int8
+UNCHANGED = ("growing", "static", "paged")  # caches whose numbers keep the dtype's own bits
 IN_PAGES = ("plain", "K8V8", "K8V4", "K6V4", "K4V4")  # the formats of a pool
 
 
@@ -143,7 +145,7 @@ def storages_of(names: Sequence[str] = (), page_size: int = 0) -> tuple[Storage,
     """The storages of these names; the usual ones if there are none.
 
     Args:
-        names: of `STORAGES`.
+        names: of `STORAGES`, in upper or lower case; "growing", "static" and "paged" are plain.
         page_size: tokens of a page; 0 for caches that are not in pages.
 
     Raises:
@@ -155,11 +157,10 @@ def storages_of(names: Sequence[str] = (), page_size: int = 0) -> tuple[Storage,
         (['plain', 'int8', 'K8V4', 'K6V4', 'int4'], 64)
     """
     known = IN_PAGES if page_size else tuple(STORAGES)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        kind = "formats of pages" if page_size else "storages"
-        raise ValueError(f"{', '.join(map(str, unknown))}: {kind} are {', '.join(known)}")
-    chosen = names or (IN_PAGES if page_size else USUAL)
+    kind = "format of pages" if page_size else "storage"
+    named = [one_of(kind, name, (*known, *UNCHANGED)) for name in names]
+    chosen = ["plain" if name in UNCHANGED else name for name in named]
+    chosen = [*dict.fromkeys(chosen or (IN_PAGES if page_size else USUAL))]
     return tuple(replace(STORAGES[name], page_size=page_size) for name in chosen)
 
 

@@ -10,7 +10,7 @@ from regard.convert import Target
 
 def test_rows_are_chosen_by_their_keys():
     assert [each.key for each in chosen(["mqa", "int8"])] == ["shipped", "int8", "mqa"]
-    with pytest.raises(ValueError, match=r"nothing: attentions to compare are shipped, int8"):
+    with pytest.raises(ValueError, match=r"attention='nothing' is not one of 'shipped', 'int8'"):
         chosen(["nothing"])
 
 

@@ -2,13 +2,17 @@
 
 import json
 import math
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import regard
-from regard.compare import CANDIDATES, Texts, chosen, compare
+from regard.compare import CANDIDATES, Runner, Texts, chosen, compare
+from regard.compare.measure import PREFILLS, STEPS
+from regard.convert import measuring
 from regard.hf.generating.predicting import hidden_states, losses_of
 from regard.ops.backends import BACKENDS
 from regard_cli.app import run
@@ -19,10 +23,16 @@ COLUMNS = {
     "context_in_memory",
     "prefill_tokens_per_second",
     "decode_tokens_per_second",
+    "prefill_speed",
+    "decode_speed",
+    "perplexity_ratio",
+    "decode_perplexity_ratio",
     "perplexity",
     "decode_perplexity",
     "largest_logit_difference",
 }
+
+RATIOS = {"prefill_speed", "decode_speed", "perplexity_ratio", "decode_perplexity_ratio"}
 
 
 def rows_of(result):
@@ -53,7 +63,14 @@ def test_every_row_was_measured(result):
         if row.remark:  # in a long run: two key heads cannot be merged into fewer than two
             assert row.name == "GQA, half the key heads"
             continue
-        assert all(getattr(row, column) > 0 for column in COLUMNS - {"largest_logit_difference"})
+        numbers = COLUMNS - RATIOS - {"largest_logit_difference"}
+        assert all(getattr(row, column) > 0 for column in numbers)
+        ratios = [getattr(row, column) for column in sorted(RATIOS)]
+        if row is result.rows[0]:
+            assert ratios == [None] * 4
+            continue
+        assert all(0 < each.low <= each.value <= each.high for each in ratios)
+        assert [each.pairs for each in ratios] == [2 * 32, 2 * STEPS // 3, 2 * 39, 2 * PREFILLS]
 
 
 def test_exact_rows_are_exact(result):
@@ -119,8 +136,8 @@ def test_progress_counts_to_its_end(texts):
         candidates=CANDIDATES[:2],
         progress=lambda what, done, total: seen.append((done, total)),
     )
-    assert [done for done, _ in seen] == list(range(9))
-    assert {total for _, total in seen} == {8}
+    assert [done for done, _ in seen] == list(range(11))
+    assert {total for _, total in seen} == {10}
 
 
 def test_rows_say_which_backends_ran(result):
@@ -242,3 +259,45 @@ def test_a_notebook_shows_the_verdict_and_every_row(result):
     assert html.count("<tr>") == 1 + len(ran(result))
     assert f"{result.rows[0].perplexity:,.3f}" in html
     assert "<script" not in html
+
+
+class Slowing:
+    """A clock on which every step and prefill of a comparison takes a cost of its cache's class,
+    on a machine that becomes twice as slow in the meantime, with noise of 3 %."""
+
+    def __init__(self, monkeypatch, costs, calls):
+        self.now, self.done, self.calls, self.costs = 0.0, 0, calls, costs
+        self.random = random.Random(0)
+        monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for name in ("step", "hidden"):
+            own = getattr(Runner, name)
+            monkeypatch.setattr(Runner, name, lambda runner, x, own=own: self.run(runner, x, own))
+
+    def run(self, runner, tokens, own):
+        self.done += 1
+        noise = math.exp(self.random.gauss(0.0, 0.03))
+        self.now += self.costs[type(runner.caches[0])] * 2 ** (self.done / self.calls) * noise
+        return own(runner, tokens)
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.8, 1.25])
+def test_a_machine_that_slows_down_is_no_verdict(speed, texts, monkeypatch):
+    """Equal true speeds are no difference; 0.8 of the shipped speed is found, without a reason,
+    since fewer bytes are read."""
+    costs = {regard.KVCache: 1.0, regard.QuantizedCache: 1 / speed}
+    Slowing(monkeypatch, costs, calls=150)
+    result = compare(tiny("llama"), texts, candidates=chosen(["int8"]))
+    (_, row) = result.rows
+    for found in (row.prefill_speed, row.decode_speed):
+        assert found.differs == (speed != 1.0)
+        assert found.value == pytest.approx(speed, rel=0.05)
+    wanted = "no measurable difference in speed" if speed == 1.0 else f"decodes at {speed:.1f}"[:-1]
+    assert wanted in result.verdict
+    assert ("because" in result.verdict) <= (speed > 1.0)
+
+
+def test_the_shipped_attention_is_the_first_row(texts):
+    int8, shipped = CANDIDATES[1], CANDIDATES[0]
+    rows = compare(tiny("llama"), texts, candidates=[int8, shipped]).rows
+    assert [row.name for row in rows] == ["GQA, as shipped", "GQA, int8 cache"]
+    assert rows[0].decode_speed is None and rows[1].decode_speed is not None

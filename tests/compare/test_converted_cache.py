@@ -5,6 +5,8 @@ import shutil
 import pytest
 
 import regard.compare.comparing as comparing
+from full_disk import files_of_at_most
+from regard import GroupedQueryAttention
 from regard.compare import Texts, chosen, compare, converted_cache
 from regard.convert import target_of
 from regard.hf import attention_modules, attention_of
@@ -73,3 +75,11 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_the_comparison_goes_on
     with pytest.warns(UserWarning, match=r"are not stored for the next comparison: .*REGARD_CACHE"):
         found = compare(tiny("llama"), texts, candidates=candidates)
     assert all(row.perplexity is not None for row in found.rows)
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(converted_cache.FOLDER, str(tmp_path))
+    layers = [GroupedQueryAttention(64, 4, 2)]
+    with files_of_at_most(4096), pytest.warns(UserWarning, match="are not stored for the next"):
+        converted_cache.store("a", layers)
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == []

@@ -4,8 +4,18 @@ import pytest
 import torch
 
 from regard.cache import KVCache, Part
+from regard.cache.quantized import QuantizedCache
 from regard.compare import Runner
-from regard.compare.measure import DECODED, TIMED, Sample, decode_loss, decode_steps
+from regard.compare.measure import (
+    DECODED,
+    PREFILLS,
+    STEPS,
+    Sample,
+    decode_losses,
+    decode_steps,
+    time_prefills,
+    time_steps,
+)
 from regard.convert.measuring import compare_all_logits, loss_of
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states, losses_of
@@ -26,11 +36,15 @@ def test_a_row_is_the_mean_over_windows():
     runner = runner_of(model, KVCache)
     sample = Sample(runner)
     for window in windows:
-        hidden = sample.run(window)
+        hidden = sample.read(window)
         judge(sample, window, hidden, hidden_states(model, window[None]))
+        time_steps([sample], window)
+        time_prefills([sample], window)
         assert runner.cache_bytes == 0
-    assert len(sample.timings.step_seconds) == 2 * TIMED
-    row = sample.row("shipped", True, context=40, memory=1 << 20)
+    found = {phase: len(each) for phase, each in sample.timings.seconds.items()}
+    assert found == {"prefill": 2 * PREFILLS, "decode": 2 * STEPS // 3}
+    row = sample.row("shipped", True, sample, context=40, memory=1 << 20)
+    assert row.decode_speed is None and row.perplexity_ratio is None
     losses = torch.tensor([loss_of(model, window) for window in windows])
     assert row.perplexity == pytest.approx(float(losses.mean().exp()), rel=1e-5)
     assert row.largest_logit_difference < 1e-5
@@ -46,14 +60,14 @@ def test_the_last_tokens_are_decoded_one_at_a_time(length, monkeypatch):
     runner.hidden(window[None])
     given, hidden = [], runner.hidden
     monkeypatch.setattr(runner, "hidden", lambda token: given.append(token) or hidden(token))
-    found = decode_loss(runner, window)
+    found = decode_losses(runner, window)
     rows, steps = decode_steps(length)
     assert [tuple(token.shape) for token in given] == [(rows, 1)] * steps
     count = rows * steps
     assert torch.equal(torch.cat(given, 1).flatten(), window[-1 - count : -1])
     assert length == 2 or count > length / 2 or count == DECODED
-    wanted = losses_of(model, hidden_states(model, window[None])[0], window)[-count:].mean()
-    assert found == pytest.approx(float(wanted), rel=1e-5)
+    wanted = losses_of(model, hidden_states(model, window[None])[0], window)[-count:]
+    torch.testing.assert_close(found, wanted)
     assert [cache.length for cache in runner.caches] == [length - 1] * 2
     assert all(cache.buffers[0].shape[0] == 1 for cache in runner.caches)
 
@@ -65,8 +79,35 @@ def test_what_a_cache_loses_after_the_prefill_is_in_the_decode_loss():
     runners = [runner_of(model, cache) for cache in (KVCache, Forgetful)]
     hidden = [runner.hidden(window[None]) for runner in runners]
     torch.testing.assert_close(*hidden)
-    exact, lossy = (decode_loss(runner, window) for runner in runners)
+    exact, lossy = (decode_losses(runner, window).mean() for runner in runners)
     assert abs(exact - lossy) > 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [2, 9, 128])
+def test_steps_are_timed_within_the_window(length, monkeypatch):
+    """Both start after the same tokens, each time, and no position is beyond the window's last."""
+    model, window = tiny("llama"), tokens(1, length)[0]
+    samples = [Sample(runner_of(model, cache)) for cache in (KVCache, QuantizedCache)]
+    for sample in samples:
+        sample.read(window)
+    starts = []
+    for each in samples:
+        step = each.runner.step
+        monkeypatch.setattr(
+            each.runner,
+            "step",
+            lambda token, each=each, step=step: (
+                starts.append((samples.index(each), each.runner.caches[0].length)) or step(token)
+            ),
+        )
+    for _ in range(2):
+        starts.clear()
+        time_steps(samples, window)
+        lengths = [[n for which, n in starts if which == at] for at in (0, 1)]
+        first = max(1, length - 2 - STEPS)
+        assert lengths == [list(range(first, first + 2 + STEPS))] * 2
+        assert length <= 2 + STEPS or max(lengths[0]) < length
 
 
 def judge(sample, window, hidden, reference):

@@ -4,8 +4,6 @@ nothing."""
 import json
 import random
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,8 @@ from transformers import (
 )
 
 import regard.hf
+from full_disk import files_of_at_most
+from interpreters import run_python
 from joined import joined, random_mla
 from regard import NTK, Causal, LatentKVAttention, Llama3, LongRope, Rotary, Yarn
 from regard.convert import as_latent, saving, spell_out
@@ -205,8 +205,7 @@ saving.save(Model(), None, sys.argv[1], card="", report={})
 
 
 def test_a_killed_save_leaves_no_folder_of_that_name(tmp_path):
-    code = [sys.executable, "-c", KILLED, str(tmp_path / "out")]
-    assert subprocess.run(code, capture_output=True).returncode == 9
+    assert run_python("-c", KILLED, tmp_path / "out").returncode == 9
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".out.") and left.name.endswith(".partial")
     save(placed(), None, tmp_path / "out", **TEXTS)
@@ -474,3 +473,9 @@ def test_an_unknown_scaling_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"scaling=.* cannot be saved; Frequencies, LinearScaling"):
         save(model, None, tmp_path / "out", **TEXTS)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path):
+    with files_of_at_most(4096), pytest.raises(OSError, match=r"not written|too large"):
+        save(tiny("llama"), None, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,8 @@ from rich.markup import escape
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
-from regard.compare.measure import MEASURED
+from regard.compare.comparing import RATIOS
+from regard.compare.measure import MEASURED, cells
 from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.packages import quiet
 from regard.ops.observed import kernel_objection
@@ -93,6 +94,7 @@ def show(result: Comparison, console: Console) -> None:
     )
     console.print()
     _print_table(result, console)
+    say(console, RATIOS, style="dim")
     remarks(console, "Not run", {row.name: row.remark for row in result.rows if row.remark})
     console.print()
     say(console, result.verdict)
@@ -135,12 +137,10 @@ def _shared(rows: Sequence[Row], name: str) -> str:
 def _print_table(result: Comparison, console: Console) -> None:
     within = f"tokens in {result.memory / GIBIBYTE:g} GiB"
     columns = [Column("attention", words=True)]
-    columns += [Column(head or within, group=group) for head, _, group in MEASURED.values()]
+    columns += [Column(head or within, group=group) for head, group in MEASURED.values()]
     ran = [row for row in result.rows if row.perplexity is not None]
     tabulate(console, columns, [_cells(row) for row in ran])
 
 
 def _cells(row: Row) -> list[str]:
-    name = escape(f"{row.name} (exact)" if row.exact else row.name)
-    measured = MEASURED.items()
-    return [name, *(format(getattr(row, column), form) for column, (_, form, _) in measured)]
+    return [escape(f"{row.name} (exact)" if row.exact else row.name), *cells(row)]

@@ -8,6 +8,7 @@ from regard.cache import Cache, KVCache
 from regard.cache.quantized import QuantizedCache
 from regard.convert.targets import Target, target_of
 from regard.layers.attention import Attention
+from regard.words import one_of
 
 Choose = Callable[[Sequence[Attention]], Target | None]
 
@@ -77,8 +78,9 @@ CANDIDATES = (
             f"{{kind}}, {name} cache",
             _as_shipped,
             cache=partial(QuantizedCache, format=name),
+            usual=name != "K4V4",
         )
-        for name in ("K8V4", "K6V4")
+        for name in ("K8V4", "K6V4", "K4V4")
     ),
     Candidate("mha", "MHA, spelled out", _mha, exact=True),
     Candidate("gqa", "GQA, half the key heads", _half_the_heads, usual=False),
@@ -134,7 +136,7 @@ def chosen(keys: Sequence[str]) -> tuple[Candidate, ...]:
         keys: of `CANDIDATES`.
 
     Raises:
-        ValueError: if a key is unknown.
+        ValueError: if a key is unknown. Upper and lower case are one.
 
     Examples:
         >>> from regard.compare import chosen
@@ -143,9 +145,6 @@ def chosen(keys: Sequence[str]) -> tuple[Candidate, ...]:
     """
     if not keys:
         return tuple(each for each in CANDIDATES if each.usual)
-    known = {each.key: each for each in CANDIDATES}
-    unknown = [key for key in keys if key not in known]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: attentions to compare are {', '.join(known)}")
-    wanted = {"shipped", *keys}
+    known = [each.key for each in CANDIDATES]
+    wanted = {"shipped", *(one_of("attention", key, known) for key in keys)}
     return tuple(each for each in CANDIDATES if each.key in wanted)

@@ -13,8 +13,17 @@ from torch import Tensor, nn
 
 from regard.compare import converted_cache
 from regard.compare.candidates import Candidate, chosen
-from regard.compare.measure import MEASURED, Row, Sample, decode_steps
+from regard.compare.measure import (
+    MEASURED,
+    Row,
+    Sample,
+    cells,
+    decode_steps,
+    time_prefills,
+    time_steps,
+)
 from regard.compare.proving import Proof, prove
+from regard.compare.reasons import outside, reasons
 from regard.compare.runner import Runner
 from regard.compare.shapes import shape_of, storage_of
 from regard.compare.texts import Texts
@@ -29,6 +38,11 @@ from regard.page.page import table
 from regard.page.readable import readable_bytes
 from regard.words import counted
 
+RATIOS = (
+    "Speeds are ratios to the first row's, taken in turns: median (quartiles). same: no measurable "
+    "difference, since 1 is between the quartiles. ± of a perplexity: two standard errors of its "
+    "ratio to the first row's."
+)
 Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
 
 
@@ -77,16 +91,16 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """The verdict and the table of what ran, for notebooks and pages."""
-        cells = [
-            [f"{row.name} (exact)" if row.exact else row.name]
-            + [format(getattr(row, name), form) for name, (_, form, _) in MEASURED.items()]
+        rows = [
+            [f"{row.name} (exact)" if row.exact else row.name, *cells(row)]
             for row in self.rows
             if row.perplexity is not None
         ]
         within = f"tokens in {readable_bytes(self.memory)}"
-        heads = ["attention", *(head or within for head, _, _ in MEASURED.values())]
+        heads = ["attention", *(head or within for head, _ in MEASURED.values())]
         return (
-            f"<p>{escape(self.verdict)}</p>\n{table(self._circumstances(), heads, cells)}"
+            f"<p>{escape(self.verdict)}</p>\n{table(self._circumstances(), heads, rows)}"
+            f'<p class="aside">{RATIOS}</p>'
             '<p class="aside">regard computes what the model computes: logits differ by '
             f"{self.proof.largest_difference:.1e} at most, and rounding explains "
             f"{self.proof.tolerance:.1e}.</p>\n"
@@ -112,8 +126,9 @@ def compare(
 ) -> Comparison:
     """Run a causal language model with each candidate attention.
 
-    Every candidate runs in the model's own dtype on the windows of `texts`, in order for one window
-    and in reverse order for the next. The model is not changed.
+    Every candidate runs in the model's own dtype on the windows of `texts`; the shipped attention
+    is the first row. Times are taken in turns, and speeds are ratios to the first row's in the same
+    rounds. The model is not changed.
 
     Args:
         model: a transformers model of a family that `regard.hf` supports.
@@ -141,9 +156,10 @@ def compare(
     """
     started = time.perf_counter()
     candidates = chosen(()) if candidates is None else candidates
+    candidates = sorted(candidates, key=lambda each: "shipped" not in each.name)
     context, dtype = texts.windows.shape[1], str(model.dtype).removeprefix("torch.")
     _check_length(model, context)
-    total = 2 + len(texts.windows) * (1 + len(candidates))
+    total = 2 + len(texts.windows) * (2 + len(candidates))
     steps = iter(range(total))
 
     def report(what: str) -> None:
@@ -169,7 +185,7 @@ def compare(
         text=texts.source,
         proof=proof,
         rows=rows,
-        verdict=verdict(rows, dtype),
+        verdict=verdict(rows, dtype, reasons(rows, context, dtype, outside(model))),
         seconds=time.perf_counter() - started,
         decoded=len(texts.windows) * math.prod(decode_steps(context)),
     )
@@ -184,25 +200,33 @@ def _measure(
     memory: int,
     report: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Every candidate over every window, interleaved so that slow periods affect all alike."""
+    """Every candidate over every window; the first that runs and another take turns when timed."""
     samples = {name: Sample(each) for name, each in runners.items() if isinstance(each, Runner)}
+    first = next(iter(samples), "")
     for index, window in enumerate(windows):
         report("reading as shipped")
         reference, hidden = hidden_states(model, window[None]), {}
-        for each in candidates[:: -1 if index % 2 else 1]:
+        order = candidates[:: -1 if index % 2 else 1]
+        for each in sorted(order, key=lambda each: each.name != first):
             report(each.name)
             if each.name in samples:
-                hidden[each.name] = samples[each.name].run(window)
+                hidden[each.name] = samples[each.name].read(window)
+            if each.name in samples and (each.name != first or len(samples) == 1):
+                time_steps([samples[name] for name in dict.fromkeys((first, each.name))], window)
+                samples[each.name].runner.reset()
         found, _ = compare_all_logits(model, window, list(hidden.values()), reference)
-        for name, (loss, difference) in zip(hidden, found, strict=True):
-            samples[name].judge(loss, difference)
+        for name, (losses, difference) in zip(hidden, found, strict=True):
+            samples[name].judge(losses, difference)
+        report("reading in turns")
+        time_prefills(list(samples.values()), window)
     for each in candidates:
         runner = runners[each.name]
         if isinstance(runner, str):
             yield Row(each.name, each.exact, remark=runner)
         else:
-            context = windows.shape[1]
-            row = samples[each.name].row(each.name, each.exact, context=context, memory=memory)
+            row = samples[each.name].row(
+                each.name, each.exact, samples[first], context=windows.shape[1], memory=memory
+            )
             layers = tuple(map(shape_of, runner.layers))
             yield replace(row, layers=layers, storage=storage_of(runner.caches[0]))
 

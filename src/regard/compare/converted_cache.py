@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 
 import regard
 from regard import convert
+from regard.cache_folder import FOLDER, cache_folder
 from regard.convert.linear import linear_of, with_kv_heads
 from regard.convert.targets import Target
 from regard.hf.loading.descriptions import described, layer_from
 from regard.layers.attention import Attention
-from regard.ops.rates import FOLDER, cache_folder
 
 CODE = Path(convert.__file__).parent
 MOST = 1 << 30  # bytes on disk; beyond it the oldest files are removed
@@ -72,10 +73,10 @@ def store(name: str, layers: Sequence[nn.Module]) -> None:
         for index, layer in enumerate(layers)
         for key, value in layer.state_dict().items()
     }
+    path = folder() / f"{name}.safetensors"
+    beside = path.with_suffix(f".{os.getpid()}")
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        path = folder() / f"{name}.safetensors"
-        beside = path.with_suffix(f".{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, beside, metadata={"layers": json.dumps(entries)})
         beside.rename(path)
         _remove_oldest()
@@ -85,6 +86,9 @@ def store(name: str, layers: Sequence[nn.Module]) -> None:
             "folder that can be written",
             stacklevel=2,
         )
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def find(name: str, shipped: Sequence[Attention]) -> list[nn.Module] | None:

@@ -1,12 +1,13 @@
 """One row of the comparison: cache, speed, perplexity and distance from the unmodified model.
 
 Perplexity is measured twice: over a window in one pass, and over its last tokens decoded one at a
-time. Only the second reads every key and value from the cache, as generation does.
+time. Only the second reads every key and value from the cache, as generation does. Speeds and
+perplexities are compared with the first row: times of the same round, losses of the same tokens.
 """
 
 import math
-import statistics
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,23 +16,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.compare.runner import Runner
-from regard.convert.measuring import Timings
+from regard.convert.measuring import Timings, take_turns
 from regard.hf.generating.predicting import logits_of
 from regard.plan.shapes import LayerShape, Storage
+from regard.turns import Ratio, perplexity_ratio
 
-MEASURED = {  # attributes of Row: the heading ("" names the memory), the format, and the subject
-    "cache_bytes_per_token": ("cache bytes a token", ",.0f", "memory"),
-    "context_in_memory": ("", ",.0f", "memory"),
-    "perplexity": ("perplexity", ",.3f", "quality"),
-    "decode_perplexity": ("decode perplexity", ",.3f", "quality"),
-    "largest_logit_difference": ("logits differ by at most", ".1e", "quality"),
-    "prefill_tokens_per_second": ("prefill tokens/s", ",.0f", "speed"),
-    "decode_tokens_per_second": ("decode tokens/s", ",.1f", "speed"),
+MEASURED = {  # attributes of Row: the heading ("" names the memory), and the subject
+    "cache_bytes_per_token": ("cache bytes a token", "memory"),
+    "context_in_memory": ("", "memory"),
+    "perplexity": ("perplexity", "quality"),
+    "decode_perplexity": ("decode perplexity", "quality"),
+    "largest_logit_difference": ("logits differ by at most", "quality"),
+    "prefill_speed": ("prefill speed", "speed"),
+    "decode_speed": ("decode speed", "speed"),
 }
 
-# Steps that are timed after each window, beside a first, which allocates. The median over two
-# windows is that of 16 steps, about as many as `regard convert` times after its one window.
-TIMED = 8
+# Runs of each row after each window, in turns with the first row's: prefills of one window, and
+# steps, of which the fastest of three counts. Two windows give 6 and 16 pairs.
+PREFILLS = 3
+STEPS = 24
 
 # Tokens of a window that are decoded one at a time, each with those before it in the cache. A step
 # of a batch of 8 takes 2 to 3 times as long as one of 1, since most of its time goes into weights.
@@ -49,10 +52,14 @@ class Row:
         exact: whether only rounding is lost.
         cache_bytes_per_token: over all layers; None, as the others, if the model cannot have it.
         context_in_memory: the number of tokens whose cache fits in the given memory.
-        prefill_tokens_per_second: speed of the prefill of one window.
-        decode_tokens_per_second: speed of single steps.
+        prefill_tokens_per_second: the median speed of the prefill of one window.
+        decode_tokens_per_second: the median speed of single steps.
+        prefill_speed: the ratio to the first row's, with quartiles; None for the first row.
+        decode_speed: the same of single steps.
         perplexity: over the windows.
         decode_perplexity: over the last tokens of each window, given one at a time.
+        perplexity_ratio: to the first row's, and two standard errors; None for the first row.
+        decode_perplexity_ratio: the same of the last tokens.
         largest_logit_difference: from the unmodified model.
         prefill_backend: the backends of the prefill.
         decode_backend: the backends of the steps.
@@ -73,8 +80,12 @@ class Row:
     context_in_memory: int | None = None
     prefill_tokens_per_second: float | None = None
     decode_tokens_per_second: float | None = None
+    prefill_speed: Ratio | None = None
+    decode_speed: Ratio | None = None
     perplexity: float | None = None
     decode_perplexity: float | None = None
+    perplexity_ratio: Ratio | None = None
+    decode_perplexity_ratio: Ratio | None = None
     largest_logit_difference: float | None = None
     prefill_backend: str = ""
     decode_backend: str = ""
@@ -83,46 +94,110 @@ class Row:
     storage: Storage | None = None
 
 
+def cells(row: Row) -> list[str]:
+    """The cells of a row that ran, in the order of `MEASURED`.
+
+    Examples:
+        >>> from regard.compare.measure import Row, cells
+        >>> from regard.turns import Ratio
+        >>> row = Row("int8", False, 12_240.0, 87_724, 908.0, 21.8, Ratio(0.9, 0.8, 1.1, 6),
+        ...     Ratio(0.85, 0.82, 0.88, 24), 13.55, 10.2, Ratio(1.001, 0.999, 1.003, 2046),
+        ...     Ratio(1.008, 0.996, 1.02, 128), 0.91)
+        >>> cells(row)[2:]
+        ['13.550 ±0.2%', '10.200 ±1.2%', '9.1e-01', 'same (0.80-1.10)', '0.85 (0.82-0.88)']
+    """
+    return [
+        f"{row.cache_bytes_per_token:,.0f}",
+        f"{row.context_in_memory:,}",
+        _perplexity(row.perplexity, row.perplexity_ratio),
+        _perplexity(row.decode_perplexity, row.decode_perplexity_ratio),
+        f"{row.largest_logit_difference:.1e}",
+        str(row.prefill_speed or f"{row.prefill_tokens_per_second:,.0f} tokens/s"),
+        str(row.decode_speed or f"{row.decode_tokens_per_second:,.1f} tokens/s"),
+    ]
+
+
+def _perplexity(value: float | None, ratio: Ratio | None) -> str:
+    return f"{value:,.3f}" + ("" if ratio is None else f" ±{ratio.high / ratio.value - 1:.1%}")
+
+
 @dataclass
 class Sample:
     """The measurements of one runner so far, window by window."""
 
     runner: Runner
     bytes_per_token: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    decode_losses: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    decode_losses: list[Tensor] = field(default_factory=list)
     difference: float = 0.0
     timings: Timings = field(default_factory=Timings)
 
-    def run(self, window: Int[Tensor, " L"]) -> Float[Tensor, "1 L E"]:
-        """Prefill one window, measure its cache, decode its last tokens, and time a few steps.
+    def read(self, window: Int[Tensor, " L"]) -> Float[Tensor, "1 L E"]:
+        """Prefill one window, measure its cache, and decode its last tokens; nothing is timed.
 
-        Returns the hidden states of the prefill; the caches are empty afterwards.
+        Returns the hidden states of the prefill; the caches hold the window without its last token.
         """
-        hidden = self.timings.prefill(partial(self.runner.hidden, window[None]))
+        self.runner.reset()
+        hidden = self.timings.observe("prefill", partial(self.runner.hidden, window[None]))
         self.bytes_per_token = self.runner.cache_bytes / len(window)
-        self.decode_losses.append(decode_loss(self.runner, window))
-        self.timings.decode(self.runner.step, window[None, : 1 + TIMED])
+        self.decode_losses.append(decode_losses(self.runner, window))
+        return hidden
+
+    def judge(self, losses: Float[Tensor, " T"], difference: float) -> None:
+        """Add the losses over one window, and the largest difference of a logit."""
+        self.losses.append(losses)
+        self.difference = max(self.difference, difference)
+
+    def step_after(self, window: Int[Tensor, " L"]) -> partial[Tensor]:
+        """A decoding step, run twice already, after the window's tokens but for the last few."""
+        start = max(1, len(window) - STEPS - 2)
+        for cache in self.runner.caches:
+            cache.truncate(min(start, cache.length))
+        step = partial(self.runner.step, window[None, -1:])
+        self.timings.observe("decode", step)  # the first step may compile and allocate
+        step()  # no backend is counted any more, as in the steps that are timed
+        return step
+
+    def prefill(self, window: Int[Tensor, " L"]) -> Tensor:
+        """The prefill of one window; the caches are empty before and afterwards."""
+        hidden = self.runner.hidden(window[None])
         self.runner.reset()
         return hidden
 
-    def judge(self, loss: float, difference: float) -> None:
-        """Add the mean loss over one window, and the largest difference of a logit."""
-        self.losses.append(loss)
-        self.difference = max(self.difference, difference)
-
-    def row(self, name: str, exact: bool, *, context: int, memory: int) -> Row:
-        """The row of the table that these measurements make."""
-        return Row(
+    def row(self, name: str, exact: bool, first: "Sample", *, context: int, memory: int) -> Row:
+        """The row of the table that these measurements make, compared with the first row's."""
+        losses, decoded = torch.cat(self.losses), torch.cat(self.decode_losses)
+        row = Row(
             name,
             exact,
             cache_bytes_per_token=self.bytes_per_token,
             context_in_memory=int(memory // self.bytes_per_token),
-            perplexity=math.exp(statistics.fmean(self.losses)),
-            decode_perplexity=math.exp(statistics.fmean(self.decode_losses)),
+            perplexity=math.exp(losses.double().mean()),
+            decode_perplexity=math.exp(decoded.double().mean()),
             largest_logit_difference=self.difference,
             **self.timings.speeds(context),
         )
+        if first is self:
+            return row
+        return replace(
+            row,
+            perplexity_ratio=perplexity_ratio(losses, torch.cat(first.losses)),
+            decode_perplexity_ratio=perplexity_ratio(decoded, torch.cat(first.decode_losses)),
+        )
+
+
+def time_steps(samples: Sequence[Sample], window: Int[Tensor, " L"]) -> None:
+    """Time decoding steps of the first sample and another in turns, after they read the window."""
+    runs = [(each.timings, each.step_after(window)) for each in samples]
+    take_turns("decode", runs, STEPS)
+
+
+def time_prefills(samples: Sequence[Sample], window: Int[Tensor, " L"]) -> None:
+    """Time prefills of one window by all samples in turns; their caches are empty afterwards."""
+    for each in samples:
+        each.runner.reset()
+    runs = [(each.timings, partial(each.prefill, window)) for each in samples]
+    take_turns("prefill", runs, PREFILLS)
 
 
 def decode_steps(length: int) -> tuple[int, int]:
@@ -138,8 +213,8 @@ def decode_steps(length: int) -> tuple[int, int]:
     return min(rows, (length - 1) // steps), steps
 
 
-def decode_loss(runner: Runner, window: Int[Tensor, " L"]) -> float:
-    """The mean loss over the last tokens of a window that was just prefilled, one at a time.
+def decode_losses(runner: Runner, window: Int[Tensor, " L"]) -> Float[Tensor, " T"]:
+    """The losses of the last tokens of a window that was just prefilled, given one at a time.
 
     The caches get as many rows as `decode_steps` says, and each row goes on where the one before it
     ends. Afterwards they hold one row: the window without its last token.
@@ -157,4 +232,4 @@ def decode_loss(runner: Runner, window: Int[Tensor, " L"]) -> float:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     for cache in runner.caches:
         cache.reorder(torch.full_like(starts[:1], rows - 1))
-    return float(F.cross_entropy(wide, following.flatten()))
+    return F.cross_entropy(wide, following.flatten(), reduction="none")

@@ -1,27 +1,27 @@
 """The sentences under the table, which compare the rows that ran.
 
 Every row in them comes with its cache, both perplexities and its decode speed. Quality is the worse
-of the two perplexities: a cache may read a chunk's own tokens before they are rounded.
+of the two perplexities: a cache may read a chunk's own tokens before they are rounded. A difference
+that lies inside of its interval decides nothing, and is called none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from regard.compare.measure import Row
+from regard.turns import Ratio
 
 NO_WORSE = 1.01  # of the shipped perplexity: up to it the quality counts as the same
-SLOWER = 0.95  # of the shipped decode speed: below it a difference is more than noise
 NOTHING_BESIDE = "Only the attention as shipped ran, so there is nothing to compare it with."
 NOTHING_SHIPPED = "The attention as shipped did not run, so there is nothing to compare with."
-REASONS = {  # why a row decodes slowly, by a part of its name
-    "latent": "its keys are rebuilt at every step",
-    " cache": "dequantising its codes takes longer than reading fewer bytes saves at this length",
-}
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def verdict(rows: Sequence[Row], dtype: str = "") -> str:
+def verdict(rows: Sequence[Row], dtype: str = "", reasons: Mapping[str, str] = _NONE) -> str:
     """Which row saves most memory without loss, and what the smallest latent costs.
 
-    The row of the model as shipped has `shipped` in its name; its cache is in `dtype`.
+    The row of the model as shipped has `shipped` in its name; its cache is in `dtype`. Ratios of
+    the other rows are to it. `reasons` of decode speeds are by the names of rows.
     """
     ran = [row for row in rows if row.perplexity is not None]
     shipped = next((row for row in ran if "shipped" in row.name), None)
@@ -30,21 +30,25 @@ def verdict(rows: Sequence[Row], dtype: str = "") -> str:
     others = [row for row in ran if row is not shipped]
     if not others:
         return NOTHING_BESIDE
-    best, sentence = _of_memory(shipped, others, f"the shipped {dtype} cache".replace("  ", " "))
+    best, sentence = _of_memory(
+        shipped, others, f"the shipped {dtype} cache".replace("  ", " "), reasons
+    )
     latents = [row for row in others if "latent" in row.name]
     least = min(latents, key=_bytes, default=best)
     if least is best:
         return sentence
-    return f"{sentence} The {least.name} keeps {_costs(least, shipped, 'it')}."
+    return f"{sentence} The {least.name} keeps {_costs(least, shipped, 'it', reasons)}."
 
 
-def _of_memory(shipped: Row, others: Sequence[Row], cache: str) -> tuple[Row, str]:
+def _of_memory(
+    shipped: Row, others: Sequence[Row], cache: str, reasons: Mapping[str, str]
+) -> tuple[Row, str]:
     """The smallest row of the same quality, or of all rows if none of those saves memory."""
-    good = [row for row in others if _worse(row, shipped) <= NO_WORSE]
+    good = [row for row in others if _keeps_quality(row)]
     best = min(good, key=_bytes, default=shipped)
     if _bytes(best) >= _bytes(shipped):
         least = min(others, key=_bytes)
-        costs = _costs(least, shipped, cache)
+        costs = _costs(least, shipped, cache, reasons)
         if len(others) == 1:
             return least, (
                 f"For memory alone, {least.name} does not beat the attention as shipped: "
@@ -57,45 +61,44 @@ def _of_memory(shipped: Row, others: Sequence[Row], cache: str) -> tuple[Row, st
     if len(others) == 1:
         return best, (
             f"For memory alone, {best.name} beats the attention as shipped: "
-            f"it keeps {_costs(best, shipped, cache)}."
+            f"it keeps {_costs(best, shipped, cache, reasons)}."
         )
-    costs = _costs(best, shipped, cache)
+    costs = _costs(best, shipped, cache, reasons)
     return best, f"For memory alone, {best.name} is the best of these: it keeps {costs}."
 
 
-def _costs(row: Row, shipped: Row, cache: str) -> str:
-    """Cache, perplexity and decode speed against the shipped row's, and why a row is slower."""
+def _costs(row: Row, shipped: Row, cache: str, reasons: Mapping[str, str]) -> str:
+    """Cache, perplexity and decode speed against the shipped row's, and why the speed differs."""
     size = f"{_bytes(row) / _bytes(shipped):.0%} of {cache}"
-    quality = _change(_ratio(row, shipped, "perplexity"), "{} perplexity")
-    if row.decode_perplexity is not None:
-        quality += _change(_ratio(row, shipped, "decode_perplexity"), " ({} token by token)")
-    speed = _ratio(row, shipped, "decode_tokens_per_second")
-    reasons = [why for part, why in REASONS.items() if part in row.name]
-    because = f", because {' and '.join(reasons)}" if reasons and speed < SLOWER else ""
-    return f"{size} at {quality} and decodes at {speed:.2f}x the shipped speed{because}"
+    quality = _change(row.perplexity_ratio, "{} perplexity", "{} in perplexity")
+    if row.decode_perplexity_ratio is not None:
+        quality += _change(row.decode_perplexity_ratio, *[" ({} token by token)"] * 2)
+    return f"{size} at {quality} and decodes {_speed(row.decode_speed, reasons.get(row.name))}"
 
 
-def _worse(row: Row, shipped: Row) -> float:
-    """Perplexity as a ratio of the shipped row's: the larger of prefill's and decoding's."""
-    names = ("perplexity", "decode_perplexity")
-    return max(_ratio(row, shipped, name) for name in names if getattr(row, name) is not None)
+def _speed(speed: Ratio | None, reason: str | None) -> str:
+    assert speed is not None
+    because = f", because {reason}" if reason and speed.differs else ""
+    return speed.of("the shipped speed") + because
 
 
-def _change(ratio: float, sentence: str) -> str:
-    """The change in per cent, in a sentence."""
-    more = ratio - 1
-    return sentence.format(f"{more:+.1%}" if abs(more) >= 5e-4 else "the same")
+def _keeps_quality(row: Row) -> bool:
+    """Whether neither perplexity was measured to be worse than the shipped row's."""
+    ratios = (row.perplexity_ratio, row.decode_perplexity_ratio)
+    return all(each.value <= NO_WORSE for each in ratios if each is not None and each.differs)
+
+
+def _change(ratio: Ratio | None, sentence: str, none: str) -> str:
+    """The change in per cent, in a sentence; another sentence if no change was measured."""
+    assert ratio is not None
+    more = ratio.value - 1
+    if abs(more) < 5e-4:
+        return sentence.format("the same")
+    if not ratio.differs:
+        return none.format("no measurable difference")
+    return sentence.format(f"{more:+.1%}")
 
 
 def _bytes(row: Row) -> float:
-    return _value(row, "cache_bytes_per_token")
-
-
-def _ratio(row: Row, shipped: Row, name: str) -> float:
-    return _value(row, name) / _value(shipped, name)
-
-
-def _value(row: Row, name: str) -> float:
-    value = getattr(row, name)
-    assert value is not None
-    return float(value)
+    assert row.cache_bytes_per_token is not None
+    return row.cache_bytes_per_token

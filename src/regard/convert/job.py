@@ -1,5 +1,6 @@
 """The job of `regard convert`: check, load, measure, convert, place, heal, measure, save."""
 
+import copy
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
 from regard.convert.healing.heal import heal
 from regard.convert.healing.recipe import Recipe
-from regard.convert.measuring import measure
+from regard.convert.measuring import measure, measure_speeds
 from regard.convert.report import Healing, Report, card
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Form, Target, target_of
@@ -83,7 +84,7 @@ def run_job(
     healing_windows = _healing_windows(job, tokenizer, _length(model))
     texts = _texts(job, tokenizer, _length(model))
     progress("measuring as shipped", 0, 0)
-    before = measure(model, texts)
+    before, shipped = measure(model, texts), _sharing(model, job.low_memory)
     (converted,) = convert(model, [target], tokens, progress=progress)
     made = _placed(job, model, converted)
     unhealed, healing = None, None
@@ -91,6 +92,9 @@ def run_job(
         unhealed = measure(made, texts)
         healing = _healed(job, made, healing_windows, recipe, progress)
     progress("measuring as converted", 0, 0)
+    after = measure(made, texts)
+    window = next(iter(texts.values()))[0]
+    speeds = [{}, {}] if shipped is None else measure_speeds([shipped, made], window)
     report = Report(
         model=job.model.name,
         was=was,
@@ -98,8 +102,8 @@ def run_job(
         stock=not has_placed_layers(made),
         calibrated_on=tuple(dict.fromkeys([*job.calibrate, *job.heal])) or (OWN,),
         calibration_tokens=tokens.numel(),
-        before=before,
-        after=measure(made, texts),
+        before=replace(before, **speeds[0]),
+        after=replace(after, **speeds[-1]),
         layers=tuple(converted.report),
         healing=healing,
         unhealed=unhealed,
@@ -109,6 +113,15 @@ def run_job(
     save(made, tokenizer, job.out, card=card(report), report=report.as_dict())
     shutil.rmtree(_state(job), ignore_errors=True)
     return report
+
+
+def _sharing(model: Any, low_memory: bool) -> Any:
+    """A copy with the same parameters, which keeps the shipped attention when the model's own is
+    replaced; None if the weights are on disk, since a step then takes as long as reading them."""
+    if low_memory:
+        return None
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(each): each for each in tensors})
 
 
 def _target(job: Job, model: Any) -> tuple[Target, str]:

@@ -7,11 +7,11 @@ and `regard compare` both measure with these functions.
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,95 +21,139 @@ from torch import Tensor
 from regard.hf.generating.cache_of_model import cache as cache_for
 from regard.hf.generating.predicting import AT_ONCE, hidden_states, logits_of, losses_of, pieces
 from regard.ops.observed import backends_run, names
+from regard.turns import LEAST, Ratio, in_turns, ratio_of
 
-# Decode steps in one window. The first is not timed, since it allocates. The median of the other 15
-# is one of them, and a few steps that the system interrupts do not change it. On two cores a model
-# of 135M parameters takes 1 to 2 s for them, about as long as for the prefill of 1,024 tokens.
-DECODE_STEPS = 16
+Phase = Literal["prefill", "decode"]
+
+# Rounds in which each model takes its turn: of prefill a window, about a second for a model of
+# 135M parameters on two cores; of decoding the fastest of three steps, of 20 to 100 ms each, since
+# other programs interrupt some of them.
+PREFILLS = LEAST
+STEPS = 48
+TRIES: dict[Phase, int] = {"prefill": 1, "decode": 3}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Perplexity by text, bytes of cache a token, tokens a second of prefill and of decoding, and
-    the backends of regard that ran; no backend where transformers' own attention ran."""
+    """Perplexity by text and bytes of cache a token; tokens a second of prefill and of decoding,
+    their ratios to the first model's, which has none, and the backends of regard that ran; no
+    backend where transformers' own attention ran."""
 
     perplexity: dict[str, float]
     cache_bytes_per_token: float
-    prefill_tokens_per_second: float
-    decode_tokens_per_second: float
+    prefill_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    prefill_speed: Ratio | None = None
+    decode_speed: Ratio | None = None
     prefill_backend: str = ""
     decode_backend: str = ""
 
 
 @dataclass
 class Timings:
-    """The times of prefills and decode steps of one model, and the backends that ran them."""
+    """Seconds of one model's prefills and steps, those of the first model in the same rounds, and
+    the backends that ran."""
 
-    prefill_seconds: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    prefill_ran: Counter[str] = field(default_factory=Counter)
-    decode_ran: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
+    first: defaultdict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ran: defaultdict[Phase, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
-    def prefill(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run and time the forward pass over one window; returns its result."""
+    def observe(self, phase: Phase, run: Callable[[], Tensor]) -> Tensor:
+        """Run, without timing, and note the backends; returns the result."""
         with backends_run() as ran:
-            hidden, seconds = _timed(run)
-        self.prefill_ran += ran
-        self.prefill_seconds.append(seconds)
-        return hidden
-
-    def decode(self, step: Callable[[Tensor], Tensor], tokens: Int[Tensor, "1 L"]) -> None:
-        """Run and time `step` for each of the first `DECODE_STEPS` tokens but the first."""
-        first, *others = tokens[:, :DECODE_STEPS].split(1, dim=1)
-        step(first)
-        with backends_run() as ran:
-            self.step_seconds += [_timed(partial(step, token))[1] for token in others]
-        self.decode_ran += ran
+            result = run()
+        self.ran[phase] += ran
+        return result
 
     def speeds(self, length: int) -> dict[str, Any]:
-        """Tokens a second and backends: the fastest prefill of `length` tokens, the median step."""
-        return {
-            "prefill_tokens_per_second": length / min(self.prefill_seconds),
-            "decode_tokens_per_second": 1.0 / statistics.median(self.step_seconds),
-            "prefill_backend": names(self.prefill_ran),
-            "decode_backend": names(self.decode_ran),
-        }
+        """Median tokens a second of windows of `length` tokens and of steps, their ratios to the
+        first model's, and the backends."""
+        found: dict[str, Any] = {}
+        tokens: dict[Phase, int] = {"prefill": length, "decode": 1}
+        for phase, count in tokens.items():
+            own, first = self.seconds[phase], self.first[phase]
+            found[f"{phase}_tokens_per_second"] = count / statistics.median(own)
+            found[f"{phase}_speed"] = ratio_of(first, own) if first else None
+            found[f"{phase}_backend"] = names(self.ran[phase])
+        return found
 
 
-def _timed(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
-    started = time.perf_counter()
-    result = run()
-    if result.is_cuda:
-        torch.cuda.synchronize(result.device)
-    return result, time.perf_counter() - started
+def take_turns(
+    phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], count: int
+) -> None:
+    """Time each run so many times, `TRIES` in a round, of which the fastest counts, and note the
+    seconds beside those of the first run."""
+    tries = TRIES[phase]
+    turns = {at: partial(_seconds, run, tries) for at, (_, run) in enumerate(runs)}
+    found = in_turns(turns, count // tries)
+    for at, (timings, _) in enumerate(runs):
+        timings.seconds[phase] += found[at]
+        timings.first[phase] += found[0] if at else []
+
+
+def _seconds(run: Callable[[], Tensor], tries: int) -> float:
+    """Of the fastest of some runs."""
+    found = []
+    for _ in range(tries):
+        started = time.perf_counter()
+        result = run()
+        if result.is_cuda:
+            torch.cuda.synchronize(result.device)
+        found.append(time.perf_counter() - started)
+    return min(found)
 
 
 @torch.no_grad()
 def measure(model: Any, texts: Mapping[str, Int[Tensor, "N L"]]) -> Measured:
-    """Measure a causal language model of transformers on windows of each text.
-
-    It runs as its users run it: by transformers, with a cache of `regard.hf.cache`.
-    """
-    timings = Timings()
-
-    def loss(window: Tensor) -> float:
-        hidden = timings.prefill(partial(hidden_states, model, window[None]))
-        return float(losses_of(model, hidden[0], window).mean())
-
-    losses = {name: [loss(window) for window in windows] for name, windows in texts.items()}
+    """How well a causal language model of transformers predicts windows of each text, and the bytes
+    of its cache."""
+    perplexity = {
+        name: math.exp(statistics.fmean(loss_of(model, window) for window in windows))
+        for name, windows in texts.items()
+    }
     window = next(iter(texts.values()))[:1]
-    before, last = window[:, :-DECODE_STEPS], window[:, -DECODE_STEPS:]
-    cache = cache_for(model)
-    model(input_ids=before, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    nbytes = cache.nbytes / before.shape[1]
+    return Measured(perplexity, _filled(model, window).nbytes / window.shape[1])
 
-    def step(token: Tensor) -> Tensor:
+
+@torch.no_grad()
+def measure_speeds(models: Sequence[Any], window: Int[Tensor, " L"]) -> list[dict[str, Any]]:
+    """The fields of `Measured` about speed, of models that take turns; ratios are to the first.
+
+    They run as their users run them: by transformers, with a cache of `regard.hf.cache`.
+    """
+    tokens, timings = window[None], [Timings() for _ in models]
+    prefills = [partial(hidden_states, model, tokens) for model in models]
+    _time("prefill", list(zip(timings, prefills, strict=True)), PREFILLS)
+    steps = [_step(model, tokens) for model in models]
+    _time("decode", list(zip(timings, steps, strict=True)), STEPS)
+    return [each.speeds(len(window)) for each in timings]
+
+
+def _time(phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], count: int) -> None:
+    """Run all once without timing, since first calls compile and allocate; then in turns."""
+    for timings, run in runs:
+        timings.observe(phase, run)
+        run()  # no backend is counted any more, as in the runs that are timed
+    take_turns(phase, runs, count)
+
+
+def _step(model: Any, tokens: Int[Tensor, "1 L"]) -> Callable[[], Tensor]:
+    """A decoding step after the tokens, but for as many as there will be steps."""
+    cache = _filled(model, tokens[:, : max(1, tokens.shape[1] - STEPS - 2)])
+
+    def step() -> Tensor:
+        token = tokens[:, -1:]
         logits: Tensor = model(input_ids=token, past_key_values=cache, use_cache=True).logits
         return logits
 
-    timings.decode(step, last)
-    perplexity = {name: math.exp(statistics.fmean(found)) for name, found in losses.items()}
-    return Measured(perplexity, nbytes, **timings.speeds(window.shape[1]))
+    return step
+
+
+def _filled(model: Any, tokens: Int[Tensor, "1 L"]) -> Any:
+    """A cache that holds these tokens."""
+    cache = cache_for(model)
+    model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
 
 
 @torch.no_grad()
@@ -140,8 +184,8 @@ def compare_logits(
 
     A logit that is not a number makes the difference not a number.
     """
-    ((loss, difference),), largest = compare_all_logits(model, window, [hidden], reference)
-    return loss, difference, largest
+    ((losses, difference),), largest = compare_all_logits(model, window, [hidden], reference)
+    return float(losses.mean()), difference, largest
 
 
 def compare_all_logits(
@@ -149,10 +193,11 @@ def compare_all_logits(
     window: Int[Tensor, " L"],
     hiddens: Sequence[Float[Tensor, "1 L E"]],
     reference: Float[Tensor, "1 L E"],
-) -> tuple[list[tuple[float, float]], float]:
-    """Of each of `hiddens` the loss and the difference that `compare_logits` gives, and the
-    reference's largest logit; the reference's logits are computed once."""
-    losses = [0.0] * len(hiddens)
+) -> tuple[list[tuple[Float[Tensor, " T"], float]], float]:
+    """Of each of `hiddens` the loss of every token but the first and the difference that
+    `compare_logits` gives, and the reference's largest logit; the reference's logits are computed
+    once."""
+    losses: list[list[Tensor]] = [[] for _ in hiddens]
     differences: list[list[Tensor]] = [[] for _ in hiddens]
     sizes = []
     for start, stop in pieces(len(window)):
@@ -163,10 +208,9 @@ def compare_all_logits(
             logits = _wide_logits(model, hidden[:, start:stop])
             differences[at].append(_largest(wanted - logits))
             predicted = logits[: len(following)]
-            losses[at] += float(F.cross_entropy(predicted, following, reduction="sum"))
+            losses[at].append(F.cross_entropy(predicted, following, reduction="none"))
     most = [float(torch.stack(each).max()) for each in (*differences, sizes)]
-    means = [loss / (len(window) - 1) for loss in losses]
-    return list(zip(means, most[:-1], strict=True)), most[-1]
+    return list(zip(map(torch.cat, losses), most[:-1], strict=True)), most[-1]
 
 
 def _largest(values: Float[Tensor, "L V"]) -> Float[Tensor, ""]:

@@ -15,11 +15,6 @@ PLACED = (
     "Its attention is regard's; transformers alone cannot load it:\n\n"
     "```python\nimport regard.hf\n\nmodel, tokenizer = regard.hf.load(path)\n```"
 )
-MEASUREMENTS = (  # rows of the table: title, field of `Measured`, format
-    ("cache bytes a token", "cache_bytes_per_token", ",.0f"),
-    ("prefill tokens/s", "prefill_tokens_per_second", ",.0f"),
-    ("decode tokens/s", "decode_tokens_per_second", ",.1f"),
-)
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,14 @@ class Report:
             (f"perplexity, {name}", f"{self.before.perplexity[name]:,.3f}", f"{perplexity:,.3f}")
             for name, perplexity in self.after.perplexity.items()
         ]
-        for title, name, form in MEASUREMENTS:
-            was, now = (format(getattr(each, name), form) for each in (self.before, self.after))
-            rows.append((title, was, now))
+        both = (self.before, self.after)
+        was, now = (f"{each.cache_bytes_per_token:,.0f}" for each in both)
+        rows.append(("cache bytes a token", was, now))
+        for phase, form in (("prefill", ",.0f"), ("decode", ",.1f")):
+            first = getattr(self.before, f"{phase}_tokens_per_second")
+            if first is not None:
+                speed = getattr(self.after, f"{phase}_speed")
+                rows.append((f"{phase} speed", f"{first:{form}} tokens/s", str(speed)))
         return rows
 
 

@@ -110,6 +110,8 @@ def save(
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
     """A new folder that is renamed to `out` at the end, and removed after an error."""
+    from safetensors import SafetensorError
+
     folder = out.with_name(f".{out.name}.{uuid4().hex[:8]}.partial")
     folder.mkdir()
     try:
@@ -120,9 +122,10 @@ def _beside(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()  # empty, or this raises
         folder.rename(out)
-    except BaseException:
+    except SafetensorError as error:  # which a full disk raises
+        raise OSError(f"{out} is not written: {error}; give a folder on another disk") from error
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
     _flush(out.parent)
 
 

@@ -17,7 +17,6 @@ from regard.convert import (
     repair_pairing,
     with_pairing,
 )
-from session import LONG
 from tiny import tiny, tokens
 
 LAYERS = {
@@ -199,7 +198,7 @@ def test_models_without_rope_and_short_windows_are_refused():
         detect_pairing(tiny("llama"), tokens(2, 1))
 
 
-@pytest.mark.skipif(not LONG, reason="real weights take a while")
+@pytest.mark.long
 def test_the_layout_of_real_weights():
     try:
         model, tokenizer = regard.hf.smollm2()

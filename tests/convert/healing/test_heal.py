@@ -15,7 +15,6 @@ from regard.convert import Recipe
 from regard.convert.healing.heal import heal
 from regard.hf import attention_modules
 from regard.hf.running.calls import precision_of
-from session import LONG
 from students import QUICK, WINDOWS, distance, pair, state_of
 from tiny import VOCABULARY, tokens
 
@@ -93,7 +92,7 @@ if PartialState().is_main_process:
 """
 
 
-@pytest.mark.skipif(not LONG, reason="starts several processes")
+@pytest.mark.long
 def test_two_processes_share_a_batch(tmp_path):
     (tmp_path / "two.py").write_text(TWO)
     here = Path(__file__).parent

@@ -5,46 +5,107 @@ import hashlib
 import inspect
 import logging
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core import sigutils
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
+
+from regard.cache_folder import cache_folder
 
 PATIENCE = 0.5  # seconds of compiling after which a user is told what is waited for
 
 
 @no_type_check
 def compiled_from(function: Any, signature: Any, *modules: Any) -> Any:
-    """A C callback from a Python function, cached on disk by numba where a folder can be written.
+    """A C callback from a Python function, stored by numba in a folder of the user.
 
     Without such a folder, on a full disk, or where a file is damaged, it is compiled for this
-    process alone, which takes about a second; damaged files are replaced by the next process.
+    process, which takes about a second.
 
     Args:
         modules: those whose sources it contains, beside its own.
     """
     function.__name__ = function.__qualname__ = _name_of(function, *modules)
-    with _announced(function):
+    types, result = sigutils.normalize_signature(signature)
+    compiled = CFunc(function, (types, result), locals={}, options={"error_model": "numpy"})
+    with suppress(Exception):  # the user has no home, or the sources are missing
+        compiled._cache = _Stored(function)
+    with _announced(compiled._cache):
+        compiled.compile()
+    return compiled
+
+
+class _Folder(_CacheLocator):  # type: ignore[misc]
+    """`compiled` in regard's folder, or the folder that numba's NUMBA_CACHE_DIR names.
+
+    Numba would choose the package's own folder. The name of a function (`_name_of`) says all that
+    its code depends on, so that the date of a source file does not matter.
+    """
+
+    def get_cache_path(self) -> str:
+        return str(numba.config.CACHE_DIR or cache_folder().absolute() / "compiled")
+
+    def ensure_cache_path(self) -> None:
+        """Raise an OSError unless a file of usual size can be written."""
+        Path(self.get_cache_path()).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.get_cache_path()) as file:
+            file.write(bytes(1 << 17))
+
+    def get_source_stamp(self) -> str:
+        return ""
+
+    def get_disambiguator(self) -> str:
+        return ""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> "_Folder":
+        inspect.getsource(py_func)  # raises an OSError without sources: then no name is its own
+        return cls()
+
+
+class _Files(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes: ClassVar[list[type]] = [_Folder]
+
+
+class _Stored(FunctionCache):  # type: ignore[misc]
+    """Machine code in files. An error of a file costs a compilation, and is not raised."""
+
+    _impl_class = _Files
+
+    @no_type_check
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return numba.cfunc(signature, cache=True, error_model="numpy")(function)
-        except Exception:  # also where it cannot be compiled: then the next line says so
-            with suppress(Exception):  # an index that cannot be read is emptied
-                FunctionCache(function).flush()
-            return numba.cfunc(signature, error_model="numpy")(function)
+            return super().load_overload(sig, target_context)
+        except Exception:  # a damaged file may raise any
+            with suppress(Exception):
+                self.flush()
+            return None
+
+    @no_type_check
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(Exception):  # numba replaces each file whole, or leaves it
+            super().save_overload(sig, data)
 
 
 @contextmanager
-def _announced(function: Any) -> Iterator[None]:
+def _announced(stored: Any) -> Iterator[None]:
     """Says once in a process, while a user waits, that code is compiled and where it is stored."""
-    where = _folder(function)
-    if where is not None and any(Path(where).glob(f"*{function.__name__}*.nbc")):
+    where = stored.cache_path
+    if where is not None and Path(stored._cache_file._index_path).exists():
         yield  # stored by an earlier process, and only loaded here
         return
+    try:
+        stored._impl.locator.ensure_cache_path()
+    except (OSError, AttributeError):  # no file can be written there, or there is no folder
+        where = None
     timer = threading.Timer(PATIENCE, _announce, [where])
     timer.daemon = True
     with suppress(RuntimeError):  # no thread can be started
@@ -55,21 +116,12 @@ def _announced(function: Any) -> Iterator[None]:
         timer.cancel()
 
 
-def _folder(function: Any) -> str | None:
-    """Where numba stores the code of this function; None where it can write no folder."""
-    with suppress(Exception):  # numba raises RuntimeError; a chosen folder may raise others
-        folder = Path(FunctionCache(function).cache_path)
-        folder.mkdir(parents=True, exist_ok=True)  # numba does not try where sources are in a zip
-        return str(folder)
-    return None
-
-
 @functools.cache
 def _announce(where: str | None) -> None:
     """One line, as a warning of the logger "regard": on stderr, unless logging is set up."""
     how_often = f"once on this machine: the code is stored in {where}"
     if where is None:
-        how_often = "in every process, since no folder can be written; NUMBA_CACHE_DIR may name one"
+        how_often = "in every process, since no folder can be written; REGARD_CACHE may name one"
     logging.getLogger("regard").warning(
         f"regard: compiling for this processor, a second or two for each head size, {how_often}"
     )

@@ -1,6 +1,9 @@
 """Text in messages: counts of things, and the code that builds a value."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +17,44 @@ def counted(number: int, one: str, many: str = "") -> str:
         ('1 law', '1,234 laws', '2 queries')
     """
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def one_of(what: str, name: str, names: Iterable[str]) -> str:
+    """The name that is meant: upper and lower case are one, and so are -ise and -ize.
+
+    Raises:
+        ValueError: if it is none of them; the error has the list, and the nearest one.
+
+    Examples:
+        >>> one_of("kind", "k8v4", ["int8", "K8V4"]), one_of("kind", "Quantised", ["quantized"])
+        ('K8V4', 'quantized')
+    """
+    known = {_spelled(each): each for each in names}
+    found = known.get(_spelled(name))
+    if found is None:
+        near = get_close_matches(_spelled(name), known, 1)
+        nearest = f"; the nearest is {known[near[0]]!r}" if near else ""
+        listed = ", ".join(map(repr, known.values()))
+        raise ValueError(f"{what}={name!r} is not one of {listed}{nearest}")
+    return found
+
+
+def _spelled(name: str) -> str:
+    return name.lower().replace("quantised", "quantized")
+
+
+# C0 and C1 but tab and line feed, and the characters that change the direction of text
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def without_controls(text: str) -> str:
+    r"""Text of a document, with the characters that control a terminal or a direction as escapes.
+
+    Examples:
+        >>> without_controls("a\x1b[31mb\u202ec")
+        'a\\x1b[31mb\\u202ec'
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def code_of(value: Any, positional: int = 0, **derived: Any) -> str:

@@ -1,9 +1,12 @@
 """Every verb's options. An error of the user is a sentence and exit code 2."""
 
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,9 +19,13 @@ from regard_cli.sentences import printable, wrapped
 __all__ = ["app", "run"]
 
 ROWS = (
-    "shipped, int8, int4, k8v4, k6v4, mha, gqa, mqa, latent-100, latent-75, latent-50, "
+    "shipped, int8, int4, k8v4, k6v4, k4v4, mha, gqa, mqa, latent-100, latent-75, latent-50, "
     "latent-25, deepseek-100, deepseek-75, deepseek-50, portable-75, portable-50, latent-50-int8, "
     "deepseek-50-int8"
+)
+CACHES = (
+    *("growing", "static", "sliding", "quantized", "paged", "int8", "int4"),
+    *("K8V8", "K8V4", "K6V4", "K4V4", "transformers"),
 )
 TARGETS = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
 
@@ -96,27 +103,17 @@ def generate(
         typer.Option(help="Installed, registered as an attention function, or transformers' own."),
     ] = "regard",
     cache: Annotated[
-        Literal[
-            "growing",
-            "static",
-            "sliding",
-            "int8",
-            "int4",
-            "K8V4",
-            "K6V4",
-            "K4V4",
-            "paged",
-            "transformers",
-        ],
+        str,
         typer.Option(
             metavar="<kind>",
-            help="growing, static, sliding, int8, int4, K8V4 (keys in 8 bits, values in 4), K6V4, "
-            "K4V4, paged or transformers.",
+            help="growing, static, sliding, quantized, int8, int4, K8V8, K8V4 (keys in 8 bits, "
+            "values in 4), K6V4, K4V4, paged or transformers.",
+            autocompletion=lambda: list(CACHES),
         ),
     ] = "growing",
     format: Annotated[
         Literal["plain", "K8V8", "K8V4", "K6V4", "K4V4"],
-        typer.Option(help="Of the pages of --cache paged."),
+        typer.Option(help="Of the pages of --cache paged.", case_sensitive=False),
     ] = "plain",
     prefix_cache: Annotated[
         Path | None,
@@ -145,7 +142,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text with a transformers model on regard, with its time and memory."""
-    if cache != "paged" and (prefix_cache is not None or format != "plain"):
+    if cache.lower() != "paged" and (prefix_cache is not None or format != "plain"):
         hint = "--format" if prefix_cache is None else "--prefix-cache"
         raise typer.BadParameter(f"it needs --cache paged, got --cache {cache}", param_hint=hint)
 
@@ -248,13 +245,29 @@ def options(
 def run() -> int:
     """Run the command line; the exit code."""
     try:
-        app(prog_name="regard")
+        with _printable_warnings():
+            app(prog_name="regard")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except (OSError, ValueError, ImportError) as error:
         _complain(f"regard: {error}")
         return 2
     return 0
+
+
+@contextmanager
+def _printable_warnings() -> Iterator[None]:
+    """Warnings may quote files, too."""
+    usual = warnings.formatwarning
+
+    def formatted(*given: Any, **named: Any) -> str:
+        return "\n".join(map(printable, usual(*given, **named).split("\n")))
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _complain(sentence: str) -> None:

@@ -10,6 +10,7 @@ import typer
 from regard_cli.options import Json, verb
 
 ENGINES = ("vllm", "llama.cpp", "transformers", "transformers-static", "transformers-4")
+UNCHANGED = ("growing", "static", "paged")  # other names of plain
 STORAGES = ("plain", "int8", "int4", "K8V8", "K8V4", "K6V4", "K4V4")
 LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
@@ -154,7 +155,7 @@ def plan(
             names = ", ".join(LINKS)
             raise typer.BadParameter(f"{each!r} is none of {names}", param_hint="--link")
     for each in storage or ():
-        if each not in STORAGES:
+        if each.lower() not in map(str.lower, (*STORAGES, *UNCHANGED)):
             names = ", ".join(STORAGES)
             raise typer.BadParameter(f"{each!r} is none of {names}", param_hint="--storage")
     given = [name for name, value in sizes.items() if value is not None]

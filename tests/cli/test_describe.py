@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from interpreters import run_python
 from published_configs import PUBLISHED
 from regard.cli.describe import amount, as_data, cache_of, ranges, run, shortened, show
 from regard.plan.configured import described_values
@@ -91,8 +90,7 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
     folder = tmp_path / "a\x1b[31mb"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "\\u001b[31mred"}')
-    command = [sys.executable, "-m", "regard", "describe", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = run_python("-m", "regard", "describe", folder)
     assert ran.returncode == 2 and ran.stdout == ""
     start = f"regard: {printable(str(folder))}/config.json: 'model_type' cannot be described"
     assert ran.stderr.startswith(start)

@@ -159,7 +159,7 @@ def test_formulas_are_printed_with_numbers(monkeypatch, capsys):
 def test_without_rates_or_a_device_the_way_to_get_them_is_said(monkeypatch, capsys):
     code, out, _ = command(monkeypatch, capsys, *SIZES)
     assert code == 0
-    assert "--device this measures this machine" in out
+    assert "--device this is this machine" in out
     assert "decode ms" not in out
 
 

@@ -69,8 +69,9 @@ def show(result: Bench, console: Console) -> None:
     console.print()
     say(
         console,
-        "ratio: time relative to torch, median of interleaved rounds; keys are cold. limit: the "
-        "time of reading keys and values once, or of the products alone.",
+        "ratio: time relative to torch in the same round, median; same: no measurable difference, "
+        "since 1 is between the quartiles; keys are cold. limit: the time of reading keys and "
+        "values once, or of the products alone.",
         style="dim",
     )
 
@@ -83,7 +84,7 @@ def _rows(measured: Measured) -> list[list[str]]:
         cells = [
             entry.name,
             f"{entry.milliseconds:,.3f}",
-            f"{entry.ratio:.2f}",
+            f"{entry.ratio:.2f}" if entry.differs or entry is measured.entries[0] else "same",
             f"{entry.low:.2f}-{entry.high:.2f}",
             f"{entry.of_limit:.0%}",
         ]

@@ -18,7 +18,6 @@ from regard.plan.cost import cache_bytes, parameters, sizes, token_bytes
 from regard.plan.describing import describe
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard.words import counted
-from regard_cli.sentences import printable
 
 PLAIN = STORAGES["plain"]
 LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
@@ -116,8 +115,7 @@ def show(model: ModelShape, console: Console) -> None:
         model: the shapes.
         console: as wide as the table may be.
     """
-    name = printable(model.name)
-    say(console, f"{name}: {_summary(model)}", bold=name)
+    say(console, f"{model.name}: {_summary(model)}", bold=model.name)
     console.print()
     heads = ("heads", "key heads", "head size", "parameters", "cache bytes a token")
     columns = [Column("layers", words=True), Column("attention", words=True), *map(Column, heads)]
@@ -138,7 +136,7 @@ def show(model: ModelShape, console: Console) -> None:
     if model.remarks:
         console.print()
     for sentence in model.remarks:
-        say(console, printable(sentence), style="dim")
+        say(console, sentence, style="dim")
 
 
 def _summary(model: ModelShape) -> str:

@@ -20,7 +20,7 @@ from regard.ops.explain import Explanation, explanation
 from regard.plan.shapes import LayerShape, ModelShape
 from regard.see.grammar import mask_from
 from regard.words import counted
-from regard_cli.sentences import wrapped
+from regard_cli.sentences import printable, wrapped
 
 CONTEXT = 4096  # tokens, if none are given
 MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits
@@ -119,6 +119,7 @@ def show(
 
 def _say_line(console: Console, line: str) -> None:
     """A line that begins with a name, its further lines below its text."""
+    line = printable(line)
     text = wrapped(line[NAME:], console.width - NAME, margin="").splitlines()
     margin = "\n" + " " * NAME
     console.print(line[:NAME] + margin.join(text), markup=False, soft_wrap=True)

@@ -4,7 +4,8 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ from rich.console import Console
 from regard.cli.terminal import say, stdout, waiting
 from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
 from regard.hf.generating.prefix_folder import prefixes_in
+from regard.hf.generating.text import cache_name
 from regard.hf.packages import quiet
 from regard.ops.observed import kernel_objection
+from regard.turns import in_turns, ratio_of
+from regard.words import without_controls
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENS = 9  # of a text in a round: the prompt, then eight steps
+ROUNDS = 12
+SECONDS = 60.0  # after which no further round begins
 
 
 def run(
@@ -36,6 +43,7 @@ def run(
     **settings: Any,
 ) -> None:
     """Load, generate once or twice, and print; `settings` are further arguments of `write`."""
+    cache = cache_name(cache)
     if threads is not None:
         torch.set_num_threads(threads)
     shown = stream and not as_json
@@ -43,18 +51,20 @@ def run(
         stack.enter_context(quiet())
         with waiting(f"loading {model or SMOLLM2}"):
             loaded = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
-            pages = _pages(settings.pop("format"), prefix_cache, loaded[0], stack)
-        if against:  # the first run of each is slow, so it is not timed
-            few = {**settings, "max_new_tokens": 2}
-            for setting in ((attention, cache), (against, against)):
-                _run(loaded, prompt, setting, seed, _hide, few)
+            format = settings.pop("format")
+            pages = _pages(format, prefix_cache, loaded[0], stack)
         show_text = _show if shown else _hide
         runs = [_run(loaded, prompt, (attention, cache), seed, show_text, settings | pages)]
         if shown:
             _show("\n")  # so that a progress line does not erase the text's last line
         if against:
-            with waiting("generating again with transformers"):
+            with waiting("generating again with transformers, then both in turns"):
                 runs.append(_run(loaded, prompt, (against, against), seed, _hide, settings))
+                few = settings | {"max_new_tokens": min(settings["max_new_tokens"], TOKENS)}
+                again = partial(_run, loaded, prompt, seed=seed, shown=_hide, warm_up=False)
+                mine = partial(again, (attention, cache), settings=few | {"format": format})
+                theirs = partial(again, (against, against), settings=few)
+                runs[0] = _beside(runs[0], mine, theirs)
         _print(runs, shown, as_json)
 
 
@@ -93,11 +103,28 @@ def _run(
     seed: int,
     shown: Callable[[str], object],
     settings: dict[str, Any],
+    warm_up: bool = True,
 ) -> Written:
     """One text, by one attention and cache, from the same seed."""
     torch.manual_seed(seed)
-    attention: Any = setting[0]
-    return write(*loaded, prompt, attention=attention, cache=setting[1], shown=shown, **settings)
+    options: dict[str, Any] = {"attention": setting[0], "cache": setting[1], **settings}
+    return write(*loaded, prompt, shown=shown, warm_up=warm_up, **options)
+
+
+def _beside(
+    written: Written, mine: Callable[[], Written], theirs: Callable[[], Written]
+) -> Written:
+    """With the ratios of the speeds of two short runs, in turns; none of what did not run."""
+    found = in_turns({"mine": mine, "theirs": theirs}, ROUNDS, limit=SECONDS)
+    ratios: dict[str, Any] = {}
+    for phase in ("prefill", "decode"):
+        own, other = (
+            [getattr(each, f"{phase}_tokens_per_second") for each in runs]
+            for runs in found.values()
+        )
+        if all(own) and all(other):
+            ratios[f"{phase}_speed"] = ratio_of(own, other)
+    return replace(written, **ratios)
 
 
 def _hide(text: str) -> None:
@@ -105,7 +132,8 @@ def _hide(text: str) -> None:
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text)
+    """Print text of a model, control characters as escapes; `--json` has them as they are."""
+    sys.stdout.write(without_controls(text))
     sys.stdout.flush()
 
 
@@ -116,8 +144,7 @@ def _compared(runs: list[Written]) -> list[str]:
     mine, theirs = runs
     same = mine.tokens == theirs.tokens
     text = "the same text" if same else "another text (rounding, or a cache that rounds)"
-    if not (mine.decode_tokens_per_second and theirs.decode_tokens_per_second):
-        return [text]
-    decode = mine.decode_tokens_per_second / theirs.decode_tokens_per_second
-    prefill = mine.prefill_tokens_per_second / theirs.prefill_tokens_per_second
-    return [f"{text}; {prefill:.2f}x the prefill and {decode:.2f}x the decode speed"]
+    both = {"prefill": mine.prefill_speed, "decoding": mine.decode_speed}
+    whose = f"{theirs.attention}' speed"
+    speeds = [f"{what} {ratio.of(whose)}" for what, ratio in both.items() if ratio is not None]
+    return ["; ".join([text, *speeds])]

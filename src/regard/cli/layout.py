@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from regard.cli.terminal import say
+from regard_cli.sentences import printable
 
 GAP = 2  # spaces between columns, and before lines below a first cell
 READABLE = 20  # characters of a line of wrapped words at least
@@ -46,7 +47,7 @@ def tabulate(console: Console, columns: Sequence[Column], rows: Sequence[Sequenc
 
     A first cell that is the same as the one above is shown once.
     """
-    cells = [[Text.from_markup(cell) for cell in row] for row in rows]
+    cells = [[Text.from_markup(printable(cell)) for cell in row] for row in rows]
     least = [_least(column, at, cells) for at, column in enumerate(columns)]
     tables = _packed(columns, least, console.width)
     if all(_across([least[at] for at in each]) <= console.width for each in tables):

@@ -23,7 +23,7 @@ from regard.words import counted
 TABLE = 80  # columns of a table where stdout is a file or a pipe
 UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 SENT = {"decode": "decode a token", "prefill": "prefill", "training": "train"}
-MEASURE = "--device this measures this machine, or run `regard tune`"
+MEASURE = "--device this is this machine, whose rates `regard tune` measures"
 
 
 def run(

@@ -12,7 +12,9 @@ from regard.masks import Mask, Span
 from regard.masks.draw import grid
 from regard.see.grammar import mask_from
 from regard.see.mask_picture import png, sentence, span_of, svg, text
+from regard.whole_file import write_whole
 from regard.words import counted
+from regard_cli.sentences import printable
 
 PIPED = 80  # columns where stdout is no terminal
 LISTED = 1 << 20  # cells of which --json lists the visible ones: about 7 MB of text
@@ -60,7 +62,7 @@ def _check_row(option: str, index: int, size: int | None, what: str) -> None:
 
 def _print(console: Console, lines: list[str]) -> None:
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=True)
 
 
 def _slots(cell: str) -> tuple[int, int]:
@@ -84,9 +86,9 @@ def _write(
     to_html: Path | None,
 ) -> None:
     if to_svg is not None:
-        to_svg.write_text(svg(mask, span, **place), encoding="utf-8")
+        write_whole(to_svg, svg(mask, span, **place).encode())
     if to_png is not None:
-        to_png.write_bytes(png(mask, span, **place))
+        write_whole(to_png, png(mask, span, **place))
     if to_html is not None:
         from regard.see.pages import mask_cells
 

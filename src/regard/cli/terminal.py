@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Column
 from rich.text import Text
 
-from regard_cli.sentences import wrapped
+from regard_cli.sentences import printable, wrapped
 
 PIPED = 100  # columns of a table where stdout is a file or a pipe
 UNWRAPPED = 1_000_000  # columns where a file or a pipe gets each paragraph as one line
@@ -25,8 +25,11 @@ def stdout(piped: int = PIPED) -> Console:
 def say(
     console: Console, sentence: str, *, style: str = "", bold: str = "", indent: int = 0
 ) -> None:
-    """Print a sentence, wrapped between words; `bold` is its beginning, if that is to be bold."""
-    lines = wrapped(sentence, console.width, margin=" " * indent)
+    """Print a sentence, wrapped between words; `bold` is its beginning, if that is to be bold.
+
+    It may quote a file: characters that control a terminal are printed as their escapes.
+    """
+    lines, bold = wrapped(printable(sentence), console.width, margin=" " * indent), printable(bold)
     if not lines:
         return
     text = Text(lines, style=style)
@@ -52,7 +55,7 @@ def waiting(what: str) -> Iterator[None]:
     The line is erased afterwards, so text on stdout must end with a newline before.
     """
     with _progress() as bar:
-        bar.add_task(what, total=None)
+        bar.add_task(printable(what), total=None)
         yield
 
 
@@ -63,7 +66,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         task = bar.add_task("loading", total=None)
 
         def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
+            bar.update(task, description=printable(what), completed=done, total=total or None)
 
         yield progress
 
@@ -73,7 +76,7 @@ def _progress(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True)
     console.width = min(console.width, PIPED)
     whole = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    what = TextColumn("{task.description}", table_column=whole)
+    what = TextColumn("{task.description}", markup=False, table_column=whole)
     return Progress(
         what, *columns, TimeElapsedColumn(), console=console, transient=True, expand=True
     )

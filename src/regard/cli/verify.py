@@ -16,6 +16,7 @@ from regard.verify import LAWS, Conventions, Outcome, Report, check
 from regard.verify.report.html import WORDS, page
 from regard.verify.report.report import DECLARE
 from regard.verify.subject.conventions import conventions_from
+from regard.whole_file import write_whole
 
 COLOURS = {"kept": "green", "broken": "red", "not understood": "red", "partly judged": "yellow"}
 STATUS_COLOURS = {
@@ -48,7 +49,7 @@ def run(
     with progress_bar() as progress:
         report = check(subject, conventions_of(like or []), progress=progress, **options)
     if html is not None:
-        html.write_text(page(report), encoding="utf-8")
+        write_whole(html, page(report).encode())
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:

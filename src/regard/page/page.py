@@ -15,7 +15,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from regard.whole_file import write_whole
+from regard.words import without_controls
+
 ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
+CONTROLS = re.compile(  # as JSON escapes them: control characters, and those that change directions
+    r"\\\\|\\u(?:00[01][0-9a-f]|007f|00[89][0-9a-f]|061c|200[ef]|202[a-e]|206[6-9])"
+)
 POLICY = (  # a page may style itself and show drawn pictures; all else is named or refused
     "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     "style-src 'unsafe-inline'; script-src {scripts}"
@@ -77,14 +83,15 @@ def page(title: str, sections: Sequence[Section]) -> str:
         raise ValueError(f"sections of a page need ids of their own; got {', '.join(ids)}")
     scripts = list(_scripts(sections))
     policy = POLICY.format(scripts=" ".join(map(_digest, scripts)))
+    title = escape(without_controls(title))
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{file_beside('page.css')}</style>\n</head>\n"
+        f"<title>{title}</title>\n<style>\n{file_beside('page.css')}</style>\n</head>\n"
     )
     body = (
-        f'<body>\n<header>\n<h1>{escape(title)}</h1>\n<button type="button" id="theme" hidden>'
+        f'<body>\n<header>\n<h1>{title}</h1>\n<button type="button" id="theme" hidden>'
         f"Dark</button>\n</header>\n<main>\n{''.join(map(_section, sections))}</main>\n"
         f"{''.join(f'<script>{script}</script>{chr(10)}' for script in scripts)}</body>\n</html>\n"
     )
@@ -95,9 +102,9 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
     """Write a page to a file; arguments as of `page`.
 
     Raises:
-        OSError: if the file cannot be written.
+        OSError: if the file cannot be written; an earlier file of that name is as before.
     """
-    path.write_text(page(title, sections), encoding="utf-8")
+    write_whole(path, page(title, sections).encode())
 
 
 def check_can_write(path: Path) -> None:
@@ -182,6 +189,7 @@ def json_in_html(data: Any) -> str:
         '{"name":"\\\\u003c/script\\\\u003e"}'
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    text = CONTROLS.sub(lambda found: found[0] if found[0] == r"\\" else rf"\{found[0]}", text)
     return text.translate(ESCAPED)
 
 
@@ -198,7 +206,8 @@ def _section(section: Section) -> str:
     name = escape(section.script.removesuffix(".js"))
     return (
         f'<section id="{escape(section.id)}" data-script="{name}">\n'
-        f"<h2>{escape(section.heading)}</h2>\n{section.html}{data}</section>\n"
+        f"{without_controls(f'<h2>{escape(section.heading)}</h2>{chr(10)}{section.html}')}{data}"
+        "</section>\n"
     )
 
 

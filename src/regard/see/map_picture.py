@@ -1,5 +1,6 @@
 """Maps of attention as SVG and PNG files, by matplotlib."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from regard.see.map_text import readable
 from regard.see.maps import AttentionMaps
 from regard.see.sheet import GAP, INK, cells
+from regard.whole_file import write_whole
 
 GREY = "#7d8590"  # text: a contrast above 3.8 on white and on black
 LABELLED = 32  # tokens whose names fit beside a map
@@ -40,7 +42,10 @@ def draw(maps: AttentionMaps, path: Path, heads: Sequence[tuple[int, int]] = ())
     figure = _maps(maps, heads) if heads else overview(maps)
     paper = {"transparent": True} if path.suffix == ".svg" else {"facecolor": "white"}
     dated = {"Date": None} if path.suffix == ".svg" else {}
-    figure.savefig(path, dpi=DOTS, bbox_inches="tight", metadata=dated, **paper)
+    drawn = io.BytesIO()
+    options = {"format": path.suffix[1:], "dpi": DOTS, "bbox_inches": "tight", "metadata": dated}
+    figure.savefig(drawn, **options, **paper)
+    write_whole(path, drawn.getvalue())
 
 
 def overview(maps: AttentionMaps) -> Any:

@@ -1,6 +1,7 @@
 """What was seen of a model's attention: maps of chosen heads, statistics and an overview of all."""
 
 import html
+import io
 import re
 import zipfile
 import zlib
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.see.sheet import data_address, sheet
+from regard.whole_file import write_whole
 from regard.words import counted
 
 UNREADABLE = (  # what numpy and zipfile raise for other files
@@ -136,7 +138,9 @@ class AttentionMaps:
         stored["attention"], stored["all_tokens"] = stored.pop("weights"), stored["tokens"]
         stored["tokens"] = _words(numpy, [self.tokens[at] for at in self.keys])
         stored["query_tokens"] = _words(numpy, [self.tokens[at] for at in self.queries])
-        numpy.savez_compressed(path, layout=numpy.asarray(LAYOUT), **stored)
+        written = io.BytesIO()
+        numpy.savez_compressed(written, layout=numpy.asarray(LAYOUT), **stored)
+        write_whole(Path(path), written.getvalue())
 
     @classmethod
     def load(cls, path: str | Path) -> "AttentionMaps":

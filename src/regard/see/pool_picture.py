@@ -16,7 +16,7 @@ from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.pool import PagePool
 from regard.cache.paging.slabs import Slab
 from regard.masks.svg import INK
-from regard.words import counted
+from regard.words import counted, without_controls
 
 MOST = 2000  # cells of a strip that are shown: a drawing of 100,000 takes minutes
 SIDE = 20  # pixels of a cell
@@ -202,14 +202,14 @@ def pool_svg(pool: PagePool, caches: Sequence[PagedCache] = ()) -> str:
     """
     picture = described(pool, caches)
     marks, (width, height) = list(_marks(picture)), _size(picture)
-    title = escape(picture.title)
+    title = escape(without_controls(picture.title))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" role="img" aria-label="{title}" '
             f'font-family="system-ui,sans-serif" font-size="12" fill="currentColor" color="{INK}">',
             f"<title>{title}</title>",
-            f"<desc>{escape(in_words(picture))}</desc>",
+            f"<desc>{escape(without_controls(in_words(picture)))}</desc>",
             *(_svg_of(mark) for mark in marks),
             "</svg>",
         ]
@@ -266,7 +266,7 @@ def _size(picture: Picture) -> tuple[int, int]:
 def _svg_of(mark: Mark) -> str:
     x, y, shown = mark
     if isinstance(shown, str):
-        return f'<text x="{x}" y="{y + 14}">{escape(shown)}</text>'
+        return f'<text x="{x}" y="{y + 14}">{escape(without_controls(shown))}</text>'
     colour = STATES[shown.state].colour
     paint = (
         f'fill="{colour}"' if colour else 'fill="none" stroke="currentColor" stroke-opacity=".4"'

@@ -1,0 +1,17 @@
+"""A disk that is full: files of this process end after so many bytes."""
+
+import resource
+import signal
+from contextlib import contextmanager
+
+
+@contextmanager
+def files_of_at_most(nbytes):
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # else the process ends
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)

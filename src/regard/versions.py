@@ -37,6 +37,11 @@ class Versions:
             return False
         return any(each._version != version for each, version in self._read)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The version counters that were read."""
+        return tuple(version for _, version in self._read)
+
     def __reduce__(self) -> tuple[type["Versions"], tuple[Tensor, ...]]:
         return Versions, tuple(each for each, _ in self._read)
 

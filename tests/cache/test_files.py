@@ -5,6 +5,7 @@ import json
 import os
 import struct
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,36 @@ def test_what_is_no_file_is_refused(tmp_path):
             write_tensors(tmp_path / name, {}, {})
     assert (tmp_path / "pipe").is_fifo()  # not replaced: it could be a device
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_link_is_read_and_replaced_and_what_it_leads_to_stays(tmp_path):
+    write_tensors(tmp_path / "a", {"k": "theirs"}, TENSORS)
+    (tmp_path / "soft").symlink_to(tmp_path / "a")
+    (tmp_path / "hard").hardlink_to(tmp_path / "a")
+    (tmp_path / "broken").symlink_to(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to pipe").symlink_to(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("soft", "hard", "broken"):
+        if name != "broken":
+            assert read(tmp_path / name).keys() == TENSORS.keys()
+        write_tensors(tmp_path / name, {"k": "mine"}, {})
+        assert not (tmp_path / name).is_symlink() and read(tmp_path / name) == {}
+    with TensorFile(tmp_path / "a") as file:
+        assert file.metadata == {"k": "theirs"}
+    assert not (tmp_path / "none").exists()
+    for name in ("to pipe", "device"):
+        with pytest.raises(ValueError, match="it is a file"):
+            TensorFile(tmp_path / name)
+        with pytest.raises(ValueError, match="it is a file"):
+            write_tensors(tmp_path / name, {}, {})
+        assert (tmp_path / name).is_symlink()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="files of Linux")
+def test_a_file_of_the_system_without_a_size_is_refused():
+    with pytest.raises(ValueError, match="has at least 8 bytes, got 0"):
+        TensorFile("/proc/self/environ")
 
 
 def written(path, header, data=b""):

@@ -1,9 +1,13 @@
 """`StaticCache`: its buffers are never reallocated, and too many tokens are refused."""
 
+import json
+
 import pytest
 import torch
 
 from regard import StaticCache
+from regard.cache.files import write_tensors
+from regard.cache.saving import FORMAT, VERSION
 
 
 def test_the_buffers_of_a_static_cache_are_never_reallocated():
@@ -24,6 +28,22 @@ def test_more_tokens_than_the_maximum_are_refused_and_change_nothing():
             call()
     assert cache.length == 3
     assert cache.update(new[:, :, :2])[0].kv_stop == 5
+
+
+def test_a_file_without_tokens_allocates_nothing_whatever_its_sizes(tmp_path):
+    sizes = [1 << 30, 1, 0, 1 << 10]  # 4 TiB for each token
+    state = {"length": 0, "first": 0, "rows": None}
+    streams = [{"shape": sizes, "dtype": "float32"}]
+    entry = {"kind": "StaticCache", "arguments": {"max_length": 8}, "state": state}
+    metadata = {"format": FORMAT, "version": VERSION, "weights": "mine"}
+    caches = json.dumps([{**entry, "streams": streams}])
+    empty = {"layers.0.streams.0": torch.empty(sizes)}
+    write_tensors(tmp_path / "cache", {**metadata, "caches": caches}, empty)
+    cache = StaticCache(8)
+    cache.load(tmp_path / "cache", weights="mine")
+    with pytest.raises(ValueError, match="the cache one of 1073741824"):
+        cache.update(torch.zeros(1, 1, 3, 1 << 10))
+    assert cache.allocated_bytes == 0
 
 
 def test_fewer_rows_have_smaller_buffers():

@@ -13,6 +13,7 @@ from torch import nn
 
 from filled_caches import KINDS, STREAMS, content, filled, same
 from regard import KVCache, QuantizedCache, SlidingCache, StaticCache
+from regard.cache import quantized
 from regard.cache.files import TensorFile, write_tensors
 from regard.cache.saving import load_all, outlines_from, save_all, truncate_all, weights_text
 
@@ -242,6 +243,21 @@ def test_a_window_that_is_not_held_is_refused(tmp_path):
     rewritten(tmp_path / FILE, lambda tensors: tensors, entry=state(first=7, length=9))
     with pytest.raises(ValueError, match="holds the 3 tokens before the next one"):
         SlidingCache(4, 1).load(tmp_path / FILE, weights="mine")
+
+
+def test_a_file_without_codes_rotates_nothing_whatever_its_widths(tmp_path, monkeypatch):
+    cache = QuantizedCache(format="K4V4")
+    cache.update(torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 64))
+    cache.truncate(0)
+    cache.save(tmp_path / FILE, weights="mine")
+
+    def wider(entry):
+        entry["state"]["outlines"][0]["shape"][3] = 1 << 40
+
+    rewritten(tmp_path / FILE, lambda tensors: tensors, entry=wider)
+    monkeypatch.setattr(quantized, "quantized", None)  # it would need a matrix of 2^40 rows
+    with pytest.raises(ValueError, match="the codes of streams"):
+        QuantizedCache(format="K4V4").load(tmp_path / FILE, weights="mine")
 
 
 def test_codes_that_do_not_fit_their_streams_are_refused(tmp_path):

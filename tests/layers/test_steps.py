@@ -1,6 +1,7 @@
 """A layer's decoding steps in compiled code compute what the operators do, where they may run."""
 
 import copy
+import multiprocessing.reduction
 
 import pytest
 import torch
@@ -59,6 +60,11 @@ def plainly(monkeypatch, run):
     with monkeypatch.context() as patched:
         patched.setattr(attention, "repeated_step", lambda *given: None)
         return run()
+
+
+def decoded(layer, x, cache, first, stop):
+    """The outputs of some tokens, one after the other."""
+    return torch.cat([layer(x[:, i : i + 1], cache=cache) for i in range(first, stop)], 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -269,3 +275,123 @@ def test_gradients_before_and_after_steps(stepping):
     out.sum().backward()
     assert layer.q_proj.weight.grad is not None
     assert cache.length == 7
+
+
+def each_buffer(change):
+    return lambda cache: [change(each) for each in cache.buffers]
+
+
+MOVES = {
+    "sent to another process": multiprocessing.reduction.ForkingPickler.dumps,
+    "shared": each_buffer(torch.Tensor.share_memory_),
+    "data": each_buffer(lambda x: setattr(x, "data", x.data.clone())),
+    "set_": each_buffer(lambda x: x.set_(x.clone())),
+    "swapped": each_buffer(lambda x: torch.utils.swap_tensors(x, x.clone())),
+    "other strides": each_buffer(lambda x: setattr(x, "data", x.mT.contiguous().mT)),
+    "more room": each_buffer(lambda x: setattr(x, "data", torch.cat([x, x + 7], 2))),
+    "a lazy minus sign": each_buffer(lambda x: setattr(x, "data", torch._neg_view(-x))),
+}
+
+
+@pytest.mark.parametrize("make", [KVCache, lambda: StaticCache(300)], ids=["growing", "static"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_buffers_may_move_between_two_steps(move, batch, make):
+    """Memory that was freed is filled with numbers that no result may contain."""
+    layer, cache = Attention(32, 4, num_kv_heads=2, rope=Rotary(8), mask=Causal()), make()
+    x = torch.randn(batch, 10, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        layer(x[:, :5], cache=cache)
+        decoded(layer, x, cache, 5, 7)
+        move(cache)
+        others = [torch.full((1 << size,), 7e30) for size in range(6, 16)]
+        assert_same(decoded(layer, x, cache, 7, 10), expected[:, 7:])
+    assert all((each == 7e30).all() for each in others)
+
+
+def test_buffers_that_share_their_rows_are_refused_as_by_the_plain_layer():
+    layer, cache = Attention(32, 2, rope=Rotary(16), mask=Causal()), KVCache()
+    with torch.no_grad():
+        layer(torch.randn(2, 5, 32), cache=cache)
+        layer(torch.randn(2, 1, 32), cache=cache)
+        each_buffer(lambda x: setattr(x, "data", x[:1].expand_as(x)))(cache)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            layer(torch.randn(2, 1, 32), cache=cache)
+    assert cache.length == 6
+
+
+class Mine(torch.Tensor):
+    """A tensor subclass."""
+
+
+class Transposing(nn.Module):
+    """A projection as `weight @ columns`, whose result has the strides of a transposed matrix."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x):
+        return (self.weight @ x.flatten(0, 1).T).T.unflatten(0, x.shape[:2])
+
+
+def hooked(change):
+    """A module whose result is changed."""
+
+    def wrap(module):
+        module.register_forward_hook(lambda _, __, out: change(out))
+        return module
+
+    return wrap
+
+
+RETURNED = {
+    "transposed": Transposing,
+    "every other column": hooked(lambda x: torch.stack([x, x + 9], -1)[..., 0]),
+    "a part of memory": hooked(lambda x: torch.cat([x + 9, x], -1)[..., x.shape[-1] :]),
+    "expanded": hooked(lambda x: x[:1].expand_as(x)),
+    "a lazy minus sign": hooked(lambda x: torch._neg_view(-x)),
+    "a subclass": hooked(lambda x: x.as_subclass(Mine)),
+    "a parameter": hooked(nn.Parameter),
+}
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "gate_proj", "o_proj"])
+@pytest.mark.parametrize("change", RETURNED.values(), ids=RETURNED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_may_return_any_tensor(name, change, dtype, monkeypatch):
+    """Before the first step, and between two; each module is called once for each token."""
+    layer = Attention(32, 4, num_kv_heads=2, rope=Rotary(8), mask=Causal(), gate="channel")
+    layer, x, cache, calls = layer.to(dtype), torch.randn(2, 12, 32).to(dtype), KVCache(), []
+    with torch.no_grad():
+        layer(x[:, :5], cache=cache)
+        decoded(layer, x, cache, 5, 7)
+        setattr(layer, name, change(getattr(layer, name)))
+        twin = copy.deepcopy(cache)
+        expected = plainly(monkeypatch, lambda: decoded(layer, x, twin, 7, 12))
+        layer.q_proj.register_forward_hook(lambda *_: calls.append(1))
+        got = decoded(layer, x, cache, 7, 12)
+    assert len(calls) == 5
+    atol = 1e-6 if dtype is torch.float32 else 2e-2
+    assert torch.allclose(
+        got.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor), atol=atol
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (torch.Tensor.double, "q, k and v have one dtype"),
+        (lambda x: torch.cat([x, x], 0), "one batch size"),
+        (lambda x: torch.cat([x, x], -1), "same heads and keys"),
+    ],
+)
+def test_projections_of_another_shape_get_the_layers_own_error(
+    stepping, unchecked, change, message
+):
+    layer, cache, x = stepping
+    layer.v_proj.register_forward_hook(lambda _, __, out: change(out))
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        layer(x, cache=cache)
+    assert cache.length == 6

@@ -1,10 +1,7 @@
 """What all masks have: combination, the size of the dense mask, explanations."""
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import regard
 from cases import draw_mask, draw_sizes
+from interpreters import run_python
 from regard import (
     EVERYTHING,
     NOTHING,
@@ -222,8 +219,7 @@ def test_a_mask_is_a_mask_mod_of_flex_attention(mask):
 def test_masks_go_through_compile_and_export():
     """In another process, because jaxtyping's checks can neither be traced nor take symbols."""
     script = Path(__file__).parents[1] / "support/traced_masks.py"
-    where = os.environ | {"PYTHONPATH": str(Path(regard.__file__).parents[1])}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=where)
+    done = run_python(script)
     assert done.returncode == 0, done.stderr
 
 

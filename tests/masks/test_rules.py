@@ -314,3 +314,35 @@ def test_a_dense_mask_with_heads_and_a_function_decode():
     heads = Dense(torch.rand(1, 4, 3, 3) > 0.5) & Where(lambda b, h, q, k: q >= k)
     layer(torch.randn(2, 3, 12), mask=heads, cache=cache)
     assert cache.length == 3
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "message"),
+    [
+        (lambda b, h, q, k: q >= k if k > 1 else q == k, "and torch.where, not with and, or"),
+        (lambda b, h, q, k: (q >= k) and (k > 1), "raised RuntimeError .Boolean value"),
+        (lambda b, h, q, k: q >= int(k), r"takes \(b, h, q_idx, kv_idx\)"),
+        (lambda q, k: q >= k, "raised TypeError .* 2 positional arguments"),
+        (lambda b, h, q, k: {}["x"], "raised KeyError"),
+        (
+            lambda b, h, q, k: torch.ones(3, 3, dtype=torch.bool),
+            r"shape \[3, 3\] .* \[1, 1, 4, 4\]",
+        ),
+        (lambda b, h, q, k: (q >= k)[None, None, None], "returned booleans of shape"),
+        (lambda b, h, q, k: (q >= k)[..., :3], r"shape \[4, 3\]"),
+    ],
+)
+def test_a_function_that_is_no_mask_is_a_sentence_about_it(mask_mod, message):
+    with pytest.raises(ValueError, match=rf"Where\(<lambda>\) .*{message}"):
+        (Causal() & Where(mask_mod)).dense(Span(0, 4, 0, 4))
+
+
+def test_what_interrupts_a_function_is_not_taken_for_its_mistake():
+    class Interrupted(Exception):
+        """Of a dispatch mode, a signal handler or a debugger."""
+
+    def interrupted(b, h, q, k):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        Where(interrupted).dense(Span(0, 3, 0, 3))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Causal, Dense, Padding
+from regard import Alibi, Causal, Dense, Padding, RelativeBias, attend
 from regard.ops.check import check_mask, check_options, check_sinks, check_tensors, divisors
 
 Q = torch.randn(2, 4, 3, 8)
@@ -76,3 +76,39 @@ def test_sinks_are_one_for_each_head(unchecked):
     check_sinks(torch.zeros(4), Q)
     with pytest.raises(ValueError, match="sinks"):
         check_sinks(torch.zeros(3), Q)
+
+
+class Rule:
+    def __init__(self, function):
+        self.function = function
+
+    def bias(self, span, *, device=None, dtype):
+        return self.function(span)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "flex"])
+@pytest.mark.parametrize(
+    ("score_bias", "message"),
+    [
+        (Alibi([0.5] * 3), "is for 3 heads, the call has 4 query heads"),
+        (RelativeBias(5).requires_grad_(False), "is for 5 heads, the call has 4 query heads"),
+        (Rule(lambda span: torch.zeros(3, 3)), r"broadcasts to .* \[1, 4, 5, 5\], got .* \[3, 3\]"),
+        (Rule(lambda span: None), "returned NoneType, not a tensor"),
+        (Rule(lambda span: span.batch), r"raised AttributeError .*a rule has bias\(span, \*"),
+    ],
+)
+def test_rules_that_do_not_fit_the_call_are_a_sentence(score_bias, message, backend):
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises((ValueError, TypeError), match=f"score_bias=.*{message}"):
+        attend(q, q, q, score_bias=score_bias, backend=backend)
+
+
+def test_a_rule_of_one_head_is_for_every_number():
+    q = torch.randn(1, 4, 5, 8)
+    one, each = (attend(q, q, q, score_bias=Alibi(n * [0.5])) for n in (1, 4))
+    assert one.equal(each)
+
+
+def test_sinks_are_a_tensor():
+    with pytest.raises(TypeError, match=r"sinks are a tensor \[2\], got list"):
+        check_sinks([0.0, 0.0], torch.randn(1, 2, 3, 8))

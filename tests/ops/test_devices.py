@@ -1,12 +1,11 @@
 """Rates of GPUs: by name, by properties, and in estimates; no GPU is needed for them."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from interpreters import run_python
 from regard import Causal, SlidingWindow, Span, explain, prepare
 from regard.ops import devices
 from regard.ops.backends import BACKENDS
@@ -150,5 +149,5 @@ def test_explain_says_what_the_estimates_rest_on():
 def test_calls_on_a_device_compile_in_one_graph():
     """The estimates are computed while a graph is traced, without a look at the driver. In another
     process, whose annotations are not checked: torch does not trace the checks."""
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    done = run_python("-c", COMPILED)
     assert done.stdout.strip() == "(1, 8, 40, 32)", done.stderr[-3000:]

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import cases
-from cases import Case, draw_case
+from cases import Case, cut, draw_case
 from contract import compare
+from covering import few
 from paged import coded, in_pages, part_of
 from plain import array, attention
 from regard import Causal, Padding, Part, SlidingWindow, Span, prepare
@@ -22,32 +23,6 @@ from regard.ops.backends import BACKENDS
 from regard.ops.parts import pieces
 from regard.ops.prepared import _most_held
 from session import LONG
-
-EACH = 50
-
-
-BATCHES = 400 if LONG else 40
-
-
-def cut(case: Case, rng: random.Random) -> list[tuple[int, int]]:
-    """Where the keys are split: up to four pieces, some of them empty."""
-    stop = case.sizes.keys
-    cuts = sorted(rng.randint(0, stop) for _ in range(rng.randint(0, 3)))
-    return list(zip([0, *cuts], [*cuts, stop], strict=True))
-
-
-@pytest.mark.parametrize("batch", range(BATCHES // 4))
-def test_a_call_runs_on_keys_in_parts_as_on_the_whole(batch):
-    """What a paged cache does: the keys come in pieces, some of them empty, masks and all."""
-    for seed in range(20_000_000 + batch * EACH, 20_000_000 + (batch + 1) * EACH):
-        case, rng = draw_case(seed), random.Random(f"pieces {seed}")
-        call = prepare(case.q, case.k, case.v, **case.given)
-        first = case.sizes.kv_start
-        parts = tuple(
-            Part(first + a, first + b, (case.k[:, :, a:b], case.v[:, :, a:b]))
-            for a, b in cut(case, rng)
-        )
-        compare(call.run(case.q, parts), case, what="parts")
 
 
 def parts_in_pages(case: Case, rng: random.Random, page_sizes=(1, 2, 3, 5)) -> tuple[Part, ...]:
@@ -137,7 +112,7 @@ def stored_parts(k, v, rng, *, shared: int, joined: bool) -> tuple[Part, ...]:
 
 
 @pytest.mark.parametrize("queries", [1, 17])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few([*list(KINDS)[1:], "MHA"], 2))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_reads_shared_and_own_pages(backend, kind, queries):
     """A prefix of 32 tokens that rows share, then their own pages, against loops in float64."""

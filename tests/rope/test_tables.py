@@ -116,3 +116,11 @@ def test_tables_do_not_depend_on_the_caller():
     assert torch.equal(again, ROPES[0].rotate(torch.ones(1, 1, 2, 6), positions))
     for mine, other in zip(plain, read(ROPES[0], positions), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_a_row_may_be_written_to():
+    rope = Rotary(6)
+    expected = [each.clone() for each in rope.row(3)]
+    for each in rope.row(3):
+        each.zero_()
+    assert all(map(torch.equal, rope.row(3), expected))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from regard.cache.rotation import hadamard
@@ -18,6 +18,7 @@ from regard.cache.rotation import hadamard
 NIBBLES = 16  # bytes of 4-bit codes: their low halves are so many channels, the high ones the next
 STEP = 2 * NIBBLES  # channels packed together; their 4-bit codes are 16 bytes, their 6-bit ones 24
 _LOW = 0xFFFF  # the half of a float32 that a bfloat16 does not have
+_LARGEST = 1e38  # in size, of numbers that have codes: the range of two of them is a float32
 _GREATEST_HALF = torch.finfo(torch.float16).max
 _BLOCK = 1024  # tokens converted to floating point at a time; they fit in the L2 cache
 
@@ -180,13 +181,18 @@ def quantize_channels(x: Float[Tensor, "*B L W"], bits: int, run: int) -> tuple[
     """Codes `[*B, L, bytes]`, and `[*B, L / run, 2 W]`: a scale and a zero for each channel of a
     run of tokens, side by side, rounded as those of `quantize`.
 
-    Numbers are finite: one that is not would spoil its channel in all tokens of the run.
+    Numbers are codable: one that is not would spoil its channel in all tokens of the run.
     """
     runs = x.detach().float().unflatten(-2, (-1, run))
     low, high = runs.amin(-2, keepdim=True), runs.amax(-2, keepdim=True)
     codes, scale, zero = _coded(runs, low, high, bits)
     scales = torch.stack([scale, zero], -1).bfloat16().flatten(-3)
     return _packed(codes.flatten(-3, -2), bits), scales
+
+
+def are_codable(x: Tensor) -> Bool[Tensor, "..."]:
+    """Whether each number is finite, and small enough for the range of any two to be finite."""
+    return x.abs() < _LARGEST
 
 
 def _coded(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

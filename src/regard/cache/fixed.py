@@ -66,7 +66,7 @@ class StaticCache(Contiguous):
             ValueError: if they do not fit, or require gradients.
         """
         added = self._check(new)
-        if not self._held:
+        if not self._held or not self._held[0].shape[2]:
             self._held = tuple(empty_like(each, self.max_length) for each in new)
         write_tokens(self._held, new, self._lengths)
         self._lengths = lengths = self._lengths.grown(added)
@@ -98,11 +98,11 @@ class StaticCache(Contiguous):
         return {"max_length": self.max_length}
 
     def _buffers(self, streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Buffers of the whole size; without tokens, the next update makes them."""
-        tokens = streams[0].shape[2] if streams else 0
+        """Buffers of the whole size. Streams without tokens stay as they are until the next update:
+        a file without data may claim rows and heads that no memory has room for."""
         self._check_room(0)
-        if not tokens:
-            return ()
+        if not streams or not streams[0].shape[2]:
+            return streams
         buffers = tuple(empty_like(each, self.max_length) for each in streams)
         write_slots(buffers, streams, 0)
         return buffers

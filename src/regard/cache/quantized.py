@@ -7,9 +7,10 @@ once, independently of each other, and an outlier channel affects only its group
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream, QuantizedStreams
+from regard.cache.codes import QuantizedStream, QuantizedStreams, bytes_of
 from regard.cache.growing import KVCache
 from regard.cache.paging.formats import GROUP, PageFormat, format_of
 from regard.cache.quantizing import quantized
@@ -201,7 +202,7 @@ class QuantizedCache(Stored):
         pieces = checked_pieces(record.state.get("pieces"), like)
         self.pieces = self.pieces if pieces is None else pieces
         streams = self._described(like) if like else ()
-        expected = outlines_text(_stored(like, streams))
+        expected = outlines_text(_empty(streams))
         if expected != outlines_text(record.streams):
             raise ValueError(
                 f"the codes of streams {outlines_text(like)} are {expected}, got "
@@ -252,6 +253,20 @@ def _stored(new: Sequence[Tensor], streams: Sequence[_Described]) -> list[Tensor
     found: list[Tensor] = []
     for each, (bits, group, rotation, _) in zip(new, streams, strict=True):
         found += [each] if bits is None else quantized(each, bits, group, rotation)
+    return found
+
+
+def _empty(streams: Sequence[_Described]) -> list[Tensor]:
+    """The codes and scales of no tokens. They are not computed: to rotate the widths that a file
+    without data may claim, a matrix would be needed for which no memory has room."""
+    found: list[Tensor] = []
+    for bits, group, _, like in streams:
+        *sizes, width = like.shape
+        if bits is None:
+            found.append(like)
+            continue
+        found.append(like.new_empty(*sizes, bytes_of(width, bits), dtype=torch.uint8))
+        found.append(like.new_empty(*sizes, 2 * -(-width // group), dtype=torch.bfloat16))
     return found
 
 

@@ -175,10 +175,12 @@ class Attention(nn.Module):
             ValueError: if shapes do not fit, if the mask shows keys that the cache does not hold,
                 or if `context` is given with a cache or a rope. The cache is then unchanged.
         """
-        if (same := repeated_step(self, x, context, mask, cache, positions)) is not None:
-            return same.forward(self, x, cache)
-        at = arrive(self, x, context, mask, cache, positions)
+        same = repeated_step(self, x, context, mask, cache, positions)
+        at = None if same else arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)  # [B, H, L, D], [B, G, S, D], [B, G, S, D]
+        if same and (stepped := same.forward(self, x, (q, k, v), cache)) is not None:
+            return stepped
+        at = at or arrive(self, x, context, mask, cache, positions)
         q, k = self.rope(q, k, at.positions)
         call = describe(self, q, k, v, at, bits_of(cache))
         with restored_on_error(self, cache, mask):

@@ -13,6 +13,8 @@ from regard.ops.prepared import Prepared
 from regard.ops.steps import Step, has_fixed_slots, step_after
 from regard.rope import NoRotary, Rotary
 
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before rotation
+
 
 class LayerStep(NamedTuple):
     """A decoding step of a layer: what it depends on besides the cache."""
@@ -21,14 +23,19 @@ class LayerStep(NamedTuple):
     shape: torch.Size  # of its input
     step: Step
 
-    def forward(self, layer: Any, x: Tensor, cache: Any) -> Tensor:
-        """The layer's output for the new token, which is appended to the cache."""
-        q, k, v = layer.project(x)
+    def forward(self, layer: Any, x: Tensor, heads: Heads, cache: Any) -> Tensor | None:
+        """The layer's output for the new token, which is appended to the cache.
+
+        None, and the cache is as before, if compiled code cannot read the queries, keys and values
+        that the layer has projected.
+        """
         rope = layer.rope
-        angles = rope.row(cache.length) if rope.dim else None
+        angles = rope._held_row(cache.length) if rope.dim else None
         neighbours = angles is not None and rope.pairing == "pairs"
         with RestoredOnError(cache):
-            out = self.step.run(cache, q, k, v, angles, neighbours=neighbours)
+            out = self.step.run(cache, *heads, angles, neighbours=neighbours)
+            if out is None:
+                return None
             result: Tensor = layer.o_proj(merge_heads(layer.gated(x, out)))
             return result
 

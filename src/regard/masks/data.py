@@ -24,7 +24,6 @@ from regard.masks.row_data import (
     last_true,
     row_index,
     same_fields,
-    stable,
 )
 from regard.span import Span
 
@@ -61,8 +60,8 @@ class Chunked(DataMask):
     def __post_init__(self) -> None:
         check_size("Chunked", self.size, "it counts the keys of a chunk")
         check_vector("start", self.start)
-        start = None if self.start is None else stable(self.start)
-        self._set(start, start=start, starts=(0,) if start is None else distinct(start))
+        (start,) = self._copies(self.start)
+        self._set(start=start, starts=(0,) if start is None else distinct(start))
 
     @property
     def batch(self) -> int | None:
@@ -101,7 +100,7 @@ class Chunked(DataMask):
         return same_fields(self, other, ("size", "start"))
 
     def __hash__(self) -> int:
-        return hash((Chunked, self.size, id(self.start)))
+        return self._hash(self.size)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -147,14 +146,16 @@ class Prefix(DataMask):
         check_vector("lengths", lengths if isinstance(lengths, Tensor) else None)
         check_vector("start", self.start)
         self._check_rows(lengths)
-        lengths = stable(lengths) if isinstance(lengths, Tensor) else lengths
-        start = None if self.start is None else stable(self.start)
+        lengths, start = self._copies(lengths, self.start)
+        self._set(given=(self.lengths, self.start))
+        if isinstance(self.lengths, Tensor):
+            self._set(lengths=lengths)
         known = bounds(lengths)
         if known is not None and known[0] < 0:
             raise ValueError(f"Prefix has lengths of 0 or more, got {self.lengths!r}; 0 is none")
         end = lengths if start is None else lengths + start
         begins = bounds(0 if start is None else start)
-        self._set(lengths, start, start=start, end=end, ends=bounds(end), begins=begins)
+        self._set(start=start, end=end, ends=bounds(end), begins=begins)
 
     def _check_rows(self, lengths: int | Tensor) -> None:
         if not isinstance(lengths, Tensor) or self.start is None:
@@ -199,8 +200,7 @@ class Prefix(DataMask):
         return same_fields(self, other, ("lengths", "start"))
 
     def __hash__(self) -> int:
-        lengths = id(self.lengths) if isinstance(self.lengths, Tensor) else self.lengths
-        return hash((Prefix, lengths, id(self.start)))
+        return self._hash()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -241,8 +241,8 @@ class Documents(DataMask):
                 f"Documents continues a row's last id, got empty rows: shape {tuple(ids.shape)}; "
                 "give one id at least, or leave the mask out"
             )
-        ids = stable(ids)
-        self._set(ids, ids=ids, last_start=last_true(ids != ids[:, -1:]))
+        (ids,) = self._copies(ids)
+        self._set(ids=ids, last_start=last_true(ids != ids[:, -1:]))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Int[Tensor, " documents_and_1"]) -> "Documents":
@@ -323,13 +323,11 @@ class Padding(DataMask):
     start: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        valid = stable(as_booleans(as_rows("Padding", "valid", self.valid)))
+        (valid,) = self._copies(as_booleans(as_rows("Padding", "valid", self.valid)))
         beyond = valid.new_ones(valid.shape[0], 1)
         start = torch.cat([valid, beyond], dim=1).to(torch.int8).argmax(dim=1)
         hidden_stop, visible_start = last_true(~valid), first_true(valid)
-        self._set(
-            valid, valid=valid, hidden_stop=hidden_stop, visible_start=visible_start, start=start
-        )
+        self._set(valid=valid, hidden_stop=hidden_stop, visible_start=visible_start, start=start)
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int], total: int | None = None) -> "Padding":

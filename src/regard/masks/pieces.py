@@ -184,7 +184,7 @@ def _edges(mask: Mask, first: int, stop: int) -> Iterable[int]:
         case Prefix(begins=begins, ends=ends) if begins and ends:
             return [*begins, *ends]
         case Dense(keep=keep, place=Span(q_start=int(start))) if _on_cpu(keep):
-            return [start + row for row in dense_edges(keep)]
+            return [start + row for row in dense_edges(mask)]
     return ()
 
 

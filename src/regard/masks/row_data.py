@@ -1,5 +1,8 @@
 """Rules that hold tensors: their base class, and functions that check, summarise and index them."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,16 +18,33 @@ TOKEN_MASKS = (  # ends error messages about masks of tokens
 
 
 class DataMask(Mask):
-    """A rule that holds tensors. A rule whose tensors were written since it was made is refused."""
+    """A rule that holds tensors, or copies of them. A rule whose tensors were written since it was
+    made is refused, where the write can be noticed: writes through `.data` or NumPy cannot."""
 
-    versions: Versions  # of the tensors, when the rule was made
+    given: tuple[Any, ...]  # what the rule was made of: tensors, and numbers
+    versions: Versions  # of these tensors and of the copies, when the rule was made
 
-    def _set(self, *data: object, **values: object) -> None:
-        """Set fields of the frozen rule; `data` are those that must not be written later."""
+    def _set(self, **values: object) -> None:
+        """Set fields of the frozen rule."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        tensors = (each for each in data if isinstance(each, Tensor))
-        object.__setattr__(self, "versions", Versions(*tensors))
+
+    def _copies(self, *given: Any) -> list[Any]:
+        """Copies of the tensors among these values, which no write to the originals reaches: what
+        is memoised of a rule holds for all its calls."""
+        copies = [each.clone() if isinstance(each, Tensor) else each for each in given]
+        self._watch(given, copies)
+        return copies
+
+    def _watch(self, given: Sequence[object], copies: Sequence[object] = ()) -> None:
+        """Refuse the rule once one of these tensors has been written."""
+        tensors = (each for each in (*given, *copies) if isinstance(each, Tensor))
+        self._set(given=tuple(given), versions=Versions(*tensors))
+
+    def _hash(self, *values: object) -> int:
+        """The hash of a rule that `same_fields` compares."""
+        given = (id(each) if isinstance(each, Tensor) else each for each in self.given)
+        return hash((type(self), *values, *given))
 
     def _check_unchanged(self) -> None:
         if self.versions.changed:
@@ -96,12 +116,6 @@ def check_vector(name: str, value: object) -> None:
         )
 
 
-def stable(value: Tensor) -> Tensor:
-    """The tensor itself if later writes in place can be detected, otherwise a copy."""
-    inference = not torch.compiler.is_compiling() and value.is_inference()
-    return value.clone() if inference else value
-
-
 def readable(value: Tensor) -> bool:
     """Whether the elements of a tensor can be read: it is neither traced nor transformed."""
     return not value.is_meta and is_concrete(value)
@@ -164,12 +178,21 @@ def chunk_index(offset: Tensor, size: int) -> Tensor:
 
 
 def same_fields(mask: Mask, other: object, names: tuple[str, ...]) -> bool:
-    """Whether two rules are of one type and their fields are equal numbers or the same tensors."""
-    if type(mask) is not type(other):
+    """Whether two rules are of one type, and their fields are equal numbers, or were read from the
+    same tensors, which had the same elements."""
+    if not isinstance(mask, DataMask) or type(mask) is not type(other):
         return False
-    for name in names:
-        mine, theirs = getattr(mask, name), getattr(other, name)
+    assert isinstance(other, DataMask)
+    for mine, theirs in zip(mask.given, other.given, strict=True):
         tensors = isinstance(mine, Tensor) or isinstance(theirs, Tensor)
         if mine is not theirs and (tensors or mine != theirs):
             return False
-    return True
+    fields = ((getattr(mask, name), getattr(other, name)) for name in names)
+    return mask.versions.numbers == other.versions.numbers and all(_same(*each) for each in fields)
+
+
+def _same(mine: object, theirs: object) -> bool:
+    """Whether two fields are equal; the elements of tensors on a GPU are not waited for."""
+    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+        return mine == theirs
+    return mine is theirs or mine.device.type != "cpu" or not readable(mine) or mine.equal(theirs)

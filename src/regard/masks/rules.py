@@ -4,7 +4,8 @@ Constructors read tensors once; `within` reads none, so that no call waits for a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,9 +19,14 @@ from regard.masks.row_data import (
     check_size,
     clamped,
     described,
-    stable,
 )
 from regard.span import Span
+
+# Exceptions of a mistake in a function that a user gives; any other exception interrupts the call.
+MISTAKES = (
+    *(ArithmeticError, AttributeError, LookupError, NameError),
+    *(RuntimeError, TypeError, ValueError),
+)
 
 
 class BeyondData(ValueError):
@@ -160,8 +166,11 @@ class Dense(DataMask):
                 "Dense takes [L, S], [B, L, S] or [B, H, L, S], "
                 f"got shape {tuple(keep.shape)}; a mask of tokens is Padding(valid)"
             )
-        keep = stable(keep.unsqueeze(1) if keep.dim() == 3 else keep)
-        self._set(keep, keep=keep)
+        keep = keep.unsqueeze(1) if keep.dim() == 3 else keep
+        if not torch.compiler.is_compiling() and keep.is_inference():
+            keep = keep.clone()  # else the tensor itself, which may be large
+        self._watch([keep])
+        self._set(keep=keep)
 
     @classmethod
     def from_additive(cls, t: Tensor) -> "Dense":
@@ -226,7 +235,9 @@ class Dense(DataMask):
                 f"Dense(keep) has a value for each query and key of a call, here {list(sizes)}, "
                 f"got shape {list(self.keep.shape)}; with a cache, the cached keys count, too"
             )
-        return replace(self, place=span)
+        placed = copy(self)  # with the same `versions`, by which its data is memoised
+        placed._set(place=span)
+        return placed
 
     def reach(self, span: Span) -> Reach:
         place = self.place or span  # `within` will place it there
@@ -248,6 +259,8 @@ class Dense(DataMask):
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Dense) or self.keep is not other.keep:
+            return False
+        if self.versions.numbers != other.versions.numbers:
             return False
         mine, its = self.place, other.place
         return mine is its or (not _is_ragged(mine) and not _is_ragged(its) and mine == its)
@@ -274,10 +287,13 @@ class Where(Mask):
     """A mask from any function `(b, h, q_idx, kv_idx) -> bool`: a FlexAttention `mask_mod`.
 
     Args:
-        mask_mod: takes tensors of indices that broadcast; returns booleans, True for visible.
+        mask_mod: takes tensors of indices that broadcast; returns booleans, True for visible, of
+            their shape or of one that broadcasts to it.
 
     Raises:
         TypeError: if it is not a function, or returns something other than booleans.
+        ValueError: if the function raises, as `if` and `and` do of several queries and keys, or
+            returns booleans of another shape.
         BeyondData: a `ValueError`, if it is evaluated at slots that its data does not cover.
 
     Examples:
@@ -309,10 +325,18 @@ class Where(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         try:
             visible: object = self.mask_mod(b, h, q_idx, kv_idx)
+        except (BeyondData, torch.OutOfMemoryError):
+            raise
         except IndexError as error:
             raise BeyondData(
                 f"{self!r} indexes data that does not cover these slots ({error}); with a cache, "
                 "slots count from its first token: give data for all slots of the sequence"
+            ) from error
+        except MISTAKES as error:
+            raise ValueError(
+                f"{self!r} raised {type(error).__name__} ({error}); its function takes "
+                "(b, h, q_idx, kv_idx), tensors with the indices of many queries and keys: "
+                "combine comparisons with & | ~ and torch.where, not with and, or, not, if"
             ) from error
         if isinstance(visible, bool):
             return (kv_idx == kv_idx) & visible
@@ -321,7 +345,19 @@ class Where(Mask):
                 f"{self!r} returns True where a query may attend, got {described(visible)}; "
                 "compare to get booleans, or change scores with score_bias"
             )
+        self._check_shape(visible, b, h, q_idx, kv_idx)
         return visible
+
+    def _check_shape(self, visible: Tensor, *indices: Tensor) -> None:
+        cells = torch.broadcast_shapes(*(each.shape for each in indices))
+        last = cells[len(cells) - visible.dim() :] if visible.dim() <= len(cells) else None
+        if last is None or any(
+            have not in (1, want) for have, want in zip(visible.shape, last, strict=True)
+        ):
+            raise ValueError(
+                f"{self!r} returned booleans of shape {list(visible.shape)} for indices that "
+                f"broadcast to {list(cells)}; compare or index with the indices that it is given"
+            )
 
     def __repr__(self) -> str:
         return f"Where({getattr(self.mask_mod, '__name__', repr(self.mask_mod))})"

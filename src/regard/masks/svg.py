@@ -5,7 +5,7 @@ from html import escape
 from itertools import groupby
 
 from regard.masks.pooling import Pooled
-from regard.words import counted
+from regard.words import counted, without_controls
 
 SIDE = 400  # pixels of the longer side at most, about
 LARGEST = 22  # pixels of a cell at most
@@ -38,6 +38,7 @@ def svg(
         >>> text.count("<svg"), "36 of 64 cells are visible" in text
         (1, True)
     """
+    code = escape(without_controls(code))
     down, across = cells.some.shape
     cell = (min(LARGEST, SIDE / max(1, across)), min(LARGEST, SIDE / max(1, down)))
     left = NAME + CHARACTER * len(str(max(queries, default=0))) + GAP
@@ -57,10 +58,10 @@ def svg(
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
-            f'width="{size[0]}" height="{size[1]}" role="img" aria-label="{escape(code)}" '
+            f'width="{size[0]}" height="{size[1]}" role="img" aria-label="{code}" '
             'font-family="system-ui,sans-serif" font-size="12" fill="currentColor"'
             + (f' color="{INK}">' if alone else ">"),
-            f"<title>{escape(code)}</title>",
+            f"<title>{code}</title>",
             f"<desc>{described(cells, queries, keys)}</desc>",
             f'<g transform="translate({_n(left)} {_n(top)})">',
             *_shapes(cells, *cell),

@@ -48,7 +48,7 @@ NONE: Runs = []
 AnyMask = TypeVar("AnyMask", bound=Mask)
 # Memo table: the data of a mask is read once for all the layers that the mask is passed to.
 _FINDERS: WeakKeyDictionary[Mask, Finder] = WeakKeyDictionary()
-# Strips of dense masks, by the tensor, which one mask places at the slots of many calls.
+# Strips of dense masks, by the object that a mask shares with its copies at the slots of calls.
 _STRIPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -273,17 +273,17 @@ class Strip(NamedTuple):
     every: Runs
 
 
-def dense_edges(keep: Tensor) -> list[int]:
+def dense_edges(mask: Dense) -> list[int]:
     """The rows of a dense mask where blocks of queries should begin: other keys are visible there.
 
     Examples:
         >>> keep = torch.zeros(256, 256, dtype=torch.bool)
         >>> keep[:128, :128] = keep[128:, 128:] = True
-        >>> dense_edges(keep)
+        >>> dense_edges(Dense(keep))
         [128]
     """
     edges, joined, apart, rows = [], NONE, 0, 0
-    for index, strip in enumerate(_strips(keep)):
+    for index, strip in enumerate(_strips(mask)):
         both, apart = union(joined, strip.some), apart + _length(strip.some)
         rows += 1
         if rows * _length(both) > _JOINED * apart:
@@ -299,7 +299,7 @@ def _length(runs: Runs) -> int:
 
 def _dense(mask: Dense) -> Finder:
     """Blocks of queries see what the strips that they meet see. Queries without a row see none."""
-    place, strips = mask.extent, _strips(mask.keep)
+    place, strips = mask.extent, _strips(mask)
     whole = mask.keep.shape[-1] == 1  # broadcasts over the keys
     repeated = mask.keep.shape[-2] == 1
 
@@ -319,14 +319,12 @@ def _dense(mask: Dense) -> Finder:
     return dense
 
 
-def _strips(keep: Tensor) -> list[Strip]:
+def _strips(mask: Dense) -> list[Strip]:
     """The strips of a dense mask, over all rows and heads of its batch; read once."""
-    version = None if keep.is_inference() else keep._version
-    known, strips = _STRIPS.get(keep, (None, []))
-    if known is None or known != version:
-        strips = [_strip(rows) for rows in keep.view(torch.uint8).split(STRIP, -2)]
-        if version is not None:
-            _STRIPS[keep] = (version, strips)
+    strips: list[Strip] | None = _STRIPS.get(mask.versions)
+    if strips is None:
+        strips = [_strip(rows) for rows in mask.keep.view(torch.uint8).split(STRIP, -2)]
+        _STRIPS[mask.versions] = strips
     return strips
 
 

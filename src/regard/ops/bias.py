@@ -64,6 +64,11 @@ class Alibi:
             )
         object.__setattr__(self, "slopes", tuple(float(s) for s in slopes))
 
+    @property
+    def num_heads(self) -> int:
+        """The number of slopes."""
+        return len(self.slopes)
+
     @classmethod
     def for_heads(cls, num_heads: int) -> "Alibi":
         """The paper's slopes: `2 ** (-8 i / H)`, and every other slope of `2 H` heads for the rest.

@@ -13,7 +13,9 @@ from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream
 from regard.constants import accumulating_dtype
 from regard.masks import EVERYTHING, Mask, Span
+from regard.masks.rules import MISTAKES
 from regard.ops.bias import ScoreBias
+from regard.ops.check import check_broadcasts
 from regard.ops.partial import Partial
 from regard.tracing import is_immediate
 
@@ -40,8 +42,9 @@ class Backend(NamedTuple):
         reads_pages: whether it can read these pages; others are gathered first.
         any_length: whether it objects to no length, so that an exported program may contain it.
         note: a sentence on the precision that it gives up for a call, if it gives up any.
-        step: rotates, appends to the buffers of a cache and attends, for one new token; None where
-            a backend does not.
+        step: of a dtype and sizes, makes a function that rotates, appends to the buffers of a cache
+            and attends, for one new token, or returns None and does nothing where it cannot read a
+            tensor; None where a backend has no such function.
     """
 
     objection: "Callable[[Call], str | None]"
@@ -57,7 +60,7 @@ class Backend(NamedTuple):
     reads_pages: "Callable[[Pages], bool] | None" = None
     any_length: bool = True
     note: "Callable[[Call], str | None] | None" = None
-    step: "Callable[..., Tensor] | None" = None
+    step: "Callable[..., Callable[..., Tensor | None]] | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +186,26 @@ class Call:
         if bias is None:
             return None
         if not isinstance(bias, Tensor):
-            return bias.bias(self.span, device=self.device, dtype=dtype).to(dtype)
+            return self._bias_of(bias, dtype)
         if bias.dim() and bias.shape[-1] != 1:
             bias = bias.narrow(-1, self.span.kv_start - self.whole.kv_start, self.num_keys)
+        return bias.to(dtype)
+
+    def _bias_of(self, rule: ScoreBias, dtype: torch.dtype) -> Tensor:
+        """The bias of a rule, which may be a user's."""
+        try:
+            bias: object = rule.bias(self.span, device=self.device, dtype=dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except MISTAKES as error:
+            raise ValueError(
+                f"score_bias={rule!r} raised {type(error).__name__} ({error}); a rule has "
+                "bias(span, *, device, dtype), which returns a tensor for [B, H, L, S]"
+            ) from error
+        if not isinstance(bias, Tensor):
+            raise TypeError(f"score_bias={rule!r} returned {type(bias).__name__}, not a tensor")
+        shape = (self.batch, self.num_heads, self.num_queries, self.num_keys)
+        check_broadcasts(f"score_bias={rule!r}", bias, shape)
         return bias.to(dtype)
 
 

@@ -15,7 +15,7 @@ from regard.masks import (
     Padding,
     Span,
 )
-from regard.ops.bias import ScoreBias
+from regard.ops.bias import Alibi, RelativeBias, ScoreBias
 from regard.tracing import is_concrete
 
 LARGEST_SCALE = 1e38  # of scores: kernels multiply it by log2(e) in float32, which ends at 3.4e38
@@ -169,9 +169,11 @@ def check_options(
         )
 
 
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+def check_sinks(sinks: object, q: Tensor) -> None:
     if sinks is None:
         return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks are a tensor [{q.shape[1]}], got {type(sinks).__name__}")
     if sinks.shape != (q.shape[1],):
         raise ValueError(
             f"sinks hold one score for each of the {q.shape[1]} query heads, "
@@ -190,6 +192,11 @@ def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.dev
             raise TypeError(
                 f"score_bias is a tensor or a rule such as Alibi, got {type(bias).__name__}"
             )
+        if isinstance(bias, Alibi | RelativeBias) and bias.num_heads not in (1, shape[1]):
+            raise ValueError(
+                f"score_bias={bias!r} is for {bias.num_heads} heads, the call has {shape[1]} query "
+                f"heads; give {type(bias).__name__} for {shape[1]}, or for 1, which broadcasts"
+            )
         return
     if not bias.is_floating_point():
         raise ValueError(
@@ -197,13 +204,18 @@ def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.dev
         )
     if bias.device != device and bias.dim():
         raise ValueError(f"score_bias is on {bias.device}, q is on {device}; move one of them")
+    check_broadcasts("score_bias", bias, shape)
+
+
+def check_broadcasts(name: str, bias: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """Refuse a bias that does not broadcast to `[B, H, L, S]`."""
     sizes = tuple(bias.shape)
     target = shape[4 - len(sizes) :] if len(sizes) <= 4 else ()
     if len(sizes) > 4 or any(
         have not in (1, want) for have, want in zip(sizes, target, strict=True)
     ):
         raise ValueError(
-            f"score_bias broadcasts to [B, H, L, S] = {list(shape)}, got shape {list(sizes)}; "
+            f"{name} broadcasts to [B, H, L, S] = {list(shape)}, got shape {list(sizes)}; "
             "its last axis is the keys, the one before the queries"
         )
 

@@ -95,16 +95,22 @@ def kernel_objection() -> str | None:
 def _counting(backend: Backend, ran: Counter[str]) -> Backend:
     """A backend whose runs are counted under the name of its file."""
 
+    name = backend.run.__module__.rpartition(".")[2]
+
     def counted(work: Callable[..., Any] | None) -> Callable[..., Any] | None:
         if work is None:
             return None
-        name = work.__module__.rpartition(".")[2]
 
         def run(*given: Any, **options: Any) -> Any:
             ran[name] += 1
             return work(*given, **options)
 
         return run
+
+    def step(*sizes: Any) -> Callable[..., Any]:
+        one = None if backend.step is None else counted(backend.step(*sizes))
+        assert one is not None
+        return one
 
     run, partial = counted(backend.run), counted(backend.partial)
     assert run is not None
@@ -116,5 +122,5 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
         quantized_partial=counted(backend.quantized_partial),
         paged=counted(backend.paged),
         paged_partial=counted(backend.paged_partial),
-        step=counted(backend.step),
+        step=None if backend.step is None else step,
     )

@@ -4,7 +4,8 @@ What the step before checked and chose still holds. So the next one needs no des
 and two calls of compiled code rotate, append and attend.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,31 +22,32 @@ from regard.tracing import in_backward, is_immediate
 FEW = 64  # keys: up to them, and up to twice as many as now, the backend stays the choice: its
 # lead over torch's kernels grows with the number of keys
 _RUN = Prepared.run  # `calls_run` replaces it while it observes calls
-Angles = tuple[Tensor, Tensor]  # cosines and signed sines, [rotated] or [B, rotated], float32
+Angles = tuple[Tensor, Tensor]  # cosines and sines, [rotated] or [1 or B, 1, rotated], float32
 
 
 class Step(NamedTuple):
     """A decoding step that has been run, and what the next one must have in common with it.
 
     Attributes:
-        held: the buffers of the cache.
+        held: the buffers of the cache. Their addresses, shapes and strides are not part of a step,
+            since each of them may be moved or changed in place before the next one.
         most: keys up to which the choice of the backend holds and no key is hidden.
         dtype: of queries, keys and values.
+        run_one: the backend's function for these sizes.
         scale: of the scores.
         name: of the backend that ran.
         backend: its functions.
         version: of the rates that it was chosen by.
-        buffers: the addresses of `held`.
     """
 
     held: tuple[Tensor, ...]
     most: int
     dtype: torch.dtype
+    run_one: Callable[..., Tensor | None]
     scale: float
     name: str
     backend: Backend
     version: int
-    buffers: Any
 
     def fits(self, cache: KVCache | StaticCache, x: Tensor) -> bool:
         """Whether a call of the same shape with this cache repeats the step; `x` is its input."""
@@ -62,30 +64,35 @@ class Step(NamedTuple):
     def run(
         self,
         cache: KVCache | StaticCache,
-        q: Float[Tensor, "B H 1 D"],
-        k: Float[Tensor, "B G 1 D"],
-        v: Float[Tensor, "B G 1 Dv"],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         angles: Angles | None,
         *,
         neighbours: bool = False,
-    ) -> Float[Tensor, "B H 1 Dv"]:
-        """Rotate queries and keys, append keys and values to the cache, attend to all it holds.
+        signed: bool = True,
+    ) -> Float[Tensor, "B H 1 Dv"] | None:
+        """Rotate queries `[B, H, 1, D]` and keys `[B, G, 1, D]`, append keys and values
+        `[B, G, 1, Dv]` to the cache, attend to all it holds.
 
-        `angles` are those of `Rotary.row`; `neighbours` says whether a pair is two neighbouring
-        channels.
+        `angles` are those of `Rotary.row`, or as the kernel takes them, which also explains
+        `neighbours` and `signed`. None, and the cache is as before, where compiled code cannot read
+        a tensor as it lies: one with strides or of a type or dtype of its own, or a buffer that was
+        changed.
         """
-        assert self.backend.step is not None
-        out = self.backend.step(
+        out = self.run_one(
             q,
             k,
             v,
-            buffers=self.buffers,
+            *self.held,
             length=cache.length,
             angles=angles,
             neighbours=neighbours,
+            signed=signed,
             scale=self.scale,
         )
-        cache.count(1)
+        if out is not None:
+            cache.count(1)
         return out
 
 
@@ -103,14 +110,12 @@ def step_after(prepared: Prepared, cache: KVCache | StaticCache) -> Step | None:
         return None
     if len(held) != 2 or any(each.dtype is not call.dtype for each in held):
         return None
-    from regard.ops.kernels.stepping import Buffers
-
     windows = (part.size for part in _parts(call.asked) if isinstance(part, SlidingWindow))
     most = min(max(FEW, 1 << call.num_keys.bit_length()), held[0].shape[2], *windows)
-    buffers = Buffers.of(*held)
-    return Step(
-        held, most, call.dtype, call.scale, prepared.name, prepared.backend, SPEED.version, buffers
-    )
+    heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
+    run_one = prepared.backend.step(call.dtype, call.batch, *heads)
+    backend = prepared.name, prepared.backend, SPEED.version
+    return Step(held, most, call.dtype, run_one, call.scale, *backend)
 
 
 def has_fixed_slots(cache: object) -> bool:

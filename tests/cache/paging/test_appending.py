@@ -49,6 +49,19 @@ def test_in_a_pool_of_codes_the_first_and_the_last_page_are_in_full_precision():
 
 
 @pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 13]])
+def test_a_page_of_numbers_whose_range_is_infinite_stays_in_full_precision(chunks):
+    pool = PagePool(20, 4, format=format_of("K6V4")._replace(by_channel_from=4))
+    x, table, length = X[:, :, :20].clone(), PageTable(), 0
+    x[0, 0, 9, 3], x[0, 0, 10, 3], x[0, 1, 13, 5] = -3e38, 3e38, 9e37
+    for chunk in chunks:
+        table = appended(pool, table, length, x[:, :, length : length + chunk])
+        length += chunk
+    assert [page.slab.sealed for page in table.pages] == [False, True, False, True, True]
+    found = [p.slab.read(torch.arange(p.start, p.start + 4))[0] for p in table.pages]
+    assert torch.equal(found[2], x[0, :, 8:12]) and found[3].isfinite().all()
+
+
+@pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 13]])
 def test_a_page_that_is_not_finite_stays_in_full_precision(chunks):
     """Where tokens share scales, which one such number would spoil for all of them."""
     pool = PagePool(20, 4, format=format_of("K4V4")._replace(by_channel_from=4))

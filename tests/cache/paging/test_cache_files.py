@@ -108,6 +108,18 @@ def test_a_cache_without_tokens_or_rows_is_loaded(tmp_path):
         assert again.length == cache.length
 
 
+def test_rows_of_a_kind_that_the_file_does_not_name_are_refused(tmp_path):
+    cache = filled(pool_of(), "latent")
+    cache.truncate(0)
+    cache.save(tmp_path / FILE, weights="mine")
+    with TensorFile(tmp_path / FILE) as file:
+        caches, metadata = json.loads(file.metadata["caches"]), dict(file.metadata)
+    caches[0]["state"]["groups"], caches[0]["streams"] = [], []
+    write_tensors(tmp_path / FILE, {**metadata, "caches": json.dumps(caches)}, {})
+    with pytest.raises(ValueError, match="have pages of one kind, got 0 kinds"):
+        PagedCache(pool_of()).load(tmp_path / FILE, weights="mine")
+
+
 def test_a_pool_that_is_too_small_refuses_and_is_as_before(tmp_path):
     filled(pool_of(), "latent").save(tmp_path / FILE, weights="mine")
     pool = pool_of(pages=8)
@@ -156,7 +168,7 @@ WRONG = {
     "no groups": (state(groups=None), "groups of pages are a list"),
     "a group that is none": (state(groups=[3]), "a group of pages has"),
     "a number of pages": (first_group(count=9), "pages are stored as"),
-    "no pages": (first_group(count=0), "a count of pages"),
+    "no pages": (first_group(count=0), "pages are stored as"),
     "codes": (first_group(codes=True), "have no codes|pages are stored as"),
     "a rotation": (first_group(rotations=[[8]]), "are not rotated"),
     "too many rotations": (first_group(rotations=[[], []]), "a rotation for each stream"),

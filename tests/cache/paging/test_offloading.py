@@ -290,6 +290,43 @@ def test_a_full_disk_is_an_error_and_the_pool_as_before(tmp_path, monkeypatch):
     assert pool.cold_pages and same(before[0][1:2], [values(cache.peek(*tokens(0)))[1][:, :, :30]])
 
 
+CHANGES = {
+    "update": lambda cache: cache.update(*tokens(3)),
+    "truncate": lambda cache: cache.truncate(6),
+    "truncate rows": lambda cache: cache.truncate(torch.tensor([6, 21])),
+    "reorder": lambda cache: cache.reorder(torch.tensor([0, 0])),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "loss"),
+    list(zip(CHANGES, ["removed", "a file", "a link to itself", "removed"], strict=True)),
+)
+def test_a_folder_that_is_lost_while_it_is_in_use_changes_no_cache(tmp_path, change, loss):
+    """A pool of 12 pages is full, so that pages must be released before others are copied."""
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    size = 20 if change == "update" else 12
+    pool = PagePool(size, 4, format="K8V4", offload=Offload(1, folder))
+    cache = PagedCache(pool)
+    cache.update(*tokens(22))  # 12 pages, all of them hot until the next call
+    folder.rmdir()
+    if loss == "a file":
+        folder.touch()
+    if loss == "a link to itself":
+        folder.symlink_to(folder)
+    before = values(cache.peek(*tokens(0)))
+    lengths, rows = cache.lengths, len(cache.rows)
+    with pytest.raises(OSError, match=r"offloaded pages need .* give Offload another path"):
+        CHANGES[change](cache)
+    assert (cache.lengths, len(cache.rows)) == (lengths, rows)
+    assert same(values(cache.peek(*tokens(0))), before)
+    folder.unlink(missing_ok=True)
+    folder.mkdir()
+    CHANGES[change](cache)
+    assert pool.pages_in_use <= size
+
+
 def test_blocks_are_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeypatch):
     monkeypatch.delattr(offloading.os, "posix_fallocate")
     monkeypatch.setattr(offloading, "_ZEROS", 7)

@@ -91,7 +91,13 @@ def group(shape=(1, 2, 0, 96), dtype="float32", rotation=(64, 32), **changes):
         (group(codes=2), "a count of pages"),
         (group(dtype="int32", rotation=()), "have no codes"),
         ({"count": 3}, "a group of pages has"),
+        (group(shape=(1, 0, 0, 96), count=1 << 20), "so that a file bounds their count"),
+        (
+            group(shape=(1, 2, 0, 0), rotation=(), count=1 << 20),
+            "so that a file bounds their count",
+        ),
         ([group(), group(count=1)], "pages of one kind are one group"),
+        ([group(), group(count=0, codes=False)], "a group of 0 pages is the only one"),
     ],
 )
 def test_groups_that_no_pool_writes_are_refused(wrong, says):

@@ -1,6 +1,7 @@
 """`PagedCache` as a cache: what `update` returns, windows, snapshots, refusals."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -30,6 +31,44 @@ def test_a_chunk_is_returned_as_it_was_given_after_the_past():
     new = X[:, :, 10:15]
     *_, last = cache.update(new, -new)
     assert (last.kv_start, last.kv_stop) == (10, 15) and torch.equal(last.streams[0], new)
+
+
+@pytest.mark.parametrize("call", ["peek", "update"])
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize(("size", "form"), [(1, "K8V4"), (4, "K4V4"), (32, "K6V4")])
+def test_new_tokens_of_rows_of_any_lengths_are_returned_as_they_were_given(
+    size, form, window, call
+):
+    lengths, chunks = torch.tensor([5, 19]), (1, 2, 11, 1, 6)
+    cache = PagedCache(PagePool(400, size, format=form), window=window, rollback=20)
+    grown(cache, [19])
+    cache.truncate(lengths)
+    rows = [X[row, :, :length] for row, length in enumerate(lengths.tolist())]
+    for chunk in chunks:
+        new = torch.randn(2, 3, chunk, 8)
+        parts = getattr(cache, call)(new, -new)
+        assert all(a.kv_stop == b.kv_start for a, b in itertools.pairwise(parts))
+        for row, held in enumerate(rows):
+            at = held.shape[1] - parts[0].kv_start
+            assert torch.equal(values(parts)[row, :, at : at + chunk], new[row])
+            few = at if window is None else min(at, window - 1)
+            gap = values(parts)[row, :, at - few : at] - held[:, held.shape[1] - few :]
+            assert gap.numel() == 0 or gap.abs().max() < 1  # codes of 4 bits, in part
+        if call == "peek":
+            cache.update(new, -new)
+        rows = [torch.cat(each, 1) for each in zip(rows, new, strict=True)]
+
+
+@pytest.mark.parametrize("call", ["peek", "update"])
+def test_slots_before_the_windows_of_all_rows_need_no_pages(call):
+    cache = PagedCache(PagePool(60, 4), window=1)
+    grown(cache, [20])
+    cache.truncate(torch.tensor([8, 14]))  # a window of 1 needs none of the pages released
+    new = X[:, :, 20:23]
+    parts = getattr(cache, call)(new, new)
+    for row, length in enumerate((8, 14)):
+        at = length - parts[0].kv_start
+        assert torch.equal(values(parts)[row, :, at : at + 3], new[row])
 
 
 def test_the_parts_of_a_step_stay_right_until_the_next_one():

@@ -458,7 +458,7 @@ def test_the_description_counts_by_tenant():
     ]
 
 
-@pytest.mark.skipif(not LONG, reason="a time, which a busy machine stretches")
+@pytest.mark.long
 def test_finding_and_storing_8192_tokens_of_30_layers_takes_milliseconds():
     index, tokens, best = Prefixes(64), list(range(8193)), [1.0, 1.0]
     for _ in range(5):

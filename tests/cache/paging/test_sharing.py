@@ -78,6 +78,25 @@ def test_rows_of_a_found_prefix_share_its_pages():
     )
 
 
+def test_rows_of_a_window_of_one_token_are_those_of_the_first_update():
+    layers = [FULL, Attention(16, 2, num_kv_heads=1, mask=Causal() & SlidingWindow(1)).eval()]
+    pool, context, x = PagePool(100, 4), context_of(layers), X(TOKENS)[None]
+    caches = [PagedCache(pool), PagedCache(pool, window=1)]
+    with torch.no_grad():
+        whole = [layer(x, cache=cache) for layer, cache in zip(layers, caches, strict=True)]
+        assert pool.store(TOKENS, caches, context=context) == 28
+        caches = pool.prefix(TOKENS, context=context).caches(rows=3)
+        assert [cache.length for cache in caches] == [28, 28]
+        with pytest.raises(ValueError, match="has none before its first update"):
+            caches[1].truncate(torch.tensor([28, 27, 28]))
+        with pytest.raises(ValueError, match=r"caches\[1\] has 0 rows, counted from 0, got row=0"):
+            pool.store(TOKENS, caches, context=context)
+        for layer, cache, want in zip(layers, caches, whole, strict=True):
+            rest = layer(x[:, 28:].expand(3, -1, -1), cache=cache)
+            torch.testing.assert_close(rest, want[:, 28:].expand_as(rest), rtol=1e-5, atol=1e-5)
+            assert len(cache.rows) == 3
+
+
 def test_found_caches_of_windows_can_have_a_rollback():
     pool = PagePool(100, 4)
     stored(pool)

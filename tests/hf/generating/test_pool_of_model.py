@@ -53,6 +53,22 @@ def test_weights_that_change_are_not_mixed(pool):
         paged(model, pool)
 
 
+@pytest.mark.parametrize("through", ["data", "numpy"])
+def test_a_number_of_the_embedding_written_between_two_texts_is_noticed(through, pool):
+    """One number of a table, through what no version counter counts."""
+    model, ids = model_of("llama"), tokens(1, 18)
+    write(model, ids, paged(model, pool), max_new_tokens=1)
+    weight, row = model.get_input_embeddings().weight, int(ids[0, 3])
+    if through == "data":
+        weight.data[row, 1] = 1.0
+    else:
+        weight.detach().numpy()[row, 1] = 1.0
+    with pytest.raises(ValueError, match="give each model a pool of its own"):
+        paged(model, pool)
+    cache = paged(model, PagePool(2000, PAGE))
+    assert write(model, ids, cache).equal(write(model, ids, regard.hf.cache(model)))
+
+
 def test_weights_that_change_during_a_text_store_no_more(pool):
     model, ids = model_of("llama"), tokens(1, 18)
     cache = paged(model, pool)

@@ -80,10 +80,13 @@ def test_after_an_error_the_file_is_as_before(tmp_path):
     assert (tmp_path / FILE).read_bytes() == before
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path):
+@pytest.mark.parametrize("name", ["file", "broken link"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, name):
     (tmp_path / "file").touch()
+    (tmp_path / "broken link").symlink_to(tmp_path / "none")
     with (
-        pytest.raises(NotADirectoryError, match="is a file"),
-        prefixes_in(tmp_path / "file", model_of()),
+        pytest.raises(NotADirectoryError, match="is a file or a broken link; give a folder"),
+        prefixes_in(tmp_path / name, model_of()),
     ):
         raise AssertionError("not reached")
+    assert not (tmp_path / "none").exists()

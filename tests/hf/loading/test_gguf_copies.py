@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from checkpoints import write_gguf
+from regard.cache_folder import cache_folder
 from regard.compare import converted_cache as kept
 from regard.hf.loading import checkpoints, gguf_copies
 from regard.hf.loading.checkpoints import load
 from regard.hf.loading.gguf_copies import SAMPLE
-from regard.ops.rates import cache_folder, speed_path
+from regard.ops.rates import speed_path
 
 WORDS = 300
 

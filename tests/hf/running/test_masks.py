@@ -42,11 +42,23 @@ def test_without_a_mask_eager_hides_nothing():
 
 
 def test_a_mask_is_read_once_and_again_when_it_changes():
-    module, given = nn.Module(), torch.zeros(1, 1, 2, 2)
-    first = visible(module, given, 2, 2)[0]
-    assert visible(module, given, 2, 2)[0] is first
+    layers, given = [nn.Module(), nn.Module()], torch.zeros(1, 1, 2, 2)
+    for index, layer in enumerate(layers):
+        layer.layer_idx = index
+    first = visible(layers[0], given, 2, 2)[0]
+    assert visible(layers[1], given, 2, 2)[0] is first
     given[..., 0, 1] = LOW
-    mask, _, span = visible(module, given, 2, 2)
+    mask, _, span = visible(layers[1], given, 2, 2)
+    assert mask.dense(span).squeeze().int().tolist() == [[1, 0], [1, 1]]
+
+
+def test_a_mask_is_read_anew_in_the_next_pass():
+    """A write through `.data` leaves no trace."""
+    layer, given = nn.Module(), torch.zeros(1, 1, 2, 2)
+    layer.layer_idx = 0
+    visible(layer, given, 2, 2)
+    given.data[..., 0, 1] = LOW
+    mask, _, span = visible(layer, given, 2, 2)
     assert mask.dense(span).squeeze().int().tolist() == [[1, 0], [1, 1]]
 
 
@@ -104,3 +116,20 @@ def test_a_mask_for_all_queries_broadcasts():
     given = torch.tensor([1, 1, 1, 0]).bool()[None, None, None]  # of padding, in an encoder
     mask, _, span = visible(nn.Module(), given, 4, 4)
     assert mask.within(span).dense(span).expand(1, 1, 4, 4).equal(given.expand(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_is_read_in_every_pass(mode, dtype):
+    """Writes through `.data`, and writes to tensors of inference mode, leave no trace in them."""
+    first, second = nn.Module(), nn.Module()
+    first.layer_idx, second.layer_idx = 0, 1
+    with mode():
+        given = torch.eye(3).bool()[None, None] if dtype is torch.bool else LOW * (1 - torch.eye(3))
+        given = given.expand(1, 1, 3, 3).clone()
+        for key in (2, 0):  # the one that the last query may attend to
+            for module in (first, second):
+                mask, _, span = visible(module, given, 3, 3)
+                row = mask.dense(span).expand(1, 1, 3, 3)[0, 0, 2]
+                assert row.tolist() == [each == key for each in range(3)]
+            given.data[0, 0, 2] = given.data[0, 0, 0]

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from regard import hf
-from regard.hf.running import heads
+from regard.hf.running import heads, steps
 
 SIZES = {
     "hidden_size": 32,
@@ -57,8 +57,10 @@ def test_logits_are_the_models_own(name, kind, monkeypatch):
     with torch.no_grad():
         expected = model(tokens).logits
     hf.install(model)
-    taken, stepped = [], heads.stepped
-    monkeypatch.setattr(heads, "stepped", lambda *a: taken.append(stepped(*a)) or taken[-1])
+    taken, run = [], steps.InstalledStep.run
+    monkeypatch.setattr(
+        steps.InstalledStep, "run", lambda *given: taken.append(run(*given)) or taken[-1]
+    )
     got = decoded(model, kind, tokens, **CACHES[kind])
     count = sum(each is not None for each in taken)
     if kind in ("growing", "static"):
@@ -90,7 +92,7 @@ def test_masks_and_weights_are_no_steps(stepping, given, monkeypatch):
     twin = copy.deepcopy(cache)
     with torch.no_grad():
         got = model(token, past_key_values=cache, **given)
-        monkeypatch.setattr(heads, "stepped", lambda *call: None)
+        monkeypatch.setattr(heads, "repeated_step", lambda *call: None)
         expected = model(token, past_key_values=twin, **given)
     assert got.logits.equal(expected.logits)
     if got.attentions is not None:
@@ -144,3 +146,67 @@ def test_left_padded_rows_are_decoded_as_each_alone():
 
     got = logits(both, attention_mask=(both != 0).long())
     assert torch.allclose(got, torch.cat([logits(short), logits(long)]), atol=2e-5)
+
+
+class Held(torch.nn.Module):
+    """Angles that every call writes to the same two tensors, as static buffers are."""
+
+    def __init__(self, own, write):
+        super().__init__()
+        self.own, self.write, self.held = own, write, None
+
+    def forward(self, x, position_ids):
+        angles = self.own(x, position_ids)
+        if self.held is None or self.held[0].shape != angles[0].shape:
+            self.held = tuple(each.clone() for each in angles)
+        for mine, new in zip(self.held, angles, strict=True):
+            self.write(mine, new)
+        return self.held
+
+
+WRITES = {
+    "in place": torch.Tensor.copy_,
+    "by data": lambda x, new: x.data.copy_(new),
+    "other data": lambda x, new: setattr(x, "data", new.clone()),
+    "by NumPy": lambda x, new: x.numpy().__setitem__(slice(None), new.numpy()),
+}
+
+
+@pytest.mark.parametrize("kind", ["growing", None])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_angles_are_read_in_every_call(write, mode, kind):
+    model = MODELS["llama"]().eval()
+    with torch.no_grad():  # positions matter more than in a model that was just initialised
+        for name, weight in model.named_parameters():
+            weight.mul_(10 if "q_proj" in name or "k_proj" in name else 1)
+    tokens = torch.randint(0, 50, (2, 16))
+    with mode():
+        expected = model(tokens).logits
+        hf.install(model)
+        model.model.rotary_emb = Held(model.model.rotary_emb, write)
+        cache = transformers.DynamicCache() if kind is None else hf.cache(model, kind)
+        outs = [model(each, past_key_values=cache).logits for each in tokens.split(1, 1)]
+    assert torch.allclose(torch.cat(outs, 1), expected, atol=2e-5)
+
+
+def test_buffers_may_move_and_modules_may_return_any_strides(stepping):
+    """Freed memory is filled with numbers that no result may contain."""
+    model, cache, token = stepping
+    expected = copy.deepcopy(model)
+    twin = copy.deepcopy(cache)
+    hf.uninstall(expected)
+    for layer in cache.layers:
+        for each in layer.cache.buffers:
+            each.share_memory_()
+    for module in model.model.layers:
+        module.self_attn.k_proj.register_forward_hook(
+            lambda _, __, out: torch.stack([out, out + 9], -1)[..., 0]
+        )
+    others = [torch.full((1 << size,), 7e30) for size in range(6, 16)]
+    with torch.no_grad():
+        for _ in range(3):
+            got = model(token, past_key_values=cache).logits
+            wanted = expected(token, past_key_values=twin).logits
+            assert torch.allclose(got, wanted, atol=2e-5)
+    assert all((each == 7e30).all() for each in others)

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("numba")
 
 from regard import Rotary
-from regard.ops.kernels.stepping import Buffers, step
+from regard.ops.kernels.stepping import Plan
 
 WIDTHS = [(8, 8), (24, 16), (40, 40), (16, 4)]  # of a head, and of its rotated channels
 
@@ -32,7 +32,10 @@ def test_keys_and_values_are_those_of_rotary(dtype, pairing, width, rotated, pos
     cos, sin = (torch.stack(each) for each in zip(*map(rope.row, positions), strict=True))
     if len(positions) == 1:
         cos, sin = cos[0], sin[0]
-    step(q, k, v, Buffers.of(keys, values), 5, angles=(cos, sin), neighbours=pairing == "pairs",
+    else:
+        cos, sin = cos[:, None], sin[:, None]
+    plan = Plan.of(dtype, 3, 4, 2, width, width)
+    plan.run(q, k, v, keys, values, 5, angles=(cos, sin), neighbours=pairing == "pairs",
          scale=1.0)  # fmt: skip
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # there torch rounds both products
         assert keys.equal(expected_keys)
@@ -47,12 +50,13 @@ def test_infinities_and_nans_stay_what_they_are():
     v = v.bfloat16().view(1, 1, 1, 8)
     k = v.clone()
     keys, values = torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16).unbind()
-    step(q, k, v, Buffers.of(keys, values), 0, scale=1.0)
+    plan = Plan.of(torch.bfloat16, 1, 1, 1, 8, 8)
+    plan.run(q, k, v, keys, values, 0, scale=1.0)
     for held in (keys, values):
         assert held[0, 0, 0].isnan().tolist() == v.isnan().flatten().tolist()
         assert held[0, 0, 0].nan_to_num(0).equal(v.flatten().nan_to_num(0))
     rope = Rotary(8)
-    step(q, k, v, Buffers.of(keys, values), 1, angles=rope.row(1), scale=1.0)
+    plan.run(q, k, v, keys, values, 1, angles=rope.row(1), scale=1.0)
     _, expected = rope(q, k, torch.tensor([1]))
     assert keys[0, 0, 1].isnan().equal(expected.isnan().flatten())
     assert keys[0, 0, 1].nan_to_num(0).equal(expected.flatten().nan_to_num(0))
@@ -63,5 +67,21 @@ def test_bfloat16_is_rounded_to_even():
     ones = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
     keys, values = torch.zeros(2, 1, 1, 1, 8, dtype=torch.bfloat16).unbind()
     cos = torch.tensor([1 + 2**-7 + 2**-8, 1 + 2**-8]).repeat(4)
-    step(ones, ones, ones, Buffers.of(keys, values), 0, angles=(cos, torch.zeros(8)), scale=1.0)
+    plan, angles = Plan.of(torch.bfloat16, 1, 1, 1, 8, 8), (cos, torch.zeros(8))
+    plan.run(ones, ones, ones, keys, values, 0, angles=angles, scale=1.0)
     assert keys.flatten().equal(torch.tensor([1 + 2**-6, 1.0]).repeat(4).bfloat16())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_unsigned_sines_are_those_of_transformers(rows):
+    """`x * cos + rotate_half(x) * sin`, where the two halves of the angles may differ."""
+    q, k = torch.randn(3, 2, 1, 16), torch.randn(3, 1, 1, 16)
+    angles = torch.randn(rows, 1, 8)
+    cos, sin = angles.cos(), angles.sin()
+    keys, values = torch.zeros(2, 3, 1, 2, 16).unbind()
+    plan = Plan.of(torch.float32, 3, 2, 1, 16, 16)
+    plan.run(q, k, k, keys, values, 0, angles=(cos, sin), signed=False, scale=1.0)
+    halves = k[..., :8], torch.cat([-k[..., 4:8], k[..., :4]], -1)
+    expected = halves[0] * cos[:, None] + halves[1] * sin[:, None]
+    assert torch.allclose(keys[:, :, :1, :8], expected, atol=1e-6)
+    assert keys[:, :, :1, 8:].equal(k[..., 8:])

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from regard.ops.kernels.stepping import Buffers, step
+from regard.ops.kernels.stepping import Plan
 
 
 def reference(q, keys, values, scale):
@@ -30,7 +30,8 @@ def test_a_step_is_attention_over_what_is_held(dtype, width, value_width, held, 
     v = torch.randn(2, 3, 1, value_width).to(dtype)
     keys = torch.randn(2, 3, 701, width).to(dtype)
     values = torch.randn(2, 3, 701, value_width).to(dtype)
-    out = step(q, k, v, Buffers.of(keys, values), held, scale=0.3)
+    plan = Plan.of(dtype, 2, 6, 3, width, value_width)
+    out = plan.run(q, k, v, keys, values, held, scale=0.3)
     keys, values = keys[:, :, : held + 1], values[:, :, : held + 1]
     assert keys[:, :, -1:].equal(k)
     assert values[:, :, -1:].equal(v)
@@ -42,32 +43,76 @@ def test_a_step_is_attention_over_what_is_held(dtype, width, value_width, held, 
     assert out.dtype is dtype
 
 
-def test_buffers_may_be_views():
-    whole = torch.randn(2, 2, 3, 2, 9, 16)
-    keys, values = whole[0, :, 1], whole[1, :, 1]
-    q, k, v = (torch.randn(2, count, 1, 16) for count in (2, 2, 2))
-    before = whole.clone()
-    step(q, k, v, Buffers.of(keys, values), 4, scale=1.0)
-    before[0, :, 1, :, 4:5], before[1, :, 1, :, 4:5] = k, v
-    assert whole.equal(before)
+PLAN = Plan.of(torch.float32, 2, 4, 2, 16, 16)
+
+
+def given():
+    """The tensors of a step; slot 3 of buffers of 5 is the next."""
+    q, k, v = (torch.randn(2, heads, 1, 16) for heads in (4, 2, 2))
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "keys": torch.randn(2, 2, 5, 16),
+        "values": torch.randn(2, 2, 5, 16),
+    }
+
+
+OTHERS = {
+    "another dtype": torch.Tensor.double,
+    "another device": lambda x: x.to("meta"),
+    "another width": lambda x: torch.cat([x, x], -1),
+    "another batch": lambda x: torch.cat([x, x]),
+    "columns with a stride": lambda x: torch.stack([x, x], -1)[..., 0],
+    "a lazy minus sign": torch._neg_view,
+    "a subclass": lambda x: x.as_subclass(type("Mine", (torch.Tensor,), {})),
+}
+BUFFERS = {
+    "rows that share their memory": lambda x: x[:1].expand(2, -1, -1, -1),
+    "no room": lambda x: x[:, :, :3].contiguous(),
+    "other axes": lambda x: x[0],
+    "a part of a tensor": lambda x: torch.cat([x, x], 2)[:, :, :5],
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("name", "other"),
     [
-        ("q", torch.zeros(1, 2, 1, 16).double()),
-        ("v", torch.zeros(1, 1, 1, 24)),
-        ("k", torch.zeros(1, 1, 1, 16, device="meta")),
+        *((name, other) for name in ("q", "k", "v", "keys", "values") for other in OTHERS),
+        *((name, other) for name in ("keys", "values") for other in BUFFERS),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(name, wrong):
-    given = {
-        "q": torch.ones(1, 2, 1, 16),
-        "k": torch.ones(1, 1, 1, 16),
-        "v": torch.ones(1, 1, 1, 16),
-    }
-    keys, values = torch.zeros(2, 1, 1, 4, 16).unbind()
-    with pytest.raises(AssertionError, match=f"kernel: {name}"):
-        step(**given | {name: wrong}, buffers=Buffers.of(keys, values), length=1, scale=1.0)
-    assert not keys.any()
-    assert not values.any()
+def test_nothing_is_written_where_a_tensor_cannot_be_read(name, other):
+    tensors = given()
+    before = {each: x.clone() for each, x in tensors.items()}
+    changed = {**tensors, name: {**OTHERS, **BUFFERS}[other](tensors[name])}
+    assert PLAN.run(**changed, length=3, scale=1.0) is None
+    assert all(x.equal(before[each]) for each, x in tensors.items())
+    assert PLAN.run(**tensors, length=3, scale=1.0) is not None
+
+
+def test_full_buffers_are_not_written_beyond_their_end():
+    assert PLAN.run(**given(), length=5, scale=1.0) is None
+
+
+ANGLES = {
+    "another dtype": lambda cos, sin: (cos.double(), sin.double()),
+    "sines of another dtype": lambda cos, sin: (cos, sin.bfloat16()),
+    "sines of another shape": lambda cos, sin: (cos, sin[:6]),
+    "too wide": lambda cos, sin: (cos.repeat(5), sin.repeat(5)),
+    "an odd number": lambda cos, sin: (cos[:7], sin[:7]),
+    "columns with a stride": lambda cos, sin: (cos[::2], sin[::2]),
+    "strides that differ": lambda cos, sin: (cos[:4], sin[::2]),
+    "other rows": lambda cos, sin: (cos.expand(3, 1, 8), sin.expand(3, 1, 8)),
+    "several positions": lambda cos, sin: (cos.expand(1, 2, 8), sin.expand(1, 2, 8)),
+    "a subclass": lambda cos, sin: (cos, sin.as_subclass(type("Mine", (torch.Tensor,), {}))),
+}
+
+
+@pytest.mark.parametrize("other", ANGLES.values(), ids=ANGLES)
+def test_nothing_is_written_where_angles_cannot_be_read(other):
+    tensors, angles = given(), (torch.randn(8), torch.randn(8))
+    before = tensors["keys"].clone()
+    assert PLAN.run(**tensors, length=3, angles=other(*angles), scale=1.0) is None
+    assert tensors["keys"].equal(before)
+    assert PLAN.run(**tensors, length=3, angles=angles, scale=1.0) is not None

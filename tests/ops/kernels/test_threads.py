@@ -159,6 +159,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_spawned_children_decode_too(tmp_path):
     file = tmp_path / "spawning.py"
     file.write_text(SPAWN)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.cache.codes import are_codable
 from regard.cache.paging.bookkeeping import Kind, Pages
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.slabs import Slab
@@ -42,11 +43,11 @@ def plan(
 
     Full pages of a pool of codes are written to sealed pages at once. In full precision are the
     first page of a row, those that stay open and, if tokens share scales, those with a number that
-    is not finite, which would spoil other tokens.
+    has no code, because it is not finite or too large: it would spoil other tokens.
     """
     added = new[0].shape[2]
     rows = list(zip(tables, lengths, strict=True))
-    spoilt = _not_finite(new) if kind.sealed.shares_scales and added > 1 else [[]] * len(rows)
+    spoilt = _not_codable(new) if kind.sealed.shares_scales and added > 1 else [[]] * len(rows)
     slabs = [
         _new_pages(kind, page_size, table, length, added, tokens)
         for (table, length), tokens in zip(rows, spoilt, strict=True)
@@ -56,21 +57,21 @@ def plan(
 
 
 def _new_pages(
-    kind: Kind, size: int, table: PageTable, length: int, added: int, not_finite: Sequence[int]
+    kind: Kind, size: int, table: PageTable, length: int, added: int, spoilt: Sequence[int]
 ) -> list[Slab]:
     stop = length + added
     if not added:
         return []
     numbers = range(max(table.stop, length // size), -(-stop // size))
     opened = {0, *(number for number in numbers if number * size < length)}
-    opened |= {stop // size, *((length + token) // size for token in not_finite)}
+    opened |= {stop // size, *((length + token) // size for token in spoilt)}
     return [kind.open if number in opened else kind.sealed for number in numbers]
 
 
-def _not_finite(new: Sequence[Tensor]) -> list[list[int]]:
-    """The new tokens of each row that have a number that is not finite."""
-    finite = torch.stack([each.isfinite().all(-1).all(1) for each in new]).all(0)
-    return [row.logical_not().nonzero().flatten().tolist() for row in finite.cpu()]
+def _not_codable(new: Sequence[Tensor]) -> list[list[int]]:
+    """The new tokens of each row that have a number without a code."""
+    codable = torch.stack([are_codable(each).all(-1).all(1) for each in new]).all(0)
+    return [row.logical_not().nonzero().flatten().tolist() for row in codable.cpu()]
 
 
 def _filled(kind: Kind, size: int, table: PageTable, length: int, added: int) -> int | None:
@@ -170,7 +171,7 @@ def seal(pool: Pages, kind: Kind, tables: Sequence[PageTable], append: Append) -
     """Store full open pages as codes; returns the pages whose places these take in the tables."""
     found = [(t, n) for t, n in zip(tables, append.full, strict=True) if n is not None]
     if kind.sealed.shares_scales:
-        found = [each for each in found if _is_finite(_page(*each))]
+        found = [each for each in found if _is_codable(_page(*each))]
     if not found:
         return []
     before = [_page(table, number) for table, number in found]
@@ -189,8 +190,8 @@ def _tokens(page: Page) -> Tensor:
     return torch.arange(page.start, page.start + page.slab.page_size, device="cpu")
 
 
-def _is_finite(page: Page) -> bool:
-    return all(bool(each.isfinite().all()) for each in page.slab.stored(page.index))
+def _is_codable(page: Page) -> bool:
+    return all(bool(are_codable(each).all()) for each in page.slab.stored(page.index))
 
 
 def _neighbour(table: PageTable, number: int) -> Page | None:

@@ -46,7 +46,7 @@ class Recorded(Stored):
         self._check_usable()
         with self.pool.lock:
             rows, pool = self._lengths.rows, self.pool
-            numbered = Numbered(pool, pages_of(self._rows.tables))
+            numbered = Numbered(pool, pages_of(self._rows.tables), self._kind)
             state = {
                 "length": self._lengths.longest,
                 "rows": None if rows is None else rows.tolist(),
@@ -108,8 +108,9 @@ class Filled:
         device = record.streams[0].device if record.streams else torch.device("cpu")
         groups = groups_from(state.get("groups"), pool.format, pool.page_size, device)
         check_shapes(groups, pool.page_size, record.streams)
-        if len({group.outlines for group in groups}) > 1:
-            raise ValueError("the pages of a cache are of one kind")
+        kinds = {group.outlines for group in groups}
+        if len(kinds) > 1 or (state.get("tables") and not kinds):
+            raise ValueError(f"the rows of a cache have pages of one kind, got {len(kinds)} kinds")
         outlines = groups[0].outlines if groups else ()
         self.pieces = checked_pieces(state.get("pieces"), [each.empty(0, 0) for each in outlines])
         self.lengths, numbers = _rows_of(state)

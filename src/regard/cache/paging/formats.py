@@ -101,7 +101,7 @@ def format_of(name: "str | PageFormat") -> PageFormat:
     """The format of that name: `"plain"`, or `K{8|6|4}V{8|6|4}`, such as `"K8V4"`.
 
     Args:
-        name: of the format; a format is returned as it is.
+        name: of the format, in upper or lower case; a format is returned as it is.
 
     Raises:
         ValueError: if the name is none of these.
@@ -114,12 +114,13 @@ def format_of(name: "str | PageFormat") -> PageFormat:
     """
     if isinstance(name, PageFormat):
         return name
-    if name == "plain":
+    if isinstance(name, str) and name.lower() == "plain":
         return PLAIN
-    found = _BITS.fullmatch(name) if isinstance(name, str) else None
+    code = str(name).upper()
+    found = _BITS.fullmatch(code) if isinstance(name, str) else None
     if found is None:
         raise ValueError(
             f"format={name!r} is neither 'plain' nor K{{8|6|4}}V{{8|6|4}}, the bits of keys and of "
             "values; give 'K8V4', say"
         )
-    return PageFormat(name, int(found[1]), int(found[2]))
+    return PageFormat(code, int(found[1]), int(found[2]))

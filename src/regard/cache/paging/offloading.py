@@ -32,7 +32,9 @@ class Offload:
     """Where the sealed pages of a pool go that have not been used for the longest time.
 
     Pages that are open, that are being read or that one call writes are hot, however many they are.
-    On the CPU cold pages are read where they lie; elsewhere copies of them, a piece at a time.
+    On the CPU cold pages are read where they lie; elsewhere copies of them, a piece at a time. An
+    operation of a cache for which the folder has no room, or is gone, raises an `OSError` and
+    changes nothing; pages that were offloaded before stay, since their files have no names.
 
     Args:
         hot_pages: pages in the memory of the layers' device.

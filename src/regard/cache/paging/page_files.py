@@ -48,14 +48,19 @@ class Numbered:
     Args:
         pool: of the pages.
         pages: in any order; one may come several times.
+        empty: the kind of a cache that has rows, and may have no page: it is stored as a group of
+            0 pages then, which has the shapes and dtypes of the streams.
     """
 
-    def __init__(self, pool: Pages, pages: Iterable[Page]) -> None:
+    def __init__(self, pool: Pages, pages: Iterable[Page], empty: Kind | None = None) -> None:
         found: dict[tuple[Outlines, bool], dict[Page, None]] = {}
         for page in pages:
             kind = pool.kind_with(page.slab)
             codes = kind.open is not kind.sealed and page.slab is not kind.open
             found.setdefault((kind.sealed.outlines, codes), {})[page] = None
+        if empty is not None and not found:
+            found[empty.sealed.outlines, False] = {}
+        self._page_size = pool.page_size
         self._pages = [list(each) for each in found.values()]
         self.numbers = {page: n for n, page in enumerate(p for each in self._pages for p in each)}
         self.groups = [
@@ -74,8 +79,11 @@ class Numbered:
             for group in self.groups
         ]
 
-    def streams(self) -> tuple[Stacked, ...]:
+    def streams(self) -> tuple[Stacked | Tensor, ...]:
         """What the pages store, group by group."""
+        if not self.numbers:
+            shapes = (each for group in self.groups for each in group.shapes(self._page_size))
+            return tuple(torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes)
         return tuple(
             Stacked(buffer)
             for pages in self._pages
@@ -100,6 +108,8 @@ def groups_from(value: Any, form: PageFormat, page_size: int, device: torch.devi
     groups = [_group(each, form, page_size, device) for each in value]
     if len({group[:2] for group in groups}) != len(groups):
         raise ValueError("pages of one kind are one group")
+    if len(groups) > 1 and not all(group.size for group in groups):
+        raise ValueError("a group of 0 pages is the only one")
     return groups
 
 
@@ -110,16 +120,18 @@ def _group(value: Any, form: PageFormat, page_size: int, device: torch.device) -
     likes, rotations = outlines_from(value["outlines"], ()), value["rotations"]
     if not isinstance(rotations, list) or len(rotations) != len(likes) or not likes:
         raise ValueError(f"a group has a rotation for each stream, got {rotations!r:.200}")
-    if not is_naturals([value["count"]]) or not value["count"] or value["codes"] not in (0, 1):
+    count, codes = value["count"], value["codes"]
+    if not is_naturals([count]) or codes not in (0, 1) or (codes and not count):
         raise ValueError(f"a group has a count of pages, and codes or not, got {value!r:.200}")
     outlines = tuple(
         _outline(index, like, rotation, form, page_size, device)
         for index, (like, rotation) in enumerate(zip(likes, rotations, strict=True))
     )
-    codes = bool(value["codes"])
     if codes and all(each.bits is None for each in outlines):
         raise ValueError(f"pages of format {form.name!r} have no codes")
-    return Group(outlines, codes, value["count"])
+    if count and not any(each.heads * each.width for each in outlines):
+        raise ValueError(f"pages have numbers, so that a file bounds their count, got {count}")
+    return Group(outlines, bool(codes), count)
 
 
 def _outline(
@@ -187,7 +199,8 @@ def taken(
     try:
         for slab, group in zip(slabs, groups, strict=True):
             pages += [pool.take(slab) for _ in range(group.size)]
-            _fill(pages[-group.size :], slab, streams)
+            if group.size:
+                _fill(pages[-group.size :], slab, streams)
     except BaseException:
         for page in pages:
             pool.release(page)

@@ -31,9 +31,10 @@ class PagedCache(Recorded):
 
     Rows have their own tables of pages, and may differ in length. Full pages are sealed and can be
     shared: `fork` and `reorder` share them, and copy the open page of each row. In a pool with a
-    low-bit format sealed pages are codes; the first page of a row, its open page and the tokens of
-    a chunk that is being appended are read in full precision. The design is PagedAttention's (Kwon
-    et al. 2023, arXiv:2309.06180).
+    low-bit format sealed pages are codes; the first page of a row, its open page and the tokens
+    of one `update`, whether or not rows differ in length, are returned in full precision by it.
+    Other full pages are read as codes, so that results depend on the sizes of chunks, within the
+    error of the codes. The design is PagedAttention's (Kwon et al. 2023, arXiv:2309.06180).
 
     Without gradients. The pages are released when the cache is garbage collected, or by `release`.
 
@@ -82,9 +83,9 @@ class PagedCache(Recorded):
         pages = list(changing.pages_of(tables))
         for page in pages:
             pool.retain(page)
-        cache._rows.set(tables)
         cache._lengths = Lengths(length, length)
-        if pages:
+        if pages:  # a window of 1 needs none: the next update decides about rows and streams
+            cache._rows.set(tables)
             cache._kind = kind = pool.kind_with(pages[0].slab)
             cache._like = tuple(each.empty(len(tables), 0) for each in kind.open.outlines)
         return cache
@@ -156,12 +157,9 @@ class PagedCache(Recorded):
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
-        added = self._check(new)
+        self._check(new)
         with self.pool.lock:
-            if self._lengths.rows is not None:
-                return self._joined_with(new)
-            given = tuple(each.clone() for each in new)
-            return self._past_and(given) if added or not self.length else self._past()
+            return self._past_and([each.clone() for each in new])
 
     def truncate(self, length: int | Tensor) -> None:
         """Keep the first `length` tokens, or `[B]` lengths; pages after them are released.
@@ -259,28 +257,29 @@ class PagedCache(Recorded):
     # ---- parts ----
 
     def _past_and(self, new: Sequence[Tensor]) -> tuple[Part, ...]:
-        """The tokens held, and the new ones as they were given."""
-        stop = self.length + new[0].shape[2]
-        past = self._past() if self.length else ()
-        return (*past, Part(self.length, stop, tuple(each.detach() for each in new)))
+        """The tokens held, and the new ones as they were given. If rows differ in length, the slots
+        from the end of the shortest row on are one part in new tensors."""
+        lengths, stop = self._lengths, self.length + new[0].shape[2]
+        start, own = self._needed(lengths.shortest), tuple(each.detach() for each in new)
+        if lengths.rows is not None:
+            own = self._joined_with(own)  # copies: only the parts read last hold their pages
+        past = self._parts(start, lengths.shortest) if start < lengths.shortest else ()
+        if past and lengths.shortest == stop:
+            return past
+        return (*past, Part(lengths.shortest, stop, own))
 
-    def _past(self) -> tuple[Part, ...]:
-        return self._parts(self._needed(self.length), self.length)
+    def _joined_with(self, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tokens after the end of the shortest row, and the new tokens of each row."""
+        lengths, start = self._lengths, self._lengths.shortest
+        assert lengths.rows is not None
+        parts = (part.streams[:] for part in self._parts(start, self.length))
+        held = [torch.cat(each, 2) for each in zip(*parts, strict=True)]
+        missing = self.length - start - held[0].shape[2]  # slots before a window of 1 token
+        held = [torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in held]
+        return concatenated(held, new, Lengths(self.length - start, 0, lengths.rows - start))
 
     def _parts(self, start: int, stop: int) -> tuple[Part, ...]:
         return self._rows.parts(start, stop, self._like)
-
-    def _joined_with(self, new: Sequence[Tensor]) -> tuple[Part, ...]:
-        """Rows of several lengths and their new tokens, in new tensors."""
-        start, lengths = self._needed(self._lengths.shortest), self._lengths
-        parts = self._parts(start, self.length)
-        held = [
-            torch.cat(each, 2) for each in zip(*(tuple(p.streams[:]) for p in parts), strict=True)
-        ]
-        assert lengths.rows is not None
-        later = Lengths(lengths.longest - start, lengths.shortest - start, lengths.rows - start)
-        whole = concatenated(held, new, later)
-        return (Part(start, start + whole[0].shape[2], whole),)
 
     # ---- changes ----
 
@@ -293,8 +292,9 @@ class PagedCache(Recorded):
         start: int,
     ) -> tuple[Part, ...]:
         """What `update` returns, of tokens that are appended to the tables."""
-        are_one_part = append.added > 1 and self._lengths.rows is None
-        parts = self._past_and(new) if are_one_part else None
+        as_codes = kind.open is not kind.sealed and kind.sealed in append.needed
+        as_given = as_codes or (append.added > 1 and self._lengths.rows is None)
+        parts = self._past_and(new) if as_given else None
         tables = appending.with_new_pages(self.pool, tables, append)
         appending.write(tables, append, new)
         self._begin(kind, new)

@@ -21,7 +21,9 @@ class PagePool(Pages):
     A page holds tokens of one row of one layer. A full page is sealed: it does not change any more,
     may be shared between sequences, and is stored in the pool's format. The page that a row is
     writing is open, belongs to it alone, and is in full precision; so is the first page of a
-    sequence, whose tokens get much attention (StreamingLLM, arXiv:2309.17453). Buffers are
+    sequence, whose tokens get much attention (StreamingLLM, arXiv:2309.17453). Where the tokens of
+    a page share scales, a page with a number that is not finite or is 1e38 or more in size stays in
+    full precision; elsewhere such a number makes the channels that share its scale NaN. Buffers are
     allocated when they are needed and double when they are full. All methods may be called by
     several threads.
 

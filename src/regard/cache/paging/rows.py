@@ -61,9 +61,14 @@ class Rows:
             length: tokens so far.
 
         Raises:
-            ValueError: if pages of a window were released.
+            ValueError: if pages of a window were released, or a prefix has not been given rows yet.
         """
         size = self.pool.page_size
+        if len(stops) != len(self.tables):
+            raise ValueError(
+                f"length={asked} is of rows, and this cache of a prefix has none before its first "
+                "update; truncate to a whole number"
+            )
         for table, stop in zip(self.tables, stops, strict=True):
             oldest = max(0, stop - window + 1)
             if oldest < min(stop, table.first * size):

@@ -10,6 +10,7 @@ from regard.cache.paging.bookkeeping import Pages
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pages import Page, PageTable
+from regard.words import counted
 
 
 class Prefix:
@@ -126,4 +127,7 @@ def _check_cache(pool: Pages, index: int, cache: PagedCache, row: int, tokens: i
             "were made with PagedCache(pool)"
         )
     if not 0 <= row < len(cache.rows):
-        raise ValueError(f"row={row} is not in 0..{len(cache.rows) - 1}, the rows of the caches")
+        rows = counted(len(cache.rows), "row")
+        raise ValueError(
+            f"caches[{index}] has {rows}, counted from 0, got row={row}; give one held"
+        )

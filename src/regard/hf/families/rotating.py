@@ -18,7 +18,7 @@ def not_rotated(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor
 
 def halves(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
     """Channel i is rotated with channel i + n/2 of the first n, where n is the angles' width."""
-    cos, sin = memoised("_angles_of_regard", angles[1], lambda: _signed(*angles))
+    cos, sin = memoised("_angles_of_regard", module, lambda: _signed(*angles), *angles)
     width = cos.shape[-1]
     first = x if width == x.shape[-1] else x[..., :width]
     rotated = torch.addcmul(first * cos, first.roll(width // 2, -1), sin).to(x.dtype)
@@ -32,18 +32,30 @@ def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos.unsqueeze(1), torch.cat([-first, second], dim=-1).unsqueeze(1)
 
 
-def memoised(name: str, of: Tensor, make: Callable[[], T]) -> T:
-    """The result of `make`, held as an attribute of the tensor it is computed from until that is
-    written to: a model passes the same mask and the same angles to every layer."""
-    if torch.compiler.is_compiling() or of.requires_grad:
+def memoised(name: str, module: Any, make: Callable[[], T], *of: Tensor) -> T:
+    """The result of `make`, held as an attribute of the first tensor that it is computed from, for
+    the layers of one pass: a model passes the same mask and the same angles to every layer.
+
+    Writes through `.data` or NumPy, and those to tensors of inference mode, leave no trace in a
+    tensor. So a layer computes the result anew unless it comes after the one that computed it: the
+    layers of the next pass begin with the first. Other writes are noticed within a pass, too.
+    Modules without a number are not known to be of one pass: they rely on the trace alone.
+    """
+    if torch.compiler.is_compiling() or any(each.requires_grad for each in of):
         return make()
-    version = 0 if of.is_inference() else of._version
-    held: Any = getattr(of, name, None)
-    if held is None or held[0] != version:
-        held = version, make()
-        setattr(of, name, held)
-    made: T = held[1]
+    layer = getattr(module, "layer_idx", None)
+    versions = [None if each.is_inference() else each._version for each in of]
+    held: Any = getattr(of[0], name, None)
+    if held is None or held[0] != versions or not _is_after(layer, held[1], versions):
+        held = versions, layer, make()
+        setattr(of[0], name, held)
+    made: T = held[2]
     return made
+
+
+def _is_after(layer: int | None, other: int | None, versions: list[int | None]) -> bool:
+    """Whether a layer comes after another one in the same pass, as far as can be known."""
+    return None not in versions if layer is None or other is None else layer > other
 
 
 def half_angles(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:

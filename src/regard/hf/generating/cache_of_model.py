@@ -10,8 +10,8 @@ from regard.hf.families.finding import find
 from regard.hf.families.table import family_of
 from regard.hf.generating.watching import called_module
 from regard.hf.packages import require
+from regard.words import one_of
 
-PAGED = "paged"
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
@@ -22,9 +22,10 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: An
         model: a transformers model that generates.
         kind: `"growing"`; `"static"`, which needs `max_length=`; `"sliding"`, which holds the
             window of layers that have one (`rollback=` more for assisted decoding); `"quantized"`,
-            with `bits=8 | 4` and `group=64`, or `format="K8V4"`; `"paged"`, in pages of a pool; or
-            a function that makes the cache of a layer, such as `lambda: ShardedCache(mesh)` for a
-            model with regard installed.
+            with `bits=8 | 4` and `group=64`, or `format="K8V4"`; for short `"int8"`, `"int4"`,
+            `"K8V8"`, `"K8V4"`, `"K6V4"` or `"K4V4"`; `"paged"`, in pages of a pool; or a function
+            that makes the cache of a layer, such as `lambda: ShardedCache(mesh)` for a model with
+            regard installed. Upper and lower case are one, and so is "quantised".
         **options: of that kind; none of a function. Those of `"paged"` are `pool=`, a `PagePool`,
             or without it `format="plain"`, `page_size=64` and `tokens=`, the most of each layer for
             a new one; and `tenant=""`, `adapter=""`, `shared=False`, which say with whom prefixes
@@ -32,8 +33,10 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: An
 
     A `"paged"` cache is for texts that begin alike. What a prompt has in common with earlier ones
     of its pool is not computed again, in whole pages: `generate` computes the rest. That is found
-    by the tokens, the model's weights, and all else that keys and values depend on. Rows that are
-    padded, embeddings instead of tokens, images, and models with an encoder share nothing.
+    by the tokens, the model's weights, and all else that keys and values depend on. For this all
+    bytes of the weights are read at the beginning of a text and before later pages are stored.
+    Rows that are padded, embeddings instead of tokens, images, and models with an encoder share
+    nothing.
 
     An operation on the cache, or a call of the model that fails, changes all layers or none; for
     that the model has two hooks while a cache of it exists.
@@ -68,14 +71,15 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: An
         8
     """
     require("transformers")
-    from regard.hf.generating.caches import KINDS, CacheLayer, made
+    from regard.hf.generating.caches import KINDS, PAGED, CacheLayer, made
     from regard.hf.generating.generation_cache import GenerationCache
     from regard.hf.generating.pool_of_model import paged
 
-    if isinstance(kind, str) and kind not in (*KINDS, PAGED):
-        kinds = ", ".join(map(repr, (*KINDS, PAGED)))
-        raise ValueError(
-            f"kind={kind!r} is not one of {kinds}, nor a function that makes the cache of a layer"
+    if isinstance(kind, str):
+        kind, options = _named(kind, options)
+    elif not callable(kind):
+        raise TypeError(
+            f"kind is a name or a function that makes the cache of a layer, got {kind!r:.80}"
         )
     windows = _windows(model)
     if kind == PAGED:
@@ -91,6 +95,21 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: An
         )
     layers = [CacheLayer(_maker(make, window)) for window in windows]
     return _paired(model, GenerationCache(layers, called_module(model)))
+
+
+def _named(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The kind of cache with this name, and its options."""
+    from regard.hf.generating.caches import NAMES
+
+    name = one_of("kind", name, NAMES)
+    kind, its = NAMES[name]
+    twice = sorted(its.keys() & options.keys())
+    if twice:
+        raise ValueError(
+            f"kind={name!r} has {twice[0]}={its[twice[0]]!r}, got {options[twice[0]]!r}; leave it "
+            f"out, or give kind={kind!r}"
+        )
+    return kind, its | options
 
 
 def _paired(model: Any, held: Any) -> Any:

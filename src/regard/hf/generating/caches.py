@@ -208,9 +208,17 @@ def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:
     return lambda window: make()
 
 
+PAGED = "paged"
+FORMATS = ("K8V8", "K8V4", "K6V4", "K4V4")
 KINDS: dict[str, Callable[..., Callable[[int | None], Cache]]] = {
     "growing": growing,
     "static": static,
     "sliding": sliding,
     "quantized": quantized,
+}
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # the name of a cache: its kind, with options
+    **{kind: (kind, {}) for kind in (*KINDS, PAGED)},
+    "int8": ("quantized", {"bits": 8}),
+    "int4": ("quantized", {"bits": 4, "group": 32}),
+    **{name: ("quantized", {"format": name}) for name in FORMATS},
 }

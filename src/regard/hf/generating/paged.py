@@ -89,7 +89,7 @@ class PagedGenerationCache(GenerationCache):
             self._share_rows()
         pages = self.get_seq_length() // self.pool.page_size
         if pages > self._stored:
-            self._store()
+            self._store(checked=first)  # `begin` read the weights
             self._stored = pages
         self._release_windows()
 
@@ -130,17 +130,19 @@ class PagedGenerationCache(GenerationCache):
         """Let each layer hold a prefix of each row: rows with the same one share its pages."""
         with self.pool.lock:
             for layer, *caches in zip(self.layers, *rows, strict=True):
-                tables = [cache.rows[0] for cache in caches]
+                tables = [table for cache in caches for table in cache.rows]
                 cache = PagedCache.of_pages(self.pool, tables, length, caches[0].window)
                 cache.rollback = layer.cache.rollback
                 layer.cache, layer.is_initialized, layer.batch_size = cache, True, len(rows)
 
-    def _store(self) -> None:
-        """Store the pages that are full, of rows whose tokens are known."""
+    def _store(self, *, checked: bool) -> None:
+        """Store the pages that are full, of rows whose tokens are known, unless the weights have
+        changed since the first call."""
         assert self._text is not None
         assert self._described is not None
         self._text = self._text.joined()
-        if self._described() != self._context:  # the weights have changed since the first call
+        assert self._context is not None
+        if not checked and self._described() != self._context:
             self._text = None
             return
         rows, whole = self._text.numbers()

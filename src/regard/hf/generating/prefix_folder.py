@@ -1,5 +1,6 @@
 """Prefixes of prompts in a folder: found by the next process that generates with the same model."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,8 @@ TOKENS = 16_384  # tokens in the file at most: of SmolLM2, 720 MiB in float32, 1
 
 def _make(folder: Path) -> None:
     """Make the folder, and raise an `OSError` now if no file can be written in it."""
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; give a folder for prefixes")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file or a broken link; give a folder for prefixes")
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryFile(dir=folder):
         pass

@@ -1,11 +1,13 @@
 """Text from a prompt, with its time and memory: what `regard generate` shows."""
 
+import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -16,20 +18,12 @@ from regard.hf.packages import require
 from regard.hf.running.installing import install, uninstall
 from regard.hf.running.registering import register
 from regard.ops.observed import backends_run, names
-from regard.words import counted
+from regard.turns import Ratio
+from regard.words import counted, one_of
 
-FORMATS = ("K8V4", "K6V4", "K4V4")  # K8V8 is int8
 ATTENTIONS = ("regard", "interface", "transformers")
-CACHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "growing": ("growing", {}),
-    "static": ("static", {}),
-    "sliding": ("sliding", {}),
-    "int8": ("quantized", {"bits": 8}),
-    "int4": ("quantized", {"bits": 4, "group": 32}),
-    **{name: ("quantized", {"format": name}) for name in FORMATS},
-    "paged": ("paged", {}),
-}
 OTHERS = "transformers"
+WARM_UP = 64  # tokens of the prompt at most that are read before anything is timed
 
 
 @dataclass(frozen=True)
@@ -43,13 +37,15 @@ class Written:
         tokens: its tokens.
         prompt_tokens: the number of tokens of the prompt.
         prefill_tokens_per_second: speed of reading the prompt, without the tokens that were found.
-        decode_tokens_per_second: speed of the tokens after the first.
+        decode_tokens_per_second: the median speed of the tokens after the first.
         cache_bytes: bytes that the cache holds at the end.
         peak_memory: of the whole process so far, in bytes.
         prefill_backend: the backends of the prefill: regard's, or transformers' own.
         decode_backend: the backends of the decoding steps; empty if there were none.
         prefix_tokens: the number of tokens of the prompt that were found in a pool of pages.
         seconds_to_first_token: from the call of `generate` to the first token.
+        prefill_speed: the ratio to another run's, measured in turns; None if there is no other.
+        decode_speed: the same of the tokens after the first.
 
     Examples:
         >>> from regard.hf import Written
@@ -72,6 +68,8 @@ class Written:
     decode_backend: str
     prefix_tokens: int = 0
     seconds_to_first_token: float = 0.0
+    prefill_speed: Ratio | None = None
+    decode_speed: Ratio | None = None
 
     def __str__(self) -> str:
         return (
@@ -107,6 +105,7 @@ def write(
     chat: bool = False,
     format: str = "plain",
     pool: Any = None,
+    warm_up: bool = True,
     shown: Callable[[str], object] = lambda text: None,
 ) -> Written:
     """Continue a prompt with a model, which is restored afterwards.
@@ -124,6 +123,8 @@ def write(
         format: of the pages of a `"paged"` cache without `pool`, such as `"K8V4"`.
         pool: a `PagePool` for a `"paged"` cache, which finds in it what earlier prompts had in
             common with this one.
+        warm_up: whether a short text is generated first, which is neither shown nor timed: first
+            calls in a process compile.
         shown: called with every piece of text when it is generated.
 
     Raises:
@@ -145,12 +146,15 @@ def write(
         (3, 4)
     """
     require("transformers")
-    _check(model, tokenizer, attention, cache)
+    _check(model, tokenizer, attention)
+    cache = cache_name(cache)
     _check_pages(cache, format, pool)
     inputs = _encoded(tokenizer, prompt, chat).to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty; give at least one token")
+    if warm_up:
+        _warm_up(model, inputs, attention, cache, format if pool is None else pool.format.name)
     store = _cache(model, cache, length + max_new_tokens, format, pool)
     options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
     if temperature > 0:
@@ -162,9 +166,9 @@ def write(
             **inputs, past_key_values=store, streamer=clock, disable_compile=True, **options
         )
     tokens = out[0] if model.config.is_encoder_decoder else out[0, length:]
-    first, last = clock.times[0], clock.times[-1]
+    first = clock.times[0]
     found: int = getattr(getattr(store, "self_attention_cache", store), "found", 0)
-    steps = len(clock.times) - 1
+    steps = [after - before for before, after in pairwise(clock.times)]
     own = model.config._attn_implementation if attention == OTHERS else ""
     return Written(
         attention,
@@ -173,7 +177,7 @@ def write(
         tuple(tokens.tolist()),
         length,
         (length - found) / (first - started),
-        steps / (last - first) if steps else 0.0,
+        1 / statistics.median(steps) if steps else 0.0,
         _bytes(store),
         _peak(model.device),
         names(clock.prefill) or own,
@@ -181,6 +185,31 @@ def write(
         found,
         first - started,
     )
+
+
+def _warm_up(model: Any, inputs: Any, attention: str, cache: str, format: str) -> None:
+    """Generate three tokens after the last of the prompt's, so that what compiles has compiled."""
+    few = {name: each[:, -WARM_UP:] for name, each in inputs.items()}
+    store = _cache(model, cache, WARM_UP + 3, format, None)
+    options = {"do_sample": False, "max_new_tokens": 3, "disable_compile": True}
+    with _attention_of(model, attention):
+        model.generate(**few, past_key_values=store, **options)
+
+
+def cache_name(name: str) -> str:
+    """The name of a cache for `write`, as lists have it.
+
+    Raises:
+        ValueError: if it is none.
+
+    Examples:
+        >>> cache_name("k8v4")
+        'K8V4'
+    """
+    require("transformers")
+    from regard.hf.generating.caches import NAMES
+
+    return one_of("cache", name, (*NAMES, OTHERS))
 
 
 @contextmanager
@@ -200,15 +229,13 @@ def _attention_of(model: Any, attention: str) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
-def _check(model: Any, tokenizer: Any, attention: str, cache: str) -> None:
+def _check(model: Any, tokenizer: Any, attention: str) -> None:
     if not getattr(model, "can_generate", lambda: False)():
         raise ValueError(f"{type(model).__name__} does not generate text; give a model that does")
     if tokenizer is None:
         raise ValueError(f"{type(model).__name__} has no tokenizer, which a prompt needs")
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r} is not one of {', '.join(ATTENTIONS)}")
-    if cache not in (*CACHES, OTHERS):
-        raise ValueError(f"cache={cache!r} is not one of {', '.join((*CACHES, OTHERS))}")
 
 
 def _check_pages(cache: str, format: str, pool: Any) -> None:
@@ -239,12 +266,12 @@ def _cache(model: Any, name: str, length: int, format: str, pool: Any) -> Any:
         own = DynamicCache(config=model.config.get_text_config(decoder=True))
         pair = model.config.is_encoder_decoder
         return EncoderDecoderCache(own, DynamicCache()) if pair else own
-    kind, options = CACHES[name]
-    if kind == "static":
+    options: dict[str, Any] = {}
+    if name == "static":
         options = {"max_length": length}
-    if kind == "paged":
+    if name == "paged":
         options = {"format": format} if pool is None else {"pool": pool}
-    return cache_for(model, kind, **options)
+    return cache_for(model, name, **options)
 
 
 def _clock(tokenizer: Any, shown: Callable[[str], object], ran: Counter[str]) -> Any:

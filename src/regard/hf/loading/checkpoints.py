@@ -16,6 +16,7 @@ from weakref import finalize
 
 import torch
 
+from regard.cache_folder import FOLDER
 from regard.hf.loading import gguf_copies, latent_layers
 from regard.hf.loading.reading_gguf import read_once
 from regard.hf.loading.skeleton import MEND, check_report, check_skeleton, model_class
@@ -32,7 +33,6 @@ from regard.hf.loading.untrusted import (
 from regard.hf.loading.untrusted_gguf import check_gguf
 from regard.hf.loading.untrusted_weights import Contents, check_weights
 from regard.hf.packages import quiet, require
-from regard.ops.rates import FOLDER
 
 SLOW = 10.0  # seconds of reading a GGUF: if longer, and no copy could be written, a warning
 Progress = Callable[[str, int, int], None]  # the current step, steps done, steps in all

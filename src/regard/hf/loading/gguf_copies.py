@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from regard.cache_folder import cache_folder
 from regard.hf.loading.untrusted import OTHER_JSON, TOKENIZER_JSON, CheckpointError, read_json
-from regard.ops.rates import cache_folder
 
 FORMAT = 1  # of a copy, part of its name: a change of format makes new copies
 MOST = 8 << 30  # bytes of all copies together: those read longest ago are removed first

@@ -24,7 +24,7 @@ from regard.hf.running.calls import (
     sharded_cache,
     visible_in,
 )
-from regard.hf.running.steps import is_step, record_step, stepped
+from regard.hf.running.steps import Projected, is_step, record_step, repeated_step
 
 
 class Heads(NamedTuple):
@@ -40,12 +40,17 @@ class Heads(NamedTuple):
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
     """What a module's own forward computes, by `attend`."""
     family, given = arrive(self, args, given)
-    same = stepped(family, self, hidden_states, given)
-    if same is not None:
-        return family.output(self, merge_heads(same)), None
+    projected = None
+    if (same := repeated_step(family, self, hidden_states, given)) is not None:
+        projected = family.project.both(self, hidden_states)
+        if (stepped := same.run(family, self, projected, given)) is not None:
+            return family.output(self, merge_heads(stepped)), None
     across = bool(family.context) and given.get(family.context) is not None
-    heads_of = _across if across else _along
-    q, parts, past, sharded = heads_of(family, self, hidden_states, given)
+    if across:
+        q, parts, past, sharded = _across(family, self, hidden_states, given)
+    else:
+        projected = projected or family.project.both(self, hidden_states)
+        q, parts, past, sharded = _along(family, self, projected, given)
     queries, keys = q.shape[2], number_of_keys(parts, sharded)
     at = visible_in(family, self, given, queries, keys, across=across)
     bias = family.bias(self, given, queries, keys, past)
@@ -59,9 +64,9 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     return (out, bias, weights) if family.returns_bias else (out, weights)
 
 
-def _along(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Heads:
+def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, Any]) -> Heads:
     """Self-attention: rotated, then appended to the cache."""
-    q, k, v = family.project.both(module, x)
+    q, k, v = heads
     angles = given.get("position_embeddings")
     q, k = family.rotate(module, q, angles), family.rotate(module, k, angles)
     q, k, v = of_one_dtype(q, k, v)

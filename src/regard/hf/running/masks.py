@@ -43,7 +43,7 @@ def visible(
     """
     if given is not None:
         _check(given)
-        return _simplest(given, queries, keys, window)
+        return _simplest(module, given, queries, keys, window)
     last = Span(keys - queries, keys, 0, keys)
     if queries == 1 and window is None:  # whatever the module is: reading its config takes 10 us
         return Visible(EVERYTHING, None, last)
@@ -69,12 +69,18 @@ def _check(given: Any) -> None:
         )
 
 
-def _simplest(given: Tensor, queries: int, keys: int, window: int | None) -> Visible:
+def _simplest(
+    module: nn.Module, given: Tensor, queries: int, keys: int, window: int | None
+) -> Visible:
     """A tensor as a rule if it is the usual mask of a decoder, else as a mask that holds it.
 
     A static cache has slots for later tokens, which its masks hide: under a rule they are not read.
     """
-    mask, bias, rules = memoised("_rules_of_regard", given, lambda: (*_split(given), {}))
+
+    def read() -> tuple[Dense, Tensor | None, dict[Any, tuple[Mask, Span]]]:
+        return *_split(given), {}
+
+    mask, bias, rules = memoised("_rules_of_regard", module, read, given)
     if not may_read(given):
         return Visible(mask, bias, Span(keys - queries, keys, 0, keys))
     size = queries, keys, window

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.hf.families import rotating
-from regard.hf.families.rotating import memoised
 from regard.hf.families.table import Family
 from regard.hf.running.calls import visible_in, weights_wanted
 from regard.masks import EVERYTHING, Span
 from regard.ops.prepared import Prepared
-from regard.ops.steps import Angles, Step, has_fixed_slots, step_after
+from regard.ops.steps import Step, has_fixed_slots, step_after
+
+Projected = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before rotation
 
 
 class InstalledStep(NamedTuple):
@@ -21,6 +22,18 @@ class InstalledStep(NamedTuple):
     settings: tuple[Any, ...]  # the module's
     shape: torch.Size  # of its input
     step: Step
+
+    def run(
+        self, family: Family, module: Any, heads: Projected, given: Mapping[str, Any]
+    ) -> Tensor | None:
+        """The heads' outputs `[B, H, 1, Dv]` for the new token, which is appended to the cache.
+
+        None, and the cache is as before, if compiled code cannot read the queries, keys and values
+        that the module has projected, or the model's angles.
+        """
+        cache = _layer_of(family, module, given).cache
+        angles = given["position_embeddings"] if family.rotate is rotating.halves else None
+        return self.step.run(cache, *heads, angles, signed=False)
 
 
 def is_step(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> bool:
@@ -46,8 +59,10 @@ def _layer_of(family: Family, module: Any, given: Mapping[str, Any]) -> Any:
     return layer if has_fixed_slots(layer.cache) else None
 
 
-def stepped(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor | None:
-    """The heads' outputs `[B, H, 1, Dv]` of a call that repeats the step before; else None."""
+def repeated_step(
+    family: Family, module: Any, x: Tensor, given: Mapping[str, Any]
+) -> InstalledStep | None:
+    """The step that this call repeats, with one token more in the cache; None if it is another."""
     if torch.compiler.is_compiling() or not is_step(family, module, x, given):
         return None
     layer = _layer_of(family, module, given)
@@ -56,12 +71,7 @@ def stepped(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) ->
         return None
     if weights_wanted(given) or not found.step.fits(layer.cache, x):
         return None
-    if not _shows_all(family, module, given, layer.cache):
-        return None
-    q, k, v = family.project.both(module, x)
-    rotated = family.rotate is rotating.halves
-    angles = _angles(given["position_embeddings"]) if rotated else None
-    return found.step.run(layer.cache, q, k, v, angles)
+    return found if _shows_all(family, module, given, layer.cache) else None
 
 
 def _shows_all(family: Family, module: Any, given: Mapping[str, Any], cache: Any) -> bool:
@@ -83,18 +93,6 @@ def record_step(
     step = step_after(prepared, layer.cache)
     if step is not None and x.dtype is step.dtype:
         layer.step = InstalledStep(_settings(family, module), x.shape, step)
-
-
-def _angles(given: Angles) -> Angles:
-    """The model's cosines and sines of one token, `[B, rotated]`, the first half of the sines
-    negative; computed once for all layers."""
-
-    def signed() -> Angles:
-        cos, sin = (each.squeeze(-2).contiguous() for each in given)
-        first, second = sin.chunk(2, dim=-1)
-        return cos, torch.cat([-first, second], dim=-1)
-
-    return memoised("_row_of_regard", given[1], signed)
 
 
 def _settings(family: Family, module: nn.Module) -> tuple[Any, ...]:

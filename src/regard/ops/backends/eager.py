@@ -31,6 +31,7 @@ def estimate(call: Call) -> float:
     operators = 16 if is_everything(call.mask) else 57
     if call.device.type != "cpu":
         return unfused(call, operators=operators)
+    operators += 16 + call.batch * call.num_kv_heads // 6  # small products of each key head
     return SPEED.call * operators + products / SPEED.products + elements / SPEED.elements
 
 

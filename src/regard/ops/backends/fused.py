@@ -6,7 +6,7 @@ about a second for each new head size, and numba caches it on disk. Needs the ex
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -135,11 +135,11 @@ def reads_pages(stored: Sequence[PagedStream]) -> bool:
     )
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Float[Tensor, "B H 1 Dv"]:
-    """`regard.ops.kernels.stepping.step`: rotate and append one token, then attend."""
-    from regard.ops.kernels import stepping
+def step(dtype: torch.dtype, *sizes: int) -> Callable[..., Tensor | None]:
+    """`Plan.run` of `regard.ops.kernels.stepping`: rotates and appends one token, then attends."""
+    from regard.ops.kernels.stepping import Plan
 
-    return stepping.step(q, k, v, **options)
+    return Plan.of(dtype, *sizes).run
 
 
 def _output(call: Call, out: Tensor, lse: Tensor) -> Tensor:

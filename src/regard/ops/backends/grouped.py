@@ -37,6 +37,8 @@ _UPCAST_KEYS = 512  # half-precision keys converted to float32 at a time: these 
 _OPERATORS_OF_CODES = 30.0  # operators for one block of codes of keys, and one of values
 _PASSES_OF_CODES = 4  # over the elements of a block, to convert and to centre its codes
 _PASSES = 6  # over the scores, in the memory of a GPU
+_STORED = 10  # passes over the scores where they are stored, and as many for their mask
+_FEW_ROWS = 1.5  # times: products of few rows take so much longer per FLOP than large ones
 _SPLIT_KEYS = 512  # keys: smaller pieces cost more to merge than they gain
 _SPLIT_ROWS = 32  # query rows in a block of the kernel: several blocks go to several cores anyway
 _PIECES = (
@@ -78,8 +80,9 @@ def estimate(call: Call) -> float:
         seconds += mask_seconds(call)
         return SPEED.call * operators + seconds
     operators = (38 if half else 15) + 30 * masked + heads / 6
-    passes = 4 * heads * rows * call.num_keys / SPEED.elements + mask_seconds(call)
-    return SPEED.call * operators + streamed + flops / SPEED.products + passes
+    passes = (_STORED + _STORED * masked) * heads * rows * call.num_keys / SPEED.elements
+    products = _FEW_ROWS * flops / SPEED.products
+    return SPEED.call * operators + streamed + products + passes + mask_seconds(call)
 
 
 def run(

@@ -84,7 +84,8 @@ This code relies on these of their interfaces:
                    atomic_rmw; the LLVM intrinsics llvm.fmuladd and llvm.prefetch.p0;
                    numba.core.cgutils: alloca_once, for_range, get_or_insert_function
     decoding.py    njit(inline="always") and constants of a closure; from_dtype; carray
-    compiling.py   cfunc(cache=True), whose files are named by `__qualname__`; FunctionCache.flush;
+    compiling.py   numba.core.ccallback.CFunc and its `_cache`; numba.core.caching: FunctionCache,
+                   CompileResultCacheImpl and _CacheLocator; files are named by `__qualname__`;
                    `magic_tuple()`
 
     products.py    llvmlite.ir.Type, subclassed for bfloat; the LLVM intrinsics of AMX tiles

@@ -30,6 +30,10 @@ class Append(NamedTuple):
     width: int  # of a query and a key, D
     value_width: int  # of a value, Dv
     rotated: int  # channels that are rotated: the first ones
+    sign: int  # -1 where the first sine of a pair is to be negated, 1 where it is negative already
+    cos: int  # address of the cosines [1 or B, rotated] in float32
+    sin: int  # address of the sines
+    angles_batch: int  # stride of both; 0 where all rows have the same position
     q: int  # address of the queries [B, H, 1, D]
     q_batch: int
     q_head: int
@@ -39,9 +43,6 @@ class Append(NamedTuple):
     v: int  # address of the values [B, G, 1, Dv]
     v_batch: int
     v_head: int
-    cos: int  # address of the cosines [1 or B, rotated] in float32
-    sin: int  # address of the signed sines
-    angles_batch: int  # stride of both; 0 where all rows have the same position
     out: int  # address of the rotated queries [B, H, D], contiguous
     keys: int  # address of the new keys' slot in the buffer
     keys_batch: int
@@ -68,14 +69,17 @@ def kernel(half: bool, neighbours: bool) -> Any:
         for b in range(call.batch):
             cos = floats(call.cos + 4 * b * call.angles_batch)
             sin = floats(call.sin + 4 * b * call.angles_batch)
+            sign = np.float32(call.sign)
             for h in range(call.heads):
                 source = call.q + item * (b * call.q_batch + h * call.q_head)
                 target = call.out + item * (b * call.heads + h) * call.width
-                rotate(source, target, cos, sin, call.rotated, call.width, half, neighbours)
+                rotate(source, target, cos, sin, sign, call.rotated, call.width, half,
+                       neighbours)  # fmt: skip
             for g in range(call.kv_heads):
                 source = call.k + item * (b * call.k_batch + g * call.k_head)
                 target = call.keys + item * (b * call.keys_batch + g * call.keys_head)
-                rotate(source, target, cos, sin, call.rotated, call.width, half, neighbours)
+                rotate(source, target, cos, sin, sign, call.rotated, call.width, half,
+                       neighbours)  # fmt: skip
                 source = call.v + item * (b * call.v_batch + g * call.v_head)
                 target = call.values + item * (b * call.values_batch + g * call.values_head)
                 copy(source, target, 0, call.value_width, half)
@@ -85,14 +89,14 @@ def kernel(half: bool, neighbours: bool) -> Any:
 
 @part
 @no_type_check
-def rotate(source, target, cos, sin, rotated, width, half, neighbours):
+def rotate(source, target, cos, sin, sign, rotated, width, half, neighbours):
     """`(a cos - b sin, b cos + a sin)` of each pair, the second product not rounded, as torch's
     operator does; the channels after them are copied."""
     for i in range(rotated // 2):
         first = 2 * i if neighbours else i
         second = first + 1 if neighbours else i + rotated // 2
         a, b = number(source, first, half), number(source, second, half)
-        put(target, first, fused(b, sin[first], a * cos[first]), half)
+        put(target, first, fused(sign * b, sin[first], a * cos[first]), half)
         put(target, second, fused(a, sin[second], b * cos[second]), half)
     copy(source, target, rotated, width, half)
 

@@ -164,22 +164,40 @@ def _stream(
 
 
 def place_of(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
-    """A tensor's address and strides, once it is certain that the kernel may use them.
-
-    The kernel reads and writes by address: a wrong one crashes the interpreter or yields wrong
-    results. So this is checked at every call, with `python -O` too. Of a tensor without memory of
-    its own (batched, fake, sparse) torch itself refuses the address.
-    """
-    if type(x) not in _PLAIN or not x.is_cpu or x.is_neg():
+    """`place_if_readable`, or an AssertionError that says why the kernel may not use the tensor."""
+    place = place_if_readable(x, dtype, shape)
+    if place is not None:
+        return place
+    if not is_plain(x):
         _refuse(f"{name} is no plain tensor on the CPU, but a {type(x).__name__} on {x.device}")
     if x.dtype is not dtype or x.shape != shape:
         _refuse(f"{name} must be {dtype} {tuple(shape)}, got {x.dtype} {tuple(x.shape)}")
-    address, strides = x.data_ptr(), x.stride()
-    if strides[-1] != 1 and shape[-1] != 1:
-        _refuse(f"the last dimension of {name} has stride {strides[-1]}, not 1")
-    if not address:
+    if not x.data_ptr():
         _refuse(f"{name} {tuple(shape)} has no memory")
+    _refuse(f"the last dimension of {name} has stride {x.stride(-1)}, not 1")
+
+
+def place_if_readable(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Place | None:
+    """A tensor's address and strides, once it is certain that the kernel may use them; else None.
+
+    The kernel reads and writes by address: a wrong one crashes the interpreter or yields wrong
+    results. So this is asked at every call, and the answer is not kept: a tensor may move to other
+    memory in place, as those do that `torch.multiprocessing` sends. Of a tensor without memory of
+    its own (batched, fake, sparse) torch itself refuses the address.
+    """
+    if type(x) not in _PLAIN or not x.is_cpu or x.is_neg():  # `is_plain`, without a call
+        return None
+    if x.dtype is not dtype or x.shape != shape:
+        return None
+    address, strides = x.data_ptr(), x.stride()
+    if not address or (strides[-1] != 1 and shape[-1] != 1):
+        return None
     return address, strides[0] if shape[0] > 1 else 0, strides[1], strides[2]
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether tensors are torch's own, on the CPU, without a lazy minus sign."""
+    return all(type(x) in _PLAIN and x.is_cpu and not x.is_neg() for x in tensors)
 
 
 def _table(pages: Pages, batch: int, tokens: int) -> Place:

@@ -6,7 +6,7 @@ The operators that do the same take several times as long as their work in a sma
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -18,110 +18,145 @@ from regard.ops.kernels.launching import (
     NOWHERE,
     Place,
     compiled,
+    is_plain,
     lanes_for,
     memory,
-    place_of,
+    place_if_readable,
 )
 from regard.ops.kernels.threads import launch
-from regard.ops.kernels.tiles import PACKED
+from regard.ops.kernels.tiles import PACKED, Tile
 
-Angles = tuple[Tensor, Tensor]  # cosines and signed sines in float32: [rotated] or [B, rotated]
+Angles = tuple[Tensor, Tensor]  # cosines and sines, [rotated] or [1 or B, 1, rotated], float32
+Rotation = tuple[int, int, int, int, int]  # as `Append` has it
 
 
-class Buffers(NamedTuple):
-    """Where a cache holds keys and values, `[B, G, room, D]` and `[B, G, room, Dv]`."""
+class Plan(NamedTuple):
+    """What steps have in common, however often they repeat: the sizes of their tensors, and the
+    machine code for these. It holds no address, stride or shape of a tensor."""
 
     dtype: torch.dtype
     batch: int
+    heads: int
     kv_heads: int
-    room: int  # tokens
     width: int
     value_width: int
-    keys: Place
-    values: Place
+    tile: Tile
+    address: int
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> "Buffers":
-        """The buffers that these tensors are; they must live as long as this."""
-        (b, g, room, d), dv = keys.shape, values.shape[3]
-        shapes = (b, g, room, d), (b, g, room, dv)
-        pairs = zip((keys, values), shapes, strict=True)
-        places = [place_of("buffer", each, keys.dtype, shape) for each, shape in pairs]
-        return cls(keys.dtype, b, g, room, d, dv, *places)
+    def of(
+        cls, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, width: int, value_width: int
+    ) -> "Plan":
+        """The plan for tensors of these sizes."""
+        lanes, half = lanes_for(width, value_width, dtype, joined=False), dtype is torch.bfloat16
+        group = heads // kv_heads
+        machine_code = compiled(group, width, value_width, half, False, False, lanes)
+        return cls(dtype, batch, heads, kv_heads, width, value_width, *machine_code)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        length: int,
+        *,
+        angles: Angles | None = None,
+        neighbours: bool = False,
+        signed: bool = True,
+        scale: float,
+    ) -> Float[Tensor, "B H 1 Dv"] | None:
+        """Append k and v to the `length` tokens in the buffers `keys` and `values`; attend to all.
+
+        q is `[B, H, 1, D]`, k and v `[B, G, 1, D]`, the buffers `[B, G, room, D]`. Queries and keys
+        are rotated before, by `angles`; `neighbours` says whether a pair is two neighbouring
+        channels, and `signed` whether the sine of a pair's first channel is negative already. None,
+        and nothing is written, if a tensor has other sizes, or does not lie as the kernel reads it.
+        """
+        dtype, b, h, g, d, dv, tile, address = self
+        rotation = _rotation(angles, b, d, signed)
+        at = _places(q, k, v, keys, values, length, self)
+        if rotation is None or at is None:
+            return None
+        half, item, m = dtype is torch.bfloat16, dtype.itemsize, h // g
+        threads = torch.get_num_threads()
+        ranges, range_keys = tile.ranges(length + 1, b * g, threads)
+        threads = min(threads, b * g * ranges)
+        *places, rotated = memory(tile, m, b * g, ranges, threads, (4 * m * g + item * h * d) * b)
+        lse = rotated + item * h * d * b
+        _append(at, length, self, rotation, neighbours, rotated)
+        out = torch.empty(b, h, 1, dv, dtype=torch.float32, device="cpu")
+        data = PACKED.pack(
+            b, g, m, length + 1, rotated, h * d, m * d, d, *at[3], *at[4], *NOWHERE, *NOWHERE,
+            *NOWHERE, *NOWHERE, out.data_ptr(), lse, *places, ranges, range_keys, scale * LOG2E,
+        )  # fmt: skip
+        launch(address, data, threads)
+        return out.to(dtype) if half else out
 
 
-def step(
-    q: Float[Tensor, "B H 1 D"],
-    k: Float[Tensor, "B G 1 D"],
-    v: Float[Tensor, "B G 1 Dv"],
-    buffers: Buffers,
-    length: int,
-    *,
-    angles: Angles | None = None,
-    neighbours: bool = False,
-    scale: float,
-) -> Float[Tensor, "B H 1 Dv"]:
-    """Append keys and values to the `length` tokens of the buffers; attend to all of them.
+def _places(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: int, plan: Plan
+) -> tuple[Place, ...] | None:
+    """Where the five tensors lie now; None if one of them is not as `Plan.run` needs it."""
+    dtype, b, h, g, d, dv = plan[:6]
+    found = (
+        place_if_readable(q, dtype, (b, h, 1, d)),
+        place_if_readable(k, dtype, (b, g, 1, d)),
+        place_if_readable(v, dtype, (b, g, 1, dv)),
+        _place_of_buffer(keys, length, dtype, (b, g, d)),
+        _place_of_buffer(values, length, dtype, (b, g, dv)),
+    )
+    return None if None in found else cast("tuple[Place, ...]", found)
 
-    Queries and keys are rotated before, by `angles`; `neighbours` says whether a pair is two
-    neighbouring channels. The output has the dtype of the queries.
-    """
-    dtype, b, g, room, d, dv, keys, values = buffers
-    h = q.shape[1]
-    half, item, m = dtype is torch.bfloat16, dtype.itemsize, h // g
-    assert h == g * m and 0 <= length < room, (h, g, length, room)
-    lanes = lanes_for(d, dv, dtype, joined=False)
-    tile, address = compiled(m, d, dv, half, False, False, lanes)
-    threads = torch.get_num_threads()
-    ranges, range_keys = tile.ranges(length + 1, b * g, threads)
-    threads = min(threads, b * g * ranges)
-    *places, rotated = memory(tile, m, b * g, ranges, threads, (4 * m * g + item * h * d) * b)
-    lse = rotated + item * h * d * b
-    _append(q, k, v, buffers, length, angles, neighbours, rotated)
-    out = torch.empty(b, h, 1, dv, dtype=torch.float32, device="cpu")
-    data = PACKED.pack(
-        b, g, m, length + 1, rotated, h * d, m * d, d, *keys, *values, *NOWHERE, *NOWHERE,
-        *NOWHERE, *NOWHERE, out.data_ptr(), lse, *places, ranges, range_keys, scale * LOG2E,
-    )  # fmt: skip
-    launch(address, data, threads)
-    return out.to(dtype) if half else out
+
+def _place_of_buffer(
+    x: Tensor, length: int, dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> Place | None:
+    """Where a buffer `[B, G, room, W]` lies now; None if it has no room for a token more, or if
+    elements share their memory, as those of an expanded tensor do."""
+    shape, (batch, heads, width) = x.shape, sizes
+    if len(shape) != 4 or shape[2] <= length or not x.is_contiguous():
+        return None
+    return place_if_readable(x, dtype, (batch, heads, shape[2], width))
 
 
 def _append(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buffers: Buffers,
+    at: tuple[Place, ...],
     length: int,
-    angles: Angles | None,
+    plan: Plan,
+    rotation: Rotation,
     neighbours: bool,
     target: int,
 ) -> None:
     """Rotated queries at the address `target`; keys and values in the slot `length`."""
-    dtype, b, g, _, d, dv, keys, values = buffers
-    h, item = q.shape[1], dtype.itemsize
-    rotated, *tables = _tables(angles, b)
+    q, k, v, keys, values = at
+    dtype, b, h, g, d, dv = plan[:6]
+    item = dtype.itemsize
     data = appending.PACKED.pack(
-        b, h, g, d, dv, rotated,
-        *place_of("q", q, dtype, (b, h, 1, d))[:3],
-        *place_of("k", k, dtype, (b, g, 1, d))[:3],
-        *place_of("v", v, dtype, (b, g, 1, dv))[:3],
-        *tables, target,
+        b, h, g, d, dv, *rotation, *q[:3], *k[:3], *v[:3], target,
         keys[0] + item * length * keys[3], keys[1], keys[2],
         values[0] + item * length * values[3], values[1], values[2],
     )  # fmt: skip
     _appender(dtype is torch.bfloat16, neighbours)(data)
 
 
-def _tables(angles: Angles | None, batch: int) -> tuple[int, int, int, int]:
-    """The channels that are rotated, the addresses of cosines and sines, and their row stride."""
+def _rotation(angles: Angles | None, batch: int, width: int, signed: bool) -> Rotation | None:
+    """The channels that are rotated, the sign of the first sine of a pair, and where the angles
+    lie: cosines, sines, and the stride of their rows. None if the kernel cannot read them."""
     if angles is None:
-        return 0, 0, 0, 0
+        return 0, 1, 0, 0, 0
     cos, sin = angles
-    rows = cos.stride(0) if cos.dim() == 2 and cos.shape[0] > 1 else 0
-    assert cos.dtype is sin.dtype is torch.float32 and cos.stride() == sin.stride()
-    assert cos.shape == sin.shape and cos.stride(-1) == 1 and (not rows or len(cos) == batch)
-    return cos.shape[-1], cos.data_ptr(), sin.data_ptr(), rows
+    shape, stride, rotated = cos.shape, cos.stride(), cos.shape[-1]
+    rows = 1 if len(shape) == 1 else shape[0]
+    if sin.shape != shape or sin.stride() != stride or stride[-1] != 1:
+        return None
+    if cos.numel() != rows * rotated or rows not in (1, batch) or rotated % 2 or rotated > width:
+        return None
+    if cos.dtype is not torch.float32 or sin.dtype is not torch.float32 or not is_plain(cos, sin):
+        return None
+    apart = stride[0] if rows > 1 else 0
+    return rotated, 1 if signed else -1, cos.data_ptr(), sin.data_ptr(), apart
 
 
 @functools.cache

@@ -147,8 +147,9 @@ def writers(model: Any, tokenizer: Any, context: int) -> dict[str, Callable[[], 
 
     def step(attention: Any, cache: str) -> float:
         written = regard.hf.write(
-            model, tokenizer, text, attention=attention, cache=cache, max_new_tokens=STEPS
-        )
+            model, tokenizer, text,
+            attention=attention, cache=cache, max_new_tokens=STEPS, warm_up=False,
+        )  # fmt: skip
         return 1 / written.decode_tokens_per_second
 
     return {name: partial(step, *setting) for name, setting in settings.items()}

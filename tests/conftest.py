@@ -1,12 +1,7 @@
-"""What every test shares: one thread, fixed seeds, and whether annotations are checked.
-
-Checking the shape and type of every argument makes most tests several times as slow. So a normal
-run checks them in one case of eight of each test, and at least in one; the other cases run the
-library as its users do. A long run checks them everywhere.
-"""
+"""What every test shares: one thread, fixed seeds, and the tier of each test."""
 
 import os
-import random
+from pathlib import Path
 
 import hypothesis
 import jaxtyping
@@ -14,6 +9,8 @@ import pytest
 import torch
 
 from browser import chromium, open_page  # noqa: F401  (fixtures of every file of tests)
+from covering import covering_items, unchecked_items
+from durations import Measured
 from session import LONG, worst
 
 pytest.register_assert_rewrite("contract", "kernel_checks", "layers", "plain")
@@ -26,26 +23,25 @@ hypothesis.settings.register_profile("long", max_examples=250, deadline=None, pr
 hypothesis.settings.load_profile("long" if LONG else "normal")
 
 
-CHECKED = pytest.StashKey[bool]()
+def pytest_configure(config):
+    """As a plugin, `Measured` hears of examples in `src`, too, which this file does not serve."""
+    if "REGARD_DURATIONS" in os.environ:
+        config.pluginmanager.register(Measured(Path(os.environ["REGARD_DURATIONS"])))
 
 
-def pytest_collection_modifyitems(items):
-    """Choose the cases that check annotations: the same ones in every run and every worker."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in tests.items():
-        chosen = cases if LONG else random.Random(name).sample(cases, -(-len(cases) // 8))
-        for case in chosen:
-            case.stash[CHECKED] = True
+def pytest_collection_modifyitems(config, items):
+    """Leave out tests marked `long`, and most of large products, unless the run is long.
 
-
-@pytest.fixture(autouse=True)
-def _annotations_are_checked_in_some_cases(request):
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", not request.node.stash.get(CHECKED, False))
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+    With `--jaxtyping-packages`, annotations are checked in one of four cases of tests that have
+    many: checking makes them several times as slow.
+    """
+    if not LONG:
+        kept = covering_items([item for item in items if not item.get_closest_marker("long")])
+        config.hook.pytest_deselected(items=list({*items} - {*kept}))
+        items[:] = kept
+    for item in unchecked_items(items):
+        if "unchecked" not in item.fixturenames:
+            item.fixturenames.append("unchecked")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +56,10 @@ def _same_start_for_every_test():
 
 @pytest.fixture
 def unchecked():
-    """Without the checks of annotations, which raise before the library's own errors."""
+    """Without the checks of annotations, which raise before the library's own errors.
+
+    Only the second part of `./scripts/test` has such checks; users have none.
+    """
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield

@@ -157,6 +157,44 @@ def test_a_mask_whose_tensor_was_written_is_refused(name, how, backend):
         mask.dense(Span(0, 5, 0, 5), batch=2)
 
 
+BY_ROW = torch.tensor([[0] * 6 + [1] * 6, [0] * 2 + [1] * 10])
+REWRITTEN = {  # a mask of a tensor, the tensor, and what is written to it
+    "Documents": (Documents, BY_ROW, BY_ROW.flip(0)),
+    "Padding": (Padding, BY_ROW > 0, BY_ROW.flip(0) > 0),
+    "Prefix": (Prefix, torch.tensor([3, 8]), torch.tensor([8, 3])),
+    "Chunked": (lambda start: Chunked(4, start), torch.tensor([1, 2]), torch.tensor([2, 1])),
+    "Dense": (Dense, torch.eye(12).bool(), torch.ones(12, 12).tril(2).bool()),
+}
+WRITES = {
+    "in place": torch.Tensor.copy_,
+    "by data": lambda x, new: x.data.copy_(new),
+    "other data": lambda x, new: setattr(x, "data", new),
+    "by NumPy": lambda x, new: x.numpy().__setitem__(slice(None), new.numpy()),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "blocked", "flex"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_masks_of_a_tensor_that_was_written_are_those_of_its_elements(name, write, backend):
+    """The mask made before the write, which still exists, and the one made after it."""
+    make, data, new = REWRITTEN[name]
+    q, tensor = torch.randn(2, 2, 12, 8), data.clone()
+
+    def attended(mask):
+        return attend(q, q, q, mask=mask, backend=backend)
+
+    before = make(tensor)
+    first = attended(before)
+    write(tensor, new.clone())
+    again, expected = make(tensor), attended(make(new.clone()))
+    assert attended(again).equal(expected)
+    assert not first.equal(expected)
+    if name != "Dense" and write is not torch.Tensor.copy_:
+        assert before != again
+        assert attended(before).equal(first)
+
+
 def test_a_mask_copies_inference_tensors():
     with torch.inference_mode():
         valid = torch.ones(1, 4, dtype=torch.bool)

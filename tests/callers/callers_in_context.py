@@ -297,5 +297,5 @@ for process in (
         plain=process != "without numba",
         refusals=("sdpa.* raises in bfloat16 on this",) if process == "narrow vectors" else (),
         process=process,
-        dear=5 if process == "read-only disk" else 0,  # each kernel is compiled there anew
+        dear=process == "read-only disk",  # each kernel is compiled there anew
     )

@@ -53,8 +53,8 @@ def compiling(name: str, **options: object) -> None:
         return gradients(program, compiled(program, **options), list(program.leaves()))
 
     slow = "backend" not in options  # inductor
-    caller(name, dear=1, only_long=slow, refusals=COMPILED)(run)
-    caller(f"{name}, trained", dear=1, only_long=slow, refusals=COMPILED)(run_trained)
+    caller(name, dear=True, only_long=slow, refusals=COMPILED)(run)
+    caller(f"{name}, trained", dear=True, only_long=slow, refusals=COMPILED)(run_trained)
 
 
 def inputs_of(program: Program, seed: int) -> Leaves:
@@ -81,7 +81,7 @@ def exporting(name: str, strict: bool) -> None:
                 {"out": recorded(*(leaves[each] for each in program.named_inputs))}, leaves
             )
 
-    caller(name, dear=2, refusals=COMPILED)(run)
+    caller(name, dear=True, refusals=COMPILED)(run)
 
 
 exporting("export", strict=False)
@@ -115,7 +115,7 @@ def recording(mode: str, trained: bool) -> None:
         return Found({"out": out, **values}, leaves)
 
     name = f"make_fx {mode}, trained" if trained else f"make_fx {mode}"
-    caller(name, dear=2 if mode == "symbolic" else 4, refusals=(NO_GRADIENTS, ABSORBED))(run)
+    caller(name, dear=True, refusals=(NO_GRADIENTS, ABSORBED))(run)
 
 
 for mode in ("real", "fake", "symbolic"):

@@ -15,7 +15,7 @@ from callers.table import Caller, Found, cotangent, directions
 
 Change = Callable[[Leaves], Leaves]
 SOURCES = str(Path(regard.__file__).parent)
-DRAWS = 4  # of a plain implementation, whose largest error is what it usually makes
+DRAWS = 8  # of a plain implementation, whose largest error is what it usually makes
 FACTORS = {torch.float32: 5.0, torch.bfloat16: 3.0, torch.float16: 3.0}  # for derivatives
 LAYERS = 2.0  # for the outputs of layers
 CODES = 0.05  # of the largest output: what eight bits for eight numbers lose

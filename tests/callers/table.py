@@ -58,14 +58,14 @@ class Caller:
     A `plain` caller asks for nothing that a backend may lack, so that nothing else may be refused.
     `refusals` are the sentences that are right answers to this one, `torch_refuses` a part of a
     sentence of torch's own that is one too. A `dear` caller takes a second a call: in an ordinary
-    run it meets so many calls, or none if `only_long`. `process` is what it wants to run in.
+    run it meets one call, or none if `only_long`. `process` is what it wants to run in.
     """
 
     name: str
     run: Run
     needs: str = ""
     plain: bool = False
-    dear: int = 0
+    dear: bool = False
     only_long: bool = False
     refusals: tuple[str, ...] = ()
     torch_refuses: str = ""

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from callers.process import SOURCES, TESTS, USUAL
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.long
 def test_layers_train_on_two_processes_as_on_one():
     paths = os.pathsep.join(map(str, (SOURCES, TESTS, TESTS / "support")))
     done = subprocess.run(

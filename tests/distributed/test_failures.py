@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from layers import inputs, make
 from ranks import AFTER_AN_ERROR, Apart, Pool, on_ranks, restart_clock
+from regard import PagedCache, PagePool
+from regard.cache.paging.rows import Rows
 from regard.distributed import ShardedCache, context_parallel, failures, tensor_parallel
 from regard.distributed.ranks import CHECKED, RankError, Ranks
 from session import LONG
@@ -216,6 +218,34 @@ def dies_in_a_decoding_step(mesh):
                 raise
 
 
+def _dies_in_a_change(mesh, change, method):
+    """Rank 1 ends as its cache changes; the cache of the other is as before the call after it."""
+    os.environ[CHECKED] = "0"
+    ranks, layer = _start(mesh), tensor_parallel(make("GQA").eval(), mesh)
+    cache, x = PagedCache(PagePool(64, 2, format="K4V4")), inputs(2, 9)
+    with torch.no_grad():
+        layer(x[:, :8], cache=cache)
+        _begin(ranks)
+        if ranks.rank == 1:
+            setattr(Rows, method, lambda *_: os._exit(1))
+        change(cache)
+        before = cache.length, [page for table in cache.rows for page in table.pages]
+        try:
+            layer(x[:, 8:], cache=cache)
+        except RankError:
+            assert before == (cache.length, [p for table in cache.rows for p in table.pages])
+            change(cache)  # and can be used
+            raise
+
+
+def dies_in_a_truncation(mesh):
+    _dies_in_a_change(mesh, lambda cache: cache.truncate(torch.tensor([5, 4])), "cut")
+
+
+def dies_in_a_reordering(mesh):
+    _dies_in_a_change(mesh, lambda cache: cache.reorder(torch.tensor([1, 0])), "choose")
+
+
 CASES = {
     # function: ranks, those that do not answer, store, whether the time-out runs out first
     dies_before_a_gather: (3, (1,), "file", False),
@@ -232,6 +262,8 @@ PLANS = {
     dies_in_a_backward_pass: (3, (1,), "file", False),
     leaves_out_a_backward_pass: (3, (2,), "file", False),
     dies_in_a_tensor_parallel_layer: (2, (1,), "file", False),
+    dies_in_a_truncation: (2, (1,), "file", False),
+    dies_in_a_reordering: (2, (1,), "file", False),
     dies_in_a_decoding_step: (3, (1,), "file", False),
 }
 STEPS = {  # in the error
@@ -239,18 +271,28 @@ STEPS = {  # in the error
     dies_in_a_backward_pass: "exchange of",  # a rank may be ahead of the other by a step
     leaves_out_a_backward_pass: "exchange of",
     dies_in_a_tensor_parallel_layer: "tensor parallel: sum of the outputs",
+    dies_in_a_truncation: "tensor parallel: sum of the outputs",
+    dies_in_a_reordering: "tensor parallel: sum of the outputs",
     dies_in_a_decoding_step: "sharded decode",
 }
 DISAGREEING = [receives_another_size, receives_another_step]
 
 
+NORMAL = [*CASES, *PLANS] if LONG else [
+    dies_before_a_gather, dies_as_host_in_a_ring, dies_in_a_tensor_parallel_layer,
+    dies_in_a_decoding_step,
+]  # fmt: skip
+
+
+def _begun(case):
+    number, _, store, _ = {**CASES, **PLANS}[case]
+    return Apart(number, case, timeout=TIMEOUT, store=store)
+
+
 @pytest.fixture(scope="module")
 def started():
     """The ranks of all cases, side by side: most of their time they wait."""
-    cases = {
-        case: Apart(number, case, timeout=TIMEOUT, store=store)
-        for case, (number, _, store, runs_out) in CASES.items()
-    }
+    cases = {case: _begun(case) for case in NORMAL if case in CASES}
     cases[dies_in_a_part_of_the_world] = Apart(4, dies_in_a_part_of_the_world, timeout=TIMEOUT)
     return cases | {case: Apart(3, case, timeout=TIMEOUT) for case in DISAGREEING}
 
@@ -259,10 +301,7 @@ def started():
 def started_plans(started):
     for apart in started.values():
         apart.settled()
-    cases = {
-        case: Apart(number, case, timeout=TIMEOUT, store=store)
-        for case, (number, _, store, _) in PLANS.items()
-    }
+    cases = {case: _begun(case) for case in NORMAL if case in PLANS}
     return cases | {calls_twice: Apart(3, calls_twice, timeout=TIMEOUT)}
 
 
@@ -276,7 +315,9 @@ def _assert_named(outcomes, silent, seconds):
             assert after < seconds + GRACE + SLACK
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [case for case in NORMAL if case in CASES], ids=lambda case: case.__name__
+)
 def test_a_rank_that_does_not_answer_is_named(started, case):
     _, silent, _, runs_out = CASES[case]
     _assert_named(started[case].outcomes(silent), silent, SHORT * runs_out)
@@ -304,7 +345,9 @@ def test_the_step_of_each_rank_is_in_the_error(started):
         assert "rank 0 in 'values', rank 1 in 'keys', rank 2 in 'keys'" in str(error)
 
 
-@pytest.mark.parametrize("case", PLANS, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [case for case in NORMAL if case in PLANS], ids=lambda case: case.__name__
+)
 def test_a_rank_that_dies_in_a_layer_is_named(started_plans, case):
     _, silent, _, runs_out = PLANS[case]
     outcomes = started_plans[case].outcomes(silent)
@@ -357,7 +400,7 @@ def _process(_):
     return os.getpid()
 
 
-@pytest.mark.skipif(not LONG, reason="imports torch once more")
+@pytest.mark.long
 def test_ranks_of_tests_end_with_the_process_that_forked_them():
     program = """
 import os, sys

@@ -108,7 +108,7 @@ def _assert_equal_one_process(results, names):
                     assert_same(found[key], x)
 
 
-NORMAL = [(2, "fully_shard"), (3, "checkpointed"), (3, "checkpoint of shards"), (2, "DDP")]
+NORMAL = [(2, "fully_shard"), (3, "checkpoint of shards")]
 CASES = [(n, each) for n in (2, 3, 4) for each in WRAPPINGS] if LONG else NORMAL
 
 
@@ -189,6 +189,7 @@ def _in_mixed_precision(mesh):
     return found
 
 
+@pytest.mark.long
 def test_mixed_precision_equals_one_process_in_bfloat16():
     for found in on_ranks(2, _in_mixed_precision):
         for gradient, expected in found:
@@ -246,6 +247,7 @@ def _loaded(mesh, folder):
     return results
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_ranks_is_loaded_on_three_and_on_one(tmp_path):
     on_ranks(2, _saved, str(tmp_path))
     for results in on_ranks(3, _loaded, str(tmp_path)):
@@ -310,6 +312,7 @@ def _of_one_sequence(mesh, wrap, names):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "wrap"),
     [
@@ -345,6 +348,7 @@ def _tensor_parallel(mesh, names, wrapping):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapping", ["fully_shard", "checkpointed"])
 def test_parameters_of_split_heads_sharded(wrapping):
     names = [*LAYERS] if LONG else SOME

@@ -12,12 +12,12 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ranks import on_ranks
+from regard.cache_folder import cache_folder
 from regard.convert import as_latent
 from regard.distributed import counted, tensor_parallel
 from regard.distributed.models_tensor import mlps
 from regard.distributed.ranks import sum_bytes
 from regard.hf import SMOLLM2, attention_modules, attention_of, cache, install, place, register
-from regard.ops.rates import cache_folder
 from session import LONG
 from split_models import BUILDERS, SMALL, batch_of, model_of, same_gradients, trained
 

@@ -3,10 +3,9 @@
 In a Python of their own: the suite's type checks cannot be traced, and speak before our errors do.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from interpreters import run_python
 
 SOURCES = Path(__file__).parents[2] / "src"
 DECODE = """
@@ -45,12 +44,7 @@ with torch.no_grad():
 
 
 def run(code):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

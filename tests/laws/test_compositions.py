@@ -115,6 +115,7 @@ CASES = [  # a normal run compiles the kernel for few sizes
 ]
 
 
+@pytest.mark.usefixtures("unchecked")  # the other laws check annotations of the same calls
 @pytest.mark.parametrize(("layer", "backend"), CASES)
 def test_every_backend_reads_every_storage(layer, backend):
     """Float32: at most twice the error of a plain forward, and one rounding of the largest."""
@@ -186,6 +187,7 @@ def half_step(x, bits):
     return float(span.max()) / (2**bits - 1) / 2 * (1 + 2 * FINEST)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("form", FORMATS if LONG else FORMATS[::2])
 def test_low_bit_pages_keep_to_their_bound_at_every_length(form):
     tokens = 4096 if LONG else 512

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from regard import KVCache, QuantizedCache, SlidingCache, StaticCache
+from regard import KVCache, PagedCache, PagePool, QuantizedCache, SlidingCache, StaticCache
 from session import LONG
 
 STEPS = 34_000 if LONG else 200  # three seeds a kind
@@ -261,3 +261,58 @@ def test_a_repr_pastes_back(cache):
 def test_errors_of_wrong_caches_state_what_is_right(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()
+
+
+ALL = {
+    **KINDS,
+    "4 bits, rotated": lambda: QuantizedCache(format="K4V4", group=4),
+    "pages": lambda: PagedCache(PagePool(64, 4)),
+    "pages of a window": lambda: PagedCache(PagePool(64, 4), window=5, rollback=9),
+    "pages of codes": lambda: PagedCache(PagePool(64, 4, format="K4V4")),
+}
+EMPTY = {
+    "cut": lambda cache, make, path: cache,
+    "forked": lambda cache, make, path: cache.fork(),
+    "reordered": lambda cache, make, path: cache.reorder(torch.tensor([1, 0])) or cache,
+    "restored": lambda cache, make, path: cache.restore(cache.snapshot()) or cache,
+    "loaded": lambda cache, make, path: loaded(loaded(cache, make, path), make, path),
+}
+
+
+def loaded(cache, make, path):
+    cache.save(path, weights="mine")
+    again = make()
+    again.load(path, weights="mine")
+    return again
+
+
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("kind", ALL)
+def test_a_cache_cut_to_nothing_takes_the_streams_it_held_and_no_others(tmp_path, kind, empty):
+    k, v = torch.randn(2, 2, 3, 6), torch.randn(2, 2, 3, 4)
+    cache = ALL[kind]()
+    cache.update(k, v)
+    cache.truncate(0)
+    cache = EMPTY[empty](cache, ALL[kind], tmp_path / "cache.safetensors")
+    others = [
+        ((k[:1], v[:1]), "a batch of 1, the cache one of 2"),
+        ((k[[0, 1, 1]], v[[0, 1, 1]]), "a batch of 3, the cache one of 2"),
+        ((k[:0], v[:0]), "a batch of 0, the cache one of 2"),
+        ((k, k), r"\(heads, width\) = \(2, 6\), the cache \(2, 4\)"),
+        ((k[:, :1], v), r"\(heads, width\) = \(1, 6\), the cache \(2, 6\)"),
+        ((k.double(), v.double()), "float64 on cpu, the cache torch.float32"),
+        ((k,), "holds 2 streams, got 1"),
+    ]
+    for new, message in others:
+        for call in (cache.update, cache.peek):
+            with pytest.raises(ValueError, match=message):
+                call(*new)
+    assert (cache.length, cache.nbytes) == (0, 0)
+    for rows in ([2], [-1, 0]):
+        with pytest.raises(ValueError, match="2 rows are held"):
+            cache.reorder(torch.tensor(rows))
+    parts = cache.update(k, v)
+    assert torch.cat([part.streams[1] for part in parts], 2).shape == v.shape
+    cache.truncate(0)
+    cache.reorder(torch.tensor([1, 1, 0]))
+    assert cache.update(k[[0, 1, 1]], v[[0, 1, 1]])[-1].kv_stop == 3

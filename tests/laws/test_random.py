@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cases import BACKENDS, DTYPES, Case, bound, draw_case, is_objection
+from cases import BACKENDS, DTYPES, Case, bound, cut, draw_case, is_objection
 from contract import assert_within, compare
 from covering import covering
 from oracle import wide_attention
@@ -69,13 +69,6 @@ def test_every_backend_takes_its_share_of_plain_calls(backend, dtype):
     """A backend that objected to everything would pass every comparison."""
     outs = [attempt(draw_case(seed, dtype), backend) for seed in range(60)]
     assert sum(out is not None for out in outs) >= 8
-
-
-def cut(case: Case, rng: random.Random) -> list[tuple[int, int]]:
-    """Where the keys are split: up to four pieces, some of them empty."""
-    stop = case.sizes.keys
-    cuts = sorted(rng.randint(0, stop) for _ in range(rng.randint(0, 3)))
-    return list(zip([0, *cuts], [*cuts, stop], strict=True))
 
 
 def part_of(case: Case, start: int, stop: int) -> dict:

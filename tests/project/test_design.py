@@ -1,9 +1,14 @@
 """docs/design.md is true: its tree is that of the files, and its outline that of the layers."""
 
+import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
+import pytest
+
+from module_state import state_in, state_of
 from regard import Attention
 from regard.ops.backends import BACKENDS
 
@@ -41,11 +46,47 @@ def test_the_tree_has_every_file_and_no_other():
 
 
 def test_the_outline_is_the_forward_of_attention():
-    (outline,) = re.findall(r"```python[^\n]*\n(at = .*?)```", PAGE, re.DOTALL)
-    steps = [line.partition("#")[0].strip() for line in outline.splitlines()]
-    forward = inspect.getsource(Attention.forward)
-    source = [line.partition("#")[0].strip() for line in forward.splitlines()]
-    assert source[-len(steps) :] == steps
+    """Its whole body, without the docstring: a statement more is one to explain, too."""
+    (outline,) = re.findall(r"```python[^\n]*\n([^`]* arrive\(self.*?)```", PAGE, re.DOTALL)
+    source = textwrap.dedent(inspect.getsource(Attention.forward))
+    (forward,) = ast.parse(source).body
+    docstring, *body = forward.body
+    assert isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
+    written = [ast.unparse(statement) for statement in ast.parse(outline).body]
+    assert written == [ast.unparse(statement) for statement in body]
+
+
+def test_the_global_state_is_in_the_table():
+    _, section = PAGE.split("\n## Global state\n")
+    rows = re.findall(r"`([\w/]+)\.py: ([\w, ]+)`", section)
+    named = [f"{file}.{name}" for file, names in rows for name in names.split(", ")]
+    listed = {*named}
+    assert len(named) == len(listed), "a name stands in two rows"
+    found = state_of(ROOT / "src/regard")
+    assert found - listed == set(), "in src/, and not in the table"
+    assert listed - found == set(), "in the table, and not in src/"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import functools\n@functools.cache\ndef f(): ...", {"f"}),
+        ("from functools import lru_cache\n@lru_cache(maxsize=4)\ndef f(): ...", {"f"}),
+        ("from functools import lru_cache\ndef f(g): return lru_cache(9)(g)", {"f"}),
+        ("from weakref import WeakKeyDictionary as W, WeakSet\nA: W[int] = WeakSet()", {"A"}),
+        ("import threading\nA, B = 1, 2\n_LOCAL = threading.local()", {"_LOCAL"}),
+        ("_MEMO = {}\ndef f(key):\n    _MEMO[key] = 1", {"_MEMO"}),
+        ("_MEMO = {}\ndef f(key):\n    return lambda: _MEMO.pop(key)", {"_MEMO"}),
+        ("_LIST = []\nclass C:\n    def m(self):\n        _LIST.append(self)", {"_LIST"}),
+        ("_LAST = None\ndef f():\n    global _LAST\n    _LAST = 1", {"_LAST"}),
+        ("def f():\n    import torch\n    torch.add = None", {"torch"}),
+        ("from a import C\ndef f():\n    setattr(C, 'run', None)", {"C"}),
+        ("TABLE = {1: 2}\ndef f(key):\n    return TABLE[key]", set()),
+        ("FOUND = []\ndef f():\n    FOUND = []\n    FOUND.append(1)", set()),
+    ],
+)
+def test_state_is_found_in_a_source(source, found):
+    assert state_in(source) == found
 
 
 def test_the_table_names_every_backend():

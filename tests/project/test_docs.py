@@ -3,21 +3,21 @@
 import io
 import json
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 import regard.hf
+from interpreters import run_python
 from regard.cli.generate import show
 from regard.cli.terminal import PIPED
 from regard.hf import Written
-from session import LONG
+from regard.turns import Ratio
 
 ROOT = Path(__file__).parents[2]
-SLOW = pytest.mark.skipif(not LONG, reason="takes seconds, and shares its code with the others")
+SLOW = pytest.mark.long
 PAGES = ["README.md", "README.zh-CN.md"]
 GENERATE = ["docs/guides/transformers.md", "docs/zh/guides/transformers.md"]
 
@@ -60,6 +60,8 @@ def test_the_sample_of_generate_is_what_the_command_prints(page):
         Written(name, cache, "text", (1, 2), 3, 4.0, 5.0, 6 << 20, 7 << 30, "sdpa", "fused", 0, 8.0)
         for name, cache in (("regard", "growing"), ("transformers", "transformers"))
     ]
+    speed = Ratio(0.8, 0.78, 0.83, 12)
+    runs[0] = replace(runs[0], prefill_speed=speed, decode_speed=speed)
     console = Console(file=io.StringIO(), width=PIPED, highlight=False)
     show(runs, console)
     printed = sample(page).partition("\n\n")[2]
@@ -95,19 +97,18 @@ def test_every_benchmark_has_its_question_and_command(script):
         pytest.param("decode_gqa.py --rounds 1 --keys 64", marks=SLOW),
         pytest.param("decode_low_bit.py --rounds 1 --keys 64 --threads 1", marks=SLOW),
         pytest.param("decode_mla.py --rounds 1 --past 16", marks=SLOW),
-        "distributed.py --small --rounds 1 --bytes 4096 --only prefill",
         pytest.param("distributed.py --small --rounds 1 --bytes 4096", marks=SLOW),
         "masks.py --rounds 1 --length 300",
         pytest.param("memory.py --length 64 --kinds causal", marks=SLOW),
-        "prefill.py --rounds 1 --lengths 33",
-        "small_calls.py --rounds 1 --sizes 64 --length 3",
+        pytest.param("prefill.py --rounds 1 --lengths 33", marks=SLOW),
+        pytest.param("small_calls.py --rounds 1 --sizes 64 --length 3", marks=SLOW),
         pytest.param("training_window.py --rounds 1 --length 64 --heads 4 2", marks=SLOW),
     ],
     ids=lambda command: command.split(".")[0],
 )
 def test_a_benchmark_ends_in_one_line_of_json(command):
     script, *arguments = command.split()
-    command = [sys.executable, f"benchmarks/{script}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_python(f"benchmarks/{script}", *arguments, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
     last = json.loads(done.stdout.strip().splitlines()[-1])
     assert {"benchmark", "machine", "results"} <= set(last)

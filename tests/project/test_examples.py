@@ -12,7 +12,6 @@ import nbformat
 import pytest
 
 from pages import ROOT, without_figures
-from session import LONG
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = {path.stem: path for path in sorted(EXAMPLES.glob("*.py"))}
@@ -70,6 +69,7 @@ def rows(lines, *names):
     return found
 
 
+@pytest.mark.long
 def test_both_models_learn_and_mla_caches_less(tmp_path):
     lines = printed("train_small_lm", tmp_path)
     first = {name: float(loss) for name, loss in re.findall(r"(GQA|MLA) ([\d.]+)", lines[0])}
@@ -81,6 +81,7 @@ def test_both_models_learn_and_mla_caches_less(tmp_path):
     assert sum("writes b" in line for line in lines) == 2
 
 
+@pytest.mark.long
 def test_the_encoder_decoder_reverses_and_decodes_as_it_was_trained(tmp_path):
     lines = printed("encoder_decoder", tmp_path)
     right, gap = (next(line for line in lines if word in line) for word in ("%", "differs"))
@@ -110,6 +111,7 @@ def test_every_cache_holds_less_or_the_same_text(tmp_path):
         assert line.endswith("True")
 
 
+@pytest.mark.long
 def test_packed_documents_train_as_separate_ones(tmp_path):
     lines = printed("packed_documents", tmp_path)
     names = ["separate", "padded batch", "packed, blocked", "packed, sdpa"]
@@ -121,6 +123,7 @@ def test_packed_documents_train_as_separate_ones(tmp_path):
     assert visible < 0.15 * scores == 0.15 * tokens[0] ** 2
 
 
+@pytest.mark.long
 def test_a_conversion_loses_little_and_lora_wins_it_back(tmp_path):
     lines = printed("finetune_converted", tmp_path)
     latent = "mla:16+16 deepseek"
@@ -135,6 +138,7 @@ def test_a_conversion_loses_little_and_lora_wins_it_back(tmp_path):
     assert small == original[1] / 4
 
 
+@pytest.mark.long
 def test_a_compiled_layer_gives_the_same(tmp_path):
     lines = printed("compile_layer", tmp_path)
     for eager, compiled, seconds, apart in rows(lines, "a decoding step", "a training step"):
@@ -175,11 +179,9 @@ def killed_after(step, arguments, folder):
     return lines
 
 
-LONGER_RUN = pytest.param("mla", marks=pytest.mark.skipif(not LONG, reason="ten seconds more"))
-
-
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
-@pytest.mark.parametrize("attention", ["gqa", LONGER_RUN])
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_training_is_resumed_after_a_rank_was_killed(attention, tmp_path):
     given = ["--attention", attention, "--steps", 12, "--every", 4, "--folder"]
     alone = started(["-W", "error", PROGRAMS["train_on_several_ranks"], *given, "alone"], tmp_path)
@@ -220,6 +222,7 @@ def shown(notebook):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_shows_what_it_computes(name, tmp_path):
     stored, executed = NOTEBOOKS[name], tmp_path / "executed.ipynb"

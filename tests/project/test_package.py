@@ -105,6 +105,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(wheel):
     assert extra == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 
 
+@pytest.mark.long
 def test_the_source_archive_has_what_git_has(tmp_path):
     with tarfile.open(built("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -141,6 +142,7 @@ def test_the_changelog_has_this_version():
     assert released == sorted(released, reverse=True)
 
 
+@pytest.mark.long
 def test_what_the_wheel_holds_runs_where_it_is_unpacked(wheel, tmp_path):
     wheel.extractall(tmp_path / "site")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
@@ -154,6 +156,7 @@ def test_what_the_wheel_holds_runs_where_it_is_unpacked(wheel, tmp_path):
         assert "-c" not in command or str(tmp_path / "site") in done.stdout
 
 
+@pytest.mark.long
 def test_a_consumers_mypy_sees_types(tmp_path):
     (tmp_path / "consumer.py").write_text(CONSUMER)
     (tmp_path / "mypy.ini").write_text(SETTINGS)

@@ -53,7 +53,7 @@ BROKEN = {  # a text, and what is found in it
     "`regard compares path/to/model`": "regard has no verb compares",
     "`regard --versions`": "regard has no verb --versions",
     "`regard compare --attentions int8`": "compare has no option --attentions",
-    "`regard compare --attention int9`": "attentions to compare are",
+    "`regard compare --attention int9`": "attention='int9' is not one of",
     "`regard verify --only scale_closed`": "no law scale_closed",
     "`regard verify a.py:A --like head=4`": "no convention head",
     "`regard verify --budget 0.5`": "verify has no option --budget",

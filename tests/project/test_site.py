@@ -132,12 +132,14 @@ def test_addresses_of_pages():
     assert {page: address_of(page) for page in pairs} == pairs
 
 
+@pytest.mark.long
 def test_it_builds_without_warnings(site):
     """Not by `--strict`, so that with a warning the rest can still be tested."""
     lines = [line for line in site.said.splitlines() if not line.startswith("Build")]
     assert lines == ["No issues found"]
 
 
+@pytest.mark.long
 def test_every_page_is_in_the_navigation_and_on_the_site(site):
     nav = listed(CONFIG["nav"])
     assert len(nav) == len(set(nav))
@@ -145,6 +147,7 @@ def test_every_page_is_in_the_navigation_and_on_the_site(site):
     assert {address_of(page) for page in nav} == set(site.pages)
 
 
+@pytest.mark.long
 def test_every_page_can_be_read_aloud_and_on_a_phone(site):
     for address, page in site.pages.items():
         assert page.is_for_phones, address
@@ -153,6 +156,7 @@ def test_every_page_can_be_read_aloud_and_on_a_phone(site):
         assert not [source for source, words in page.pictures if len(words) < 10], address
 
 
+@pytest.mark.long
 def test_every_page_leads_to_its_translation(site):
     for address, page in site.pages.items():
         other = address.removeprefix("zh/") if address.startswith("zh/") else f"zh/{address}"
@@ -184,6 +188,7 @@ def broken_links(pages: dict[str, Page], has_file) -> list[str]:
     return broken
 
 
+@pytest.mark.long
 def test_every_link_and_picture_of_the_site_leads_somewhere(site):
     assert sum(len(page.links) for page in site.pages.values()) > 1000
     assert broken_links(site.pages, lambda path: (site.folder / path).is_file()) == []
@@ -202,6 +207,7 @@ def unresolved(page: Page) -> list[str]:
     return re.findall(r"\[[^\]\n]+\]\[[^\]\n]*\]|::: \w+|<autoref\b|\]\([\w./#-]+\)", page.text)
 
 
+@pytest.mark.long
 def test_no_reference_is_left_unresolved(site):
     left = {address: unresolved(page) for address, page in site.pages.items()}
     assert not {address: found for address, found in left.items() if found}
@@ -218,6 +224,7 @@ def test_every_public_name_is_on_one_page_of_the_reference():
     assert sorted(names) == sorted(REFERENCE["public"]())
 
 
+@pytest.mark.long
 def test_every_public_name_is_an_anchor(site):
     for page in REFERENCE["PAGES"]:
         names = {name for name, _ in REFERENCE["documented"](page)}
@@ -242,6 +249,7 @@ def search() -> re.Pattern[str]:
     return re.compile(separator.replace(r"\p{Script=Han}", "[\u4e00-\u9fff]"))
 
 
+@pytest.mark.long
 def test_the_search_finds_chinese_words_inside_a_sentence(site):
     built = json.loads((site.folder / "search.json").read_text(encoding="utf-8"))
     assert built["config"]["separator"] == CONFIG["plugins"]["search"]["separator"]

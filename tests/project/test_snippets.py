@@ -49,6 +49,7 @@ def test_a_snippet_runs_and_prints_what_is_shown(snippet, shown, capsys, tmp_pat
         assert without_figures(printed) == without_figures(shown.code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "command", "shown"),
     [each for each in programs() if each[0].page not in TRANSLATED],  # of the same code

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from covering import few
 from session import LONG
 from strangers.calls import build, call, cases, load
 from strangers.changing import changes, faults_of
@@ -126,7 +127,7 @@ def test_the_faults_are_those_of_the_table():
         assert each.laws or each.text, name
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", few(FAULTS, 4))
 def test_a_fault_is_one_edit_that_changes_what_is_done(fault):
     offering = [each for each in DRAWN if fault in write(each).offered][: 10 if LONG else 2]
     assert offering

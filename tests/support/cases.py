@@ -388,3 +388,10 @@ def t5_bucket(distance: int, buckets: int, furthest: int, bidirectional: bool) -
         return bucket + distance
     far = math.log(distance / exact) / math.log(furthest / exact) * (buckets - exact)
     return bucket + min(exact + int(far), buckets - 1)
+
+
+def cut(case: Case, rng: random.Random) -> list[tuple[int, int]]:
+    """Where the keys are split: up to four pieces, some of them empty."""
+    stop = case.sizes.keys
+    cuts = sorted(rng.randint(0, stop) for _ in range(rng.randint(0, 3)))
+    return list(zip([0, *cuts], [*cuts, stop], strict=True))

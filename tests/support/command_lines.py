@@ -11,6 +11,7 @@ import typer
 
 from pages import ROOT
 from regard.compare import chosen
+from regard.hf.generating.text import cache_name
 from regard.verify import LAWS, Conventions
 from regard_cli.app import app
 
@@ -142,9 +143,11 @@ def faults_of_verb(line: str, words: list[str], *, whole: bool) -> list[str]:
 
 def refused(verb: str, option: str, value: str) -> list[str]:
     """Why the verb itself would refuse a value, which its parser does not know."""
-    if (verb, option) == ("compare", "--attention"):
+    readers = {("compare", "--attention"): lambda: chosen([value])}
+    readers |= {("generate", "--cache"): lambda: cache_name(value)}
+    if (verb, option) in readers:
         try:
-            chosen([value])
+            readers[verb, option]()
         except ValueError as error:
             return [str(error)]
     if (verb, option) == ("verify", "--only") and value not in LAWS and not value.isupper():

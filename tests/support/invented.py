@@ -1,8 +1,10 @@
 """Results of every verb that were never measured, and the functions that print them."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from regard.bench.load import Load
 from regard.bench.short import Bench, Entry, Measured, Shape
 from regard.bench.tuning import Tuning
 from regard.cli import bench, compare, convert, generate, tune, verify
@@ -13,14 +15,20 @@ from regard.convert import measuring
 from regard.convert.report import Report as Conversion
 from regard.convert.targets import Target
 from regard.hf.generating.text import Written
-from regard.ops.speed import DEFAULT, Speed
+from regard.ops.speed import DEFAULT
+from regard.turns import Ratio
 from regard.verify import LAWS, Outcome, Report
 from regard.verify.law import Counterexample
 
 REFUSAL = "this attention has no place for qk_norm; a cache of fewer bits keeps the model as it is"
 
 
+SHIPPED = 19.7, 13.546  # decode tokens a second, perplexity
+
+
 def row(name, exact=False, *, bytes=46_080.0, speed=19.7, perplexity=13.546, decoded="fused"):
+    more, worse = speed / SHIPPED[0], perplexity / SHIPPED[1]
+    first = "shipped" in name
     return Row(
         name,
         exact,
@@ -28,8 +36,12 @@ def row(name, exact=False, *, bytes=46_080.0, speed=19.7, perplexity=13.546, dec
         context_in_memory=int((1 << 30) // bytes),
         prefill_tokens_per_second=1_615.0,
         decode_tokens_per_second=speed,
+        prefill_speed=None if first else Ratio(0.97, 0.91, 1.04, 6),
+        decode_speed=None if first else Ratio(more, 0.97 * more, 1.02 * more, 24),
         perplexity=perplexity,
         decode_perplexity=0.9 * perplexity,
+        perplexity_ratio=None if first else Ratio(worse, 0.999 * worse, 1.001 * worse, 2046),
+        decode_perplexity_ratio=None if first else Ratio(worse, 0.99 * worse, 1.01 * worse, 128),
         largest_logit_difference=1.5e-4,
         prefill_backend="sdpa",
         decode_backend=decoded,
@@ -57,9 +69,9 @@ COMPARISON = Comparison(
 
 def _measured(name, absent):
     entries = [
-        Entry("torch sdpa", 12.345, 1.0, 1.0, 1.0, 0.16),
-        Entry("regard: grouped", 1_234.567, 12.24, 10.09, 15.75, 0.07),
-        Entry("backend blocked", 2.5, 2.2, 2.0, 2.4, 1.47),
+        Entry("torch sdpa", 12.345, 1.0, 1.0, 1.0, 0.16, 15),
+        Entry("regard: grouped", 1_234.567, 12.24, 10.09, 15.75, 0.07, 15),
+        Entry("backend blocked", 2.5, 1.02, 0.97, 1.4, 1.47, 15),
     ]
     return Measured(
         Shape(name, 32, 8, 128, 1, 64), "bfloat16", "grouped", "reads", 1.0, entries, absent
@@ -73,13 +85,16 @@ BENCH = Bench(
         _measured("prefill, 512 tokens", {"fused": "fused needs numba", "eager": "eager is slow"}),
     ],
 )  # fmt: skip
-TUNING = Tuning(DEFAULT, {"call": 1.05, "products": 39.49})
+TUNING = Tuning(DEFAULT, {"call": 1.05, "products": 39.49}, {"call": 1.0}, Load(0.0, 0.0))
 TEXTS = ("Python's reference", "a long name of a text.txt")
 CONVERSION = Conversion(
     "Qwen3-0.6B", "GQA, 16 heads on 8 of 128", Target("deepseek", rank=384, rope_dim=64), True,
     ("law.txt",), 6_144,
     measuring.Measured(dict.fromkeys(TEXTS, 1_234.5), 4e4, 615.0, 19.7),
-    measuring.Measured(dict.fromkeys(TEXTS, 1_300.0), 2e4, 600.0, 17.0, "sdpa", "fused"),
+    measuring.Measured(
+        dict.fromkeys(TEXTS, 1_300.0), 2e4, 600.0, 17.0,
+        Ratio(0.98, 0.9, 1.02, 6), Ratio(0.86, 0.84, 0.88, 24), "sdpa", "fused",
+    ),
     seconds=99.0,
 )  # fmt: skip
 STATUSES = (
@@ -129,6 +144,8 @@ WRITTEN = [
         7 << 20,
         1 << 30,
         *on,
+        prefill_speed=Ratio(0.97, 0.93, 1.02, 12) if name == "regard" else None,
+        decode_speed=Ratio(0.8, 0.78, 0.83, 12) if name == "regard" else None,
     )
     for name, on in (("regard", ("sdpa", "fused")), ("transformers", ("sdpa", "sdpa")))
 ]
@@ -140,6 +157,6 @@ PRINTED = {
     "verify --list": lambda console: tabulate(console, verify.LISTED, verify.listed_laws()),
     "bench": partial(bench.show, BENCH),
     "convert": partial(convert.show, CONVERSION, Path("a folder/of mine")),
-    "tune": partial(tune.show, Speed(2e-6, 320e9, 8e9, 14e9, 4e9), TUNING),
+    "tune": partial(tune.show, replace(DEFAULT, call=2e-6, products=320e9), TUNING),
     "generate": partial(generate.show, WRITTEN),
 }

@@ -7,6 +7,7 @@ from regard.plan.cost import cost_of
 from regard.plan.devices import DEVICES, roofline_seconds
 from regard.plan.planning import plan
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
+from regard.turns import Ratio
 
 HOSTILE = "</script><img src=x onerror=alert(1)><b>bold</b>"
 FULL = LayerShape(
@@ -75,6 +76,7 @@ def compared(**changes):
     latent = replace(FULL, kv_lora_rank=30, keys_by_position=True)
     number = {"cache_bytes_per_token": 1_234.0, "context_in_memory": 870_000}
     number |= {"prefill_tokens_per_second": 1_615.0, "decode_tokens_per_second": 19.7}
+    number |= {"prefill_speed": Ratio(0.9, 0.8, 1.1, 6), "decode_speed": Ratio(0.8, 0.7, 0.9, 24)}
     number |= {"perplexity": 13.546, "decode_perplexity": 12.6, "largest_logit_difference": 1.5e-4}
     rows = (
         Row("GQA, as shipped", True, **number, layers=(FULL,) * 3, storage=STORAGES["plain"]),

@@ -68,18 +68,11 @@ MASKS = {
     "documents": lambda valid: Documents(valid.int()),
     "dense": lambda valid: Dense(valid[:, None, None, :]),
 }
-# Tracing with symbolic sizes takes 5 to 15 s for each layer, and as long again for each mask. A
+# Tracing takes 5 to 15 s for each layer, and with symbolic sizes as long again for each mask. A
 # normal run does it for these; a long run for all.
-DYNAMIC = tuple(LAYERS) if LONG else ("gqa", "mla")
-MASKED = {
-    name: tuple(MASKS) if LONG else some
-    for name, some in {
-        "gqa": ("padding",),
-        "everything": ("documents",),
-        "mla": ("dense",),
-        "latent kv": (),
-    }.items()
-}
+TRACED = tuple(LAYERS) if LONG else ("gqa",)
+DYNAMIC = tuple(LAYERS) if LONG else ("gqa",)
+MASKED = dict.fromkeys(LAYERS, tuple(MASKS)) if LONG else {"gqa": ("padding",)}
 
 
 def gap(a, b):
@@ -174,14 +167,16 @@ def traced(name):
     }
     if name in DYNAMIC:
         found["trained, dynamic"] = trained(make(Causal()).train(), dynamic=True)
-    for mask in MASKED[name]:
+    for mask in MASKED.get(name, ()):
         found[f"masked, {mask}"] = masked(causal, MASKS[mask])
     if name in ("gqa", "mla"):
         layer = make(WINDOW).eval()
         found["decode, window"] = decode(layer, StaticCache(80), StaticCache(80))
-        found["decode, growing"] = decode(causal, KVCache(), KVCache())
     if name == "gqa":
         found["in pages"] = over_pages(causal)
+    if name in ("gqa", "mla") and LONG:
+        found["decode, growing"] = decode(causal, KVCache(), KVCache())
+    if name == "gqa" and LONG:
         found["exported, strict"] = exported(causal, strict=True)
         for mask in (Causal() | Prefix(3), Causal() & Chunked(4)):
             found[f"exported, {mask!r}"] = exported(make(mask).eval())

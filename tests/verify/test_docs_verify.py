@@ -1,16 +1,16 @@
 """The pages on verify: snippets and commands run, and numbers and reports are those of the code."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from dataclasses import fields
 from typing import get_args
 
 import pytest
 
 import verify_page
+from covering import few
+from interpreters import run_python
 from mutants import callers, defects, functions, layers, things
 from pages import ROOT, Block, blocks, read, snippets
 from regard.verify import LAWS, Conventions, check
@@ -42,14 +42,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def pytest_runs(folder, *arguments):
-    variables = {
-        **os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }  # fmt: skip
+    variables = {"PYTHONPATH": str(ROOT / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     plugins = ["-p", "pytest_regard", "-p", "no:cacheprovider", "--color=no"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, *arguments],
-        cwd=folder, env=variables, capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_python("-m", "pytest", *plugins, *arguments, cwd=folder, **variables)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -92,7 +87,9 @@ def test_without_its_fault_the_file_is_right():
     assert check(defined["MultiHeadAttention"], quick=True).verdict == "kept"
 
 
-@pytest.mark.parametrize("line", sorted(each for each in COMMANDS if each.startswith("regard")))
+@pytest.mark.parametrize(
+    "line", few(sorted(each for each in COMMANDS if each.startswith("regard")), 9)
+)
 def test_every_command_is_understood(line, folder, monkeypatch, capsys):
     """Its options and declarations are; what they declare may not fit the file."""
     arguments = subprocess.run(

@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import subjects
+from interpreters import run_python
 from pytest_regard import JUDGED, LawBroken, Reports, laws
 from regard.verify import LAWS, Counterexample, Outcome, Report
 
@@ -20,11 +19,9 @@ PLUGINS = ("-p", "pytest_regard", "-p", "no:cacheprovider")
 def pytest_runs(folder, *arguments):
     root = FILE.parents[2]
     path = os.pathsep.join([str(root / "src")])
-    variables = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", *PLUGINS, "-q", "-rA", "--color=no"]
-    done = subprocess.run(
-        [*command, *arguments], cwd=folder, env=variables, capture_output=True, text=True
-    )
+    variables = {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = ["-m", "pytest", *PLUGINS, "-q", "-rA", "--color=no"]
+    done = run_python(*command, *arguments, cwd=folder, **variables)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -58,11 +55,9 @@ def test_a_subject_that_cannot_be_understood_fails_once(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "names", "deselected"),
     [
-        (["-k", "convexity"], ["convexity"], len(LAWS)),
         (["-k", "convexity or judged"], ["convexity", JUDGED], len(LAWS) - 1),
         (["-m", "not regard"], [], len(LAWS) + 1),
         (["--deselect", f"{TUTORIAL}::convexity"], {*LAWS, JUDGED} - {"convexity"}, 1),
-        ([], {*LAWS, JUDGED}, 0),
     ],
 )
 def test_pytest_selects_among_the_laws(arguments, names, deselected, tmp_path):
@@ -111,6 +106,7 @@ def test_with_other_tests_they_come_last(tmp_path):
     assert re.findall(r"^PASSED .*::(\w+)$", out, re.MULTILINE) == ["test_convexity", "convexity"]
 
 
+@pytest.mark.long
 def test_processes_of_xdist_share_one_report(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os\nfrom pathlib import Path\nfrom subjects import Tutorial as Base\n"

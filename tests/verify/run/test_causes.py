@@ -12,11 +12,10 @@ from regard.verify import LAWS, check
 from regard.verify.law import Counterexample
 from regard.verify.report.report import outcome
 from regard.verify.run.causes import EXPLAINS, TOPICS, settled
-from session import LONG
 
 SOME = [
-    *functions.MUTANTS[:: 1 if LONG else 24],
-    *layers.MUTANTS[:: 1 if LONG else 24],
+    *functions.MUTANTS,
+    *layers.MUTANTS,
     *defects.MUTANTS,
 ]
 
@@ -111,6 +110,7 @@ def test_advice_keeps_its_status_and_names_its_cause():
     ]
 
 
+@pytest.mark.long
 def test_most_mutants_have_one_cause_and_it_is_the_one_that_names_the_fault():
     counts, right = [], 0
     asked = [mutant for mutant in SOME if not mutant.slow]

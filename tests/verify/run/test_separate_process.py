@@ -47,7 +47,10 @@ def test_a_crash_is_the_outcome_of_the_current_law():
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("spins_on_long_ones", "3 s of processor time"), ("hangs_on_long_ones", "computed nothing")],
+    [
+        pytest.param("spins_on_long_ones", "3 s of processor time", marks=pytest.mark.long),
+        ("hangs_on_long_ones", "computed nothing"),
+    ],
 )
 def test_a_law_that_does_not_come_back_is_undecided(name, told):
     report = report_on(name, limit=3.0)
@@ -60,6 +63,7 @@ def test_a_law_that_does_not_come_back_is_undecided(name, told):
     assert report.failed == []
 
 
+@pytest.mark.long
 def test_a_subject_that_hangs_in_every_law_is_undecided_in_all(monkeypatch):
     monkeypatch.setattr("regard.verify.run.separate_process.SHORT", 1.0)
     asked = [*FEW, "value_linearity", "batch_invariance"]
@@ -71,6 +75,7 @@ def test_a_subject_that_hangs_in_every_law_is_undecided_in_all(monkeypatch):
     assert report.failed == []
 
 
+@pytest.mark.long
 def test_a_busy_machine_changes_no_verdict():
     """Four processes that compute all the time: less than a third of a processor is left."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]

@@ -17,7 +17,8 @@ _KEYS = 512  # keys in a block
 _PACKED = 64  # queries from which on keys are packed once
 _L2 = 1 << 20  # bytes of one key head that stay in a core's cache for the next query head or block
 _PASSES = 6  # over the elements of a mask, while it is made
-_OPERATOR = 0.5  # of an operator: starting the two half-precision products of a block
+_HALF_PRODUCTS = 0.5  # of an operator: starting the two half-precision products of a block
+_PRODUCTS = 0.25  # the same in float32
 
 
 def kernel_seconds(
@@ -42,8 +43,9 @@ def kernel_seconds(
     later = cached if packed else converted
     passes = kv_heads * first + (heads - kv_heads) * converted + heads * (blocks - 1) * later
     seconds += elements * passes
-    if half and 1 < queries < _PACKED:
-        seconds += _OPERATOR * SPEED.call * heads * blocks * -(-call.num_keys // _KEYS)
+    if queries > 1 and not packed:
+        operators = heads * blocks * -(-call.num_keys // _KEYS)
+        seconds += (_HALF_PRODUCTS if half else _PRODUCTS) * SPEED.call * operators
     return share * seconds
 
 

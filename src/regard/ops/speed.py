@@ -1,8 +1,8 @@
 """Rates of processors as values, and what is known of this one without measuring.
 
 A processor belongs to a class by the instructions that it has. The constants of the classes were
-fitted by `benchmarks/fitting.py`: `AVX2` and `AVX512` to random calls on an AMD EPYC (Zen 4), the
-former without its longer vectors; `AMX` to the decoding steps and prefills of
+fitted by `benchmarks/fitting.py`: `AVX2` and `AVX512` to random calls on an AMD EPYC (Zen 4, then
+Zen 5), the former without the longer vectors; `AMX` to the decoding steps and prefills of
 `docs/benchmarks.json`, on an Intel Xeon. Only ratios of rates matter.
 """
 
@@ -105,7 +105,7 @@ AVX2 = Speed(
 )  # fmt: skip
 AVX512 = Speed(
     call=6.3e-6, products=6.3e10, elements=2.3e9, row_float=1.4e9, row_half=6.2e8, rows_half=2.9e9,
-    products_half=4.5e10, scores=2.2e9, stream=1.3e10, fused=6.0e10, tiled=1.5e11,
+    products_half=4.5e10, scores=2.2e9, stream=1.3e10, fused=9.0e10, tiled=1.5e11,
 )  # fmt: skip
 AMX = Speed(
     call=5e-6, products=1.5e11, elements=2.0e9, row_float=2.6e9, row_half=4.2e9, rows_half=3.6e9,

@@ -272,12 +272,13 @@ def test_hidden_codes_may_stand_for_anything(backend):
 
 
 def test_the_estimates_know_codes():
-    """A short prompt's step: SDPA is best on values, and would have to dequantise codes first."""
+    """Codes take a third to half of the time of values (AVX-512, `benchmarks/decode_low_bit.py`);
+    SDPA would have to dequantise them first."""
     q, k = torch.randn(1, 32, 1, 128), torch.randn(1, 8, 1, 128)
     span = cases.Span(8191, 8192, 0, 8192)
     calls = {bits: prepare(q, k, k, mask=Causal(), span=span, bits=bits) for bits in (None, 8, 4)}
     times = [fused.estimate(calls[bits].call) for bits in (None, 8, 4)]
-    assert times[0] > times[1] >= times[2]
+    assert 0.6 * times[0] > times[1] >= times[2]
     assert calls[8].name == calls[4].name == "fused"
     for name in ("sdpa", "eager"):
         seconds = [choose.seconds_of(calls[bits].call, BACKENDS[name]) for bits in (None, 8)]

@@ -37,7 +37,8 @@ _MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix pr
 _LEAST_PAGE = 16  # tokens: the kernel's shortest block
 _PIECE = GATHERED  # tokens copied out of pages at a time
 _LANES = 8  # elements: head dims are multiples of this on every machine, if of no longer vector
-_DEQUANTISING = 6  # floating-point operations in the time that one code takes to dequantise
+_DEQUANTISING = 3  # floating-point operations in the time that one code takes to dequantise
+_MASK = 31  # operators that reading a mask takes
 _SOFTMAX = 2.3  # times as long as in torch's kernel: a score is written and read in three passes
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -80,7 +81,7 @@ def estimate(call: Call) -> float:
     rows = call.batch * call.num_heads * call.num_queries
     computed = rows * call.num_keys * (2 * width / SPEED.fused + _SOFTMAX / SPEED.scores)
     computed += _DEQUANTISING * elements / SPEED.fused if call.bits else 0
-    masked = (0 if is_everything(call.mask) else 31) + (0 if call.score_bias is None else 5)
+    masked = (0 if is_everything(call.mask) else _MASK) + (0 if call.score_bias is None else 5)
     operators = SPEED.call * ((3 if call.step else 17) + masked + heads / 10)
     return operators + mask_seconds(call) + max(streamed / SPEED.stream, computed)
 

@@ -27,7 +27,7 @@ _LEAST = 16  # queries: a block of fewer would be mostly padding, and decoding m
 _SIDE = 32  # queries in a block, and keys
 _FAR = (1 << 31) - 1  # a key after all others
 _SOFTMAX = 0.25  # times as long as in torch's kernel
-_OPERATORS = 40  # operators that starting a call costs as much as
+_OPERATORS = 30  # operators that starting a call costs as much as
 
 
 def objection(call: Call) -> str | None:

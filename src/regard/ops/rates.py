@@ -40,12 +40,12 @@ class Rates:
 
     @property
     def version(self) -> int:
-        return _settled()
+        return _current_version()
 
     def __getattr__(self, name: str) -> float:
         if name not in Speed.__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__} has no rate {name!r}")
-        _settled()
+        _current_version()
         return float(vars(self)[name])
 
     def load(self) -> Speed:
@@ -62,7 +62,7 @@ class Rates:
 
     def now(self) -> Speed:
         """The rates in use."""
-        _settled()
+        _current_version()
         return Speed(**{rate.name: getattr(self, rate.name) for rate in fields(Speed)})
 
 
@@ -70,7 +70,7 @@ SPEED = Rates()
 _known: dict[int, Speed] = {}  # by the number of threads
 
 
-def _settled() -> int:
+def _current_version() -> int:
     """The version of the rates, once these are those of the present number of threads."""
     threads = torch.get_num_threads()
     if SPEED.threads != threads:
@@ -83,7 +83,7 @@ def _settled() -> int:
 
 # The compiler runs this while it traces and takes the result for a constant, as
 # `torch.compiler.assume_constant_result` says, which would import the compiler.
-_settled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_current_version._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def usual(threads: int) -> Speed:

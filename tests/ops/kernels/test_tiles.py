@@ -3,8 +3,6 @@
 import itertools
 import struct
 
-import pytest
-
 from regard.ops.kernels.tiles import (
     BLOCK_BYTES,
     KEYS_A_TASK,
@@ -25,23 +23,33 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_strips_and_vectors_divide_the_widths(tile):
-    assert tile.value_width % tile.strip == 0
-    assert tile.strip % tile.lanes == 0
-    assert tile.rows * tile.strip <= max(tile.registers * tile.lanes, tile.rows * tile.value_width)
-    assert tile.block % tile.keys == 0
-    assert tile.prefetch_bytes % LINE == 0
-    assert tile.prefetch_bytes * tile.prefetches >= tile.k.bytes(tile.width)
-    assert tile.part_bytes % (4 * tile.lanes) == 0
+def divides(tile):
+    """Whether each loop of the kernel over the tile ends at the end of its data."""
+    registers = max(tile.registers * tile.lanes, tile.rows * tile.value_width)
+    return (
+        tile.value_width % tile.strip == 0
+        and tile.strip % tile.lanes == 0
+        and tile.rows * tile.strip <= registers
+        and tile.block % tile.keys == 0
+        and tile.prefetch_bytes % LINE == 0
+        and tile.prefetch_bytes * tile.prefetches >= tile.k.bytes(tile.width)
+        and tile.part_bytes % (4 * tile.lanes) == 0
+    )
 
 
-@pytest.mark.parametrize("rows", range(1, 20))
-def test_a_tile_pads_as_little_as_it_can(rows):
-    tile = tile_for(rows, 64, 64, False, False, False, 16)
-    padded = tile.padded(rows)
-    assert padded % tile.rows == 0 and rows <= padded < rows + tile.rows
-    assert padded == min(-(-rows // r) * r for r in range(1, 7))
+def test_strips_and_vectors_divide_the_widths():
+    assert [tile for tile in TILES if not divides(tile)] == []
+
+
+def test_a_tile_pads_as_little_as_it_can():
+    faults = []
+    for rows in range(1, 20):
+        tile = tile_for(rows, 64, 64, False, False, False, 16)
+        padded = tile.padded(rows)
+        least = min(-(-rows // r) * r for r in range(1, 7))
+        if padded % tile.rows or not rows <= padded < rows + tile.rows or padded != least:
+            faults.append((rows, padded, tile))
+    assert faults == []
 
 
 def test_a_block_of_keys_is_long_enough_to_pay():
@@ -50,14 +58,14 @@ def test_a_block_of_keys_is_long_enough_to_pay():
         assert tile.block == 64 or tile.block * width * tile.item >= BLOCK_BYTES
 
 
-@pytest.mark.parametrize("threads", [1, 2, 16])
-@pytest.mark.parametrize("heads", [1, 8, 64])
-@pytest.mark.parametrize("keys", [1, 255, 4096, 5001])
-def test_ranges_hold_every_key_once(keys, heads, threads):
-    tile = tile_for(1, 64, 64, False, False, False, 16)
-    ranges, length = tile.ranges(keys, heads, threads)
-    assert (ranges - 1) * length < keys <= ranges * length
-    assert ranges == 1 or (length % tile.block == 0 and keys / ranges >= KEYS_A_TASK / 2)
+def test_ranges_hold_every_key_once():
+    tile, faults = tile_for(1, 64, 64, False, False, False, 16), []
+    for keys, heads, threads in itertools.product((1, 255, 4096, 5001), (1, 8, 64), (1, 2, 16)):
+        ranges, length = tile.ranges(keys, heads, threads)
+        once = (ranges - 1) * length < keys <= ranges * length
+        if not once or (ranges > 1 and (length % tile.block or keys / ranges < KEYS_A_TASK / 2)):
+            faults.append((keys, heads, threads, ranges, length))
+    assert faults == []
 
 
 def test_arguments_are_packed_as_the_kernel_reads_them():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.cache_folder import cache_folder
+from regard.cache_folder import FOLDER, cache_folder, check_can_store
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,25 @@ def test_the_environment_chooses_the_folder(environment, expected, monkeypatch):
     for name, value in {"HOME": "/home/me", **environment}.items():
         monkeypatch.setenv(name, value)
     assert cache_folder() == Path(expected)
+
+
+def test_without_a_home_the_way_out_is_named(monkeypatch):
+    for name in (FOLDER, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(FileNotFoundError, match="no home folder; set REGARD_CACHE to a folder"):
+        cache_folder()
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "file"))
+    with pytest.raises(OSError, match=rf"rates cannot be stored in {tmp_path}/file: .*; set REG"):
+        check_can_store("rates")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "a" / "b"))
+    check_can_store("rates")
+    assert list((tmp_path / "a" / "b").iterdir()) == []

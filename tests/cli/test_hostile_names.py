@@ -2,34 +2,31 @@
 
 import json
 import re
+import shutil
 import sys
 import warnings
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
 
+from gguf_headers import plain_block, write_header
+from lettered import write_lettered
+from regard.cache_folder import FOLDER
+from regard.ops.rates import write_speed
+from regard.ops.speed import typical
 from regard_cli.app import run
 from regard_cli.options import VERBS
 
-NAME = "a\x1b[31m\u202e\x9b\x07[bold]<script>\nb"
+NAME = "a\x1b[31m\u202e\x9b\x07\x7f[bold]<script>\nb"
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model in a folder of that name, whose tokens and settings have such names, too."""
-    path = tmp_path_factory.mktemp("models") / NAME
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=8, eos_token_id=None)
-    LlamaForCausalLM(config).save_pretrained(path)
-    known = {"@": 0} | {f"{at}\x1b[2J\u202e</script><img src=x>": at for at in range(1, 8)}
-    words = Tokenizer(models.WordLevel(known, unk_token="@"))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-    return path
+    """A tiny model in a folder of that name, whose tokens have such names, too."""
+    words = {"@": 0} | {f"{at}\x1b[2J\u202e</script><img src=x>": at for at in range(1, 8)}
+    return write_lettered(tmp_path_factory.mktemp("models") / NAME, words, layers=2)
 
 
 def calls(folder, tmp_path):
@@ -48,18 +45,80 @@ def calls(folder, tmp_path):
             [model, "--text", "abc", "--heads", "0.0", "--html", page],
             [short, "--text", "abc"],
         ],
-        "show mask": [[f"causal {NAME}"], ["causal", "--queries", "3", "--html", short + "/a"]],
+        "show mask": [[f"causal {NAME}"], ["Causal()", "--queries", "3", "--html", short + "/a"]],
         "verify": [[short], [short + ".py:x"], [f"{model}:x", "--html", page]],
         "convert": [[short, "--to", "mqa", "--out", model], [model, "--to", "mqa", "--out", model]],
         "compare": [[short]],
-        "bench": [],  # no name of a file
-        "tune": [],
+        "bench": [["--dtype", NAME]],
+        "tune": [["--forget"], ["--threads", NAME]],
     }
 
 
-@pytest.mark.parametrize("verb", sorted(VERBS))
-def test_no_verb_prints_what_controls_a_terminal(verb, folder, tmp_path, monkeypatch, capfd):
-    for arguments in calls(folder, tmp_path)[verb]:
+KEYS = {  # of a GGUF whose block is sound but for what a case changes
+    "context_length": 32, "embedding_length": 16, "feed_forward_length": 16,
+    "attention.head_count": 2, "attention.head_count_kv": 1,
+    "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 1e4, "vocab_size": 40,
+}  # fmt: skip
+HEADERS = {  # the architecture, keys, names of tensors
+    "architecture": (NAME, {}, ()),
+    "rotation": ("llama", {"rope.scaling.type": NAME}, ()),
+    "value": ("llama", {"attention.head_count": NAME}, ()),
+    "key": ("llama", {NAME: 1}, ()),
+    "tensor": ("llama", {}, (f"blk.0.{NAME}", f"blk.{NAME}.attn_q.weight")),
+}
+
+
+def gguf(path, case):
+    architecture, keys, tensors = HEADERS[case]
+    return write_header(path, architecture, KEYS | keys, [plain_block(16, 2, 1, 8)], tensors)
+
+
+SETTINGS = (  # of config.json
+    {"model_type": NAME},
+    {"architectures": [NAME]},
+    {"layer_types": [NAME, NAME]},
+    {"dtype": NAME},
+    {"hidden_act": NAME},
+    {"rope_parameters": {"rope_type": NAME, "rope_theta": 1e4}},
+    {"quantization_config": {"quant_method": NAME}},
+    {NAME: NAME},
+)
+
+
+def checkpoints(folder, tmp_path):
+    """Checkpoints with such names in each place that a file has for a name."""
+    for number, case in enumerate(HEADERS):
+        yield gguf(tmp_path / f"{number}.gguf", case)
+    for number, settings in enumerate(SETTINGS):
+        copy = shutil.copytree(folder, tmp_path / f"settings {number}")
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | settings))
+        yield copy
+    copy = shutil.copytree(folder, tmp_path / "tensors")
+    weights = load_file(copy / "model.safetensors")
+    weights |= {f"model.layers.0.{NAME}": torch.zeros(1), NAME: torch.zeros(1)}
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt", NAME: NAME})
+    yield copy
+
+
+def of_a_checkpoint(verb, model, tmp_path):
+    """The arguments of a verb that reads a checkpoint, as a text and as JSON."""
+    out = tmp_path / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    more = {
+        "compare": ["--context", "8", "--attention", "mqa", "--html", str(tmp_path / "page.html")],
+        "convert": ["--to", "mqa", "--out", str(out)],
+        "generate": ["--prompt", "abc", "--max-new-tokens", "2"],
+        "plan": ["--html", str(tmp_path / "page.html")],
+    }.get(verb, [])
+    return [[str(model), *more], [str(model), *more, "--json"]]
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capfd):
+    """Runs a verb and checks what it prints, and then the pages that it wrote."""
+
+    def checked(verb, arguments):
         monkeypatch.setattr(sys, "argv", ["regard", *verb.split(), *arguments])
         run()
         printed = capfd.readouterr()
@@ -67,6 +126,9 @@ def test_no_verb_prints_what_controls_a_terminal(verb, folder, tmp_path, monkeyp
             found = CONTROLS.search(re.sub(r"\r?\x1b\[(\d*[A-Kml]|\?25[lh])", "", text))
             assert found is None, (arguments, text)
         assert printed.out or printed.err
+        assert "Traceback" not in printed.err
+
+    yield checked
     for page in tmp_path.glob("*.html"):
         text = page.read_text()
         body = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # Bokeh's
@@ -74,6 +136,27 @@ def test_no_verb_prints_what_controls_a_terminal(verb, folder, tmp_path, monkeyp
         for data in re.findall(r'<script type="application/json">(.*?)</script>', body, re.DOTALL):
             shown = json.dumps(json.loads(data), ensure_ascii=False)
             assert CONTROLS.search(shown) is None
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_no_verb_prints_what_controls_a_terminal(verb, folder, tmp_path, monkeypatch, check):
+    monkeypatch.setenv(FOLDER, str(tmp_path / NAME))
+    for arguments in calls(folder, tmp_path)[verb]:
+        check(verb, arguments)
+
+
+@pytest.mark.parametrize("verb", ["describe", "plan", "explain", "generate", "convert", "compare"])
+def test_nor_any_name_that_a_checkpoint_holds(verb, folder, tmp_path, check):
+    for model in checkpoints(folder, tmp_path):
+        for arguments in of_a_checkpoint(verb, model, tmp_path):
+            check(verb, arguments)
+
+
+def test_a_removed_file_is_named_without_them(tmp_path, monkeypatch, check):
+    monkeypatch.setenv(FOLDER, str(tmp_path / NAME))
+    path = write_speed(typical(torch.get_num_threads()))
+    check("tune", ["--forget"])
+    assert not path.exists()
 
 
 def test_a_warning_that_quotes_a_file_is_printable(monkeypatch):

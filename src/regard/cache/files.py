@@ -20,6 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.whole_file import errors_that_name
+
 HEADER_LIMIT = 16 << 20  # bytes: enough for 100,000 tensors
 COMMAS = 1 << 20  # in a header: each can make an object of fifty times its own bytes
 ELEMENTS = 1 << 48  # of a tensor, an axis of none counted as 1: more than any memory has
@@ -126,20 +128,21 @@ def write_tensors(
     path = Path(path)
     _check_regular(path)  # a device or a pipe would be replaced by the file
     header = _header(metadata, tensors)
-    descriptor, name = tempfile.mkstemp(prefix=".saving-", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(header)
-            for tensor in tensors.values():
-                for each in tensor.pieces if isinstance(tensor, Stacked) else (tensor,):
-                    for piece in _pieces(each.detach()):
-                        file.write(_memory(piece.cpu()))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with errors_that_name(path):
+        descriptor, name = tempfile.mkstemp(prefix=".saving-", suffix=".part", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(header)
+                for tensor in tensors.values():
+                    for each in tensor.pieces if isinstance(tensor, Stacked) else (tensor,):
+                        for piece in _pieces(each.detach()):
+                            file.write(_memory(piece.cpu()))
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 class TensorFile:

@@ -1,7 +1,5 @@
 """regard bench: a few shapes on this machine, regard and each of its backends against torch."""
 
-import json
-import sys
 from dataclasses import asdict
 
 import torch
@@ -9,7 +7,7 @@ from rich.console import Console
 
 from regard.bench import Bench, Measured, bench
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import progress_bar, remarks, say, stdout
+from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.words import counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,7 +45,7 @@ def run(
             progress=progress,
         )
     if as_json:
-        sys.stdout.write(json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
+        print_json(asdict(result))
     else:
         show(result, stdout())
 

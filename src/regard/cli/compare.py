@@ -1,7 +1,5 @@
 """regard compare: a real model with each attention that it can have, side by side."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import progress_bar, remarks, say, stdout
+from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
 from regard.compare.comparing import RATIOS
 from regard.compare.measure import MEASURED, cells
@@ -58,15 +56,14 @@ def run(
             candidates=rows,
             progress=progress,
         )
-    if html is not None:
-        write_comparison(result, html)
     if as_json:
-        sys.stdout.write(json.dumps(as_data(result), indent=2, allow_nan=False) + "\n")
-        return
-    console = stdout()
-    show(result, console)
-    if html is not None:
-        say(console, f"written to {html}")
+        print_json(as_data(result))
+    else:
+        show(result, stdout())
+    if html is not None:  # last: an error of the disk then loses no result
+        write_comparison(result, html)
+        if not as_json:
+            say(stdout(), f"written to {html}")
 
 
 def as_data(result: Comparison) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """regard convert: another attention for a real model, with the loss measured."""
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import progress_bar, say, stdout
+from regard.cli.terminal import print_json, progress_bar, say, stdout
 from regard.convert.healing.environment import keep_freed_memory
 from regard.convert.job import Job, run_job
 from regard.convert.measuring import Measured
@@ -51,7 +49,7 @@ def run(
     with quiet(), progress_bar() as progress:
         report = run_job(job, progress=progress)
     if as_json:
-        sys.stdout.write(json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n")
+        print_json(report.as_dict())
     else:
         show(report, out, stdout())
 

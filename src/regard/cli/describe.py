@@ -1,8 +1,6 @@
 """regard describe: the layers of a model's attention, from its description alone."""
 
-import json
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import groupby
@@ -13,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import remarks, say, stdout
+from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.plan.cost import cache_bytes, parameters, sizes, token_bytes
 from regard.plan.describing import describe
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
@@ -28,7 +26,7 @@ def run(*, model: Path, as_json: bool) -> None:
     """Describe, and print a table or JSON."""
     shape = describe(model)
     if as_json:
-        sys.stdout.write(json.dumps(as_data(shape), indent=2, allow_nan=False) + "\n")
+        print_json(as_data(shape))
     else:
         show(shape, stdout(80))
 

@@ -1,7 +1,5 @@
 """regard explain: which backend runs a call, and why the others do not; nothing is computed."""
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from regard.cli.terminal import say, stdout
+from regard.cli.terminal import print_json, say, stdout
 from regard.layers.latent_forms import ABSORBED, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
 from regard.ops.attend import prepare
@@ -91,7 +89,7 @@ def run(
         title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {dtype or shape.dtype}"
     if as_json:
         listed = {"model": title, "calls": [asdict(each) for each in found], "refused": refused}
-        sys.stdout.write(json.dumps(listed, indent=2, allow_nan=False) + "\n")
+        print_json(listed)
     else:
         show(title, found, refused, stdout(piped=PIPED))
 

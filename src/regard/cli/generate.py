@@ -1,6 +1,5 @@
 """regard generate: text while it is generated, then its time and memory."""
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from regard.cli.terminal import say, stdout, waiting
+from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
 from regard.hf.generating.prefix_folder import prefixes_in
 from regard.hf.generating.text import cache_name
@@ -71,7 +70,7 @@ def run(
 def _print(runs: list[Written], shown: bool, as_json: bool) -> None:
     """Print the text, unless it was shown, and what it took; or JSON alone."""
     if as_json:
-        sys.stdout.write(json.dumps([asdict(each) for each in runs], indent=2) + "\n")
+        print_json([asdict(each) for each in runs])
         return
     if not shown:
         _show(runs[0].text + "\n")

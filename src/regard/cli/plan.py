@@ -1,7 +1,5 @@
 """regard plan: what each attention that a model could have costs, from its sizes alone."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import remarks, say, stdout
+from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.plan.devices import Device
 from regard.plan.engines import ENGINES
 from regard.plan.from_sizes import model_from_sizes
@@ -93,7 +91,7 @@ def _output(found: Plan, formula: bool, html: Path | None, as_json: bool) -> Non
 
         write_plan(found, html)
     if as_json:
-        sys.stdout.write(json.dumps(as_data(found, formula), indent=2, allow_nan=False) + "\n")
+        print_json(as_data(found, formula))
         return
     console = stdout(TABLE)
     show(found, console)

@@ -1,7 +1,5 @@
 """regard show attention: where the heads of a model look, while its fast kernels run."""
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import say, stdout, waiting
+from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.packages import quiet
 from regard.see import AttentionMaps, attention, find
@@ -90,7 +88,7 @@ def run(
         if path is not None:
             draw(maps, path, printed(maps, asked) if asked.anything else ())
     if as_json:
-        sys.stdout.write(json.dumps(as_data(maps, asked, str(model or SMOLLM2), found)) + "\n")
+        print_json(as_data(maps, asked, str(model or SMOLLM2), found), indent=None)
         return
     console = stdout(piped=80)
     say(console, f"{model or SMOLLM2}: {maps}, in {seconds:.1f} s.")

@@ -1,13 +1,11 @@
 """regard show mask: which keys each query may attend to, and why."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from regard.cli.terminal import stdout
+from regard.cli.terminal import print_json, stdout
 from regard.masks import Mask, Span
 from regard.masks.draw import grid
 from regard.see.grammar import mask_from
@@ -45,7 +43,7 @@ def run(
     _write(rule, span, place, svg, png, html)
     if as_json:
         listed = {**_listed(rule, span, **place), "cell": sentences[0] if sentences else None}
-        sys.stdout.write(json.dumps(listed, allow_nan=False) + "\n")
+        print_json(listed, indent=None)
         return
     console = stdout(piped=PIPED)
     files = [file for file in (svg, png, html) if file is not None]

@@ -1,7 +1,10 @@
 """Output on a terminal: its width, wrapped sentences, and progress on stderr."""
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
@@ -35,6 +38,14 @@ def say(
     text = Text(lines, style=style)
     text.stylize("bold", 0, indent + len(bold) if bold else 0)
     console.print(text, soft_wrap=True)
+
+
+def print_json(data: Any, indent: int | None = 2) -> None:
+    """Print data as JSON on stdout, with every control character as its escape."""
+    text = json.dumps(data, indent=indent, allow_nan=False)
+    sys.stdout.write(
+        text.replace("\x7f", r"\u007f") + "\n"
+    )  # the only one that `json` lets through
 
 
 def remarks(console: Console, heading: str, reasons: Mapping[str, str]) -> None:

@@ -1,15 +1,14 @@
 """regard tune: measure this machine's rates, from which backends are chosen, and save them."""
 
-import json
-import sys
 from dataclasses import asdict, fields
 
 import torch
 from rich.console import Console
 
 from regard.bench import Tuning, measure_speed
+from regard.cache_folder import check_can_store
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import remarks, say, stdout, waiting
+from regard.cli.terminal import UNWRAPPED, print_json, remarks, say, stdout, waiting
 from regard.ops.observed import kernel_objection
 from regard.ops.rates import SPEED, forget_speed, write_speed
 from regard.ops.speed import Speed, typical
@@ -43,8 +42,9 @@ def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
         torch.set_num_threads(threads)
     if forget:
         gone = forget_speed()
-        sys.stdout.write(f"removed {gone}\n" if gone else "nothing was saved\n")
+        say(stdout(UNWRAPPED), f"removed {gone}" if gone else "nothing was saved")
         return
+    check_can_store("rates")  # first: measuring takes a while
     before = SPEED.load()
     with waiting("measuring this machine"):
         tuning = measure_speed()
@@ -58,7 +58,7 @@ def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
         rates = {"usual": usual, "before": before, "now": tuning.speed}
         written = {name: asdict(rate) for name, rate in rates.items()}
         written |= {"spread": tuning.spread, "drift": tuning.drift, "load": asdict(tuning.load)}
-        sys.stdout.write(json.dumps({"path": str(path), **written}, indent=2) + "\n")
+        print_json({"path": str(path), **written})
         return
     console = stdout()
     show(before, tuning, console)

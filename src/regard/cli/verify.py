@@ -16,7 +16,7 @@ from regard.verify import LAWS, Conventions, Outcome, Report, check
 from regard.verify.report.html import WORDS, page
 from regard.verify.report.report import DECLARE
 from regard.verify.subject.conventions import conventions_from
-from regard.whole_file import write_whole
+from regard.whole_file import check_can_write, write_whole
 
 COLOURS = {"kept": "green", "broken": "red", "not understood": "red", "partly judged": "yellow"}
 STATUS_COLOURS = {
@@ -46,14 +46,16 @@ def run(
     if listed:
         tabulate(console, LISTED, listed_laws())
         return
+    if html is not None:
+        check_can_write(html)
     with progress_bar() as progress:
         report = check(subject, conventions_of(like or []), progress=progress, **options)
-    if html is not None:
-        write_whole(html, page(report).encode())
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:
         show(report, console, every_law=every_law)
+    if html is not None:  # last: an error of the disk then loses no result
+        write_whole(html, page(report).encode())
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 

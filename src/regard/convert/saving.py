@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 from uuid import uuid4
 
@@ -28,6 +29,7 @@ def check_free(out: str | Path) -> Path:
     Raises:
         FileExistsError: if the path exists and is not an empty folder.
         FileNotFoundError: if its parent folder is missing.
+        OSError: if its parent folder cannot be written.
 
     Examples:
         >>> import tempfile
@@ -41,6 +43,11 @@ def check_free(out: str | Path) -> Path:
         raise FileExistsError(f"{out} exists and is not empty; give another folder, or remove it")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"{out.parent} is not a folder; make it, or give another out")
+    try:
+        with TemporaryFile(dir=out.parent) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        raise _not_written(out, error) from error
     return out
 
 
@@ -113,8 +120,8 @@ def _beside(out: Path) -> Iterator[Path]:
     from safetensors import SafetensorError
 
     folder = out.with_name(f".{out.name}.{uuid4().hex[:8]}.partial")
-    folder.mkdir()
     try:
+        folder.mkdir()
         yield folder
         for file in folder.rglob("*"):
             _flush(file)
@@ -122,11 +129,21 @@ def _beside(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()  # empty, or this raises
         folder.rename(out)
-    except SafetensorError as error:  # which a full disk raises
-        raise OSError(f"{out} is not written: {error}; give a folder on another disk") from error
+    except Exception as error:
+        of_disk = isinstance(error, OSError | SafetensorError) or type(error) is Exception
+        if not of_disk:  # on a full disk, tokenizers raise an `Exception` of no class
+            raise
+        raise _not_written(out, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _flush(out.parent)
+
+
+def _not_written(out: Path, error: Exception) -> OSError:
+    return OSError(
+        f"{out} is not written: {error}; give a folder on a disk with room, whose parent folder "
+        "can be written"
+    )
 
 
 def _flush(path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from regard.cache_folder import cache_folder
+from regard.cache_folder import cache_folder, check_can_store
 from regard.ops.speed import DEFAULT, NARROWING, Speed, processor, typical
 from regard.whole_file import write_whole
 
@@ -154,15 +154,15 @@ def write_speed(speed: Speed) -> Path:
 
     Raises:
         ValueError: if this machine cannot have such rates.
-        OSError: if the folder cannot be written.
+        OSError: if the folder cannot be written; the error names the way out.
     """
     objection = speed.objection(typical(torch.get_num_threads()))
     if objection is not None:
         raise ValueError(
             f"these rates are not written: {objection}; measure again on a quiet machine"
         )
+    check_can_store("rates")
     path = speed_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(asdict(speed), indent=2).encode())
     return path
 

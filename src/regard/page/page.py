@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from regard.whole_file import write_whole
+from regard import whole_file
 from regard.words import without_controls
 
 ESCAPED = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
@@ -104,7 +104,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
     Raises:
         OSError: if the file cannot be written; an earlier file of that name is as before.
     """
-    write_whole(path, page(title, sections).encode())
+    whole_file.write_whole(path, page(title, sections).encode())
 
 
 def check_can_write(path: Path) -> None:
@@ -114,7 +114,7 @@ def check_can_write(path: Path) -> None:
         path: of the HTML file.
 
     Raises:
-        ValueError: if its folder is missing, or it is a folder itself.
+        OSError: if no file can be written there; the error names the path and the way out.
         ImportError: if Bokeh is missing.
 
     Examples:
@@ -122,10 +122,7 @@ def check_can_write(path: Path) -> None:
         >>> from regard.page.page import check_can_write
         >>> check_can_write(Path("costs.html"))
     """
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is no folder; make it, or give another --html")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; give --html the name of a file")
+    whole_file.check_can_write(path)
     _imported("bokeh.resources")
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from full_disk import files_of_at_most
 from regard.convert import Recipe
 from regard.convert.healing import heal as healing
 from regard.convert.healing.heal import heal
@@ -76,3 +77,11 @@ def test_another_task_does_not_resume_from_a_state(tmp_path):
     with pytest.raises(ValueError, match="is not the record of a healing"):
         heal(student, teacher, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
     assert all(value.equal(was[name]) for name, value in state_of(student).items())
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_no_half_file(tmp_path):
+    student, teacher = pair()
+    sentence = rf"not stored in {tmp_path}: .*; make room on its disk and start the same job again"
+    with files_of_at_most(1000), pytest.raises(OSError, match=sentence):
+        heal(student, teacher, WINDOWS, steps=1, recipe=QUICK, state=tmp_path)
+    assert list(tmp_path.iterdir()) == []

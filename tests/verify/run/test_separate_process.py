@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import subjects
+from full_disk import files_of_at_most
 from regard.verify import check
 
 FILE = Path(subjects.__file__)
@@ -107,6 +108,11 @@ def test_a_hang_before_the_first_law(monkeypatch):
     monkeypatch.setattr("regard.verify.run.separate_process.LOADING", 6.0)
     report = report_on("hangs")
     assert "it did not come back within 6 s" in report.problem
+
+
+def test_a_full_disk_is_no_mistake_of_the_subject():
+    with files_of_at_most(1000), pytest.raises(OSError, match="set TMPDIR to a folder on a disk"):
+        report_on("Tutorial")
 
 
 def test_progress_is_reported():

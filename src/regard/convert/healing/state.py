@@ -45,10 +45,33 @@ def save_state(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Write weights and moments, then the record that names them; then remove older weights."""
+    """Write weights and moments, then the record that names them; then remove older weights.
+
+    Raises:
+        OSError: if the disk is full or read-only; an earlier state is as before.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, record, parameters, optimizer)
+    except (OSError, SafetensorError) as error:
+        for part in folder.glob("*.unfinished"):
+            part.unlink()
+        raise OSError(
+            f"the healing so far is not stored in {folder}: {error}; make room on its disk and "
+            "start the same job again, which continues from the last state that was stored"
+        ) from error
+
+
+def _write(
+    folder: Path,
+    record: Record,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> None:
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     weights = f"step-{record.steps}.safetensors"
     tensors = {f"weight.{name}": each.detach().contiguous() for name, each in parameters.items()}
     for name, each in parameters.items():

@@ -4,12 +4,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from regard.cache.paging.pool import PagePool
 from regard.hf.generating.cache_of_model import cache
 from regard.hf.generating.watching import called_module
+from regard.whole_file import check_can_write, errors_that_name
 
 FILE = "prefixes.safetensors"
 TOKENS = 16_384  # tokens in the file at most: of SmolLM2, 720 MiB in float32, 110 MiB as K8V4
@@ -19,9 +19,9 @@ def _make(folder: Path) -> None:
     """Make the folder, and raise an `OSError` now if no file can be written in it."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file or a broken link; give a folder for prefixes")
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=folder):
-        pass
+    with errors_that_name(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    check_can_write(folder / FILE)
 
 
 @contextmanager

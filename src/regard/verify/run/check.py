@@ -53,6 +53,7 @@ def check(
 
     Raises:
         ValueError: for conventions or laws that do not exist.
+        OSError: if the disk of temporary files, by which a separate process answers, is full.
 
     Examples:
         >>> from regard.verify import check

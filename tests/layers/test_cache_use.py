@@ -304,6 +304,9 @@ def test_padding_on_the_right_is_refused_once_rows_are_cut():
     out = layer(x[:, 4:5], cache=cache)
     alone = layer(torch.cat([x[:1, :2], x[:1, 4:5]], 1))[:, 2:]
     assert_same(out[:1], alone)
+    cache.truncate(valid.sum(1))
+    of_no_slot = Padding(torch.ones(2, 0, dtype=torch.bool))
+    assert_same(layer(x[:, 4:5], cache=cache, mask=of_no_slot), out)
 
 
 # ---- a cache that attends itself

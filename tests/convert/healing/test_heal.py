@@ -174,6 +174,8 @@ def test_what_cannot_be_healed_is_refused_before_any_work():
     refuses("steps and minutes are above 0", steps=0)
     refuses("1 windows of 17 tokens, and a batch takes 2", windows=WINDOWS[:1])
     refuses("windows of 200 tokens; the student has 128 positions", windows=tokens(2, 200))
+    refuses("windows of 129 tokens; the student has 128", windows=tokens(2, 129))
+    heal(*pair(), tokens(2, 128), steps=1, recipe=QUICK)
     refuses(f"tokens are 0 to {VOCABULARY}, the vocabulary", windows=WINDOWS * 0 + torch.tensor([[0], [VOCABULARY]] * 3))  # fmt: skip  # noqa: E501
     refuses("the student has 1 attention modules and the teacher 2", attention=[nn.Linear(1, 1)])
     refuses("no parameter of the student would be trained", attention=[nn.Linear(1, 1)] * 2)

@@ -46,5 +46,7 @@ def test_the_allotted_sizes_have_the_least_cost():
         if 8 <= 56 - a - b <= 32
     ]
     assert cost(given) == pytest.approx(min(map(cost, every)), rel=1e-9)
-    with pytest.raises(ValueError, match="not between 8 and 32 each"):
-        allot(table, sizes, 100)
+    assert allot(table, sizes, 24) == [8] * 3 and allot(table, sizes, 96) == [32] * 3
+    for total in (23, 97):
+        with pytest.raises(ValueError, match="not between 8 and 32 each"):
+            allot(table, sizes, total)

@@ -223,7 +223,7 @@ def driven(machine: type[Caches], operations: int) -> None:
 
 @pytest.mark.usefixtures("unchecked")  # annotations are checked by other tests of the same calls
 def test_caches_agree_with_lists():
-    driven(Caches, 16_000 if LONG else 800)
+    driven(Caches, 16_000 if LONG else 480)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_caches_agree_with_lists():
 @pytest.mark.usefixtures("unchecked")
 def test_pages_agree_with_lists(form, cold):
     machine = type("ThesePages", (Pages,), {"format": form, "cold": cold})
-    driven(machine, 12_000 if LONG else 600)
+    driven(machine, 12_000 if LONG else 400)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from regard.distributed.context.exchanging import Kind
 from regard.distributed.context.sending import Sending, making_keys
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
+from regard.distributed.tensor.heads import split_of
 from regard.heads import merge_heads
 from regard.hf.families.table import Family, is_placed
 from regard.hf.running.calls import arrive, of_one_dtype, options_of
-from regard.layers.inputs import shared
 from regard.layers.latent import LatentKVAttention
 from regard.layers.latent_forms import ABSORBED, choose_form, project_latent
 from regard.layers.latent_kv import as_stream
@@ -117,9 +117,9 @@ def _send_latent(family: Family, module: Any, x: Tensor, angles: Any, call: Shar
     q_rope, k_rope = (family.rotate(module, each, angles) for each in (q_rope, k_rope))
     form, _ = choose_form(module, call.span)
     q, joined = form.queries(module, q_nope, q_rope), torch.cat([latent, k_rope], dim=-1)
-    if getattr(module, "head_split", None) is not None:  # each rank reads it for its heads
-        joined = module.head_split.shared(joined)
-    outline, read = form.outline(module, joined), partial(form.read, module)
+    if (split := split_of(module)) is not None:  # each rank reads it for its heads
+        joined = split.shared(joined)
+    outline, read = form.outline(module, q, joined), partial(form.read, module)
     if form is ABSORBED:
         return Sending(q, (joined,), outline, read, {"v_head_dim": module.kv_lora_rank})
     made = making_keys(module, partial(form.parts, module))
@@ -132,7 +132,7 @@ def _send_latent_kv(
     """LatentKV: latents and their positions: the receiver rebuilds, norms and rotates the keys."""
     where = call.positions.to(torch.int32)
     q = family.rotate(module, module.queries(x), where)
-    latent = shared(module, module.kv_a_proj(x)).unsqueeze(1)
+    latent = module.kv_a_proj(x).unsqueeze(1)
     streams = latent, as_stream(where, x.shape[0])
     made = making_keys(module, module.rebuild)
     return Sending(q, streams, module.outline(latent), lambda out: out, made)

@@ -31,6 +31,7 @@ from regard.distributed.context.sending import widths_of
 from regard.distributed.models_attention import ShardedCall, forward
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout, Shards
+from regard.distributed.tensor.heads import split_of
 from regard.hf.families import rotating
 from regard.hf.families.finding import find, unknown_attention
 from regard.hf.families.table import Family, family_of, is_placed
@@ -105,7 +106,7 @@ def context_parallel_of_model(
 
 def _widths_of(module: Any) -> tuple[int, int]:
     """Elements of a token's streams that have gradients, and bytes of those that have none."""
-    family, split = _family(module), getattr(module, "head_split", None)
+    family, split = _family(module), split_of(module)
     if is_placed(module):
         return widths_of(module)
     if family.latent:
@@ -181,7 +182,7 @@ def _objection(module: Any, ranks: Ranks) -> str | None:
         return f"attends to another sequence, {lacking}"
     if family.window_of(module) is not None and not getattr(module, "is_causal", True):
         return f"has a window on both sides, {lacking}"
-    return heads_objection(module, ranks) if hasattr(module, "head_split") else None
+    return heads_objection(module, ranks)
 
 
 def _run_on_shards(plan: ModelContextParallel, model: Any) -> None:

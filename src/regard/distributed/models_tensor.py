@@ -35,7 +35,7 @@ from regard.hf.families.projecting import Separate
 from regard.hf.families.table import Family, family_of, is_placed
 from regard.hf.running.binding import is_bound
 from regard.hf.running.registering import NAME
-from regard.layers.construct import local_objection
+from regard.layers.construct import product_objection
 
 OUTPUTS = ("o_proj", "out_proj", "o")  # names of the linear layer that reads the heads' outputs
 MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -64,7 +64,7 @@ class ModelPlan(Plan):
         for block in mlps(self.module):
             for name in block.linears:
                 linear = self.module.get_submodule(name)
-                if (why := local_objection(linear)) is not None:
+                if (why := product_objection(linear)) is not None:
                     return f"{name} {why}; call this before adapters and quantisation are added"
         return None
 
@@ -128,7 +128,7 @@ def _objection(module: Any, size: int) -> str | None:
     if is_split(module):
         return "is split already; call this once, and before fully_shard"
     for name in linears_of(family, module):
-        if (why := local_objection(module.get_submodule(name))) is not None:
+        if (why := product_objection(module.get_submodule(name))) is not None:
             return f"{name} {why}; call this before adapters, quantisation and hooks are added"
     return None
 

@@ -26,13 +26,11 @@ from regard.layers.construct import (
     size_of_head,
 )
 from regard.layers.inputs import (
-    HeadSplit,
     arrive,
     check_rope,
     check_width,
     describe,
-    local_kv_heads,
-    shared,
+    options_of,
 )
 from regard.layers.memory import Memory, check_own, recorded_for
 from regard.layers.steps import record_step, repeated_step
@@ -89,7 +87,7 @@ class Attention(nn.Module):
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     has_steps = True  # its decoding steps may repeat: `regard.layers.steps`
-    head_split: HeadSplit | None = None  # where its heads are split over ranks
+    options = options_of
 
     @records_arguments()
     def __init__(
@@ -185,7 +183,7 @@ class Attention(nn.Module):
         call = describe(self, q, k, v, at, bits_of(cache))
         with restored_on_error(self, cache, mask):
             parts = cache.update(*requiring_grad(call.needs_grad, k, v))
-            out = attended(self, call, q, cache, parts)
+            out = attended(self.options(at)["sinks"], call, q, cache, parts)
             record_step(self, x, cache, call)
             return self.o_proj(merge_heads(self.gated(x, out)))
 
@@ -245,17 +243,21 @@ class Attention(nn.Module):
         """
         self._refuse_rope()
         check_width("context", context, self.context_size, self.k_proj)
-        return recorded_for(self, Memory(*self._keys_values(shared(self, context))))
+        return recorded_for(self, Memory(*self._keys_values(context)))
 
     def project(
         self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, L, D]`, keys and values `[B, G, S, D]`, normed, before rotation."""
-        x = shared(self, x)
         q = self._heads(self.q_proj(x), self.q_norm)
         if isinstance(context, Memory):
             return q, context.k, context.v
-        return q, *self._keys_values(x if context is None else shared(self, context))
+        return q, *self._keys_values(x if context is None else context)
+
+    @property
+    def memory_heads(self) -> int:
+        """Key heads of the memory that `remember` makes."""
+        return self.num_kv_heads
 
     @property
     def first_projection(self) -> nn.Module:
@@ -273,7 +275,7 @@ class Attention(nn.Module):
                 "project it once with memory = layer.remember(context)"
             )
         if isinstance(context, Memory):
-            check_own(self, context, local_kv_heads(self))
+            check_own(self, context, self.memory_heads)
         else:
             check_width("context", context, self.context_size, self.k_proj)
         rows = context.k.shape[0] if isinstance(context, Memory) else context.shape[0]
@@ -301,7 +303,7 @@ class Attention(nn.Module):
         """The output of the heads times the gate of the input, if the layer has one."""
         if self.gate_proj is None:
             return out
-        gate = torch.sigmoid(self.gate_proj(shared(self, x)))
+        gate = torch.sigmoid(self.gate_proj(x))
         return out * split_heads(gate, gate.shape[-1] // out.shape[1]).to(out.dtype)
 
     def __repr__(self) -> str:

@@ -148,15 +148,8 @@ def announce_pieces(cache: object, *widths: int) -> None:
         cache.pieces = widths  # type: ignore[attr-defined]
 
 
-def sinks_of(layer: Any) -> Tensor | None:
-    """The sinks of the heads that a layer computes here: all, or those of this rank."""
-    split = layer.head_split
-    sinks: Tensor | None = layer.sinks if split is None else split.sinks(layer)
-    return sinks
-
-
 def attended(
-    layer: Any,
+    sinks: Tensor | None,
     call: Prepared,
     q: Tensor,
     cache: Cache,
@@ -166,7 +159,7 @@ def attended(
     """Attention of `q` to the parts that a cache returned, or to keys and values made of them."""
     if attends_itself(cache):
         parts = parts if make is None else make(parts)
-        out: Tensor = cache.attend(call, q, parts, sinks_of(layer))  # type: ignore[attr-defined]
+        out: Tensor = cache.attend(call, q, parts, sinks)  # type: ignore[attr-defined]
         return out
     return call.run(q, parts if make is None else rebuilt(call.span, parts, make))
 

@@ -174,32 +174,35 @@ def normed_heads(
     return normed(norm, split_heads(flat, head_dim))
 
 
+class MatrixProduct(nn.Module):
+    """Base class of linear layers that multiply by another matrix than their whole `weight`."""
+
+    def matrix(self) -> Tensor:
+        """The matrix `[out, in]` that the input is multiplied by."""
+        raise NotImplementedError
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """The matrix that a linear layer without `product_objection` multiplies by."""
+    matrix = module.matrix() if isinstance(module, MatrixProduct) else module.weight
+    assert isinstance(matrix, Tensor)
+    return matrix
+
+
 def matrix_objection(module: nn.Module) -> str | None:
-    """Why a module is not merely a product with its weight plus its bias; None if it is. Hooks,
-    accelerate's offloading, adapters and quantisation make it more."""
-    if getattr(type(module), "one_device_class", None) is not None:
-        return "is split over ranks"
-    return local_objection(module)
+    """Why a module is not merely a product with its `weight` plus its bias; None if it is."""
+    if isinstance(module, MatrixProduct):
+        return "multiplies by a share of its weight"
+    return product_objection(module)
 
 
-def matrix_of(module: Any) -> Tensor:
-    """The weight of a module, or, where it is split over ranks, the share of this rank."""
-    is_split = hasattr(type(module), "one_device_class")
-    weight = module.local("weight") if is_split else module.weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def local_objection(module: nn.Module) -> str | None:
-    """Why a module is not merely a product with the weight that it has here plus its bias. Here is
-    one device, or the rank of a linear layer that is split over several."""
-    kind = type(module)
-    if getattr(kind, "is_matrix", False):
-        kind = kind.one_device_class  # type: ignore[attr-defined]
-    if kind is not nn.Linear:
-        return f"is a {kind.__name__}, not a plain nn.Linear"
+def product_objection(module: nn.Module) -> str | None:
+    """Why a module is not merely a product with `matrix_of(module)` plus its bias; None if it is.
+    Hooks, accelerate's offloading, adapters and quantisation make it more."""
+    if type(module) is not nn.Linear and not isinstance(module, MatrixProduct):
+        return f"is a {type(module).__name__}, not a plain nn.Linear"
     own = vars(module)
-    if "forward" in own or "_hf_hook" in own:
+    if "forward" in own:
         return "has a forward of its own, as accelerate's hooks give it"
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return "has forward hooks"

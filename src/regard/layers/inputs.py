@@ -1,18 +1,19 @@
 """The arguments of a layer's call, checked before anything is computed or cached."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, NoCache
 from regard.cache.stored import Stored
-from regard.layers.cache_use import attends_itself, check_use, is_in_pages, sinks_of
-from regard.layers.construct import local_objection
+from regard.layers.cache_use import attends_itself, check_use, is_in_pages
+from regard.layers.construct import product_objection
 from regard.layers.memory import Memory
 from regard.layers.steps import is_step
 from regard.masks import Mask, Span
 from regard.ops.attend import prepare
+from regard.ops.bias import ScoreBias
 from regard.ops.check import check_decodable, check_mask, refuse_jit_trace
 from regard.ops.prepared import Prepared
 from regard.rope import Rope
@@ -31,7 +32,7 @@ class Arrival(NamedTuple):
     mask: Mask
     span: Span
     positions: Tensor
-    step: bool
+    step: bool = False
     sharded: Any = None
     in_parts: bool = False
 
@@ -68,6 +69,33 @@ def arrive(
     return Arrival(both, span, places, step, sharded, is_in_pages(cache))
 
 
+class Options(TypedDict):
+    """The arguments of `prepare` that are settings of a layer, with the mask of a call."""
+
+    mask: Mask
+    scale: float
+    score_bias: Tensor | ScoreBias | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+    backend: str
+    precision: str
+
+
+def options_of(layer: Any, at: Arrival) -> Options:
+    """The settings of a layer, as its method `options`: a subclass may have other ones."""
+    return {
+        "mask": at.mask,
+        "scale": layer.scale,
+        "score_bias": layer.score_bias,
+        "softcap": layer.softcap,
+        "sinks": layer.sinks,
+        "dropout": layer.dropout if layer.training else 0.0,
+        "backend": layer.backend,
+        "precision": layer.precision,
+    }
+
+
 def describe(
     layer: Any, q: Tensor, k: Tensor, v: Tensor, at: Arrival, bits: int | None = None
 ) -> Prepared:
@@ -76,68 +104,21 @@ def describe(
     Of keys and values only the shapes are read: they are those of the new tokens. `bits` are those
     of the codes that the cache will return.
     """
-    mask, score_bias, sharded = at.mask, layer.score_bias, at.sharded
-    split: HeadSplit | None = layer.head_split
+    options, sharded = layer.options(at), at.sharded
     if sharded is not None:
         q, k, v = sharded.outlines(layer, q, k, v)
-    if split is not None and (sharded is None or not sharded.all_heads):
-        mask, score_bias = split.mask(mask), split.score_bias(score_bias)
+        options |= {"sinks": None}
     return prepare(
         q,
         k,
         v,
-        mask=mask,
         span=at.span,
-        scale=layer.scale,
-        score_bias=score_bias,
-        softcap=layer.softcap,
-        sinks=None if sharded is not None else sinks_of(layer),
-        dropout=layer.dropout if layer.training else 0.0,
-        backend=layer.backend,
-        precision=layer.precision,
+        **options,
         partial=sharded is not None,
         bits=bits,
         step=at.step,
         in_parts=at.in_parts,
     )
-
-
-class HeadSplit(Protocol):
-    """The heads of a layer that this rank computes, where they are split over several: of
-    `regard.distributed.tensor_parallel`. The layer's sizes stay those of one device."""
-
-    @property
-    def local_heads(self) -> int:
-        """Query heads of each rank."""
-
-    @property
-    def local_kv_heads(self) -> int:
-        """Key/value heads of each rank."""
-
-    def mask(self, mask: Mask) -> Mask:
-        """The mask of this rank's heads."""
-
-    def score_bias(self, bias: Any) -> Any:
-        """The score bias of this rank's heads."""
-
-    def sinks(self, layer: Any) -> Tensor | None:
-        """The sinks of this rank's heads."""
-
-    def shared(self, x: Tensor) -> Tensor:
-        """A tensor that all ranks have, and read for their heads."""
-
-
-def shared(layer: Any, x: Tensor) -> Tensor:
-    """What the heads of a layer read: its gradient is the sum over the ranks that have them."""
-    split: HeadSplit | None = layer.head_split
-    return x if split is None else split.shared(x)
-
-
-def local_kv_heads(layer: Any) -> int:
-    """Key heads that a layer computes here: all, or those of this rank."""
-    split: HeadSplit | None = layer.head_split
-    heads: int = layer.num_kv_heads if split is None else split.local_kv_heads
-    return heads
 
 
 def _length_of(context: "Tensor | Memory") -> int:
@@ -161,7 +142,7 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
             f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "
             "is it the output of another layer, or transposed?"
         )
-    if local_objection(projection) is not None:
+    if product_objection(projection) is not None:
         return  # such a module may cast or move its inputs itself
     weight = projection.weight
     assert isinstance(weight, Tensor)

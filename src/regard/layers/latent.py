@@ -20,14 +20,7 @@ from regard.layers.cache_use import (
     restored_on_error,
 )
 from regard.layers.construct import check_sizes, constructor_code, records_arguments
-from regard.layers.inputs import (
-    HeadSplit,
-    arrive,
-    check_rope,
-    describe,
-    refuse_context,
-    shared,
-)
+from regard.layers.inputs import arrive, check_rope, describe, options_of, refuse_context
 from regard.layers.latent_forms import Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import EVERYTHING, Mask, Span
@@ -91,7 +84,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
-    head_split: HeadSplit | None = None  # where its heads are split over ranks
+    options = options_of
     has_steps = False
     check_context = staticmethod(refuse_context)
     softcap = sinks = None  # MLA has neither
@@ -174,11 +167,11 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
+        call = describe(self, q, *form.outline(self, q, joined), at, form.bits(cache))
         announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
         with restored_on_error(self, cache, mask):
             parts = cache.update(*requiring_grad(call.needs_grad, joined))
-            out = attended(self, call, q, cache, parts, form.make(self))
+            out = attended(None, call, q, cache, parts, form.make(self))
             return self.o_proj(merge_heads(form.read(self, out)))
 
     def weights(
@@ -196,7 +189,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
+        call = describe(self, q, *form.outline(self, q, joined), at, form.bits(cache))
         announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
         return weights_of(call, q, form.parts(self, cache.peek(joined)))
 
@@ -223,7 +216,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, why = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
+        call = describe(self, q, *form.outline(self, q, joined), at, form.bits(cache))
         return f"form     {form.name}: {why}\n{explain(call)}"
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -237,9 +230,12 @@ class MultiHeadLatentAttention(nn.Module):
 
     def join(self, latent: Tensor, k_rope: Tensor) -> Float[Tensor, "B 1 L RDr"]:
         """The stream that is cached: latents and rotary keys, concatenated."""
-        joined = shared(self, torch.cat([latent, k_rope], dim=-1))
+        joined = self._concatenated(latent, k_rope)
         (joined,) = requiring_grad(has_gradient(self.kv_b_proj), joined)
         return joined
+
+    def _concatenated(self, latent: Tensor, k_rope: Tensor) -> Tensor:
+        return torch.cat([latent, k_rope], dim=-1)
 
     @property
     def first_projection(self) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from regard.cache import Part
 from regard.cache.codes import bits_of
 from regard.heads import split_heads
-from regard.layers.construct import local_objection, matrix_of, normed
+from regard.layers.construct import matrix_of, normed, product_objection
 from regard.masks import Span
 from regard.ops.parts import Make
 
@@ -50,7 +50,7 @@ class Form(NamedTuple):
 
     name: str
     queries: Callable[[Any, Tensor, Tensor], Tensor]
-    outline: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+    outline: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
     parts: Callable[[Any, tuple[Part, ...]], tuple[Part, ...]]
     read: Callable[[Any, Tensor], Tensor]
     bits: Callable[[Any], int | None] = bits_of
@@ -118,7 +118,7 @@ def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]
 def absorption_objection(layer: Any) -> str | None:
     """Why `kv_b_proj` cannot be read as a matrix; None if it can."""
     up = layer.kv_b_proj
-    if (objection := local_objection(up)) is not None:
+    if (objection := product_objection(up)) is not None:
         return f"kv_b_proj {objection}"
     if type(matrix_of(up)) not in (nn.Parameter, Tensor) or up.bias is not None:
         return "kv_b_proj.weight is not a full tensor, or has a bias"
@@ -128,27 +128,20 @@ def absorption_objection(layer: Any) -> str | None:
 def up_weights(layer: Any) -> tuple[Tensor, Tensor]:
     """`kv_b_proj` as matrices of each head: keys `[H, Dn, R]` and values `[H, Dv, R]`."""
     weight = matrix_of(layer.kv_b_proj)  # under functional_call this is a tensor, no parameter
-    keys, values = weight.unflatten(0, (_local_heads(layer), -1)).split(
+    keys, values = weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim)).split(
         [layer.qk_nope_head_dim, layer.v_head_dim], dim=1
     )
     return keys, values
-
-
-def _local_heads(layer: Any) -> int:
-    """Heads that a module computes here: all, or those of this rank."""
-    split = getattr(layer, "head_split", None)  # transformers' modules have none
-    heads: int = layer.num_heads if split is None else split.local_heads
-    return heads
 
 
 def _expand_queries(layer: Latent, q_nope: Tensor, q_rope: Tensor) -> Tensor:
     return torch.cat([q_nope, q_rope], dim=-1)
 
 
-def _expand_outline(layer: Latent, joined: Tensor) -> tuple[Tensor, Tensor]:
+def _expand_outline(layer: Latent, q: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
     """Placeholders with the shapes of the keys and values: their elements are never read."""
     batch, _, length, _ = joined.shape
-    like = joined[:, :, :, :1].expand(batch, _local_heads(layer), length, 1)
+    like = joined[:, :, :, :1].expand(batch, q.shape[1], length, 1)
     return like.expand(-1, -1, -1, layer.qk_head_dim), like.expand(-1, -1, -1, layer.v_head_dim)
 
 
@@ -182,7 +175,7 @@ def absorb_queries(layer: Latent, q_nope: Tensor, q_rope: Tensor) -> Tensor:
     return torch.cat([wide.unflatten(1, rows.shape[1:3]).transpose(0, 1), q_rope], dim=-1)
 
 
-def _absorb_outline(layer: Latent, joined: Tensor) -> tuple[Tensor, Tensor]:
+def _absorb_outline(layer: Latent, q: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
     return joined, joined[..., : layer.kv_lora_rank]
 
 

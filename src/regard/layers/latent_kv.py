@@ -22,15 +22,7 @@ from regard.layers.construct import (
     normed_heads,
     records_arguments,
 )
-from regard.layers.inputs import (
-    HeadSplit,
-    arrive,
-    check_rope,
-    describe,
-    local_kv_heads,
-    refuse_context,
-    shared,
-)
+from regard.layers.inputs import arrive, check_rope, describe, options_of, refuse_context
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -87,7 +79,7 @@ class LatentKVAttention(nn.Module):
     kind = "LatentKV"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     has_steps = False
-    head_split: HeadSplit | None = None  # where its heads are split over ranks
+    options = options_of
     check_context = staticmethod(refuse_context)
     sinks = None
 
@@ -161,7 +153,7 @@ class LatentKVAttention(nn.Module):
             parts = cache.update(
                 *requiring_grad(call.needs_grad, latent, as_stream(where, x.shape[0]))
             )
-            out = attended(self, call, q, cache, parts, self.rebuild)
+            out = attended(None, call, q, cache, parts, self.rebuild)
             return self.o_proj(merge_heads(out))
 
     def weights(
@@ -221,14 +213,19 @@ class LatentKVAttention(nn.Module):
         trained = has_gradient(self.kv_b_proj) or (
             self.k_norm is not None and has_gradient(self.k_norm)
         )
-        (latent,) = requiring_grad(trained, shared(self, self.kv_a_proj(x).unsqueeze(1)))
+        (latent,) = requiring_grad(trained, self.kv_a_proj(x).unsqueeze(1))
         return self.queries(x), latent
 
     def outline(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Placeholders with the shapes of the keys and values: their elements are never read."""
         batch, _, length, _ = latent.shape
-        k = latent[..., :1].expand(batch, local_kv_heads(self), length, self.head_dim)
+        k = latent[..., :1].expand(batch, self.kv_b_heads, length, self.head_dim)
         return k, k
+
+    @property
+    def kv_b_heads(self) -> int:
+        """Key heads that `kv_b_proj` rebuilds."""
+        return self.num_kv_heads
 
     @property
     def first_projection(self) -> nn.Module:

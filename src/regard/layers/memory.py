@@ -53,7 +53,7 @@ def recorded_for(layer: nn.Module, memory: Memory) -> Memory:
 
 
 def check_own(layer: Any, memory: Memory, num_kv_heads: int) -> None:
-    """Refuse a memory of another layer; `num_kv_heads` are those that this rank computes."""
+    """Refuse a memory of another layer; `num_kv_heads` are those that it has."""
     want, got = (num_kv_heads, layer.head_dim), (memory.k.shape[1], memory.k.shape[3])
     if want != got:
         raise ValueError(

@@ -6,7 +6,7 @@ from torch import nn
 
 from ranks import on_ranks
 from regard.distributed import tensor_parallel
-from regard.layers.construct import local_objection, matrix_objection, matrix_of
+from regard.layers.construct import matrix_objection, matrix_of, product_objection
 from split_layers import attention, drawn, latent
 
 
@@ -24,11 +24,11 @@ def _share(mesh):
     assert torch.equal(matrix_of(layer.q_proj), one.q_proj.weight[8 * rank : 8 * rank + 8])
     assert matrix_of(one.q_proj) is one.q_proj.weight
     assert isinstance(layer.q_proj, nn.Linear)
-    assert matrix_objection(layer.q_proj) == "is split over ranks"
-    assert local_objection(layer.q_proj) is None
-    assert "not a plain" in local_objection(layer.o_proj)
+    assert matrix_objection(layer.q_proj) == "multiplies by a share of its weight"
+    assert product_objection(layer.q_proj) is None
+    assert "not a plain" in product_objection(layer.o_proj)
     layer.q_proj.register_forward_hook(lambda *a: None)
-    assert local_objection(layer.q_proj) == "has forward hooks"
+    assert product_objection(layer.q_proj) == "has forward hooks"
 
 
 def test_each_module_computes_its_share():

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ranks import on_ranks
 from regard import Attention, KVCache, RelativeBias, Rotary, SelfAttention, StaticCache
 from regard.distributed import counted, tensor_parallel
+from regard.distributed.tensor.heads import split_of
 from regard.layers.cache_use import step_of
 from session import LONG
 from split_layers import (
@@ -73,7 +74,7 @@ def _refused(mesh):
                 tensor_parallel(module, mesh)
             assert before == {name: id(p) for name, p in module.named_parameters()}
     assert all("agreement" in each for each in sent.steps)
-    assert mixed["good"].head_split is None
+    assert split_of(mixed["good"]) is None
     with pytest.raises(TypeError, match="DeviceMesh"):
         tensor_parallel(hooked, 2)
 
@@ -87,7 +88,7 @@ def _other_layers(mesh):
     layer = attention(4, 4 if mesh.get_local_rank() else 2)()
     with pytest.raises(ValueError, match=r"the ranks differ in module \w+: rank 0 .*, rank 1 "):
         tensor_parallel(layer, mesh)
-    assert layer.head_split is None
+    assert split_of(layer) is None
     hooked = attention(4, 4)()
     if mesh.get_local_rank():
         hooked.q_proj.register_forward_hook(lambda *a: None)
@@ -104,7 +105,7 @@ def _described(mesh):
     assert (layer.kind, repr(layer)) == (one.kind, repr(one))
     assert (layer.num_heads, layer.num_kv_heads) == (6, 2)
     assert isinstance(layer, Attention)
-    split = layer.head_split
+    split = split_of(layer)
     assert split.ranks.rank == mesh.get_local_rank()
     assert layer.weights(inputs().float()).shape[1] == split.local_heads
     explained = layer.explain(inputs().float()).splitlines()[0]

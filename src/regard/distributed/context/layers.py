@@ -17,6 +17,7 @@ from regard.distributed.context.needed import needs_of
 from regard.distributed.context.sending import Call, send, uses_length
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout, Shards
+from regard.distributed.tensor.heads import split_of
 from regard.heads import merge_heads
 from regard.layers.cache_use import restored_on_error
 from regard.layers.inputs import Arrival, arrive, check_cache, describe
@@ -128,7 +129,7 @@ def _explained_piece(layer: Any, x: Tensor, call: Call) -> str:
         chosen, why = layer.choose(call.span)
         form = f"form     {chosen.name}: {why}\n"
     q = sending.q[:, :, start - stop :]
-    at = Arrival(call.mask, Span(start, stop, 0, call.shards.length), call.positions, step=False)
+    at = Arrival(call.mask, Span(start, stop, 0, call.shards.length), call.positions)
     return form + explain_prepared(describe(layer, q, *sending.outline, at))
 
 
@@ -192,9 +193,9 @@ def _check_call(layer: Any, context: object, cache: Cache) -> None:
 
 def heads_objection(layer: Any, ranks: Ranks) -> str | None:
     """Why the ranks that share the heads of a layer cannot share its tokens; None if they can."""
-    if layer.head_split is None:
+    if (split := split_of(layer)) is None:
         return None
-    of_heads = dist.get_process_group_ranks(layer.head_split.ranks.group)
+    of_heads = dist.get_process_group_ranks(split.ranks.group)
     both = sorted({*of_heads} & {*dist.get_process_group_ranks(ranks.group)})
     if len(both) < 2:
         return None
@@ -311,18 +312,6 @@ def _top(layer: Any, positions: Tensor | None) -> int:
 def _arguments(layer: Any, call: Call) -> dict[str, Any]:
     """The arguments of `attend_shards` that layers of all kinds have."""
     split: TokenSplit = layer.token_split
-    mask, score_bias, sinks = call.mask, layer.score_bias, layer.sinks
-    if (heads := layer.head_split) is not None:
-        mask, score_bias, sinks = heads.mask(mask), heads.score_bias(score_bias), heads.sinks(layer)
-    return {
-        "ranks": split.ranks,
-        "shards": call.shards,
-        "mask": mask,
-        "exchange": split.exchange,
-        "scale": layer.scale,
-        "score_bias": score_bias,
-        "softcap": layer.softcap,
-        "sinks": sinks,
-        "backend": layer.backend,
-        "precision": layer.precision,
-    }
+    options = layer.options(Arrival(call.mask, call.span, call.positions))
+    del options["dropout"]  # refused, unless it is 0
+    return {"ranks": split.ranks, "shards": call.shards, "exchange": split.exchange, **options}

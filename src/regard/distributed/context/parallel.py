@@ -20,6 +20,7 @@ from regard.distributed.context.sending import uses_length
 from regard.distributed.models import is_of_transformers
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout
+from regard.distributed.tensor.heads import split_of
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_kv import LatentKVAttention
@@ -150,7 +151,7 @@ def _objection(layer: Any, ranks: Ranks) -> str | None:
             f"rebuilds keys with rope={layer.rope}, whose frequencies depend on the length, which "
             "a part of the keys does not tell; give a rope with fixed frequencies, such as Yarn's"
         )
-    if layer.head_split is not None and isinstance(layer, LatentKVAttention) and layer.norm_width:
+    if split_of(layer) is not None and isinstance(layer, LatentKVAttention) and layer.norm_width:
         return (
             "norms the keys of all heads at once, which lie on several ranks, wherever they are "
             "rebuilt; give qk_norm='head', or split its heads or its tokens alone"

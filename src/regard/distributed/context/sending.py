@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 from regard.cache import Part
 from regard.distributed.shards import Shards
+from regard.distributed.tensor.heads import share_of, split_of
 from regard.layers.attention import Attention
-from regard.layers.inputs import local_kv_heads
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_forms import ABSORBED
 from regard.layers.latent_kv import LatentKVAttention, as_stream
@@ -63,7 +63,9 @@ def widths_of(layer: Any) -> tuple[int, int]:
         return layer.kv_lora_rank + layer.qk_rope_head_dim, 0
     if isinstance(layer, LatentKVAttention):
         return layer.kv_lora_rank, torch.int32.itemsize  # its position
-    return 2 * local_kv_heads(layer) * layer.head_dim, 0
+    split = split_of(layer)
+    heads = layer.num_kv_heads if split is None else split.local_kv_heads
+    return 2 * heads * layer.head_dim, 0
 
 
 def uses_length(rope: Rope) -> bool:
@@ -105,7 +107,7 @@ def _send_latent(layer: MultiHeadLatentAttention, x: Tensor, call: Call) -> Send
     q_rope, k_rope = rotated(layer, call, q_rope, k_rope)
     form, _ = layer.choose(call.span)
     q, joined = form.queries(layer, q_nope, q_rope), layer.join(latent, k_rope)
-    outline, read = form.outline(layer, joined), partial(form.read, layer)
+    outline, read = form.outline(layer, q, joined), partial(form.read, layer)
     if form is ABSORBED:
         return Sending(q, (joined,), outline, read, {"v_head_dim": layer.kv_lora_rank})
     made = making_keys(layer, partial(form.parts, layer))
@@ -127,19 +129,13 @@ def making_keys(layer: nn.Module, make: Callable[[Parts], Parts]) -> dict[str, A
     making = _Making(layer, make)
     read = ("layer.kv_b_proj.", "layer.k_norm.")
     names = [name for name, _ in making.named_parameters() if name.startswith(read)]
-    parameters = [_read(making, *name.rpartition(".")[::2]) for name in names]
+    paths = [name.rpartition(".") for name in names]
+    parameters = [share_of(making.get_submodule(path), name) for path, _, name in paths]
 
     def keys_of(streams: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Any:
         return functional_call(making, dict(zip(names, parameters, strict=True)), streams)
 
     return {"keys_of": keys_of, "parameters": tuple(parameters)}
-
-
-def _read(making: nn.Module, path: str, name: str) -> Tensor:
-    """A parameter, or, where it is split over ranks by heads, the share of this rank."""
-    module: Any = making.get_submodule(path)
-    value: Tensor = module.local(name) if hasattr(module, "local") else getattr(module, name)
-    return value
 
 
 class _Making(nn.Module):

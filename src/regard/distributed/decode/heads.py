@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.distributed.decode.exchanging import bytes_of_parts, merged, merged_over_ranks
 from regard.distributed.ranks import Ranks, expected
-from regard.distributed.tensor.heads import HeadSplit
+from regard.distributed.tensor.heads import HeadSplit, split_of
 from regard.ops.partial import Partial
 
 KEYS = "sharded decode: keys and values of the key heads of each rank"
@@ -71,7 +71,7 @@ class SameHeads:
 
     def bytes_sent(self, layer: Any, rows: Rows, v_head_dim: int) -> int:
         """Bytes that this rank sends in a call, whatever the number of tokens held."""
-        split = layer.head_split
+        split = split_of(layer)
         heads = layer.num_heads if split is None else split.local_heads
         size = (self.ranks.size - 1) * rows.batch * heads * rows.queries
         return bytes_of_parts(size, v_head_dim, rows.dtype)
@@ -90,7 +90,7 @@ class SplitHeads:
 
     def check(self, layer: Any) -> None:
         """Raise if the heads of a layer are split otherwise."""
-        if layer.head_split is not self.split:
+        if split_of(layer) is not self.split:
             raise ValueError(
                 "the cache was made for a layer whose heads are split otherwise; "
                 "sharded_caches(layer, mesh) makes those of a layer"
@@ -163,7 +163,8 @@ def heads_of(layer: Any, ranks: Ranks) -> Heads:
     both = _common(ranks, layer)
     if not both:
         return SameHeads(ranks)
-    split: HeadSplit = layer.head_split
+    split = split_of(layer)
+    assert split is not None
     if both != _members(ranks) or both != _members(split.ranks):
         raise ValueError(
             f"the heads of this layer are split over ranks {_members(split.ranks)}, its tokens "
@@ -180,7 +181,7 @@ def heads_of(layer: Any, ranks: Ranks) -> Heads:
 
 def _common(ranks: Ranks, layer: Any) -> list[int]:
     """The ranks of a cache that have different heads of a layer; none if all have the same."""
-    split = getattr(layer, "head_split", None)  # transformers' modules have none
+    split = split_of(layer)
     if split is None:
         return []
     both = sorted(set(_members(ranks)) & set(_members(split.ranks)))

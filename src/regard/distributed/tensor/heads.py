@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from regard.distributed.ranks import Ranks
 from regard.distributed.tensor.sums import copied
-from regard.layers.construct import matrix_of
 from regard.masks import (
     AllOf,
     AnyOf,
@@ -110,7 +109,7 @@ def _within(most: int, start: int, stop: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class HeadSplit(HeadLayout):
-    """The heads of a layer that is split over ranks, `layer.head_split`.
+    """The heads of a layer that is split over ranks: `split_of(layer)`.
 
     What `HeadLayout` says, and the part of a call that is about this rank's heads.
 
@@ -121,10 +120,9 @@ class HeadSplit(HeadLayout):
         ranks: the ranks.
 
     Examples:
-        >>> from regard import Attention
         >>> from regard.distributed import HeadLayout, HeadSplit
-        >>> issubclass(HeadSplit, HeadLayout), Attention(8, 2).head_split  # not split
-        (True, None)
+        >>> issubclass(HeadSplit, HeadLayout)
+        True
     """
 
     ranks: Ranks
@@ -171,11 +169,6 @@ class HeadSplit(HeadLayout):
             return RelativeBiasOfHeads(bias, self._numbers())
         return BiasOfHeads(bias, self)
 
-    def sinks(self, layer: Any) -> Tensor | None:
-        """The sinks of this rank's heads."""
-        sinks: Tensor | None = None if layer.sinks is None else layer.local("sinks")
-        return sinks
-
     def _of_axis(self, x: Tensor, axis: int) -> Tensor:
         """This rank's heads of an axis that may also be missing or of size 1."""
         if x.dim() < -axis or x.shape[axis] == 1:
@@ -193,6 +186,24 @@ class HeadSplit(HeadLayout):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadSplit":
         return self  # process groups are not copied
+
+
+def split_of(module: nn.Module) -> HeadSplit | None:
+    """The heads of a module that `tensor_parallel` has split over ranks; None if it has not.
+
+    Examples:
+        >>> from regard import Attention
+        >>> from regard.distributed.tensor.heads import split_of
+        >>> split_of(Attention(8, 2)) is None
+        True
+    """
+    return vars(module).get("head_split")
+
+
+def share_of(module: Any, name: str) -> Tensor:
+    """A parameter of a module, or, where it is split over ranks, the share of this rank."""
+    value: Tensor = module.local(name) if hasattr(module, "local") else getattr(module, name)
+    return value
 
 
 def of_heads(x: Tensor, axis: int, heads: tuple[int, ...]) -> Tensor:
@@ -274,9 +285,8 @@ class RelativeBiasOfHeads(nn.Module):
 
     def __init__(self, rule: RelativeBias, heads: tuple[int, ...]) -> None:
         super().__init__()
-        weight = matrix_of(rule.relative_attention_bias)
         self.buckets = rule.buckets
-        self.table = of_heads(weight, 1, heads)
+        self.table = of_heads(share_of(rule.relative_attention_bias, "weight"), 1, heads)
 
     def parameters(self, recurse: bool = True) -> Any:
         """The columns of the weight that belong to the heads."""

@@ -1,20 +1,17 @@
 """The plans of regard's layers: what is split, what is replicated, and what is sent."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from regard.cache import NO_CACHE
-from regard.cache.stored import Stored
-from regard.distributed.ranks import Ranks, expected
-from regard.distributed.tensor.heads import HeadLayout, HeadSplit
+from regard.distributed.ranks import Ranks
+from regard.distributed.tensor.heads import HeadLayout, HeadSplit, split_of
 from regard.distributed.tensor.linear import (
     CopiedInput,
+    CopiedOutput,
     LocalForward,
     LocalNorm,
     SplitLinear,
@@ -23,11 +20,10 @@ from regard.distributed.tensor.linear import (
     SummedSquaresOfKeys,
 )
 from regard.distributed.tensor.placing import Placing
-from regard.distributed.tensor.sent import bytes_forward
+from regard.distributed.tensor.split_layers import SplitAttention, SplitLatent, SplitLatentKV
 from regard.distributed.tensor.weights import (
     ReplicatedStyle,
     Share,
-    Split,
     SplitStyle,
     is_split,
 )
@@ -90,7 +86,7 @@ def objection(layer: Any, size: int) -> str | None:
     if isinstance(getattr(layer, "o_proj", None), nn.Identity):
         return "it has one head and no output projection; leave it out"
     children = [child for name, child in layer.named_children() if name != "score_bias"]
-    if layer.head_split is not None or any(map(is_split, children)):
+    if split_of(layer) is not None or any(map(is_split, children)):
         return "its parameters are split already; call this once, and before fully_shard"
     for name in kind.linears:
         linear = getattr(layer, name, None)
@@ -151,7 +147,7 @@ def _attention(layer: Any, place: Placing) -> Styles:
         "v_proj": rows,
         "o_proj": _output(place, size),
         **_norms(layer, place),
-        "": SplitStyle(place.split, SplitLayer, {"sinks": place.heads(1)}),
+        "": SplitStyle(place.split, SplitAttention, {"sinks": place.heads(1)}),
     }
     if layer.gate_proj is not None:
         channels = layer.gate_proj.out_features // layer.num_heads
@@ -168,7 +164,7 @@ def latent_styles(layer: Any, place: Placing) -> Styles:
         "kv_a_layernorm": _norm(layer.kv_a_layernorm, place, summed=False),
         "kv_b_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(rebuilt))),
         "o_proj": _output(place, layer.v_head_dim),
-        "": SplitStyle(place.split, SplitLayer, {}),
+        "": SplitStyle(place.split, SplitLatent, {}),
     }
     if layer.q_lora_rank is None:
         return {"q_proj": SplitStyle(place.split, CopiedInput, queries), **styles}
@@ -181,11 +177,11 @@ def _latent_kv(layer: Any, place: Placing) -> Styles:
     rebuilt = _both(place.keys_then_values(size))
     return {
         "q_proj": SplitStyle(place.split, CopiedInput, _both(place.heads(size))),
-        "kv_a_proj": ReplicatedStyle(place.split, SplitLinear, place.replicated(summed=False)),
+        "kv_a_proj": ReplicatedStyle(place.split, CopiedOutput, place.replicated(summed=False)),
         "kv_b_proj": SplitStyle(place.split, SplitLinear, rebuilt),
         "o_proj": _output(place, size),
         **_norms(layer, place),
-        "": SplitStyle(place.split, SplitLayer, {}),
+        "": SplitStyle(place.split, SplitLatentKV, {}),
     }
 
 
@@ -215,53 +211,6 @@ def _norms(layer: Any, place: Placing) -> Styles:
         "q_norm": SplitStyle(place.split, SummedSquares, {"weight": of_queries}),
         "k_norm": SplitStyle(place.split, SummedSquaresOfKeys, {"weight": of_keys}),
     }
-
-
-class SplitLayer(Split):
-    """A layer whose heads are split: dropout differs between ranks, and bytes are compared.
-
-    In a compiled model it runs uncompiled: its messages would break the graph at every sum.
-    """
-
-    @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """As on one device: every rank gives the same input, and gets the same output."""
-        own: Any = self
-        with _compared(own, x, **options), _own_random_numbers(own):
-            result: Tensor = own.one_device_class.forward(own, x, **options)
-            return result
-
-
-def _compared(
-    layer: Any, x: Tensor, context: object = None, cache: Any = NO_CACHE, **_: object
-) -> AbstractContextManager[None]:
-    """A block whose bytes are compared with the plan, where `REGARD_CHECK_BYTES` is set."""
-    if not isinstance(x, Tensor) or x.dim() != 3:
-        return nullcontext()  # the layer refuses it
-    source = x if context is None else context
-    keys = source.shape[1] if isinstance(source, Tensor) else 0  # of a memory, none are projected
-    stored = isinstance(cache, Stored)
-    if isinstance(layer, LatentKVAttention) and stored:  # it norms the keys of all cached tokens
-        keys = cache.span(keys).num_keys
-    nbytes = bytes_forward(layer, layer.head_split.size, x.shape[0], x.shape[1], keys, x.dtype)
-    return expected(nbytes, "a tensor-parallel layer")
-
-
-@contextmanager
-def _own_random_numbers(layer: Any) -> Iterator[None]:
-    """A block in which this rank drops other weights than the others do: each has its own heads.
-
-    Ranks with the same state of the random number generator leave with the same state, and
-    recomputing with the state of before draws the same numbers.
-    """
-    if not (layer.training and layer.dropout):
-        yield
-        return
-    device = next(layer.parameters()).device
-    drawn = int(torch.randint(1 << 62, (), device="cpu"))
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-        torch.manual_seed(drawn + layer.head_split.ranks.rank)
-        yield
 
 
 KINDS: dict[type[nn.Module], Kind] = {

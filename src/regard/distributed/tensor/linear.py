@@ -8,17 +8,20 @@ from torch.nn import functional
 
 from regard.distributed.tensor.sums import copied, summed
 from regard.distributed.tensor.weights import Split
+from regard.layers.construct import MatrixProduct
 
 
-class SplitLinear(Split):
+class SplitLinear(Split, MatrixProduct):
     """A linear layer: the product with the rows of this rank, or with all of them."""
 
-    is_matrix = True
-
-    def forward(self, x: Tensor) -> Tensor:
+    def matrix(self) -> Tensor:
+        """This rank's rows, an ordinary tensor."""
         weight = self.local("weight")
         assert weight is not None
-        return functional.linear(x, weight, self.local("bias"))
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.matrix(), self.local("bias"))
 
 
 class CopiedInput(SplitLinear):
@@ -27,6 +30,14 @@ class CopiedInput(SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.split.shared(x))
+
+
+class CopiedOutput(SplitLinear):
+    """A replicated linear layer whose output each rank reads for its heads: the output's gradient
+    is the sum over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.split.shared(super().forward(x))
 
 
 class SummedOutput(Split):

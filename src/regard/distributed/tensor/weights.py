@@ -104,7 +104,6 @@ def _like(whole: Tensor, parameter: DTensor) -> DTensor:
 class Split:
     """What is added to the class of a module whose parameters lie on several ranks."""
 
-    is_matrix: ClassVar[bool] = False  # whether it is a product with the weight of this rank
     one_device_class: ClassVar[type[nn.Module]]
     shares: dict[str, Share]
     split: HeadSplit

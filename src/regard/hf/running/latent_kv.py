@@ -25,7 +25,6 @@ from regard.hf.running.calls import (
     sharded_cache,
     visible_in,
 )
-from regard.layers.inputs import shared
 from regard.layers.latent_kv import check_int32
 
 
@@ -37,7 +36,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     positions = positions_of_queries(hidden_states, positions, cache, self.layer_idx)
     positions = positions.to(torch.int32)
     q = family.rotate(self, self.queries(hidden_states), positions)
-    latent = shared(self, self.kv_a_proj(hidden_states))
+    latent = self.kv_a_proj(hidden_states)
     parts = _stored(cache, self.layer_idx, latent, positions)
     sharded = sharded_cache(cache, self)
     keys = number_of_keys(parts, sharded)

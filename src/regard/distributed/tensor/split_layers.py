@@ -1,0 +1,130 @@
+"""Layers whose heads are split: subclasses that compute with the heads of this rank.
+
+Each rank reads the input of a layer for its own heads, so that the gradient of the input is the sum
+over the ranks. Mask, score bias and sinks are those of these heads. Sizes stay those of one device.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.cache import NO_CACHE
+from regard.cache.stored import Stored
+from regard.distributed.ranks import expected
+from regard.distributed.tensor.sent import bytes_forward
+from regard.distributed.tensor.weights import Split
+from regard.layers.inputs import Arrival, Options
+from regard.layers.latent_kv import LatentKVAttention
+
+
+class SplitLayer(Split):
+    """A layer whose heads are split: dropout differs between ranks, and bytes are compared.
+
+    In a compiled model it runs uncompiled: its messages would break the graph at every sum.
+    """
+
+    @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """As on one device: every rank gives the same input, and gets the same output."""
+        own: Any = self
+        with _compared(own, x, **options), _own_random_numbers(own):
+            result: Tensor = own.one_device_class.forward(own, x, **options)
+            return result
+
+    def options(self, at: Arrival) -> Options:
+        """The settings of the layer for the heads of this rank; for those of all ranks, if the
+        cache attends for them."""
+        own: Any = self
+        options: Options = own.one_device_class.options(own, at)
+        if at.sharded is None or not at.sharded.all_heads:
+            options["mask"] = self.split.mask(options["mask"])
+            options["score_bias"] = self.split.score_bias(options["score_bias"])
+        return options
+
+
+class SplitAttention(SplitLayer):
+    """`Attention` with the heads of this rank."""
+
+    def options(self, at: Arrival) -> Options:
+        """The same, with the sinks of this rank's heads."""
+        options = super().options(at)
+        if options["sinks"] is not None:
+            options["sinks"] = self.local("sinks")
+        return options
+
+    def project(self, x: Tensor, context: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads."""
+        own: Any = super()
+        heads: tuple[Tensor, Tensor, Tensor] = own.project(self._shared(x), self._shared(context))
+        return heads
+
+    def remember(self, context: Tensor) -> Any:
+        """The memory of this rank's key heads."""
+        own: Any = super()
+        return own.remember(self._shared(context))
+
+    def gated(self, x: Tensor, out: Tensor) -> Tensor:
+        """The output of this rank's heads times their gates."""
+        own: Any = super()
+        result: Tensor = own.gated(self._shared(x), out)
+        return result
+
+    @property
+    def memory_heads(self) -> int:
+        """Key heads of this rank."""
+        return self.split.local_kv_heads
+
+    def _shared(self, x: Any) -> Any:
+        return self.split.shared(x) if isinstance(x, Tensor) else x
+
+
+class SplitLatent(SplitLayer):
+    """`MultiHeadLatentAttention` with the heads of this rank; its latents are replicated."""
+
+    def _concatenated(self, latent: Tensor, k_rope: Tensor) -> Tensor:
+        own: Any = super()
+        return self.split.shared(own._concatenated(latent, k_rope))
+
+
+class SplitLatentKV(SplitLayer):
+    """`LatentKVAttention` with the heads of this rank; its latents are replicated."""
+
+    @property
+    def kv_b_heads(self) -> int:
+        """Key heads of this rank."""
+        return self.split.local_kv_heads
+
+
+def _compared(
+    layer: Any, x: Tensor, context: object = None, cache: Any = NO_CACHE, **_: object
+) -> AbstractContextManager[None]:
+    """A block whose bytes are compared with the plan, where `REGARD_CHECK_BYTES` is set."""
+    if not isinstance(x, Tensor) or x.dim() != 3:
+        return nullcontext()  # the layer refuses it
+    source = x if context is None else context
+    keys = source.shape[1] if isinstance(source, Tensor) else 0  # of a memory, none are projected
+    stored = isinstance(cache, Stored)
+    if isinstance(layer, LatentKVAttention) and stored:  # it norms the keys of all cached tokens
+        keys = cache.span(keys).num_keys
+    nbytes = bytes_forward(layer, layer.split.size, x.shape[0], x.shape[1], keys, x.dtype)
+    return expected(nbytes, "a tensor-parallel layer")
+
+
+@contextmanager
+def _own_random_numbers(layer: Any) -> Iterator[None]:
+    """A block in which this rank drops other weights than the others do: each has its own heads.
+
+    Ranks with the same state of the random number generator leave with the same state, and
+    recomputing with the state of before draws the same numbers.
+    """
+    if not (layer.training and layer.dropout):
+        yield
+        return
+    device = next(layer.parameters()).device
+    drawn = int(torch.randint(1 << 62, (), device="cpu"))
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        torch.manual_seed(drawn + layer.split.ranks.rank)
+        yield

@@ -199,9 +199,7 @@ def decoding(mesh: DeviceMesh, length: int, dtype: torch.dtype, sizes: tuple[int
         sharded, held = isinstance(cache, ShardedCache), cache.length
 
         def run() -> None:
-            call = prepare(
-                q, new[0], values, mask=Causal(), span=cache.span(1), partial=sharded, step=True
-            )
+            call = prepare(q, new[0], values, mask=Causal(), span=cache.span(1), partial=sharded)
             parts = cache.update(*new)
             cache.attend(call, q, parts, None) if sharded else call.run(q, parts)
             cache.truncate(held)

@@ -227,11 +227,6 @@ class Contiguous(Stored):
         """The tensors that hold the tokens, some with room for more after them."""
         return self._held
 
-    @property
-    def is_ragged(self) -> bool:
-        """Whether rows differ in length."""
-        return self._lengths.rows is not None
-
     def count(self, new: int) -> None:
         """Count tokens that have been written to `buffers`, after those held."""
         self._lengths = self._lengths.grown(new)

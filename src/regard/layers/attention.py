@@ -33,7 +33,6 @@ from regard.layers.inputs import (
     options_of,
 )
 from regard.layers.memory import Memory, check_own, recorded_for
-from regard.layers.steps import record_step, repeated_step
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -86,7 +85,6 @@ class Attention(nn.Module):
     """
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
-    has_steps = True  # its decoding steps may repeat: `regard.layers.steps`
     options = options_of
 
     @records_arguments()
@@ -173,18 +171,13 @@ class Attention(nn.Module):
             ValueError: if shapes do not fit, if the mask shows keys that the cache does not hold,
                 or if `context` is given with a cache or a rope. The cache is then unchanged.
         """
-        same = repeated_step(self, x, context, mask, cache, positions)
-        at = None if same else arrive(self, x, context, mask, cache, positions)
+        at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)  # [B, H, L, D], [B, G, S, D], [B, G, S, D]
-        if same and (stepped := same.forward(self, x, (q, k, v), cache)) is not None:
-            return stepped
-        at = at or arrive(self, x, context, mask, cache, positions)
         q, k = self.rope(q, k, at.positions)
         call = describe(self, q, k, v, at, bits_of(cache))
         with restored_on_error(self, cache, mask):
             parts = cache.update(*requiring_grad(call.needs_grad, k, v))
             out = attended(self.options(at)["sinks"], call, q, cache, parts)
-            record_step(self, x, cache, call)
             return self.o_proj(merge_heads(self.gated(x, out)))
 
     def weights(

@@ -22,25 +22,9 @@ class _Use(NamedTuple):
     cache: "ref[Cache]"
     layer: "ref[nn.Module]"
     padding: tuple[Padding, ...]
-    step: Any = None  # of `regard.layers.steps`
 
 
 _USES: dict[int, _Use] = {}  # by identity: user-defined caches may not be hashable
-
-
-def step_of(cache: Cache, layer: nn.Module) -> Any:
-    """What `store_step` stored of this cache and this layer; None if nothing."""
-    use = _USES.get(id(cache))
-    if use is None or use.step is None or use.cache() is not cache or use.layer() is not layer:
-        return None
-    return use.step
-
-
-def store_step(cache: Cache, layer: nn.Module, step: object) -> None:
-    """Store a step, which lives as long as the cache is filled by this layer."""
-    use = _use_of(cache)
-    if use is not None and use.layer() is layer:
-        _USES[id(cache)] = use._replace(step=step)
 
 
 def _use_of(cache: Cache) -> _Use | None:

@@ -10,7 +10,6 @@ from regard.cache.stored import Stored
 from regard.layers.cache_use import attends_itself, check_use, is_in_pages
 from regard.layers.construct import product_objection
 from regard.layers.memory import Memory
-from regard.layers.steps import is_step
 from regard.masks import Mask, Span
 from regard.ops.attend import prepare
 from regard.ops.bias import ScoreBias
@@ -24,7 +23,7 @@ class Arrival(NamedTuple):
 
     `mask` is the layer's and the call's together, `span` says which queries meet which keys once
     the cache is filled, and `positions` are the rotary positions of the queries: `[L]` or `[B, L]`.
-    `step` says whether the next call may repeat this one. `sharded` is the cache if it attends
+    `sharded` is the cache if it attends
     itself: its tokens are spread over ranks. `in_parts` says whether the cache may return several
     parts.
     """
@@ -32,7 +31,6 @@ class Arrival(NamedTuple):
     mask: Mask
     span: Span
     positions: Tensor
-    step: bool = False
     sharded: Any = None
     in_parts: bool = False
 
@@ -63,10 +61,9 @@ def arrive(
     if cache is not NO_CACHE:
         check_decodable(both, span)
         check_use(layer, cache, mask, span)
-    step = is_step(layer, x, cache, positions)
     places = span.positions(x.device) if positions is None else positions
     sharded = cache if attends_itself(cache) else None
-    return Arrival(both, span, places, step, sharded, is_in_pages(cache))
+    return Arrival(both, span, places, sharded, is_in_pages(cache))
 
 
 class Options(TypedDict):
@@ -116,7 +113,6 @@ def describe(
         **options,
         partial=sharded is not None,
         bits=bits,
-        step=at.step,
         in_parts=at.in_parts,
     )
 

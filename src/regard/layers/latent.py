@@ -85,7 +85,6 @@ class MultiHeadLatentAttention(nn.Module):
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     options = options_of
-    has_steps = False
     check_context = staticmethod(refuse_context)
     softcap = sinks = None  # MLA has neither
 

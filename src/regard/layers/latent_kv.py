@@ -78,7 +78,6 @@ class LatentKVAttention(nn.Module):
 
     kind = "LatentKV"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
-    has_steps = False
     options = options_of
     check_context = staticmethod(refuse_context)
     sinks = None

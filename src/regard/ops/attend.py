@@ -187,7 +187,6 @@ def prepare(
     precision: str = "strict",
     partial: bool = False,
     bits: int | None = None,
-    step: bool = False,
     in_parts: bool = False,
 ) -> Prepared:
     """Check and describe a call, and choose its backend. Computes nothing.
@@ -209,8 +208,6 @@ def prepare(
         precision: as for `attend`.
         partial: whether to exclude backends without a log-sum-exp.
         bits: of the codes that the keys and values of the parts are stored as; None for values.
-        step: whether this is a decoding step of a layer, which a compiled kernel can run together
-            with the rotation and the cache; the estimates then leave out what starting it costs.
         in_parts: whether the keys may lie in several parts, as those of a cache in pages do; the
             estimates then count the copy of a backend that reads them as one.
 
@@ -226,7 +223,7 @@ def prepare(
         torch.Size([1, 2, 3, 8])
     """
     check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
-    rest = backend, precision, partial, bits, step, in_parts
+    rest = backend, precision, partial, bits, in_parts
     options = span is None, scale, softcap, dropout, rest
     facts = facts_of(q, k, v, mask, score_bias, sinks, *options)
     if (before := described_before(facts, span, backend, partial=partial)) is not None:
@@ -262,7 +259,6 @@ def prepare(
         immediate=is_immediate(*tensors),
         joined=begins_with(k, v),
         bits=bits,
-        step=step,
         in_parts=in_parts,
     )
     name = choose(call, backend, partial=partial)

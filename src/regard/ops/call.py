@@ -42,9 +42,6 @@ class Backend(NamedTuple):
         reads_pages: whether it can read these pages; others are gathered first.
         any_length: whether it objects to no length, so that an exported program may contain it.
         note: a sentence on the precision that it gives up for a call, if it gives up any.
-        step: of a dtype and sizes, makes a function that rotates, appends to the buffers of a cache
-            and attends, for one new token, or returns None and does nothing where it cannot read a
-            tensor; None where a backend has no such function.
     """
 
     objection: "Callable[[Call], str | None]"
@@ -60,7 +57,6 @@ class Backend(NamedTuple):
     reads_pages: "Callable[[Pages], bool] | None" = None
     any_length: bool = True
     note: "Callable[[Call], str | None] | None" = None
-    step: "Callable[..., Callable[..., Tensor | None]] | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +88,6 @@ class Call:
             being the values.
         bits: of the codes that keys and values are stored as, the fewest where these differ; None
             where they are values.
-        step: whether this is a decoding step of a layer, as for `prepare`.
         in_parts: whether the keys may lie in several parts, as those of a cache in pages do.
 
     Examples:
@@ -125,7 +120,6 @@ class Call:
     immediate: bool
     joined: bool = False
     bits: int | None = None
-    step: bool = False
     in_parts: bool = False
 
     @property

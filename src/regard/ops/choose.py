@@ -22,7 +22,7 @@ _OF_A_PIECE = 15  # operators that gather a piece of the pages, start the backen
 _MERGING = 4  # passes over the outputs of a piece while they are merged
 _shape_of = attrgetter(
     "batch", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device",
-    "num_queries", "softcap", "dropout", "precision", "needs_grad", "joined", "bits", "step",
+    "num_queries", "softcap", "dropout", "precision", "needs_grad", "joined", "bits",
     "in_parts",
 )  # fmt: skip
 

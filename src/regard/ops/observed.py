@@ -107,11 +107,6 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
 
         return run
 
-    def step(*sizes: Any) -> Callable[..., Any]:
-        one = None if backend.step is None else counted(backend.step(*sizes))
-        assert one is not None
-        return one
-
     run, partial = counted(backend.run), counted(backend.partial)
     assert run is not None
     assert partial is not None
@@ -122,5 +117,4 @@ def _counting(backend: Backend, ran: Counter[str]) -> Backend:
         quantized_partial=counted(backend.quantized_partial),
         paged=counted(backend.paged),
         paged_partial=counted(backend.paged_partial),
-        step=None if backend.step is None else step,
     )

@@ -151,12 +151,8 @@ class Rotary:
             >>> cos, sin
             (tensor([0.5403, 0.5403]), tensor([-0.8415,  0.8415]))
         """
-        cos, sin = self._held_row(position)
+        cos, sin = read_row(self, self._computed, position)
         return cos.clone(), sin.clone()  # a caller may write to them
-
-    def _held_row(self, position: int) -> tuple[Float[Tensor, " dim"], Float[Tensor, " dim"]]:
-        """`row`, where it lies in a table of all ropes that are equal: never to be written to."""
-        return read_row(self, self._computed, position)
 
     def angles(
         self, positions: Positions, dtype: torch.dtype = torch.float32

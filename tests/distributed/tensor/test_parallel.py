@@ -8,10 +8,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ranks import on_ranks
-from regard import Attention, KVCache, RelativeBias, Rotary, SelfAttention, StaticCache
+from regard import Attention, KVCache, RelativeBias, SelfAttention, StaticCache
 from regard.distributed import counted, tensor_parallel
 from regard.distributed.tensor.heads import split_of
-from regard.layers.cache_use import step_of
 from session import LONG
 from split_layers import (
     LAYERS,
@@ -202,25 +201,6 @@ def test_decoding_with_caches(number):
             unit = torch.finfo(torch.float32).eps * exact.abs().max()
             allowed = 4 * max((plain - exact).abs().max(), unit)
             assert (out - exact).abs().max() <= allowed, name
-
-
-def _steps(mesh):
-    build = attention(4, 2, head_dim=64, rope=Rotary(64))
-    one, layer = drawn(build, torch.float32), tensor_parallel(drawn(build, torch.float32), mesh)
-    x, found = inputs(1, 4).float(), []
-    for each in (one.eval(), layer.eval()):
-        cache = KVCache()
-        with torch.inference_mode():
-            pieces = [each(x[:, i : i + 1], cache=cache) for i in range(4)]
-        found.append((torch.cat(pieces, dim=1), step_of(cache, each) is not None))
-    return found, one.double()(x.double())
-
-
-def test_decoding_steps_repeat_as_on_one_device():
-    for ((plain, repeats), (out, same)), exact in on_ranks(2, _steps):
-        assert repeats == same
-        unit = torch.finfo(torch.float32).eps * exact.abs().max()
-        assert (out - exact).abs().max() <= 2 * max((plain - exact).abs().max(), unit)
 
 
 def test_a_cache_holds_the_key_heads_of_its_rank():

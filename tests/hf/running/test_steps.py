@@ -12,6 +12,7 @@ import transformers
 
 from regard import hf
 from regard.hf.running import heads, steps
+from regard.ops.observed import calls_run
 
 SIZES = {
     "hidden_size": 32,
@@ -97,6 +98,49 @@ def test_masks_and_weights_are_no_steps(stepping, given, monkeypatch):
     assert got.logits.equal(expected.logits)
     if got.attentions is not None:
         assert got.attentions[0].shape == (1, 4, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "most"),
+    [
+        ("windows", "growing", {}, 12),  # the first key is hidden from the next token
+        ("llama", "static", {"max_length": 20}, 20),  # the buffer ends
+        ("llama", "growing", {}, 64),
+    ],
+)
+def test_a_step_repeats_up_to_so_many_keys(name, kind, options, most):
+    model = MODELS[name]().eval()
+    hf.install(model)
+    cache = hf.cache(model, kind, **options)
+    with torch.no_grad():
+        model(torch.randint(0, 50, (1, 5)), past_key_values=cache)
+        model(torch.tensor([[3]]), past_key_values=cache)
+    assert [layer.step.most for layer in cache.layers] == [most, most]
+
+
+def test_rows_of_different_lengths_are_no_steps(stepping):
+    model, cache, token = stepping
+    own = cache.layers[0]
+    own.cache.reorder(torch.tensor([0, 0]))
+    own.cache.truncate(torch.tensor([3, 5]))
+    x = torch.randn(2, 1, 32)
+    with torch.no_grad():
+        assert not own.step._replace(shape=x.shape, held=own.cache.buffers).fits(own.cache, x)
+        own.cache.truncate(3)
+        assert own.step._replace(shape=x.shape, held=own.cache.buffers).fits(own.cache, x)
+
+
+def test_autocast_and_observers_are_no_steps(stepping):
+    model, cache, token = stepping
+    own, x, seen = cache.layers[0], torch.randn(1, 1, 32), []
+    with torch.no_grad():
+        assert own.step.fits(own.cache, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not own.step.fits(own.cache, x)
+        with calls_run(lambda *call: seen.append(call)):
+            model(token, past_key_values=cache)
+    assert len(seen) == 2
+    assert not own.step.fits(own.cache, x)  # gradients are on
 
 
 def test_gradients_are_no_steps(stepping):

@@ -24,7 +24,7 @@ from regard.hf.running.calls import (
     sharded_cache,
     visible_in,
 )
-from regard.hf.running.steps import Projected, is_step, record_step, repeated_step
+from regard.hf.running.steps import Projected, record_step, repeated_step
 
 
 class Heads(NamedTuple):
@@ -54,12 +54,11 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     queries, keys = q.shape[2], number_of_keys(parts, sharded)
     at = visible_in(family, self, given, queries, keys, across=across)
     bias = family.bias(self, given, queries, keys, past)
-    options = options_of(family, self) | {"step": is_step(family, self, hidden_states, given)}
+    options = options_of(family, self)
     call = described(q, parts, at, bias=bias, sharded=sharded, **options)
     sinks = options["sinks"]
     heads, weights = attended(call, q, parts, given, sharded=sharded, sinks=sinks)
-    if call.call.step:
-        record_step(family, self, hidden_states, given, call)
+    record_step(family, self, hidden_states, given, call)
     out = family.output(self, merge_heads(heads))
     return (out, bias, weights) if family.returns_bias else (out, weights)
 

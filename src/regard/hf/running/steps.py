@@ -1,39 +1,85 @@
-"""Decoding steps of an installed layer that repeat: its projections, then `regard.ops.steps`."""
+"""Decoding steps of an installed module as two calls of compiled code: rotate and append, attend.
 
-from collections.abc import Mapping
+The settings that the step before checked still hold in the next one, which needs no description of
+its own. The operators that do the same take several times as long as their work in a small model.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from regard.cache import KVCache, StaticCache
 from regard.hf.families import rotating
 from regard.hf.families.table import Family
 from regard.hf.running.calls import visible_in, weights_wanted
-from regard.masks import EVERYTHING, Span
+from regard.masks import EVERYTHING, AllOf, Causal, Everything, Mask, SlidingWindow, Span
+from regard.ops.backends import BACKENDS
+from regard.ops.choose import objection_of, seconds_of
 from regard.ops.prepared import Prepared
-from regard.ops.steps import Step, has_fixed_slots, step_after
+from regard.ops.rates import SPEED
+from regard.tracing import in_backward, is_immediate
 
+FEW = 64  # keys: up to them, and up to twice as many as now, compiled code stays the choice: its
+# lead over torch's kernels grows with the number of keys
+_SAVED = 14  # operators that `fused` starts in a call of its own, and a step does not
+_RUN, _FUSED = Prepared.run, BACKENDS["fused"]  # others while calls are observed: no step is taken
 Projected = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before rotation
 
 
 class InstalledStep(NamedTuple):
-    """A decoding step of an installed layer: what it depends on besides its cache."""
+    """A decoding step that an installed module has run, and the values that the next one shares.
 
-    settings: tuple[Any, ...]  # the module's
-    shape: torch.Size  # of its input
-    step: Step
+    Attributes:
+        settings: of the module.
+        shape: of its input.
+        dtype: of queries, keys and values.
+        held: the buffers of the cache. Their addresses, shapes and strides are read at each step,
+            since each buffer may be moved or changed in place before the next one.
+        most: keys up to which the step is the quickest and no key is hidden.
+        run_one: the compiled function for these sizes.
+        scale: of the scores.
+        version: of the rates by which the step was chosen.
+    """
+
+    settings: tuple[Any, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    held: tuple[Tensor, ...]
+    most: int
+    run_one: Callable[..., Tensor | None]
+    scale: float
+    version: int
+
+    def fits(self, cache: KVCache | StaticCache, x: Tensor) -> bool:
+        """Whether a call with the input `x` and this cache may repeat the step."""
+        if cache.buffers is not self.held or cache.length >= self.most:
+            return False
+        if x.shape != self.shape or x.dtype is not self.dtype or not is_immediate(x):
+            return False
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or in_backward():
+            return False
+        if Prepared.run is not _RUN or BACKENDS["fused"] is not _FUSED:
+            return False
+        return cache.lengths.rows is None and SPEED.version == self.version
 
     def run(
         self, family: Family, module: Any, heads: Projected, given: Mapping[str, Any]
     ) -> Tensor | None:
         """The heads' outputs `[B, H, 1, Dv]` for the new token, which is appended to the cache.
 
-        None, and the cache is as before, if compiled code cannot read the queries, keys and values
-        that the module has projected, or the model's angles.
+        None, and the cache is as before, if compiled code cannot read a tensor as it lies: one with
+        strides or of a dtype of its own, the model's angles, or a buffer that was changed.
         """
         cache = _layer_of(family, module, given).cache
         angles = given["position_embeddings"] if family.rotate is rotating.halves else None
-        return self.step.run(cache, *heads, angles, signed=False)
+        out = self.run_one(
+            *heads, *self.held, length=cache.length, angles=angles, signed=False, scale=self.scale
+        )
+        if out is not None:
+            cache.count(1)
+        return out
 
 
 def is_step(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> bool:
@@ -56,7 +102,7 @@ def _layer_of(family: Family, module: Any, given: Mapping[str, Any]) -> Any:
     if not hasattr(cache, "append"):
         return None
     layer = cache.layers[module.layer_idx]
-    return layer if has_fixed_slots(layer.cache) else None
+    return layer if type(layer.cache) in (KVCache, StaticCache) else None
 
 
 def repeated_step(
@@ -67,9 +113,9 @@ def repeated_step(
         return None
     layer = _layer_of(family, module, given)
     found: InstalledStep | None = layer.step
-    if found is None or x.shape != found.shape or found.settings != _settings(family, module):
+    if found is None or found.settings != _settings(family, module):
         return None
-    if weights_wanted(given) or not found.step.fits(layer.cache, x):
+    if weights_wanted(given) or not found.fits(layer.cache, x):
         return None
     return found if _shows_all(family, module, given, layer.cache) else None
 
@@ -88,15 +134,54 @@ def _shows_all(family: Family, module: Any, given: Mapping[str, Any], cache: Any
 def record_step(
     family: Family, module: Any, x: Tensor, given: Mapping[str, Any], prepared: Prepared
 ) -> None:
-    """Record a call that `is_step` and has just been run, if the next one may repeat it."""
+    """Record a call that has just been run, if it is a step that the next call may repeat."""
+    if torch.is_grad_enabled() or not is_step(family, module, x, given):
+        return
     layer = _layer_of(family, module, given)
-    step = step_after(prepared, layer.cache)
-    if step is not None and x.dtype is step.dtype:
-        layer.step = InstalledStep(_settings(family, module), x.shape, step)
+    call, cache, held = prepared.call, layer.cache, layer.cache.buffers
+    reads = call.span.kv_start, call.span.kv_stop
+    if reads != (0, cache.length) or call.mask is not EVERYTHING or not _is_dataless(call.asked):
+        return
+    if len(held) != 2 or any(each.dtype is not x.dtype for each in (x, *held)):
+        return
+    if call.sinks is not None or call.score_bias is not None or not _is_quickest(prepared):
+        return
+    from regard.ops.kernels.stepping import Plan  # imports numba
+
+    windows = (part.size for part in _parts(call.asked) if isinstance(part, SlidingWindow))
+    heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
+    layer.step = InstalledStep(
+        settings=_settings(family, module),
+        shape=x.shape,
+        dtype=call.dtype,
+        held=held,
+        most=min(max(FEW, 1 << call.num_keys.bit_length()), held[0].shape[2], *windows),
+        run_one=Plan.of(call.dtype, call.batch, *heads).run,
+        scale=call.scale,
+        version=SPEED.version,
+    )
+
+
+def _is_quickest(prepared: Prepared) -> bool:
+    """Whether compiled code can run the call, and is estimated to be quicker as a step than the
+    backend that ran it."""
+    call = prepared.call
+    if objection_of(call, "fused") is not None:
+        return False
+    saved = _SAVED * SPEED.call
+    return seconds_of(call, _FUSED) - saved <= seconds_of(call, prepared.backend)
+
+
+def _parts(mask: Mask) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, AllOf) else (mask,)
+
+
+def _is_dataless(mask: Mask) -> bool:
+    return all(type(part) in (Everything, Causal, SlidingWindow) for part in _parts(mask))
 
 
 def _settings(family: Family, module: nn.Module) -> tuple[Any, ...]:
-    """What may change between two calls of a module."""
+    """The settings of a module that may change between two calls."""
     options = family.scale(module), family.softcap(module), family.window_of(module)
     dropout = family.dropout(module) if module.training else 0.0
     return id(module), *options, dropout, getattr(module, "precision", "strict")

@@ -32,7 +32,6 @@ BACKENDS: dict[str, Backend] = {
         paged_partial=fused.paged_partial,
         reads_pages=fused.reads_pages,
         any_length=False,
-        step=fused.step,
     ),
     "tiled": Backend(tiled.objection, tiled.estimate, tiled.run, tiled.partial, any_length=False),
     "blocked": Backend(

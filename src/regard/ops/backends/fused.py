@@ -6,7 +6,7 @@ about a second for each new head size, and numba caches it on disk. Needs the ex
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -82,7 +82,7 @@ def estimate(call: Call) -> float:
     computed = rows * call.num_keys * (2 * width / SPEED.fused + _SOFTMAX / SPEED.scores)
     computed += _DEQUANTISING * elements / SPEED.fused if call.bits else 0
     masked = (0 if is_everything(call.mask) else _MASK) + (0 if call.score_bias is None else 5)
-    operators = SPEED.call * ((3 if call.step else 17) + masked + heads / 10)
+    operators = SPEED.call * (17 + masked + heads / 10)
     return operators + mask_seconds(call) + max(streamed / SPEED.stream, computed)
 
 
@@ -134,13 +134,6 @@ def reads_pages(stored: Sequence[PagedStream]) -> bool:
         and (first.table.stride(1) == 1 or first.table.shape[1] == 1)
         and all(_is_readable(each.slab, first.page_size) for each in stored)
     )
-
-
-def step(dtype: torch.dtype, *sizes: int) -> Callable[..., Tensor | None]:
-    """`Plan.run` of `regard.ops.kernels.stepping`: rotates and appends one token, then attends."""
-    from regard.ops.kernels.stepping import Plan
-
-    return Plan.of(dtype, *sizes).run
 
 
 def _output(call: Call, out: Tensor, lse: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ from regard import (
     prepare,
 )
 from regard.bench.load import Watch
+from regard.layers.attending import attended
+from regard.layers.inputs import Arrival
 from regard.layers.latent_forms import FORMS, choose_form
 from regard.masks import EVERYTHING
 from regard.ops.backends import BACKENDS
@@ -176,19 +178,17 @@ def latent_contest(shape: Shape, store: Store) -> Contest:
     )
 
     def through(name: str) -> Run:
-        form = FORMS[name]
+        form = FORMS[name](layer, "asked for")
 
         def run() -> Tensor:
             joined = store(shape.batch, 1, shape.keys, shape.rank + rotary)
-            q = form.queries(layer, q_nope, q_rope)
-            outline = form.outline(layer, joined[:, :, : shape.queries])
-            call = prepare(q, *outline, mask=layer.mask, span=shape.span, scale=layer.scale)
-            parts = form.parts(layer, (Part(0, shape.keys, (joined,)),))
-            return form.read(layer, call.run(q, parts))
+            q, at = form.queries(q_nope, q_rope), Arrival(layer.mask, shape.span, torch.empty(0))
+            keys = form.keys((Part(0, shape.keys, (joined,)),), at)
+            return form.output(attended(layer, q, keys, at))
 
         return run
 
-    chosen = choose_form(layer, shape.span)[0].name
+    chosen = choose_form(layer, shape.span).name
     return Contest({name: through(name) for name in FORMS}, chosen, dict.fromkeys(FORMS))
 
 

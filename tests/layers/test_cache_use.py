@@ -19,8 +19,10 @@ from regard import (
     Rotary,
     SlidingWindow,
     merge,
+    prepare,
 )
 from regard.cache import NO_CACHE, PagedCache, PagePool
+from regard.layers.attending import Attending
 from regard.layers.cache_use import requiring_grad
 from regard.ops.observed import calls_run
 
@@ -194,13 +196,16 @@ def test_every_single_parameter_trains_while_the_kernel_could_decode(kind):
 
 
 def test_streams_are_tracked_only_for_gradients():
-    k = torch.ones(1, 1, 2, 2)
-    assert requiring_grad(False, k, k)[0] is k
-    first, second = requiring_grad(True, k, k)
-    assert first.requires_grad
-    assert second is k
+    k, q = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2).requires_grad_()
+    assert requiring_grad((k, None), k, k)[0] is k
+    for other in (q, torch.nn.Linear(2, 2)):
+        first, second = requiring_grad((None, other), k, k)
+        assert first.requires_grad
+        assert second is k
     own = k.clone().requires_grad_()
-    assert requiring_grad(True, k, own)[0] is k
+    assert requiring_grad((q,), k, own)[0] is k
+    with torch.no_grad():
+        assert requiring_grad((q,), k, k)[0] is k
 
 
 # ---- calls that fail
@@ -239,13 +244,32 @@ def test_after_a_failed_prefill_a_smaller_batch_fits():
     assert_same(layer(x[:1], cache=cache), layer(x[:1]))
 
 
-def test_the_error_says_if_a_cache_cannot_go_back():
+class Stubborn(Foreign):
+    """One that cannot be truncated either."""
+
+    def truncate(self, length):
+        raise ValueError(f"no way back to {length}")
+
+
+def test_a_cache_without_snapshots_is_truncated():
     layer, x, cache = make("MHA"), inputs(1, 4), Foreign()
+    layer(x[:, :3], cache=cache)
+    layer.backend = "nothing"
+    with pytest.raises(ValueError, match="is not one of 'auto'"):
+        layer(x[:, 3:], cache=cache)
+    assert cache.length == 3
+    layer.backend = "auto"
+    assert_same(layer(x[:, 3:], cache=cache), layer(x)[:, 3:])
+
+
+def test_the_error_says_if_a_cache_cannot_go_back():
+    layer, x, cache = make("MHA"), inputs(1, 4), Stubborn()
     handle = layer.o_proj.register_forward_hook(interrupt)
     with pytest.raises(Stop) as caught:
         layer(x, cache=cache)
     handle.remove()
-    assert "cache=Foreign may hold the tokens of this call already" in caught.value.__notes__[0]
+    assert "cache=Stubborn may hold the tokens of this call already" in caught.value.__notes__[0]
+    assert "no way back to 0" in caught.value.__notes__[0]
     assert cache.length == 4
 
 
@@ -312,16 +336,14 @@ def test_padding_on_the_right_is_refused_once_rows_are_cut():
 # ---- a cache that attends itself
 
 
-class Attending(KVCache):
+class Itself(KVCache, Attending):
     """It computes the attention to what it holds, with the sinks that the call lacks."""
 
-    all_heads = False
-
-    def outlines(self, layer, q, k, v):
-        return q, k, v
+    def prepare(self, layer, q, keys, at):
+        options = layer.options(at) | {"sinks": None}
+        return prepare(q, *keys.outlines, span=at.span, partial=True, **options)
 
     def attend(self, prepared, q, parts, sinks):
-        assert prepared.call.sinks is None
         out, lse = prepared.partial(q, parts)
         pieces = [Partial(out, lse)] + ([] if sinks is None else [Partial.of_sinks(sinks)])
         return merge(*pieces).out
@@ -331,7 +353,15 @@ class Attending(KVCache):
 @torch.no_grad()
 def test_a_cache_that_attends_itself(name):
     layer, x = make(name), inputs(2, 6)
-    assert_same(run_in_pieces(layer, x, Attending(), [3, 4]), layer(x))
+    assert_same(run_in_pieces(layer, x, Itself(), [3, 4]), layer(x))
+
+
+@torch.no_grad()
+def test_no_weights_of_a_cache_that_has_not_all_keys():
+    layer, x = make("MHA"), inputs(1, 3)
+    assert "3 queries x 3 keys" in layer.explain(x, cache=Itself())
+    with pytest.raises(ValueError, match=r"weights\(\) reads all keys, of which Itself"):
+        layer.weights(x, cache=Itself())
 
 
 @torch.no_grad()
@@ -339,7 +369,7 @@ def test_calls_of_a_cache_that_attends_itself_have_a_log_sum_exp():
     layer = make("MHA").bfloat16()
     layer.backend = "sdpa"
     with pytest.raises(ValueError, match="sdpa gives no log-sum-exp"):
-        layer(inputs(1, 3).bfloat16(), cache=Attending())
+        layer(inputs(1, 3).bfloat16(), cache=Itself())
 
 
 # ---- caches in pages
@@ -379,24 +409,24 @@ def test_weights_are_those_without_a_cache():
         assert_same(layer.weights(x[[1, 0], 10:], cache=cache), layer.weights(x)[[1, 0], :, 10:])
 
 
-def test_the_calls_of_a_cache_in_pages_say_so():
-    x, seen = inputs(1, 3), []
+def test_calls_say_that_keys_lie_in_several_parts():
+    x, seen, pool = inputs(1, 9), [], PagePool(num_pages=30, page_size=2)
     with torch.no_grad(), calls_run(lambda call, q, parts: seen.append(call.call.in_parts)):
-        for cache in (NO_CACHE, KVCache(), PagedCache(PagePool(num_pages=4))):
+        for cache in (NO_CACHE, KVCache(), PagedCache(pool)):
             make("GQA")(x, cache=cache)
-    assert seen == [False, False, True]
+        layer, other, cache = make("GQA"), PagedCache(pool), PagedCache(pool)
+        for start, between in ((0, 2), (2, 6), (4, 2), (6, 2)):
+            layer(x[:, start : start + 2], cache=cache)
+            other.update(torch.zeros(1, 1, between, 1))  # its pages lie between
+    assert seen[:3] == [False, False, False]
+    assert seen[-1]
 
 
 def test_a_layer_announces_the_pieces_of_its_stream():
-    class Told(KVCache):
-        pieces = None
-
-    layer, told, plain = make("MLA"), Told(), KVCache()
+    layer, told = make("MLA"), KVCache()
     layer(inputs(1, 3), cache=told)
     assert told.pieces == (layer.kv_lora_rank, layer.qk_rope_head_dim)
-    layer(inputs(1, 3), cache=plain)
-    assert not hasattr(plain, "pieces")
-    told = Told()
+    told = KVCache()
     layer.weights(inputs(1, 3), cache=told)
     assert told.pieces == (layer.kv_lora_rank, layer.qk_rope_head_dim)
 

@@ -9,7 +9,6 @@ from regard.layers.construct import (
     biased_projections,
     build_gate,
     build_norm,
-    matrix_objection,
     normed,
     normed_heads,
     size_of_head,
@@ -107,17 +106,6 @@ def test_heads_are_normed_one_by_one_or_together(width):
         mean = flat.unflatten(-1, (3, 4)).square().mean(-1).repeat_interleave(4, -1)
     wanted = (flat / (mean + torch.finfo(torch.float32).eps).sqrt()).unflatten(-1, (3, 4))
     torch.testing.assert_close(found, wanted.transpose(1, 2))
-
-
-def test_only_a_plain_linear_layer_is_a_matrix():
-    assert matrix_objection(nn.Linear(2, 3)) is None
-    assert "is a Identity, not a plain nn.Linear" in matrix_objection(nn.Identity())
-    hooked = nn.Linear(2, 3)
-    hooked.register_forward_hook(lambda *given: None)
-    assert matrix_objection(hooked) == "has forward hooks"
-    replaced = nn.Linear(2, 3)
-    replaced.forward = lambda x: x
-    assert "has a forward of its own" in matrix_objection(replaced)
 
 
 def test_a_gate_is_of_heads_or_channels():

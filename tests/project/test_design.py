@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from module_state import state_in, state_of
-from regard import Attention
+from regard import Attention, LatentKVAttention, MultiHeadLatentAttention
 from regard.ops.backends import BACKENDS
 
 ROOT = Path(__file__).parents[2]
@@ -45,15 +45,33 @@ def test_the_tree_has_every_file_and_no_other():
     assert found - set(named) == set(), "in src/, and not in the tree"
 
 
-def test_the_outline_is_the_forward_of_attention():
+LAYERS = [Attention, MultiHeadLatentAttention, LatentKVAttention]
+
+
+def outlines():
+    return re.findall(r"```python[^\n]*\n(at = arrive\(self.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("layer", "outline"), [*zip(LAYERS, outlines(), strict=True)])
+def test_the_outline_is_the_forward_of_the_layer(layer, outline):
     """Its whole body, without the docstring: a statement more is one to explain, too."""
-    (outline,) = re.findall(r"```python[^\n]*\n([^`]* arrive\(self.*?)```", PAGE, re.DOTALL)
-    source = textwrap.dedent(inspect.getsource(Attention.forward))
+    source = textwrap.dedent(inspect.getsource(layer.forward))
     (forward,) = ast.parse(source).body
     docstring, *body = forward.body
     assert isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
     written = [ast.unparse(statement) for statement in ast.parse(outline).body]
     assert written == [ast.unparse(statement) for statement in body]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("method", ["weights", "explain"])
+def test_weights_and_explain_begin_as_forward_does(layer, method):
+    def body(name):
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(layer, name)))).body
+        return [ast.unparse(statement) for statement in function.body[1:]]
+
+    before_the_cache = [line for line in body("forward") if not line.startswith("with ")]
+    assert body(method)[: len(before_the_cache)] == before_the_cache
 
 
 def test_the_global_state_is_in_the_table():

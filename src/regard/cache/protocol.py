@@ -19,7 +19,7 @@ class Cache(Protocol):
 
     Tensors that `update` returns must not be written; they are valid until the next call. If a
     cache also has `snapshot()` and `restore(snapshot)`, a layer whose call fails after its update
-    leaves the cache as it was.
+    leaves the cache as it was; one without them is truncated to its former length.
 
     regard's caches have more: `fork()`, `can_truncate(length)`, `describe()`, `save(path, ...)` and
     `load(path, ...)`. Layers call none of these, and a cache of your own may lack them.

@@ -1,5 +1,6 @@
 """Base classes of caches: copies, snapshots, descriptions and files of what a cache holds."""
 
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +21,13 @@ class Stored:
 
     An update rebinds attributes, and writes to buffers only after the tokens held. So the
     attributes are the whole state, and a snapshot needs no copy of a tensor.
+
+    Attributes:
+        pieces: the widths of the pieces of a joined stream, which a layer announces before its
+            first update; None of other streams.
     """
+
+    pieces: Sequence[int] | None = None
 
     def __copy__(self: Kind) -> Kind:
         new = type(self).__new__(type(self))

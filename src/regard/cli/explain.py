@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from regard.cli.terminal import print_json, say, stdout
-from regard.layers.latent_forms import ABSORBED, choose_form
+from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
 from regard.ops.attend import prepare
 from regard.ops.explain import Explanation, explanation
@@ -217,8 +217,8 @@ def _of_layer(
 ) -> Explained:
     mask, form, joined = mask_of(layer), "", False
     if layer.kind == "MLA":
-        chosen, why = choose_form(_latent(layer, dtype), span)
-        form, joined = f"{chosen.name}: {why}", chosen is ABSORBED
+        chosen = choose_form(_latent(layer, dtype), span)
+        form, joined = f"{chosen.name}: {chosen.why}", isinstance(chosen, Absorbed)
     call = _call(layer, mask, span, batch, dtype, device, absorbed=joined)
     return Explained(indices, layer.kind, phase, form, call)
 

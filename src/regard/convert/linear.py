@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.hf.loading.offloaded import fetched, only_offloaded
 from regard.layers.attention import Attention
-from regard.layers.construct import matrix_objection
+from regard.matrices import matrix_objection
 
 Layer = TypeVar("Layer", bound=nn.Module)
 

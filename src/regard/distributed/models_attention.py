@@ -7,7 +7,6 @@ of four dimensions to every attention module as it is.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from regard.heads import merge_heads
 from regard.hf.families.table import Family, is_placed
 from regard.hf.running.calls import arrive, of_one_dtype, options_of
 from regard.layers.latent import LatentKVAttention
-from regard.layers.latent_forms import ABSORBED, choose_form, project_latent
+from regard.layers.latent_forms import Expanded, choose_form, project_latent
 from regard.layers.latent_kv import as_stream
 from regard.masks import EVERYTHING, Mask, Span
 
@@ -73,7 +72,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     options = options_of(family, self)
     assert not options.pop("dropout")  # the model's hook has refused it
     angles = call.positions if is_placed(self) else given.get("position_embeddings")
-    q, streams, _, read, made = _sender(family, self)(family, self, hidden_states, angles, call)
+    q, streams, read, made = _sender(family, self)(family, self, hidden_states, angles, call)
     heads = attend_shards(
         q,
         streams,
@@ -108,22 +107,20 @@ def _send_keys(family: Family, module: Any, x: Tensor, angles: Any, call: Sharde
     q, k, v = family.project.both(module, x)
     q, k = family.rotate(module, q, angles), family.rotate(module, k, angles)
     q, k, v = of_one_dtype(q, k, v)
-    return Sending(q, (k, v), (k, v), lambda out: out)
+    return Sending(q, (k, v), lambda out: out)
 
 
 def _send_latent(family: Family, module: Any, x: Tensor, angles: Any, call: ShardedCall) -> Sending:
     """MLA: latents and rotary keys for all heads; the receiver expands or attends to them."""
     q_nope, q_rope, latent, k_rope = project_latent(module, x)
     q_rope, k_rope = (family.rotate(module, each, angles) for each in (q_rope, k_rope))
-    form, _ = choose_form(module, call.span)
-    q, joined = form.queries(module, q_nope, q_rope), torch.cat([latent, k_rope], dim=-1)
+    form, joined = choose_form(module, call.span), torch.cat([latent, k_rope], dim=-1)
     if (split := split_of(module)) is not None:  # each rank reads it for its heads
         joined = split.shared(joined)
-    outline, read = form.outline(module, q, joined), partial(form.read, module)
-    if form is ABSORBED:
-        return Sending(q, (joined,), outline, read, {"v_head_dim": module.kv_lora_rank})
-    made = making_keys(module, partial(form.parts, module))
-    return Sending(q, (joined,), outline, read, made)
+    q = form.queries(q_nope, q_rope)
+    if isinstance(form, Expanded):
+        return Sending(q, (joined,), form.output, making_keys(module, form.rebuild))
+    return Sending(q, (joined,), form.output, {"v_head_dim": module.kv_lora_rank})
 
 
 def _send_latent_kv(
@@ -135,4 +132,4 @@ def _send_latent_kv(
     latent = module.kv_a_proj(x).unsqueeze(1)
     streams = latent, as_stream(where, x.shape[0])
     made = making_keys(module, module.rebuild)
-    return Sending(q, streams, module.outline(latent), lambda out: out, made)
+    return Sending(q, streams, lambda out: out, made)

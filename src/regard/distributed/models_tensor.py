@@ -35,7 +35,7 @@ from regard.hf.families.projecting import Separate
 from regard.hf.families.table import Family, family_of, is_placed
 from regard.hf.running.binding import is_bound
 from regard.hf.running.registering import NAME
-from regard.layers.construct import product_objection
+from regard.matrices import product_objection
 
 OUTPUTS = ("o_proj", "out_proj", "o")  # names of the linear layer that reads the heads' outputs
 MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")

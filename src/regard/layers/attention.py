@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
-from regard.cache.codes import bits_of
 from regard.heads import merge_heads, split_heads
-from regard.layers.cache_use import attended, requiring_grad, restored_on_error
+from regard.layers.attending import attended, describe, weights_over
+from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
     biased_projections,
@@ -27,9 +27,9 @@ from regard.layers.construct import (
 )
 from regard.layers.inputs import (
     arrive,
+    check_positions,
     check_rope,
     check_width,
-    describe,
     options_of,
 )
 from regard.layers.memory import Memory, check_own, recorded_for
@@ -37,7 +37,7 @@ from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
-from regard.ops.explain import explain, weights_of
+from regard.ops.explain import explain
 from regard.rope import NO_ROPE, Rope
 
 
@@ -85,7 +85,9 @@ class Attention(nn.Module):
     """
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
+    pieces: tuple[int, ...] = ()  # keys and values are separate streams
     options = options_of
+    check_positions = staticmethod(check_positions)
 
     @records_arguments()
     def __init__(
@@ -129,7 +131,7 @@ class Attention(nn.Module):
         self.norm_width = qk_norm == "width"
         self.q_norm = build_norm(qk_norm, self.head_dim, width, norm_eps)
         self.k_norm = build_norm(qk_norm, self.head_dim, kv_width, norm_eps)
-        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.sinks: Tensor | None = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.gate_proj = build_gate(gate, hidden_size, num_heads, width)
         self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
         self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
@@ -174,10 +176,9 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)  # [B, H, L, D], [B, G, S, D], [B, G, S, D]
         q, k = self.rope(q, k, at.positions)
-        call = describe(self, q, k, v, at, bits_of(cache))
         with restored_on_error(self, cache, mask):
-            parts = cache.update(*requiring_grad(call.needs_grad, k, v))
-            out = attended(self.options(at)["sinks"], call, q, cache, parts)
+            parts = cache.update(k, v)
+            out = attended(self, q, parts, at)
             return self.o_proj(merge_heads(self.gated(x, out)))
 
     def weights(
@@ -203,7 +204,7 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return weights_of(describe(self, q, k, v, at), q, cache.peek(k, v))
+        return weights_over(self, q, cache.peek(k, v), at)
 
     def explain(
         self,
@@ -223,7 +224,7 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return explain(describe(self, q, k, v, at, bits_of(cache)))
+        return explain(describe(self, q, cache.peek(k, v), at))
 
     def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
         """Project another sequence's keys and values once, to be read as `context=` at every step.
@@ -245,7 +246,9 @@ class Attention(nn.Module):
         q = self._heads(self.q_proj(x), self.q_norm)
         if isinstance(context, Memory):
             return q, context.k, context.v
-        return q, *self._keys_values(x if context is None else context)
+        k, v = self._keys_values(x if context is None else context)
+        k, v = requiring_grad((q, self.sinks, self.score_bias), k, v)
+        return q, k, v
 
     @property
     def memory_heads(self) -> int:
@@ -268,7 +271,7 @@ class Attention(nn.Module):
                 "project it once with memory = layer.remember(context)"
             )
         if isinstance(context, Memory):
-            check_own(self, context, self.memory_heads)
+            check_own(self, context, (self.memory_heads, self.head_dim))
         else:
             check_width("context", context, self.context_size, self.k_proj)
         rows = context.k.shape[0] if isinstance(context, Memory) else context.shape[0]

@@ -1,18 +1,19 @@
 """What layers check and record of the caches that they fill, and how a failed call is undone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from operator import attrgetter
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from regard.cache import NO_CACHE, Cache, Part
+from regard.cache import NO_CACHE, Cache
+from regard.cache.stored import Stored
 from regard.masks import AllOf, AnyOf, Mask, Padding, Span
-from regard.ops.parts import Make, rebuilt
-from regard.ops.prepared import Prepared
 from regard.tracing import in_backward, is_concrete, is_transformed
 
 
@@ -20,7 +21,7 @@ class _Use(NamedTuple):
     """What is recorded of a cache: the layer that fills it, and the padding of its first call."""
 
     cache: "ref[Cache]"
-    layer: "ref[nn.Module]"
+    layer: "ref[object]"
     padding: tuple[Padding, ...]
 
 
@@ -32,7 +33,7 @@ def _use_of(cache: Cache) -> _Use | None:
     return use if use is not None and use.cache() is cache else None
 
 
-def _record(cache: Cache, layer: nn.Module, mask: Mask) -> None:
+def _record(cache: Cache, layer: object, mask: Mask) -> None:
     number = id(cache)
     try:
         alive = ref(cache, lambda _: _USES.pop(number, None))
@@ -41,7 +42,7 @@ def _record(cache: Cache, layer: nn.Module, mask: Mask) -> None:
     _USES[number] = _Use(alive, ref(layer), tuple(_paddings(mask)))
 
 
-def check_use(layer: nn.Module, cache: Cache, mask: Mask, span: Span) -> None:
+def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
     """Refuse calls whose result would silently differ from that of one full forward.
 
     Raises:
@@ -70,11 +71,11 @@ def check_use(layer: nn.Module, cache: Cache, mask: Mask, span: Span) -> None:
         _check_padding(padding, use.padding, span)
 
 
-def restored_on_error(layer: nn.Module, cache: Cache, mask: Mask) -> AbstractContextManager[object]:
+def restored_on_error(layer: object, cache: Cache, mask: Mask) -> AbstractContextManager[object]:
     """A block in which `layer` updates `cache` and attends: after an error the cache is as before.
 
-    For a cache without `snapshot` and `restore`, a note on the error says that it may hold the new
-    tokens.
+    A cache without `snapshot` and `restore` is truncated; if it refuses, a note on the error says
+    that it may hold the new tokens.
     """
     if cache is NO_CACHE or torch.compiler.is_compiling():
         return nullcontext()
@@ -85,13 +86,12 @@ def restored_on_error(layer: nn.Module, cache: Cache, mask: Mask) -> AbstractCon
 
 
 class RestoredOnError:
-    """A block that restores a cache when an error leaves it."""
+    """A block that returns a cache to its present state when an error leaves it."""
 
-    __slots__ = ("_before", "_cache")
+    __slots__ = ("_cache", "_restore")
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        self._before = cache.snapshot() if hasattr(cache, "snapshot") else None
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._restore = cache, _restoring(cache)
 
     def __enter__(self) -> None: ...
 
@@ -103,69 +103,60 @@ class RestoredOnError:
     ) -> None:
         if error is None:
             return
-        if self._before is not None:
-            self._cache.restore(self._before)
-        else:
+        try:
+            self._restore()
+        except Exception as refusal:
             error.add_note(
-                f"cache={type(self._cache).__name__} may hold the tokens of this call already: "
-                "truncate it to its former length, or use a new one"
+                f"cache={type(self._cache).__name__} may hold the tokens of this call already "
+                f"({type(refusal).__name__}: {refusal}); use a new one"
             )
 
 
-def attends_itself(cache: object) -> bool:
-    """Whether a cache computes attention to what it holds, by a method `attend(prepared, q, parts,
-    sinks)`: its tokens are not all here. Calls are prepared for it with `partial=True` and without
-    sinks."""
-    return hasattr(cache, "attend")
+def _restoring(cache: Cache) -> Callable[[], object]:
+    """A function that returns a cache to its present state."""
+    if isinstance(cache, Stored):
+        return partial(cache.restore, cache.snapshot())
+    length = cache.length
+    try:
+        snapshot, restore = attrgetter("snapshot", "restore")(cache)
+    except AttributeError:  # another library's cache may have none
+        return lambda: cache.truncate(length)
+    return partial(restore, snapshot())
 
 
-def is_in_pages(cache: object) -> bool:
-    """Whether the tokens of a cache lie in the pages of a pool, so that it may return several
-    parts."""
-    return hasattr(cache, "pool")
+def announce_pieces(cache: Cache, pieces: tuple[int, ...]) -> None:
+    """Tell a cache the widths of the pieces of the stream that it is about to get: a cache of few
+    bits rotates the first one only."""
+    if pieces and isinstance(cache, Stored):
+        cache.pieces = pieces
 
 
-def announce_pieces(cache: object, *widths: int) -> None:
-    """Tell a cache of which pieces the stream consists that it is about to get: a cache of few bits
-    rotates the first one only."""
-    if getattr(cache, "pieces", widths) != widths:
-        cache.pieces = widths  # type: ignore[attr-defined]
-
-
-def attended(
-    sinks: Tensor | None,
-    call: Prepared,
-    q: Tensor,
-    cache: Cache,
-    parts: tuple[Part, ...],
-    make: Make | None = None,
-) -> Tensor:
-    """Attention of `q` to the parts that a cache returned, or to keys and values made of them."""
-    if attends_itself(cache):
-        parts = parts if make is None else make(parts)
-        out: Tensor = cache.attend(call, q, parts, sinks)  # type: ignore[attr-defined]
-        return out
-    return call.run(q, parts if make is None else rebuilt(call.span, parts, make))
-
-
-def requiring_grad(needs_grad: bool, *streams: Tensor) -> tuple[Tensor, ...]:
-    """The streams for the cache, one of which requires gradients if the call needs any.
+def requiring_grad(others: Iterable[object], *streams: Tensor) -> tuple[Tensor, ...]:
+    """The streams for the cache, one of which requires gradients if attention needs any.
 
     Backward reads what a cache returns, also if only the queries have gradients (frozen key and
     value projections, say). A cache recognises that by its streams: it then does not write in
     place.
+
+    Args:
+        others: tensors and modules that attention reads besides: queries, sinks, a score bias.
+        *streams: of new tokens.
     """
-    if not needs_grad or any(each.requires_grad for each in streams):
+    if not torch.is_grad_enabled() or any(each.requires_grad for each in streams):
         return streams
     if torch.compiler.is_compiling() or is_transformed():
         return streams  # requires_grad_ is not available there; caches append, or autograd raises
+    if not any(map(_has_gradient, others)):
+        return streams
     first, *rest = streams
     return first.view_as(first).requires_grad_(), *rest  # detach() would drop a forward tangent
 
 
-def has_gradient(module: nn.Module) -> bool:
-    """Whether a parameter has a gradient, so that backward reads the inputs of the module."""
-    return torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters())
+def _has_gradient(value: object) -> bool:
+    """Whether a tensor, or a parameter of a module, requires gradients."""
+    if isinstance(value, nn.Module):
+        return any(each.requires_grad for each in value.parameters())
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _paddings(mask: Mask) -> Iterator[Padding]:

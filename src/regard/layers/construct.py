@@ -33,7 +33,7 @@ def records_arguments(*decided: str) -> Callable[[Constructor[P]], Constructor[P
             bound.apply_defaults()
             layer, *_ = args
             given = {name: bound.arguments[name] for name in _named(signature)}
-            arguments = {**getattr(layer, "arguments", {}), **given}
+            arguments = {**vars(layer).get("arguments", {}), **given}
             for name in decided:
                 del arguments[name]
             layer.arguments = arguments  # type: ignore[attr-defined]
@@ -59,7 +59,8 @@ def constructor_code(layer: nn.Module) -> str:
         GroupedQueryAttention(64, 8, 2, softcap=50.0)
     """
     constructors = [vars(each).get("__init__") for each in type(layer).__mro__]
-    recording: list[Any] = [each for each in constructors if hasattr(each, "records")]
+    functions = [each for each in constructors if inspect.isfunction(each)]
+    recording = [each for each in functions if "records" in vars(each)]
     parameters: dict[str, inspect.Parameter] = {}
     for constructor in reversed(recording):
         parameters |= _named(inspect.signature(constructor))
@@ -73,7 +74,7 @@ def constructor_code(layer: nn.Module) -> str:
     return f"{type(layer).__name__}({', '.join(parts)})"
 
 
-def _same(value: Any, default: Any) -> bool:
+def _same(value: object, default: object) -> bool:
     if value is default:
         return True
     if isinstance(value, Tensor):
@@ -81,7 +82,7 @@ def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def _code(value: Any) -> str:
+def _code(value: object) -> str:
     if inspect.isclass(value) or inspect.isfunction(value):
         return str(value.__name__)
     if isinstance(value, (set, frozenset)) and value:
@@ -158,8 +159,8 @@ def build_norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module |
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """`x` normed in the dtype of the norm's weights, then cast back: under autocast `x` is in half
     precision and the norm in float32."""
-    weight = getattr(norm, "weight", None)
-    result: Tensor = norm(x.to(weight.dtype) if isinstance(weight, Tensor) else x)
+    weight = norm._parameters.get("weight")
+    result: Tensor = norm(x if weight is None else x.to(weight.dtype))
     return result.to(x.dtype)
 
 
@@ -172,41 +173,6 @@ def normed_heads(
     if width:
         return split_heads(normed(norm, flat), head_dim)
     return normed(norm, split_heads(flat, head_dim))
-
-
-class MatrixProduct(nn.Module):
-    """Base class of linear layers that multiply by another matrix than their whole `weight`."""
-
-    def matrix(self) -> Tensor:
-        """The matrix `[out, in]` that the input is multiplied by."""
-        raise NotImplementedError
-
-
-def matrix_of(module: nn.Module) -> Tensor:
-    """The matrix that a linear layer without `product_objection` multiplies by."""
-    matrix = module.matrix() if isinstance(module, MatrixProduct) else module.weight
-    assert isinstance(matrix, Tensor)
-    return matrix
-
-
-def matrix_objection(module: nn.Module) -> str | None:
-    """Why a module is not merely a product with its `weight` plus its bias; None if it is."""
-    if isinstance(module, MatrixProduct):
-        return "multiplies by a share of its weight"
-    return product_objection(module)
-
-
-def product_objection(module: nn.Module) -> str | None:
-    """Why a module is not merely a product with `matrix_of(module)` plus its bias; None if it is.
-    Hooks, accelerate's offloading, adapters and quantisation make it more."""
-    if type(module) is not nn.Linear and not isinstance(module, MatrixProduct):
-        return f"is a {type(module).__name__}, not a plain nn.Linear"
-    own = vars(module)
-    if "forward" in own:
-        return "has a forward of its own, as accelerate's hooks give it"
-    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-        return "has forward hooks"
-    return None
 
 
 def build_gate(kind: str | None, hidden_size: int, num_heads: int, width: int) -> nn.Linear | None:

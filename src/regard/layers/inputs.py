@@ -1,69 +1,37 @@
 """The arguments of a layer's call, checked before anything is computed or cached."""
 
-from typing import Any, NamedTuple, TypedDict
+from operator import attrgetter
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, NoCache
 from regard.cache.stored import Stored
-from regard.layers.cache_use import attends_itself, check_use, is_in_pages
-from regard.layers.construct import product_objection
+from regard.layers.cache_use import announce_pieces, check_use
 from regard.layers.memory import Memory
 from regard.masks import Mask, Span
-from regard.ops.attend import prepare
+from regard.matrices import product_objection
+from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_decodable, check_mask, refuse_jit_trace
-from regard.ops.prepared import Prepared
 from regard.rope import Rope
 
 
 class Arrival(NamedTuple):
     """The arguments of a call, checked.
 
-    `mask` is the layer's and the call's together, `span` says which queries meet which keys once
-    the cache is filled, and `positions` are the rotary positions of the queries: `[L]` or `[B, L]`.
-    `sharded` is the cache if it attends
-    itself: its tokens are spread over ranks. `in_parts` says whether the cache may return several
-    parts.
+    Attributes:
+        mask: the layer's and the call's together.
+        span: which queries meet which keys once the cache is filled.
+        positions: rotary positions of the queries, `[L]` or `[B, L]`.
+        cache: as it was given.
     """
 
     mask: Mask
     span: Span
     positions: Tensor
-    sharded: Any = None
-    in_parts: bool = False
-
-
-def arrive(
-    layer: Any,
-    x: Tensor,
-    context: "Tensor | Memory | None",
-    mask: Mask,
-    cache: Cache,
-    positions: Tensor | None,
-) -> Arrival:
-    """Check the arguments of `layer.forward`, and complete them.
-
-    `layer` has `hidden_size`, `mask`, `first_projection` (the linear layer that reads `x`) and
-    `check_context`.
-
-    Raises:
-        TypeError, ValueError: as `Attention.forward`.
-    """
-    check_mask(mask)
-    check_width("x", x, layer.hidden_size, layer.first_projection)
-    check_cache(cache)
-    check_positions(positions, x)
-    layer.check_context(x, context, cache)
-    both, length = layer.mask & mask, x.shape[1]
-    span = cache.span(length) if context is None else Span(0, length, 0, _length_of(context))
-    if cache is not NO_CACHE:
-        check_decodable(both, span)
-        check_use(layer, cache, mask, span)
-    places = span.positions(x.device) if positions is None else positions
-    sharded = cache if attends_itself(cache) else None
-    return Arrival(both, span, places, sharded, is_in_pages(cache))
+    cache: Cache = NO_CACHE
 
 
 class Options(TypedDict):
@@ -76,10 +44,43 @@ class Options(TypedDict):
     sinks: Tensor | None
     dropout: float
     backend: str
-    precision: str
+    precision: Precision
 
 
-def options_of(layer: Any, at: Arrival) -> Options:
+class Layer(Protocol):
+    """The attributes of a layer that its calls read.
+
+    Attributes:
+        pieces: the widths of the pieces of a joined stream; none of separate streams.
+    """
+
+    hidden_size: int
+    mask: Mask
+    scale: float
+    score_bias: Tensor | ScoreBias | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+    training: bool
+    backend: str
+    precision: Precision
+    pieces: tuple[int, ...]
+
+    @property
+    def first_projection(self) -> nn.Module:
+        """The linear layer that reads `x`."""
+
+    def check_context(self, x: Tensor, context: "Tensor | Memory | None", cache: Cache) -> None:
+        """Refuse another sequence that does not fit this layer or this call."""
+
+    def check_positions(self, positions: Tensor | None, x: Tensor) -> None:
+        """Refuse positions that do not fit this layer or this call."""
+
+    def options(self, at: Arrival) -> Options:
+        """The settings of the layer for a call."""
+
+
+def options_of(layer: Layer, at: Arrival) -> Options:
     """The settings of a layer, as its method `options`: a subclass may have other ones."""
     return {
         "mask": at.mask,
@@ -93,28 +94,32 @@ def options_of(layer: Any, at: Arrival) -> Options:
     }
 
 
-def describe(
-    layer: Any, q: Tensor, k: Tensor, v: Tensor, at: Arrival, bits: int | None = None
-) -> Prepared:
-    """The call of a layer and the backend chosen for it; raises for all that `arrive` cannot check.
+def arrive(
+    layer: Layer,
+    x: Tensor,
+    context: "Tensor | Memory | None",
+    mask: Mask,
+    cache: Cache,
+    positions: Tensor | None,
+) -> Arrival:
+    """Check the arguments of `layer.forward`, and complete them.
 
-    Of keys and values only the shapes are read: they are those of the new tokens. `bits` are those
-    of the codes that the cache will return.
+    Raises:
+        TypeError, ValueError: as `Attention.forward`.
     """
-    options, sharded = layer.options(at), at.sharded
-    if sharded is not None:
-        q, k, v = sharded.outlines(layer, q, k, v)
-        options |= {"sinks": None}
-    return prepare(
-        q,
-        k,
-        v,
-        span=at.span,
-        **options,
-        partial=sharded is not None,
-        bits=bits,
-        in_parts=at.in_parts,
-    )
+    check_mask(mask)
+    check_width("x", x, layer.hidden_size, layer.first_projection)
+    check_cache(cache)
+    layer.check_positions(positions, x)
+    layer.check_context(x, context, cache)
+    both, length = layer.mask & mask, x.shape[1]
+    span = cache.span(length) if context is None else Span(0, length, 0, _length_of(context))
+    if cache is not NO_CACHE:
+        check_decodable(both, span)
+        check_use(layer, cache, mask, span)
+        announce_pieces(cache, layer.pieces)
+    places = span.positions(x.device) if positions is None else positions
+    return Arrival(both, span, places, cache)
 
 
 def _length_of(context: "Tensor | Memory") -> int:
@@ -164,11 +169,13 @@ def check_cache(cache: object) -> None:
             f"cache is an object, got the class {cache.__name__}; make one for each layer: "
             f"cache={cache.__name__}(...)"
         )
-    if not all(callable(getattr(cache, verb, None)) for verb in ("span", "update", "peek")):
+    try:
+        attrgetter("span", "update", "peek")(cache)
+    except AttributeError:
         raise TypeError(
             f"cache is a Cache such as KVCache() or NO_CACHE, one for each layer, "
             f"got {type(cache).__name__}"
-        )
+        ) from None
 
 
 def check_positions(positions: object, x: Tensor) -> None:

@@ -12,22 +12,17 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
-from regard.layers.cache_use import (
-    announce_pieces,
-    attended,
-    has_gradient,
-    requiring_grad,
-    restored_on_error,
-)
+from regard.layers.attending import attended, describe, weights_over
+from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import check_sizes, constructor_code, records_arguments
-from regard.layers.inputs import arrive, check_rope, describe, options_of, refuse_context
+from regard.layers.inputs import arrive, check_positions, check_rope, options_of, refuse_context
 from regard.layers.latent_forms import Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
-from regard.ops.explain import explain, weights_of
+from regard.ops.explain import explain
 from regard.rope import Rope
 
 __all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
@@ -85,8 +80,11 @@ class MultiHeadLatentAttention(nn.Module):
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     options = options_of
+    check_positions = staticmethod(check_positions)
     check_context = staticmethod(refuse_context)
-    softcap = sinks = None  # MLA has neither
+    softcap: float | None = None  # MLA has neither softcap nor sinks
+    sinks: Tensor | None = None
+    pieces: tuple[int, ...]
 
     @records_arguments()
     def __init__(
@@ -124,6 +122,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.pieces = kv_lora_rank, qk_rope_head_dim
         self.v_head_dim = v_head_dim
         width = num_heads * self.qk_head_dim
         biased = _biased(bias, q_lora_rank)
@@ -132,13 +131,15 @@ class MultiHeadLatentAttention(nn.Module):
             return nn.RMSNorm(size, eps=norm_eps) if latent_norm else nn.Identity()
 
         if q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden_size, width, bias="q_proj" in biased)
+            self.q_proj: nn.Module = nn.Linear(hidden_size, width, bias="q_proj" in biased)
         else:
-            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias="q_a_proj" in biased)
+            self.q_a_proj: nn.Module = nn.Linear(
+                hidden_size, q_lora_rank, bias="q_a_proj" in biased
+            )
             self.q_a_layernorm = norm(q_lora_rank)
-            self.q_b_proj = nn.Linear(q_lora_rank, width, bias="q_b_proj" in biased)
+            self.q_b_proj: nn.Module = nn.Linear(q_lora_rank, width, bias="q_b_proj" in biased)
         joined = kv_lora_rank + qk_rope_head_dim
-        down = nn.Linear(hidden_size, joined, bias="kv_a_proj_with_mqa" in biased)
+        down: nn.Module = nn.Linear(hidden_size, joined, bias="kv_a_proj_with_mqa" in biased)
         self.kv_a_proj_with_mqa = down
         self.kv_a_layernorm = norm(kv_lora_rank)
         rebuilt = num_heads * (qk_nope_head_dim + v_head_dim)
@@ -164,14 +165,11 @@ class MultiHeadLatentAttention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form, _ = self.choose(at.span, at.sharded)
-        q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, q, joined), at, form.bits(cache))
-        announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
+        form = self.choose(at.span, cache)
         with restored_on_error(self, cache, mask):
-            parts = cache.update(*requiring_grad(call.needs_grad, joined))
-            out = attended(None, call, q, cache, parts, form.make(self))
-            return self.o_proj(merge_heads(form.read(self, out)))
+            parts = cache.update(self.join(latent, k_rope))
+            out = attended(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
+            return self.o_proj(merge_heads(form.output(out)))
 
     def weights(
         self,
@@ -186,11 +184,9 @@ class MultiHeadLatentAttention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form, _ = self.choose(at.span, at.sharded)
-        q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, q, joined), at, form.bits(cache))
-        announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
-        return weights_of(call, q, form.parts(self, cache.peek(joined)))
+        form = self.choose(at.span, cache)
+        parts = cache.peek(self.join(latent, k_rope))
+        return weights_over(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
 
     def explain(
         self,
@@ -213,10 +209,10 @@ class MultiHeadLatentAttention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form, why = self.choose(at.span, at.sharded)
-        q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, q, joined), at, form.bits(cache))
-        return f"form     {form.name}: {why}\n{explain(call)}"
+        form = self.choose(at.span, cache)
+        parts = cache.peek(self.join(latent, k_rope))
+        call = describe(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
+        return f"form     {form.name}: {form.why}\n{explain(call)}"
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries in two pieces, latents and rotary keys, before rotation.
@@ -225,15 +221,13 @@ class MultiHeadLatentAttention(nn.Module):
         all heads together, latents `[B, 1, L, kv_lora_rank]` and rotary keys `[B, 1, L,
         qk_rope_head_dim]`.
         """
-        return project_latent(self, x)
+        q_nope, q_rope, latent, k_rope = project_latent(self, x)
+        others = q_nope, q_rope, self.kv_b_proj, self.score_bias
+        latent, k_rope = requiring_grad(others, latent, k_rope)
+        return q_nope, q_rope, latent, k_rope
 
     def join(self, latent: Tensor, k_rope: Tensor) -> Float[Tensor, "B 1 L RDr"]:
         """The stream that is cached: latents and rotary keys, concatenated."""
-        joined = self._concatenated(latent, k_rope)
-        (joined,) = requiring_grad(has_gradient(self.kv_b_proj), joined)
-        return joined
-
-    def _concatenated(self, latent: Tensor, k_rope: Tensor) -> Tensor:
         return torch.cat([latent, k_rope], dim=-1)
 
     @property
@@ -241,26 +235,17 @@ class MultiHeadLatentAttention(nn.Module):
         """The linear layer that reads `x`."""
         return self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj
 
-    def choose(self, span: Span, sharded: Any = None) -> tuple[Form, str]:
-        """The form for these numbers of queries and keys, and why.
+    def choose(self, span: Span, cache: Cache = NO_CACHE) -> Form:
+        """The form for these numbers of queries and keys, which says why.
 
         Args:
             span: of a call.
-            sharded: its cache, if that attends itself. One that attends for the heads of all ranks
-                reads latents, as no rank can rebuild all keys.
+            cache: of the call; a subclass may choose by it.
 
         Raises:
-            ValueError: if the form is `"absorbed"` and `kv_b_proj` is not a plain linear map, or it
-                must be absorbed and `form="expanded"`.
+            ValueError: if the form is `"absorbed"` and `kv_b_proj` is not a plain linear map.
         """
-        if sharded is None or not sharded.all_heads:
-            return choose_form(self, span, self.form)
-        if self.form == "expanded":
-            raise ValueError(
-                "form='expanded' rebuilds the keys of this rank's heads, and the cache attends for "
-                "the heads of all ranks; use form='auto'"
-            )
-        return choose_form(self, span, "absorbed")
+        return choose_form(self, span, self.form)
 
     def __repr__(self) -> str:
         return constructor_code(self)

@@ -1,23 +1,23 @@
 """The two forms of MLA: expanded to the keys and values of every head, or absorbed.
 
-These are functions of any module with MLA's sizes and children under their usual names: a layer of
+A form belongs to any module with MLA's sizes and children under their usual names: a layer of
 regard, or transformers' modules.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.cache import Part
-from regard.cache.codes import bits_of
 from regard.heads import split_heads
-from regard.layers.construct import matrix_of, normed, product_objection
+from regard.layers.attending import Keys, rebuild
+from regard.layers.construct import normed
+from regard.layers.inputs import Arrival
 from regard.masks import Span
-from regard.ops.parts import Make
+from regard.matrices import matrix_of, product_objection
 
 
 @runtime_checkable
@@ -34,33 +34,94 @@ class Latent(Protocol):
     kv_b_proj: nn.Module
 
 
-class Form(NamedTuple):
-    """The functions that make up a form.
+class Projections(Latent, Protocol):
+    """The linear layers and norms of an MLA module: `q_proj`, or two with a norm between them."""
 
-    The streams of a part are latents and rotary keys, concatenated or separate; `outline` and
-    `parts` of `ABSORBED` take them concatenated.
+    q_proj: nn.Module
+    q_a_proj: nn.Module
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Module
+    kv_a_proj_with_mqa: nn.Module
+    kv_a_layernorm: nn.Module
 
-    Attributes:
-        queries: queries as this form scores them, of `q_nope` and rotated `q_rope`.
-        outline: tensors with the shapes that keys and values will have.
-        parts: keys and values of the cached parts.
-        read: the outputs of the heads, of what attention returned.
-        bits: those of the codes that attention reads from a cache; None where it reads values.
+
+class Expanded:
+    """MLA as MHA: the keys and values of every head are rebuilt from the latents.
+
+    Args:
+        layer: the module.
+        why: the reason for this form, in words.
     """
 
-    name: str
-    queries: Callable[[Any, Tensor, Tensor], Tensor]
-    outline: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
-    parts: Callable[[Any, tuple[Part, ...]], tuple[Part, ...]]
-    read: Callable[[Any, Tensor], Tensor]
-    bits: Callable[[Any], int | None] = bits_of
+    name = "expanded"
 
-    def make(self, layer: Any) -> Make | None:
-        """What makes keys and values of parts; None where attention reads them as they are."""
-        return None if self.name == "absorbed" else partial(self.parts, layer)
+    def __init__(self, layer: Latent, why: str) -> None:
+        self.layer, self.why = layer, why
+
+    def queries(self, q_nope: Tensor, q_rope: Tensor) -> Float[Tensor, "B H L D"]:
+        """Queries of `qk_nope_head_dim + qk_rope_head_dim` channels."""
+        return torch.cat([q_nope, q_rope], dim=-1)
+
+    def keys(self, parts: tuple[Part, ...], at: Arrival) -> Keys:
+        """The keys and values of every head, rebuilt when they are read."""
+        return rebuild(parts, at, self.rebuild)
+
+    def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """The keys and values of every head, of latents and rotary keys in one stream or two."""
+        layer, found = self.layer, []
+        for start, stop, streams in parts:
+            latent, k_rope = separate(layer, streams)
+            heads = split_heads(
+                layer.kv_b_proj(latent.squeeze(1)), layer.qk_nope_head_dim + layer.v_head_dim
+            )
+            k_nope, v = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
+            k_rope = k_rope.expand(-1, k_nope.shape[1], -1, -1).to(k_nope.dtype)
+            found.append(Part(start, stop, (torch.cat([k_nope, k_rope], dim=-1), v)))
+        return tuple(found)
+
+    def output(self, out: Tensor) -> Float[Tensor, "B H L Dv"]:
+        """The outputs of the heads, of what attention returned: the same."""
+        return out
 
 
-def project_latent(layer: Any, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class Absorbed:
+    """MLA as MQA: one wide key head, the latent and the rotary key, whose first columns are values.
+
+    Args:
+        layer: the module.
+        why: the reason for this form, in words.
+    """
+
+    name = "absorbed"
+
+    def __init__(self, layer: Latent, why: str) -> None:
+        self.layer, self.why = layer, why
+
+    def queries(self, q_nope: Tensor, q_rope: Tensor) -> Float[Tensor, "B H L RDr"]:
+        """Queries whose products with latents are scores: `kv_b_proj` of the keys is applied."""
+        rows = q_nope.transpose(0, 1)  # heads first and the batch as rows: no weight is copied
+        wide = rows.flatten(1, 2) @ up_weights(self.layer)[0]
+        return torch.cat([wide.unflatten(1, rows.shape[1:3]).transpose(0, 1), q_rope], dim=-1)
+
+    def keys(self, parts: tuple[Part, ...], at: Arrival) -> Keys:
+        """The latents and rotary keys as they are stored, in one stream."""
+        return Keys.of(parts, v_head_dim=self.layer.kv_lora_rank)
+
+    def output(self, out: Float[Tensor, "B H L R"]) -> Float[Tensor, "B H L Dv"]:
+        """The outputs of the heads, of latents: `kv_b_proj` of the values is applied."""
+        rows = out.transpose(0, 1)
+        heads = (up_weights(self.layer)[1] @ rows.flatten(1, 2).mT).mT
+        return heads.unflatten(1, rows.shape[1:3]).transpose(0, 1)
+
+
+Form = Expanded | Absorbed
+FORMS: dict[str, type[Form]] = {"expanded": Expanded, "absorbed": Absorbed}
+_THIN = 8  # tokens: overhead of absorbing in half precision, as if there were 8 queries more
+
+
+def project_latent(
+    layer: Projections, x: Float[Tensor, "B L E"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries of every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
     `[B, 1, L, Dr]` for all of them; before rotation."""
     if layer.q_lora_rank is None:
@@ -78,11 +139,8 @@ def project_latent(layer: Any, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tenso
     return q_nope, q_rope, normed(layer.kv_a_layernorm, latent), k_rope
 
 
-_THIN = 8  # tokens: overhead of absorbing in half precision, as if there were 8 queries more
-
-
-def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]:
-    """The form for these numbers of queries and keys, and why.
+def choose_form(layer: Latent, span: Span, asked: str = "auto") -> Form:
+    """The form for these numbers of queries and keys, which says why.
 
     Raises:
         ValueError: if `"absorbed"` is asked for and `kv_b_proj` is not a plain linear map.
@@ -93,29 +151,29 @@ def choose_form(layer: Any, span: Span, asked: str = "auto") -> tuple[Form, str]
             f"form='absorbed' reads kv_b_proj.weight, but {objection}; use form='auto'"
         )
     if asked != "auto":
-        return FORMS[asked], "asked for"
+        return FORMS[asked](layer, "asked for")
     if objection is not None:
-        return EXPANDED, objection
+        return Expanded(layer, objection)
     if torch.compiler.is_exporting():
-        return EXPANDED, "an exported program serves every length"
+        return Expanded(layer, "an exported program serves every length")
     queries, keys = span.num_queries, span.num_keys
     rank, nope, rotary = layer.kv_lora_rank, layer.qk_nope_head_dim, layer.qk_rope_head_dim
     both = nope + layer.v_head_dim
     expanded = keys * rank * both + queries * keys * (both + rotary)
-    thin = _THIN if layer.kv_b_proj.weight.dtype.itemsize < 4 else 0
+    thin = _THIN if matrix_of(layer.kv_b_proj).dtype.itemsize < 4 else 0
     absorbed = (queries + thin) * rank * both + queries * keys * (2 * rank + rotary)
     if absorbed <= 1.05 * expanded:
-        return (
-            ABSORBED,
+        return Absorbed(
+            layer,
             "for so few queries, attention to the latents is less work than rebuilding the keys",
         )
-    return (
-        EXPANDED,
+    return Expanded(
+        layer,
         "for so many queries, rebuilding the keys is less work than attention to the latents",
     )
 
 
-def absorption_objection(layer: Any) -> str | None:
+def absorption_objection(layer: Latent) -> str | None:
     """Why `kv_b_proj` cannot be read as a matrix; None if it can."""
     up = layer.kv_b_proj
     if (objection := product_objection(up)) is not None:
@@ -125,38 +183,12 @@ def absorption_objection(layer: Any) -> str | None:
     return None
 
 
-def up_weights(layer: Any) -> tuple[Tensor, Tensor]:
+def up_weights(layer: Latent) -> tuple[Tensor, Tensor]:
     """`kv_b_proj` as matrices of each head: keys `[H, Dn, R]` and values `[H, Dv, R]`."""
     weight = matrix_of(layer.kv_b_proj)  # under functional_call this is a tensor, no parameter
-    keys, values = weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim)).split(
-        [layer.qk_nope_head_dim, layer.v_head_dim], dim=1
-    )
+    sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
+    keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return keys, values
-
-
-def _expand_queries(layer: Latent, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-    return torch.cat([q_nope, q_rope], dim=-1)
-
-
-def _expand_outline(layer: Latent, q: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
-    """Placeholders with the shapes of the keys and values: their elements are never read."""
-    batch, _, length, _ = joined.shape
-    like = joined[:, :, :, :1].expand(batch, q.shape[1], length, 1)
-    return like.expand(-1, -1, -1, layer.qk_head_dim), like.expand(-1, -1, -1, layer.v_head_dim)
-
-
-def _expand_parts(layer: Latent, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The keys and values of every head, as in MHA."""
-    rebuilt = []
-    for start, stop, streams in parts:
-        latent, k_rope = separate(layer, streams)
-        heads = split_heads(
-            layer.kv_b_proj(latent.squeeze(1)), layer.qk_nope_head_dim + layer.v_head_dim
-        )
-        k_nope, v = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
-        k_rope = k_rope.expand(-1, k_nope.shape[1], -1, -1).to(k_nope.dtype)
-        rebuilt.append(Part(start, stop, (torch.cat([k_nope, k_rope], dim=-1), v)))
-    return tuple(rebuilt)
 
 
 def separate(layer: Latent, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -165,32 +197,3 @@ def separate(layer: Latent, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return streams[0], streams[1]
     latent, k_rope = streams[0].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
     return latent, k_rope
-
-
-def absorb_queries(layer: Latent, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-    """Apply the up-projection of the keys to the queries, whose products with latents are then
-    scores: `[B, H, L, Dn] -> [B, H, L, R + Dr]`."""
-    rows = q_nope.transpose(0, 1)  # heads first and the batch as rows, so that no weight is copied
-    wide = rows.flatten(1, 2) @ up_weights(layer)[0]
-    return torch.cat([wide.unflatten(1, rows.shape[1:3]).transpose(0, 1), q_rope], dim=-1)
-
-
-def _absorb_outline(layer: Latent, q: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
-    return joined, joined[..., : layer.kv_lora_rank]
-
-
-def _absorb_read(layer: Latent, out: Tensor) -> Tensor:
-    """Apply the up-projection of the values to the outputs: `[B, H, L, R] -> [B, H, L, Dv]`."""
-    rows = out.transpose(0, 1)
-    heads = (up_weights(layer)[1] @ rows.flatten(1, 2).mT).mT
-    return heads.unflatten(1, rows.shape[1:3]).transpose(0, 1)
-
-
-EXPANDED = Form(
-    "expanded", _expand_queries, _expand_outline, _expand_parts, lambda layer, out: out,
-    bits=lambda cache: None,
-)  # fmt: skip
-ABSORBED = Form(
-    "absorbed", absorb_queries, _absorb_outline, lambda layer, parts: parts, _absorb_read
-)
-FORMS = {"expanded": EXPANDED, "absorbed": ABSORBED}

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
 from regard.heads import merge_heads, split_heads
-from regard.layers.cache_use import attended, has_gradient, requiring_grad, restored_on_error
+from regard.layers.attending import Keys, attended, describe, rebuild, weights_over
+from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
     build_norm,
@@ -22,12 +23,19 @@ from regard.layers.construct import (
     normed_heads,
     records_arguments,
 )
-from regard.layers.inputs import arrive, check_rope, describe, options_of, refuse_context
+from regard.layers.inputs import (
+    Arrival,
+    arrive,
+    check_positions,
+    check_rope,
+    options_of,
+    refuse_context,
+)
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
-from regard.ops.explain import explain, weights_of
+from regard.ops.explain import explain
 from regard.rope import NO_ROPE, Rope
 from regard.tracing import is_concrete, is_transformed
 
@@ -78,9 +86,10 @@ class LatentKVAttention(nn.Module):
 
     kind = "LatentKV"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
+    pieces: tuple[int, ...] = ()  # latents and positions are separate streams
     options = options_of
     check_context = staticmethod(refuse_context)
-    sinks = None
+    sinks: Tensor | None = None
 
     @records_arguments()
     def __init__(
@@ -143,16 +152,12 @@ class LatentKVAttention(nn.Module):
                 int32.
         """
         at = arrive(self, x, context, mask, cache, positions)
-        check_int32(positions)
-        where = at.positions.to(torch.int32)
         q, latent = self.project(x)
+        where = at.positions.to(torch.int32)  # as the cache holds them
         q = self.rope.rotate(q, where)
-        call = describe(self, q, *self.outline(latent), at)
         with restored_on_error(self, cache, mask):
-            parts = cache.update(
-                *requiring_grad(call.needs_grad, latent, as_stream(where, x.shape[0]))
-            )
-            out = attended(None, call, q, cache, parts, self.rebuild)
+            parts = cache.update(latent, as_stream(where, x.shape[0]))
+            out = attended(self, q, self.keys(parts, at), at)
             return self.o_proj(merge_heads(out))
 
     def weights(
@@ -166,12 +171,11 @@ class LatentKVAttention(nn.Module):
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of the same call; the cache does not change."""
         at = arrive(self, x, context, mask, cache, positions)
-        check_int32(positions)
-        where = at.positions.to(torch.int32)
         q, latent = self.project(x)
+        where = at.positions.to(torch.int32)
         q = self.rope.rotate(q, where)
-        parts = self.rebuild(cache.peek(latent, as_stream(where, x.shape[0])))
-        return weights_of(describe(self, q, *self.outline(latent), at), q, parts)
+        parts = cache.peek(latent, as_stream(where, x.shape[0]))
+        return weights_over(self, q, self.keys(parts, at), at)
 
     def explain(
         self,
@@ -184,10 +188,15 @@ class LatentKVAttention(nn.Module):
     ) -> str:
         """Which backend the same call would run on, and why; the cache does not change."""
         at = arrive(self, x, context, mask, cache, positions)
-        check_int32(positions)
         q, latent = self.project(x)
-        q = self.rope.rotate(q, at.positions.to(torch.int32))
-        return explain(describe(self, q, *self.outline(latent), at))
+        where = at.positions.to(torch.int32)
+        q = self.rope.rotate(q, where)
+        parts = cache.peek(latent, as_stream(where, x.shape[0]))
+        return explain(describe(self, q, self.keys(parts, at), at))
+
+    def keys(self, parts: tuple[Part, ...], at: Arrival) -> Keys:
+        """The keys and values of every head, rebuilt when they are read."""
+        return rebuild(parts, at, self.rebuild)
 
     def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """Keys, normed and rotated, and values from the latents and positions of each part."""
@@ -209,22 +218,14 @@ class LatentKVAttention(nn.Module):
         self, x: Float[Tensor, "B L E"]
     ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B 1 L R"]]:
         """Queries, normed, before rotation; and the latents of keys and values."""
-        trained = has_gradient(self.kv_b_proj) or (
-            self.k_norm is not None and has_gradient(self.k_norm)
-        )
-        (latent,) = requiring_grad(trained, self.kv_a_proj(x).unsqueeze(1))
-        return self.queries(x), latent
+        q, latent = self.queries(x), self.kv_a_proj(x).unsqueeze(1)
+        (latent,) = requiring_grad((q, self.kv_b_proj, self.k_norm, self.score_bias), latent)
+        return q, latent
 
-    def outline(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Placeholders with the shapes of the keys and values: their elements are never read."""
-        batch, _, length, _ = latent.shape
-        k = latent[..., :1].expand(batch, self.kv_b_heads, length, self.head_dim)
-        return k, k
-
-    @property
-    def kv_b_heads(self) -> int:
-        """Key heads that `kv_b_proj` rebuilds."""
-        return self.num_kv_heads
+    def check_positions(self, positions: Tensor | None, x: Tensor) -> None:
+        """Refuse positions that do not fit the call, or int32, which the cache holds."""
+        check_positions(positions, x)
+        check_int32(positions)
 
     @property
     def first_projection(self) -> nn.Module:

@@ -1,7 +1,6 @@
 """Another sequence's keys and values, projected once, and the layer that they belong to."""
 
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -52,9 +51,9 @@ def recorded_for(layer: nn.Module, memory: Memory) -> Memory:
     return memory
 
 
-def check_own(layer: Any, memory: Memory, num_kv_heads: int) -> None:
-    """Refuse a memory of another layer; `num_kv_heads` are those that it has."""
-    want, got = (num_kv_heads, layer.head_dim), (memory.k.shape[1], memory.k.shape[3])
+def check_own(layer: nn.Module, memory: Memory, want: tuple[int, int]) -> None:
+    """Refuse a memory of another layer, or of other numbers of key heads and of channels."""
+    got = memory.k.shape[1], memory.k.shape[3]
     if want != got:
         raise ValueError(
             f"context was remembered by a layer of (num_kv_heads, head_dim) = {got}, this one has "

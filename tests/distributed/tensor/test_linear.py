@@ -6,7 +6,7 @@ from torch import nn
 
 from ranks import on_ranks
 from regard.distributed import tensor_parallel
-from regard.layers.construct import matrix_objection, matrix_of, product_objection
+from regard.matrices import matrix_objection, matrix_of, product_objection
 from split_layers import attention, drawn, latent
 
 

@@ -119,7 +119,7 @@ def test_a_step_repeats_up_to_so_many_keys(name, kind, options, most):
 
 
 def test_rows_of_different_lengths_are_no_steps(stepping):
-    model, cache, token = stepping
+    _, cache, _ = stepping
     own = cache.layers[0]
     own.cache.reorder(torch.tensor([0, 0]))
     own.cache.truncate(torch.tensor([3, 5]))

@@ -19,10 +19,10 @@ from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout, Shards
 from regard.distributed.tensor.heads import split_of
 from regard.heads import merge_heads
+from regard.layers.attending import describe
 from regard.layers.cache_use import restored_on_error
-from regard.layers.inputs import Arrival, arrive, check_cache, describe
+from regard.layers.inputs import Arrival, arrive, check_cache
 from regard.layers.latent import MultiHeadLatentAttention
-from regard.layers.latent_kv import LatentKVAttention, check_int32
 from regard.masks import EVERYTHING, AllOf, AnyOf, Documents, Mask, Not, Padding, Span
 from regard.ops.check import check_bias, check_decodable, check_mask_sizes
 from regard.ops.explain import explain as explain_prepared
@@ -126,11 +126,11 @@ def _explained_piece(layer: Any, x: Tensor, call: Call) -> str:
     sending = send(layer, x, call)
     form = ""
     if isinstance(layer, MultiHeadLatentAttention):
-        chosen, why = layer.choose(call.span)
-        form = f"form     {chosen.name}: {why}\n"
+        chosen = layer.choose(call.span)
+        form = f"form     {chosen.name}: {chosen.why}\n"
     q = sending.q[:, :, start - stop :]
     at = Arrival(call.mask, Span(start, stop, 0, call.shards.length), call.positions)
-    return form + explain_prepared(describe(layer, q, *sending.outline, at))
+    return form + explain_prepared(describe(layer, q, sending.keys(), at))
 
 
 def _decoded(
@@ -158,8 +158,6 @@ def arrive_shard(
     try:
         _check_call(layer, context, cache)
         both = arrive(layer, x, None, mask, NO_CACHE, positions).mask
-        if isinstance(layer, LatentKVAttention):
-            check_int32(positions)
         facts = _facts(layer, x, both, cache, positions)
         own = [x.shape[1], _top(layer, positions)]
     except Exception as error:  # whatever it is, the other ranks wait

@@ -1,7 +1,6 @@
 """What each kind of layer sends of this rank's tokens, and how a receiver makes keys of it."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,10 @@ from torch.func import functional_call
 from regard.cache import Part
 from regard.distributed.shards import Shards
 from regard.distributed.tensor.heads import share_of, split_of
+from regard.layers.attending import Keys
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
-from regard.layers.latent_forms import ABSORBED
+from regard.layers.latent_forms import Expanded
 from regard.layers.latent_kv import LatentKVAttention, as_stream
 from regard.masks import Mask, Span
 from regard.rope import Rope
@@ -45,16 +45,21 @@ class Sending(NamedTuple):
     Attributes:
         q: this rank's queries.
         streams: what is sent of this rank's tokens.
-        outline: tensors with the shapes of the keys and values that are made of them.
         read: the outputs of the heads, of what attention returned.
         options: how keys are made of received streams, as `attend_shards` takes it.
     """
 
     q: Tensor
     streams: tuple[Tensor, ...]
-    outline: tuple[Tensor, Tensor]
     read: Callable[[Tensor], Tensor]
     options: Mapping[str, Any] = {}
+
+    def keys(self) -> Keys:
+        """Keys and values of this rank's tokens."""
+        streams, make = self.streams, self.options.get("keys_of")
+        if make is not None:
+            streams = make(streams, self.options["parameters"])
+        return Keys.of((Part(0, streams[0].shape[2], streams),), self.options.get("v_head_dim"))
 
 
 def widths_of(layer: Any) -> tuple[int, int]:
@@ -98,20 +103,18 @@ def send(layer: Any, x: Tensor, call: Call) -> Sending:
 def _send_keys(layer: Attention, x: Tensor, call: Call) -> Sending:
     q, k, v = layer.project(x)
     q, k = rotated(layer, call, q, k)
-    return Sending(q, (k, v), (k, v), lambda out: layer.gated(x, out))
+    return Sending(q, (k, v), lambda out: layer.gated(x, out))
 
 
 def _send_latent(layer: MultiHeadLatentAttention, x: Tensor, call: Call) -> Sending:
     """Latents and rotary keys, for all heads: the receiver expands them, or attends to them."""
     q_nope, q_rope, latent, k_rope = layer.project(x)
     q_rope, k_rope = rotated(layer, call, q_rope, k_rope)
-    form, _ = layer.choose(call.span)
-    q, joined = form.queries(layer, q_nope, q_rope), layer.join(latent, k_rope)
-    outline, read = form.outline(layer, q, joined), partial(form.read, layer)
-    if form is ABSORBED:
-        return Sending(q, (joined,), outline, read, {"v_head_dim": layer.kv_lora_rank})
-    made = making_keys(layer, partial(form.parts, layer))
-    return Sending(q, (joined,), outline, read, made)
+    form, joined = layer.choose(call.span), layer.join(latent, k_rope)
+    q = form.queries(q_nope, q_rope)
+    if isinstance(form, Expanded):
+        return Sending(q, (joined,), form.output, making_keys(layer, form.rebuild))
+    return Sending(q, (joined,), form.output, {"v_head_dim": layer.kv_lora_rank})
 
 
 def _send_latent_kv(layer: LatentKVAttention, x: Tensor, call: Call) -> Sending:
@@ -121,7 +124,7 @@ def _send_latent_kv(layer: LatentKVAttention, x: Tensor, call: Call) -> Sending:
     streams = latent, as_stream(where, x.shape[0])
     made = making_keys(layer, layer.rebuild)
     q = layer.rope.rotate(q, where)
-    return Sending(q, streams, layer.outline(latent), lambda out: out, made)
+    return Sending(q, streams, lambda out: out, made)
 
 
 def making_keys(layer: nn.Module, make: Callable[[Parts], Parts]) -> dict[str, Any]:

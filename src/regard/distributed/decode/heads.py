@@ -20,6 +20,10 @@ from regard.ops.partial import Partial
 KEYS = "sharded decode: keys and values of the key heads of each rank"
 QUERIES = "sharded decode: queries of the heads of each rank"
 PARTS = "sharded decode: outputs of the heads of each rank"
+_OTHERWISE = (
+    "the cache was made for a layer whose heads are split otherwise; sharded_caches(layer, mesh) "
+    "makes those of a layer"
+)
 
 
 class Rows(NamedTuple):
@@ -91,10 +95,7 @@ class SplitHeads:
     def check(self, layer: Any) -> None:
         """Raise if the heads of a layer are split otherwise."""
         if split_of(layer) is not self.split:
-            raise ValueError(
-                "the cache was made for a layer whose heads are split otherwise; "
-                "sharded_caches(layer, mesh) makes those of a layer"
-            )
+            raise ValueError(_OTHERWISE)
 
     def outlines(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the shapes that attention has: with the heads of all ranks."""
@@ -107,6 +108,8 @@ class SplitHeads:
         """The streams of all key heads, gathered if each rank has some."""
         if not self.keys:
             return list(new)
+        if new[0].shape[1] != self.split.local_kv_heads:
+            raise ValueError(_OTHERWISE)
         widths, joined = [each.shape[-1] for each in new], torch.cat(list(new), -1)
         with expected((self.ranks.size - 1) * joined.nbytes, KEYS):
             every = self.ranks.gathered(joined, KEYS)

@@ -1,6 +1,6 @@
 """A cache whose tokens are spread over ranks, in pages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -17,6 +17,9 @@ from regard.distributed.decode.heads import Heads, Rows, heads_of
 from regard.distributed.decode.slots import Piece, Slots
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
+from regard.layers.attending import Attending, Keys
+from regard.layers.inputs import Arrival
+from regard.ops.attend import prepare
 from regard.ops.prepared import Prepared
 from regard.span import Span
 
@@ -26,7 +29,7 @@ _NO_FILE = (
 )
 
 
-class ShardedCache(Stored):
+class ShardedCache(Stored, Attending):
     """A cache of which each rank stores a share of the tokens: each token is stored once.
 
     Pages of tokens go round the ranks. Every rank projects the new tokens, stores its own, attends
@@ -110,14 +113,22 @@ class ShardedCache(Stored):
         """
         self._heads.check(layer)
 
-    def outlines(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of the shapes of queries, keys and values that `attend` has; not their values.
+    def prepare(self, layer: Any, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
+        """The call of a layer over the tokens of all ranks, with a log-sum-exp and without sinks.
+
+        Args:
+            layer: that fills the cache.
+            q: queries of its heads.
+            keys: of this rank's tokens.
+            at: the arguments of the layer.
 
         Raises:
-            ValueError: as `check_layer`.
+            ValueError: as `check_layer` and `prepare`.
         """
         self.check_layer(layer)
-        return self._heads.outlines(layer, q, k, v)
+        q, k, v = self._heads.outlines(layer, q, *keys.outlines)
+        options = layer.options(at) | {"sinks": None, "bits": keys.bits}
+        return prepare(q, k, v, span=at.span, partial=True, **options)
 
     def bytes_sent(self, layer: Any, batch: int, queries: int, dtype: torch.dtype) -> int:
         """Bytes that this rank sends in a call of a layer, whatever the number of tokens held.
@@ -129,7 +140,7 @@ class ShardedCache(Stored):
             dtype: of queries, keys and values.
         """
         width = layer.v_head_dim if layer.kind == "MLA" else layer.head_dim
-        if layer.kind == "MLA" and layer.choose(self.span(queries), self)[0].name == "absorbed":
+        if layer.kind == "MLA" and layer.choose(self.span(queries), self).name == "absorbed":
             width = layer.kv_lora_rank
         return self._heads.bytes_sent(layer, Rows(batch, queries, dtype), width)
 
@@ -151,14 +162,7 @@ class ShardedCache(Stored):
             ValueError: if the streams do not fit each other or those held, do not fit the storage
                 of some rank, or require gradients.
         """
-        pieces = self._slots.following(check_streams(new, ()))
-        mine = [
-            (piece.start - self.length, piece.stop - self.length)
-            for piece in pieces
-            if piece.rank == self._ranks.rank
-        ]
-        self._check(pieces, new)
-        return self._append(pieces, [_taken(each, mine) for each in self._heads.streams(new)])
+        return self._append(*self._placed(new))
 
     def store(self, shards: Shards, *new: Tensor) -> tuple[Part, ...]:
         """Append tokens of which each rank has its shard; return those that this rank stores.
@@ -188,18 +192,17 @@ class ShardedCache(Stored):
         return self._append(pieces, list(new))
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
-        """Refuse: no rank has the keys of all tokens.
+        """The result of `update`, without changing the cache: tokens that this rank would store.
 
         Raises:
-            ValueError: always.
+            ValueError: as `update`.
         """
-        raise ValueError(
-            "ShardedCache stores a share of the keys on each rank, so that no rank can return "
-            "them all, as layer.weights() needs; use KVCache() for it"
-        )
+        _, mine = self._placed(new)
+        parts: tuple[Part, ...] = self._storage.peek(*mine)
+        return parts
 
     def attend(
-        self, prepared: Prepared, q: Tensor, parts: Sequence[Part], sinks: Tensor | None
+        self, prepared: Prepared, q: Tensor, parts: Iterable[Part], sinks: Tensor | None
     ) -> Tensor:
         """Attention of `q` to the tokens of all ranks, `[B, H, L, Dv]`.
 
@@ -302,6 +305,17 @@ class ShardedCache(Stored):
         _refuse_gradients(new)
         self._check_room(pieces)
 
+    def _placed(self, new: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
+        """Where the next tokens lie, and the streams of those that this rank stores."""
+        pieces = self._slots.following(check_streams(new, ()))
+        mine = [
+            (piece.start - self.length, piece.stop - self.length)
+            for piece in pieces
+            if piece.rank == self._ranks.rank
+        ]
+        self._check(pieces, new)
+        return pieces, [_taken(each, mine) for each in self._heads.streams(new)]
+
     def _append(self, pieces: list[Piece], own: list[Tensor]) -> tuple[Part, ...]:
         """Store this rank's streams."""
         parts: tuple[Part, ...] = self._storage.update(*own)
@@ -335,7 +349,7 @@ class ShardedCache(Stored):
 def _made(storage: object) -> Any:
     """The cache of a rank's tokens."""
     cache = storage() if callable(storage) else None
-    if not (isinstance(cache, Cache) and hasattr(cache, "snapshot")) or hasattr(cache, "attend"):
+    if not isinstance(cache, Stored) or isinstance(cache, Attending):
         raise TypeError(
             "storage is a function that makes a cache of a rank's tokens, such as KVCache or "
             f"lambda: StaticCache(1024), got {storage!r}"

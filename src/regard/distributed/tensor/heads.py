@@ -188,8 +188,8 @@ class HeadSplit(HeadLayout):
         return self  # process groups are not copied
 
 
-def split_of(module: nn.Module) -> HeadSplit | None:
-    """The heads of a module that `tensor_parallel` has split over ranks; None if it has not.
+def split_of(module: nn.Module | None) -> HeadSplit | None:
+    """The heads of a module that `tensor_parallel` has split over ranks; None of any other module.
 
     Examples:
         >>> from regard import Attention
@@ -197,7 +197,7 @@ def split_of(module: nn.Module) -> HeadSplit | None:
         >>> split_of(Attention(8, 2)) is None
         True
     """
-    return vars(module).get("head_split")
+    return None if module is None else vars(module).get("head_split")
 
 
 def share_of(module: Any, name: str) -> Tensor:

@@ -20,7 +20,7 @@ from regard.distributed.tensor.linear import (
     SummedSquaresOfKeys,
 )
 from regard.distributed.tensor.placing import Placing
-from regard.distributed.tensor.split_layers import SplitAttention, SplitLatent, SplitLatentKV
+from regard.distributed.tensor.split_layers import SplitAttention, SplitLatent, SplitLayer
 from regard.distributed.tensor.weights import (
     ReplicatedStyle,
     Share,
@@ -28,9 +28,9 @@ from regard.distributed.tensor.weights import (
     is_split,
 )
 from regard.layers.attention import Attention
-from regard.layers.construct import matrix_objection
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_kv import LatentKVAttention
+from regard.matrices import matrix_objection
 from regard.ops.bias import RelativeBias
 
 Styles = dict[str, ParallelStyle]  # by the path of a module inside the layer
@@ -181,7 +181,7 @@ def _latent_kv(layer: Any, place: Placing) -> Styles:
         "kv_b_proj": SplitStyle(place.split, SplitLinear, rebuilt),
         "o_proj": _output(place, size),
         **_norms(layer, place),
-        "": SplitStyle(place.split, SplitLatentKV, {}),
+        "": SplitStyle(place.split, SplitLayer, {}),
     }
 
 

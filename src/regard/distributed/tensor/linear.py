@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from regard.distributed.tensor.sums import copied, summed
 from regard.distributed.tensor.weights import Split
-from regard.layers.construct import MatrixProduct
+from regard.matrices import MatrixProduct
 
 
 class SplitLinear(Split, MatrixProduct):

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache import NO_CACHE
+from regard.cache import NO_CACHE, Cache
 from regard.cache.stored import Stored
+from regard.distributed.decode.sharded import ShardedCache
 from regard.distributed.ranks import expected
 from regard.distributed.tensor.sent import bytes_forward
 from regard.distributed.tensor.weights import Split
 from regard.layers.inputs import Arrival, Options
+from regard.layers.latent_forms import Form, choose_form
 from regard.layers.latent_kv import LatentKVAttention
+from regard.masks import Span
 
 
 class SplitLayer(Split):
@@ -34,12 +37,19 @@ class SplitLayer(Split):
             result: Tensor = own.one_device_class.forward(own, x, **options)
             return result
 
+    def check_context(self, x: Tensor, context: object, cache: Cache) -> None:
+        """Refuse a cache over ranks that was made for other heads, before anything is sent."""
+        own: Any = super()
+        own.check_context(x, context, cache)
+        if isinstance(cache, ShardedCache):
+            cache.check_layer(self)
+
     def options(self, at: Arrival) -> Options:
         """The settings of the layer for the heads of this rank; for those of all ranks, if the
         cache attends for them."""
         own: Any = self
         options: Options = own.one_device_class.options(own, at)
-        if at.sharded is None or not at.sharded.all_heads:
+        if not attends_for_all_heads(at.cache):
             options["mask"] = self.split.mask(options["mask"])
             options["score_bias"] = self.split.score_bias(options["score_bias"])
         return options
@@ -84,18 +94,33 @@ class SplitAttention(SplitLayer):
 class SplitLatent(SplitLayer):
     """`MultiHeadLatentAttention` with the heads of this rank; its latents are replicated."""
 
-    def _concatenated(self, latent: Tensor, k_rope: Tensor) -> Tensor:
+    def join(self, latent: Tensor, k_rope: Tensor) -> Tensor:
+        """The stream that is cached, of which each rank reads all for its heads."""
         own: Any = super()
-        return self.split.shared(own._concatenated(latent, k_rope))
+        return self.split.shared(own.join(latent, k_rope))
+
+    def choose(self, span: Span, cache: Cache = NO_CACHE) -> Form:
+        """The form; absorbed, if the cache attends for the heads of all ranks: no rank can rebuild
+        all keys.
+
+        Raises:
+            ValueError: as on one device, or if it must be absorbed and `form="expanded"`.
+        """
+        own: Any = self
+        if not attends_for_all_heads(cache):
+            chosen: Form = own.one_device_class.choose(own, span)
+            return chosen
+        if own.form == "expanded":
+            raise ValueError(
+                "form='expanded' rebuilds the keys of this rank's heads, and the cache attends for "
+                "the heads of all ranks; use form='auto'"
+            )
+        return choose_form(own, span, "absorbed")
 
 
-class SplitLatentKV(SplitLayer):
-    """`LatentKVAttention` with the heads of this rank; its latents are replicated."""
-
-    @property
-    def kv_b_heads(self) -> int:
-        """Key heads of this rank."""
-        return self.split.local_kv_heads
+def attends_for_all_heads(cache: Cache) -> bool:
+    """Whether a cache attends for the heads of all ranks."""
+    return isinstance(cache, ShardedCache) and cache.all_heads
 
 
 def _compared(

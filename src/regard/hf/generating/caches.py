@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
-from regard.layers.cache_use import attends_itself
+from regard.layers.attending import Attending
 from regard.ops.parts import concatenated
 from regard.span import Span
 
@@ -87,7 +87,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if attends_itself(self.cache):
+        if isinstance(self.cache, Attending):
             raise ValueError(
                 f"{type(self.cache).__name__} cannot return all keys, as each rank stores a share "
                 "of them; regard.hf.install(model) lets its layers attend to such a cache"

@@ -17,7 +17,7 @@ from regard.hf.families.layers import attention_of
 from regard.hf.families.table import family_of, is_placed
 from regard.hf.placing.placed import LatentLayer, empty_copy, window_of
 from regard.layers.attention import Attention
-from regard.layers.construct import matrix_objection
+from regard.matrices import matrix_objection
 
 SAME = ("hidden_size", "num_heads", "head_dim", "norm_width", "rope", "mask", "softcap", "dropout")
 Layer = Attention | LatentLayer

@@ -1,9 +1,8 @@
 """What every call of attention in a transformers model has in common, however keys are made."""
 
 import inspect
-from collections.abc import Iterable, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +10,10 @@ from torch import Tensor, nn
 from regard.cache import Part
 from regard.hf.families.table import Family, family_of
 from regard.hf.running.masks import Visible, visible
-from regard.layers.cache_use import attends_itself
+from regard.layers.attending import Attending, Keys
 from regard.ops.attend import prepare
-from regard.ops.call import narrowed
 from regard.ops.explain import weights_of
-from regard.ops.parts import Make, are_several, rebuilt
+from regard.ops.parts import Make
 from regard.ops.prepared import Prepared
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_table")
@@ -87,11 +85,10 @@ def precision_of(module: nn.Module) -> str:
 
 def described(
     q: Tensor,
-    parts: tuple[Part, ...],
+    keys: Keys,
     at: Visible,
     *,
     bias: Tensor | None = None,
-    v_head_dim: int | None = None,
     sharded: Any = None,
     **options: Any,
 ) -> Prepared:
@@ -99,29 +96,22 @@ def described(
 
     Args:
         q: queries.
-        parts: keys and values; or keys alone, whose first `v_head_dim` columns are the values.
+        keys: keys and values.
         at: which keys are visible, and what the mask adds to the scores.
         bias: what is added to the scores besides.
-        v_head_dim: the width of the values, where they are columns of the keys.
         sharded: the cache, if it attends itself.
         options: further options of `prepare`.
     """
-    k, *rest = parts[0].outlines
-    (v,) = rest or (k[..., :v_head_dim],)
+    k, v = keys.outlines
     if at.bias is not None:
         bias = at.bias if bias is None else at.bias + bias
-    bits = [part.bits for part in parts if part.bits is not None]
-    options = {
-        "in_parts": are_several(parts),
-        "bits": min(bits) if bits else None,
-        **options,
-    }
+    options |= {"in_parts": keys.several, "bits": keys.bits}
     if sharded is not None:
         options |= {"sinks": None, "partial": True}
     return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
 
 
-def made_of(parts: tuple[Part, ...], at: Visible, make: Make, sharded: Any = None) -> "Made":
+def keys_made_of(parts: tuple[Part, ...], at: Visible, make: Make, sharded: Any = None) -> Keys:
     """Keys and values that are made of what a cache holds: of pages, one piece after another.
 
     Args:
@@ -131,25 +121,14 @@ def made_of(parts: tuple[Part, ...], at: Visible, make: Make, sharded: Any = Non
         sharded: the cache, if it attends itself.
     """
     if sharded is not None:
-        parts = make(parts)
-        return Made(parts[:1], parts, in_parts=False)
-    some = iter(rebuilt(narrowed(at.span, at.mask.within(at.span)), parts, make))
-    first = next(some)
-    return Made((first,), chain((first,), some), in_parts=are_several(parts))
-
-
-class Made(NamedTuple):
-    """What `made_of` makes: the first piece, all pieces, and whether there may be several."""
-
-    first: tuple[Part, ...]
-    parts: Iterable[Part]
-    in_parts: bool
+        return Keys.of(make(parts))
+    return Keys.made(parts, make, at.mask, at.span)
 
 
 def attended(
     call: Prepared,
     q: Tensor,
-    parts: Iterable[Part],
+    keys: Keys,
     given: Mapping[str, Any],
     *,
     sharded: Any = None,
@@ -166,10 +145,10 @@ def attended(
                 f"attention weights are not returned with {type(sharded).__name__}, which stores a "
                 "share of the keys on each rank; leave output_attentions out"
             )
-        return sharded.attend(call, q, parts, sinks), None
+        return sharded.attend(call, q, keys.parts, sinks), None
     if not weights_wanted(given):
-        return call.run(q, parts), None
-    parts = tuple(parts)
+        return call.run(q, keys.parts), None
+    parts = tuple(keys.parts)
     return call.run(q, parts), weights_of(call, q, parts)
 
 
@@ -212,7 +191,7 @@ def sharded_cache(cache: Any, module: Any) -> Any:
         ValueError: if tensor parallelism has split the heads of the module over the same ranks.
     """
     held: Any = cache.layers[module.layer_idx].cache if hasattr(cache, "append") else None
-    if not attends_itself(held):
+    if not isinstance(held, Attending):
         return None
     held.check_layer(module)
     return held

@@ -25,6 +25,7 @@ from regard.hf.running.calls import (
     visible_in,
 )
 from regard.hf.running.steps import Projected, record_step, repeated_step
+from regard.layers.attending import Keys
 
 
 class Heads(NamedTuple):
@@ -51,13 +52,14 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     else:
         projected = projected or family.project.both(self, hidden_states)
         q, parts, past, sharded = _along(family, self, projected, given)
-    queries, keys = q.shape[2], number_of_keys(parts, sharded)
-    at = visible_in(family, self, given, queries, keys, across=across)
-    bias = family.bias(self, given, queries, keys, past)
+    queries, count = q.shape[2], number_of_keys(parts, sharded)
+    at = visible_in(family, self, given, queries, count, across=across)
+    bias = family.bias(self, given, queries, count, past)
     options = options_of(family, self)
-    call = described(q, parts, at, bias=bias, sharded=sharded, **options)
+    keys = Keys.of(parts)
+    call = described(q, keys, at, bias=bias, sharded=sharded, **options)
     sinks = options["sinks"]
-    heads, weights = attended(call, q, parts, given, sharded=sharded, sinks=sinks)
+    heads, weights = attended(call, q, keys, given, sharded=sharded, sinks=sinks)
     record_step(family, self, hidden_states, given, call)
     out = family.output(self, merge_heads(heads))
     return (out, bias, weights) if family.returns_bias else (out, weights)

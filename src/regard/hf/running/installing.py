@@ -16,7 +16,7 @@ from regard.hf.families.table import Family, family_of, is_placed
 from regard.hf.packages import check_version
 from regard.hf.running import heads, latent
 from regard.hf.running.binding import bind, replace, restore
-from regard.layers.latent_forms import ABSORBED, choose_form
+from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import Span
 from regard.ops.attend import prepare
 from regard.ops.check import check_options
@@ -244,11 +244,11 @@ def _runs(family: Family, module: Any, span: Span, precision: str) -> str:
     key_width = value_width = head_dim
     form = "rebuilt by " if is_placed(module) else ""
     if family.latent:
-        chosen, _ = choose_form(module, span)
+        chosen = choose_form(module, span)
         rank = module.kv_lora_rank
         absorbed = (1, rank + module.qk_rope_head_dim, rank)
         rebuilt = (heads, module.qk_head_dim, module.v_head_dim)
-        kv_heads, key_width, value_width = absorbed if chosen is ABSORBED else rebuilt
+        kv_heads, key_width, value_width = absorbed if isinstance(chosen, Absorbed) else rebuilt
         form = f"{chosen.name} by "
     one = next(module.parameters()).new_empty(1, dtype=_floating(module)).detach()
     q = one.expand(1, heads, span.num_queries, key_width)

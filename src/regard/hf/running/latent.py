@@ -14,12 +14,11 @@ from regard.cache import Part
 from regard.constants import accumulating_dtype
 from regard.heads import merge_heads
 from regard.hf.running.calls import (
-    Made,
     appended,
     arrive,
     attended,
     described,
-    made_of,
+    keys_made_of,
     number_of_keys,
     one_part,
     options_of,
@@ -27,16 +26,16 @@ from regard.hf.running.calls import (
     visible_in,
 )
 from regard.hf.running.masks import Visible
+from regard.layers.attending import Keys
 from regard.layers.cache_use import announce_pieces
-from regard.layers.latent_forms import Form, absorb_queries, choose_form, project_latent
-from regard.ops.parts import are_several
+from regard.layers.latent_forms import Expanded, Form, choose_form, project_latent
 
 
 class Read(NamedTuple):
-    """Queries, the parts they attend to, and what is added to their scores."""
+    """Queries, the keys they attend to, and what is added to their scores."""
 
     q: Tensor
-    made: Made
+    keys: Keys
     bias: Tensor | None = None
 
 
@@ -50,26 +49,21 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         joined = self.head_split.shared(torch.cat([latent, k_rope], dim=-1))
         latent, k_rope = joined.split([latent.shape[-1], k_rope.shape[-1]], dim=-1)
     cache: Any = given.get(family.cache)
-    if hasattr(cache, "append"):
-        held = cache.layers[self.layer_idx].cache
-        announce_pieces(held, self.kv_lora_rank, self.qk_rope_head_dim)
     parts = _stored(cache, self.layer_idx, latent, k_rope)
     sharded = sharded_cache(cache, self)
     keys = number_of_keys(parts, sharded)
     at = visible_in(family, self, given, q_rope.shape[2], keys)
-    form, _ = choose_form(self, at.span)
-    options = options_of(family, self)
-    q, made, bias = _read(self, form, q_nope, q_rope, parts, at, options["scale"], sharded)
-    options |= {"in_parts": made.in_parts, "v_head_dim": self.kv_lora_rank}
-    call = described(q, made.first, at, bias=bias, sharded=sharded, **options)
-    heads, weights = attended(call, q, made.parts, given, sharded=sharded, sinks=options["sinks"])
-    return family.output(self, merge_heads(form.read(self, heads))), weights
+    form, options = choose_form(self, at.span), options_of(family, self)
+    q, made, bias = _read(form, q_nope, q_rope, parts, at, options["scale"], sharded)
+    call = described(q, made, at, bias=bias, sharded=sharded, **options)
+    heads, weights = attended(call, q, made, given, sharded=sharded, sinks=options["sinks"])
+    return family.output(self, merge_heads(form.output(heads))), weights
 
 
 def _stored(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Part, ...]:
     """All latents and rotary keys, with the new ones: joined in regard's caches, else apart."""
     if hasattr(cache, "append"):
-        announce_pieces(cache.layers[layer].cache, latent.shape[-1], k_rope.shape[-1])
+        announce_pieces(cache.layers[layer].cache, (latent.shape[-1], k_rope.shape[-1]))
         return appended(cache, layer, torch.cat([latent, k_rope], dim=-1))
     if cache is not None:
         return appended(cache, layer, latent, k_rope)
@@ -77,7 +71,6 @@ def _stored(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Par
 
 
 def _read(
-    module: Any,
     form: Form,
     q_nope: Tensor,
     q_rope: Tensor,
@@ -86,14 +79,13 @@ def _read(
     scale: float,
     sharded: Any,
 ) -> Read:
-    if (make := form.make(module)) is not None:
-        return Read(form.queries(module, q_nope, q_rope), made_of(parts, at, make, sharded))
+    if isinstance(form, Expanded):
+        return Read(form.queries(q_nope, q_rope), keys_made_of(parts, at, form.rebuild, sharded))
+    rank = form.layer.kv_lora_rank
     if len(parts[0].streams) == 1:
-        made = Made(parts, parts, are_several(parts))
-        return Read(form.queries(module, q_nope, q_rope), made)
+        return Read(form.queries(q_nope, q_rope), Keys.of(parts, rank))
     latent, k_rope = parts[0].streams
-    wide = absorb_queries(module, q_nope, q_rope[..., :0])
+    wide = form.queries(q_nope, q_rope[..., :0])
     dtype = accumulating_dtype(q_rope.dtype)
     bias = (q_rope.to(dtype) * scale) @ k_rope.to(dtype).mT
-    whole = one_part(latent)
-    return Read(wide, Made(whole, whole, in_parts=False), bias)
+    return Read(wide, Keys.of(one_part(latent), rank), bias)

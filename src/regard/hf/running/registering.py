@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from regard.hf.packages import check_version, require
 from regard.hf.running.calls import attended, described, of_one_dtype, one_part, refuse
 from regard.hf.running.masks import visible
+from regard.layers.attending import Keys
 
 NAME = "regard"
 UNREADABLE = ("cache",)  # transformers' paged cache, whose blocks of keys are not supported
@@ -71,13 +72,13 @@ def attention(
     )  # fmt: skip
     if position_bias is not None:  # a static cache has more slots than the span has keys
         position_bias = position_bias[..., : at.span.num_keys]
-    parts = one_part(key, value)
+    keys = Keys.of(one_part(key, value))
     options: dict[str, Any] = {
         "scale": scaling,
         "softcap": softcap,
         "sinks": s_aux,
         "dropout": dropout,
     }
-    call = described(query, parts, at, bias=position_bias, **options)
-    out, weights = attended(call, query, parts, given)
+    call = described(query, keys, at, bias=position_bias, **options)
+    out, weights = attended(call, query, keys, given)
     return out.transpose(1, 2).contiguous(), weights

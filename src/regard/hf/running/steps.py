@@ -135,7 +135,9 @@ def record_step(
     family: Family, module: Any, x: Tensor, given: Mapping[str, Any], prepared: Prepared
 ) -> None:
     """Record a call that has just been run, if it is a step that the next call may repeat."""
-    if torch.is_grad_enabled() or not is_step(family, module, x, given):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return
+    if not is_step(family, module, x, given):
         return
     layer = _layer_of(family, module, given)
     call, cache, held = prepared.call, layer.cache, layer.cache.buffers

@@ -1,0 +1,140 @@
+"""Attention of a layer to the parts that its cache returned: described as they are, then run."""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+from torch import Tensor
+
+from regard.cache import Part
+from regard.layers.inputs import Arrival, Layer
+from regard.masks import Mask, Span
+from regard.ops.attend import prepare
+from regard.ops.call import narrowed
+from regard.ops.explain import weights_of
+from regard.ops.parts import Make, are_several, rebuilt, shares_rows
+from regard.ops.prepared import Prepared
+
+
+class Keys(NamedTuple):
+    """Keys and values as attention reads them.
+
+    Attributes:
+        first: the first part; the others have the same widths and heads.
+        parts: all of them. They may be made while they are read, and then only once.
+        several: whether there may be more than one.
+        v_head_dim: the width of values that are the first columns of a single stream.
+    """
+
+    first: Part
+    parts: Iterable[Part]
+    several: bool
+    v_head_dim: int | None = None
+
+    @classmethod
+    def of(cls, parts: tuple[Part, ...], v_head_dim: int | None = None) -> "Keys":
+        """The streams of a cache as they are stored."""
+        return cls(parts[0], parts, are_several(parts), v_head_dim)
+
+    @classmethod
+    def made(cls, parts: tuple[Part, ...], make: Make, mask: Mask, span: Span) -> "Keys":
+        """Keys and values that are rebuilt from the streams of a cache; of pages, in pieces.
+
+        Args:
+            parts: as the cache returned them.
+            make: keys and values of some parts.
+            mask: of the call: hidden keys before the first or after the last visible one are not
+                rebuilt.
+            span: of the call.
+        """
+        several = are_several(parts)
+        if not (several or shares_rows(parts[0])):
+            return cls.of(make(parts))
+        pieces = iter(rebuilt(narrowed(span, mask.within(span)), parts, make))
+        first = next(pieces)
+        return cls(first, chain((first,), pieces), several)
+
+    @property
+    def outlines(self) -> tuple[Tensor, Tensor]:
+        """Tensors with the dtypes and the shapes of keys and values, of at most one token."""
+        k, *rest = (each[:, :, :1] for each in self.first.outlines)
+        if rest:
+            return k, rest[0]
+        k = k if k.stride(-1) == 1 else k.contiguous()  # of codes: values lie among keys
+        return k, k[..., : self.v_head_dim]
+
+    @property
+    def bits(self) -> int | None:
+        """The fewest bits of the codes that they are stored as; None for values alone."""
+        parts = self.parts if isinstance(self.parts, tuple) else (self.first,)
+        found = [part.bits for part in parts if part.bits is not None]
+        return min(found) if found else None
+
+
+class Attending:
+    """Base class of caches that compute the attention to their keys, which are not all here."""
+
+    def check_layer(self, layer: object) -> None:
+        """Refuse a layer that the cache was not made for."""
+
+    def prepare(self, layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
+        """The call over all keys, without sinks; `keys` are those that are here."""
+        raise NotImplementedError
+
+    def attend(
+        self, prepared: Prepared, q: Tensor, parts: Iterable[Part], sinks: Tensor | None
+    ) -> Tensor:
+        """Attention to all keys, `[B, H, L, Dv]`."""
+        raise NotImplementedError
+
+
+def rebuild(parts: tuple[Part, ...], at: Arrival, make: Make) -> Keys:
+    """Keys and values that are rebuilt from what a cache returned, as far as the call sees them."""
+    if isinstance(at.cache, Attending):
+        return Keys.of(make(parts))
+    return Keys.made(parts, make, at.mask, at.span)
+
+
+def describe(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Prepared:
+    """The call of a layer and the backend chosen for it.
+
+    Args:
+        layer: its settings are options of the call.
+        q: queries, `[B, H, L, D]`.
+        keys: the parts that the cache returned, or the keys rebuilt from them.
+        at: the arguments of the layer.
+
+    Raises:
+        ValueError: for all that `arrive` cannot check.
+    """
+    if not isinstance(keys, Keys):
+        keys = Keys.of(keys)
+    if isinstance(at.cache, Attending):
+        return at.cache.prepare(layer, q, keys, at)
+    k, v = keys.outlines
+    options = layer.options(at)
+    return prepare(q, k, v, span=at.span, bits=keys.bits, in_parts=keys.several, **options)
+
+
+def attended(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Tensor:
+    """Attention of `q` to the keys, `[B, H, L, Dv]`; arguments and errors of `describe`."""
+    call = describe(layer, q, keys, at)
+    parts = keys.parts if isinstance(keys, Keys) else keys
+    if isinstance(at.cache, Attending):
+        return at.cache.attend(call, q, parts, layer.options(at)["sinks"])
+    return call.run(q, parts)
+
+
+def weights_over(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Tensor:
+    """The attention weights `[B, H, L, S]`; arguments and errors of `describe`.
+
+    Raises:
+        ValueError: if the cache has not all keys.
+    """
+    if isinstance(at.cache, Attending):
+        raise ValueError(
+            f"weights() reads all keys, of which {type(at.cache).__name__} has a share on each "
+            "rank; use KVCache() for it"
+        )
+    call = describe(layer, q, keys, at)
+    return weights_of(call, q, keys.parts if isinstance(keys, Keys) else keys)

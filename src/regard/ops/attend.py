@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from regard.cache import Part
 from regard.masks import EVERYTHING, Mask, Span
-from regard.ops.backends import BACKENDS
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call, begins_with, narrowed
 from regard.ops.check import (
@@ -266,7 +265,7 @@ def prepare(
         in_parts=in_parts,
     )
     name = choose(call, backend, partial=partial)
-    return memoise(facts, Prepared(call, name, BACKENDS[name]))
+    return memoise(facts, Prepared(call, name))
 
 
 def _span_of(

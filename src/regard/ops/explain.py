@@ -53,6 +53,13 @@ def explain(
     return str(explanation(prepare(q, k, v, **options)))  # type: ignore[arg-type]
 
 
+def kernel_objection() -> str | None:
+    """Why `fused`, the compiled kernel, cannot run the smallest decoding step; None if it can."""
+    with torch.no_grad():
+        q = torch.zeros(1, 1, 1, 16, dtype=torch.float32, device="cpu")
+        return objection_of(prepare(q, q, q).call, "fused")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a backend says of a call.

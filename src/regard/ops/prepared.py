@@ -10,7 +10,9 @@ from torch import Tensor
 
 from regard.cache import Part
 from regard.masks import Mask, Span
+from regard.ops.backends import BACKENDS
 from regard.ops.call import Backend, Call
+from regard.ops.observed import CALLS, report_call
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import concatenated, in_one, readable, reads_in_parts, visible_parts
 from regard.ops.shared_rows import folded, rows_at_once, unfolded
@@ -27,7 +29,6 @@ class Prepared(NamedTuple):
     Attributes:
         call: the description of the call.
         name: the name of the backend.
-        backend: its functions.
 
     Examples:
         >>> import torch
@@ -42,7 +43,11 @@ class Prepared(NamedTuple):
 
     call: Call
     name: str
-    backend: Backend
+
+    @property
+    def backend(self) -> Backend:
+        """The functions of the backend, as the table of backends has them now."""
+        return BACKENDS[self.name]
 
     @property
     def mask(self) -> Mask:
@@ -67,8 +72,13 @@ class Prepared(NamedTuple):
             parts: streams (keys, values), or one stream whose first `v_head_dim` columns are the
                 values.
         """
+        if CALLS:
+            parts = tuple(parts)  # the hooks read the parts, too
         with without_autocast(self.call.device):
-            return self._run(q, visible_parts(self.span, parts))
+            out = self._run(q, visible_parts(self.span, parts))
+        if CALLS:
+            report_call(self, q, tuple(parts))
+        return out
 
     def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         """As `run`, with the log-sum-exp, to be merged with attention over other keys."""

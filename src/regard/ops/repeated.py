@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from regard.masks import EVERYTHING, AllOf, Causal, Everything, Mask, SlidingWindow, Span
-from regard.ops.backends import BACKENDS
 from regard.ops.call import begins_with
 from regard.ops.choose import choose, rounded
 from regard.ops.prepared import Prepared
@@ -61,8 +60,6 @@ def described_before(
         return None
     _, prepared, showed_all = latest
     call, name = prepared.call, prepared.name
-    if BACKENDS[name] is not prepared.backend:  # as while `backends_run` counts them
-        return None
     if span is None or (isinstance(span.q_start, int) and call.whole == span):
         return prepared  # without a span it follows from the mask and the shapes
     if isinstance(span.q_start, Tensor):
@@ -70,11 +67,11 @@ def described_before(
     if not (showed_all and _shows_all(call.asked, span) and span.num_queries == call.num_queries):
         return None
     if rounded(span.num_keys) == rounded(call.num_keys):
-        prepared = Prepared(call.at(span), name, prepared.backend)
+        prepared = Prepared(call.at(span), name)
     else:
         call = call.at(span)
         name = choose(call, backend, partial=partial)
-        prepared = Prepared(call, name, BACKENDS[name])
+        prepared = Prepared(call, name)
     _latest = facts, prepared, True
     return prepared
 

@@ -13,15 +13,13 @@ from torch import Tensor
 
 from regard.cache import KVCache, StaticCache
 from regard.masks import EVERYTHING, AllOf, Causal, Everything, Mask, SlidingWindow
-from regard.ops.backends import BACKENDS
-from regard.ops.call import Backend
+from regard.ops.observed import BACKEND_RUNS, CALLS
 from regard.ops.prepared import Prepared
 from regard.ops.rates import SPEED
 from regard.tracing import in_backward, is_immediate
 
 FEW = 64  # keys: up to them, and up to twice as many as now, the backend stays the choice: its
 # lead over torch's kernels grows with the number of keys
-_RUN = Prepared.run  # `calls_run` replaces it while it observes calls
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [rotated] or [1 or B, 1, rotated], float32
 
 
@@ -35,8 +33,6 @@ class Step(NamedTuple):
         dtype: of queries, keys and values.
         run_one: the backend's function for these sizes.
         scale: of the scores.
-        name: of the backend that ran.
-        backend: its functions.
         version: of the rates that it was chosen by.
     """
 
@@ -45,8 +41,6 @@ class Step(NamedTuple):
     dtype: torch.dtype
     run_one: Callable[..., Tensor | None]
     scale: float
-    name: str
-    backend: Backend
     version: int
 
     def fits(self, cache: KVCache | StaticCache, x: Tensor) -> bool:
@@ -57,9 +51,7 @@ class Step(NamedTuple):
             return False
         if x.dtype is not self.dtype or not x.is_cpu or not is_immediate(x):
             return False
-        if Prepared.run is not _RUN:
-            return False
-        return BACKENDS[self.name] is self.backend and SPEED.version == self.version
+        return not (CALLS or BACKEND_RUNS) and SPEED.version == self.version
 
     def run(
         self,
@@ -114,8 +106,7 @@ def step_after(prepared: Prepared, cache: KVCache | StaticCache) -> Step | None:
     most = min(max(FEW, 1 << call.num_keys.bit_length()), held[0].shape[2], *windows)
     heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
     run_one = prepared.backend.step(call.dtype, call.batch, *heads)
-    backend = prepared.name, prepared.backend, SPEED.version
-    return Step(held, most, call.dtype, run_one, call.scale, *backend)
+    return Step(held, most, call.dtype, run_one, call.scale, SPEED.version)
 
 
 def has_fixed_slots(cache: object) -> bool:

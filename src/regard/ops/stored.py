@@ -16,6 +16,7 @@ from regard.cache.codes import QuantizedStream
 from regard.cache.rotation import hadamard
 from regard.constants import accumulating_dtype
 from regard.ops.call import Backend, Call
+from regard.ops.observed import BACKEND_RUNS, report_backend
 from regard.ops.partial import Partial
 
 Result = TypeVar("Result", Tensor, Partial)
@@ -26,6 +27,8 @@ def run_of(
     backend: Backend, call: Call, q: Float[Tensor, "B H L D"], part: Part
 ) -> Float[Tensor, "B H L Dv"]:
     """Attention to one part, as the call over it says."""
+    if BACKEND_RUNS:
+        report_backend(backend.run)
     read, stored = _reader(part, backend.paged, backend.quantized)
     if read is None:
         return backend.run(call, q, *call.keys_and_values(part))
@@ -39,6 +42,8 @@ def run_of(
 
 def partial_of(backend: Backend, call: Call, q: Float[Tensor, "B H L D"], part: Part) -> Partial:
     """`run_of` with the log-sum-exp."""
+    if BACKEND_RUNS:
+        report_backend(backend.run)
     read, stored = _reader(part, backend.paged_partial, backend.quantized_partial)
     if read is None:
         return backend.partial(call, q, *call.keys_and_values(part))

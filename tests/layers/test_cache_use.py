@@ -16,11 +16,15 @@ from regard import (
     MultiHeadLatentAttention,
     Padding,
     Partial,
+    QuantizedCache,
     Rotary,
     SlidingWindow,
     merge,
 )
 from regard.cache import NO_CACHE, PagedCache, PagePool
+from regard.cache.codes import QuantizedStream
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import TENSORS, Storage
 from regard.layers.cache_use import requiring_grad
 from regard.ops.observed import calls_run
 
@@ -376,12 +380,18 @@ def test_weights_are_those_without_a_cache():
         assert_same(layer.weights(x[[1, 0], 10:], cache=cache), layer.weights(x)[[1, 0], :, 10:])
 
 
-def test_the_calls_of_a_cache_in_pages_say_so():
+def test_calls_say_how_the_keys_of_their_cache_are_stored():
     x, seen = inputs(1, 3), []
-    with torch.no_grad(), calls_run(lambda call, q, parts: seen.append(call.call.in_parts)):
-        for cache in (NO_CACHE, KVCache(), PagedCache(PagePool(num_pages=4))):
+    pool = PagePool(num_pages=8, page_size=2)
+    apart, codes = PagedCache(pool), QuantizedCache(bits=4)
+    with torch.no_grad(), calls_run(lambda call, q, parts: seen.append(call.call.storage)):
+        for cache in (NO_CACHE, KVCache(), codes, apart):
             make("GQA")(x, cache=cache)
-    assert seen == [False, False, True]
+        make("GQA")(x, cache=PagedCache(pool))  # between the pages of `apart`
+        make("GQA")(inputs(1, 4), cache=apart)
+    coded, scattered = Storage((QuantizedStream,), 4), Storage((PagedStream,), None, several=True)
+    assert seen[:4] == [TENSORS, TENSORS, coded, TENSORS]
+    assert seen[-1] == scattered
 
 
 def test_a_layer_announces_the_pieces_of_its_stream():

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
-from regard.cache.codes import bits_of
 from regard.heads import merge_heads, split_heads
 from regard.layers.cache_use import attended, requiring_grad, restored_on_error
 from regard.layers.construct import (
@@ -182,7 +181,7 @@ class Attention(nn.Module):
             return stepped
         at = at or arrive(self, x, context, mask, cache, positions)
         q, k = self.rope(q, k, at.positions)
-        call = describe(self, q, k, v, at, bits_of(cache))
+        call = describe(self, q, k, v, at)
         with restored_on_error(self, cache, mask):
             parts = cache.update(*requiring_grad(call.needs_grad, k, v))
             out = attended(self, call, q, cache, parts)
@@ -232,7 +231,8 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return explain(describe(self, q, k, v, at, bits_of(cache)))
+        call = describe(self, q, k, v, at)
+        return explain(call if at.sharded is not None else call.over(cache.peek(k, v)))
 
     def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
         """Project another sequence's keys and values once, to be read as `context=` at every step.

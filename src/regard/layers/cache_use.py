@@ -135,12 +135,6 @@ def attends_itself(cache: object) -> bool:
     return hasattr(cache, "attend")
 
 
-def is_in_pages(cache: object) -> bool:
-    """Whether the tokens of a cache lie in the pages of a pool, so that it may return several
-    parts."""
-    return hasattr(cache, "pool")
-
-
 def announce_pieces(cache: object, *widths: int) -> None:
     """Tell a cache of which pieces the stream consists that it is about to get: a cache of few bits
     rotates the first one only."""

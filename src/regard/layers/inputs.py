@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, NoCache
 from regard.cache.stored import Stored
-from regard.layers.cache_use import attends_itself, check_use, is_in_pages, sinks_of
+from regard.layers.cache_use import attends_itself, check_use, sinks_of
 from regard.layers.construct import local_objection
 from regard.layers.memory import Memory
 from regard.layers.steps import is_step
@@ -24,8 +24,7 @@ class Arrival(NamedTuple):
     `mask` is the layer's and the call's together, `span` says which queries meet which keys once
     the cache is filled, and `positions` are the rotary positions of the queries: `[L]` or `[B, L]`.
     `step` says whether the next call may repeat this one. `sharded` is the cache if it attends
-    itself: its tokens are spread over ranks. `in_parts` says whether the cache may return several
-    parts.
+    itself: its tokens are spread over ranks.
     """
 
     mask: Mask
@@ -33,7 +32,6 @@ class Arrival(NamedTuple):
     positions: Tensor
     step: bool
     sharded: Any = None
-    in_parts: bool = False
 
 
 def arrive(
@@ -65,16 +63,13 @@ def arrive(
     step = is_step(layer, x, cache, positions)
     places = span.positions(x.device) if positions is None else positions
     sharded = cache if attends_itself(cache) else None
-    return Arrival(both, span, places, step, sharded, is_in_pages(cache))
+    return Arrival(both, span, places, step, sharded)
 
 
-def describe(
-    layer: Any, q: Tensor, k: Tensor, v: Tensor, at: Arrival, bits: int | None = None
-) -> Prepared:
+def describe(layer: Any, q: Tensor, k: Tensor, v: Tensor, at: Arrival) -> Prepared:
     """The call of a layer and the backend chosen for it; raises for all that `arrive` cannot check.
 
-    Of keys and values only the shapes are read: they are those of the new tokens. `bits` are those
-    of the codes that the cache will return.
+    Of keys and values only the shapes are read: they are those of the new tokens.
     """
     mask, score_bias, sharded = at.mask, layer.score_bias, at.sharded
     split: HeadSplit | None = layer.head_split
@@ -96,9 +91,7 @@ def describe(
         backend=layer.backend,
         precision=layer.precision,
         partial=sharded is not None,
-        bits=bits,
         step=at.step,
-        in_parts=at.in_parts,
     )
 
 

@@ -174,7 +174,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
+        call = describe(self, q, *form.outline(self, joined), at)
         announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
         with restored_on_error(self, cache, mask):
             parts = cache.update(*requiring_grad(call.needs_grad, joined))
@@ -196,7 +196,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, _ = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
+        call = describe(self, q, *form.outline(self, joined), at)
         announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
         return weights_of(call, q, form.parts(self, cache.peek(joined)))
 
@@ -223,7 +223,10 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form, why = self.choose(at.span, at.sharded)
         q, joined = form.queries(self, q_nope, q_rope), self.join(latent, k_rope)
-        call = describe(self, q, *form.outline(self, joined), at, form.bits(cache))
+        call = describe(self, q, *form.outline(self, joined), at)
+        if at.sharded is None and form.make(self) is None:
+            announce_pieces(cache, self.kv_lora_rank, self.qk_rope_head_dim)
+            call = call.over(cache.peek(joined))
         return f"form     {form.name}: {why}\n{explain(call)}"
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

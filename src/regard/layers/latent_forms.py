@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.cache import Part
-from regard.cache.codes import bits_of
 from regard.heads import split_heads
 from regard.layers.construct import local_objection, matrix_of, normed
 from regard.masks import Span
@@ -45,7 +44,6 @@ class Form(NamedTuple):
         outline: tensors with the shapes that keys and values will have.
         parts: keys and values of the cached parts.
         read: the outputs of the heads, of what attention returned.
-        bits: those of the codes that attention reads from a cache; None where it reads values.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Form(NamedTuple):
     outline: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
     parts: Callable[[Any, tuple[Part, ...]], tuple[Part, ...]]
     read: Callable[[Any, Tensor], Tensor]
-    bits: Callable[[Any], int | None] = bits_of
 
     def make(self, layer: Any) -> Make | None:
         """What makes keys and values of parts; None where attention reads them as they are."""
@@ -193,10 +190,7 @@ def _absorb_read(layer: Latent, out: Tensor) -> Tensor:
     return heads.unflatten(1, rows.shape[1:3]).transpose(0, 1)
 
 
-EXPANDED = Form(
-    "expanded", _expand_queries, _expand_outline, _expand_parts, lambda layer, out: out,
-    bits=lambda cache: None,
-)  # fmt: skip
+EXPANDED = Form("expanded", _expand_queries, _expand_outline, _expand_parts, lambda layer, out: out)
 ABSORBED = Form(
     "absorbed", absorb_queries, _absorb_outline, lambda layer, parts: parts, _absorb_read
 )

@@ -177,7 +177,7 @@ def explanation(prepared: Prepared) -> Explanation:
         backends=tuple(_verdict(call, name) for name in BACKENDS),
         note=None if note is None else note(call),
         rates=rates_note(call.device),
-        parts=reading_of(call, prepared.backend) if call.in_parts else None,
+        parts=reading_of(call, prepared.backend) if call.storage.several else None,
     )
 
 
@@ -325,7 +325,7 @@ def weights_of(
     whole = prepared.call.whole
     part = concatenated(visible_parts(prepared.span, parts))
     call = prepared.call.over(part)
-    k, _ = call.keys_and_values(part)
+    k = part.streams[0]
     k, _ = without_hidden(call, k, k)
     with without_autocast(call.device):
         weights = softmax(call, scores(call, q, k)).to(call.dtype)

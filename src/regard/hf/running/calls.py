@@ -15,7 +15,7 @@ from regard.layers.cache_use import attends_itself
 from regard.ops.attend import prepare
 from regard.ops.call import narrowed
 from regard.ops.explain import weights_of
-from regard.ops.parts import Make, are_several, rebuilt
+from regard.ops.parts import Make, rebuilt
 from regard.ops.prepared import Prepared
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_table")
@@ -110,12 +110,6 @@ def described(
     (v,) = rest or (k[..., :v_head_dim],)
     if at.bias is not None:
         bias = at.bias if bias is None else at.bias + bias
-    bits = [part.bits for part in parts if part.bits is not None]
-    options = {
-        "in_parts": are_several(parts),
-        "bits": min(bits) if bits else None,
-        **options,
-    }
     if sharded is not None:
         options |= {"sinks": None, "partial": True}
     return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
@@ -132,18 +126,17 @@ def made_of(parts: tuple[Part, ...], at: Visible, make: Make, sharded: Any = Non
     """
     if sharded is not None:
         parts = make(parts)
-        return Made(parts[:1], parts, in_parts=False)
+        return Made(parts[:1], parts)
     some = iter(rebuilt(narrowed(at.span, at.mask.within(at.span)), parts, make))
     first = next(some)
-    return Made((first,), chain((first,), some), in_parts=are_several(parts))
+    return Made((first,), chain((first,), some))
 
 
 class Made(NamedTuple):
-    """What `made_of` makes: the first piece, all pieces, and whether there may be several."""
+    """What `made_of` makes: the first piece, and all pieces."""
 
     first: tuple[Part, ...]
     parts: Iterable[Part]
-    in_parts: bool
 
 
 def attended(

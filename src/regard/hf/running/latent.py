@@ -29,7 +29,6 @@ from regard.hf.running.calls import (
 from regard.hf.running.masks import Visible
 from regard.layers.cache_use import announce_pieces
 from regard.layers.latent_forms import Form, absorb_queries, choose_form, project_latent
-from regard.ops.parts import are_several
 
 
 class Read(NamedTuple):
@@ -60,7 +59,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     form, _ = choose_form(self, at.span)
     options = options_of(family, self)
     q, made, bias = _read(self, form, q_nope, q_rope, parts, at, options["scale"], sharded)
-    options |= {"in_parts": made.in_parts, "v_head_dim": self.kv_lora_rank}
+    options["v_head_dim"] = self.kv_lora_rank
     call = described(q, made.first, at, bias=bias, sharded=sharded, **options)
     heads, weights = attended(call, q, made.parts, given, sharded=sharded, sinks=options["sinks"])
     return family.output(self, merge_heads(form.read(self, heads))), weights
@@ -89,11 +88,10 @@ def _read(
     if (make := form.make(module)) is not None:
         return Read(form.queries(module, q_nope, q_rope), made_of(parts, at, make, sharded))
     if len(parts[0].streams) == 1:
-        made = Made(parts, parts, are_several(parts))
-        return Read(form.queries(module, q_nope, q_rope), made)
+        return Read(form.queries(module, q_nope, q_rope), Made(parts, parts))
     latent, k_rope = parts[0].streams
     wide = absorb_queries(module, q_nope, q_rope[..., :0])
     dtype = accumulating_dtype(q_rope.dtype)
     bias = (q_rope.to(dtype) * scale) @ k_rope.to(dtype).mT
     whole = one_part(latent)
-    return Read(wide, Made(whole, whole, in_parts=False), bias)
+    return Read(wide, Made(whole, whole), bias)

@@ -42,8 +42,8 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     sharded = sharded_cache(cache, self)
     keys = number_of_keys(parts, sharded)
     at = visible_in(family, self, given, q.shape[2], keys)
-    first, made, in_parts = made_of(parts, at, self.rebuild, sharded)
-    options = options_of(family, self) | {"in_parts": in_parts}
+    first, made = made_of(parts, at, self.rebuild, sharded)
+    options = options_of(family, self)
     call = described(q, first, at, sharded=sharded, **options)
     heads, weights = attended(call, q, made, given, sharded=sharded, sinks=options["sinks"])
     return family.output(self, merge_heads(heads)), weights

@@ -23,7 +23,6 @@ from regard import (
 )
 from regard.cache import NO_CACHE, PagedCache, PagePool
 from regard.cache.codes import QuantizedStream
-from regard.cache.paging.reading import PagedStream
 from regard.cache.parts import TENSORS, Storage
 from regard.layers.cache_use import requiring_grad
 from regard.ops.observed import calls_run
@@ -389,9 +388,8 @@ def test_calls_say_how_the_keys_of_their_cache_are_stored():
             make("GQA")(x, cache=cache)
         make("GQA")(x, cache=PagedCache(pool))  # between the pages of `apart`
         make("GQA")(inputs(1, 4), cache=apart)
-    coded, scattered = Storage((QuantizedStream,), 4), Storage((PagedStream,), None, several=True)
-    assert seen[:4] == [TENSORS, TENSORS, coded, TENSORS]
-    assert seen[-1] == scattered
+    assert seen[:4] == [TENSORS, TENSORS, Storage((QuantizedStream,), 4), TENSORS]
+    assert seen[-1].several
 
 
 def test_a_layer_announces_the_pieces_of_its_stream():

@@ -9,6 +9,7 @@ import torch
 
 import regard.ops.speed as speed
 from regard import Causal, Padding, SlidingWindow, Span, explain, prepare
+from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream
 from regard.cache.parts import TENSORS, Storage
 from regard.ops.backends import BACKENDS, fused, tiled
@@ -142,7 +143,7 @@ def test_grouped_decoding_reads_keys_once_on_every_processor(threads, name, dtyp
     try:
         with torch.no_grad():
             made = call(keys=3001, heads=24, kv_heads=6, dim=96, dtype=dtype, mask=Causal()).call
-        made = made.but(bits=bits)
+        made = made.but(storage=TENSORS if bits is None else Storage((QuantizedStream,), bits))
         able = [name for name in BACKENDS if objection_of(made, name) is None]
         expected = {name: seconds_of(made, BACKENDS[name]) for name in able}
         assert min(expected, key=expected.__getitem__) == "fused"

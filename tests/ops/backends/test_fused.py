@@ -199,10 +199,9 @@ class Stored(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     given: dict
-    bits: int
 
     def run(self, **options):
-        prepared = prepare(self.q, self.k, self.v, **self.given, bits=self.bits, **options)
+        prepared = prepare(self.q, self.k, self.v, **self.given, **options)
         return prepared.run(self.q, self.parts)
 
 
@@ -237,7 +236,7 @@ def draw_stored(seed, dtype):
     pairs = zip([0, *cuts], [*cuts, keys], strict=True)
     parts = [part.narrow(start, stop) for start, stop in pairs]
     q = torch.randn(batch, group * kv_heads, queries, k_width).to(dtype)
-    return Stored(q, parts, k, v, given, bits)
+    return Stored(q, parts, k, v, given)
 
 
 @pytest.mark.parametrize("backend", ["fused", "grouped"])

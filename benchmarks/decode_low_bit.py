@@ -19,9 +19,10 @@ from common import Cold, Store, card, finish, interleave, quartiles, read_bandwi
 from torch import Tensor
 
 from regard import Causal, Part, Span, prepare
-from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize, quantize_channels
+from regard.cache.codes import QuantizedStream, quantize, quantize_channels
 from regard.cache.paging.formats import GROUP, format_of
-from regard.cache.paging.reading import PagedStream, PagedStreams
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import Streams
 
 BASE = "float32"
 FORMATS = (BASE, "bfloat16", "K8V8", "K8V4", "K6V4", "K4V4")
@@ -118,8 +119,8 @@ def parts_of(shape: Shape, variant: Variant, keys: int, store: Store) -> Cold:
         ]
         if variant.pages:
             paged = [PagedStream(x, order[None], PAGE, 0, keys) for x in copies]
-            return Part(0, keys, PagedStreams(paged))
-        return Part(0, keys, tuple(copies) if variant.is_floating else QuantizedStreams(copies))
+            return Part(0, keys, Streams(paged))
+        return Part(0, keys, tuple(copies) if variant.is_floating else Streams(copies))
 
     return Cold(copy, nbytes_of(shape, variant, keys))
 
@@ -137,13 +138,10 @@ def step(shape: Shape, variant: Variant, keys: int, store: Store) -> Any:
     cold = parts_of(shape, variant, keys, store)
     q = torch.randn(1, shape.heads, 1, shape.width).to(variant.dtype)
     k = q[:, : shape.kv_heads]
-    bits = None if variant.is_floating else variant.bits(0 if shape.joined else 1)
     span = Span(keys - 1, keys, 0, keys)
 
     def run() -> Tensor:
-        call = prepare(
-            q, k, k[..., : shape.values], mask=Causal(), span=span, bits=bits, backend="fused"
-        )
+        call = prepare(q, k, k[..., : shape.values], mask=Causal(), span=span, backend="fused")
         return call.run(q, (cold(),))
 
     return run

@@ -9,7 +9,6 @@ from common import LAST_LEVEL_CACHE, Cold
 from torch import Tensor
 
 from regard import Cache, Causal, KVCache, PagedCache, PagePool, QuantizedCache, prepare
-from regard.cache.codes import bits_of
 
 PAGE = 64  # tokens
 Run = Callable[[], Any]
@@ -115,8 +114,6 @@ def step(sizes: Sizes, caches: Callable[[], Cache], batch: int, dtype: torch.dty
             v,
             mask=Causal(),
             span=cache.span(1),
-            bits=bits_of(cache),
-            in_parts=isinstance(cache, PagedCache),
         )
         return call.run(q, cache.update(k, v))
 

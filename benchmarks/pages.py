@@ -62,7 +62,6 @@ from regard import (
     prepare,
 )
 from regard.cache import context_of
-from regard.cache.codes import bits_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 DECODE_TARGETS = (  # contestant, base, at most
@@ -129,9 +128,9 @@ def reading_of(sizes: Sizes, cache: Cache, batch: int, dtype: torch.dtype) -> st
     """The backend of a step, and how many parts it reads."""
     q = torch.randn(batch, sizes.heads, 1, sizes.head_dim).to(dtype)
     k, v = tokens(sizes, batch, 1, dtype)
-    bits, paged = bits_of(cache), isinstance(cache, PagedCache)
-    call = prepare(q, k, v, mask=Causal(), span=cache.span(1), bits=bits, in_parts=paged)
-    return f"{len(cache.peek(k, v))} parts, {call.name}"
+    parts = cache.peek(k, v)
+    call = prepare(q, k, v, mask=Causal(), span=cache.span(1)).over(parts)
+    return f"{len(parts)} parts, {call.name}"
 
 
 def layer(sizes: Sizes, read: float) -> dict[str, Any]:

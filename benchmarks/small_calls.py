@@ -1,6 +1,7 @@
 """What does a layer add to its operators? Short calls against the same work written by hand.
 
 python benchmarks/small_calls.py
+python benchmarks/small_calls.py --calls  # of Python inside regard, and of attend beside torch
 
 By hand: the layer's four projections, a table of cosines and sines, a fixed buffer for keys and
 values, scaled_dot_product_attention; nothing is checked and nothing is chosen. Decode steps append
@@ -11,7 +12,11 @@ layer of 576 at most 25 us longer.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,11 +30,16 @@ from regard import (
     KVCache,
     LatentKVAttention,
     MultiHeadLatentAttention,
+    Padding,
+    PagedCache,
+    PagePool,
     QuantizedCache,
     Rotary,
     SlidingCache,
     SlidingWindow,
+    Span,
     StaticCache,
+    attend,
 )
 from regard.cache import Cache
 
@@ -37,6 +47,17 @@ PAST, STEPS = 100, 64  # tokens before the first step; steps before the cache is
 SIZES = {64: (8, 2), 576: (9, 3)}  # hidden size: query heads, key heads
 TARGETS = {64: "ratio 1.5", 576: "25 us more"}
 BY_HAND = "by hand"
+SHORT = (2, 8, 10, 64)  # rows, heads, tokens, head dim of calls of `attend`
+CALLS = {  # Python calls inside regard and modules that they are in, at most
+    "layer, inference": (50, 14),
+    "layer, training": (70, 16),
+    "attend, plain": (70, 15),
+    "attend, padded": (70, 15),
+    "step, KVCache": (60, None),
+    "step, MLA": (90, None),
+    "step, PagedCache": (120, None),
+}
+TIMES = {"no_grad": 1.3, "grad mode": 1.4, "padded": 1.8}  # ratios to torch's kernel, at most
 
 
 class ByHand:
@@ -193,15 +214,92 @@ def measured(
     return {**case, "target": target, "us_more": more, "rows": rows}
 
 
+def python_calls(run: Callable[[], object]) -> tuple[int, int]:
+    """Calls of Python functions inside regard, and the modules they are in, when `run` repeats."""
+    package, files = str(Path(sys.modules["regard"].__path__[0])), []
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            files.append(frame.f_code.co_filename)
+
+    for _ in range(3):
+        run()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(files), len(set(files))
+
+
+def counting() -> list[dict[str, object]]:
+    """What short calls of a layer and of `attend` pass through."""
+    layer, x = plain(64, torch.float32, mask=Causal()), torch.randn(2, 10, 64)
+    q, k, v = torch.randn(3, *SHORT).unbind()
+    padded = Causal() & Padding.from_lengths([10, 7])
+    prompt, new = torch.randn(1, PAST, 64), torch.randn(1, 1, 64)
+    mla, pool = latent(64, torch.float32), PagePool(num_pages=40, page_size=16)
+    runs = {
+        "layer, inference": lambda: layer(x),
+        "layer, training": lambda: layer(x),
+        "attend, plain": lambda: attend(q, k, v, mask=Causal()),
+        "attend, padded": lambda: attend(q, k, v, mask=padded),
+        "step, KVCache": filled(layer, KVCache(), prompt, new),
+        "step, MLA": filled(mla, KVCache(), prompt, new),
+        "step, PagedCache": filled(layer, PagedCache(pool), prompt, new),
+    }
+    print(f"\n{'Python calls in regard':<38}{'calls':>8}{'modules':>9}   at most")
+    rows: list[dict[str, object]] = []
+    for name, run in runs.items():
+        with torch.enable_grad() if "training" in name else nullcontext():
+            calls, modules = python_calls(run)
+        most = CALLS[name]
+        print(f"  {name:<36}{calls:>8}{modules:>9}   {most[0]}, {most[1] or '-'}")
+        rows.append({"call": name, "calls": calls, "modules": modules, "target": most})
+    return rows
+
+
+def beside_torch(rounds: int) -> list[dict[str, object]]:
+    """`attend` on few tokens beside torch's kernel, with the mask as a tensor where one is."""
+    q, k, v = torch.randn(3, *SHORT).unbind()
+    padding, causal = Padding.from_lengths([10, 7]), Causal()
+    mask, keep = causal & padding, (causal & padding).dense(span_of(q), batch=2)
+    kernel, results = F.scaled_dot_product_attention, []
+    for name, target in TIMES.items():
+        if name == "padded":
+            runs = {
+                "torch": lambda: kernel(q, k, v, attn_mask=keep),
+                "regard": lambda: attend(q, k, v, mask=mask),
+            }
+        else:
+            runs = {
+                "torch": lambda: kernel(q, k, v, is_causal=True),
+                "regard": lambda: attend(q, k, v, mask=causal),
+            }
+        with torch.set_grad_enabled(name == "grad mode"):
+            rows = summary(interleave(runs, rounds=rounds), "torch")
+        card(f"attend {list(SHORT)}, {name}; target {target}", rows, "torch")
+        results.append({"kind": name, "target": target, "rows": rows})
+    return results
+
+
+def span_of(q: Tensor) -> Span:
+    return Span(0, q.shape[2], 0, q.shape[2])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--length", type=int, default=16, help="tokens of the short prompt")
+    parser.add_argument("--calls", action="store_true", help="count Python calls, and time attend")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     print(f"{THREADS} threads")
+    if options.calls:
+        finish("small_calls", [*counting(), *beside_torch(options.rounds)])
+        return
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         for size in options.sizes:

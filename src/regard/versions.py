@@ -1,5 +1,7 @@
 """Detection of tensors that were written in place after they were read."""
 
+from operator import attrgetter
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,9 @@ class ChangedInPlace(ValueError, RuntimeError):
 
     A `RuntimeError`, like autograd's, and a `ValueError`, like other errors of the caller.
     """
+
+
+_version = attrgetter("_version")
 
 
 class Versions:
@@ -28,24 +33,19 @@ class Versions:
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._read = () if torch.compiler.is_compiling() else _versions_of(tensors)
+        self._tensors = () if torch.compiler.is_compiling() else _watched(tensors)
+        self.numbers: tuple[int, ...] = tuple(map(_version, self._tensors))
 
     @property
     def changed(self) -> bool:
         """Whether one of them was written since; False inside a compiled graph."""
         if torch.compiler.is_compiling():
             return False
-        return any(each._version != version for each, version in self._read)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The version counters that were read."""
-        return tuple(version for _, version in self._read)
+        return tuple(map(_version, self._tensors)) != self.numbers
 
     def __reduce__(self) -> tuple[type["Versions"], tuple[Tensor, ...]]:
-        return Versions, tuple(each for each, _ in self._read)
+        return Versions, self._tensors
 
 
-def _versions_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, int], ...]:
-    known = (each for each in tensors if is_concrete(each) and not each.is_inference())
-    return tuple((each, each._version) for each in known)
+def _watched(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(each for each in tensors if is_concrete(each) and not each.is_inference())

@@ -6,22 +6,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import (
     Causal,
-    KVCache,
     Padding,
+    Part,
     QuantizedCache,
     attend,
 )
 from regard.cache.codes import (
     NIBBLES,
     QuantizedStream,
-    QuantizedStreams,
-    bits_of,
     bytes_of,
     dequantize,
     quantize,
     quantize_channels,
     unpacked,
 )
+from regard.cache.parts import Streams
 from regard.cache.rotation import hadamard
 from regard.ops.attend import prepare
 
@@ -48,7 +47,7 @@ def quantized(bits, group, width, tokens=9, offset=0.0, dtype=torch.float32):
 def test_products_with_codes_equal_products_with_values(bits, group, width, offset, monkeypatch):
     monkeypatch.setattr("regard.cache.codes._BLOCK", 4)
     stream, rows = quantized(bits, group, width, offset=offset), torch.randn(2, 3, 5, width)
-    values = stream.dequantized().double()
+    values = stream.to_tensor().double()
     wanted = rows.double() @ values.mT
     sizes = rows.double().abs() @ (values.abs() + values.abs().amax(-1, keepdim=True)).mT
     assert ((stream.product(rows).double() - wanted).abs() <= 4 * UNIT * width**0.5 * sizes).all()
@@ -60,9 +59,9 @@ def test_products_with_codes_equal_products_with_values(bits, group, width, offs
 @pytest.mark.parametrize("group", [4, BY_CHANNEL])
 def test_narrow_takes_some_of_the_tokens(group):
     stream = quantized(8, group, 10)
-    assert stream.narrow(2, 5).dequantized().equal(stream.dequantized()[:, :, 2:7])
-    both = QuantizedStreams([stream, torch.arange(9).view(1, 1, 9, 1)]).narrow(3, 2)
-    assert both[0].equal(stream.dequantized()[:, :, 3:5])
+    assert stream.narrow(2, 5).to_tensor().equal(stream.to_tensor()[:, :, 2:7])
+    both = Part(0, 9, Streams([stream, torch.arange(9).view(1, 1, 9, 1)])).narrow(3, 5).streams
+    assert both[0].equal(stream.to_tensor()[:, :, 3:5])
     assert both[-1].flatten().tolist() == [3, 4]
     assert len(both[:]) == 2
 
@@ -83,7 +82,7 @@ def test_decoding_over_codes_is_attention_over_the_values(options, dtype):
     valid = torch.ones(2, 11, dtype=torch.bool)
     valid[0, :4] = False
     given["mask"] = Causal() & Padding(valid)
-    assert isinstance(parts[0].streams, QuantizedStreams)
+    assert isinstance(parts[0].streams, Streams)
     call = prepare(q, k[:, :, 10:].to(dtype), v[:, :, 10:].to(dtype), span=span, **given)
     forced = prepare(
         q, k[:, :, 10:].to(dtype), v[:, :, 10:].to(dtype), span=span, backend="grouped", **given
@@ -155,7 +154,7 @@ def test_a_channel_of_a_run_has_a_scale_of_its_own(bits, dtype):
     x = x.to(dtype)
     codes, scales = quantize_channels(x, bits, 5)
     assert codes.shape == (2, 3, 10, bytes_of(7, bits)) and scales.shape == (2, 3, 2, 14)
-    back = QuantizedStream(codes, scales, bits, 1, 7, torch.float32, run=5).dequantized()
+    back = QuantizedStream(codes, scales, bits, 1, 7, torch.float32, run=5).to_tensor()
     runs = x.float().view(2, 3, 2, 5, 7)
     low, high = runs.amin(3, keepdim=True), runs.amax(3, keepdim=True)
     step = (high - low + low.abs() * 2**-7) * (1 + 2**-7) / (2**bits - 1)
@@ -224,12 +223,12 @@ def test_values_of_a_rotated_stream_are_rotated_back(rotation, bits):
     x = torch.randn(1, 2, 5, 10)
     codes, scales = quantize(hadamard(x, rotation), bits, 64)
     stream = QuantizedStream(codes, scales, bits, 64, 10, torch.float32, rotation)
-    values = stream._replace(rotation=()).dequantized()
-    assert stream.dequantized().equal(hadamard(values, rotation))
+    values = stream._replace(rotation=()).to_tensor()
+    assert stream.to_tensor().equal(hadamard(values, rotation))
     step = scales[..., 0::2].float()
-    error = (stream.dequantized() - x).norm(dim=-1)  # a rotation preserves lengths
+    error = (stream.to_tensor() - x).norm(dim=-1)  # a rotation preserves lengths
     assert (error <= 0.51 * step[..., 0] * 10**0.5).all()
-    assert stream.narrow(1, 3).dequantized().allclose(stream.dequantized()[:, :, 1:4])
+    assert stream.narrow(1, 3).to_tensor().allclose(stream.to_tensor()[:, :, 1:4])
 
 
 def test_keys_and_values_are_quantised_together_as_apart():
@@ -246,8 +245,6 @@ def test_outlines_have_the_shapes_and_dtypes_of_the_values():
     (part,) = cache.update(torch.randn(2, 3, 5, 33).bfloat16(), torch.zeros(2, 1, 5, 1).int())
     for outline, stream in zip(part.outlines, part.streams, strict=True):
         assert (outline.shape, outline.dtype) == (stream.shape, stream.dtype)
-    assert bits_of(cache) == 4
-    assert bits_of(KVCache()) is None
 
 
 @pytest.mark.parametrize("bits", [8, 6, 4])
@@ -256,6 +253,6 @@ def test_the_greatest_half_precision_numbers_stay_finite(bits):
     x = torch.randn(1, 1, 5, 8).half()
     x[..., 0, 3], x[..., 1, 2], x[..., 2, 0] = most, -most, torch.nan
     stream = QuantizedStream(*quantize(x, bits, 8), bits, 8, 8, torch.float16)
-    values = stream.dequantized()
+    values = stream.to_tensor()
     assert values[:, :, [0, 1, 3, 4]].isfinite().all() and values[:, :, 2].isnan().all()
     assert values[0, 0, 0, 3] == most and values[0, 0, 1, 2] == -most

@@ -85,7 +85,7 @@ def test_a_format_gives_keys_and_values_their_bits(name):
     for x, stream in ((k, keys), (v, values)):
         plain = hadamard(x, stream.rotation)
         span = plain.amax(-1) - plain.amin(-1)
-        error = (stream.dequantized() - x).norm(dim=-1)
+        error = (stream.to_tensor() - x).norm(dim=-1)
         assert (error <= 0.52 * span / (2**stream.bits - 1) * x.shape[-1] ** 0.5).all()
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from regard import KVCache
+from regard.cache.parts import Part
 from regard.cache.streams import (
     Lengths,
-    Part,
     check_streams,
     check_whole,
     concatenated,
@@ -20,7 +20,7 @@ from regard.cache.streams import (
 def test_a_part_is_cut_by_slots():
     keys = torch.arange(10).view(1, 1, 5, 2)
     part = Part(7, 12, (keys, keys + 100)).narrow(8, 10)
-    assert (part.kv_start, part.kv_stop, part.quantized) == (8, 10, None)
+    assert (part.kv_start, part.kv_stop, part.stored) == (8, 10, part.streams)
     assert part.streams[0].flatten().tolist() == [2, 3, 4, 5]
     assert part.streams[1].flatten().tolist() == [102, 103, 104, 105]
 

@@ -90,7 +90,7 @@ def test_without_the_compiled_kernel_tables_say_so(module, monkeypatch):
 
 def test_the_kernels_objection_is_the_backends_own(monkeypatch):
     from regard.ops.backends import fused
-    from regard.ops.observed import kernel_objection
+    from regard.ops.explain import kernel_objection
 
     assert kernel_objection() is None
     monkeypatch.setattr(fused, "is_installed", lambda: False)

@@ -16,13 +16,15 @@ from regard import (
     MultiHeadLatentAttention,
     Padding,
     Partial,
+    QuantizedCache,
     Rotary,
     SlidingWindow,
     merge,
     prepare,
 )
 from regard.cache import NO_CACHE, PagedCache, PagePool
-from regard.layers.attending import Attending
+from regard.cache.codes import QuantizedStream
+from regard.cache.parts import TENSORS, Storage
 from regard.layers.cache_use import requiring_grad
 from regard.ops.observed import calls_run
 
@@ -409,17 +411,17 @@ def test_weights_are_those_without_a_cache():
         assert_same(layer.weights(x[[1, 0], 10:], cache=cache), layer.weights(x)[[1, 0], :, 10:])
 
 
-def test_calls_say_that_keys_lie_in_several_parts():
-    x, seen, pool = inputs(1, 9), [], PagePool(num_pages=30, page_size=2)
-    with torch.no_grad(), calls_run(lambda call, q, parts: seen.append(call.call.in_parts)):
-        for cache in (NO_CACHE, KVCache(), PagedCache(pool)):
+def test_calls_say_how_the_keys_of_their_cache_are_stored():
+    x, seen = inputs(1, 3), []
+    pool = PagePool(num_pages=8, page_size=2)
+    apart, codes = PagedCache(pool), QuantizedCache(bits=4)
+    with torch.no_grad(), calls_run(lambda call, q, parts: seen.append(call.call.storage)):
+        for cache in (NO_CACHE, KVCache(), codes, apart):
             make("GQA")(x, cache=cache)
-        layer, other, cache = make("GQA"), PagedCache(pool), PagedCache(pool)
-        for start, between in ((0, 2), (2, 6), (4, 2), (6, 2)):
-            layer(x[:, start : start + 2], cache=cache)
-            other.update(torch.zeros(1, 1, between, 1))  # its pages lie between
-    assert seen[:3] == [False, False, False]
-    assert seen[-1]
+        make("GQA")(x, cache=PagedCache(pool))  # between the pages of `apart`
+        make("GQA")(inputs(1, 4), cache=apart)
+    assert seen[:4] == [TENSORS, TENSORS, Storage((QuantizedStream,), 4), TENSORS]
+    assert seen[-1].several
 
 
 def test_a_layer_announces_the_pieces_of_its_stream():

@@ -9,11 +9,22 @@ import torch
 
 import regard.ops.speed as speed
 from regard import Causal, Padding, SlidingWindow, Span, explain, prepare
+from regard.cache.codes import QuantizedStream
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import TENSORS, Storage
 from regard.ops.backends import BACKENDS, fused, tiled
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.rates import SPEED
 
 HALF_PREFILL = "tiled" if tiled._machine_objection() is None else "sdpa"
+
+
+IN_PAGES = Storage((PagedStream,), None, several=True)
+
+
+def in_pages(prepared):
+    """The same call over keys in pages."""
+    return prepared.stored_as(IN_PAGES)
 
 
 def call(queries=1, keys=4096, heads=32, kv_heads=8, dim=128, dtype=torch.float32, **options):
@@ -90,34 +101,33 @@ def test_the_copies_of_keys_in_parts_are_estimated():
     """All side by side, some pages at a time, or none where pages are read as they lie."""
     for queries in (1, 64):
         with torch.no_grad():
-            whole, parted = (call(queries, in_parts=each).call for each in (False, True))
+            whole = call(queries)
+            whole, parted = whole.call, in_pages(whole).call
         for name, backend in BACKENDS.items():
             if objection_of(whole, name) is None:
                 more = seconds_of(parted, backend) - seconds_of(whole, backend)
-                assert more > 0 or backend.reads_pages
+                assert more > 0 or PagedStream in backend.reads
 
 
 def test_a_long_chunk_over_pages_pays_for_no_mask_over_the_past():
     """Its keys are read in pieces, of which only the last hides any from a query."""
     with torch.no_grad():
-        whole, parted = (
-            call(512, 16384, mask=Causal(), heads=8, kv_heads=2, in_parts=each).call
-            for each in (False, True)
-        )
+        whole = call(512, 16384, mask=Causal(), heads=8, kv_heads=2)
+        whole, parted = whole.call, in_pages(whole).call
     made = BACKENDS["sdpa"]
-    copied = made._replace(partial_objection=lambda call: "copied")
+    copied = made._replace(objection=lambda call: "copied" if call.partial else None)
     assert seconds_of(parted, made) < seconds_of(whole, made) < seconds_of(parted, copied)
 
 
 def test_half_precision_that_is_computed_in_float32_is_estimated_so():
     with torch.no_grad():
         half, full = (
-            call(512, dtype=each, in_parts=True).call for each in (torch.float16, torch.float32)
+            in_pages(call(512, dtype=each)).call for each in (torch.float16, torch.float32)
         )
     blocked = BACKENDS["blocked"]
     assert seconds_of(half, blocked) == seconds_of(full, blocked)
-    half, full = (each.but(in_parts=False) for each in (half, full))
-    assert seconds_of(half, blocked, partial=True) == seconds_of(full, blocked)
+    half, full = (each.but(storage=TENSORS) for each in (half, full))
+    assert seconds_of(half.but(partial=True), blocked) == seconds_of(full, blocked)
     assert seconds_of(half, blocked) != seconds_of(full, blocked)
 
 
@@ -133,7 +143,7 @@ def test_grouped_decoding_reads_keys_once_on_every_processor(threads, name, dtyp
     try:
         with torch.no_grad():
             made = call(keys=3001, heads=24, kv_heads=6, dim=96, dtype=dtype, mask=Causal()).call
-        made = made.but(bits=bits)
+        made = made.but(storage=TENSORS if bits is None else Storage((QuantizedStream,), bits))
         able = [name for name in BACKENDS if objection_of(made, name) is None]
         expected = {name: seconds_of(made, BACKENDS[name]) for name in able}
         assert min(expected, key=expected.__getitem__) == "fused"

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from regard import Causal, SlidingWindow, Span, attend, attention_weights, explain, prepare
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import Storage
 from regard.ops.backends import BACKENDS
 from regard.ops.explain import Verdict, explanation
 
@@ -90,10 +92,11 @@ def test_weights_of_what_is_not_there_are_refused(wrong):
 def test_it_says_how_keys_in_several_parts_are_read():
     q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 9, 16)
     half = q.half(), k.half(), k.half()
+    in_pages = Storage((PagedStream,), None, several=True)
 
     def said(backend, *tensors, **options):
-        made = prepare(*(tensors or (q, k, k)), backend=backend, in_parts=True, **options)
-        lines = explain(made).splitlines()
+        made = prepare(*(tensors or (q, k, k)), backend=backend, **options)
+        lines = explain(made.stored_as(in_pages)).splitlines()
         (line,) = (line for line in lines if line.startswith("parts "))
         return line[9:]
 

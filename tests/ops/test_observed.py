@@ -6,29 +6,45 @@ from collections import Counter
 import pytest
 import torch
 
-from regard import Causal, attend
+from regard import Causal, Part, attend, prepare
 from regard.ops.backends import BACKENDS
-from regard.ops.observed import backends_run, calls_run, kernel_objection, names
-from regard.ops.prepared import Prepared
+from regard.ops.explain import kernel_objection
+from regard.ops.observed import BACKEND_RUNS, CALLS, backends_run, calls_run, names
 
 Q = torch.randn(1, 2, 3, 8)
 
 
 def test_calls_are_counted_inside_the_block_alone():
-    before = dict(BACKENDS)
     with backends_run() as ran:
         for backend in ("eager", "eager", "sdpa"):
             attend(Q, Q, Q, mask=Causal(), backend=backend)
     attend(Q, Q, Q, backend="eager")
     assert ran == Counter(eager=2, sdpa=1)
-    assert before == BACKENDS
+    assert BACKEND_RUNS == []
 
 
-def test_a_failure_inside_the_block_leaves_the_table_as_it_was():
-    before = dict(BACKENDS)
+def test_a_failure_inside_the_block_leaves_no_hook():
     with pytest.raises(RuntimeError, match="inside"), backends_run():
         raise RuntimeError("inside")
-    assert before == BACKENDS
+    assert BACKEND_RUNS == []
+
+
+def test_blocks_inside_of_one_another_count_on_their_own():
+    with backends_run() as outer:
+        attend(Q, Q, Q, backend="eager")
+        with backends_run() as inner:
+            attend(Q, Q, Q, backend="eager")
+        attend(Q, Q, Q, backend="sdpa")
+    assert (outer, inner) == (Counter(eager=2, sdpa=1), Counter(eager=1))
+
+
+def test_a_description_made_before_the_block_is_counted():
+    """Nothing of a description or of a memo says whether anybody counts."""
+    prepared = prepare(Q, Q, Q)
+    with backends_run() as ran:
+        prepared.run(Q, [Part(0, 3, (Q, Q))])
+        assert prepare(Q, Q, Q).name == prepared.name
+    assert ran == Counter({prepared.name: 1})
 
 
 def test_counting_changes_no_output():
@@ -61,13 +77,13 @@ def test_calls_of_other_threads_are_not_passed_on():
 
 
 def test_blocks_that_watch_calls_leave_nothing_behind():
-    own, calls = Prepared.run, []
+    calls = []
     with pytest.raises(RuntimeError, match="inside"), calls_run(calls.append):
         raise RuntimeError("inside")
     with calls_run(lambda *call: calls.append(1)), calls_run(lambda *call: calls.append(2)):
         attend(Q, Q, Q)
-    assert calls == [1, 2] or calls == [2, 1]
-    assert Prepared.run is own
+    assert calls == [1, 2]
+    assert CALLS == []
 
 
 def test_the_most_frequent_backend_is_named_first():

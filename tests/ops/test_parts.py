@@ -1,25 +1,22 @@
 """Parts read one at a time: what a call sees of them, and parts in pages in pieces."""
 
 import random
-from functools import partial
 
 import pytest
 import torch
 
 from paged import coded, in_pages, part_of
 from regard import Causal, Part, SlidingWindow, Span, prepare
-from regard.cache.codes import QuantizedStream, QuantizedStreams
-from regard.cache.paging.reading import PagedStream, PagedStreams
+from regard.cache.codes import QuantizedStream
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import Streams
 from regard.ops import parts as reading
 from regard.ops.backends import BACKENDS
 from regard.ops.parts import (
+    GATHERED,
     concatenated,
-    first_row,
-    in_one,
-    pieces,
     readable,
     rebuilt,
-    shares_rows,
     visible_parts,
 )
 
@@ -35,7 +32,7 @@ def tabled(*tables, page_size=2, start=0, length=None):
     table = torch.tensor(tables)
     slab = torch.arange((int(table.max()) + 1) * page_size).double()[None, None, :, None]
     length = table.shape[1] * page_size - start if length is None else length
-    return part_of(PagedStreams([PagedStream(slab, table, page_size, start, length)]))
+    return part_of(Streams([PagedStream(slab, table, page_size, start, length)]))
 
 
 def tokens(part, row=0):
@@ -44,8 +41,8 @@ def tokens(part, row=0):
 
 def test_other_parts_are_not_cut():
     part = Part(3, 26, drawn())
-    assert list(pieces(part, 4)) == [part]
-    assert in_one(part) is part
+    assert list(part.pieces(4)) == [part]
+    assert part.in_one() is part
 
 
 @pytest.mark.parametrize("scattered", [True, False])
@@ -53,8 +50,8 @@ def test_other_parts_are_not_cut():
 def test_pieces_are_the_part(scattered, shared):
     k, v = (x[:1].expand(2, -1, -1, -1) if shared else x for x in drawn())
     part = part_of(in_pages((k, v), RNG, scattered=scattered, shared=shared), kv_start=5)
-    found = list(pieces(part, 4))
-    assert all(each.paged is None for each in found)
+    found = list(part.pieces(4))
+    assert all(not each.is_scattered for each in found)
     assert [each.kv_start for each in found] == [5, *(each.kv_stop for each in found[:-1])]
     whole = concatenated(found)
     assert (whole.kv_start, whole.kv_stop) == (5, 28)
@@ -65,15 +62,15 @@ def test_pieces_are_the_part(scattered, shared):
 
 def test_long_runs_of_pages_are_views_and_others_copies_of_bounded_length():
     part = tabled([9, 3, 4, 5, 6, 0, 8, 7], start=1)
-    found = [(each.kv_start, tokens(each)) for each in pieces(part, 5)]
+    found = [(each.kv_start, tokens(each)) for each in part.pieces(5)]
     assert found == [
         (0, [19]),  # before a run: a copy
         (1, [6, 7, 8, 9, 10, 11, 12, 13]),  # four pages, one after another
         (9, [0, 1, 16, 17, 14]),  # as many as may be copied
         (14, [15]),
     ]
-    memory = part.paged[0].slab.untyped_storage().data_ptr()
-    assert [each.streams[0].untyped_storage().data_ptr() == memory for each in pieces(part, 5)] == [
+    memory = part.stored[0].slab.untyped_storage().data_ptr()
+    assert [each.streams[0].untyped_storage().data_ptr() == memory for each in part.pieces(5)] == [
         True,
         True,
         False,
@@ -83,20 +80,20 @@ def test_long_runs_of_pages_are_views_and_others_copies_of_bounded_length():
 
 def test_a_run_ends_where_that_of_any_row_does():
     part = tabled([0, 1, 2, 3], [7, 8, 10, 11])
-    assert [tokens(each, row=1) for each in pieces(part, 4)] == [
+    assert [tokens(each, row=1) for each in part.pieces(4)] == [
         [14, 15, 16, 17],
         [20, 21, 22, 23],
     ]
-    memory = part.paged[0].slab.untyped_storage().data_ptr()
-    assert {each.streams[0].untyped_storage().data_ptr() for each in pieces(part, 4)} == {memory}
+    memory = part.stored[0].slab.untyped_storage().data_ptr()
+    assert {each.streams[0].untyped_storage().data_ptr() for each in part.pieces(4)} == {memory}
     shorter = tabled([0, 1, 2, 3], [7, 8, 10, 11], start=1, length=4)
-    assert [tokens(each, row=1) for each in pieces(shorter, 4)] == [[15, 16, 17, 20]]
+    assert [tokens(each, row=1) for each in shorter.pieces(4)] == [[15, 16, 17, 20]]
 
 
 def test_rows_that_are_not_equally_far_apart_are_copied_piece_by_piece():
     for tables in (([0, 1, 2], [4, 5, 6], [9, 10, 11]), ([3, 4, 5], [0, 1, 2])):
         part = tabled(*tables)
-        found = list(pieces(part, 4))
+        found = list(part.pieces(4))
         assert [each.kv_stop - each.kv_start for each in found] == [4, 2]
         for row, pages in enumerate(tables):
             whole = [token for each in found for token in tokens(each, row)]
@@ -106,14 +103,14 @@ def test_rows_that_are_not_equally_far_apart_are_copied_piece_by_piece():
 def test_a_batch_of_no_rows():
     k, v = drawn(2)
     stored = in_pages((k, v), RNG).stored
-    part = part_of(PagedStreams([each.rows(0, 0) for each in stored]))
-    assert concatenated(pieces(part, 4)).streams[0].shape == (0, 2, 23, 4)
+    part = part_of(Streams([each.rows(0, 0) for each in stored]))
+    assert concatenated(part.pieces(4)).streams[0].shape == (0, 2, 23, 4)
     assert part.streams[1].shape == (0, 2, 23, 4)
 
 
 def test_an_empty_part_is_one_piece():
     part = part_of(in_pages(drawn(), RNG)).narrow(0, 0)
-    (found,) = pieces(part)
+    (found,) = part.pieces(GATHERED)
     assert found.streams[0].shape == (2, 2, 0, 4)
 
 
@@ -123,26 +120,27 @@ def test_codes_stay_codes(scattered, by_channel):
     paged = in_pages(drawn(width=16), RNG, scattered=scattered)
     paged = coded(paged, (8, 4), ((), ()), by_channel=by_channel)
     positions = in_pages((torch.arange(23).view(1, 1, 23, 1).expand(2, 1, 23, 1),), RNG)
-    part = part_of(PagedStreams([*paged.stored[:1], *positions.stored]))
-    found = list(pieces(part_of(paged), 5))
-    assert all(isinstance(each.quantized[1], QuantizedStream) for each in found)
+    part = part_of(Streams([*paged.stored[:1], *positions.stored]))
+    found = list(part_of(paged).pieces(5))
+    assert all(isinstance(each.stored[1], QuantizedStream) for each in found)
     assert torch.equal(concatenated(found).streams[1], paged[1])
-    (mixed,) = pieces(part, 23)
+    (mixed,) = part.pieces(23)
     assert mixed.streams[1][1, 0, :, 0].tolist() == list(range(23))
-    assert isinstance(mixed.quantized[0], QuantizedStream)
+    assert isinstance(mixed.stored[0], QuantizedStream)
 
 
 def test_a_backend_gets_the_pages_that_it_can_read():
     part = part_of(in_pages(drawn(), RNG))
     backend = BACKENDS["eager"]
     (copied,) = readable(part, backend)
-    assert copied.paged is None
+    assert not copied.is_scattered
     asked = []
-    backend = backend._replace(reads_pages=lambda stored: asked.append(stored) or len(asked) == 1)
+    some = {PagedStream: lambda stored: asked.append(stored) or len(asked) == 1}
+    backend = backend._replace(reads=some)
     assert list(readable(part, backend)) == [part]
     (copied,) = readable(part, backend)
-    assert copied.paged is None
-    assert asked == [part.paged, part.paged]
+    assert not copied.is_scattered
+    assert asked == [part.stored, part.stored]
     other = Part(0, 23, drawn())
     assert list(readable(other, backend)) == [other]
 
@@ -151,17 +149,17 @@ def test_rows_share_what_was_expanded():
     k, v = (x[:1].expand(3, -1, -1, -1) for x in drawn(1, width=16))
     plain, paged = Part(0, 23, (k, v)), part_of(in_pages((k, v), RNG, shared=True))
     codes = part_of(coded(paged.streams, (8, 8), ((), ())))
-    (copied,) = pieces(codes, 50)
+    (copied,) = codes.pieces(50)
     for part in (plain, paged, codes, copied):
-        assert shares_rows(part)
-        one = first_row(part)
-        assert not shares_rows(one)
+        assert part.is_shared
+        one = part.rows(0, 1)
+        assert not one.is_shared
         assert one.streams[0].shape == (1, 2, 23, 16)
         assert torch.equal(one.streams[1], part.streams[1][:1])
-    assert not shares_rows(Part(0, 23, (k, v.clone())))
-    assert not shares_rows(part_of(in_pages((k, v), RNG)))
-    assert not shares_rows(Part(0, 23, QuantizedStreams([k, v.contiguous()])))
-    assert not shares_rows(Part(0, 23, (k[:1], v[:1])))
+    assert not Part(0, 23, (k, v.clone())).is_shared
+    assert not part_of(in_pages((k, v), RNG)).is_shared
+    assert not Part(0, 23, Streams([k, v.contiguous()])).is_shared
+    assert not Part(0, 23, (k[:1], v[:1])).is_shared
 
 
 def test_visible_parts_are_narrowed_one_at_a_time():
@@ -206,7 +204,7 @@ def described(k, mask=None, past=0):
 def test_keys_are_made_of_one_piece_after_another(monkeypatch):
     k, _ = drawn()
     making = Making()
-    monkeypatch.setattr(reading, "pieces", partial(pieces, most=10))
+    monkeypatch.setattr(reading, "GATHERED", 10)
     found = iter(rebuilt(described(k).span, (part_of(in_pages((k,), RNG)),), making))
     assert len(making.shapes) == 1
     whole = concatenated(found)
@@ -229,13 +227,13 @@ def test_keys_of_shared_rows_are_made_once():
         making = Making()
         (found,) = rebuilt(described(k).span, (Part(0, 23, streams),), making)
         assert making.shapes == [(1, 2, 23, 4)]
-        assert shares_rows(found)
+        assert found.is_shared
         assert torch.equal(found.streams[0], 2 * k)
 
 
 def test_keys_that_are_made_later_are_made_under_the_same_autocast(monkeypatch):
     k, _ = drawn()
-    monkeypatch.setattr(reading, "pieces", partial(pieces, most=10))
+    monkeypatch.setattr(reading, "GATHERED", 10)
     parts = (part_of(in_pages((k,), RNG)),)
     with torch.autocast("cpu", torch.bfloat16):
         found = rebuilt(described(k).span, parts, Making())

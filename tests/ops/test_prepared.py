@@ -1,7 +1,6 @@
 """A prepared call run on keys in several parts, plain or in pages."""
 
 import random
-from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -17,10 +16,10 @@ from covering import few
 from paged import coded, in_pages, part_of
 from plain import array, attention
 from regard import Causal, Padding, Part, SlidingWindow, Span, prepare
-from regard.cache.paging.reading import PagedStream, PagedStreams
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import Streams
 from regard.ops import parts as reading
 from regard.ops.backends import BACKENDS
-from regard.ops.parts import pieces
 from regard.ops.prepared import _most_held
 from session import LONG
 
@@ -49,7 +48,7 @@ SEEDS = {"auto": 100, "eager": 60, "sdpa": 60, "grouped": 60, "blocked": 60, "fl
 def test_a_call_runs_on_keys_in_pages_as_on_the_whole(backend, monkeypatch):
     """All that `cases` draws: masks, biases, softcaps, sinks, rows that start apart; slots that no
     row holds are NaN."""
-    monkeypatch.setattr(reading, "pieces", partial(pieces, most=3))
+    monkeypatch.setattr(reading, "GATHERED", 3)
     accepted, count = 0, SEEDS[backend] * (20 if LONG else 1)
     for seed in range(21_000_000, 21_000_000 + count):
         case, rng = draw_case(seed), random.Random(f"pages {seed}")
@@ -192,7 +191,7 @@ def test_no_more_than_some_pages_are_copied_at_a_time(backend, codes):
     q, k = torch.randn(2, 4, 1, 64), torch.randn(1, 2, 6000, 64).expand(2, -1, -1, -1)
     table = torch.randperm(2 * 100)[: 2 * 94].view(2, 94)
     slab = torch.randn(1, 2, 200 * 64, 64)
-    paged = PagedStreams([PagedStream(slab, table, 64, 0, 6000)] * 2)
+    paged = Streams([PagedStream(slab, table, 64, 0, 6000)] * 2)
     if codes != "none":
         paged = coded(paged, (8, 8), ((), ()), by_channel=codes == "by channel")
     with Largest() as largest:
@@ -204,7 +203,7 @@ def test_no_more_than_some_pages_are_copied_at_a_time(backend, codes):
 def test_consecutive_pages_are_read_in_place():
     q = torch.randn(1, 4, 1, 64)
     slab, table = torch.randn(1, 2, 100 * 64, 64), torch.arange(3, 97)[None]
-    paged = PagedStreams([PagedStream(slab, table, 64, 5, 6000)] * 2)
+    paged = Streams([PagedStream(slab, table, 64, 5, 6000)] * 2)
     for backend in ("sdpa", "grouped"):
         with Largest() as largest:
             prepare(q, slab, slab, backend=backend).run(q, (part_of(paged),))
@@ -218,12 +217,12 @@ def test_a_long_chunk_over_pages_copies_no_past(backend, codes):
     torch.manual_seed(3)
     q, k = torch.randn(1, 4, 300, 32), torch.randn(1, 2, 8000, 32)
     slab, table = torch.randn(1, 2, 200 * 64, 32), torch.randperm(200)[None, :125]
-    paged = PagedStreams([PagedStream(slab, table, 64, 0, 8000)] * 2)
+    paged = Streams([PagedStream(slab, table, 64, 0, 8000)] * 2)
     if codes:
         paged = coded(paged, (8, 4), ((32,), (32,)))
     given = {"mask": Causal(), "span": Span(7700, 8000, 0, 8000), "backend": backend}
     with torch.no_grad(), Largest() as largest:
-        prepare(q, k, k, **given, in_parts=True).run(q, [part_of(paged)])
+        prepare(q, k, k, **given).run(q, [part_of(paged)])
     scores = 4 * 300 * (reading.GATHERED + 64) * 4 if backend == "eager" else 0
     assert largest.bytes <= max(scores, 300 * (reading.GATHERED + 64) * 4) < k.nbytes or scores
 

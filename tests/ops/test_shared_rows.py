@@ -166,5 +166,5 @@ def test_pages_of_shared_rows_are_a_part_of_one_row():
     q, k, v = drawn()
     part = part_of(in_pages((k, v), random.Random(2), shared=True))
     (one,) = folded(prepare(q, k, v).call, q, part, BATCH)
-    assert one.part.paged[0].table.shape[0] == 1
+    assert one.part.stored[0].table.shape[0] == 1
     assert torch.equal(one.part.streams[1], v[:1])

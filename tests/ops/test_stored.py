@@ -7,7 +7,9 @@ import torch
 
 from paged import coded, in_pages, part_of
 from regard import Part, prepare
-from regard.cache.codes import QuantizedStream, QuantizedStreams, quantize
+from regard.cache.codes import QuantizedStream, quantize
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import Streams, storage_of
 from regard.cache.rotation import blocks_of, hadamard
 from regard.ops.backends import BACKENDS
 from regard.ops.partial import Partial
@@ -31,7 +33,7 @@ def as_codes(x, bits, blocks):
 
 def expected(call, q, part):
     """The definition, on the values that the codes stand for, in float64."""
-    k, v = (x.double() for x in call.keys_and_values(part))
+    k, v = (x.double() for x in call.keys_and_values(part.as_tensors()))
     return prepare(q.double(), k, v, scale=call.scale, backend="eager").partial(
         q.double(), (Part(0, KEYS, (k, v)),)
     )
@@ -56,7 +58,7 @@ def test_queries_are_rotated_as_the_keys_and_outputs_back(case, backend, dtype):
     width, v_width, bits, blocks = CASES[case]
     q, k, v = drawn(width, v_width, dtype)
     streams = [as_codes(x, *each) for x, *each in zip((k, v), bits, blocks, strict=True)]
-    part = Part(0, KEYS, QuantizedStreams(streams))
+    part = Part(0, KEYS, Streams(streams))
     agrees(backend, q, k, v, part, min(bits))
 
 
@@ -64,7 +66,7 @@ def test_queries_are_rotated_as_the_keys_and_outputs_back(case, backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_of_one_stream_the_first_columns_are_rotated_in_keys_and_values(backend, dtype):
     q, k, v = drawn(48, 32, dtype, joined=True)
-    part = Part(0, KEYS, QuantizedStreams([as_codes(k, 4, (32,))]))
+    part = Part(0, KEYS, Streams([as_codes(k, 4, (32,))]))
     agrees(backend, q, k, v, part, 4)
 
 
@@ -87,7 +89,7 @@ def test_pages_of_joined_codes_with_scales_by_channel(backend):
 def agrees(backend, q, k, v, part, bits):
     with torch.no_grad():
         try:
-            call = prepare(q, k, v, backend=backend, bits=bits).call
+            call = prepare(q, k, v, backend=backend).stored_as(storage_of([part])).call
         except ValueError as error:
             pytest.skip(str(error))
         wanted, work = expected(call, q, part), BACKENDS[backend]
@@ -104,32 +106,34 @@ def agrees(backend, q, k, v, part, bits):
 
 
 def test_a_backend_gets_what_it_reads():
-    """Pages before codes, codes before values; queries in float32 where they are rotated."""
+    """Its classes of streams, where its function says so; queries in float32 where these are
+    rotated. Others are tensors."""
     q, k, v = drawn(32, 32, torch.bfloat16)
     call, got = prepare(q, k, v).call, []
 
-    def reader(name):
-        def read(call, q, stored):
-            got.append((name, q.dtype, call.dtype))
-            return q.new_zeros(2, 4, 2, 32)
+    def run(call, q, k, v):
+        got.append((type(k), type(v), q.dtype, call.dtype))
+        return q.new_zeros(2, 4, 2, 32)
 
-        return read
-
-    backend = BACKENDS["eager"]._replace(quantized=reader("codes"), paged=reader("pages"))
+    every = dict.fromkeys((PagedStream, QuantizedStream), lambda streams: True)
+    backend = BACKENDS["eager"]._replace(run=run, reads=every)
     half, wide = torch.bfloat16, torch.float32
     paged = in_pages((k, v), random.Random(8), page_size=16)
     run_of(backend, call, q, part_of(paged))
     run_of(backend, call, q, part_of(coded(paged, (4, 4), ((32,), (32,)))))
-    plain = QuantizedStreams([as_codes(x, 8, ()) for x in (k, v)])
+    plain = Streams([as_codes(x, 8, ()) for x in (k, v)])
     run_of(backend, call, q, Part(0, KEYS, plain))
-    out = run_of(backend, call, q, Part(0, KEYS, QuantizedStreams([as_codes(k, 4, (32,))] * 2)))
+    out = run_of(backend, call, q, Part(0, KEYS, Streams([as_codes(k, 4, (32,))] * 2)))
     assert got == [
-        ("pages", half, half),
-        ("pages", wide, wide),
-        ("codes", half, half),
-        ("codes", wide, wide),
+        (PagedStream, PagedStream, half, half),
+        (PagedStream, PagedStream, wide, wide),
+        (QuantizedStream, QuantizedStream, half, half),
+        (QuantizedStream, QuantizedStream, wide, wide),
     ]
     assert out.dtype == half
     got.clear()
     run_of(backend, call, q, Part(0, KEYS, (k, v)))
-    assert got == []
+    never = dict.fromkeys(every, lambda streams: False)
+    run_of(backend._replace(reads=never), call, q, part_of(paged))
+    run_of(backend._replace(reads={}), call, q, Part(0, KEYS, plain))
+    assert got == 3 * [(torch.Tensor, torch.Tensor, half, half)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import regard
+import regard.ops.call
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src/regard").rglob("*.py"))
@@ -157,3 +158,40 @@ def test_functions_are_short():
                 if body:
                     lines = body[-1].end_lineno - body[0].lineno + 1
                     assert lines <= 45, f"{path}:{node.lineno} {node.name} has {lines}"
+
+
+def _asks_for_members(node):
+    """Whether a call asks an object for a member that it may not have."""
+    called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    return called == "hasattr" or (called == "getattr" and len(node.args) == 3)
+
+
+def _is_any_cache(node):
+    """Whether a parameter that is a cache has no type."""
+    return isinstance(node, ast.arg) and "cache" in node.arg and _names_any(node.annotation)
+
+
+def _names_any(annotation):
+    nodes = ast.walk(annotation) if annotation is not None else ()
+    return any(isinstance(each, ast.Name) and each.id == "Any" for each in nodes)
+
+
+@pytest.mark.parametrize("folder", ["ops", "cache"])
+def test_members_of_caches_are_those_of_their_types(folder):
+    """What is stored how is a type: no object is asked whether it has a member."""
+    for path in (ROOT / "src/regard" / folder).rglob("*.py"):
+        if not {"paging", "kernels"} & {*path.parts}:
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            wrong = [
+                each.lineno for each in nodes if _asks_for_members(each) or _is_any_cache(each)
+            ]
+            assert not wrong, f"{path}: lines {wrong}"
+
+
+def test_streams_and_calls_know_no_storage():
+    """A stream is a tensor or an object of its own class, in the module of its feature."""
+    storages = {"regard.cache.codes", "regard.cache.paging", "regard.distributed"}
+    for name in ("cache/streams", "cache/parts", "ops/call", "ops/parts", "ops/prepared"):
+        known = {*imports_of(ROOT / f"src/regard/{name}.py")}
+        assert not {each for each in known if each.startswith(tuple(storages))}, name
+    assert len(regard.ops.call.Backend._fields) <= 7

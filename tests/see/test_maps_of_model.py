@@ -34,7 +34,7 @@ from regard import (
     attend,
 )
 from regard.convert import as_latent
-from regard.ops.prepared import Prepared
+from regard.ops.observed import CALLS
 from regard.see import attention
 from tiny import SIZES, tiny, tokens
 
@@ -159,10 +159,10 @@ def test_a_model_is_as_it_was_before():
     with torch.no_grad():
         before = model(ids).logits
     torch.set_rng_state(state)
-    run, kept = Prepared.run, {id(m): dict(m.__dict__) for m in model.modules()}
+    kept = {id(m): dict(m.__dict__) for m in model.modules()}
     attention(model, ids, layers=[0])
     assert torch.equal(torch.get_rng_state(), state)
-    assert Prepared.run is run
+    assert CALLS == []
     assert kept == {id(m): dict(m.__dict__) for m in model.modules()}
     assert all(module.training for module in model.modules())
     with torch.no_grad():
@@ -170,10 +170,10 @@ def test_a_model_is_as_it_was_before():
 
 
 def test_a_failure_leaves_the_model_as_it_was():
-    model, run = tiny("llama"), Prepared.run
+    model = tiny("llama")
     with pytest.raises(IndexError, match="heads=9 is not among 0 to 3"):
         attention(model, tokens(1, 5), heads=[9])
-    assert Prepared.run is run
+    assert CALLS == []
     assert "forward" not in vars(model.model.layers[0].self_attn)
     assert not model.model.layers[0].self_attn._forward_pre_hooks
 

@@ -35,7 +35,7 @@ def quantized(x, bits=8, group=64):
 def of_stream(x):
     """The values of keys or values, and how they are stored."""
     if isinstance(x, QuantizedStream):
-        return x._replace(dtype=torch.float32).dequantized(), Format(x.bits, x.group)
+        return x._replace(dtype=torch.float32).to_tensor(), Format(x.bits, x.group)
     return x, BFLOAT16 if x.dtype is torch.bfloat16 else FLOAT32
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from regard import Part
 from regard.cache.codes import QuantizedStream, quantize, quantize_channels
-from regard.cache.paging.reading import PagedStream, PagedStreams
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import Streams
 from regard.cache.rotation import hadamard
 
 
@@ -41,13 +42,13 @@ def in_pages(
     scattered: bool = True,
     shared: bool = False,
     start: int | None = None,
-) -> PagedStreams:
+) -> Streams:
     """Streams in pages, all by one table; `shared` if all rows have the pages of the first."""
     batch, length = streams[0].shape[0], streams[0].shape[2]
     start = rng.randrange(page_size) if start is None else start
     rows = 1 if shared else batch
     table = table_of(rng, rows, -(-(start + length) // page_size), scattered=scattered)
-    return PagedStreams(
+    return Streams(
         [
             PagedStream(
                 slab_of(each[:rows], table, page_size, start),
@@ -62,8 +63,8 @@ def in_pages(
 
 
 def coded(
-    paged: PagedStreams, bits: tuple[int, int], rotations: tuple, *, by_channel: bool = False
-) -> PagedStreams:
+    paged: Streams, bits: tuple[int, int], rotations: tuple, *, by_channel: bool = False
+) -> Streams:
     """The same pages stored as codes, of keys with scales `by_channel` of a page."""
     found = []
     for each, number, blocks in zip(paged.stored, bits, rotations, strict=False):
@@ -73,8 +74,8 @@ def coded(
         codes, scales = quantise(hadamard(slab.float(), blocks), number, shared)
         sizes = number, group, slab.shape[-1], slab.dtype, blocks, run
         found.append(each._replace(slab=QuantizedStream(codes, scales, *sizes)))
-    return PagedStreams(found)
+    return Streams(found)
 
 
-def part_of(paged: PagedStreams, kv_start: int = 0) -> Part:
+def part_of(paged: Streams, kv_start: int = 0) -> Part:
     return Part(kv_start, kv_start + paged.stored[0].length, paged)

@@ -19,11 +19,11 @@ from regard.cache.paging.offloading import Offload
 from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pool import PagePool
 from regard.cache.paging.sharing import Prefix
+from regard.cache.parts import Part
 from regard.cache.protocol import NO_CACHE, Cache, NoCache
 from regard.cache.quantized import QuantizedCache
 from regard.cache.saving import load_all, save_all, truncate_all
 from regard.cache.sliding import SlidingCache
-from regard.cache.streams import Part
 
 __all__ = [
     "NO_CACHE",

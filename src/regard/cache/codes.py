@@ -6,7 +6,7 @@ with codes, plus a sum: so backends of torch's operators convert one block of co
 compiled kernel reads the codes as they are laid out here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -55,12 +55,40 @@ class QuantizedStream(NamedTuple):
         """A tensor of the shape and dtype of the values, which are all zero."""
         return self.scales.new_zeros((), dtype=self.dtype).expand(*self.codes.shape[:3], self.width)
 
-    def dequantized(self) -> Float[Tensor, "B G S W"]:
+    def to_tensor(self) -> Float[Tensor, "B G S W"]:
         """The values in the original dtype."""
         values = hadamard(self._rotated(), self.rotation)
         if self.dtype is torch.float16:  # rounding must not make the greatest numbers infinite
             values = values.clamp(-_GREATEST_HALF, _GREATEST_HALF)
         return values.to(self.dtype)
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        """Its class."""
+        return (QuantizedStream,)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all rows of a batch of several read the same memory."""
+        return self.codes.shape[0] > 1 and self.codes.stride(0) == 0
+
+    @property
+    def is_scattered(self) -> bool:
+        """Its tokens lie side by side."""
+        return False
+
+    def rows(self, start: int, size: int) -> "QuantizedStream":
+        """The rows `start..start + size` of the batch."""
+        codes, scales = self.codes.narrow(0, start, size), self.scales.narrow(0, start, size)
+        return self._replace(codes=codes, scales=scales)
+
+    def in_one(self) -> "QuantizedStream":
+        """The stream itself."""
+        return self
+
+    def cuts(self, most: int) -> Iterator[tuple[int, int]]:
+        """All tokens, which are read as they are."""
+        yield 0, self.codes.shape[2]
 
     def narrow(self, start: int, size: int) -> "QuantizedStream":
         """The tokens `start..start + size`."""
@@ -128,40 +156,6 @@ class QuantizedStream(NamedTuple):
         tokens = self.codes.shape[2]
         for start in range(0, tokens, _BLOCK):
             yield self.narrow(start, min(_BLOCK, tokens - start))
-
-
-class QuantizedStreams(Sequence[Tensor]):
-    """The streams of a part. Indexing dequantises; backends may read the codes from `stored`."""
-
-    def __init__(self, stored: Sequence[QuantizedStream | Tensor]) -> None:
-        self.stored = tuple(stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return tuple(_values(each) for each in self.stored[index])
-        return _values(self.stored[index])
-
-    def narrow(self, start: int, size: int) -> "QuantizedStreams":
-        """The tokens `start..start + size` of each stream."""
-        return QuantizedStreams([_narrow(each, start, size) for each in self.stored])
-
-
-def _narrow(stream: QuantizedStream | Tensor, start: int, size: int) -> QuantizedStream | Tensor:
-    if isinstance(stream, QuantizedStream):
-        return stream.narrow(start, size)
-    return stream.narrow(2, start, size)
-
-
-def _values(stream: QuantizedStream | Tensor) -> Tensor:
-    return stream.dequantized() if isinstance(stream, QuantizedStream) else stream
-
-
-def bits_of(cache: object) -> int | None:
-    """The bits of the codes that a cache returns; None where it returns values."""
-    return getattr(cache, "bits", None)
 
 
 def quantize(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,37 @@
 """What a cache holds, in words."""
 
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 
+from regard.cache.streams import Lengths
 from regard.words import counted
 
 
-def describe(cache: Any) -> str:
-    """The kind of a cache, its rows and lengths, bytes, and the shapes and dtypes of its streams.
+class Described(Protocol):
+    """A cache that can be described: regard's own."""
 
-    Args:
-        cache: with `empty_streams`.
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def lengths(self) -> Lengths: ...
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def allocated_bytes(self) -> int: ...
+
+    @property
+    def empty_streams(self) -> tuple[Tensor, ...]: ...
+
+
+def describe(cache: Described) -> str:
+    """The kind of a cache, its rows and lengths, bytes, and the shapes and dtypes of its streams.
 
     Examples:
         >>> import torch
@@ -25,12 +45,11 @@ def describe(cache: Any) -> str:
     """
     if not cache.empty_streams:
         return f"{cache!r}: no tokens"
-    lengths = getattr(cache, "lengths", None)
-    shortest = cache.length if lengths is None else lengths.shortest
+    shortest = cache.lengths.shortest
     tokens = counted(cache.length, "token")
     if shortest != cache.length:
         tokens = f"{shortest:,} to {tokens}"
-    held = cache.length - getattr(cache, "first", 0)
+    held = cache.length - cache.first
     some = f", the last {held:,} held" if held != cache.length else ""
     streams = ", ".join(_described(each, cache.length) for each in cache.empty_streams)
     rows = counted(cache.empty_streams[0].shape[0], "row")

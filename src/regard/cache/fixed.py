@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from regard.cache.parts import Part
 from regard.cache.stored import Contiguous
 from regard.cache.streams import (
-    Part,
     check_rows,
     check_streams,
     check_whole,

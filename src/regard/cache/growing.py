@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from regard.cache.parts import Part
 from regard.cache.stored import Contiguous
 from regard.cache.streams import (
-    Part,
     check_rows,
     check_streams,
     concatenated,

@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from regard.cache.streams import Lengths, Part
+from regard.cache.parts import Part
+from regard.cache.streams import Lengths
 from regard.span import Span
 
 

@@ -10,20 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream, QuantizedStreams, bytes_of
+from regard.cache.codes import QuantizedStream, bytes_of
 from regard.cache.growing import KVCache
 from regard.cache.paging.formats import GROUP, PageFormat, format_of
+from regard.cache.parts import Part, Streams
 from regard.cache.quantizing import quantized
 from regard.cache.saving import Record, checked_pieces, outlines_from, outlines_text
 from regard.cache.stored import Stored
-from regard.cache.streams import (
-    Lengths,
-    Part,
-    check_streams,
-    check_whole,
-    needs_gradients,
-    select_rows,
-)
+from regard.cache.streams import Lengths, check_streams, check_whole, needs_gradients, select_rows
 from regard.span import Span
 from regard.tracing import is_forward_mode
 
@@ -283,5 +277,5 @@ def _joined(parts: tuple[Part, ...], streams: Sequence[_Described]) -> tuple[Par
                 continue
             sizes = bits, group, like.shape[-1]
             joined.append(QuantizedStream(first, next(tensors), *sizes, like.dtype, rotation))
-        described.append(Part(start, stop, QuantizedStreams(joined)))
+        described.append(Part(start, stop, Streams(joined)))
     return tuple(described)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,30 @@ class Record(NamedTuple):
     streams: tuple[Any, ...]  # tensors, or a Stacked that is to be written
 
 
-def save_all(caches: Sequence[Any], path: str | Path, *, weights: str | nn.Module) -> None:
+@runtime_checkable
+class Truncatable(Protocol):
+    """A cache that says what it can be truncated to."""
+
+    def can_truncate(self, length: int | Tensor) -> bool: ...
+
+    def truncate(self, length: int | Tensor) -> None: ...
+
+
+@runtime_checkable
+class Fillable(Protocol):
+    """A cache that can be written to a file and read from one."""
+
+    length: int
+    arguments: dict[str, Any]
+
+    def record(self) -> Record: ...
+
+    def fill(self, record: Record) -> None: ...
+
+    def become(self, other: Any) -> None: ...
+
+
+def save_all(caches: Sequence[object], path: str | Path, *, weights: str | nn.Module) -> None:
     """Write what the caches of all layers hold to one file, in the safetensors format.
 
     Args:
@@ -89,7 +112,7 @@ def save_all(caches: Sequence[Any], path: str | Path, *, weights: str | nn.Modul
 
 
 def load_all(
-    caches: Sequence[Any],
+    caches: Sequence[object],
     path: str | Path,
     *,
     weights: str | nn.Module,
@@ -120,12 +143,12 @@ def load_all(
         ...
         ValueError: the cache of layer 0 holds 5 tokens; load into an empty one
     """
-    _check_empty(caches)
+    empty = _checked_empty(caches)
     with TensorFile(path) as file:
         check_origin(file, FORMAT, VERSION, weights)
-        entries = _entries(file, caches)
+        entries = _entries(file, empty)
         filled = []
-        for layer, (cache, entry) in enumerate(zip(caches, entries, strict=True)):
+        for layer, (cache, entry) in enumerate(zip(empty, entries, strict=True)):
             names = [_name(layer, index) for index in range(len(entry["streams"]))]
             streams = tuple(file.read(name).to(device) for name in names)
             new = copy(cache)
@@ -134,11 +157,11 @@ def load_all(
             except ValueError as error:
                 raise ValueError(f"{file.path}: layer {layer}: {error}; save it again") from error
             filled.append(new)
-    for cache, new in zip(caches, filled, strict=True):
+    for cache, new in zip(empty, filled, strict=True):
         cache.become(new)
 
 
-def truncate_all(caches: Sequence[Any], length: int | Tensor) -> None:
+def truncate_all(caches: Sequence[object], length: int | Tensor) -> None:
     """Truncate the caches of all layers to the first `length` tokens, or none of them.
 
     Args:
@@ -163,8 +186,9 @@ def truncate_all(caches: Sequence[Any], length: int | Tensor) -> None:
         >>> [cache.length for cache in caches]
         [10, 10]
     """
+    able: list[Truncatable] = []
     for layer, cache in enumerate(caches):
-        if not hasattr(cache, "can_truncate"):
+        if not isinstance(cache, Truncatable):
             raise TypeError(
                 f"layer {layer}: {type(cache).__name__} has no can_truncate(length), so that not "
                 "all layers or none could be truncated; add it, or truncate each cache"
@@ -175,8 +199,9 @@ def truncate_all(caches: Sequence[Any], length: int | Tensor) -> None:
             except ValueError as error:
                 raise ValueError(f"layer {layer}: {error}; no layer was truncated") from error
             raise AssertionError("can_truncate says False where truncate does not raise")
-    for cache in caches:
-        cache.truncate(length)
+        able.append(cache)
+    for each in able:
+        each.truncate(length)
 
 
 def weights_text(weights: str | nn.Module) -> str:
@@ -297,13 +322,12 @@ def _outline(shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _recorded(layer: int, cache: Any) -> Record:
-    if not hasattr(cache, "record"):
+def _recorded(layer: int, cache: object) -> Record:
+    if not isinstance(cache, Fillable):
         raise TypeError(
             f"layer {layer}: {type(cache).__name__} cannot be saved: it has no record()"
         )
-    record: Record = cache.record()
-    return record
+    return cache.record()
 
 
 def _entry(record: Record) -> dict[str, Any]:
@@ -316,9 +340,11 @@ def _entry(record: Record) -> dict[str, Any]:
     }
 
 
-def _check_empty(caches: Sequence[Any]) -> None:
+def _checked_empty(caches: Sequence[object]) -> list[Fillable]:
+    """The caches. Raises unless each can be filled, is empty, and is there once."""
+    empty: list[Fillable] = []
     for layer, cache in enumerate(caches):
-        if not hasattr(cache, "fill"):
+        if not isinstance(cache, Fillable):
             raise TypeError(
                 f"layer {layer}: {type(cache).__name__} cannot be loaded: it has no fill(record)"
             )
@@ -326,11 +352,13 @@ def _check_empty(caches: Sequence[Any]) -> None:
             raise ValueError(
                 f"the cache of layer {layer} holds {cache.length} tokens; load into an empty one"
             )
+        empty.append(cache)
     if len({id(cache) for cache in caches}) != len(caches):
         raise ValueError("a cache comes twice; each layer needs its own cache")
+    return empty
 
 
-def _entries(file: TensorFile, caches: Sequence[Any]) -> list[dict[str, Any]]:
+def _entries(file: TensorFile, caches: Sequence[Fillable]) -> list[dict[str, Any]]:
     """What the file says of each cache, if it fits the caches and the tensors of the file."""
     entries = parsed(file.metadata.get("caches", ""), file.path)
     if not isinstance(entries, list) or len(entries) != len(caches):

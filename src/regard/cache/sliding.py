@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.cache.parts import Part
 from regard.cache.stored import Contiguous
 from regard.cache.streams import (
     Lengths,
-    Part,
     check_rows,
     check_streams,
     check_whole,

@@ -159,6 +159,31 @@ class Stored:
         load_all([self], path, weights=weights, device=device)
 
     @property
+    def length(self) -> int:
+        """The number of tokens so far."""
+        raise NotImplementedError
+
+    @property
+    def lengths(self) -> Lengths:
+        """The number of tokens of each row."""
+        return Lengths(self.length, self.length)
+
+    @property
+    def first(self) -> int:
+        """The slot of the first token held."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens held."""
+        raise NotImplementedError
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the memory, which may have room for more tokens."""
+        raise NotImplementedError
+
+    @property
     def empty_streams(self) -> tuple[Tensor, ...]:
         """Tensors of no tokens, with the other sizes and the dtypes of the streams."""
         raise NotImplementedError
@@ -192,7 +217,7 @@ class Stored:
         def truncate(self, length: int | Tensor) -> None: ...
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     """A copy with cloned tensors, because caches with a common buffer would overwrite each other.
 
     Clones keep their autograd graph.
@@ -200,8 +225,8 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return writable(value.clone)
     if isinstance(value, tuple):
-        each = [_copied(one) for one in value]
-        return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
+        parts = tuple(map(_copied, value))
+        return parts if type(value) is tuple else type(value)(*parts)
     return value.__copy__() if isinstance(value, Stored) else value
 
 

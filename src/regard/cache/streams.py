@@ -10,64 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream, QuantizedStreams
-from regard.cache.paging.reading import PagedStream, PagedStreams
+from regard.cache.parts import Part
 from regard.span import Span
 from regard.tracing import is_forward_mode, is_transformed
-
-
-class Part(NamedTuple):
-    """Keys and values of a range of slots, as caches return them and backends read them.
-
-    Attributes:
-        kv_start: the slot of the first key.
-        kv_stop: one past the last key.
-        streams: tensors `[B, G, kv_stop - kv_start, W]`: keys and values, or one joined latent.
-
-    Examples:
-        >>> import torch
-        >>> from regard import Part
-        >>> k = torch.zeros(1, 2, 5, 8)
-        >>> part = Part(0, 5, (k, k))
-        >>> part.narrow(3, 5).streams[0].shape
-        torch.Size([1, 2, 2, 8])
-    """
-
-    kv_start: int
-    kv_stop: int
-    streams: Sequence[Tensor]
-
-    @property
-    def quantized(self) -> "tuple[QuantizedStream | Tensor, ...] | None":
-        """The streams as they are stored, if any of them is quantised."""
-        return self.streams.stored if isinstance(self.streams, QuantizedStreams) else None
-
-    @property
-    def paged(self) -> "tuple[PagedStream, ...] | None":
-        """The streams as they are stored, if their tokens lie in pages."""
-        return self.streams.stored if isinstance(self.streams, PagedStreams) else None
-
-    @property
-    def bits(self) -> int | None:
-        """The fewest bits of the codes that its streams are stored as; None for values alone."""
-        stored = self.quantized or tuple(each.slab for each in self.paged or ())
-        bits = [x.bits for x in stored if isinstance(x, QuantizedStream)]
-        return min(bits) if bits else None
-
-    @property
-    def outlines(self) -> Sequence[Tensor]:
-        """Tensors of the streams' shapes and dtypes; for codes and pages, without their values."""
-        stored = self.quantized or self.paged
-        if stored is None:
-            return self.streams
-        return tuple(x if isinstance(x, Tensor) else x.outline for x in stored)
-
-    def narrow(self, start: int, stop: int) -> "Part":
-        """The part with only the slots `start..stop`."""
-        begin, size = start - self.kv_start, stop - start
-        if isinstance(self.streams, QuantizedStreams | PagedStreams):
-            return Part(start, stop, self.streams.narrow(begin, size))
-        return Part(start, stop, tuple(each.narrow(2, begin, size) for each in self.streams))
 
 
 class Lengths(NamedTuple):

@@ -16,7 +16,7 @@ from regard.compare.comparing import RATIOS
 from regard.compare.measure import MEASURED, cells
 from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.packages import quiet
-from regard.ops.observed import kernel_objection
+from regard.ops.explain import kernel_objection
 from regard.page.page import check_can_write
 from regard.see.pages.curves import write_comparison
 from regard.words import counted

@@ -16,7 +16,7 @@ from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
 from regard.hf.generating.prefix_folder import prefixes_in
 from regard.hf.generating.text import cache_name
 from regard.hf.packages import quiet
-from regard.ops.observed import kernel_objection
+from regard.ops.explain import kernel_objection
 from regard.turns import in_turns, ratio_of
 from regard.words import without_controls
 

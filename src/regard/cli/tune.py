@@ -9,7 +9,7 @@ from regard.bench import Tuning, measure_speed
 from regard.cache_folder import check_can_store
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import UNWRAPPED, print_json, remarks, say, stdout, waiting
-from regard.ops.observed import kernel_objection
+from regard.ops.explain import kernel_objection
 from regard.ops.rates import SPEED, forget_speed, write_speed
 from regard.ops.speed import Speed, typical
 

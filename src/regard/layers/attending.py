@@ -1,7 +1,7 @@
 """Attention of a layer to the parts that its cache returned: described as they are, then run."""
 
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from regard.masks import Mask, Span
 from regard.ops.attend import prepare
 from regard.ops.call import narrowed
 from regard.ops.explain import weights_of
-from regard.ops.parts import Make, are_several, rebuilt, shares_rows
+from regard.ops.parts import Make, rebuilt
 from regard.ops.prepared import Prepared
 
 
@@ -22,19 +22,17 @@ class Keys(NamedTuple):
     Attributes:
         first: the first part; the others have the same widths and heads.
         parts: all of them. They may be made while they are read, and then only once.
-        several: whether there may be more than one.
         v_head_dim: the width of values that are the first columns of a single stream.
     """
 
     first: Part
     parts: Iterable[Part]
-    several: bool
     v_head_dim: int | None = None
 
     @classmethod
     def of(cls, parts: tuple[Part, ...], v_head_dim: int | None = None) -> "Keys":
         """The streams of a cache as they are stored."""
-        return cls(parts[0], parts, are_several(parts), v_head_dim)
+        return cls(parts[0], parts, v_head_dim)
 
     @classmethod
     def made(cls, parts: tuple[Part, ...], make: Make, mask: Mask, span: Span) -> "Keys":
@@ -47,12 +45,11 @@ class Keys(NamedTuple):
                 rebuilt.
             span: of the call.
         """
-        several = are_several(parts)
-        if not (several or shares_rows(parts[0])):
+        if len(parts) == 1 and not parts[0].is_scattered and not parts[0].is_shared:
             return cls.of(make(parts))
         pieces = iter(rebuilt(narrowed(span, mask.within(span)), parts, make))
         first = next(pieces)
-        return cls(first, chain((first,), pieces), several)
+        return cls(first, chain((first,), pieces))
 
     @property
     def outlines(self) -> tuple[Tensor, Tensor]:
@@ -62,13 +59,6 @@ class Keys(NamedTuple):
             return k, rest[0]
         k = k if k.stride(-1) == 1 else k.contiguous()  # of codes: values lie among keys
         return k, k[..., : self.v_head_dim]
-
-    @property
-    def bits(self) -> int | None:
-        """The fewest bits of the codes that they are stored as; None for values alone."""
-        parts = self.parts if isinstance(self.parts, tuple) else (self.first,)
-        found = [part.bits for part in parts if part.bits is not None]
-        return min(found) if found else None
 
 
 class Attending:
@@ -96,7 +86,7 @@ def rebuild(parts: tuple[Part, ...], at: Arrival, make: Make) -> Keys:
 
 
 def describe(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Prepared:
-    """The call of a layer and the backend chosen for it.
+    """The call of a layer over keys as they are stored, and the backend chosen for it.
 
     Args:
         layer: its settings are options of the call.
@@ -107,22 +97,26 @@ def describe(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival
     Raises:
         ValueError: for all that `arrive` cannot check.
     """
-    if not isinstance(keys, Keys):
-        keys = Keys.of(keys)
+    keys = keys if isinstance(keys, Keys) else Keys.of(keys)
+    call = _prepared(layer, q, keys, at)
+    if isinstance(at.cache, Attending):
+        return call
+    return call.over(tuple(islice(keys.parts, 2)))  # two tell how all are stored
+
+
+def _prepared(layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
     if isinstance(at.cache, Attending):
         return at.cache.prepare(layer, q, keys, at)
-    k, v = keys.outlines
-    options = layer.options(at)
-    return prepare(q, k, v, span=at.span, bits=keys.bits, in_parts=keys.several, **options)
+    return prepare(q, *keys.outlines, span=at.span, **layer.options(at))
 
 
 def attended(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Tensor:
     """Attention of `q` to the keys, `[B, H, L, Dv]`; arguments and errors of `describe`."""
-    call = describe(layer, q, keys, at)
-    parts = keys.parts if isinstance(keys, Keys) else keys
+    keys = keys if isinstance(keys, Keys) else Keys.of(keys)
+    call = _prepared(layer, q, keys, at)
     if isinstance(at.cache, Attending):
-        return at.cache.attend(call, q, parts, layer.options(at)["sinks"])
-    return call.run(q, parts)
+        return at.cache.attend(call, q, keys.parts, layer.options(at)["sinks"])
+    return call.run(q, keys.parts)
 
 
 def weights_over(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Tensor:
@@ -136,5 +130,5 @@ def weights_over(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arr
             f"weights() reads all keys, of which {type(at.cache).__name__} has a share on each "
             "rank; use KVCache() for it"
         )
-    call = describe(layer, q, keys, at)
-    return weights_of(call, q, keys.parts if isinstance(keys, Keys) else keys)
+    keys = keys if isinstance(keys, Keys) else Keys.of(keys)
+    return weights_of(_prepared(layer, q, keys, at), q, keys.parts)

@@ -1,7 +1,7 @@
 """The arguments of a layer's call, checked before anything is computed or cached."""
 
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class Options(TypedDict):
     precision: Precision
 
 
+@runtime_checkable
 class Layer(Protocol):
     """The attributes of a layer that its calls read.
 

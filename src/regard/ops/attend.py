@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from regard.cache import Part
 from regard.masks import EVERYTHING, Mask, Span
-from regard.ops.backends import BACKENDS
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call, begins_with, narrowed
 from regard.ops.check import (
@@ -23,9 +22,9 @@ from regard.ops.check import (
     default_span,
 )
 from regard.ops.choose import choose
+from regard.ops.memo import Arguments, key_of, memoise, recall
 from regard.ops.partial import Partial
 from regard.ops.prepared import Prepared
-from regard.ops.repeated import described_before, facts_of, memoise
 from regard.tracing import is_immediate
 
 Precision = Literal["strict", "fast"]
@@ -80,21 +79,10 @@ def attend(
         >>> attend(q, k, v, mask=Causal()).shape
         torch.Size([2, 8, 5, 16])
     """
-    prepared = _whole_call(
-        q,
-        k,
-        v,
-        mask=mask,
-        span=span,
-        scale=scale,
-        score_bias=score_bias,
-        softcap=softcap,
-        sinks=sinks,
-        dropout=dropout,
-        backend=backend,
-        precision=precision,
-    )
-    return prepared.run(q, (_all_keys(prepared, k, v),))
+    rules = mask, span, scale, score_bias, softcap, sinks, dropout
+    prepared = _described(Arguments(q, k, v, *rules, backend, precision))
+    _check_keys(k, prepared.call.whole)
+    return prepared.run_whole(q, k, v)
 
 
 def attend_partial(
@@ -138,37 +126,21 @@ def attend_partial(
         >>> torch.allclose(merge(*halves).out, attend(q, k, v), atol=1e-6)
         True
     """
-    prepared = _whole_call(
-        q,
-        k,
-        v,
-        mask=mask,
-        span=span,
-        scale=scale,
-        score_bias=score_bias,
-        softcap=softcap,
-        backend=backend,
-        partial=True,
-    )
-    out, lse = prepared.partial(q, (_all_keys(prepared, k, v),))
-    return Partial(out, lse)
-
-
-def _whole_call(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Prepared:
-    """A call whose keys are all given at once: there must be as many as the span has."""
-    prepared = prepare(q, k, v, **options)  # type: ignore[arg-type]
+    rules = mask, span, scale, score_bias, softcap
+    given = Arguments(q, k, v, *rules, backend=backend, partial=True)
+    prepared = _described(given)
     whole = prepared.call.whole
+    _check_keys(k, whole)
+    return Partial(*prepared.partial(q, (Part(whole.kv_start, whole.kv_stop, (k, v)),)))
+
+
+def _check_keys(k: Tensor, whole: Span) -> None:
+    """Refuse another number of keys than the span has, where all keys are given at once."""
     if k.shape[2] != whole.num_keys:
         raise ValueError(
             f"k has {k.shape[2]} keys where span={whole} holds {whole.num_keys}; "
             f"give Span(q_start, q_stop, kv_start, kv_start + {k.shape[2]})"
         )
-    return prepared
-
-
-def _all_keys(prepared: Prepared, k: Tensor, v: Tensor) -> Part:
-    whole = prepared.call.whole
-    return Part(whole.kv_start, whole.kv_stop, (k, v))
 
 
 def prepare(
@@ -186,12 +158,11 @@ def prepare(
     backend: str = "auto",
     precision: str = "strict",
     partial: bool = False,
-    bits: int | None = None,
-    in_parts: bool = False,
 ) -> Prepared:
     """Check and describe a call, and choose its backend. Computes nothing.
 
-    With a cache, `k` and `v` are those of the new tokens and `span` is `cache.span(L)`.
+    With a cache, `k` and `v` are those of the new tokens and `span` is `cache.span(L)`. Where the
+    parts of the cache hold codes, or lie in pages, `run` chooses the backend for that.
 
     Args:
         q: queries, `[B, H, L, D]`.
@@ -207,9 +178,6 @@ def prepare(
         backend: as for `attend`.
         precision: as for `attend`.
         partial: whether to exclude backends without a log-sum-exp.
-        bits: of the codes that the keys and values of the parts are stored as; None for values.
-        in_parts: whether the keys may lie in several parts, as those of a cache in pages do; the
-            estimates then count the copy of a backend that reads them as one.
 
     Raises:
         TypeError, ValueError: as `attend`.
@@ -222,12 +190,19 @@ def prepare(
         >>> prepared.run(q, cache.update(q, q)).shape
         torch.Size([1, 2, 3, 8])
     """
-    check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
-    rest = backend, precision, partial, bits, in_parts
-    options = span is None, scale, softcap, dropout, rest
-    facts = facts_of(q, k, v, mask, score_bias, sinks, *options)
-    if (before := described_before(facts, span, backend, partial=partial)) is not None:
-        return before
+    rules = mask, span, scale, score_bias, softcap, sinks, dropout
+    return _described(Arguments(q, k, v, *rules, backend, precision, partial))
+
+
+def _described(given: Arguments) -> Prepared:
+    """The description of a call: that of an equal one, or a new one."""
+    key = key_of(given)
+    return recall(key, given) or memoise(key, given, _described_anew(given))
+
+
+def _described_anew(given: Arguments) -> Prepared:
+    q, k, v, mask, span, scale, score_bias, softcap, sinks, *_ = given
+    check_options(dropout=given.dropout, softcap=softcap, precision=given.precision, scale=scale)
     check_tensors(q, k, v)
     check_mask(mask)
     check_sinks(sinks, q)
@@ -253,16 +228,14 @@ def prepare(
         score_bias=score_bias,
         softcap=softcap,
         sinks=sinks,
-        dropout=dropout,
-        precision=precision,
+        dropout=given.dropout,
+        precision=given.precision,
         needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
         immediate=is_immediate(*tensors),
         joined=begins_with(k, v),
-        bits=bits,
-        in_parts=in_parts,
+        partial=given.partial,
     )
-    name = choose(call, backend, partial=partial)
-    return memoise(facts, Prepared(call, name, BACKENDS[name]))
+    return Prepared(call, choose(call, given.backend), given.backend, {})
 
 
 def _span_of(

@@ -1,7 +1,8 @@
 """The description of a call of attention: everything a backend may read, and nothing that runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.cache import Part
-from regard.cache.codes import QuantizedStream
-from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import TENSORS, AnyStream, Storage
 from regard.constants import accumulating_dtype
 from regard.masks import EVERYTHING, Mask, Span
 from regard.masks.rules import MISTAKES
@@ -19,43 +19,29 @@ from regard.ops.check import check_broadcasts
 from regard.ops.partial import Partial
 from regard.tracing import is_immediate
 
-Streams = Sequence[QuantizedStream | Tensor]  # of a part, as they are stored
-Pages = Sequence[PagedStream]  # of a part, as they are stored
+Reads = Mapping[type, Callable[[Sequence[AnyStream]], bool]]  # which streams of a class are read
 
 
 class Backend(NamedTuple):
     """One way to compute attention.
 
     Attributes:
-        objection: a sentence that says why it cannot run a call; None if it can.
+        objection: a sentence that says why it cannot run a call, or with `call.partial` why it has
+            no log-sum-exp for it; None if it can. Where it has none, keys in several parts are
+            concatenated first.
         estimate: seconds that a call is expected to take.
         run: the output, in the dtype of the queries.
         partial: the output and the log-sum-exp of the scores.
-        partial_objection: a sentence that says why it has no log-sum-exp for a call that it can
-            run; None if it has one for each. Keys in several parts are then concatenated first.
-        widens: whether `partial` computes in float32 what `run` computes in half precision.
-        quantized: `run` on quantised keys and values; None where they are dequantised first.
-        quantized_partial: `partial` on them.
-        paged: `run` on keys and values in pages, found through a table; None where they are
-            gathered first.
-        paged_partial: `partial` on them.
-        reads_pages: whether it can read these pages; others are gathered first.
-        any_length: whether it objects to no length, so that an exported program may contain it.
+        reads: the classes of streams that it reads as they are stored, each with a function that
+            says whether it reads these; others are copied to tensors first.
         note: a sentence on the precision that it gives up for a call, if it gives up any.
     """
 
     objection: "Callable[[Call], str | None]"
     estimate: "Callable[[Call], float]"
-    run: "Callable[[Call, Tensor, Tensor, Tensor], Tensor]"
-    partial: "Callable[[Call, Tensor, Tensor, Tensor], Partial]"
-    partial_objection: "Callable[[Call], str | None] | None" = None
-    widens: bool = False
-    quantized: "Callable[[Call, Tensor, Streams], Tensor] | None" = None
-    quantized_partial: "Callable[[Call, Tensor, Streams], Partial] | None" = None
-    paged: "Callable[[Call, Tensor, Pages], Tensor] | None" = None
-    paged_partial: "Callable[[Call, Tensor, Pages], Partial] | None" = None
-    reads_pages: "Callable[[Pages], bool] | None" = None
-    any_length: bool = True
+    run: "Callable[[Call, Tensor, Any, Any], Tensor]"
+    partial: "Callable[[Call, Tensor, Any, Any], Partial]"
+    reads: Reads = MappingProxyType({})
     note: "Callable[[Call], str | None] | None" = None
 
 
@@ -86,9 +72,8 @@ class Call:
             transformed or differentiated in forward mode.
         joined: whether keys and values are one stream, the first `v_head_dim` columns of the keys
             being the values.
-        bits: of the codes that keys and values are stored as, the fewest where these differ; None
-            where they are values.
-        in_parts: whether the keys may lie in several parts, as those of a cache in pages do.
+        partial: whether the log-sum-exp of the scores is wanted, too.
+        storage: how the keys and values are stored: that of the parts that `Prepared.run` gets.
 
     Examples:
         >>> import torch
@@ -119,8 +104,8 @@ class Call:
     needs_grad: bool
     immediate: bool
     joined: bool = False
-    bits: int | None = None
-    in_parts: bool = False
+    partial: bool = False
+    storage: Storage = TENSORS
 
     @property
     def num_queries(self) -> int:
@@ -160,10 +145,13 @@ class Call:
         span = replace(self.span, kv_start=kv_start, kv_stop=kv_stop)
         return replace(self, span=span, mask=self.mask.within(span))
 
-    def keys_and_values(self, part: Part) -> tuple[Tensor, Tensor]:
-        """The keys and values of a part, whose streams are those two, or one of both."""
-        k = part.streams[0]
-        return k, k[..., : self.v_head_dim] if len(part.streams) == 1 else part.streams[1]
+    def keys_and_values(self, part: Part) -> tuple[AnyStream, AnyStream]:
+        """The keys and values of a part, whose streams are those two, or one of both: the values
+        are then the first columns of a tensor, and of other streams the keys themselves."""
+        k, *rest = part.stored
+        if rest:
+            return k, rest[0]
+        return k, k[..., : self.v_head_dim] if isinstance(k, Tensor) else k
 
     def keep(self) -> Bool[Tensor, "..."]:
         """The mask as a tensor that broadcasts to `[B, H, L, S]`; at least two-dimensional."""

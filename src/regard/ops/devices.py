@@ -6,7 +6,7 @@ order of the estimates matters.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,23 +82,23 @@ def rates_of(device: torch.device) -> DeviceRates:
     return rates_by_properties(torch.cuda.get_device_properties(device))
 
 
-def rates_by_properties(properties: object) -> DeviceRates:
+def rates_by_properties(properties: Any) -> DeviceRates:
     """The data sheet of a name; of an unknown name, estimates by clocks and numbers of units."""
-    name = str(getattr(properties, "name", ""))
     for sheet in DATA_SHEETS:
-        if name.startswith(sheet.name):
+        if properties.name.startswith(sheet.name):
             return sheet
-    units = getattr(properties, "multi_processor_count", 0)
-    cycles = 1e3 * getattr(properties, "clock_rate", 0)  # of kHz
-    transfers = 2e3 * getattr(properties, "memory_clock_rate", 0)  # of kHz; two in a cycle
-    memory = transfers * getattr(properties, "memory_bus_width", 0) / 8
-    half, single = _CYCLE.get(getattr(properties, "major", 0), (0, 0))
-    rate = units * cycles  # of all units together
+    unknown = UNKNOWN._replace(name=properties.name or UNKNOWN.name)
+    try:  # a driver or a version of torch may not know all of them
+        rate = properties.multi_processor_count * 1e3 * properties.clock_rate  # of kHz
+        transfers = 2e3 * properties.memory_clock_rate  # of kHz; two in a cycle
+        memory = transfers * properties.memory_bus_width / 8
+        half, single = _CYCLE.get(properties.major, (0, 0))
+    except AttributeError:
+        return unknown
     if not all((memory, rate, half)):
-        return UNKNOWN._replace(name=name or UNKNOWN.name)
-    return DeviceRates(
-        name, memory, rate * half, rate * half / 2, rate * single, "its clocks and units"
-    )
+        return unknown
+    rates = memory, rate * half, rate * half / 2, rate * single
+    return DeviceRates(properties.name, *rates, "its clocks and units")
 
 
 def rates_note(device: torch.device) -> str | None:

@@ -53,6 +53,13 @@ def explain(
     return str(explanation(prepare(q, k, v, **options)))  # type: ignore[arg-type]
 
 
+def kernel_objection() -> str | None:
+    """Why `fused`, the compiled kernel, cannot run the smallest decoding step; None if it can."""
+    with torch.no_grad():
+        q = torch.zeros(1, 1, 1, 16, dtype=torch.float32, device="cpu")
+        return objection_of(prepare(q, q, q).call, "fused")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a backend says of a call.
@@ -170,7 +177,7 @@ def explanation(prepared: Prepared) -> Explanation:
         backends=tuple(_verdict(call, name) for name in BACKENDS),
         note=None if note is None else note(call),
         rates=rates_note(call.device),
-        parts=reading_of(call, prepared.backend) if call.in_parts else None,
+        parts=reading_of(call, prepared.backend) if call.storage.several else None,
     )
 
 
@@ -318,7 +325,7 @@ def weights_of(
     whole = prepared.call.whole
     part = concatenated(visible_parts(prepared.span, parts))
     call = prepared.call.over(part)
-    k, _ = call.keys_and_values(part)
+    k = part.streams[0]
     k, _ = without_hidden(call, k, k)
     with without_autocast(call.device):
         weights = softmax(call, scores(call, q, k)).to(call.dtype)

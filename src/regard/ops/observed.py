@@ -1,23 +1,17 @@
-"""What runs while a model runs: the calls of attention, and how often each backend."""
+"""Observation of attention: hooks that the dispatcher runs after each call and for each backend."""
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from regard.cache import Part
-from regard.ops.attend import prepare
-from regard.ops.backends import BACKENDS
-from regard.ops.call import Backend
-from regard.ops.choose import objection_of
-from regard.ops.prepared import Prepared
 
-Seen = Callable[[Prepared, Tensor, tuple[Part, ...]], object]
-_ONE_AT_A_TIME = threading.RLock()  # blocks of other threads wait: they replace the same method
+Seen = Callable[..., object]  # of a `Prepared`, its queries and the parts that it read
+CALLS: list[tuple[int, Seen]] = []  # hooks of `calls_run`, each with the number of its thread
+BACKEND_RUNS: list[Callable[[str], None]] = []  # hooks of `backends_run`
 
 
 @contextmanager
@@ -34,12 +28,15 @@ def backends_run() -> Iterator[Counter[str]]:
         Counter({'eager': 1})
     """
     ran: Counter[str] = Counter()
-    table = dict(BACKENDS)
-    BACKENDS.update({name: _counting(backend, ran) for name, backend in table.items()})
+
+    def count(name: str) -> None:
+        ran[name] += 1
+
+    BACKEND_RUNS.append(count)
     try:
         yield ran
     finally:
-        BACKENDS.update(table)
+        BACKEND_RUNS.remove(count)
 
 
 @contextmanager
@@ -47,7 +44,7 @@ def calls_run(seen: Seen) -> Iterator[None]:
     """Pass every call that this thread runs inside the block to `seen`, after it ran.
 
     `seen` gets what `prepare` returned, the queries and the parts; the parts are those of a cache,
-    valid until its next call. Outside of the block nothing is added to a call.
+    valid until its next call.
 
     Examples:
         >>> import torch
@@ -58,21 +55,27 @@ def calls_run(seen: Seen) -> Iterator[None]:
         >>> lengths
         [3]
     """
-    with _ONE_AT_A_TIME:
-        own, thread = Prepared.run, threading.get_ident()
+    hook = threading.get_ident(), seen
+    CALLS.append(hook)
+    try:
+        yield
+    finally:
+        CALLS.remove(hook)
 
-        def run(prepared: Prepared, q: Tensor, parts: Iterable[Part]) -> Tensor:
-            parts = tuple(parts)
-            out = own(prepared, q, parts)
-            if threading.get_ident() == thread:
-                seen(prepared, q, parts)
-            return out
 
-        type.__setattr__(Prepared, "run", run)
-        try:
-            yield
-        finally:
-            type.__setattr__(Prepared, "run", own)
+def report_call(prepared: object, q: Tensor, parts: tuple[Part, ...]) -> None:
+    """Pass a call that has been run to the hooks of this thread."""
+    thread = threading.get_ident()
+    for of_thread, seen in tuple(CALLS):
+        if of_thread == thread:
+            seen(prepared, q, parts)
+
+
+def report_backend(run: Callable[..., object]) -> None:
+    """Pass the name of a backend whose function is about to run, that of its file, to the hooks."""
+    name = run.__module__.rpartition(".")[2]
+    for count in tuple(BACKEND_RUNS):
+        count(name)
 
 
 def names(ran: Counter[str]) -> str:
@@ -83,38 +86,3 @@ def names(ran: Counter[str]) -> str:
         'sdpa and fused'
     """
     return " and ".join(name for name, _ in ran.most_common())
-
-
-def kernel_objection() -> str | None:
-    """Why `fused`, the compiled kernel, cannot run the smallest decoding step; None if it can."""
-    with torch.no_grad():
-        q = torch.zeros(1, 1, 1, 16, dtype=torch.float32, device="cpu")
-        return objection_of(prepare(q, q, q).call, "fused")
-
-
-def _counting(backend: Backend, ran: Counter[str]) -> Backend:
-    """A backend whose runs are counted under the name of its file."""
-
-    name = backend.run.__module__.rpartition(".")[2]
-
-    def counted(work: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        if work is None:
-            return None
-
-        def run(*given: Any, **options: Any) -> Any:
-            ran[name] += 1
-            return work(*given, **options)
-
-        return run
-
-    run, partial = counted(backend.run), counted(backend.partial)
-    assert run is not None
-    assert partial is not None
-    return backend._replace(
-        run=run,
-        partial=partial,
-        quantized=counted(backend.quantized),
-        quantized_partial=counted(backend.quantized_partial),
-        paged=counted(backend.paged),
-        paged_partial=counted(backend.paged_partial),
-    )

@@ -5,15 +5,13 @@ pages gathered, so many tokens at a time that the copy stays in the processor's 
 bounded, however long the past is.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from regard.cache import Part
-from regard.cache.codes import QuantizedStream, QuantizedStreams
-from regard.cache.paging.reading import PagedStream, PagedStreams, pages_apart
 from regard.masks import Span
 from regard.ops.call import Backend, Call
 from regard.tracing import same_autocast
@@ -51,71 +49,18 @@ def concatenated(parts: Iterable[Part]) -> Part:
     return Part(parts[0].kv_start, parts[-1].kv_stop, streams)
 
 
-def pieces(part: Part, most: int = GATHERED) -> Iterator[Part]:
-    """A part in pages as parts that every backend can read; another part as it is.
-
-    Args:
-        part: keys and values.
-        most: tokens that are copied at a time. Runs of consecutive pages that are at least as long
-            are views.
-    """
-    stored = part.paged
-    if stored is None:
-        yield part
-        return
-    for start, stop in _cuts(stored[0], most):
-        yield in_one(part.narrow(part.kv_start + start, part.kv_start + stop))
-
-
-def in_one(part: Part) -> Part:
-    """The same keys in one piece: a view if the pages are consecutive, else a copy."""
-    if part.paged is None:
-        return part
-    streams: list[QuantizedStream | Tensor] = []
-    for each in part.paged:
-        view = each.viewed()
-        streams.append(each.copied() if view is None else view)
-    if all(isinstance(each, Tensor) for each in streams):
-        return Part(part.kv_start, part.kv_stop, tuple(streams))  # type: ignore[arg-type]
-    return Part(part.kv_start, part.kv_stop, QuantizedStreams(streams))
-
-
-def _cuts(stored: PagedStream, most: int) -> Iterator[tuple[int, int]]:
-    """Where a part in pages is cut, in tokens from its first."""
-    at = 0
-    for first, last in [*_long_runs(stored, most), (stored.length, stored.length)]:
-        while at < first:
-            stop = min(at + most, first)
-            yield at, stop
-            at = stop
-        if first < last:
-            yield first, last
-        at = last
-    if not stored.length:
-        yield 0, 0
-
-
-def _long_runs(stored: PagedStream, most: int) -> Iterator[tuple[int, int]]:
-    """Runs of at least `most` tokens, in tokens, that are views: the pages of every row are
-    consecutive, and rows equally far apart."""
-    table = stored.table[:1] if stored.is_shared else stored.table
-    breaks = (table.diff(dim=1) != 1).any(0)
-    ends = [*(breaks.nonzero().flatten() + 1).tolist(), table.shape[1]]
-    size, begin = stored.page_size, 0
-    for end in ends:
-        first = max(begin * size - stored.start, 0)
-        last = min(end * size - stored.start, stored.length)
-        if last - first >= most and pages_apart(table[:, begin]) is not None:
-            yield first, last
-        begin = end
-
-
 def readable(part: Part, backend: Backend) -> Iterator[Part]:
-    """A part as a backend reads it: in pages, where it can read these, else in pieces."""
-    if part.paged is not None and backend.reads_pages and backend.reads_pages(part.paged):
-        yield part
+    """A part as a backend reads it: as it lies, where it can, else in pieces."""
+    if part.is_scattered and not reads_stored(backend, part):
+        yield from part.pieces(GATHERED)
     else:
-        yield from pieces(part)
+        yield part
+
+
+def reads_stored(backend: Backend, part: Part) -> bool:
+    """Whether a backend reads the streams of a part as they are stored."""
+    kinds = {type(each) for each in part.stored if not isinstance(each, Tensor)}
+    return all(kind in backend.reads and backend.reads[kind](part.stored) for kind in kinds)
 
 
 def reading_of(call: Call, backend: Backend) -> str:
@@ -123,7 +68,7 @@ def reading_of(call: Call, backend: Backend) -> str:
     if not reads_in_parts(call, backend):
         reason = "dropout needs all of them" if call.dropout else no_log_sum_exp(call, backend)
         return f"copied side by side before they are read: {reason}"
-    if backend.reads_pages is not None:
+    if all(kind in backend.reads for kind in call.storage.kinds):
         return "read one at a time and merged; pages are read as they lie"
     return f"read one at a time and merged; pages are copied, {GATHERED:,} tokens at a time"
 
@@ -136,43 +81,7 @@ def reads_in_parts(call: Call, backend: Backend) -> bool:
 
 def no_log_sum_exp(call: Call, backend: Backend) -> str | None:
     """Why a backend has no log-sum-exp for a call, in a sentence; None if it has one."""
-    return None if backend.partial_objection is None else backend.partial_objection(call)
-
-
-def shares_rows(part: Part) -> bool:
-    """Whether all rows of a batch of several read the same memory."""
-    stored: Sequence[object] = part.paged or part.quantized or part.streams
-    return all(_is_shared(each) for each in stored)
-
-
-def _is_shared(stream: object) -> bool:
-    if isinstance(stream, PagedStream):
-        return stream.is_shared
-    held = stream.codes if isinstance(stream, QuantizedStream) else stream
-    assert isinstance(held, Tensor)
-    return held.shape[0] > 1 and held.stride(0) == 0
-
-
-def are_several(parts: tuple[Part, ...]) -> bool:
-    """Whether parts are read one at a time, or in pieces."""
-    return len(parts) > 1 or parts[0].paged is not None
-
-
-def first_row(part: Part) -> Part:
-    """The part of the first row of the batch."""
-    if part.paged is not None:
-        streams: Sequence[Tensor] = PagedStreams([each.rows(0, 1) for each in part.paged])
-    elif part.quantized is not None:
-        streams = QuantizedStreams([_first(each) for each in part.quantized])
-    else:
-        streams = tuple(each[:1] for each in part.streams)
-    return Part(part.kv_start, part.kv_stop, streams)
-
-
-def _first(stream: QuantizedStream | Tensor) -> QuantizedStream | Tensor:
-    if isinstance(stream, Tensor):
-        return stream[:1]
-    return stream._replace(codes=stream.codes[:1], scales=stream.scales[:1])
+    return backend.objection(call.but(partial=True))
 
 
 def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
@@ -186,9 +95,9 @@ def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
         parts: as the cache returned them.
         make: keys and values of some parts.
     """
-    if len(parts) == 1 and parts[0].paged is None and not shares_rows(parts[0]):
+    if len(parts) == 1 and not parts[0].is_scattered and not parts[0].is_shared:
         return make(parts)
-    read = (piece for part in visible_parts(span, parts) for piece in pieces(part))
+    read = (piece for part in visible_parts(span, parts) for piece in part.pieces(GATHERED))
     autocast = same_autocast(parts[0].outlines[0].device)
 
     def made() -> Iterator[Part]:
@@ -203,10 +112,10 @@ def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
 
 def _made(piece: Part, make: Make) -> Part:
     """Keys and values of one piece."""
-    if not shares_rows(piece):
+    if not piece.is_shared:
         (found,) = make((piece,))
         return found
     batch = piece.outlines[0].shape[0]
-    (found,) = make((first_row(piece),))
+    (found,) = make((piece.rows(0, 1),))
     streams = tuple(each.expand(batch, -1, -1, -1) for each in found.streams)
     return Part(found.kv_start, found.kv_stop, streams)

@@ -1,7 +1,7 @@
 """A call with the backend chosen for it, run on keys that lie in one or several parts."""
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -9,10 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.cache import Part
+from regard.cache.parts import Storage, storage_of
 from regard.masks import Mask, Span
+from regard.ops.backends import BACKENDS
 from regard.ops.call import Backend, Call
+from regard.ops.choose import choose
+from regard.ops.observed import BACKEND_RUNS, CALLS, report_call
 from regard.ops.partial import Partial, merge
-from regard.ops.parts import concatenated, in_one, readable, reads_in_parts, visible_parts
+from regard.ops.parts import concatenated, readable, reads_in_parts, visible_parts
 from regard.ops.shared_rows import folded, rows_at_once, unfolded
 from regard.ops.stored import partial_of, run_of
 from regard.tracing import without_autocast
@@ -27,7 +31,8 @@ class Prepared(NamedTuple):
     Attributes:
         call: the description of the call.
         name: the name of the backend.
-        backend: its functions.
+        asked: the backend that was asked for: its name, or "auto".
+        choices: the backends chosen so far for this call, by how its keys are stored.
 
     Examples:
         >>> import torch
@@ -42,7 +47,13 @@ class Prepared(NamedTuple):
 
     call: Call
     name: str
-    backend: Backend
+    asked: str
+    choices: dict[Storage, str]
+
+    @property
+    def backend(self) -> Backend:
+        """The functions of the backend, as the table of backends has them now."""
+        return BACKENDS[self.name]
 
     @property
     def mask(self) -> Mask:
@@ -67,25 +78,83 @@ class Prepared(NamedTuple):
             parts: streams (keys, values), or one stream whose first `v_head_dim` columns are the
                 values.
         """
+        if CALLS:
+            parts = tuple(parts)  # the hooks read the parts, too
         with without_autocast(self.call.device):
-            return self._run(q, visible_parts(self.span, parts))
+            here, found = self._reading(parts)
+            out = here._run(q, found)
+        if CALLS:
+            report_call(here, q, tuple(parts))
+        return out
+
+    def run_whole(
+        self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"]
+    ) -> Float[Tensor, "B H L Dv"]:
+        """`run` of all keys at once. Where all of them are read, by each row its own, and nothing
+        else is to be done, the backend is called right away."""
+        call, plain = self.call, not (CALLS or BACKEND_RUNS)
+        if plain and call.immediate and call.span is call.whole and not call.joined:
+            own = call.batch == 1 or k.stride(0) != 0 or v.stride(0) != 0
+            if own and not torch._C._is_any_autocast_enabled():
+                return self.backend.run(call, q, k, v)
+        return self.run(q, (Part(call.whole.kv_start, call.whole.kv_stop, (k, v)),))
 
     def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         """As `run`, with the log-sum-exp, to be merged with attention over other keys."""
         with without_autocast(self.call.device):
-            return self._partial(q, visible_parts(self.span, parts))
+            here, found = self._reading(parts)
+            return here._partial(q, found)
+
+    def stored_as(self, storage: Storage) -> "Prepared":
+        """This call over keys that are stored so, and the backend chosen for that.
+
+        Raises:
+            ValueError: if the backend that was asked for objects.
+        """
+        if storage == self.call.storage:
+            return self
+        call = self.call.but(storage=storage)
+        name = self.choices.get(storage) if call.immediate else None
+        if name is None:
+            name = choose(call, self.asked)
+            if call.immediate:
+                self.choices[storage] = name
+        return self._replace(call=call, name=name)
+
+    def over(self, parts: Sequence[Part]) -> "Prepared":
+        """This call over the keys of these parts, and the backend chosen for how they are stored.
+
+        Raises:
+            ValueError: if the backend that was asked for objects.
+        """
+        return self.stored_as(storage_of(tuple(visible_parts(self.span, parts))))
+
+    def _reading(self, parts: Iterable[Part]) -> tuple["Prepared", Iterator[Part]]:
+        """This call as the keys of these parts are stored, and what it may see of them. Parts that
+        are made while they are read are all stored alike: the first two of them tell."""
+        found = visible_parts(self.span, parts)
+        if isinstance(parts, (tuple, list)):
+            some = tuple(found)
+            return self.stored_as(storage_of(some)), iter(some)
+        some = tuple(islice(found, 2))
+        return self.stored_as(storage_of(some)), chain(some, found)
 
     def _run(self, q: Float[Tensor, "B H L D"], parts: Iterator[Part]) -> Float[Tensor, "B H L Dv"]:
-        read, call = self._read(parts), self.call
+        if not self.call.storage.several:
+            return self._attended(q, next(parts))
+        read = self._read(parts)
         first, second = next(read), next(read, None)
         if second is None:
             return self._attended(q, first)
-        return self._partial(q, chain((first, second), read)).out.to(call.dtype)
+        return self._partial_of(q, chain((first, second), read)).out.to(self.call.dtype)
+
+    def _partial(self, q: Float[Tensor, "B H L D"], parts: Iterator[Part]) -> Partial:
+        return self._partial_of(q, self._read(parts))
 
     def _read(self, parts: Iterator[Part]) -> Iterator[Part]:
         """The parts as the backend reads them: as one, if it cannot merge several."""
         if not reads_in_parts(self.call, self.backend):
-            yield concatenated(in_one(part) for part in parts)
+            yield concatenated(part.in_one() for part in parts)
             return
         for part in parts:
             yield from readable(part, self.backend)
@@ -102,7 +171,7 @@ class Prepared(NamedTuple):
         ]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
+    def _partial_of(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         call = self.call if self.call.sinks is None else self.call.but(sinks=None)
         found: list[Partial] = []
         most = _most_held(call)

@@ -14,7 +14,6 @@ from torch import Tensor
 from regard.cache import Part
 from regard.masks import Span
 from regard.ops.call import Backend, Call, hides_nothing
-from regard.ops.parts import first_row, shares_rows
 
 
 class Folded(NamedTuple):
@@ -29,7 +28,7 @@ class Folded(NamedTuple):
 def rows_at_once(call: Call, part: Part, backend: Backend) -> int:
     """How many rows of the call attend to the part together; 1 if each reads its own keys, or the
     backend objects to the queries of two rows in one call."""
-    if call.batch == 1 or not shares_rows(part):
+    if call.batch == 1 or not part.is_shared:
         return 1
     if not call.immediate or call.needs_grad or call.dropout or not hides_nothing(call):
         return 1
@@ -41,7 +40,7 @@ def rows_at_once(call: Call, part: Part, backend: Backend) -> int:
 
 def folded(call: Call, q: Float[Tensor, "B H L D"], part: Part, rows: int) -> Iterator[Folded]:
     """The call over shared keys as calls of one row, each with the queries of up to `rows`."""
-    one = first_row(part)
+    one = part.rows(0, 1)
     for some in q.split(rows):
         together = some.transpose(0, 1).flatten(1, 2).unsqueeze(0)
         yield Folded(_of_rows(call, len(some)), together, one, len(some))

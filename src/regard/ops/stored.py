@@ -1,24 +1,22 @@
-"""Attention to keys and values as they are stored: tensors, codes, or pages of either.
+"""Attention to keys and values as they are stored, by a backend that reads them so, or as tensors.
 
 Codes of rotated keys and values are read as they are. Their queries are rotated alike, and the
 outputs back, which costs less than rotating every key: products of two vectors do not change where
 both are rotated (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 from jaxtyping import Float
 from torch import Tensor
 
 from regard.cache import Part
-from regard.cache.codes import QuantizedStream
+from regard.cache.parts import AnyStream
 from regard.cache.rotation import hadamard
 from regard.constants import accumulating_dtype
 from regard.ops.call import Backend, Call
+from regard.ops.observed import BACKEND_RUNS, report_backend
 from regard.ops.partial import Partial
+from regard.ops.parts import reads_stored
 
-Result = TypeVar("Result", Tensor, Partial)
 Blocks = tuple[int, ...]  # widths of the blocks of channels that are rotated
 
 
@@ -26,44 +24,35 @@ def run_of(
     backend: Backend, call: Call, q: Float[Tensor, "B H L D"], part: Part
 ) -> Float[Tensor, "B H L Dv"]:
     """Attention to one part, as the call over it says."""
-    read, stored = _reader(part, backend.paged, backend.quantized)
-    if read is None:
-        return backend.run(call, q, *call.keys_and_values(part))
-    of_keys, of_values = _rotations(stored)
+    if BACKEND_RUNS:
+        report_backend(backend.run)
+    k, v = _as_read(call, part, backend)
+    of_keys, of_values = _rotation(k), _rotation(v)
     if not (of_keys or of_values):
-        out: Tensor = read(call, q, stored)
-        return out
+        return backend.run(call, q, k, v)
     wide, rows = _rotated(call, q, of_keys)
-    return _back(call, read(wide, rows, stored), of_values).to(call.dtype)
+    return _back(call, backend.run(wide, rows, k, v), of_values).to(call.dtype)
 
 
 def partial_of(backend: Backend, call: Call, q: Float[Tensor, "B H L D"], part: Part) -> Partial:
     """`run_of` with the log-sum-exp."""
-    read, stored = _reader(part, backend.paged_partial, backend.quantized_partial)
-    if read is None:
-        return backend.partial(call, q, *call.keys_and_values(part))
-    of_keys, of_values = _rotations(stored)
+    if BACKEND_RUNS:
+        report_backend(backend.run)
+    k, v = _as_read(call, part, backend)
+    of_keys, of_values = _rotation(k), _rotation(v)
     if not (of_keys or of_values):
-        found: Partial = read(call, q, stored)
-        return found
-    out, lse = read(*_rotated(call, q, of_keys), stored)
+        return backend.partial(call, q, k, v)
+    out, lse = backend.partial(*_rotated(call, q, of_keys), k, v)
     return Partial(_back(call, out, of_values), lse)
 
 
-def _reader(
-    part: Part, of_pages: Callable[..., Any] | None, of_codes: Callable[..., Any] | None
-) -> tuple[Callable[..., Any] | None, Any]:
-    """What reads the part as it is stored, and the streams for it; None if its values are read."""
-    if of_pages is not None and part.paged is not None:
-        return of_pages, part.paged
-    return (None if part.quantized is None else of_codes), part.quantized
+def _as_read(call: Call, part: Part, backend: Backend) -> tuple[AnyStream, AnyStream]:
+    """Keys and values as they are stored, if the backend reads them so; else as tensors."""
+    return call.keys_and_values(part if reads_stored(backend, part) else part.as_tensors())
 
 
-def _rotations(stored: Any) -> tuple[Blocks, Blocks]:
-    """The rotations of keys and of values; of one stream they are the same."""
-    slabs = [getattr(each, "slab", each) for each in stored]
-    blocks = [x.rotation if isinstance(x, QuantizedStream) else () for x in slabs]
-    return blocks[0], blocks[-1]
+def _rotation(stream: AnyStream) -> Blocks:
+    return () if isinstance(stream, Tensor) else stream.rotation
 
 
 def _rotated(call: Call, q: Tensor, blocks: Blocks) -> tuple[Call, Tensor]:

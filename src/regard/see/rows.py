@@ -102,8 +102,7 @@ def one_row(prepared: Prepared, q: Tensor, parts: Iterable[Part], row: int, past
     """One row of the batch of a call that ran."""
     part = concatenated(visible_parts(prepared.span, parts))
     call = prepared.call.over(part)
-    k, _ = call.keys_and_values(part)
-    return OneRow(call, q[row], k[row].to(accumulating_dtype(call.dtype)), row, past)
+    return OneRow(call, q[row], part.streams[0][row].to(accumulating_dtype(call.dtype)), row, past)
 
 
 def _softmax(call: Call, scores: Tensor) -> Tensor:

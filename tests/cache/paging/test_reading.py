@@ -9,6 +9,7 @@ from paged import coded, in_pages, part_of
 from regard import Part
 from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import TENSORS, Storage, storage_of
 
 RNG = random.Random(7)
 
@@ -78,14 +79,14 @@ def test_shared_pages_are_read_once_and_expanded(scattered):
     paged = in_pages((k, v), RNG, scattered=scattered, shared=True)
     for each, values in zip(paged.stored, (k, v), strict=True):
         assert each.is_shared
-        assert torch.equal(each.gathered(), values)
-        assert each.gathered().stride(0) == 0
+        assert torch.equal(each.to_tensor(), values)
+        assert each.to_tensor().stride(0) == 0
         assert (each.viewed() is None) == scattered
         assert scattered or each.viewed().stride(0) == 0
         one = each.rows(1, 1)
         assert not one.is_shared
-        assert torch.equal(one.gathered(), values[:1])
-        assert torch.equal(one.expanded(2).gathered(), values[:2])
+        assert torch.equal(one.to_tensor(), values[:1])
+        assert torch.equal(one.expanded(2).to_tensor(), values[:2])
     assert not in_pages((k, v), RNG).stored[0].is_shared
     assert not in_pages((k[:1],), RNG, shared=True).stored[0].is_shared
 
@@ -101,16 +102,16 @@ def test_codes_are_copied_as_they_are_stored(scattered, shared, by_channel):
     for each, values in zip(paged.stored, plain, strict=True):
         copy = each.copied()
         assert isinstance(copy, QuantizedStream)
-        assert torch.equal(copy.dequantized(), each.gathered())
-        assert (each.gathered() - values).abs().max() < (0.03 if copy.bits == 8 else 0.4)
+        assert torch.equal(copy.to_tensor(), each.to_tensor())
+        assert (each.to_tensor() - values).abs().max() < (0.03 if copy.bits == 8 else 0.4)
         assert (copy.codes.stride(0) == 0) == shared
         view = each.viewed()
         assert (view is None) == scattered
         assert view is None or torch.equal(view.codes, copy.codes)
         for first, size in ((0, 1), (1, 4), (3, 8), (5, 0)):
-            some = each.narrow(first, size).copied().dequantized()
-            assert torch.equal(some, each.gathered()[:, :, first : first + size])
-            assert torch.equal(copy.narrow(first, size).dequantized(), some)
+            some = each.narrow(first, size).copied().to_tensor()
+            assert torch.equal(some, each.to_tensor()[:, :, first : first + size])
+            assert torch.equal(copy.narrow(first, size).to_tensor(), some)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
@@ -127,14 +128,15 @@ def test_a_part_in_pages_says_so():
     k, v = streams(width=16)
     paged = in_pages((k, v), RNG)
     part = part_of(paged, kv_start=4)
-    assert part.paged == paged.stored
-    assert (part.quantized, part.bits) == (None, None)
-    assert Part(0, 11, (k, v)).paged is None
+    assert part.stored == paged.stored
+    assert storage_of([part]) == Storage((PagedStream,), None, several=True)
+    assert storage_of([Part(0, 11, (k, v))]) == TENSORS
     narrow = part.narrow(6, 9)
     assert (narrow.kv_start, narrow.kv_stop) == (6, 9)
     assert torch.equal(narrow.streams[0], k[:, :, 2:5])
     codes = part_of(coded(paged, (8, 4), ((), ())))
-    assert codes.bits == 4  # the fewest
+    assert storage_of([codes]) == Storage((PagedStream, QuantizedStream), 4, several=True)
+    assert storage_of([codes.in_one()]) == Storage((QuantizedStream,), 4)  # the fewest bits
     assert codes.outlines[0].dtype == torch.float32
     assert codes.outlines[1].shape == v.shape
 

@@ -2,11 +2,12 @@
 
 import torch
 
+from regard.cache.codes import QuantizedStream
 from regard.cache.paging.formats import format_of
 from regard.cache.paging.pages import Page, PageTable
-from regard.cache.paging.reading import PagedStreams
 from regard.cache.paging.segments import parts_of, segments_of
 from regard.cache.paging.slabs import Slab, outlines_of
+from regard.cache.parts import Streams
 
 SIZE = 3
 X = torch.randn(1, 2, 30, 8)
@@ -38,7 +39,7 @@ def test_consecutive_pages_of_one_row_are_a_view():
 
 def test_scattered_pages_are_read_through_a_table():
     (part,) = parts_of(segments_of(tables_of(slab_of(), [4, 1, 7], [0, 9, 2])), SIZE, 2, 9)
-    assert isinstance(part.streams, PagedStreams)
+    assert isinstance(part.streams, Streams)
     rows = [[14, 3, 4, 5, 21, 22, 23], [2, 27, 28, 29, 6, 7, 8]]
     assert torch.equal(part.streams[0], X[0][:, rows].transpose(0, 1))
 
@@ -88,7 +89,7 @@ def test_codes_beside_values_are_gathered():
 
 def test_consecutive_codes_are_codes_of_one_part():
     (part,) = parts_of(segments_of(tables_of(slab_of("K8V8"), [2, 3])), SIZE, 0, 6)
-    assert part.quantized is not None
+    assert all(isinstance(each, QuantizedStream) for each in part.stored)
     assert (part.streams[0] - X[:, :, 6:12]).abs().max() < 0.05
 
 

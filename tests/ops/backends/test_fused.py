@@ -22,7 +22,8 @@ from regard import (
 )
 from regard.cache.codes import QuantizedStream, quantize, quantize_channels
 from regard.cache.paging.reading import PagedStream
-from regard.ops import choose
+from regard.cache.parts import Storage, Streams, storage_of
+from regard.ops import choose, memo
 from regard.ops.backends import BACKENDS, fused
 from regard.ops.observed import backends_run
 from session import LONG
@@ -110,7 +111,7 @@ def test_hidden_keys_may_hold_anything():
 
 def test_without_numba_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(fused, "is_installed", lambda: False)
-    monkeypatch.setattr(choose, "_MEMOISED", {})
+    monkeypatch.setattr(memo, "_ENTRIES", {})
     q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64)
     options = {"mask": Causal(), "span": cases.Span(4095, 4096, 0, 4096)}
     call = prepare(q, k, k, **options)
@@ -198,10 +199,9 @@ class Stored(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     given: dict
-    bits: int
 
     def run(self, **options):
-        prepared = prepare(self.q, self.k, self.v, **self.given, bits=self.bits, **options)
+        prepared = prepare(self.q, self.k, self.v, **self.given, **options)
         return prepared.run(self.q, self.parts)
 
 
@@ -236,7 +236,7 @@ def draw_stored(seed, dtype):
     pairs = zip([0, *cuts], [*cuts, keys], strict=True)
     parts = [part.narrow(start, stop) for start, stop in pairs]
     q = torch.randn(batch, group * kv_heads, queries, k_width).to(dtype)
-    return Stored(q, parts, k, v, given, bits)
+    return Stored(q, parts, k, v, given)
 
 
 @pytest.mark.parametrize("backend", ["fused", "grouped"])
@@ -248,7 +248,7 @@ def test_codes_are_read_as_the_values_they_stand_for(dtype, backend, monkeypatch
         given = {**drawn.given, "backend": "eager"}
         wanted = attend(drawn.q.double(), drawn.k.double(), drawn.v.double(), **given)
         with monkeypatch.context() as patch:
-            patch.delattr(QuantizedStream, "dequantized")
+            patch.delattr(QuantizedStream, "to_tensor")
             out = drawn.run(backend=backend)
         sizes = drawn.q.double().abs().amax((1, 2)) @ drawn.k.double().abs().amax(1).mT
         largest = sizes.max().item() * drawn.q.shape[-1] ** -0.5
@@ -266,7 +266,7 @@ def test_hidden_codes_may_stand_for_anything(backend):
     span = cases.Span(0, drawn.q.shape[2], 0, keys)
     prepared = prepare(drawn.q, drawn.k, drawn.v, mask=mask, span=span, backend=backend)
     clean = prepared.run(drawn.q, [part])
-    for stream in part.quantized:
+    for stream in part.stored:
         stream.scales[:, :, -1] = torch.nan
     assert prepared.run(drawn.q, [part]).equal(clean)
 
@@ -276,7 +276,9 @@ def test_the_estimates_know_codes():
     SDPA would have to dequantise them first."""
     q, k = torch.randn(1, 32, 1, 128), torch.randn(1, 8, 1, 128)
     span = cases.Span(8191, 8192, 0, 8192)
-    calls = {bits: prepare(q, k, k, mask=Causal(), span=span, bits=bits) for bits in (None, 8, 4)}
+    plain = prepare(q, k, k, mask=Causal(), span=span)
+    coded = {bits: plain.stored_as(Storage((QuantizedStream,), bits)) for bits in (8, 4)}
+    calls = {None: plain, **coded}
     times = [fused.estimate(calls[bits].call) for bits in (None, 8, 4)]
     assert 0.6 * times[0] > times[1] >= times[2]
     assert calls[8].name == calls[4].name == "fused"
@@ -288,7 +290,7 @@ def test_the_estimates_know_codes():
 
 def test_without_numba_codes_are_multiplied_by_torch(monkeypatch):
     monkeypatch.setattr(fused, "is_installed", lambda: False)
-    monkeypatch.setattr(choose, "_MEMOISED", {})
+    monkeypatch.setattr(memo, "_ENTRIES", {})
     layer, cache = MultiHeadAttention(64, 4, mask=Causal()).eval(), QuantizedCache()
     with torch.no_grad(), backends_run() as ran:
         layer(torch.randn(1, 3000, 64), cache=cache)
@@ -350,8 +352,8 @@ def draw_pages(seed, dtype, bits):
     if rng.random() < 0.3:
         given["sinks"] = torch.randn(group * kv_heads)
     q = torch.randn(batch, group * kv_heads, 1, 64 if joined else 48).to(dtype)
-    k = stored[0].gathered()
-    v = k[..., :32] if joined else stored[1].gathered()
+    k = stored[0].to_tensor()
+    v = k[..., :32] if joined else stored[1].to_tensor()
     return q, k, v, given, tuple(stored)
 
 
@@ -361,19 +363,20 @@ def test_pages_are_read_as_the_values_they_hold(dtype, bits, monkeypatch):
     """Random calls, in the numeric contract; nothing is gathered outside of the kernel."""
     for seed in range(1000 if LONG else 8):  # each kind of call takes seconds to compile
         q, k, v, given, stored = draw_pages(seed, dtype, bits)
+        part = Part(0, k.shape[2], Streams(stored))
         assert fused.reads_pages(stored)
         wanted = attend(q.double(), k.double(), v.double(), **given, backend="eager")
-        call = prepare(q, k, v, **given, backend="fused", bits=bits[1]).call
+        call = prepare(q, k, v, **given, backend="fused").stored_as(storage_of([part])).call
         call = call.but(joined=len(stored) == 1)
         with monkeypatch.context() as patch:
             patch.delattr(PagedStream, "copied")
-            out = fused.paged(call, q, stored)
+            out = fused.run(call, q, stored[0], stored[-1])
         sizes = q.double().abs().amax((1, 2)) @ k.double().abs().amax(1).mT
         bound = cases.bound(dtype, v.abs().max().item(), sizes.max().item() * q.shape[-1] ** -0.5)
         assert out.dtype == dtype
         assert (out - wanted).abs().max() <= bound, (seed, given)
         if "sinks" not in given:
-            assert fused.paged_partial(call, q, stored).out.to(dtype).equal(out)
+            assert fused.partial(call, q, stored[0], stored[-1]).out.to(dtype).equal(out)
 
 
 @pytest.mark.parametrize("bits", few(FORMATS, 2), ids=str)
@@ -386,8 +389,8 @@ def test_hidden_tokens_of_pages_may_hold_anything(bits, piece, monkeypatch):
     keys = k.shape[2]
     mask = Padding(torch.arange(keys) % 5 < torch.tensor([[3], [2], [4]])[: len(q)])
     span = cases.Span(0, 1, 0, keys)
-    call = prepare(q, k, v, mask=mask, span=span, backend="fused", bits=bits[1]).call
-    clean = fused.paged(call, q, stored)
+    call = prepare(q, k, v, mask=mask, span=span, backend="fused").call
+    clean = fused.run(call, q, stored[0], stored[-1])
     hidden = ~mask.dense(span, batch=len(q), heads=1)[:, 0, 0]
     rows, slots = hidden.nonzero(as_tuple=True)
     first = stored[0]
@@ -397,7 +400,7 @@ def test_hidden_tokens_of_pages_may_hold_anything(bits, piece, monkeypatch):
         slab = each.slab if isinstance(each.slab, torch.Tensor) else each.slab.scales
         if slab.shape[2] > max(at):  # scales that the tokens of a page share are finite
             slab[:, :, at] = torch.nan
-    torch.testing.assert_close(fused.paged(call, q, stored), clean, rtol=0, atol=2e-6)
+    torch.testing.assert_close(fused.run(call, q, stored[0], stored[-1]), clean, rtol=0, atol=2e-6)
 
 
 def test_pages_that_the_kernel_does_not_read():
@@ -416,7 +419,7 @@ def test_pages_that_the_kernel_does_not_read():
         assert not fused.reads_pages((other, other))
     call = prepare(*torch.zeros(3, 1, 2, 1, 48), backend="fused").call
     with pytest.raises(AssertionError, match="share their pages"):
-        fused.paged(call, torch.zeros(1, 2, 1, 48), (plain, plain._replace(start=1)))
+        fused.run(call, torch.zeros(1, 2, 1, 48), plain, plain._replace(start=1))
 
 
 def test_codes_of_a_width_that_fills_no_bytes_are_dequantised():
@@ -425,14 +428,15 @@ def test_codes_of_a_width_that_fills_no_bytes_are_dequantised():
     stored = [
         QuantizedStream(*quantize(x, of, 8), of, 8, 24, torch.float32) for x, of in ((k, 8), (v, 4))
     ]
-    call = prepare(q, k, v, backend="fused", bits=8).call
-    wanted = attend(q, *(x.dequantized() for x in stored), backend="eager")
-    torch.testing.assert_close(fused.quantized(call, q, stored), wanted, rtol=0, atol=2e-6)
+    call = prepare(q, k, v, backend="fused").call
+    wanted = attend(q, *(x.to_tensor() for x in stored), backend="eager")
+    torch.testing.assert_close(fused.run(call, q, *stored), wanted, rtol=0, atol=2e-6)
 
 
 def test_calls_with_codes_of_few_bits_need_wider_heads():
     q = torch.zeros(1, 2, 1, 24)
+    call = prepare(q, q, q, backend="fused")
     for bits in (6, 4):
         with pytest.raises(ValueError, match="multiples of 16"):
-            prepare(q, q, q, backend="fused", bits=bits)
-    assert prepare(q, q, q, backend="fused", bits=8).name == "fused"
+            call.stored_as(Storage((QuantizedStream,), bits))
+    assert call.stored_as(Storage((QuantizedStream,), 8)).name == "fused"

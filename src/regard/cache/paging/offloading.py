@@ -18,10 +18,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream, QuantizedStreams
+from regard.cache.codes import QuantizedStream
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.slabs import Slab
-from regard.cache.streams import Part, check_whole, writable
+from regard.cache.parts import Part
+from regard.cache.streams import check_whole, writable
 
 _AHEAD = 8  # a move makes room for an eighth of the hot pages, so that moves are few
 _ZEROS = 1 << 20  # bytes that are written at a time where a file's blocks cannot be reserved
@@ -103,8 +104,8 @@ def _anchors(part: Part) -> Iterator[object]:
         yield from part.streams
         return
     yield part.streams
-    if isinstance(part.streams, QuantizedStreams):
-        for each in part.streams.stored:
+    for each in part.stored:
+        if isinstance(each, QuantizedStream | Tensor):
             yield each.codes if isinstance(each, QuantizedStream) else each
 
 

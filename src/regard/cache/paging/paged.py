@@ -12,9 +12,9 @@ from regard.cache.paging.cache_files import Recorded
 from regard.cache.paging.pages import PageTable
 from regard.cache.paging.rows import Rows
 from regard.cache.paging.slabs import outlines_of
+from regard.cache.parts import Part
 from regard.cache.streams import (
     Lengths,
-    Part,
     check_rows,
     check_streams,
     check_whole,

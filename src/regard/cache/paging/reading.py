@@ -1,10 +1,10 @@
-"""Streams whose tokens lie in pages: found through a table, and gathered where they are indexed.
+"""Streams whose tokens lie in pages: found through a table, and gathered where a tensor is needed.
 
 Consecutive pages are a plain view of the memory; pages elsewhere are copied side by side. Rows that
 share their pages have one table, expanded: these pages are copied once, and the copy is expanded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,26 @@ class PagedStream(NamedTuple):
     def is_shared(self) -> bool:
         """Whether all of several rows read the same pages, because the table is one row's."""
         return self.table.shape[0] > 1 and self.table.stride(0) == 0
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        """Its class, and that of codes in its pages."""
+        return (PagedStream,) if isinstance(self.slab, Tensor) else (PagedStream, *self.slab.kinds)
+
+    @property
+    def bits(self) -> int | None:
+        """The bits of the codes in its pages; None for values."""
+        return None if isinstance(self.slab, Tensor) else self.slab.bits
+
+    @property
+    def rotation(self) -> tuple[int, ...]:
+        """Widths of the blocks of channels that are rotated."""
+        return () if isinstance(self.slab, Tensor) else self.slab.rotation
+
+    @property
+    def is_scattered(self) -> bool:
+        """Its tokens are found through a table."""
+        return True
 
     @property
     def outline(self) -> Tensor:
@@ -93,16 +113,49 @@ class PagedStream(NamedTuple):
             return found
         return _each(found, lambda x: x.expand(self.table.shape[0], -1, -1, -1))
 
-    def gathered(self) -> Tensor:
+    def in_one(self) -> Values:
+        """The same tokens side by side: a view if the pages are consecutive, else a copy."""
+        view = self.viewed()
+        return self.copied() if view is None else view
+
+    def cuts(self, most: int) -> Iterator[tuple[int, int]]:
+        """Runs of at least `most` tokens that are views, and between them ranges of fewer."""
+        at = 0
+        for first, last in [*self._long_runs(most), (self.length, self.length)]:
+            while at < first:
+                stop = min(at + most, first)
+                yield at, stop
+                at = stop
+            if first < last:
+                yield first, last
+            at = last
+        if not self.length:
+            yield 0, 0
+
+    def _long_runs(self, most: int) -> Iterator[tuple[int, int]]:
+        """Runs of at least `most` tokens that are views: the pages of every row are consecutive,
+        and rows equally far apart."""
+        table = self.table[:1] if self.is_shared else self.table
+        breaks = (table.diff(dim=1) != 1).any(0)
+        ends = [*(breaks.nonzero().flatten() + 1).tolist(), table.shape[1]]
+        begin = 0
+        for end in ends:
+            first = max(begin * self.page_size - self.start, 0)
+            last = min(end * self.page_size - self.start, self.length)
+            if last - first >= most and pages_apart(table[:, begin]) is not None:
+                yield first, last
+            begin = end
+
+    def to_tensor(self) -> Tensor:
         """The values, in a new tensor."""
         found = self.copied()
         if isinstance(found, Tensor):
             return found
         if not self.is_shared:
-            return found.dequantized()
+            return found.to_tensor()
         one = _each(found, lambda x: x[:1])
         assert isinstance(one, QuantizedStream)
-        return one.dequantized().expand(self.table.shape[0], -1, -1, -1)
+        return one.to_tensor().expand(self.table.shape[0], -1, -1, -1)
 
     @property
     def _tokens(self) -> int:
@@ -133,22 +186,3 @@ def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
     if isinstance(values, Tensor):
         return change(values)
     return values._replace(codes=change(values.codes), scales=change(values.scales))
-
-
-class PagedStreams(Sequence[Tensor]):
-    """The streams of a part in pages. Indexing gathers; backends may read `stored`."""
-
-    def __init__(self, stored: Sequence[PagedStream]) -> None:
-        self.stored = tuple(stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return tuple(each.gathered() for each in self.stored[index])
-        return self.stored[index].gathered()
-
-    def narrow(self, start: int, size: int) -> "PagedStreams":
-        """The tokens `start..start + size` of each stream."""
-        return PagedStreams([each.narrow(start, size) for each in self.stored])

@@ -11,7 +11,7 @@ from regard.cache.paging.bookkeeping import Change, Kind, Pages
 from regard.cache.paging.offloading import Reading
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.segments import Segment, parts_of, segments_of
-from regard.cache.streams import Part
+from regard.cache.parts import Part
 
 
 class Rows:

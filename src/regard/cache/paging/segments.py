@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream, QuantizedStreams
+from regard.cache.codes import QuantizedStream
 from regard.cache.paging.pages import Page, PageTable
-from regard.cache.paging.reading import PagedStream, PagedStreams
+from regard.cache.paging.reading import PagedStream
 from regard.cache.paging.slabs import Slab
-from regard.cache.streams import Part
+from regard.cache.parts import Part, Streams, streams_of
 
 
 class Segment(NamedTuple):
@@ -46,14 +46,13 @@ class Segment(NamedTuple):
             table, device = self.table.expand(self.rows, -1), self.slab.read_on
             tokens = self.size * page_size
             streams = [
-                PagedStream(each, table, page_size, 0, tokens, device) for each in self.slab.streams
+                PagedStream(each, table, page_size, 0, tokens, device).narrow(offset, size)
+                for each in self.slab.streams
             ]
-            return Part(start, stop, PagedStreams(streams).narrow(offset, size))
+            return Part(start, stop, Streams(streams))
         begin = self.begin * page_size + offset
         views = [_view(each, begin, size, self.rows) for each in self.slab.streams]
-        if any(isinstance(each, QuantizedStream) for each in views):
-            return Part(start, stop, QuantizedStreams(views))
-        return Part(start, stop, tuple(views))  # type: ignore[arg-type]
+        return Part(start, stop, streams_of(views))
 
     def _gathered(self, offset: int, size: int) -> tuple[Tensor, ...]:
         """The values of rows whose pages lie in different slabs: these are few, around tails."""

@@ -192,7 +192,7 @@ class Slab:
             if isinstance(held, QuantizedStream):
                 codes = held.codes.index_select(2, at.to(held.codes.device))
                 scales = held.scales.index_select(2, at.to(codes.device) // held.run)
-                values = held._replace(codes=codes, scales=scales, run=1).dequantized()
+                values = held._replace(codes=codes, scales=scales, run=1).to_tensor()
             else:
                 values = held.index_select(2, at.to(held.device))
             chosen.append(values[0].to(self.read_on))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import Part
+from regard.cache.parts import storage_of
 from regard.constants import accumulating_dtype
 from regard.distributed.decode.slots import Segment, Slots
 from regard.masks import EVERYTHING, Dense, Mask, Span
@@ -39,6 +40,7 @@ def attended_locally(prepared: Prepared, q: Tensor, part: Part, slots: Slots, ra
         rank: this rank.
     """
     with without_autocast(prepared.call.device):
+        prepared = prepared.stored_as(storage_of([part]))
         call = prepared.call.but(joined=len(part.streams) == 1)
         if _shows_all(call):
             return _attended(prepared.name, _unmasked(call, part.kv_stop), q, part)
@@ -149,8 +151,8 @@ def _attended(name: str, call: Call, q: Tensor, part: Part) -> Partial:
     """Attention to one part, by the backend of that name if it can run it."""
     if not call.num_keys:
         return nothing(call)
-    if objection_of(call, name, partial=True) is not None:
-        name = choose(call, partial=True)
+    if objection_of(call, name) is not None:
+        name = choose(call)
     return partial_of(BACKENDS[name], call, q, part)
 
 

@@ -127,7 +127,7 @@ class ShardedCache(Stored, Attending):
         """
         self.check_layer(layer)
         q, k, v = self._heads.outlines(layer, q, *keys.outlines)
-        options = layer.options(at) | {"sinks": None, "bits": keys.bits}
+        options = layer.options(at) | {"sinks": None}
         return prepare(q, k, v, span=at.span, partial=True, **options)
 
     def bytes_sent(self, layer: Any, batch: int, queries: int, dtype: torch.dtype) -> int:

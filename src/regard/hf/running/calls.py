@@ -105,7 +105,6 @@ def described(
     k, v = keys.outlines
     if at.bias is not None:
         bias = at.bias if bias is None else at.bias + bias
-    options |= {"in_parts": keys.several, "bits": keys.bits}
     if sharded is not None:
         options |= {"sinks": None, "partial": True}
     return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)

@@ -17,6 +17,7 @@ from regard.hf.running.calls import visible_in, weights_wanted
 from regard.masks import EVERYTHING, AllOf, Causal, Everything, Mask, SlidingWindow, Span
 from regard.ops.backends import BACKENDS
 from regard.ops.choose import objection_of, seconds_of
+from regard.ops.observed import CALLS, report_backend
 from regard.ops.prepared import Prepared
 from regard.ops.rates import SPEED
 from regard.tracing import in_backward, is_immediate
@@ -24,7 +25,6 @@ from regard.tracing import in_backward, is_immediate
 FEW = 64  # keys: up to them, and up to twice as many as now, compiled code stays the choice: its
 # lead over torch's kernels grows with the number of keys
 _SAVED = 14  # operators that `fused` starts in a call of its own, and a step does not
-_RUN, _FUSED = Prepared.run, BACKENDS["fused"]  # others while calls are observed: no step is taken
 Projected = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before rotation
 
 
@@ -60,9 +60,7 @@ class InstalledStep(NamedTuple):
             return False
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or in_backward():
             return False
-        if Prepared.run is not _RUN or BACKENDS["fused"] is not _FUSED:
-            return False
-        return cache.lengths.rows is None and SPEED.version == self.version
+        return not CALLS and cache.lengths.rows is None and SPEED.version == self.version
 
     def run(
         self, family: Family, module: Any, heads: Projected, given: Mapping[str, Any]
@@ -79,6 +77,7 @@ class InstalledStep(NamedTuple):
         )
         if out is not None:
             cache.count(1)
+            report_backend(BACKENDS["fused"].run)
         return out
 
 
@@ -171,7 +170,7 @@ def _is_quickest(prepared: Prepared) -> bool:
     if objection_of(call, "fused") is not None:
         return False
     saved = _SAVED * SPEED.call
-    return seconds_of(call, _FUSED) - saved <= seconds_of(call, prepared.backend)
+    return seconds_of(call, BACKENDS["fused"]) - saved <= seconds_of(call, prepared.backend)
 
 
 def _parts(mask: Mask) -> tuple[Mask, ...]:

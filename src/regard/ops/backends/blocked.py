@@ -45,6 +45,11 @@ _AGAIN = 1.35  # times: backward recomputes the forward, 4 units of work instead
 
 
 def objection(call: Call) -> str | None:
+    objection = _run_objection(call)
+    return _lse_objection(call) if call.partial and objection is None else objection
+
+
+def _run_objection(call: Call) -> str | None:
     if is_empty(call):
         return "blocked needs at least one query and one visible key"
     if torch.compiler.is_compiling():
@@ -57,7 +62,7 @@ def objection(call: Call) -> str | None:
     return None
 
 
-def partial_objection(call: Call) -> str | None:
+def _lse_objection(call: Call) -> str | None:
     if call.device.type != "cpu":
         return f"blocked gives no log-sum-exp on {call.device.type}"
     if call.needs_grad:
@@ -73,9 +78,11 @@ def estimate(call: Call) -> float:
         blocks = -(-call.num_queries // BLOCK)
         share, operators = visible_share(call), blocks * (_OPERATORS + _OF_A_MASK)
         return on_device(call, operators=operators, kernel=EFFICIENT, passes=1, share=share)
+    if call.partial:  # computes in float32
+        call = call.but(dtype=accumulating_dtype(call.dtype))
     planned = plan(call)
     if len(planned) == 1 and not fast_precision.suits(call):
-        inner = sdpa if sdpa.objection(call) is None else eager
+        inner = sdpa if sdpa.run_objection(call) is None else eager
         return inner.estimate(call) + _ONE_BLOCK * SPEED.call
     masked = [block for block in planned if not block.plain]
     width = call.head_dim + call.v_head_dim
@@ -182,7 +189,7 @@ def _partials(
         return
     for block in blocks:
         part = part_of(call, block)
-        objection = sdpa.objection(part) or sdpa.partial_objection(part)
+        objection = sdpa.run_objection(part) or sdpa.lse_objection(part)
         backend = sdpa if objection is None else eager
         yield block, backend.partial(part, block.of_queries(q), keys.of(block), values.of(block))
 
@@ -276,7 +283,7 @@ def _size(call: Call) -> int:
 def _stores_scores(call: Call) -> bool:
     """Whether a block stores its scores: in `eager`, or in torch's unfused implementation."""
     learned = call.score_bias is not None and call.needs_grad
-    return sdpa.objection(call) is not None or call.dropout > 0 or learned
+    return sdpa.run_objection(call) is not None or call.dropout > 0 or learned
 
 
 def _read_again(call: Call, k: Tensor, v: Tensor) -> Versions:
@@ -338,5 +345,5 @@ def _attend(
 
     if fast_precision.suits(call) and part.num_keys:
         return fast_precision.run(part, rows, read)
-    backend = sdpa if sdpa.objection(part) is None else eager
+    backend = sdpa if sdpa.run_objection(part) is None else eager
     return backend.run(part, rows, *read())

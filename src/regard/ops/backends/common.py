@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
+from regard.cache.parts import to_tensor
 from regard.constants import accumulating_dtype
 from regard.heads import fold_heads, group_heads
 from regard.ops.call import Call, is_everything
 
-Stored = Tensor | QuantizedStream  # keys or values
+Readable = Tensor | QuantizedStream  # keys or values
 Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
 
 
@@ -65,12 +66,12 @@ def run_and_check(
 
 
 def run_stored_and_check(
-    call: Call, compute: Callable[[Stored, Stored], Result], k: Stored, v: Stored
+    call: Call, compute: Callable[[Readable, Readable], Result], k: Readable, v: Readable
 ) -> Result:
     """`run_and_check` of keys and values as they are stored: of codes only the scales can be other
     than finite. In pages whose tokens share scales all are finite."""
     if isinstance(k, Tensor) or isinstance(v, Tensor):
-        return run_and_check(call, compute, *(_values(each) for each in (k, v)))
+        return run_and_check(call, compute, to_tensor(k), to_tensor(v))
     if k.run > 1:
         return compute(k, v)
     return run_and_check(
@@ -79,10 +80,6 @@ def run_stored_and_check(
         k.scales,
         v.scales,
     )
-
-
-def _values(x: Stored) -> Tensor:
-    return x if isinstance(x, Tensor) else x.dequantized()
 
 
 def is_finite(out: Tensor) -> bool:

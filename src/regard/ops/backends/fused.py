@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.cache import Part
-from regard.cache.codes import QuantizedStream, QuantizedStreams
+from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import AnyStream, to_tensor
 from regard.heads import fold_heads, unfold_heads
 from regard.ops.backends.common import (
-    Stored,
+    Readable,
     addend,
     columns_contiguous,
     folded_rows,
@@ -27,7 +27,7 @@ from regard.ops.backends.common import (
     is_finite,
     run_stored_and_check,
 )
-from regard.ops.call import Call, is_empty, is_everything, shown
+from regard.ops.call import Call, Reads, is_empty, is_everything, shown
 from regard.ops.flash_cost import mask_seconds
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import GATHERED
@@ -77,63 +77,43 @@ def estimate(call: Call) -> float:
     width = call.head_dim + call.v_head_dim
     heads = call.batch * call.num_kv_heads
     elements = heads * call.num_keys * (call.head_dim if call.joined else width)
-    streamed = elements * (call.bits or 8 * call.dtype.itemsize) / 8
+    streamed = elements * (call.storage.bits or 8 * call.dtype.itemsize) / 8
     rows = call.batch * call.num_heads * call.num_queries
     computed = rows * call.num_keys * (2 * width / SPEED.fused + _SOFTMAX / SPEED.scores)
-    computed += _DEQUANTISING * elements / SPEED.fused if call.bits else 0
+    computed += _DEQUANTISING * elements / SPEED.fused if call.storage.bits else 0
     masked = (0 if is_everything(call.mask) else _MASK) + (0 if call.score_bias is None else 5)
     operators = SPEED.call * (17 + masked + heads / 10)
     return operators + mask_seconds(call) + max(streamed / SPEED.stream, computed)
 
 
-def run(call: Call, q: Float[Tensor, "B H L D"], k: Stored, v: Stored) -> Float[Tensor, "B H L Dv"]:
+def run(
+    call: Call, q: Float[Tensor, "B H L D"], k: AnyStream, v: AnyStream
+) -> Float[Tensor, "B H L Dv"]:
+    """Of one stream of codes or pages, the first columns of the keys are the values."""
     return _output(call, *_attend(call, q, k, v))
 
 
-def partial(call: Call, q: Float[Tensor, "B H L D"], k: Stored, v: Stored) -> Partial:
+def partial(call: Call, q: Float[Tensor, "B H L D"], k: AnyStream, v: AnyStream) -> Partial:
     return _partial(call, *_attend(call, q, k, v))
 
 
-def quantized(
-    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
-) -> Float[Tensor, "B H L Dv"]:
-    """`run` on codes; of one stream, the first columns of the keys are the values."""
-    streams = _readable(streams)
-    return run(call, q, streams[0], streams[-1])
-
-
-def quantized_partial(
-    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
-) -> Partial:
-    """`partial` on codes."""
-    streams = _readable(streams)
-    return partial(call, q, streams[0], streams[-1])
-
-
-def paged(
-    call: Call, q: Float[Tensor, "B H L D"], stored: Sequence[PagedStream]
-) -> Float[Tensor, "B H L Dv"]:
-    """`run` on keys and values in pages, for which `reads_pages` holds."""
-    return _output(call, *_attend_pages(call, q, stored))
-
-
-def paged_partial(
-    call: Call, q: Float[Tensor, "B H L D"], stored: Sequence[PagedStream]
-) -> Partial:
-    """`partial` on keys and values in pages."""
-    return _partial(call, *_attend_pages(call, q, stored))
-
-
-def reads_pages(stored: Sequence[PagedStream]) -> bool:
+def reads_pages(stored: Sequence[AnyStream]) -> bool:
     """Whether the kernel reads these streams through their table: pages of 16 tokens or more, in
     plain memory on the CPU. Others are gathered before."""
     first = stored[0]
     return (
-        first.page_size >= _LEAST_PAGE
+        isinstance(first, PagedStream)
+        and first.page_size >= _LEAST_PAGE
         and _is_plain(first.table)
         and (first.table.stride(1) == 1 or first.table.shape[1] == 1)
-        and all(_is_readable(each.slab, first.page_size) for each in stored)
+        and all(
+            isinstance(each, PagedStream) and _is_readable(each.slab, first.page_size)
+            for each in stored
+        )
     )
+
+
+READS: Reads = {QuantizedStream: lambda streams: True, PagedStream: reads_pages}
 
 
 def _output(call: Call, out: Tensor, lse: Tensor) -> Tensor:
@@ -147,62 +127,67 @@ def _partial(call: Call, out: Tensor, lse: Tensor) -> Partial:
     return Partial(unfold_heads(out, call.num_queries), heads)
 
 
-def _attend(call: Call, q: Tensor, k: Stored, v: Stored) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, q: Tensor, k: AnyStream, v: AnyStream) -> tuple[Tensor, Tensor]:
     """The outputs and log-sum-exps of the folded rows, both float32.
 
     Non-finite content of hidden keys makes the output non-finite (0 * nan is nan). It is then
     computed once more, with the keys and values that are hidden from all queries set to zero.
     """
+    if isinstance(k, PagedStream):
+        assert isinstance(v, PagedStream)
+        return _attend_pages(call, q, k, v)
     from regard.ops.kernels.launching import decode
 
     rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), _addend(call)
 
-    def compute(k: Stored, v: Stored) -> tuple[Tensor, Tensor]:
+    def compute(k: Readable, v: Readable) -> tuple[Tensor, Tensor]:
         k = _columns_together(k)
         if call.joined:
             return decode(rows, k, scale=call.scale, bias=bias, width=call.v_head_dim)
         return decode(rows, k, _columns_together(v), scale=call.scale, bias=bias)
 
-    return run_stored_and_check(call, compute, k, v)
+    return run_stored_and_check(call, compute, _readable(k), _readable(v))
 
 
-def _attend_pages(call: Call, q: Tensor, stored: Sequence[PagedStream]) -> tuple[Tensor, Tensor]:
+def _attend_pages(call: Call, q: Tensor, k: PagedStream, v: PagedStream) -> tuple[Tensor, Tensor]:
     """`_attend` of keys and values in pages, which are copied only where the output is not finite:
     some tokens at a time, since hidden ones may be the reason."""
     from regard.ops.kernels.launching import decode
     from regard.ops.kernels.tiles import Pages
 
-    slab, table, size, skipped, keys = stored[0][:5]
-    for other in stored[1:]:
-        same = other.table is table or other.table.equal(table)
-        assert same and other[2:5] == (size, skipped, keys), "keys and values share their pages"
-    rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), Pages(*stored[0][1:5])
-    v, width = (None, call.v_head_dim) if call.joined else (stored[1].slab, None)
-    out, lse = decode(rows, slab, v, scale=call.scale, bias=_addend(call), width=width, pages=pages)
+    slab, table, size, skipped, keys = k[:5]
+    same = v.table is table or v.table.equal(table)
+    assert same and v[2:5] == (size, skipped, keys), "keys and values share their pages"
+    rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), Pages(*k[1:5])
+    of_values, width = (None, call.v_head_dim) if call.joined else (v.slab, None)
+    out, lse = decode(
+        rows, slab, of_values, scale=call.scale, bias=_addend(call), width=width, pages=pages
+    )
     if is_everything(call.mask) or is_finite(out):
         return out, lse
-    found = merge(*(_piece(call, q, stored, at) for at in range(0, keys, _PIECE)))
+    found = merge(*(_piece(call, q, (k, v), at) for at in range(0, keys, _PIECE)))
     heads = call.num_kv_heads
     return fold_heads(found.out, heads), fold_heads(found.lse.unsqueeze(-1), heads).squeeze(-1)
 
 
-def _piece(call: Call, q: Tensor, stored: Sequence[PagedStream], start: int) -> Partial:
+def _piece(call: Call, q: Tensor, streams: tuple[PagedStream, PagedStream], start: int) -> Partial:
     """Attention to a copy of the tokens from `start` on, `_PIECE` at most."""
     size = min(_PIECE, call.num_keys - start)
-    copies = _readable([each.narrow(start, size).copied() for each in stored])
     first = call.span.kv_start + start
-    over = call.over(Part(first, first + size, QuantizedStreams(copies)))
-    return partial(over, q, copies[0], copies[-1])
+    copies = [each.narrow(start, size).copied() for each in streams]
+    return partial(call.of_keys(first, first + size), q, *copies)
 
 
-def _readable(streams: Sequence[Stored]) -> list[Stored]:
-    """Streams as the kernel reads them. Where codes stand for rotated values, so are the queries
+def _readable(x: AnyStream) -> Readable:
+    """A stream as the kernel reads it. Where codes stand for rotated values, so are the queries
     already. Codes that fill no whole bytes of a vector are dequantised."""
-    plain = [x if isinstance(x, Tensor) else x._replace(rotation=()) for x in streams]
-    return [x if isinstance(x, Tensor) or _is_readable(x) else x.dequantized() for x in plain]
+    if not isinstance(x, QuantizedStream):
+        return to_tensor(x)
+    plain = x._replace(rotation=())
+    return plain if _is_readable(plain) else plain.to_tensor()
 
 
-def _is_readable(x: Stored, page_size: int = 0) -> bool:
+def _is_readable(x: Readable, page_size: int = 0) -> bool:
     """Whether the kernel may read memory where it lies, or codes of this width whose scales belong
     to a token, or to a page through whose table they are read."""
     if isinstance(x, Tensor):
@@ -241,7 +226,7 @@ def _value_multiple(call: Call) -> int:
 
 def _packs(call: Call) -> bool:
     """Whether a byte holds bits of several codes."""
-    return call.bits is not None and call.bits < 8
+    return call.storage.bits is not None and call.storage.bits < 8
 
 
 @functools.cache

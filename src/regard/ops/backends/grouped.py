@@ -5,8 +5,6 @@ torch's kernel reads a key head once for each of its query heads. FlashAttention
 whose results are merged, as in Flash-Decoding.
 """
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,7 +14,7 @@ from regard.constants import accumulating_dtype
 from regard.heads import fold_heads, unfold_heads
 from regard.ops.backends.common import (
     NO_BFLOAT16,
-    Stored,
+    Readable,
     addend,
     columns_contiguous,
     flash_on_cpu,
@@ -25,7 +23,7 @@ from regard.ops.backends.common import (
     run_and_check,
     run_stored_and_check,
 )
-from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
+from regard.ops.call import Call, Reads, hides_nothing, is_empty, is_everything, shown
 from regard.ops.definition import log_sum_exp, scores_of, softmax
 from regard.ops.devices import UNFUSED, on_device
 from regard.ops.flash_cost import kernel_seconds, mask_seconds
@@ -44,6 +42,8 @@ _SPLIT_ROWS = 32  # query rows in a block of the kernel: several blocks go to se
 _PIECES = (
     2  # that a single key head is split into: each is a head to the kernel, and goes to a core
 )
+
+READS: Reads = {QuantizedStream: lambda streams: True}
 
 
 def objection(call: Call) -> str | None:
@@ -70,7 +70,7 @@ def estimate(call: Call) -> float:
         return on_device(call, operators=some, kernel=UNFUSED, passes=_PASSES)
     streamed = read / (4 * SPEED.elements / 3)
     masked = not is_everything(call.mask)
-    if call.bits is not None:
+    if call.storage.bits is not None:
         operators = _OPERATORS_OF_CODES + 30 * masked
         elements = _PASSES_OF_CODES * read + 4 * heads * rows * call.num_keys
         return SPEED.call * operators + elements / SPEED.elements + flops / SPEED.products
@@ -86,11 +86,11 @@ def estimate(call: Call) -> float:
 
 
 def run(
-    call: Call,
-    q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G S D"],
-    v: Float[Tensor, "B G S Dv"],
+    call: Call, q: Float[Tensor, "B H L D"], k: Readable, v: Readable
 ) -> Float[Tensor, "B H L Dv"]:
+    if isinstance(k, QuantizedStream) or isinstance(v, QuantizedStream):
+        return _of_codes(call, q, k, v)[0].to(call.dtype)
+
     def compute(k: Tensor, v: Tensor) -> Tensor:
         if not _fused(call):
             return _read(call, softmax(call, _scores(call, q, k)), v)
@@ -103,12 +103,11 @@ def run(
     return run_and_check(call, compute, k, v).to(call.dtype)
 
 
-def partial(
-    call: Call,
-    q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G S D"],
-    v: Float[Tensor, "B G S Dv"],
-) -> Partial:
+def partial(call: Call, q: Float[Tensor, "B H L D"], k: Readable, v: Readable) -> Partial:
+    if isinstance(k, QuantizedStream) or isinstance(v, QuantizedStream):
+        out, found = _of_codes(call, q, k, v)
+        return Partial(out, log_sum_exp(found))
+
     def compute(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if _fused(call) and call.dtype.itemsize >= 4:  # torch's kernel rounds to the queries' dtype
             return _unfolded(call, _through_flash(call, q, k, v))
@@ -118,28 +117,12 @@ def partial(
     return Partial(*run_and_check(call, compute, k, v))
 
 
-def quantized(
-    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
-) -> Float[Tensor, "B H L Dv"]:
-    """`run` on codes, of which a block at a time is converted to floating point."""
-    return _of_codes(call, q, streams)[0].to(call.dtype)
-
-
-def quantized_partial(
-    call: Call, q: Float[Tensor, "B H L D"], streams: Sequence[QuantizedStream | Tensor]
-) -> Partial:
-    """`partial` on codes."""
-    out, found = _of_codes(call, q, streams)
-    return Partial(out, log_sum_exp(found))
-
-
-def _of_codes(
-    call: Call, q: Tensor, streams: Sequence[QuantizedStream | Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The output and the scores, both in the dtype that sums have."""
+def _of_codes(call: Call, q: Tensor, k: Readable, v: Readable) -> tuple[Tensor, Tensor]:
+    """The output and the scores, both in the dtype that sums have. A block of codes at a time is
+    converted to floating point."""
     rows = fold_heads(q.to(accumulating_dtype(call.dtype)) * call.scale, call.num_kv_heads)
 
-    def compute(keys: Stored, values: Stored) -> tuple[Tensor, Tensor]:
+    def compute(keys: Readable, values: Readable) -> tuple[Tensor, Tensor]:
         assert isinstance(keys, QuantizedStream)
         assert isinstance(values, QuantizedStream)
         found = scores_of(call, unfold_heads(keys.product(rows), call.num_queries))
@@ -147,7 +130,7 @@ def _of_codes(
         out = values.weighted_sum(fold_heads(weights, call.num_kv_heads))
         return unfold_heads(out[..., : call.v_head_dim], call.num_queries), found
 
-    return run_stored_and_check(call, compute, streams[0], streams[-1])
+    return run_stored_and_check(call, compute, k, v)
 
 
 def _through_flash(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:

@@ -23,6 +23,7 @@ from regard.ops.backends.common import (
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
 from regard.ops.devices import EFFICIENT, FLASH, on_device, visible_share
 from regard.ops.flash_cost import kernel_seconds
+from regard.ops.mask_tensors import mask_tensors
 from regard.ops.partial import Partial
 from regard.ops.rates import SPEED
 from regard.tracing import has_modes, is_forward_mode, is_transformed, is_vmapped
@@ -33,6 +34,12 @@ _KEPT = 1 << 24  # elements of a mask: storing more for the backward pass is cha
 
 
 def objection(call: Call) -> str | None:
+    objection = run_objection(call)
+    return lse_objection(call) if call.partial and objection is None else objection
+
+
+def run_objection(call: Call) -> str | None:
+    """Why torch's kernel cannot compute the output; None if it can."""
     if is_empty(call):
         return "scaled_dot_product_attention needs at least one query and one visible key"
     if call.softcap is not None:
@@ -51,8 +58,9 @@ def objection(call: Call) -> str | None:
     return None
 
 
-def partial_objection(call: Call) -> str | None:
-    """torch's public function returns no log-sum-exp; its kernel for CPUs does."""
+def lse_objection(call: Call) -> str | None:
+    """Why it gives no log-sum-exp; None if it does: torch's public function returns none, its
+    kernel for CPUs does."""
     if call.device.type != "cpu":
         return f"sdpa gives no log-sum-exp on {call.device.type}"
     if call.dtype.itemsize < 4:
@@ -136,10 +144,8 @@ def run(
     if is_everything(call.mask):
         assert bias is not None
         return _kernel(call, q, k, v, attn_mask=_four(bias, call))
-    keep = call.keep()
-    masked = fully_masked(keep)
-    visible = keep | masked
-    flag = _four(visible if bias is None else addend(visible, bias, bias.dtype), call)
+    mask = mask_tensors(call)
+    flag = _four(mask.visible if bias is None else addend(mask.visible, bias, bias.dtype), call)
 
     def compute(k: Tensor, v: Tensor) -> Tensor:
         return _kernel(call, q, k, v, attn_mask=flag)
@@ -147,8 +153,8 @@ def run(
     def again(k: Tensor, v: Tensor) -> Tensor:
         return _kernel(call, clamped(q), clamped(k), v, attn_mask=flag)
 
-    out = run_and_check(call, compute, k, v, keep=keep, rerun=again)
-    return out.masked_fill(masked, 0.0)
+    out = run_and_check(call, compute, k, v, keep=mask.keep, rerun=again)
+    return out if mask.masked is None else out.masked_fill(mask.masked, 0.0)
 
 
 def partial(

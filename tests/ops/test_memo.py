@@ -1,12 +1,30 @@
 """Calls that repeat another one, or that of the step before, are described as if they were new."""
 
+import gc
+import inspect
+import weakref
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
-import regard.ops.repeated as repeated
-from regard import Causal, Dense, KVCache, Padding, Part, SlidingWindow, Span, attend, prepare
+import regard.ops.memo as memo
+from regard import (
+    Alibi,
+    Causal,
+    Dense,
+    KVCache,
+    Padding,
+    Part,
+    Prefix,
+    RelativeBias,
+    SlidingWindow,
+    Span,
+    Where,
+    attend,
+    prepare,
+)
 from regard.masks import EVERYTHING
 from regard.ops.choose import rounded
 from regard.ops.observed import backends_run
@@ -15,7 +33,7 @@ from regard.ops.rates import SPEED
 
 @pytest.fixture(autouse=True)
 def nothing_before():
-    repeated._latest = None
+    memo._ENTRIES.clear()
 
 
 def heads(rows=1, keys=6, dtype=torch.float32):
@@ -24,11 +42,11 @@ def heads(rows=1, keys=6, dtype=torch.float32):
 
 
 def as_if_new(*given, **options):
-    before, repeated._latest = repeated._latest, None
+    before, memo._ENTRIES = memo._ENTRIES, {}
     try:
         return prepare(*given, **options)
     finally:
-        repeated._latest = before
+        memo._ENTRIES = before
 
 
 def same(mine, theirs):
@@ -48,7 +66,6 @@ OTHERS = [
     {"dropout": 0.5},
     {"backend": "eager"},
     {"partial": True},
-    {"bits": 8},
     {"mask": Causal()},
     {"mask": Causal(), "span": Span(2, 3, 0, 6)},
     {"mask": Causal() & SlidingWindow(3)},
@@ -56,12 +73,23 @@ OTHERS = [
     {"mask": Dense(torch.tensor([[True, False, True, True, False, True]]))},
     {"sinks": torch.zeros(4)},
     {"score_bias": torch.ones(6)},
+    {"score_bias": torch.ones(6, requires_grad=True)},
+    {"score_bias": Alibi([0.1, 0.2, 0.3, 0.4])},
+    {"score_bias": RelativeBias(4)},
+    {"mask": Padding(torch.tensor([[False, True, True, True, True, True]]))},
+    {"mask": ~Causal()},
+    {"mask": Causal() | Prefix(2), "span": Span(2, 3, 0, 6)},
 ]
 
 
-@torch.no_grad()
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("other", OTHERS, ids=lambda each: "-".join(each))
-def test_every_option_is_that_of_the_call(other):
+def test_every_option_is_that_of_the_call(other, grad):
+    with torch.set_grad_enabled(grad):
+        check_options_of(other)
+
+
+def check_options_of(other):
     given = heads()
     for options in (BASE, {**BASE, **other}, {**BASE, **other}, BASE):
         same(prepare(*given, **options), as_if_new(*given, **options))
@@ -137,15 +165,107 @@ def test_backends_of_other_functions_count_and_new_rates_choose():
     assert prepare(*given, **BASE) is not first
 
 
-def test_gradients_and_data_are_not_memoised():
+def test_gradients_are_wanted_of_what_requires_them():
     q, k, v = heads()
     with torch.no_grad():
         prepare(q, k, v, **BASE)
+    assert not prepare(q, k, v, **BASE).call.needs_grad
     assert prepare(q.requires_grad_(), k, v, **BASE).call.needs_grad
     with torch.no_grad():
-        padding = Padding(torch.ones(1, 6, dtype=torch.bool))
-        first = prepare(q, k, v, mask=padding)
-        assert prepare(q, k, v, mask=padding) is not first
+        assert not prepare(q, k, v, **BASE).call.needs_grad
+
+
+VALUES = {"mask": [Causal(), EVERYTHING], "span": [None, Span(0, 6, 0, 6)], "scale": [None, 0.5],
+          "score_bias": [None, torch.zeros(6)], "softcap": [None, 9.0], "dropout": [0.0, 0.1],
+          "sinks": [None, torch.zeros(4)], "backend": ["auto", "eager"], "partial": [False, True],
+          "precision": ["strict", "fast"], "step": [False, True]}  # fmt: skip
+
+
+def test_every_parameter_of_a_call_is_in_its_key():
+    """A parameter that is added to `prepare` has to be added to `VALUES`, and to be told apart."""
+    names = list(inspect.signature(prepare).parameters)
+    assert names == [*memo.Arguments._fields]
+    assert set(names) - {"q", "k", "v"} == set(VALUES)
+    tensors = heads(6)
+    first = memo.Arguments(*tensors, **{name: values[0] for name, values in VALUES.items()})
+    keys = [memo.key_of(first)]
+    keys += [memo.key_of(first._replace(**{name: VALUES[name][1]})) for name in VALUES]
+    for index, x in enumerate(tensors):
+        for other in (x.double(), x.clone().requires_grad_(), torch.cat([x, x], 1), x[..., :8]):
+            name = names[index]
+            keys.append(memo.key_of(first._replace(**{name: other})))
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_a_key_cannot_hold_is_described_anew():
+    q, k, v = heads(6)
+    whole = {"mask": Where(lambda b, h, q, k: q >= k)}, {"mask": Causal(), "scale": np.float64(2)}
+    for options in whole:
+        assert prepare(q, k, v, **options) is not prepare(q, k, v, **options)
+    assert not memo._ENTRIES
+
+
+@pytest.mark.parametrize("given", ["mask", "score_bias", "sinks"])
+def test_no_tensor_stays_alive(given):
+    q, k, v = heads(6)
+    tensors = {"mask": torch.tensor([[False, True, True, True, True, True]]),
+               "score_bias": torch.zeros(6), "sinks": torch.zeros(4)}  # fmt: skip
+    value = tensors[given]
+    options = {given: Padding(value) if given == "mask" else value}
+    copy = options["mask"].valid if given == "mask" else value
+    for _ in range(2):
+        attend(q, k, v, **options)
+    assert memo._ENTRIES
+    alive = [weakref.ref(x) for x in (q, value, copy)]
+    del q, k, v, value, copy, options, tensors
+    gc.collect()
+    assert [each() for each in alive] == [None, None, None]
+
+
+def test_the_rules_and_tensors_of_a_description_are_those_of_the_call():
+    q, k, v = heads(6)
+    valid = torch.tensor([[False, True, True, True, True, True]])
+    for _ in range(3):
+        mask, sinks, bias = Causal() & Padding(valid), torch.randn(4), torch.randn(6)
+        call = prepare(q, k, v, mask=mask, sinks=sinks, score_bias=bias).call
+        assert call.asked is mask and call.mask.parts[1] is mask.parts[1]
+        assert call.sinks is sinks and call.score_bias is bias
+    past = prepare(q[:, :, :1], k, v, mask=mask, span=Span(5, 6, 0, 6)).call
+    again = prepare(q[:, :, :1], k, v, mask=mask, span=Span(5, 6, 0, 6)).call
+    assert past.mask is again.mask is mask.parts[1]
+
+
+def test_padding_is_memoised_while_the_mask_lives():
+    q, k, v = heads(6)
+    padding = Padding(torch.tensor([[False, True, True, True, True, True]]))
+    prepare(q, k, v, mask=Causal() & padding)
+    count = len(memo._ENTRIES)
+    prepare(q, k, v, mask=Causal() & padding)
+    assert len(memo._ENTRIES) == count == 1
+    prepare(q, k, v, mask=Causal() & Padding(torch.ones(1, 6, dtype=torch.bool)))
+    assert len(memo._ENTRIES) == 2
+
+
+def test_a_mask_whose_tensor_was_written_is_refused_after_a_right_call():
+    q, k, v = heads(6)
+    valid = torch.tensor([[False, True, True, True, True, True]])
+    mask = Causal() & Padding(valid)
+    prepare(q, k, v, mask=mask)
+    valid[0, 1] = False
+    with pytest.raises(ValueError, match="written in place"):
+        prepare(q, k, v, mask=mask)
+
+
+def test_the_precision_of_products_is_in_the_key():
+    q, k, v = heads(6)
+    first = prepare(q, k, v)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert prepare(q, k, v) is not first
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert prepare(q, k, v) is first
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from regard import (
 from regard.cache import NO_CACHE, PagedCache, PagePool
 from regard.cache.codes import QuantizedStream
 from regard.cache.parts import TENSORS, Storage
+from regard.layers.attending import Attending
 from regard.layers.cache_use import requiring_grad
 from regard.ops.observed import calls_run
 

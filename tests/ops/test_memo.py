@@ -178,7 +178,7 @@ def test_gradients_are_wanted_of_what_requires_them():
 VALUES = {"mask": [Causal(), EVERYTHING], "span": [None, Span(0, 6, 0, 6)], "scale": [None, 0.5],
           "score_bias": [None, torch.zeros(6)], "softcap": [None, 9.0], "dropout": [0.0, 0.1],
           "sinks": [None, torch.zeros(4)], "backend": ["auto", "eager"], "partial": [False, True],
-          "precision": ["strict", "fast"], "step": [False, True]}  # fmt: skip
+          "precision": ["strict", "fast"]}  # fmt: skip
 
 
 def test_every_parameter_of_a_call_is_in_its_key():

@@ -1,6 +1,6 @@
 """What a cache holds, in words."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -8,6 +8,7 @@ from regard.cache.streams import Lengths
 from regard.words import counted
 
 
+@runtime_checkable
 class Described(Protocol):
     """A cache that can be described: regard's own."""
 

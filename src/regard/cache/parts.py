@@ -5,11 +5,12 @@ classes are those of the features that store so; here nothing knows them.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 
+@runtime_checkable
 class Stream(Protocol):
     """Keys or values `[B, G, S, W]` that are stored in another way than as a tensor, such as codes
     or pages. Each way is a class in the module of its feature; a backend names those that it reads.

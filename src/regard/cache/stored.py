@@ -1,9 +1,9 @@
 """Base classes of caches: copies, snapshots, descriptions and files of what a cache holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -225,8 +225,8 @@ def _copied(value: object) -> object:
     if isinstance(value, Tensor):
         return writable(value.clone)
     if isinstance(value, tuple):
-        parts = tuple(map(_copied, value))
-        return parts if type(value) is tuple else type(value)(*parts)
+        parts, new = tuple(map(_copied, value)), cast(Callable[..., object], type(value))
+        return parts if new is tuple else new(*parts)
     return value.__copy__() if isinstance(value, Stored) else value
 
 

@@ -5,7 +5,7 @@ regard, or transformers' modules.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -35,7 +35,8 @@ class Latent(Protocol):
 
 
 class Projections(Latent, Protocol):
-    """The linear layers and norms of an MLA module: `q_proj`, or two with a norm between them."""
+    """The linear layers and norms of an MLA module, which has `q_proj` or, of a low rank, the three
+    `q_a_proj`, `q_a_layernorm` and `q_b_proj`."""
 
     q_proj: nn.Module
     q_a_proj: nn.Module
@@ -120,10 +121,11 @@ _THIN = 8  # tokens: overhead of absorbing in half precision, as if there were 8
 
 
 def project_latent(
-    layer: Projections, x: Float[Tensor, "B L E"]
+    module: Latent, x: Float[Tensor, "B L E"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries of every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
     `[B, 1, L, Dr]` for all of them; before rotation."""
+    layer = cast(Projections, module)
     if layer.q_lora_rank is None:
         q = layer.q_proj(x)
     else:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from regard import EVERYTHING, Causal, Padding, Span, attend, prepare
-from regard.masks.pieces import edges_of, row_masks
-from regard.masks.row_data import DataMask, as_rows, row_index
+from regard.masks.row_data import DataMask, as_rows, row_index, row_masks
 from regard.masks.runs import Shown, intersection, union
 from regard.ops.backends import BACKENDS
 from regard.ops.backends.blocked import plan
@@ -98,7 +97,7 @@ def test_all_that_is_asked_of_a_mask_follows():
     assert ONE.within(Span(0, 512, 0, 256)) == EVERYTHING
     assert repr(ONE.within(Span(0, 512, 256, 1024))) == "Nothing()"
     assert ONE.reach(Span(512, 1024, 0, LENGTH)) == (256, 1023)
-    assert edges_of(ONE, 0, 600) == [256, 512]
+    assert ONE.runs(0, 599).edges_between(0, 600) == [256, 512]
     assert [row.table for row in row_masks(ROUTED, 2)] == [[row] for row in ROUTED.table]
     starts, stops = intervals_of(ROUTED, SQUARE)
     assert starts[0, ::SIDE].tolist() == [0, 0, 256, 768]

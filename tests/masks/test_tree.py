@@ -24,7 +24,7 @@ from regard import (
     Tree,
     attend,
 )
-from regard.masks.pieces import row_masks
+from regard.masks.row_data import row_masks
 
 # 0 and 1 begin; 2, 3 continue 0; 4 continues 1; 5 continues 2; 6 continues 5
 PARENTS = [-1, -1, 0, 0, 1, 2, 5]

@@ -26,11 +26,19 @@ class _Parts(Mask):
     join_runs: ClassVar[Callable[[Runs, Runs], Runs]]
 
     def __post_init__(self) -> None:
-        parts = _flat(type(self), self.parts)
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "opaque", any(part.opaque for part in parts))
-        object.__setattr__(self, "relative", all(part.relative for part in parts))
-        object.__setattr__(self, "lasting", all(part.lasting for part in parts))
+        object.__setattr__(self, "parts", _flat(type(self), self.parts))
+
+    @property
+    def opaque(self) -> bool:
+        return any(part.opaque for part in self.parts)
+
+    @property
+    def relative(self) -> bool:
+        return all(part.relative for part in self.parts)
+
+    @property
+    def lasting(self) -> bool:
+        return all(part.lasting for part in self.parts)
 
     @property
     def batch(self) -> int | None:
@@ -143,9 +151,13 @@ class Not(Mask):
     mask: Mask
     opaque = True  # the reach of a rule does not bound the keys that it hides
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "relative", self.mask.relative)
-        object.__setattr__(self, "lasting", self.mask.lasting)
+    @property
+    def relative(self) -> bool:
+        return self.mask.relative
+
+    @property
+    def lasting(self) -> bool:
+        return self.mask.lasting
 
     @property
     def batch(self) -> int | None:

@@ -123,14 +123,10 @@ class Documents(DataMask):
         rows, edges = self._segments
 
         def find(first: int, last: int) -> Shown:
-            some: Runs = []
-            every = ALL
-            for starts, ids, runs_of in rows:
-                here = range(bisect_right(starts, first) - 1, bisect_right(starts, last))
-                found = {ids[max(0, segment)] for segment in here}
-                runs = union(*(runs_of[document] for document in found))
-                some = union(some, runs)
-                every = intersection(every, runs) if len(found) == 1 else []
+            found = [_seen(row, first, last) for row in rows]
+            some, every = found[0]
+            for its_some, its_every in found[1:]:
+                some, every = union(some, its_some), intersection(every, its_every)
             return Shown(some, every, edges)
 
         return find
@@ -232,15 +228,22 @@ class Padding(DataMask):
     def _shown(self) -> Shown:
         if 0 in self.valid.shape:
             return Shown(ALL, ALL)
-        beyond = self.valid.shape[1]
-        some, every = (
-            union(true_runs(columns), [(beyond, FAR)])
-            for columns in (self.valid.any(0), self.valid.all(0))
-        )
+        columns, beyond = (self.valid.any(0), self.valid.all(0)), self.valid.shape[1]
+        some, every = (union(true_runs(each), [(beyond, FAR)]) for each in columns)
         return Shown(some, every, [*changes(self.valid), beyond])
 
     def _hidden_keys(self, b: int, q: int, k: int) -> str:
         return f"padding (key {k} of row {b})"
+
+
+def _seen(segments: Segments, first: int, last: int) -> tuple[Runs, Runs]:
+    """The keys of a row that are visible to some and to all of the queries `first..last`."""
+    starts, ids, runs_of = segments
+    here = {*ids[bisect_right(starts, first) - 1 : bisect_right(starts, last)]}
+    if len(here) == 1:
+        (document,) = here
+        return runs_of[document], runs_of[document]
+    return union(*(runs_of[document] for document in here)), []
 
 
 def _segments_of(row: Tensor) -> Segments:

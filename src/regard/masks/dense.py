@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from regard.span import Span
 
 HIDDEN_BELOW = -1e4  # additive masks hide with -inf, their dtype's lowest number, or this one
 STRIP = 64  # queries whose keys are found together
+Strip = tuple[Runs, Runs]  # of so many rows: columns that are True in some, and in all of them
 _JOINED = 1.1  # times the cells of two strips that they may have together to be one block
 
 
@@ -58,7 +58,7 @@ class Dense(DataMask):
 
     keep: Tensor
     place: Span | None = field(default=None, kw_only=True, repr=False)
-    strips: "list[Strip]" = field(init=False)  # found once, for all the places of the mask
+    strips: list[Strip] = field(init=False)  # found once, for all the places of the mask
     lasting = False
 
     def __post_init__(self) -> None:
@@ -163,8 +163,8 @@ class Dense(DataMask):
             inside = start <= first and last <= place.last_query
             low, high = (0, 0) if repeated else (first - start, last - start)
             here = strips[max(0, low // STRIP) : max(0, high // STRIP + 1)]
-            some = union(*(strip.some for strip in here))
-            every = reduce(intersection, (strip.every for strip in here), ALL)
+            some = union(*(some for some, _ in here))
+            every = reduce(intersection, (every for _, every in here), ALL)
             edges = (start + row for row in edges_of(strips))
             return Shown(self._slots(some), self._slots(every) if inside else NONE, edges)
 
@@ -176,7 +176,7 @@ class Dense(DataMask):
             return [(first, stop)] if columns else NONE
         return [(low + first, high + first) for low, high in columns]
 
-    def _strips(self) -> "list[Strip]":
+    def _strips(self) -> list[Strip]:
         if not self.strips:
             self.strips.extend(map(strip_of, self.keep.view(torch.uint8).split(STRIP, -2)))
         return self.strips
@@ -220,17 +220,10 @@ def _first_row(place: Span, span: Span) -> int | None:
     return first if first >= 0 and span.last_query <= place.last_query else None
 
 
-class Strip(NamedTuple):
-    """Consecutive rows of a dense mask: columns that are True in some, and in all of them."""
-
-    some: Runs
-    every: Runs
-
-
 def strip_of(rows: Tensor) -> Strip:
-    """Over all rows and heads of the batch."""
+    """Columns that are True in some and in all rows, over all batch rows and heads."""
     axes = tuple(range(rows.dim() - 1))
-    return Strip(true_runs(rows.amax(axes).bool()), true_runs(rows.amin(axes).bool()))
+    return true_runs(rows.amax(axes).bool()), true_runs(rows.amin(axes).bool())
 
 
 def edges_of(strips: list[Strip]) -> Iterator[int]:
@@ -242,13 +235,14 @@ def edges_of(strips: list[Strip]) -> Iterator[int]:
         >>> list(edges_of([strip_of(rows) for rows in keep.view(torch.uint8).split(STRIP)]))
         [128]
     """
-    joined, apart, rows = NONE, 0, 0
-    for index, strip in enumerate(strips):
-        both, apart = union(joined, strip.some), apart + _length(strip.some)
+    joined: Runs = []
+    apart = rows = 0
+    for index, (some, _) in enumerate(strips):
+        both, apart = union(joined, some), apart + _length(some)
         rows += 1
         if rows * _length(both) > _JOINED * apart:
             yield index * STRIP
-            both, apart, rows = strip.some, _length(strip.some), 1
+            both, apart, rows = some, _length(some), 1
         joined = both
 
 

@@ -24,21 +24,11 @@ class Mask:
     A rule is one class that answers two questions: whether a key is visible to a query
     (`__call__`), and which runs of keys are visible to a run of queries (`runs`). All else follows.
 
-    Attributes:
-        opaque: whether `reach` may be wider than necessary, because the rule cannot be analysed.
-        relative: whether the rule depends on the distance of query and key alone.
-        lasting: whether what is computed from the rule may be kept and evaluated anywhere: it holds
-            few data and cannot change unnoticed.
-
     Examples:
         >>> from regard.masks import Causal, Mask
         >>> isinstance(Causal(), Mask), isinstance(~Causal(), Mask)
         (True, True)
     """
-
-    opaque: bool = False
-    relative: bool = False
-    lasting: bool = False
 
     @property
     def batch(self) -> int | None:
@@ -54,6 +44,21 @@ class Mask:
     def extent(self) -> Span | None:
         """The slots that the rule has data for; None if it has no data."""
         return None
+
+    @property
+    def opaque(self) -> bool:
+        """Whether `reach` may be wider than necessary, because the rule cannot be analysed."""
+        return False
+
+    @property
+    def relative(self) -> bool:
+        """Whether the rule depends on the distance of query and key alone."""
+        return False
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the rule holds few data and cannot change unnoticed: what it shows is kept."""
+        return self.relative
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Bool[Tensor, "..."]:
         """Whether `q_idx` may attend to `kv_idx`; indices broadcast, unused ones give no axis."""
@@ -207,7 +212,7 @@ class Everything(Mask):
         Causal()
     """
 
-    relative = lasting = True
+    relative = True
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx == kv_idx
@@ -226,7 +231,7 @@ class Nothing(Mask):
         Causal()
     """
 
-    relative = lasting = True
+    relative = True
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx != kv_idx

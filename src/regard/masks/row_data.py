@@ -77,6 +77,20 @@ class DataMask(Mask):
         return code_of(self)
 
 
+def row_masks(mask: Mask, batch: int) -> list[Mask]:
+    """The mask of each row of a batch; the mask alone if it is not known row by row.
+
+    Examples:
+        >>> from regard.masks import Causal, Padding
+        >>> row_masks(Causal() & Padding.from_lengths([1, 3]), 2)
+        [Causal() & Padding(valid=<[1, 3] bool>), Causal() & Padding(valid=<[1, 3] bool>)]
+    """
+    if batch == 1 or mask.batch in (None, 1):
+        return [mask]
+    rows = [each for row in range(batch) if (each := mask.row(row)) is not None]
+    return rows if len(rows) == batch else [mask]
+
+
 def _of_row(value: Any, row: int) -> Any:
     """The part of an argument that is about one row of the batch."""
     value = torch.as_tensor(value) if isinstance(value, tuple) else value

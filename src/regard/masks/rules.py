@@ -21,7 +21,7 @@ from regard.masks.row_data import (
     index,
     same_fields,
 )
-from regard.masks.runs import FAR, Shown, run, unknown
+from regard.masks.runs import FAR, NEAR, Shown, run, unknown
 
 # Exceptions of a mistake in a function that a user gives; any other exception interrupts the call.
 MISTAKES = (
@@ -63,13 +63,13 @@ class Causal(Mask):
         2 ■ ■ ■
     """
 
-    relative = lasting = True
+    relative = True
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx <= q_idx
 
     def runs(self, first: int, last: int) -> Shown:
-        return Shown([(-FAR, last + 1)], [(-FAR, first + 1)])
+        return Shown([(NEAR, last + 1)], [(NEAR, first + 1)])
 
     def _hidden_keys(self, b: int, q: int, k: int) -> str:
         return f"keys after the query ({k} > {q})"
@@ -100,7 +100,7 @@ class SlidingWindow(Mask):
     """
 
     size: int
-    relative = lasting = True
+    relative = True
 
     def __post_init__(self) -> None:
         check_size("SlidingWindow", self.size, "a window of 1 is the query's own key alone")

@@ -8,8 +8,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 FAR = 1 << 62  # a slot after all others
+NEAR = -FAR  # a slot before all others
 Runs = list[tuple[int, int]]  # half-open ranges of slots, sorted, with gaps between them
-ALL: Runs = [(-FAR, FAR)]
+ALL: Runs = [(NEAR, FAR)]
 NONE: Runs = []
 
 
@@ -78,7 +79,7 @@ def intersection(some: Runs, others: Runs) -> Runs:
 
 def complement(runs: Runs) -> Runs:
     """The slots in none of the runs."""
-    edges = [-FAR, *(edge for run in runs for edge in run), FAR]
+    edges = [NEAR, *(edge for run in runs for edge in run), FAR]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return [(start, stop) for start, stop in pairs if start < stop]
 
@@ -95,12 +96,7 @@ def without_gaps(runs: Runs, gap: int) -> Runs:
 
 
 def true_runs(flags: Bool[Tensor, " n"]) -> Runs:
-    """The runs of indices at which the flags are true.
-
-    Examples:
-        >>> true_runs(torch.tensor([True, False, False, True, True]))
-        [(0, 1), (3, 5)]
-    """
+    """The runs of indices at which the flags are true."""
     if not len(flags):
         return NONE
     edges = [0, *((flags[1:] != flags[:-1]).nonzero().squeeze(1) + 1).tolist(), len(flags)]

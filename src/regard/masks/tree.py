@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.masks.mask import Mask, Reach
 from regard.masks.row_data import DataMask, as_rows, at_row, is_whole, readable, row_index
-from regard.masks.runs import FAR, Runs, Shown, union
+from regard.masks.runs import NEAR, Runs, Shown, union
 from regard.span import Span
 
 
@@ -118,10 +118,10 @@ class Tree(DataMask):
     def runs(self, first: int, last: int) -> Shown:
         place, size = self.extent, self.parents.shape[1]
         start = place.first_query + place.num_queries - size  # the lowest of all rows
-        before = [(-FAR, start)]
+        before = [(NEAR, start)]
         if self.lines is None or isinstance(place.q_stop, Tensor) or torch.compiler.is_compiling():
             highest = place.last_query + 1 - size
-            return Shown([(-FAR, max(highest, last + 1))], before, (start,))
+            return Shown([(NEAR, max(highest, last + 1))], before, (start,))
         inside = slice(max(0, first - start), max(0, last + 1 - start))
         here = [line for row in self.lines for line in row[inside]]
         all_inside = start <= first and last < start + size

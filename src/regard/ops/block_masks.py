@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from regard.masks import AllOf, AnyOf, Everything, Mask, Not, Nothing, Span, Where
-from regard.masks.runs import FAR
+from regard.masks.runs import FAR, NEAR
 from regard.ops.call import Call
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _limits(mask: Mask, slots: Slots) -> list[MaskMod]:
     """A rule that depends on distance alone: the first and the last key that a query sees."""
     limits = []
     for low, high in mask.runs(0, 0).some:
-        if low != -FAR:
+        if low is not NEAR:
             limits.append(_compared(slots, torch.ge, low))
         if high is not FAR:
             limits.append(_compared(slots, torch.lt, high))

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.masks import EVERYTHING, AllOf, Causal, Dense, Mask, Shown, Span
-from regard.masks.pieces import edges_of, row_masks
+from regard.masks.row_data import row_masks
 from regard.masks.runs import Runs, contains, intersection, without_gaps
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call, is_everything
@@ -34,6 +34,7 @@ _PLANS: WeakKeyDictionary[Call, dict[tuple[int, bool], "list[Block]"]] = WeakKey
 
 
 ShownBy = tuple[Mask, Shown]  # a part of a mask, and the keys that it shows to a run of queries
+ShownAt = Callable[[int, int], list[ShownBy]]  # from the first and the last slot of these queries
 
 
 class Block(NamedTuple):
@@ -148,7 +149,7 @@ def _blocks(
     call: Call, mask: Mask, size: int, whole: bool, rows: tuple[int, int]
 ) -> Iterator[Block]:
     shown = shown_by_parts(mask)
-    for first, stop in pairwise(_cuts(call, mask)):
+    for first, stop in pairwise(_cuts(call, shown)):
         block = _block(call, shown, first, stop, rows)
         if stop - first <= size or (whole and block.plain):
             yield block
@@ -157,17 +158,16 @@ def _blocks(
             yield _block(call, shown, start, min(start + size, stop), rows)
 
 
-def _cuts(call: Call, mask: Mask) -> list[int]:
+def _cuts(call: Call, shown: ShownAt) -> list[int]:
     """The first queries of pieces between edges of the rule, and the number of queries."""
     span = call.span
     if isinstance(span.q_start, Tensor):
         return [0, call.num_queries]
     cuts, last = [0], 0
-    edges = [
-        slot - span.q_start
-        for slot in edges_of(mask, span.q_start, span.q_start + call.num_queries)
-    ]
-    for edge in [*edges, call.num_queries]:
+    first, stop = span.q_start, span.q_start + call.num_queries
+    edges = sorted({slot for _, each in shown(first, stop - 1) for slot in each.edges})
+    inside = [slot - first for slot in edges if first < slot < stop]
+    for edge in [*inside, call.num_queries]:
         if edge - cuts[-1] > SHORT and last > cuts[-1]:
             cuts.append(last)
         last = edge
@@ -176,7 +176,7 @@ def _cuts(call: Call, mask: Mask) -> list[int]:
 
 def _block(
     call: Call,
-    shown: Callable[[int, int], list[ShownBy]],
+    shown: ShownAt,
     first: int,
     stop: int,
     rows: tuple[int, int],
@@ -191,7 +191,7 @@ def _block(
     return Block(rows, first, stop - first, runs, span.kv_start, rest, aligned)
 
 
-def shown_by_parts(mask: Mask) -> Callable[[int, int], list[ShownBy]]:
+def shown_by_parts(mask: Mask) -> ShownAt:
     """A function that finds what each part of an intersection shows to the queries `first..last`;
     for the blocks of one call, since data may change later."""
     parts = mask.parts if isinstance(mask, AllOf) else (mask,)
@@ -212,7 +212,7 @@ def hiding(shown: Iterable[ShownBy], runs: Runs) -> Mask:
         for part, each in shown
         if not all(contains(each.every, start, stop) for start, stop in runs)
     ]
-    return reduce(and_, parts, EVERYTHING)
+    return reduce(and_, parts) if parts else EVERYTHING
 
 
 def part_of(call: Call, block: Block) -> Call:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from regard.distributed.shards import Shards
 from regard.masks import Mask, Span
-from regard.masks.pieces import edges_of, row_masks
+from regard.masks.row_data import row_masks
 from regard.masks.runs import Finder, Runs, intersection, union
 
 QUERIES = 128  # in a block whose visible keys are found together
@@ -119,7 +119,7 @@ def _needs(mask: Mask, shards: Shards) -> Needs:
     for row in row_masks(mask, mask.batch or 1):
         find = row.finder()
         for rank in range(shards.ranks):
-            blocks = [block for piece in shards.pieces(rank) for block in _blocks(row, *piece)]
+            blocks = [block for piece in shards.pieces(rank) for block in _blocks(find, *piece)]
             found = [_clipped(find, block, shards.length) for block in blocks]
             seen[rank] = union_of([seen[rank], *(some for some, _ in found)])
             work[rank] += sum(cells for _, cells in found)
@@ -133,9 +133,9 @@ def slots_of(shards: Shards, rank: int) -> Runs:
     return union(list(shards.pieces(rank)), [])
 
 
-def _blocks(mask: Mask, start: int, stop: int) -> list[tuple[int, int]]:
+def _blocks(find: Finder, start: int, stop: int) -> list[tuple[int, int]]:
     """Blocks of queries, which begin where a rule begins to show other keys."""
-    cuts = [start, *edges_of(mask, start, stop), stop]
+    cuts = [start, *find(start, stop - 1).edges_between(start, stop), stop]
     return [
         (first, min(first + QUERIES, end))
         for begin, end in pairwise(cuts)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.masks.algebra import AllOf, AnyOf
 from regard.masks.mask import Mask
-from regard.masks.pieces import row_masks
+from regard.masks.row_data import row_masks
 from regard.masks.runs import intersection
 from regard.span import Span
 
@@ -117,9 +117,11 @@ def _limits(mask: Mask, first: int, span: Span) -> list[tuple[int, int, int]] | 
     while left:
         begin, end = left.pop()
         some, every, _ = find(begin, end - 1)
-        visible = intersection(some, keys)
-        if len(visible) <= 1 and visible == intersection(every, keys):
-            limits.append((end - begin, *(visible or [(0, 0)])[0]))
+        if len(some) != 1 or some != every:
+            some, every = intersection(some, keys), intersection(every, keys)
+        if len(some) <= 1 and some == every:
+            low, high = some[0] if some else (0, 0)
+            limits.append((end - begin, max(low, -FAR), min(high, FAR)))
         elif end - begin == 1:
             return None
         else:

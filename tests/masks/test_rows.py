@@ -17,9 +17,13 @@ from regard import (
     Span,
     Where,
 )
-from regard.masks.pieces import edges_of, row_masks
+from regard.masks.row_data import row_masks
 
 SQUARE = Span(0, 9, 0, 9)
+
+
+def edges_of(mask, first, stop):
+    return mask.finder()(first, stop - 1).edges_between(first, stop)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -13,8 +13,8 @@ from regard.masks.row_data import DataMask, as_rows, row_index, row_masks
 from regard.masks.runs import Shown, intersection, union
 from regard.ops.backends import BACKENDS
 from regard.ops.backends.blocked import plan
-from regard.ops.backends.intervals import intervals_of
 from regard.ops.block_masks import BLOCK, visible_blocks
+from regard.ops.intervals import intervals_of
 
 CORE = Path(__file__).parents[2] / "src/regard"
 LENGTH, SIDE = 1024, 256

@@ -62,8 +62,8 @@ class _Parts(Mask):
 
     def _shown(self, parts: list[Shown]) -> Shown:
         some, every, edges = zip(*parts, strict=True)
-        join = type(self).join_runs
-        return Shown(reduce(join, some), reduce(join, every), chain.from_iterable(edges))
+        some, every = (reduce(type(self).join_runs, runs) for runs in (some, every))
+        return Shown(some, every, chain.from_iterable(edges))
 
     def row(self, row: int) -> Mask | None:
         rows = [part.row(row) for part in self.parts]
@@ -78,9 +78,8 @@ class _Parts(Mask):
         return reduce(type(self).join, [part(b, h, q_idx, kv_idx) for part in self.parts])
 
     def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
-        return reduce(
-            type(self).join, [part._dense(span, batch, heads, device) for part in self.parts]
-        )
+        parts = [part._dense(span, batch, heads, device) for part in self.parts]
+        return reduce(type(self).join, parts)
 
 
 @dataclass(frozen=True, repr=False)
@@ -243,3 +242,8 @@ def _common_size(name: str, mask: Mask, sizes: list[int | None]) -> int | None:
             "give all of them one row for each, or a single one for all"
         )
     return max(fixed or known, default=None)
+
+
+Mask.operators["&"] = lambda *parts: combined(AllOf, parts)
+Mask.operators["|"] = lambda *parts: combined(AnyOf, parts)
+Mask.operators["~"] = Not

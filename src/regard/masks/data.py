@@ -133,7 +133,6 @@ class Documents(DataMask):
 
     @cached_property
     def _segments(self) -> tuple[list[Segments], list[int]]:
-        """Of each row; and the slots at which any row has another document."""
         return [_segments_of(row) for row in self.ids], changes(self.ids)
 
     def _hidden_keys(self, b: int, q: int, k: int) -> str:

@@ -3,14 +3,15 @@
 A rule becomes a tensor only where a kernel needs one. Slots count from the first cached token.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from regard.constants import Device
-from regard.masks import algebra  # which imports this module: it is read in calls alone
 from regard.masks.draw import as_html, frame, picture
 from regard.masks.runs import ALL, FAR, NONE, Finder, Shown, unknown
 from regard.span import Span
@@ -29,6 +30,8 @@ class Mask:
         >>> isinstance(Causal(), Mask), isinstance(~Causal(), Mask)
         (True, True)
     """
+
+    operators: ClassVar[dict[str, Callable[..., "Mask"]]] = {}  # `regard.masks.algebra` adds them
 
     @property
     def batch(self) -> int | None:
@@ -174,15 +177,13 @@ class Mask:
         return as_html(self)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return (
-            self if other is EVERYTHING else algebra.combined(algebra.AllOf, (self, checked(other)))
-        )
+        return self if other is EVERYTHING else self.operators["&"](self, checked(other))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return algebra.combined(algebra.AnyOf, (self, checked(other)))
+        return self.operators["|"](self, checked(other))
 
     def __invert__(self) -> "Mask":
-        return algebra.Not(self)
+        return self.operators["~"](self)
 
     __rand__ = __and__  # for other types on the left: raises a TypeError
     __ror__ = __or__

@@ -34,14 +34,15 @@ class DataMask(Mask):
 
     def row(self, row: int) -> Mask | None:
         """From the rows of the tensors that it is made of, where these lie on the CPU."""
-        names = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
-        data = {name: getattr(self, name) for name in names}
+        given = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
+        data = {name: getattr(self, name) for name in given}
         if not all(on_cpu(each) for each in data.values() if isinstance(each, Tensor)):
             return None
         if self.batch in (None, 1):
             return self
         if row not in self.rows:
-            self.rows[row] = type(self)(**{name: _of_row(data[name], row) for name in names})
+            parts = {name: _of_row(value, row) for name, value in data.items()}
+            self.rows[row] = type(self)(**parts)
         return self.rows[row]
 
     def _set(self, **values: object) -> None:

@@ -11,7 +11,7 @@ FAR = 1 << 62  # a slot after all others
 NEAR = -FAR  # a slot before all others
 Runs = list[tuple[int, int]]  # half-open ranges of slots, sorted, with gaps between them
 ALL: Runs = [(NEAR, FAR)]
-NONE: Runs = []
+NONE: Runs = []  # never written to
 
 
 class Shown(NamedTuple):
@@ -34,7 +34,7 @@ class Shown(NamedTuple):
     edges: Iterable[int] = ()
 
     def edges_between(self, first: int, stop: int) -> list[int]:
-        """The edges after `first` and before `stop`, each once, in order."""
+        """Those after `first` and before `stop`, each once, in order."""
         return sorted({slot for slot in self.edges if first < slot < stop})
 
 

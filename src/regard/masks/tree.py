@@ -120,12 +120,10 @@ class Tree(DataMask):
         start = place.first_query + place.num_queries - size  # the lowest of all rows
         before = [(NEAR, start)]
         if self.lines is None or isinstance(place.q_stop, Tensor) or torch.compiler.is_compiling():
-            highest = place.last_query + 1 - size
-            return Shown([(NEAR, max(highest, last + 1))], before, (start,))
+            return Shown([(NEAR, max(place.last_query - size, last) + 1)], before, (start,))
         inside = slice(max(0, first - start), max(0, last + 1 - start))
         here = [line for row in self.lines for line in row[inside]]
-        all_inside = start <= first and last < start + size
-        every = reduce(and_, here, -1 if all_inside else 0)
+        every = reduce(and_, here, -1 if start <= first and last < start + size else 0)
         some = _runs_of(reduce(or_, here, 0), start, size)
         return Shown(union(before, some), union(before, _runs_of(every, start, size)), (start,))
 

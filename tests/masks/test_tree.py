@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,10 @@ def test_a_tree_begins_where_the_tokens_of_its_row_end():
     for row, start in enumerate((3, 5)):
         own = Span(start, start + N, 0, 5 + N)
         assert torch.equal(keep[row, 0], cells(PARENTS, start, own))
+    placed = Tree(torch.tensor(PARENTS)).within(span)
+    assert placed.reach(span) == (0, 5 + N - 1)  # the last token of the longer row sees its own key
+    assert placed.runs(0, 2) == placed.runs(0, 4)  # queries before the trees see all keys before
+    assert placed.within(replace(span, kv_stop=3)) == EVERYTHING
 
 
 def test_what_is_known_of_a_tree_simplifies_it():

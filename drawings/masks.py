@@ -27,6 +27,7 @@ from regard.masks import (
     Prefix,
     SlidingWindow,
     Span,
+    Tree,
     Where,
 )
 from regard.see.mask_picture import svg
@@ -34,6 +35,7 @@ from regard.see.mask_picture import svg
 SLOTS = 6
 WIDTH = 5.4  # inches: narrower than a page, so that the text is larger on a phone
 IDS = torch.tensor([0, 0, 1, 1, 1, 2])
+PARENTS = torch.tensor([-1, -1, 0, 0, 1, 2])
 RIGHT, LEFT = torch.tensor([1, 1, 1, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 1, 1])
 CELL = Path([(0.06, 0.06), (0.94, 0.06), (0.94, 0.94), (0.06, 0.94), (0.06, 0.06)])
 
@@ -59,7 +61,7 @@ def draw_rules(folder: File) -> File:
         (Prefix(2), "key", None),
         (Documents(IDS), "id", IDS),
         (Padding(RIGHT), "valid", RIGHT),
-        (Padding(LEFT), "valid", LEFT),
+        (Tree(PARENTS), "parent", PARENTS),
         (Dense(keep), "key", None),
         (Where(even_distance), "key", None),
         (~Causal(), "key", None),
@@ -148,7 +150,7 @@ def squares(axes: Axes, cells: Tensor, colour: str) -> None:
 def wrapped(code: str, width: int = 22) -> str:
     """The code of a mask in lines that fit above a panel, broken before operators or data."""
     lines = [""]
-    for piece in re.split(r" (?=[&|] )|(?<=\()(?=ids|valid|keep)", code):
+    for piece in re.split(r" (?=[&|] )|(?<=\()(?=ids|valid|keep|parents)", code):
         space = "" if lines[-1].endswith("(") else " "
         joined = f"{lines[-1]}{space}{piece}".strip()
         lines[-1:] = [joined] if len(joined) <= width or not lines[-1] else [lines[-1], piece]

@@ -49,6 +49,7 @@ from regard.masks import (
     Prefix,
     SlidingWindow,
     Span,
+    Tree,
     Where,
 )
 from regard.ops.attend import attend, attend_partial, prepare
@@ -107,6 +108,7 @@ __all__ = [
     "SlidingWindow",
     "Span",
     "StaticCache",
+    "Tree",
     "Where",
     "Yarn",
     "attend",

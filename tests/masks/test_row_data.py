@@ -11,7 +11,6 @@ from regard.masks.row_data import (
     bounds,
     check_size,
     check_vector,
-    chunk_index,
     clamped,
     distinct,
     first_true,
@@ -74,10 +73,9 @@ def test_meta_tensors_are_not_read():
     assert first_true(meta) is last_true(meta) is distinct(meta) is bounds(meta) is None
 
 
-def test_indices_are_clamped_and_chunks_before_the_first_are_negative():
+def test_indices_are_clamped():
     assert clamped(torch.tensor([-2, 0, 5]), 3).tolist() == [0, 0, 2]
     assert clamped(torch.tensor([5]), 1) == 0
-    assert chunk_index(torch.tensor([-1, 0, 3, 4]), 4).tolist() == [-1, 0, 0, 1]
 
 
 def test_masks_with_the_same_tensors_are_equal():

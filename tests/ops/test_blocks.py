@@ -1,12 +1,17 @@
 """The plan of a call: blocks cover every visible cell once, without a mask where none hides."""
 
+import itertools
+import random
+
 import pytest
 import torch
 
 from blocks import MASKS, tensors
-from regard import NOTHING, Causal, Dense, Documents, Padding, Span, prepare
+from cases import Sizes, draw_mask
+from regard import EVERYTHING, NOTHING, Causal, Dense, Documents, Padding, Span, prepare
+from regard.masks.runs import intersection
 from regard.ops import blocks as planned
-from regard.ops.blocks import Gathered, part_of, plan
+from regard.ops.blocks import Gathered, hiding, part_of, plan, shown_by_parts
 
 
 def call_of(mask, length=23, batch=2):
@@ -92,3 +97,24 @@ def test_a_call_is_planned_once():
     assert plan(call, 64, whole=True) is plan(call, 64, whole=True)
     assert plan(call, 5, whole=True) != plan(call, 64, whole=True)
     assert plan(call_of(Causal()), 64, whole=True) != plan(call, 64, whole=True)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_parts_that_hide_agree_with_the_mask_on_visible_runs(seed):
+    mask, _ = draw_mask(random.Random(seed), Sizes(2, 2, 1, 1, 1, [0, 0], 9, 0, 9))
+    mask = mask.within(Span(0, 9, 0, 9))
+    for first, last in itertools.combinations(range(9), 2):
+        runs = intersection(mask.finder()(first, last).some, [(0, 9)])
+        rest = hiding(shown_by_parts(mask)(first, last), runs)
+        for start, stop in runs:
+            span = Span(first, last + 1, start, stop)
+            got = rest.dense(span, batch=2, heads=2).expand(2, 2, -1, -1)
+            assert torch.equal(got, mask.dense(span, batch=2, heads=2).expand_as(got))
+
+
+def test_parts_that_hide_nothing_are_left_out():
+    documents = Documents(torch.tensor([0, 0, 0, 1, 1, 1]))
+    both = shown_by_parts(Causal() & documents)
+    assert hiding(both(3, 5), [(3, 6)]) == Causal()
+    assert hiding(shown_by_parts(documents)(3, 5), [(3, 6)]) == EVERYTHING
+    assert hiding(both(2, 5), [(0, 6)]) == Causal() & documents

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from regard import masks
-from regard.masks import row_data, visible_runs
+from regard.masks import row_data, tree
 
 DEVICE = torch.device("meta")
 READS = {  # functions that wait for a device, by their names in torch
@@ -61,7 +61,7 @@ def unread() -> Iterator[None]:
         raise Waited("readable: a mask would read its data")
 
     with pytest.MonkeyPatch.context() as patch, _Refuses():
-        for module in (row_data, visible_runs):
+        for module in (row_data, tree):
             patch.setattr(module, "readable", readable)
         yield
 

@@ -1,200 +1,18 @@
-"""Masks are rules, functions of positions, and combine with `&`, `|` and `~`.
-
-A rule becomes a tensor only where a kernel needs one. Slots count from the first cached token.
-"""
+"""Combinations of masks: `&`, `|` and `~`. What they show follows from what their parts show."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
+from operator import and_, or_
 from typing import ClassVar
 
-import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from regard.constants import Device
-from regard.masks.draw import as_html, frame, picture
+from regard.masks.mask import EVERYTHING, NOTHING, Everything, Mask, Nothing, Reach, checked
+from regard.masks.runs import Finder, Runs, Shown, complement, intersection, union
 from regard.span import Span
-
-Reach = tuple[int | None, int | None]
-
-
-class Mask:
-    """A rule for which keys a query may attend to: a FlexAttention `mask_mod`, True for visible.
-
-    Examples:
-        >>> from regard.masks import Causal, Mask
-        >>> isinstance(Causal(), Mask), isinstance(~Causal(), Mask)
-        (True, True)
-    """
-
-    @property
-    def batch(self) -> int | None:
-        """The batch size of the rule's data; 1 and None fit any batch."""
-        return None
-
-    @property
-    def heads(self) -> int | None:
-        """The number of query heads in the rule's data; 1 and None fit any number."""
-        return None
-
-    @property
-    def extent(self) -> Span | None:
-        """The slots that the rule has data for; None if it has no data."""
-        return None
-
-    @property
-    def opaque(self) -> bool:
-        """Whether `reach` may be wider than necessary, because the rule cannot be analysed."""
-        return False
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Bool[Tensor, "..."]:
-        """Whether `q_idx` may attend to `kv_idx`; indices broadcast, unused ones give no axis."""
-        raise NotImplementedError
-
-    def within(self, span: Span) -> "Mask":
-        """The simplest mask that equals this one on the slots of `span`. Reads no tensor.
-
-        Examples:
-            >>> from regard.masks import Causal, SlidingWindow
-            >>> (Causal() & SlidingWindow(4096)).within(Span(0, 512, 0, 512))
-            Causal()
-        """
-        return self
-
-    def reach(self, span: Span) -> Reach:
-        """The lowest and highest key slot that any query of `span` may attend to.
-
-        They may lie outside the keys of `span`, and may be wider than necessary, but hide no
-        visible key. None where no bound is known.
-        """
-        return 0, None
-
-    def dense(
-        self, span: Span, *, batch: int = 1, heads: int = 1, device: Device = None
-    ) -> Bool[Tensor, "*B L S"]:
-        """The rule as booleans: `[L, S]`, or broadcasting to `[B, H, L, S]`. Do not write to them.
-
-        Raises:
-            ValueError: if the rule's data has another batch size or number of heads.
-        """
-        for name, own, given in (("batch", self.batch, batch), ("heads", self.heads, heads)):
-            if own is not None and own != 1 and own != given:
-                raise ValueError(
-                    f"{self!r} is for {name}={own}, the call has {name}={given}; "
-                    f"give {name}={own}, or a mask of size 1 there, which broadcasts"
-                )
-        return self._dense(span, batch, heads, device)
-
-    def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
-        b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-        h = torch.arange(heads, device=device).view(-1, 1, 1)
-        q = span.positions(device).unsqueeze(-1)
-        q = q.unsqueeze(1) if q.dim() == 3 else q  # [B, 1, L, 1] where rows differ
-        kv = torch.arange(span.kv_start, span.kv_stop, device=device)
-        visible = self(b, h, q, kv)
-        visible = visible.unsqueeze(0) if visible.dim() == 3 else visible
-        leading = visible.shape[:-2] if visible.dim() >= 2 else ()
-        return visible.expand(*leading, span.num_queries, span.num_keys)
-
-    def explain(self, b: int, h: int, q: int, k: int) -> str:
-        """In one sentence, whether query `q` may attend to key `k`, and which rule decides it.
-
-        Examples:
-            >>> from regard.masks import Causal, SlidingWindow
-            >>> (Causal() & SlidingWindow(3)).explain(0, 0, 1, 3)
-            'query 1 may not attend to key 3: Causal() hides keys after the query (3 > 1)'
-        """
-        may = "may" if self._allows(b, h, q, k) else "may not"
-        return f"query {q} {may} attend to key {k}: {self._reason(b, h, q, k)}"
-
-    def _allows(self, b: int, h: int, q: int, k: int) -> bool:
-        return bool(self(*(torch.tensor(i, device="cpu") for i in (b, h, q, k))))
-
-    def _reason(self, b: int, h: int, q: int, k: int) -> str:
-        allows = self._allows(b, h, q, k)
-        return f"{self!r} allows it" if allows else f"{self!r} hides {self._hidden_keys(b, q, k)}"
-
-    def _hidden_keys(self, b: int, q: int, k: int) -> str:
-        """The keys that the rule hides from a query, in words; key `k` is one of them."""
-        return "it"
-
-    def draw(
-        self, queries: int | Span | None = None, keys: int | None = None, *, b: int = 0, h: int = 0
-    ) -> str:
-        """The mask as text: a line for each query, a column for each key, `■` where visible.
-
-        `queries` and `keys` are counts from slot 0, or `queries` is a `Span`; the default is the
-        size of the mask's data. `b` and `h` are the batch row and the head.
-        """
-        return picture(self, frame(self, queries, keys), b, h)
-
-    def _repr_html_(self) -> str | None:
-        return as_html(self)
-
-    def __and__(self, other: "Mask") -> "Mask":
-        return self if other is EVERYTHING else _combined(AllOf, (self, _checked(other)))
-
-    def __or__(self, other: "Mask") -> "Mask":
-        return _combined(AnyOf, (self, _checked(other)))
-
-    def __invert__(self) -> "Mask":
-        return Not(self)
-
-    __rand__ = __and__  # for other types on the left: raises a TypeError
-    __ror__ = __or__
-
-    def __bool__(self) -> bool:
-        raise TypeError(
-            "a mask is neither true nor false; combine masks with & | ~, not and/or/not"
-        )
-
-
-def _checked(other: object) -> Mask:
-    if isinstance(other, Mask):
-        return other
-    raise TypeError(
-        f"masks combine with masks, got {type(other).__name__}; wrap a tensor in Dense(keep) "
-        "([.., L, S], True where a query may attend) or Padding(valid) ([B, S], True if real)"
-    )
-
-
-@dataclass(frozen=True)
-class Everything(Mask):
-    """The mask that hides nothing: the neutral element of `&`.
-
-    Examples:
-        >>> from regard.masks import Causal, Everything
-        >>> Everything() & Causal()
-        Causal()
-    """
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx == kv_idx
-
-
-@dataclass(frozen=True)
-class Nothing(Mask):
-    """The mask that hides every key: the neutral element of `|`.
-
-    Examples:
-        >>> from regard.masks import Causal, Nothing
-        >>> Nothing() | Causal()
-        Causal()
-    """
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx != kv_idx
-
-    def reach(self, span: Span) -> Reach:
-        return 0, -1
-
-    def _hidden_keys(self, b: int, q: int, k: int) -> str:
-        return "everything"
-
-
-EVERYTHING = Everything()
-NOTHING = Nothing()
 
 
 @dataclass(frozen=True)
@@ -204,13 +22,23 @@ class _Parts(Mask):
     parts: tuple[Mask, ...]
     neutral: ClassVar[Mask]  # the part that changes nothing
     absorbing: ClassVar[Mask]  # the part that decides the result alone
+    join: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # of booleans
+    join_runs: ClassVar[Callable[[Runs, Runs], Runs]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", _flat(type(self), self.parts))
 
-    @staticmethod
-    def _join(one: Tensor, other: Tensor) -> Tensor:
-        raise NotImplementedError
+    @property
+    def opaque(self) -> bool:
+        return any(part.opaque for part in self.parts)
+
+    @property
+    def relative(self) -> bool:
+        return all(part.relative for part in self.parts)
+
+    @property
+    def lasting(self) -> bool:
+        return all(part.lasting for part in self.parts)
 
     @property
     def batch(self) -> int | None:
@@ -225,19 +53,33 @@ class _Parts(Mask):
         known = [part.extent for part in self.parts if part.extent is not None]
         return max(known, key=lambda span: span.num_keys, default=None)
 
-    @property
-    def opaque(self) -> bool:
-        return any(part.opaque for part in self.parts)
+    def runs(self, first: int, last: int) -> Shown:
+        return self._shown([part.runs(first, last) for part in self.parts])
+
+    def finder(self) -> Finder:
+        finders = [part.finder() for part in self.parts]
+        return lambda first, last: self._shown([find(first, last) for find in finders])
+
+    def _shown(self, parts: list[Shown]) -> Shown:
+        some, every, edges = zip(*parts, strict=True)
+        some, every = (reduce(type(self).join_runs, runs) for runs in (some, every))
+        return Shown(some, every, chain.from_iterable(edges))
+
+    def row(self, row: int) -> Mask | None:
+        rows = [part.row(row) for part in self.parts]
+        known = tuple(each for each in rows if each is not None)
+        return combined(type(self), known) if len(known) == len(rows) else None
 
     def within(self, span: Span) -> Mask:
         simple = tuple(part.within(span) for part in self.parts)
-        return self.absorbing if self.absorbing in simple else _combined(type(self), simple)
+        return self.absorbing if self.absorbing in simple else combined(type(self), simple)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return reduce(self._join, [part(b, h, q_idx, kv_idx) for part in self.parts])
+        return reduce(type(self).join, [part(b, h, q_idx, kv_idx) for part in self.parts])
 
     def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
-        return reduce(self._join, [part._dense(span, batch, heads, device) for part in self.parts])
+        parts = [part._dense(span, batch, heads, device) for part in self.parts]
+        return reduce(type(self).join, parts)
 
 
 @dataclass(frozen=True, repr=False)
@@ -251,18 +93,13 @@ class AllOf(_Parts):
     """
 
     neutral, absorbing = EVERYTHING, NOTHING
-
-    @staticmethod
-    def _join(one: Tensor, other: Tensor) -> Tensor:
-        return one & other
+    join, join_runs = and_, intersection
 
     def reach(self, span: Span) -> Reach:
-        low, high = self.parts[0].reach(span)
-        for part in self.parts[1:]:
-            other_low, other_high = part.reach(span)
-            low = _tighter(max, low, other_low)
-            high = _tighter(min, high, other_high)
-        return low, high
+        lows, highs = zip(*(part.reach(span) for part in self.parts), strict=True)
+        low = [each for each in lows if each is not None]
+        high = [each for each in highs if each is not None]
+        return max(low) if low else None, min(high) if high else None
 
     def _reason(self, b: int, h: int, q: int, k: int) -> str:
         hiding = [part for part in self.parts if not part._allows(b, h, q, k)]
@@ -284,18 +121,11 @@ class AnyOf(_Parts):
     """
 
     neutral, absorbing = NOTHING, EVERYTHING
-
-    @staticmethod
-    def _join(one: Tensor, other: Tensor) -> Tensor:
-        return one | other
+    join, join_runs = or_, union
 
     def reach(self, span: Span) -> Reach:
-        low, high = self.parts[0].reach(span)
-        for part in self.parts[1:]:
-            other_low, other_high = part.reach(span)
-            low = None if low is None or other_low is None else min(low, other_low)
-            high = None if high is None or other_high is None else max(high, other_high)
-        return low, high
+        low, high = zip(*(part.reach(span) for part in self.parts), strict=True)
+        return None if None in low else min(low), None if None in high else max(high)
 
     def _reason(self, b: int, h: int, q: int, k: int) -> str:
         for part in self.parts:
@@ -318,6 +148,15 @@ class Not(Mask):
     """
 
     mask: Mask
+    opaque = True  # the reach of a rule does not bound the keys that it hides
+
+    @property
+    def relative(self) -> bool:
+        return self.mask.relative
+
+    @property
+    def lasting(self) -> bool:
+        return self.mask.lasting
 
     @property
     def batch(self) -> int | None:
@@ -331,9 +170,19 @@ class Not(Mask):
     def extent(self) -> Span | None:
         return self.mask.extent
 
-    @property
-    def opaque(self) -> bool:
-        return True  # the reach of a rule does not bound the keys that it hides
+    def runs(self, first: int, last: int) -> Shown:
+        return _inverted(self.mask.runs(first, last))
+
+    def finder(self) -> Finder:
+        find = self.mask.finder()
+        return lambda first, last: _inverted(find(first, last))
+
+    def row(self, row: int) -> Mask | None:
+        inner = self.mask.row(row)
+        return None if inner is None else Not(inner)
+
+    def reach(self, span: Span) -> Reach:
+        return 0, None
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~self.mask(b, h, q_idx, kv_idx)
@@ -356,16 +205,14 @@ class Not(Mask):
         return f"~{self.mask!r}" if simple else f"~({self.mask!r})"
 
 
-def _tighter(choose: Callable[[int, int], int], bound: int | None, other: int | None) -> int | None:
-    if bound is None or other is None:
-        return other if bound is None else bound
-    return choose(bound, other)
+def _inverted(shown: Shown) -> Shown:
+    return Shown(complement(shown.every), complement(shown.some), shown.edges)
 
 
 def _flat(kind: type[_Parts], parts: Iterable[Mask]) -> tuple[Mask, ...]:
     """The parts in order, each once, with nested parts of the same kind unpacked."""
     flat: list[Mask] = []
-    for part in map(_checked, parts):
+    for part in map(checked, parts):
         for piece in part.parts if isinstance(part, kind) else (part,):
             if piece not in flat:
                 flat.append(piece)
@@ -377,7 +224,7 @@ def _flat(kind: type[_Parts], parts: Iterable[Mask]) -> tuple[Mask, ...]:
     return tuple(flat)
 
 
-def _combined(kind: type[_Parts], parts: tuple[Mask, ...]) -> Mask:
+def combined(kind: type[_Parts], parts: tuple[Mask, ...]) -> Mask:
     """The parts combined, without neutral ones; one part is returned as it is."""
     rest = tuple(part for part in _flat(kind, parts) if part != kind.neutral)
     if len(rest) > 1:
@@ -395,3 +242,8 @@ def _common_size(name: str, mask: Mask, sizes: list[int | None]) -> int | None:
             "give all of them one row for each, or a single one for all"
         )
     return max(fixed or known, default=None)
+
+
+Mask.operators["&"] = lambda *parts: combined(AllOf, parts)
+Mask.operators["|"] = lambda *parts: combined(AnyOf, parts)
+Mask.operators["~"] = Not

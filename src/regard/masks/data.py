@@ -1,206 +1,34 @@
-"""Rules with data for each row of a batch: chunks, prefixes, documents, padding."""
+"""Rules about the tokens of a batch: documents, padding."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.masks.algebra import EVERYTHING, NOTHING, Mask, Reach
+from regard.masks.mask import Reach
 from regard.masks.row_data import (
     DataMask,
     as_booleans,
     as_rows,
-    at_row,
     bounds,
-    check_size,
+    changes,
     check_vector,
-    chunk_index,
-    distinct,
     first_true,
     index,
     is_whole,
     last_true,
+    may_read,
     row_index,
-    same_fields,
 )
+from regard.masks.runs import ALL, FAR, Finder, Runs, Shown, intersection, true_runs, union, unknown
 from regard.span import Span
 
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Chunked(DataMask):
-    """A chunked mask: each query may attend to the keys of its own chunk of `size` slots.
-
-    `Causal() & Chunked(size)` is the local attention of Llama 4.
-
-    Args:
-        size: slots in a chunk, at least 1.
-        start: `[B]` integers, the slot of each row's first real token, for left padding:
-            `Padding(...).start`.
-
-    Raises:
-        ValueError: if `size` is below 1 or `start` is not `[B]`.
-
-    Examples:
-        >>> from regard import Chunked
-        >>> print(Chunked(2).draw(4))
-        Chunked(size=2)
-          0 1 2 3
-        0 ■ ■ · ·
-        1 ■ ■ · ·
-        2 · · ■ ■
-        3 · · ■ ■
-    """
-
-    size: int
-    start: Tensor | None = None
-    starts: tuple[int, ...] | None = field(init=False, default=None)  # the values of `start`
-
-    def __post_init__(self) -> None:
-        check_size("Chunked", self.size, "it counts the keys of a chunk")
-        check_vector("start", self.start)
-        (start,) = self._copies(self.start)
-        self._set(start=start, starts=(0,) if start is None else distinct(start))
-
-    @property
-    def batch(self) -> int | None:
-        return None if self.start is None else self.start.shape[0]
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        self._check_unchanged()
-        start = 0 if self.start is None else at_row(self.start, b)
-        return chunk_index(q_idx - start, self.size) == chunk_index(kv_idx - start, self.size)
-
-    def within(self, span: Span) -> Mask:
-        self._check_unchanged()
-        if not self.starts or torch.compiler.is_exporting():
-            return self
-        slots = (span.first_query, span.last_query, span.kv_start, span.kv_stop - 1)
-        chunks = [[(slot - start) // self.size for slot in slots] for start in self.starts]
-        if all(first == last == low == high for first, last, low, high in chunks):
-            return EVERYTHING
-        apart = all(high < first or low > last for first, last, low, high in chunks)
-        return NOTHING if apart else self
-
-    def reach(self, span: Span) -> Reach:
-        if not self.starts:
-            return 0, None
-        size, first, last = self.size, span.first_query, span.last_query
-        low = min((first - start) // size * size + start for start in self.starts)
-        high = max((last - start) // size * size + start for start in self.starts)
-        return max(0, low), high + size - 1
-
-    def _hidden_keys(self, b: int, q: int, k: int) -> str:
-        start = 0 if self.start is None else int(at_row(self.start, index(b)))
-        mine, its = (q - start) // self.size, (k - start) // self.size
-        return f"keys of other chunks (key in chunk {its}, query in {mine})"
-
-    def __eq__(self, other: object) -> bool:
-        return same_fields(self, other, ("size", "start"))
-
-    def __hash__(self) -> int:
-        return self._hash(self.size)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Prefix(DataMask):
-    """A prefix mask: every query may attend to the first `lengths` keys.
-
-    `Causal() | Prefix(n)` is the mask of a prefix language model.
-
-    Args:
-        lengths: one number, one for each row, or `[B]` integers.
-        start: `[B]` integers, the slot of each row's first real token, for left padding.
-
-    Raises:
-        ValueError: if a length is negative, or `start` is not `[B]`.
-
-    Examples:
-        >>> from regard import Prefix
-        >>> from regard.masks import Causal
-        >>> print((Causal() | Prefix(2)).draw(4))
-        Causal() | Prefix(lengths=2)
-          0 1 2 3
-        0 ■ ■ · ·
-        1 ■ ■ · ·
-        2 ■ ■ ■ ·
-        3 ■ ■ ■ ■
-    """
-
-    lengths: int | Sequence[int] | Tensor
-    start: Tensor | None = None
-    end: int | Tensor = field(init=False)  # one past the last slot of the prefix
-    ends: tuple[int, int] | None = field(init=False, default=None)  # its bounds over the rows
-    begins: tuple[int, int] | None = field(init=False, default=None)  # the bounds of `start`
-
-    def __post_init__(self) -> None:
-        lengths = self.lengths
-        if isinstance(lengths, Sequence):
-            self._set(lengths=tuple(lengths))
-            lengths = torch.tensor(
-                lengths, device="cpu" if self.start is None else self.start.device
-            )
-        elif not isinstance(lengths, Tensor | int | torch.SymInt):
-            raise TypeError(f"Prefix takes lengths as whole numbers, got {type(lengths).__name__}")
-        check_vector("lengths", lengths if isinstance(lengths, Tensor) else None)
-        check_vector("start", self.start)
-        self._check_rows(lengths)
-        lengths, start = self._copies(lengths, self.start)
-        self._set(given=(self.lengths, self.start))
-        if isinstance(self.lengths, Tensor):
-            self._set(lengths=lengths)
-        known = bounds(lengths)
-        if known is not None and known[0] < 0:
-            raise ValueError(f"Prefix has lengths of 0 or more, got {self.lengths!r}; 0 is none")
-        end = lengths if start is None else lengths + start
-        begins = bounds(0 if start is None else start)
-        self._set(start=start, end=end, ends=bounds(end), begins=begins)
-
-    def _check_rows(self, lengths: int | Tensor) -> None:
-        if not isinstance(lengths, Tensor) or self.start is None:
-            return
-        if 1 not in (len(lengths), len(self.start)) and len(lengths) != len(self.start):
-            raise ValueError(
-                f"Prefix has one length and one start for each row, got {len(lengths)} lengths "
-                f"and {len(self.start)} starts; give as many of both"
-            )
-
-    @property
-    def batch(self) -> int | None:
-        return self.end.shape[0] if isinstance(self.end, Tensor) else None
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        self._check_unchanged()
-        inside = kv_idx < (at_row(self.end, b) if isinstance(self.end, Tensor) else self.end)
-        return inside if self.start is None else inside & (kv_idx >= at_row(self.start, b))
-
-    def within(self, span: Span) -> Mask:
-        self._check_unchanged()
-        if self.ends is None or self.begins is None or torch.compiler.is_exporting():
-            return self
-        if span.kv_stop <= self.ends[0] and span.kv_start >= self.begins[1]:
-            return EVERYTHING
-        hidden = span.kv_start >= self.ends[1] or span.kv_stop <= self.begins[0]
-        return NOTHING if hidden else self
-
-    def reach(self, span: Span) -> Reach:
-        if self.ends is None or self.begins is None:
-            return 0, None
-        return self.begins[0], self.ends[1] - 1
-
-    def _hidden_keys(self, b: int, q: int, k: int) -> str:
-        start, end = (
-            int(at_row(x, index(b))) if isinstance(x, Tensor) else x or 0
-            for x in (self.start, self.end)
-        )
-        return f"keys outside the prefix ({start} <= key < {end})"
-
-    def __eq__(self, other: object) -> bool:
-        return same_fields(self, other, ("lengths", "start"))
-
-    def __hash__(self) -> int:
-        return self._hash()
+# For the segments of a row, their first slots and documents; for each document, its runs.
+Segments = tuple[list[int], list[int], dict[int, Runs]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -285,12 +113,27 @@ class Documents(DataMask):
         ids = self.ids.to(slot.device)
         return ids[row_index(ids, b), slot.clamp(0, ids.shape[1] - 1)]
 
-    def within(self, span: Span) -> Mask:
-        self._check_unchanged()
+    def runs(self, first: int, last: int) -> Shown:
         start = self.last_start
-        if start is not None and span.first_query >= start and span.kv_start >= start:
-            return EVERYTHING
-        return self
+        return Shown(ALL, [] if start is None or first < start else [(start, FAR)])
+
+    def finder(self) -> Finder:
+        if 0 in self.ids.shape or not may_read(self.ids):
+            return unknown
+        rows, edges = self._segments
+
+        def find(first: int, last: int) -> Shown:
+            found = [_seen(row, first, last) for row in rows]
+            some, every = found[0]
+            for its_some, its_every in found[1:]:
+                some, every = union(some, its_some), intersection(every, its_every)
+            return Shown(some, every, edges)
+
+        return find
+
+    @cached_property
+    def _segments(self) -> tuple[list[Segments], list[int]]:
+        return [_segments_of(row) for row in self.ids], changes(self.ids)
 
     def _hidden_keys(self, b: int, q: int, k: int) -> str:
         mine, its = (int(self._id(index(b), index(slot))) for slot in (q, k))
@@ -368,15 +211,46 @@ class Padding(DataMask):
             return kv_idx == kv_idx
         return valid[row_index(valid, b), kv_idx.clamp(0, size - 1)] | (kv_idx >= size)
 
-    def within(self, span: Span) -> Mask:
-        self._check_unchanged()
+    def runs(self, first: int, last: int) -> Shown:
         stop = self.valid.shape[1] if self.hidden_stop is None else self.hidden_stop
-        if span.kv_start >= stop:
-            return EVERYTHING
-        if torch.compiler.is_exporting():
-            return self
-        hidden = self.visible_start is not None and span.kv_stop <= self.visible_start
-        return NOTHING if hidden else self
+        return Shown([(self.visible_start or 0, FAR)], [(stop, FAR)])
+
+    def reach(self, span: Span) -> Reach:
+        return 0, None  # keys that are padding in all rows are left to blocks of queries
+
+    def finder(self) -> Finder:
+        if not may_read(self.valid):
+            return unknown
+        return lambda first, last: self._shown
+
+    @cached_property
+    def _shown(self) -> Shown:
+        if 0 in self.valid.shape:
+            return Shown(ALL, ALL)
+        columns, beyond = (self.valid.any(0), self.valid.all(0)), self.valid.shape[1]
+        some, every = (union(true_runs(each), [(beyond, FAR)]) for each in columns)
+        return Shown(some, every, [*changes(self.valid), beyond])
 
     def _hidden_keys(self, b: int, q: int, k: int) -> str:
         return f"padding (key {k} of row {b})"
+
+
+def _seen(segments: Segments, first: int, last: int) -> tuple[Runs, Runs]:
+    """The keys of a row that are visible to some and to all of the queries `first..last`."""
+    starts, ids, runs_of = segments
+    here = {*ids[bisect_right(starts, first) - 1 : bisect_right(starts, last)]}
+    if len(here) == 1:
+        (document,) = here
+        return runs_of[document], runs_of[document]
+    return union(*(runs_of[document] for document in here)), []
+
+
+def _segments_of(row: Tensor) -> Segments:
+    change = (row[1:] != row[:-1]).nonzero().squeeze(1) + 1
+    starts = [0, *change.tolist()]
+    ids = row[torch.tensor(starts, device=row.device)].tolist()
+    edges = [-FAR, *starts[1:], FAR]  # the first and the last segment have no end
+    runs_of: dict[int, Runs] = {}
+    for document, start, stop in zip(ids, edges[:-1], edges[1:], strict=True):
+        runs_of.setdefault(document, []).append((start, stop))
+    return starts, ids, runs_of

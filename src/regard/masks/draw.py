@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 from jaxtyping import Bool
 from torch import Tensor
 
-from regard.masks.pooling import Pooled, pooled
-from regard.masks.svg import svg
+from regard.pooling import Pooled, pooled
 from regard.span import Span
+from regard.svg import svg
 
 if TYPE_CHECKING:
-    from regard.masks.algebra import Mask
+    from regard.masks.mask import Mask
 
 VISIBLE, HIDDEN = "■", "·"
 SIZE = 8  # queries and keys that are drawn of a mask without data

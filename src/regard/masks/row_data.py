@@ -1,12 +1,14 @@
 """Rules that hold tensors: their base class, and functions that check, summarise and index them."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.masks.algebra import Mask
+from regard.masks.mask import Mask
+from regard.span import Span
 from regard.tracing import is_concrete
 from regard.versions import ChangedInPlace, Versions
 from regard.words import code_of
@@ -23,6 +25,25 @@ class DataMask(Mask):
 
     given: tuple[Any, ...]  # what the rule was made of: tensors, and numbers
     versions: Versions  # of these tensors and of the copies, when the rule was made
+    rows: dict[int, "DataMask"]  # the rule for single rows, each made once
+    lasting = True
+
+    def within(self, span: Span) -> Mask:
+        self._check_unchanged()
+        return super().within(span)
+
+    def row(self, row: int) -> Mask | None:
+        """From the rows of the tensors that it is made of, where these lie on the CPU."""
+        given = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
+        data = {name: getattr(self, name) for name in given}
+        if not all(on_cpu(each) for each in data.values() if isinstance(each, Tensor)):
+            return None
+        if self.batch in (None, 1):
+            return self
+        if row not in self.rows:
+            parts = {name: _of_row(value, row) for name, value in data.items()}
+            self.rows[row] = type(self)(**parts)
+        return self.rows[row]
 
     def _set(self, **values: object) -> None:
         """Set fields of the frozen rule."""
@@ -39,7 +60,7 @@ class DataMask(Mask):
     def _watch(self, given: Sequence[object], copies: Sequence[object] = ()) -> None:
         """Refuse the rule once one of these tensors has been written."""
         tensors = (each for each in (*given, *copies) if isinstance(each, Tensor))
-        self._set(given=tuple(given), versions=Versions(*tensors))
+        self._set(given=tuple(given), versions=Versions(*tensors), rows={})
 
     def _hash(self, *values: object) -> int:
         """The hash of a rule that `same_fields` compares."""
@@ -55,6 +76,26 @@ class DataMask(Mask):
 
     def __repr__(self) -> str:
         return code_of(self)
+
+
+def row_masks(mask: Mask, batch: int) -> list[Mask]:
+    """The mask of each row of a batch; the mask alone if it is not known row by row.
+
+    Examples:
+        >>> from regard.masks import Causal, Padding
+        >>> row_masks(Causal() & Padding.from_lengths([1, 3]), 2)
+        [Causal() & Padding(valid=<[1, 3] bool>), Causal() & Padding(valid=<[1, 3] bool>)]
+    """
+    if batch == 1 or mask.batch in (None, 1):
+        return [mask]
+    rows = [each for row in range(batch) if (each := mask.row(row)) is not None]
+    return rows if len(rows) == batch else [mask]
+
+
+def _of_row(value: Any, row: int) -> Any:
+    """The part of an argument that is about one row of the batch."""
+    value = torch.as_tensor(value) if isinstance(value, tuple) else value
+    return value[row : row + 1] if isinstance(value, Tensor) and len(value) > 1 else value
 
 
 def check_size(name: str, size: object, meaning: str) -> None:
@@ -121,6 +162,25 @@ def readable(value: Tensor) -> bool:
     return not value.is_meta and is_concrete(value)
 
 
+def may_read(value: Tensor) -> bool:
+    """Whether the elements can be read now, also on a GPU: no CUDA graph is being captured."""
+    return readable(value) and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def on_cpu(value: Tensor) -> bool:
+    """Whether the elements can be read without waiting for a device."""
+    return value.device.type == "cpu" and readable(value)
+
+
+def changes(rows: Tensor) -> list[int]:
+    """The columns that differ from the one before in some row; none where a device has to be
+    waited for."""
+    if not on_cpu(rows):
+        return []
+    found: list[int] = ((rows[:, 1:] != rows[:, :-1]).any(0).nonzero().squeeze(1) + 1).tolist()
+    return found
+
+
 def distinct(value: Tensor) -> tuple[int, ...] | None:
     """The elements, sorted, each once; None if they cannot be read."""
     return tuple(sorted(set(value.tolist()))) if readable(value) else None
@@ -170,11 +230,6 @@ def at_row(data: Tensor, b: Tensor) -> Tensor:
 def clamped(index: Tensor, size: int) -> int | Tensor:
     """An index within an axis of that size."""
     return 0 if size == 1 else index.clamp(0, size - 1)
-
-
-def chunk_index(offset: Tensor, size: int) -> Tensor:
-    """The index of the chunk of `size` slots that contains a slot; negative before the first."""
-    return torch.div(offset, size, rounding_mode="floor")
 
 
 def same_fields(mask: Mask, other: object, names: tuple[str, ...]) -> bool:

@@ -1,26 +1,27 @@
-"""Rules: which keys a query may attend to, by position, by a boolean tensor, or by any function.
+"""Rules by position, or by any function.
 
 Constructors read tensors once; `within` reads none, so that no call waits for a device.
 """
 
-from collections.abc import Callable
-from copy import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from regard.constants import Device
-from regard.masks.algebra import EVERYTHING, NOTHING, Mask, Reach
+from regard.masks.mask import Mask
 from regard.masks.row_data import (
-    TOKEN_MASKS,
     DataMask,
     at_row,
+    bounds,
     check_size,
-    clamped,
+    check_vector,
     described,
+    distinct,
+    index,
+    same_fields,
 )
-from regard.span import Span
+from regard.masks.runs import FAR, NEAR, Shown, run, unknown
 
 # Exceptions of a mistake in a function that a user gives; any other exception interrupts the call.
 MISTAKES = (
@@ -46,7 +47,6 @@ class BeyondData(ValueError):
 
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-HIDDEN_BELOW = -1e4  # additive masks hide with -inf, their dtype's lowest number, or this one
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,13 @@ class Causal(Mask):
         2 ■ ■ ■
     """
 
+    relative = True
+
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx <= q_idx
 
-    def within(self, span: Span) -> Mask:
-        if span.first_query >= span.kv_stop - 1:
-            return EVERYTHING
-        return NOTHING if span.last_query < span.kv_start else self
-
-    def reach(self, span: Span) -> Reach:
-        return 0, span.last_query
+    def runs(self, first: int, last: int) -> Shown:
+        return Shown([(NEAR, last + 1)], [(NEAR, first + 1)])
 
     def _hidden_keys(self, b: int, q: int, k: int) -> str:
         return f"keys after the query ({k} > {q})"
@@ -103,6 +100,7 @@ class SlidingWindow(Mask):
     """
 
     size: int
+    relative = True
 
     def __post_init__(self) -> None:
         check_size("SlidingWindow", self.size, "a window of 1 is the query's own key alone")
@@ -110,176 +108,173 @@ class SlidingWindow(Mask):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx > q_idx - self.size
 
-    def within(self, span: Span) -> Mask:
-        if torch.compiler.is_exporting():  # the exported program must hold for every length
-            return self
-        if span.kv_start > span.last_query - self.size:
-            return EVERYTHING
-        return NOTHING if span.kv_stop - 1 <= span.first_query - self.size else self
-
-    def reach(self, span: Span) -> Reach:
-        return max(0, span.first_query - self.size + 1), None
+    def runs(self, first: int, last: int) -> Shown:
+        return Shown([(first - self.size + 1, FAR)], [(last - self.size + 1, FAR)])
 
     def _hidden_keys(self, b: int, q: int, k: int) -> str:
         return f"keys {self.size} or more before the query ({q} - {k} = {q - k})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dense(DataMask):
-    """A dense mask: a boolean for each query and key of one call.
+class Chunked(DataMask):
+    """A chunked mask: each query may attend to the keys of its own chunk of `size` slots.
 
-    `within(span)` places it at the slots of `span`; other keys are hidden.
+    `Causal() & Chunked(size)` is the local attention of Llama 4.
 
     Args:
-        keep: `[L, S]`, `[B, L, S]` or `[B, H, L, S]` booleans, True where a query may attend; axes
-            of size 1 broadcast.
-        place: the slots of its queries and keys; from slot 0 if None. Set by `within`.
+        size: slots in a chunk, at least 1.
+        start: `[B]` integers, the slot of each row's first real token, for left padding:
+            `Padding(...).start`.
 
     Raises:
-        TypeError: if `keep` is not boolean, because its meaning would be ambiguous.
-        ValueError: if it has fewer than two dimensions or more than four, or if `within` is called
-            with a span of another size.
+        ValueError: if `size` is below 1 or `start` is not `[B]`.
 
     Examples:
-        >>> import torch
-        >>> from regard import Dense, Span
-        >>> print(Dense(torch.eye(2).bool()).within(Span(4, 6, 0, 2)).draw())
-        Dense(keep=<[2, 2] bool>)
-          0 1
-        4 ■ ·
-        5 · ■
+        >>> from regard import Chunked
+        >>> print(Chunked(2).draw(4))
+        Chunked(size=2)
+          0 1 2 3
+        0 ■ ■ · ·
+        1 ■ ■ · ·
+        2 · · ■ ■
+        3 · · ■ ■
     """
 
-    keep: Tensor
-    place: Span | None = field(default=None, kw_only=True, repr=False)
+    size: int
+    start: Tensor | None = None
+    starts: tuple[int, ...] | None = field(init=False, default=None)  # the values of `start`
 
     def __post_init__(self) -> None:
-        keep = self.keep
-        if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-            raise TypeError(
-                f"Dense takes booleans, True where a query may attend, got {described(keep)}; for "
-                "0 and -inf there is Dense.from_additive(t), for a mask of tokens Padding(valid): "
-                + TOKEN_MASKS
-            )
-        if not 2 <= keep.dim() <= 4:
-            raise ValueError(
-                "Dense takes [L, S], [B, L, S] or [B, H, L, S], "
-                f"got shape {tuple(keep.shape)}; a mask of tokens is Padding(valid)"
-            )
-        keep = keep.unsqueeze(1) if keep.dim() == 3 else keep
-        if not torch.compiler.is_compiling() and keep.is_inference():
-            keep = keep.clone()  # else the tensor itself, which may be large
-        self._watch([keep])
-        self._set(keep=keep)
-
-    @classmethod
-    def from_additive(cls, t: Tensor) -> "Dense":
-        """From a mask that is added to scores: 0 is visible, -1e4 and below is hidden.
-
-        Raises:
-            TypeError: if `t` is not floating point.
-            ValueError: if it has other values; `split_additive(t)` returns `(mask, score_bias)`.
-
-        Examples:
-            >>> Dense.from_additive(torch.tensor([[0.0, -torch.inf]])).keep
-            tensor([[ True, False]])
-        """
-        if not isinstance(t, Tensor) or not t.is_floating_point():
-            raise TypeError(
-                f"an additive mask is floating point, got {described(t)}; Dense(keep) takes "
-                "booleans, True where a query may attend"
-            )
-        threshold = torch.tensor(HIDDEN_BELOW, dtype=t.dtype, device="cpu")  # bfloat16: -9984
-        hidden = t <= threshold
-        if not bool((hidden | (t == 0)).all()):
-            raise ValueError(
-                "an additive mask holds 0 (visible) or -1e4 and below (hidden), got other values "
-                "too: it also changes scores; use mask, score_bias = split_additive(t)"
-            )
-        return cls(~hidden)
+        check_size("Chunked", self.size, "it counts the keys of a chunk")
+        check_vector("start", self.start)
+        (start,) = self._copies(self.start)
+        self._set(start=start, starts=(0,) if start is None else distinct(start))
 
     @property
     def batch(self) -> int | None:
-        return self.keep.shape[0] if self.keep.dim() == 4 else None
-
-    @property
-    def heads(self) -> int | None:
-        return self.keep.shape[1] if self.keep.dim() == 4 else None
-
-    @property
-    def extent(self) -> Span:
-        if self.place is not None:
-            return self.place
-        return Span(0, self.keep.shape[-2], 0, self.keep.shape[-1])
+        return None if self.start is None else self.start.shape[0]
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         self._check_unchanged()
-        keep, extent = self.keep.to(kv_idx.device), self.extent
-        first = extent.q_start
-        rows = q_idx - (at_row(first, b) if isinstance(first, Tensor) else first)
-        columns = kv_idx - extent.kv_start
-        inside = (rows >= 0) & (rows < extent.num_queries)
-        inside = inside & (columns >= 0) & (columns < extent.num_keys)
-        index = [clamped(rows, keep.shape[-2]), clamped(columns, keep.shape[-1])]
-        if keep.dim() == 4:
-            index = [clamped(b, keep.shape[0]), clamped(h, keep.shape[1]), *index]
-        return inside & keep[tuple(index)]
+        start = 0 if self.start is None else at_row(self.start, b)
+        mine, its = (
+            torch.div(slot - start, self.size, rounding_mode="floor") for slot in (q_idx, kv_idx)
+        )
+        return mine == its
 
-    def within(self, span: Span) -> Mask:
-        self._check_unchanged()
-        if self.place is not None:
-            return self
-        sizes, given = (span.num_queries, span.num_keys), tuple(self.keep.shape[-2:])
-        if any(mine != size and mine != 1 for mine, size in zip(given, sizes, strict=True)):
-            raise ValueError(
-                f"Dense(keep) has a value for each query and key of a call, here {list(sizes)}, "
-                f"got shape {list(self.keep.shape)}; with a cache, the cached keys count, too"
-            )
-        placed = copy(self)  # with the same `versions`, by which its data is memoised
-        placed._set(place=span)
-        return placed
+    def runs(self, first: int, last: int) -> Shown:
+        if not self.starts:
+            return unknown(first, last)
+        size, starts = self.size, self.starts
+        lows = [(first - start) // size * size + start for start in starts]
+        stops = [(last - start) // size * size + start + size for start in starts]
+        alike = all(low + size == stop for low, stop in zip(lows, stops, strict=True))
+        edges = (slot for low in lows for slot in range(low + size, last + 1, size))
+        every = [(max(lows), min(stops))] if alike else []
+        return Shown([(min(lows), max(stops))], every, edges)
 
-    def reach(self, span: Span) -> Reach:
-        place = self.place or span  # `within` will place it there
-        return place.kv_start, place.kv_stop - 1
-
-    def _dense(self, span: Span, batch: int, heads: int, device: Device) -> Tensor:
-        """A slice of the tensor, without indexing, where it contains the span."""
-        self._check_unchanged()
-        extent, keep = self.extent, self.keep if device is None else self.keep.to(device)
-        first = _first_row(extent, span)
-        column = span.kv_start - extent.kv_start
-        if first is None or column < 0 or span.kv_stop > extent.kv_stop:
-            return super()._dense(span, batch, heads, device)
-        if keep.shape[-2] != 1:
-            keep = keep.narrow(-2, first, span.num_queries)
-        if keep.shape[-1] != 1:
-            keep = keep.narrow(-1, column, span.num_keys)
-        return keep.expand(*keep.shape[:-2], span.num_queries, span.num_keys)
+    def _hidden_keys(self, b: int, q: int, k: int) -> str:
+        start = 0 if self.start is None else int(at_row(self.start, index(b)))
+        mine, its = (q - start) // self.size, (k - start) // self.size
+        return f"keys of other chunks (key in chunk {its}, query in {mine})"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Dense) or self.keep is not other.keep:
-            return False
-        if self.versions.numbers != other.versions.numbers:
-            return False
-        mine, its = self.place, other.place
-        return mine is its or (not _is_ragged(mine) and not _is_ragged(its) and mine == its)
+        return same_fields(self, other, ("size", "start"))
 
     def __hash__(self) -> int:
-        return hash((Dense, id(self.keep)))
+        return self._hash(self.size)
 
 
-def _is_ragged(span: Span | None) -> bool:
-    return span is not None and isinstance(span.q_start, Tensor)
+@dataclass(frozen=True, eq=False, repr=False)
+class Prefix(DataMask):
+    """A prefix mask: every query may attend to the first `lengths` keys.
 
+    `Causal() | Prefix(n)` is the mask of a prefix language model.
 
-def _first_row(place: Span, span: Span) -> int | None:
-    """The row of the dense mask for the first query of `span`; None if a query has no row."""
-    if _is_ragged(place) or _is_ragged(span):
-        same = place.q_start is span.q_start and place.num_queries == span.num_queries
-        return 0 if same else None
-    first = span.first_query - place.first_query
-    return first if first >= 0 and span.last_query <= place.last_query else None
+    Args:
+        lengths: one number, one for each row, or `[B]` integers.
+        start: `[B]` integers, the slot of each row's first real token, for left padding.
+
+    Raises:
+        ValueError: if a length is negative, or `start` is not `[B]`.
+
+    Examples:
+        >>> from regard import Prefix
+        >>> from regard.masks import Causal
+        >>> print((Causal() | Prefix(2)).draw(4))
+        Causal() | Prefix(lengths=2)
+          0 1 2 3
+        0 ■ ■ · ·
+        1 ■ ■ · ·
+        2 ■ ■ ■ ·
+        3 ■ ■ ■ ■
+    """
+
+    lengths: int | Sequence[int] | Tensor
+    start: Tensor | None = None
+    end: int | Tensor = field(init=False)  # one past the last slot of the prefix
+    ends: tuple[int, int] | None = field(init=False, default=None)  # its bounds over the rows
+    begins: tuple[int, int] | None = field(init=False, default=None)  # the bounds of `start`
+
+    def __post_init__(self) -> None:
+        lengths = self.lengths
+        if isinstance(lengths, Sequence):
+            self._set(lengths=tuple(lengths))
+            lengths = torch.tensor(
+                lengths, device="cpu" if self.start is None else self.start.device
+            )
+        elif not isinstance(lengths, Tensor | int | torch.SymInt):
+            raise TypeError(f"Prefix takes lengths as whole numbers, got {type(lengths).__name__}")
+        check_vector("lengths", lengths if isinstance(lengths, Tensor) else None)
+        check_vector("start", self.start)
+        self._check_rows(lengths)
+        lengths, start = self._copies(lengths, self.start)
+        self._set(given=(self.lengths, self.start))
+        if isinstance(self.lengths, Tensor):
+            self._set(lengths=lengths)
+        known = bounds(lengths)
+        if known is not None and known[0] < 0:
+            raise ValueError(f"Prefix has lengths of 0 or more, got {self.lengths!r}; 0 is none")
+        end = lengths if start is None else lengths + start
+        begins = bounds(0 if start is None else start)
+        self._set(start=start, end=end, ends=bounds(end), begins=begins)
+
+    def _check_rows(self, lengths: int | Tensor) -> None:
+        if not isinstance(lengths, Tensor) or self.start is None:
+            return
+        if 1 not in (len(lengths), len(self.start)) and len(lengths) != len(self.start):
+            raise ValueError(
+                f"Prefix has one length and one start for each row, got {len(lengths)} lengths "
+                f"and {len(self.start)} starts; give as many of both"
+            )
+
+    @property
+    def batch(self) -> int | None:
+        return self.end.shape[0] if isinstance(self.end, Tensor) else None
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        self._check_unchanged()
+        inside = kv_idx < (at_row(self.end, b) if isinstance(self.end, Tensor) else self.end)
+        return inside if self.start is None else inside & (kv_idx >= at_row(self.start, b))
+
+    def runs(self, first: int, last: int) -> Shown:
+        if self.ends is None or self.begins is None:
+            return unknown(first, last)
+        (low, begin), (end, high) = self.begins, self.ends
+        return Shown(run(low, high), run(begin, end), (low, begin, end, high))
+
+    def _hidden_keys(self, b: int, q: int, k: int) -> str:
+        start, end = (
+            int(at_row(x, index(b))) if isinstance(x, Tensor) else x or 0
+            for x in (self.start, self.end)
+        )
+        return f"keys outside the prefix ({start} <= key < {end})"
+
+    def __eq__(self, other: object) -> bool:
+        return same_fields(self, other, ("lengths", "start"))
+
+    def __hash__(self) -> int:
+        return self._hash()
 
 
 @dataclass(frozen=True)
@@ -310,6 +305,7 @@ class Where(Mask):
     """
 
     mask_mod: MaskMod
+    opaque = True
 
     def __post_init__(self) -> None:
         if not callable(self.mask_mod) or isinstance(self.mask_mod, Tensor):
@@ -317,10 +313,6 @@ class Where(Mask):
                 "Where takes a function (b, h, q_idx, kv_idx) -> bool, "
                 f"got {described(self.mask_mod)}; a tensor goes in Dense(keep)"
             )
-
-    @property
-    def opaque(self) -> bool:
-        return True
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.constants import device_vector
 from regard.masks import Dense, Span
-from regard.masks.rules import HIDDEN_BELOW
+from regard.masks.dense import HIDDEN_BELOW
 
 
 @runtime_checkable

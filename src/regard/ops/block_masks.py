@@ -14,23 +14,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from regard.masks import (
-    AllOf,
-    AnyOf,
-    Causal,
-    Chunked,
-    Documents,
-    Everything,
-    Mask,
-    Not,
-    Nothing,
-    Padding,
-    Prefix,
-    SlidingWindow,
-    Span,
-    Where,
-)
-from regard.masks.row_data import at_row, chunk_index, row_index
+from regard.masks import AllOf, AnyOf, Everything, Mask, Not, Nothing, Span, Where
+from regard.masks.runs import FAR, NEAR
 from regard.ops.call import Call
 
 if TYPE_CHECKING:
@@ -62,7 +47,7 @@ _MEMOISED: dict[tuple[object, ...], Planned] = {}
 def planned(call: Call) -> Planned:
     """The mask of a call, memoised: all layers with equal masks and spans share it."""
     span = call.span
-    if not _stays(call.mask) or isinstance(span.q_start, Tensor) or _is_capturing(call.device):
+    if not call.mask.lasting or isinstance(span.q_start, Tensor) or _is_capturing(call.device):
         return _plan(call)  # starts may be written later; a captured graph owns what it computes
     key = (call.mask, span, call.batch, call.num_heads, call.device)
     found = _MEMOISED.get(key)
@@ -72,19 +57,6 @@ def planned(call: Call) -> Planned:
         with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
             found = _MEMOISED[key] = _plan(call)
     return found
-
-
-def _stays(mask: Mask) -> bool:
-    """Whether a mask cannot change unnoticed, as a user's function of data can, and holds few
-    data."""
-    match mask:
-        case Causal() | SlidingWindow() | Chunked() | Prefix() | Documents() | Padding():
-            return True
-        case AllOf(parts=parts) | AnyOf(parts=parts):
-            return all(map(_stays, parts))
-        case Not(mask=inner):
-            return _stays(inner)
-    return False
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -227,16 +199,6 @@ class Slots:
             None
         ]
 
-    def labels(self, mask: Documents | Chunked, slots: Tensor) -> Tensor:
-        """The document or the chunk of each slot, `[B or 1, slots]`."""
-        b = torch.arange(self.call.batch, device=slots.device)[:, None]
-        if isinstance(mask, Chunked):
-            return chunk_index(
-                slots - (0 if mask.start is None else at_row(mask.start, b)), mask.size
-            )
-        ids = mask.ids.to(slots.device)
-        return ids[row_index(ids, b), slots.clamp(0, ids.shape[1] - 1)]
-
 
 Lookup = Callable[[Tensor, Tensor], Tensor]  # (b, index) -> element
 
@@ -251,17 +213,9 @@ def lookup(data: Tensor) -> Lookup:
 
 
 def _mod(mask: Mask, slots: Slots) -> MaskMod:
+    """A combination by its parts, a rule of distance by its limits, others as they are, if they
+    are known to stay so."""
     match mask:
-        case Causal():
-            return _compared(lookup(slots.key), torch.le, lookup(slots.query))
-        case SlidingWindow(size=size):
-            return _compared(lookup(slots.key), torch.gt, lookup(slots.query - size))
-        case Documents() | Chunked():
-            its, mine = (slots.labels(mask, each) for each in (slots.key, slots.query))
-            return _compared(lookup(its), torch.eq, lookup(mine))
-        case Padding() | Prefix():  # which do not depend on the query
-            row = lookup(_keep(slots.call, mask, (0, 1, 0, slots.call.num_keys))[:, 0, 0])
-            return lambda b, h, q_idx, kv_idx: row(b, kv_idx)
         case Not(mask=inner):
             hidden = _mod(inner, slots)
             return lambda *index: ~hidden(*index)
@@ -269,23 +223,35 @@ def _mod(mask: Mask, slots: Slots) -> MaskMod:
             return _joined([_mod(part, slots) for part in parts], torch.logical_and)
         case AnyOf(parts=parts):
             return _joined([_mod(part, slots) for part in parts], torch.logical_or)
-        case Where():
-            return _called(mask.mask_mod, lookup(slots.query), lookup(slots.key))
-    return _by_cell(mask, slots)
-
-
-def _compared(key: Lookup, compare: Callable[[Tensor, Tensor], Tensor], query: Lookup) -> MaskMod:
-    return lambda b, h, q_idx, kv_idx: compare(key(b, kv_idx), query(b, q_idx))
-
-
-def _by_cell(mask: Mask, slots: Slots) -> MaskMod:
-    """For `Dense`, and for rules that are not of this library: all cells as a tensor."""
+        case Where():  # whose checks FlexAttention cannot trace
+            return _called(mask.mask_mod, slots)
+    if mask.relative and (limits := _limits(mask, slots)):
+        return _joined(limits, torch.logical_and)
+    if mask.lasting:
+        return _called(mask, slots)
     whole = (0, slots.call.num_queries, 0, slots.call.num_keys)
     return by_cell(_keep(slots.call, mask, whole))
 
 
-def _called(mod: MaskMod, query: Lookup, key: Lookup) -> MaskMod:
-    """A user's function at slots. It may return a plain True or False."""
+def _limits(mask: Mask, slots: Slots) -> list[MaskMod]:
+    """A rule that depends on distance alone: the first and the last key that a query sees."""
+    limits = []
+    for low, high in mask.runs(0, 0).some:
+        if low is not NEAR:
+            limits.append(_compared(slots, torch.ge, low))
+        if high is not FAR:
+            limits.append(_compared(slots, torch.lt, high))
+    return limits
+
+
+def _compared(slots: Slots, compare: Callable[[Tensor, Tensor], Tensor], distance: int) -> MaskMod:
+    key, limit = lookup(slots.key), lookup(slots.query + distance)
+    return lambda b, h, q_idx, kv_idx: compare(key(b, kv_idx), limit(b, q_idx))
+
+
+def _called(mod: MaskMod, slots: Slots) -> MaskMod:
+    """A function of slots. A user's may return a plain True or False."""
+    query, key = lookup(slots.query), lookup(slots.key)
     return lambda b, h, q_idx, kv_idx: (
         (kv_idx == kv_idx) & mod(b, h, query(b, q_idx), key(b, kv_idx))
     )

@@ -5,10 +5,11 @@ block in which nothing is hidden, or whose mask is causal, is one call of torch'
 mask, of any length; others have at most `BLOCK` queries.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from itertools import groupby, pairwise
+from operator import and_
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.masks import EVERYTHING, Causal, Dense, Mask, Span
-from regard.masks.pieces import Shown, edges_of, hiding, row_masks, shown_by_parts
-from regard.masks.visible_runs import Runs, intersection, without_gaps
+from regard.masks import EVERYTHING, AllOf, Causal, Dense, Mask, Shown, Span
+from regard.masks.row_data import row_masks
+from regard.masks.runs import Runs, contains, intersection, without_gaps
 from regard.ops.bias import ScoreBias
 from regard.ops.call import Call, is_everything
 
@@ -30,6 +31,10 @@ DIAGONAL = 512  # keys in a block of torch's CPU kernel: those on the diagonal a
 
 # Memo table, by identity: a call is planned once, though it is estimated and run.
 _PLANS: WeakKeyDictionary[Call, dict[tuple[int, bool], "list[Block]"]] = WeakKeyDictionary()
+
+
+ShownBy = tuple[Mask, Shown]  # a part of a mask, and the keys that it shows to a run of queries
+ShownAt = Callable[[int, int], list[ShownBy]]  # from the first and the last slot of these queries
 
 
 class Block(NamedTuple):
@@ -144,7 +149,7 @@ def _blocks(
     call: Call, mask: Mask, size: int, whole: bool, rows: tuple[int, int]
 ) -> Iterator[Block]:
     shown = shown_by_parts(mask)
-    for first, stop in pairwise(_cuts(call, mask)):
+    for first, stop in pairwise(_cuts(call, shown)):
         block = _block(call, shown, first, stop, rows)
         if stop - first <= size or (whole and block.plain):
             yield block
@@ -153,17 +158,16 @@ def _blocks(
             yield _block(call, shown, start, min(start + size, stop), rows)
 
 
-def _cuts(call: Call, mask: Mask) -> list[int]:
+def _cuts(call: Call, shown: ShownAt) -> list[int]:
     """The first queries of pieces between edges of the rule, and the number of queries."""
     span = call.span
     if isinstance(span.q_start, Tensor):
         return [0, call.num_queries]
     cuts, last = [0], 0
-    edges = [
-        slot - span.q_start
-        for slot in edges_of(mask, span.q_start, span.q_start + call.num_queries)
-    ]
-    for edge in [*edges, call.num_queries]:
+    first, stop = span.q_start, span.q_start + call.num_queries
+    edges = sorted({slot for _, each in shown(first, stop - 1) for slot in each.edges})
+    inside = [slot - first for slot in edges if first < slot < stop]
+    for edge in [*inside, call.num_queries]:
         if edge - cuts[-1] > SHORT and last > cuts[-1]:
             cuts.append(last)
         last = edge
@@ -172,7 +176,7 @@ def _cuts(call: Call, mask: Mask) -> list[int]:
 
 def _block(
     call: Call,
-    shown: Callable[[int, int], list[Shown]],
+    shown: ShownAt,
     first: int,
     stop: int,
     rows: tuple[int, int],
@@ -180,11 +184,35 @@ def _block(
     span = call.span
     low, high = span.first_query + first, span.last_query - call.num_queries + stop
     parts = shown(low, high)
-    some = reduce(intersection, [part.some for part in parts], [(span.kv_start, span.kv_stop)])
+    some = reduce(intersection, [each.some for _, each in parts], [(span.kv_start, span.kv_stop)])
     runs = without_gaps(some, GAP)
     rest = hiding(parts, runs)
     aligned = not isinstance(span.q_start, Tensor) and bool(runs) and runs[0][0] == low
     return Block(rows, first, stop - first, runs, span.kv_start, rest, aligned)
+
+
+def shown_by_parts(mask: Mask) -> ShownAt:
+    """A function that finds what each part of an intersection shows to the queries `first..last`;
+    for the blocks of one call, since data may change later."""
+    parts = mask.parts if isinstance(mask, AllOf) else (mask,)
+    finders = [(part, part.finder()) for part in parts]
+    return lambda first, last: [(part, find(first, last)) for part, find in finders]
+
+
+def hiding(shown: Iterable[ShownBy], runs: Runs) -> Mask:
+    """The intersection of the parts that hide some of these keys from some of the queries.
+
+    Examples:
+        >>> from regard.masks import Causal, Chunked
+        >>> hiding(shown_by_parts(Causal() & Chunked(4))(4, 7), [(4, 8)])
+        Causal()
+    """
+    parts = [
+        part
+        for part, each in shown
+        if not all(contains(each.every, start, stop) for start, stop in runs)
+    ]
+    return reduce(and_, parts) if parts else EVERYTHING
 
 
 def part_of(call: Call, block: Block) -> Call:

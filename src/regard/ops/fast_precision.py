@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard.heads import fold_heads, unfold_heads
-from regard.masks.visible_runs import true_runs, without_gaps
+from regard.masks.runs import true_runs, without_gaps
 from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
 from regard.ops.definition import scores_of, softmax
@@ -156,7 +156,7 @@ def _edges(call: Call) -> tuple[list[Edge], Tensor | None]:
     masked = hidden.expand(call.batch, call.num_heads, call.num_queries, 1)
     runs = [(0, call.num_keys)]
     if is_concrete(edge):
-        runs = without_gaps(true_runs(edge.tolist()), 64)
+        runs = without_gaps(true_runs(edge), 64)
     edges = [Edge(start, stop, _added(call, keep[..., start:stop])) for start, stop in runs]
     return edges, fold_heads(masked, call.num_kv_heads)
 

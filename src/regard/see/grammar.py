@@ -32,6 +32,7 @@ from regard.masks import (
     Padding,
     Prefix,
     SlidingWindow,
+    Tree,
 )
 
 LONGEST = 100_000  # characters of a mask: a dense one of 128 x 128 written out has 98,000
@@ -73,6 +74,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "Documents": Rule(Documents, ("ids",)),
         "Padding": Rule(Padding, ("valid",)),
         "Dense": Rule(Dense, ("keep",)),
+        "Tree": Rule(Tree, ("parents",)),
     }
 )
 CONSTANTS: Mapping[str, Mask] = MappingProxyType({"EVERYTHING": EVERYTHING, "NOTHING": NOTHING})

@@ -9,8 +9,8 @@ import torch
 from regard.masks import Mask, Span
 from regard.masks.draw import HIDDEN, SIZE, VISIBLE, as_svg, frame, in_blocks, slots
 from regard.masks.draw import SIDE as BLOCKS
-from regard.masks.pooling import Pooled
-from regard.masks.svg import BLUE, RED, runs
+from regard.pooling import Pooled
+from regard.svg import BLUE, RED, runs
 from regard.words import counted
 
 PARTLY = "▒"  # a block of which some cells are visible

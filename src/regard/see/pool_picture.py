@@ -15,7 +15,7 @@ from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.pool import PagePool
 from regard.cache.paging.slabs import Slab
-from regard.masks.svg import INK
+from regard.svg import INK
 from regard.words import counted, without_controls
 
 MOST = 2000  # cells of a strip that are shown: a drawing of 100,000 takes minutes

@@ -10,6 +10,7 @@ from regard import EVERYTHING, Causal, Chunked, Dense, Documents, Mask, SlidingW
 from regard.distributed.context import needed
 from regard.distributed.context.needed import Bytes, bytes_sent, needs_of, slots_of
 from regard.distributed.shards import Shards
+from regard.masks.runs import FAR, Shown
 from shard_calls import BATCH, named_masks
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -99,16 +100,16 @@ def test_masks_without_a_structure_need_everything():
 
 
 class Odd(Mask):
-    """A rule of a caller's own, known by its reach."""
+    """A rule of a caller's own, known by its runs."""
 
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx + 2 >= q_idx
 
-    def reach(self, span):
-        return max(0, span.first_query - 2), None
+    def runs(self, first, last):
+        return Shown([(first - 2, FAR)], [(last - 2, FAR)])
 
 
-def test_rules_of_the_caller_are_known_by_their_reach():
+def test_rules_of_the_caller_are_known_by_their_runs():
     assert needs_of(Odd(), Shards(10, 2, "contiguous")).of(1, 0) == [(3, 5)]
 
 

@@ -22,7 +22,7 @@ from regard.distributed.context.rectangles import Scoring
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
 from regard.masks import EVERYTHING, Mask, Span
-from regard.masks.visible_runs import Runs
+from regard.masks.runs import Runs
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_bias, check_mask, check_mask_sizes, check_options, check_sinks
 from regard.ops.partial import Partial

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.distributed.context.needed import Needs, length_of, slots_of, union_of
 from regard.distributed.ranks import Pending, Ranks
-from regard.masks.visible_runs import Runs, intersection, without_gaps
+from regard.masks.runs import Runs, intersection, without_gaps
 from regard.ops.blocks import GAP
 
 Kind = Literal["ring", "gather"]

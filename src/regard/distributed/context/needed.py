@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from regard.distributed.shards import Shards
 from regard.masks import Mask, Span
-from regard.masks.pieces import edges_of, row_masks
-from regard.masks.visible_runs import Finder, Runs, intersection, union, visible_runs_of
+from regard.masks.row_data import row_masks
+from regard.masks.runs import Finder, Runs, intersection, union
 
 QUERIES = 128  # in a block whose visible keys are found together
 _MOST = 64  # tables that are memoised: the masks of a model's layers, for some sequences
@@ -117,9 +117,9 @@ def _needs(mask: Mask, shards: Shards) -> Needs:
     seen: list[Runs] = [[] for _ in range(shards.ranks)]
     work = [0] * shards.ranks
     for row in row_masks(mask, mask.batch or 1):
-        find = visible_runs_of(row)
+        find = row.finder()
         for rank in range(shards.ranks):
-            blocks = [block for piece in shards.pieces(rank) for block in _blocks(row, *piece)]
+            blocks = [block for piece in shards.pieces(rank) for block in _blocks(find, *piece)]
             found = [_clipped(find, block, shards.length) for block in blocks]
             seen[rank] = union_of([seen[rank], *(some for some, _ in found)])
             work[rank] += sum(cells for _, cells in found)
@@ -133,9 +133,9 @@ def slots_of(shards: Shards, rank: int) -> Runs:
     return union(list(shards.pieces(rank)), [])
 
 
-def _blocks(mask: Mask, start: int, stop: int) -> list[tuple[int, int]]:
+def _blocks(find: Finder, start: int, stop: int) -> list[tuple[int, int]]:
     """Blocks of queries, which begin where a rule begins to show other keys."""
-    cuts = [start, *edges_of(mask, start, stop), stop]
+    cuts = [start, *find(start, stop - 1).edges_between(start, stop), stop]
     return [
         (first, min(first + QUERIES, end))
         for begin, end in pairwise(cuts)
@@ -148,7 +148,7 @@ def _clipped(find: Finder, block: tuple[int, int], length: int) -> tuple[Runs, i
     number grew evenly from its first query to its last."""
 
     def some(first: int, last: int) -> Runs:
-        return intersection(find(first, last)[0], [(0, length)])
+        return intersection(find(first, last).some, [(0, length)])
 
     first, last = block[0], block[1] - 1
     ends = length_of(some(first, first)) + length_of(some(last, last))

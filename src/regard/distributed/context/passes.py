@@ -21,7 +21,7 @@ from regard.distributed.context.gradients import Attended, Sums, add_gradients, 
 from regard.distributed.context.needed import bytes_sent, slots_of
 from regard.distributed.context.rectangles import Scoring, attend_rectangle, rectangles
 from regard.distributed.ranks import counted, expected
-from regard.masks.visible_runs import Runs
+from regard.masks.runs import Runs
 from regard.ops.partial import Partial, merge
 from regard.tracing import without_autocast
 

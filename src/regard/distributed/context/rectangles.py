@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.cache import Part
 from regard.constants import accumulating_dtype
 from regard.masks import Mask, Span
-from regard.masks.visible_runs import Finder, Runs, intersection, visible_runs_of, without_gaps
+from regard.masks.runs import Finder, Runs, intersection, without_gaps
 from regard.ops.attend import prepare
 from regard.ops.backends.blocked import SCORES, steps_of
 from regard.ops.backends.common import columns_contiguous
@@ -58,7 +58,7 @@ class Scoring:
     @cached_property
     def find(self) -> Finder:
         """The visible keys of blocks of queries."""
-        return visible_runs_of(self.mask)
+        return self.mask.finder()
 
     def call(self, span: Span, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Call:
         """The description of a rectangle."""
@@ -164,7 +164,7 @@ def tiles(scoring: Scoring, whole: Rectangle, heads: int) -> Iterator[Rectangle]
     size = max(BLOCK // 4, min(SCORES // max(1, heads * span.num_keys), BLOCK))
     for first in range(span.first_query, span.last_query + 1, size):
         stop = min(first + size, span.last_query + 1)
-        some, _ = scoring.find(first, stop - 1)
+        some = scoring.find(first, stop - 1).some
         for run in without_gaps(intersection(some, [(span.kv_start, span.kv_stop)]), GAP):
             yield whole.at(first, stop, *run)
 

@@ -14,7 +14,7 @@ from regard.cache.parts import storage_of
 from regard.constants import accumulating_dtype
 from regard.distributed.decode.slots import Segment, Slots
 from regard.masks import EVERYTHING, Dense, Mask, Span
-from regard.masks.visible_runs import Runs, complement, intersection, visible_runs_of
+from regard.masks.runs import Runs, complement, intersection
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Call, is_everything
 from regard.ops.choose import choose, objection_of
@@ -112,7 +112,7 @@ def _pieces(call: Call, slots: Slots, rank: int) -> Iterator[tuple[Segment, Call
 def _visible(call: Call) -> list[tuple[Runs, Mask]]:
     """Slots visible to all queries, which need no mask, and the other slots visible to some."""
     span = call.span
-    some, every = visible_runs_of(call.mask)(span.first_query, span.last_query)
+    some, every, _ = call.mask.finder()(span.first_query, span.last_query)
     some = intersection(some, [(span.kv_start, span.kv_stop)])
     every = intersection(some, every)
     return [(every, EVERYTHING), (intersection(some, complement(every)), call.mask)]

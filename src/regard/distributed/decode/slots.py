@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from regard.masks.visible_runs import Runs
+from regard.masks.runs import Runs
 
 
 class Piece(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from regard.hf.families.rotating import memoised
 from regard.masks import EVERYTHING, Causal, Dense, Mask, SlidingWindow, Span
-from regard.masks.rules import HIDDEN_BELOW
+from regard.masks.dense import HIDDEN_BELOW
 from regard.ops.bias import split_additive
 from regard.tracing import is_concrete
 

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.constants import accumulating_dtype
 from regard.masks import Span
-from regard.masks.pieces import is_relative
-from regard.masks.visible_runs import Runs
+from regard.masks.runs import Runs
 from regard.ops import block_gradients, fast_precision
 from regard.ops.backends import eager, sdpa
 from regard.ops.backends.common import columns_contiguous, may_check
@@ -203,7 +202,7 @@ def steps_of(call: Call, blocks: list[Block]) -> Iterator[Step]:
         span, hiding = part.span, None
         if block.plain:
             pass
-        elif isinstance(span.q_start, Tensor) or not is_relative(part.mask):
+        elif isinstance(span.q_start, Tensor) or not part.mask.relative:
             hiding = sdpa.hiding_of(part)
         else:
             key = (part.mask, span.q_start - span.kv_start, span.num_queries, span.num_keys)

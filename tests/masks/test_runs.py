@@ -8,7 +8,7 @@ import torch
 
 import cases
 from cases import Sizes, draw_leaf, draw_mask, table
-from regard.masks.visible_runs import (
+from regard.masks.runs import (
     ALL,
     NONE,
     complement,
@@ -16,7 +16,6 @@ from regard.masks.visible_runs import (
     intersection,
     true_runs,
     union,
-    visible_runs_of,
     without_gaps,
 )
 
@@ -27,14 +26,26 @@ def test_runs_contain_all_keys_visible_to_some_and_only_keys_visible_to_all(seed
     sizes = Sizes(2, 2, 1, 1, 1, [0, 0], 9, 0, 9)
     mask, sees = draw_mask(rng, sizes)
     cells = table(cases.Case(seed, sizes, *[torch.empty(0)] * 3, sees=sees))
-    find = visible_runs_of(mask.within(sizes.span()))
+    find = mask.within(sizes.span()).finder()
     for first, last in itertools.combinations(range(9), 2):
-        some, every = find(first, last)
+        some, every, _ = find(first, last)
         here = cells[:, :, first : last + 1]
         for key in range(9):
             case = (mask, first, last, key)
             assert contains(some, key, key + 1) or not here[..., key].any(), case
             assert not contains(every, key, key + 1) or here[..., key].all(), case
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_runs_without_reading_are_no_narrower_than_those_of_the_data(seed):
+    """`runs` reads no tensor: it shows no fewer keys to some, and no more to all, than `finder`."""
+    sizes = Sizes(2, 2, 1, 1, 1, [0, 0], 9, 0, 9)
+    mask, _ = draw_mask(random.Random(seed), sizes)
+    placed = mask.within(sizes.span())
+    for first, last in itertools.combinations(range(9), 2):
+        known, read = placed.runs(first, last), placed.finder()(first, last)
+        assert intersection(known.some, read.some) == union(read.some)
+        assert intersection(known.every, read.every) == union(known.every)
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "chunked", "prefix", "documents", "padding"])
@@ -43,9 +54,9 @@ def test_runs_of_simple_rules_are_exact(kind, seed):
     """For one query of one row, both lists of runs equal the rule."""
     sizes = Sizes(1, 1, 1, 1, 1, [0], 9, 0, 9)
     mask, sees = draw_leaf(random.Random(seed), sizes, kind)
-    find = visible_runs_of(mask)
+    find = mask.finder()
     for query, key in itertools.product(range(9), repeat=2):
-        some, every = find(query, query)
+        some, every, _ = find(query, query)
         visible = sees(0, 0, query, key)
         assert contains(some, key, key + 1) == contains(every, key, key + 1) == visible
 
@@ -65,6 +76,7 @@ def test_runs_with_small_gaps_are_joined():
 
 
 def test_runs_of_true_flags():
-    assert true_runs([]) == true_runs([False]) == []
-    assert true_runs([True, True, False, True]) == [(0, 2), (3, 4)]
+    flags = torch.tensor([True, True, False, True])
+    assert true_runs(flags[:0]) == true_runs(flags[2:3]) == []
+    assert true_runs(flags) == [(0, 2), (3, 4)]
     assert contains([(0, 2), (3, 4)], 3, 4) and not contains([(0, 2), (3, 4)], 1, 4)

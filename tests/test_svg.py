@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from regard import Causal, Documents, Padding, SlidingWindow, Span
-from regard.masks.pooling import pooled
-from regard.masks.svg import runs, svg
+from regard.pooling import pooled
+from regard.svg import runs, svg
 
 NAMES = {"svg": "http://www.w3.org/2000/svg"}
 

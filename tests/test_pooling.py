@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard import Span
-from regard.masks.pooling import pooled
+from regard.pooling import pooled
 
 
 def by_hand(cells, rows, columns):
@@ -29,7 +29,7 @@ def by_hand(cells, rows, columns):
 @pytest.mark.parametrize("seed", range(40))
 def test_blocks_hold_what_their_cells_hold(seed, monkeypatch):
     rng = random.Random(seed)
-    monkeypatch.setattr("regard.masks.pooling.STRIP", rng.choice([1, 7, 50, 10_000]))
+    monkeypatch.setattr("regard.pooling.STRIP", rng.choice([1, 7, 50, 10_000]))
     queries, keys = rng.randint(1, 40), rng.randint(1, 40)
     share = rng.choice([0.1, 0.5, 0.95])
     cells = [[rng.random() < share for _ in range(keys)] for _ in range(queries)]

@@ -27,7 +27,7 @@ class Pooled(NamedTuple):
     Examples:
         >>> import torch
         >>> from regard import Span
-        >>> from regard.masks.pooling import pooled
+        >>> from regard.pooling import pooled
         >>> blocks = pooled(lambda span: torch.eye(4).bool(), Span(0, 4, 0, 4), rows=2, columns=2)
         >>> blocks.some.tolist(), blocks.every.any().item(), blocks.visible
         ([[True, False], [False, True]], False, 4)

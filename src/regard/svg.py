@@ -1,10 +1,10 @@
-"""A mask as SVG: runs of equal cells are one shape, text takes the colour of the page."""
+"""The cells of a mask as SVG: runs of equal cells are one shape, text takes the page's colour."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from regard.masks.pooling import Pooled
+from regard.pooling import Pooled
 from regard.words import counted, without_controls
 
 SIDE = 400  # pixels of the longer side at most, about

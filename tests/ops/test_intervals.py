@@ -19,7 +19,7 @@ from regard.masks import (
     SlidingWindow,
     Span,
 )
-from regard.masks.intervals import intervals_of
+from regard.ops.intervals import intervals_of
 
 IDS = torch.tensor([[4, 4, 1, 1, 1, 7], [0, 0, 0, 0, 2, 2]])
 INTERVALS = {

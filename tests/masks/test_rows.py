@@ -1,6 +1,5 @@
 """Masks for some rows and queries: they agree with the whole mask there."""
 
-import itertools
 import random
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from cases import Sizes, draw_mask
 from regard import (
-    EVERYTHING,
     Causal,
     Chunked,
     Dense,
@@ -19,10 +17,13 @@ from regard import (
     Span,
     Where,
 )
-from regard.masks.pieces import edges_of, hiding, is_relative, row_masks, shown_by_parts
-from regard.masks.visible_runs import intersection, visible_runs_of
+from regard.masks.row_data import row_masks
 
 SQUARE = Span(0, 9, 0, 9)
+
+
+def edges_of(mask, first, stop):
+    return mask.finder()(first, stop - 1).edges_between(first, stop)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -50,27 +51,6 @@ def test_the_mask_of_a_row_is_made_once():
     assert row_masks(valid, 2)[1] is row_masks(Causal() & valid, 2)[1].parts[1]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_parts_that_hide_agree_with_the_mask_on_visible_runs(seed):
-    mask, _ = draw_mask(random.Random(seed), Sizes(2, 2, 1, 1, 1, [0, 0], 9, 0, 9))
-    mask = mask.within(SQUARE)
-    for first, last in itertools.combinations(range(9), 2):
-        runs = intersection(visible_runs_of(mask)(first, last)[0], [(0, 9)])
-        rest = hiding(shown_by_parts(mask)(first, last), runs)
-        for start, stop in runs:
-            span = Span(first, last + 1, start, stop)
-            got = rest.dense(span, batch=2, heads=2).expand(2, 2, -1, -1)
-            assert torch.equal(got, mask.dense(span, batch=2, heads=2).expand_as(got))
-
-
-def test_parts_that_hide_nothing_are_left_out():
-    documents = Documents(torch.tensor([0, 0, 0, 1, 1, 1]))
-    both = shown_by_parts(Causal() & documents)
-    assert hiding(both(3, 5), [(3, 6)]) == Causal()
-    assert hiding(shown_by_parts(documents)(3, 5), [(3, 6)]) == EVERYTHING
-    assert hiding(both(2, 5), [(0, 6)]) == Causal() & documents
-
-
 def test_edges_are_where_queries_begin_to_attend_to_other_keys():
     ids = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 6, 6]])
     assert edges_of(Documents(ids), 0, 6) == [2, 4, 5]
@@ -88,5 +68,5 @@ def test_edges_of_a_dense_mask_are_counted_from_its_first_query():
 
 
 def test_rules_of_distance_alone():
-    assert is_relative(Causal() & ~SlidingWindow(2) | SlidingWindow(3))
-    assert not is_relative(Causal() | Prefix(2))
+    assert (Causal() & ~SlidingWindow(2) | SlidingWindow(3)).relative
+    assert not (Causal() | Prefix(2)).relative

@@ -146,8 +146,11 @@ class Call:
         return replace(self, span=span, mask=self.mask.within(span))
 
     def keys_and_values(self, part: Part) -> tuple[AnyStream, AnyStream]:
-        """The keys and values of a part, whose streams are those two, or one of both: the values
-        are then the first columns of a tensor, and of other streams the keys themselves."""
+        """The keys and values of a part with two streams, or with one stream of both.
+
+        Of a single tensor the first columns are the values; another single stream is returned
+        twice.
+        """
         k, *rest = part.stored
         if rest:
             return k, rest[0]

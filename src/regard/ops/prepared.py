@@ -90,8 +90,11 @@ class Prepared(NamedTuple):
     def run_whole(
         self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"]
     ) -> Float[Tensor, "B H L Dv"]:
-        """`run` of all keys at once. Where all of them are read, by each row its own, and nothing
-        else is to be done, the backend is called right away."""
+        """`run` of all keys at once.
+
+        The backend is called right away where all keys are read, each row has its own, and no hook
+        observes the call.
+        """
         call, plain = self.call, not (CALLS or BACKEND_RUNS)
         if plain and call.immediate and call.span is call.whole and not call.joined:
             own = call.batch == 1 or k.stride(0) != 0 or v.stride(0) != 0

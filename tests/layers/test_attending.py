@@ -65,10 +65,9 @@ def test_the_layer_that_objects_has_the_cache_of_before(wrong):
     assert_same(model(x[:, 4:], caches), expected[:, 4:])
 
 
-def test_outlines_are_of_one_token():
+def test_outlines_have_the_widths_of_keys_and_values():
     k, v = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 6)
-    keys = Keys.of((Part(0, 5, (k, v)),))
-    assert [each.shape for each in keys.outlines] == [(1, 2, 1, 8), (1, 2, 1, 6)]
+    assert Keys.of((Part(0, 5, (k, v)),)).outlines == (k, v)
     joined = Keys.of((Part(0, 5, (k,)),), v_head_dim=3)
     assert [each.shape[-1] for each in joined.outlines] == [8, 3]
 

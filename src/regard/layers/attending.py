@@ -53,7 +53,9 @@ class Keys(NamedTuple):
 
     @property
     def outlines(self) -> tuple[Tensor, Tensor]:
-        """Tensors with the dtypes and the shapes of keys and values, of at most one token."""
+        """Tensors with the dtypes and the shapes of keys and values, of any number of tokens."""
+        if type(self.first.streams) is tuple and len(self.first.streams) == 2:
+            return self.first.streams
         k, *rest = (each[:, :, :1] for each in self.first.outlines)
         if rest:
             return k, rest[0]

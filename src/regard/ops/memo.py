@@ -108,7 +108,8 @@ def _slots(given: Arguments) -> object | None:
         return None, keys
     if type(span.q_start) is not int or span.q_stop - span.q_start != given.q.shape[2]:
         return None
-    if given.score_bias is None and _shows_all(mask, span):
+    few = mask is EVERYTHING or given.q.shape[2] == 1  # of more queries most rules hide something
+    if few and given.score_bias is None and _shows_all(mask, span):
         return rounded(span.num_keys)
     return span.q_start, span.q_stop, span.kv_start, span.kv_stop
 

@@ -78,6 +78,8 @@ class Prepared(NamedTuple):
             parts: streams (keys, values), or one stream whose first `v_head_dim` columns are the
                 values.
         """
+        if (keys := self._plain(parts)) is not None:
+            return self.backend.run(self.call, q, *keys)
         if CALLS:
             parts = tuple(parts)  # the hooks read the parts, too
         with without_autocast(self.call.device):
@@ -90,17 +92,23 @@ class Prepared(NamedTuple):
     def run_whole(
         self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"]
     ) -> Float[Tensor, "B H L Dv"]:
-        """`run` of all keys at once.
+        """`run` of all keys at once."""
+        return self.run(q, (Part(self.call.whole.kv_start, self.call.whole.kv_stop, (k, v)),))
 
-        The backend is called right away where all keys are read, each row has its own, and no hook
-        observes the call.
-        """
-        call, plain = self.call, not (CALLS or BACKEND_RUNS)
-        if plain and call.immediate and call.span is call.whole and not call.joined:
-            own = call.batch == 1 or k.stride(0) != 0 or v.stride(0) != 0
-            if own and not torch._C._is_any_autocast_enabled():
-                return self.backend.run(call, q, k, v)
-        return self.run(q, (Part(call.whole.kv_start, call.whole.kv_stop, (k, v)),))
+    def _plain(self, parts: Iterable[Part]) -> Sequence[Tensor] | None:
+        """Keys and values for which nothing is to be done but to call the backend, or None: all of
+        them in one part, two tensors of which each row has its own, and no hook observes."""
+        call = self.call
+        if type(parts) is not tuple or len(parts) != 1 or CALLS or BACKEND_RUNS:
+            return None
+        start, stop, streams = parts[0]
+        if call.span is not call.whole or (start, stop) != (call.span.kv_start, call.span.kv_stop):
+            return None
+        if type(streams) is not tuple or len(streams) != 2 or call.joined or not call.immediate:
+            return None
+        if call.batch > 1 and streams[0].stride(0) == 0 == streams[1].stride(0):
+            return None
+        return None if torch._C._is_any_autocast_enabled() else streams
 
     def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         """As `run`, with the log-sum-exp, to be merged with attention over other keys."""

@@ -42,7 +42,7 @@ def read_table(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtyp
         table = _grown(rope, compute, last + 1, dtype)
     if rows is None:
         return table[0][first], table[1][first]
-    cos, sin = (torch.embedding(each, rows) for each in table)
+    cos, sin = torch.embedding(table[0], rows), torch.embedding(table[1], rows)
     return (cos, sin) if rows.dim() == 1 else (cos.unsqueeze(-3), sin.unsqueeze(-3))
 
 

@@ -140,7 +140,7 @@ def first_expanded(keys: int) -> int:
     """The least number of queries for which the layer chooses the expanded form."""
     layer = deepseek_v3("auto")
     spans = (Span(keys - queries, keys, 0, keys) for queries in range(1, keys))
-    return next(s.num_queries for s in spans if layer.choose(s)[0].name == "expanded")
+    return next(s.num_queries for s in spans if layer.choose(s).name == "expanded")
 
 
 def work_of_one_query(axes: Axes) -> None:

@@ -27,8 +27,7 @@ def be_wrong() -> None:
 
         return wrong
 
-    Prepared._run = made_wrong(Prepared._run)
-    Prepared.run_whole = made_wrong(Prepared.run_whole)
+    Prepared.run = made_wrong(Prepared.run)
 
 
 def main() -> None:

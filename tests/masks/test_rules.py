@@ -164,30 +164,6 @@ def test_a_window_counts_the_query_itself():
     assert visible.tolist() == [1, 2, 3, 3, 3, 3]
 
 
-def test_a_dense_mask_is_placed_at_the_slots_of_the_span():
-    keep = torch.rand(2, 3, 4) < 0.5
-    span = Span(5, 8, 2, 6)
-    mask = Dense(keep).within(span)
-    assert torch.equal(mask.dense(span, batch=2), keep[:, None])
-    assert torch.equal(mask.dense(Span(5, 8, 3, 5), batch=2), keep[:, None, :, 1:3])
-    assert torch.equal(mask.dense(Span(6, 8, 3, 5), batch=2), keep[:, None, 1:, 1:3])
-    b = torch.arange(2)[:, None, None, None]
-    q, kv = torch.arange(5, 8)[:, None], torch.arange(2, 6)
-    assert torch.equal(mask(b, torch.tensor(0), q, kv), keep[:, None])
-    with pytest.raises(ValueError, match=r"\[3, 5\]"):
-        Dense(keep).within(Span(0, 3, 0, 5))
-
-
-def test_an_additive_mask_becomes_a_dense_mask():
-    lowest = torch.finfo(torch.float32).min
-    added = torch.tensor([[0.0, -torch.inf], [lowest, 0.0], [-1e4, 0.0]])
-    assert Dense.from_additive(added).keep.tolist() == [[True, False], [False, True], [False, True]]
-    coarse = torch.tensor([[0.0, -1e4]], dtype=torch.bfloat16)  # rounded to -9984
-    assert Dense.from_additive(coarse).keep.tolist() == [[True, False]]
-    with pytest.raises(ValueError, match="split_additive"):
-        Dense.from_additive(torch.tensor([[0.0, -1.0]]))
-
-
 def test_documents_from_cumulative_lengths():
     assert Documents.from_cu_seqlens(torch.tensor([0, 2, 3])).ids.tolist() == [[0, 0, 1]]
     with pytest.raises(ValueError, match="starts at 0"):

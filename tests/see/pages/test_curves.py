@@ -384,4 +384,4 @@ def test_compare_refuses_a_page_that_cannot_be_written_before_it_starts(
 ):
     monkeypatch.setattr(verb, "compare", None)  # it is not reached
     assert command("--html", tmp_path / name) == 2
-    assert "--html" in capsys.readouterr().err
+    assert f"{tmp_path / name} cannot be written" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from itertools import groupby
 from types import CellType
 from typing import Any
@@ -148,8 +149,12 @@ def _contents(cells: Iterable[CellType]) -> list[object]:
 
 
 def _fields(value: object) -> str:
-    fields = ", ".join(f"{name}={_code(each)}" for name, each in sorted(vars(value).items()))
-    return f"{type(value).__qualname__}({fields})"
+    """The arguments that an object was made of, without what it has memoised since."""
+    names = sorted(vars(value))
+    if is_dataclass(value):
+        names = [each.name for each in fields(value) if each.init]
+    given = ", ".join(f"{name}={_code(getattr(value, name))}" for name in names)
+    return f"{type(value).__qualname__}({given})"
 
 
 def _digest_of_tensor(value: Tensor) -> int:

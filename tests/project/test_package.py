@@ -170,7 +170,7 @@ def test_a_consumers_mypy_sees_types(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},  # a place of installed packages
     )
     assert re.findall(r'Revealed type is "(.*)"', done.stdout) == [
-        "regard.masks.algebra.Mask",
+        "regard.masks.mask.Mask",
         "int",
         "str",
     ], done.stdout

@@ -96,7 +96,7 @@ if PartialState().is_main_process:
 def test_two_processes_share_a_batch(tmp_path):
     (tmp_path / "two.py").write_text(TWO)
     here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (here, here.parent / "support")))
+    paths = os.pathsep.join(map(str, (here, here.parents[1] / "support")))
     environment = {**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "1"}
 
     def losses(*command):

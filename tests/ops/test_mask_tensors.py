@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from regard import Causal, Dense, Padding, Span, Where, prepare
+from regard import Causal, Dense, Padding, Span, Tree, Where, attend, prepare
 from regard.ops import mask_tensors as module
 from regard.ops.mask_tensors import mask_key, mask_tensors
 from regard.versions import ChangedInPlace
@@ -61,6 +61,21 @@ def test_a_rule_that_was_written_is_refused():
     assert mask_key(mask) is None
     with pytest.raises(ChangedInPlace):
         call_of(mask)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "grouped", "fused", "eager"])
+@torch.no_grad()
+def test_one_rule_at_two_places_is_two_rules(backend):
+    """Placed by the caller, and then given for calls with the same span."""
+    tree, span = Tree(torch.tensor([-1, 0, 0, 1])), Span(6, 12, 0, 12)
+    q, k, v = torch.randn(1, 2, 6, 16), torch.randn(1, 2, 12, 16), torch.randn(1, 2, 12, 16)
+    b, h = torch.tensor(0), torch.tensor(0)
+    for place in (Span(6, 12, 0, 12), Span(4, 10, 0, 10)):
+        mask = tree.within(place)
+        visible = mask(b, h, torch.arange(6, 12)[:, None], torch.arange(12)).reshape(6, 12)
+        scores = (q @ k.mT / 4).masked_fill(~visible, -torch.inf)
+        expected = scores.softmax(-1).nan_to_num() @ v
+        torch.testing.assert_close(attend(q, k, v, mask=mask, span=span, backend=backend), expected)
 
 
 def test_rules_of_a_user_have_no_key():

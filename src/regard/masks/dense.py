@@ -1,7 +1,6 @@
 """A mask that is a tensor: a boolean for each query and key of one call."""
 
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -143,9 +142,7 @@ class Dense(DataMask):
                 f"Dense(keep) has a value for each query and key of a call, here {list(sizes)}, "
                 f"got shape {list(self.keep.shape)}; with a cache, the cached keys count, too"
             )
-        placed = copy(self)
-        placed._set(place=span, rows={})
-        return placed
+        return self._at(span)
 
     def reach(self, span: Span) -> Reach:
         place = self.place or span  # `within` will place it there

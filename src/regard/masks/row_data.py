@@ -1,8 +1,9 @@
 """Rules that hold tensors: their base class, and functions that check, summarise and index them."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ TOKEN_MASKS = (  # ends error messages about masks of tokens
     "attention_mask; nn.MultiheadAttention's key_padding_mask is the opposite, give its ~"
 )
 
+Kind = TypeVar("Kind", bound="DataMask")
+
 
 class DataMask(Mask):
     """A rule that holds tensors, or copies of them. A rule whose tensors were written since it was
@@ -26,6 +29,7 @@ class DataMask(Mask):
     given: tuple[Any, ...]  # what the rule was made of: tensors, and numbers
     versions: Versions  # of these tensors and of the copies, when the rule was made
     rows: dict[int, "DataMask"]  # the rule for single rows, each made once
+    place: Span | None = None  # the slots of one call, of a rule that is placed there
     lasting = True
 
     def within(self, span: Span) -> Mask:
@@ -44,6 +48,12 @@ class DataMask(Mask):
             parts = {name: _of_row(value, row) for name, value in data.items()}
             self.rows[row] = type(self)(**parts)
         return self.rows[row]
+
+    def _at(self: Kind, span: Span) -> Kind:
+        """This rule, placed at the slots of a call."""
+        placed = copy(self)
+        placed._set(place=span, rows={})
+        return placed
 
     def _set(self, **values: object) -> None:
         """Set fields of the frozen rule."""

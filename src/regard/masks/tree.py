@@ -1,7 +1,6 @@
 """Drafts of speculative decoding: a tree of tokens that one call verifies."""
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_, or_
@@ -111,9 +110,7 @@ class Tree(DataMask):
                 f"a tree of {size} tokens ends with the call's last query, which has slot "
                 f"{stop - 1}; give all tokens of the tree, or a span or cache with those before"
             )
-        placed = copy(self)
-        placed._set(place=span, rows={})
-        return placed
+        return self._at(span)
 
     def runs(self, first: int, last: int) -> Shown:
         place, size = self.extent, self.parents.shape[1]

@@ -11,7 +11,6 @@ from regard.masks import (
     AllOf,
     AnyOf,
     Causal,
-    Dense,
     Everything,
     Mask,
     Not,
@@ -108,7 +107,7 @@ def mask_key(mask: object) -> object | None:
         return None if inner is None else (kind, inner)
     if not isinstance(mask, DataMask) or mask.versions.changed:
         return None
-    if isinstance(mask, Dense) and mask.place is not None:  # its versions are those of other places
+    if mask.place is not None:  # it shares its versions with the same rule at other slots
         return None
     return ref(mask.versions)
 

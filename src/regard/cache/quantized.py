@@ -51,10 +51,6 @@ class QuantizedCache(Stored):
         format: instead of `bits`, those of keys and of values: `"K8V4"`, or any other
             `K{8|6|4}V{8|6|4}`.
 
-    Attributes:
-        pieces: the widths of the pieces of a joined stream, which a layer announces before its
-            first update; None otherwise.
-
     Raises:
         ValueError: if an argument is none of these.
 
@@ -84,7 +80,6 @@ class QuantizedCache(Stored):
             raise ValueError(f"group is an even number of channels, got {group}")
         self.format = _format_of(bits, group) if format is None else _quantising(format, group)
         self.group = group
-        self.pieces: Sequence[int] | None = None
         self._store = KVCache()
         self._streams: tuple[_Described, ...] = ()  # those held
 

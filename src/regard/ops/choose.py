@@ -47,7 +47,7 @@ def rounded(keys: int) -> int:
 
 def _cheapest(call: Call) -> str:
     able = [name for name in BACKENDS if objection_of(call, name) is None]
-    if len(able) == 1:  # without an estimate, for which a machine may have to be measured
+    if len(able) == 1:
         return able[0]
     best, least = "eager", math.inf
     for name in able:

@@ -280,7 +280,7 @@ def test_the_estimates_know_codes():
     coded = {bits: plain.stored_as(Storage((QuantizedStream,), bits)) for bits in (8, 4)}
     calls = {None: plain, **coded}
     times = [fused.estimate(calls[bits].call) for bits in (None, 8, 4)]
-    assert 0.6 * times[0] > times[1] >= times[2]
+    assert 0.5 * times[0] > times[1] >= times[2]
     assert calls[8].name == calls[4].name == "fused"
     for name in ("sdpa", "eager"):
         seconds = [choose.seconds_of(calls[bits].call, BACKENDS[name]) for bits in (None, 8)]

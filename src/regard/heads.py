@@ -16,7 +16,8 @@ def split_heads(x: Shaped[Tensor, "B L HD"], head_dim: int) -> Shaped[Tensor, "B
         >>> split_heads(torch.zeros(2, 5, 12), 4).shape
         torch.Size([2, 3, 5, 4])
     """
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    batch, length, width = x.shape
+    return x.view(batch, length, width // head_dim, head_dim).transpose(1, 2)
 
 
 def merge_heads(x: Shaped[Tensor, "B H L D"]) -> Shaped[Tensor, "B L HD"]:

@@ -23,10 +23,11 @@ def is_immediate(*tensors: Tensor) -> bool:
     fake tensors, FLOP counters), no tensor subclass, no forward-mode derivative."""
     if torch.compiler.is_compiling():
         return False
-    traced = torch._C._get_tracing_state() is not None or has_modes()
-    if traced or _peek_transform() is not None or forward_ad._current_level >= 0:
+    if torch._C._len_torch_dispatch_stack() or _is_key_included(_BEFORE_AUTOGRAD):
         return False
-    return _PLAIN.issuperset(map(type, tensors))
+    if torch._C._get_tracing_state() is not None or _peek_transform() is not None:
+        return False
+    return forward_ad._current_level < 0 and _PLAIN.issuperset(map(type, tensors))
 
 
 def is_concrete(value: Tensor) -> bool:
@@ -55,6 +56,13 @@ def is_vmapped() -> bool:
 def is_forward_mode() -> bool:
     """Whether tensors may have forward-mode derivatives."""
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def may_differentiate() -> bool:
+    """Whether forward-mode derivatives or a `torch.func` transform are active."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or _peek_transform() is not None
 
 
 def has_modes() -> bool:

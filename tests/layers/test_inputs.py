@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from layers import LAYERS, make
 from regard import NO_CACHE, Attention, Causal, KVCache, Padding, SlidingWindow
 from regard.layers.inputs import arrive, check_cache, check_positions, check_width
+from regard.masks import EVERYTHING
 
 X = torch.randn(2, 3, 8)
 
@@ -79,3 +81,17 @@ def test_a_mask_of_the_future_is_refused_before_the_cache_is_filled():
     with pytest.raises(ValueError, match="Causal"):
         layer(X, cache=cache, mask=Padding(torch.ones(2, 3).bool()))
     assert cache.length == 0
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_none_is_no_mask_and_no_cache(name):
+    layer = make(name)
+    x = torch.randn(2, 3, layer.hidden_size, dtype=torch.float64)
+    assert torch.equal(layer(x, mask=None, cache=None), layer(x))
+    assert torch.equal(layer.weights(x, mask=None, cache=None), layer.weights(x))
+    assert layer.explain(x, mask=None, cache=None) == layer.explain(x)
+
+
+def test_a_layer_without_a_pattern():
+    assert Attention(8, 2, mask=None).mask is EVERYTHING

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from regard import Causal, Padding, Span, attend, attend_partial, merge, prepare
+from regard.masks import EVERYTHING
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -67,3 +68,11 @@ def test_preparing_computes_nothing():
     prepared = prepare(q, q, q, mask=Causal())
     assert prepared.call.num_heads == 2
     assert prepared.backend.objection(prepared.call) is None
+
+
+@torch.no_grad()
+def test_a_mask_of_none_hides_nothing():
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+    assert torch.equal(attend(q, k, v, mask=None), attend(q, k, v))
+    assert prepare(q, k, v, mask=None).mask is EVERYTHING
+    assert torch.equal(attend_partial(q, k, v, mask=None).out, attend_partial(q, k, v).out)

@@ -11,6 +11,7 @@ from regard.cache.streams import (
     empty_like,
     first_tokens,
     needs_derivatives,
+    requires_grad,
     select_rows,
     write_tokens,
 )
@@ -45,14 +46,15 @@ class KVCache(Contiguous):
         Raises:
             ValueError: if the streams do not fit each other or those held.
         """
-        added = check_streams(new, self._held)
-        if needs_derivatives(new, self._held):
-            self._held = concatenated(self._held, new, self._lengths)
+        held, lengths = self._held, self._lengths
+        grown = lengths.grown(check_streams(new, held))
+        if needs_derivatives(new, held):
+            self._held = concatenated(held, new, lengths)
         else:
-            self._held = self._reserve(new, self.length + added)
-            write_tokens(self._held, new, self._lengths)
-        self._lengths = lengths = self._lengths.grown(added)
-        return (first_tokens(self._held, lengths.longest),)
+            self._held = self._reserve(new, grown.longest)
+            write_tokens(self._held, new, lengths)
+        self._lengths = grown
+        return (first_tokens(self._held, grown.longest),)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
@@ -72,7 +74,7 @@ class KVCache(Contiguous):
     def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers with the tokens held and room for `total`."""
         present = self._held[0].shape[2] if self._held else 0
-        if present >= total > 0 and not any(each.requires_grad for each in self._held):
+        if present >= total > 0 and not any(map(requires_grad, self._held)):
             return self._held
         capacity = max(_FIRST_CAPACITY, total, 2 * present if total > present else 0)
         buffers = tuple(empty_like(each, capacity) for each in new)

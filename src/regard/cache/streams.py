@@ -5,6 +5,7 @@ appended along dim 2. In a ragged batch the rows have different lengths.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from regard.cache.parts import Part
 from regard.span import Span
-from regard.tracing import is_forward_mode, is_transformed
+from regard.tracing import may_differentiate
+
+requires_grad = attrgetter("requires_grad")
 
 
 class Lengths(NamedTuple):
@@ -104,15 +107,11 @@ def check_streams(new: Sequence[Tensor], held: Sequence[Tensor]) -> int:
             f"the cache holds {len(held)} streams, got {len(new)}; each layer needs its own cache"
         )
     for index, (each, present) in enumerate(zip(new, held, strict=False)):
-        if not _follows(each, present):
+        theirs, ours = each.shape, present.shape
+        same = theirs[0] == ours[0] and theirs[1] == ours[1] and theirs[3] == ours[3]
+        if not (same and each.dtype == present.dtype and each.device == present.device):
             _explain_stream(index, each, present)
     return added
-
-
-def _follows(new: Tensor, held: Tensor) -> bool:
-    theirs, ours = new.shape, held.shape
-    same = theirs[0] == ours[0] and theirs[1] == ours[1] and theirs[3] == ours[3]
-    return same and new.dtype == held.dtype and new.device == held.device
 
 
 def _explain_stream(index: int, new: Tensor, held: Tensor) -> None:
@@ -156,13 +155,12 @@ def check_rows(rows: object, held: Sequence[Tensor]) -> None:
 
 def needs_derivatives(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
     """Whether autograd, forward-mode derivatives or `torch.func` may differentiate the streams."""
-    return needs_gradients(new, held) or is_forward_mode() or is_transformed()
+    return may_differentiate() or (torch.is_grad_enabled() and needs_gradients(new, held))
 
 
 def needs_gradients(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(each.requires_grad for each in (*new, *held))
+    """Whether autograd records what is done with the streams."""
+    return torch.is_grad_enabled() and any(map(requires_grad, (*new, *held)))
 
 
 def writable(make: Callable[[], Tensor]) -> Tensor:
@@ -200,9 +198,10 @@ def write_tokens(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Leng
 
 def write_slots(buffers: Sequence[Tensor], new: Sequence[Tensor], start: int) -> None:
     """Write the new tokens to the buffers at `start`, without a gradient."""
+    size = new[0].shape[2]
     for buffer, each in zip(buffers, new, strict=True):
         source = each.detach() if each.requires_grad else each
-        buffer.narrow(2, start, each.shape[2]).copy_(source)
+        buffer.narrow(2, start, size).copy_(source)
 
 
 def first_tokens(buffers: Sequence[Tensor], length: int) -> Part:

@@ -9,9 +9,10 @@ from torch import Tensor
 from regard.cache import Part
 from regard.layers.inputs import Arrival, Layer
 from regard.masks import Mask, Span
-from regard.ops.attend import prepare
+from regard.ops.attend import prepare_call
 from regard.ops.call import narrowed
 from regard.ops.explain import weights_of
+from regard.ops.memo import Arguments
 from regard.ops.parts import Make, rebuilt
 from regard.ops.prepared import Prepared
 
@@ -54,9 +55,12 @@ class Keys(NamedTuple):
     @property
     def outlines(self) -> tuple[Tensor, Tensor]:
         """Tensors with the dtypes and the shapes of keys and values, of any number of tokens."""
-        if type(self.first.streams) is tuple and len(self.first.streams) == 2:
-            return self.first.streams
-        k, *rest = (each[:, :, :1] for each in self.first.outlines)
+        streams = self.first.streams
+        if type(streams) is not tuple:
+            streams = self.first.outlines
+        elif len(streams) == 2:
+            return streams
+        k, *rest = (each[:, :, :1] for each in streams)
         if rest:
             return k, rest[0]
         k = k if k.stride(-1) == 1 else k.contiguous()  # of codes: values lie among keys
@@ -109,15 +113,18 @@ def describe(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival
 def _prepared(layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
     if isinstance(at.cache, Attending):
         return at.cache.prepare(layer, q, keys, at)
-    return prepare(q, *keys.outlines, span=at.span, **layer.options(at))
+    k, v = keys.outlines
+    return prepare_call(Arguments(q, k, v, at.span, *layer.options(at)))
 
 
 def attended(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Tensor:
     """Attention of `q` to the keys, `[B, H, L, Dv]`; arguments and errors of `describe`."""
-    keys = keys if isinstance(keys, Keys) else Keys.of(keys)
-    call = _prepared(layer, q, keys, at)
+    keys = keys if isinstance(keys, Keys) else Keys(keys[0], keys)
     if isinstance(at.cache, Attending):
-        return at.cache.attend(call, q, keys.parts, layer.options(at)["sinks"])
+        call = at.cache.prepare(layer, q, keys, at)
+        return at.cache.attend(call, q, keys.parts, layer.options(at).sinks)
+    k, v = keys.outlines
+    call = prepare_call(Arguments(q, k, v, at.span, *layer.options(at)))
     return call.run(q, keys.parts)
 
 

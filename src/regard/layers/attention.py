@@ -103,7 +103,7 @@ class Attention(nn.Module):
         qk_norm: Norm = None,
         norm_eps: float = 1e-6,
         rope: Rope = NO_ROPE,
-        mask: Mask = EVERYTHING,
+        mask: Mask | None = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
         softcap: float | None = None,
@@ -119,6 +119,7 @@ class Attention(nn.Module):
         self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
         self.hidden_size = hidden_size
         self.context_size = hidden_size if context_size is None else context_size
+        mask = EVERYTHING if mask is None else mask
         check_mask(mask)
         check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
         check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
@@ -154,8 +155,8 @@ class Attention(nn.Module):
         x: Float[Tensor, "B L E"],
         *,
         context: "Float[Tensor, 'B S C'] | Memory | None" = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L O"]:
         """Attention of `x` to itself, to what the cache holds, or to `context`.
@@ -176,8 +177,8 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)  # [B, H, L, D], [B, G, S, D], [B, G, S, D]
         q, k = self.rope(q, k, at.positions)
-        with restored_on_error(self, cache, mask):
-            parts = cache.update(k, v)
+        with restored_on_error(self, at.cache, at.mask):
+            parts = at.cache.update(k, v)
             out = attended(self, q, parts, at)
             return self.o_proj(merge_heads(self.gated(x, out)))
 
@@ -186,8 +187,8 @@ class Attention(nn.Module):
         x: Float[Tensor, "B L E"],
         *,
         context: "Float[Tensor, 'B S C'] | Memory | None" = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of the same call; the cache does not change.
@@ -204,15 +205,15 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return weights_over(self, q, cache.peek(k, v), at)
+        return weights_over(self, q, at.cache.peek(k, v), at)
 
     def explain(
         self,
         x: Float[Tensor, "B L E"],
         *,
         context: "Float[Tensor, 'B S C'] | Memory | None" = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
         """Which backend the same call would run on, and why; the cache does not change.
@@ -224,7 +225,7 @@ class Attention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return explain(describe(self, q, cache.peek(k, v), at))
+        return explain(describe(self, q, at.cache.peek(k, v), at))
 
     def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
         """Project another sequence's keys and values once, to be read as `context=` at every step.
@@ -243,7 +244,7 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, L, D]`, keys and values `[B, G, S, D]`, normed, before rotation."""
-        q = self._heads(self.q_proj(x), self.q_norm)
+        q = normed_heads(self.q_norm, self.q_proj(x), self.head_dim, width=self.norm_width)
         if isinstance(context, Memory):
             return q, context.k, context.v
         k, v = self._keys_values(x if context is None else context)
@@ -289,11 +290,8 @@ class Attention(nn.Module):
             )
 
     def _keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        k = self._heads(self.k_proj(source), self.k_norm)
+        k = normed_heads(self.k_norm, self.k_proj(source), self.head_dim, width=self.norm_width)
         return k, split_heads(self.v_proj(source), self.head_dim)
-
-    def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
-        return normed_heads(norm, flat, self.head_dim, width=self.norm_width)
 
     def gated(self, x: Tensor, out: Tensor) -> Tensor:
         """The output of the heads times the gate of the input, if the layer has one."""

@@ -25,6 +25,7 @@ class _Use(NamedTuple):
     padding: tuple[Padding, ...]
 
 
+_NOTHING_TO_RESTORE = nullcontext()
 _USES: dict[int, _Use] = {}  # by identity: user-defined caches may not be hashable
 
 
@@ -50,7 +51,7 @@ def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
             pass, or if its padding cannot be about the tokens that the cache
             holds.
     """
-    if cache is NO_CACHE or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return
     if in_backward():
         raise ValueError(
@@ -72,13 +73,13 @@ def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
 
 
 def restored_on_error(layer: object, cache: Cache, mask: Mask) -> AbstractContextManager[object]:
-    """A block in which `layer` updates `cache` and attends: after an error the cache is as before.
+    """A block in which a layer updates its cache and attends: an error leaves the cache as before.
 
     A cache without `snapshot` and `restore` is truncated; if it refuses, a note on the error says
     that it may hold the new tokens.
     """
     if cache is NO_CACHE or torch.compiler.is_compiling():
-        return nullcontext()
+        return _NOTHING_TO_RESTORE
     use = _use_of(cache)
     if use is None or use.layer() is not layer or not cache.length:
         _record(cache, layer, mask)
@@ -91,7 +92,11 @@ class RestoredOnError:
     __slots__ = ("_cache", "_restore")
 
     def __init__(self, cache: Cache) -> None:
-        self._cache, self._restore = cache, _restoring(cache)
+        self._cache = cache
+        if isinstance(cache, Stored):
+            self._restore: Callable[[], object] = partial(cache.restore, cache.snapshot())
+        else:
+            self._restore = _restoring(cache)
 
     def __enter__(self) -> None: ...
 
@@ -113,13 +118,11 @@ class RestoredOnError:
 
 
 def _restoring(cache: Cache) -> Callable[[], object]:
-    """A function that returns a cache to its present state."""
-    if isinstance(cache, Stored):
-        return partial(cache.restore, cache.snapshot())
+    """A function that returns the cache of another library to its present state."""
     length = cache.length
     try:
         snapshot, restore = attrgetter("snapshot", "restore")(cache)
-    except AttributeError:  # another library's cache may have none
+    except AttributeError:
         return lambda: cache.truncate(length)
     return partial(restore, snapshot())
 
@@ -127,7 +130,7 @@ def _restoring(cache: Cache) -> Callable[[], object]:
 def announce_pieces(cache: Cache, pieces: tuple[int, ...]) -> None:
     """Tell a cache the widths of the pieces of the stream that it is about to get: a cache of few
     bits rotates the first one only."""
-    if pieces and isinstance(cache, Stored):
+    if isinstance(cache, Stored):
         cache.pieces = pieces
 
 

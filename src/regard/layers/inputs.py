@@ -1,7 +1,7 @@
 """The arguments of a layer's call, checked before anything is computed or cached."""
 
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from regard.cache import NO_CACHE, Cache, NoCache
 from regard.cache.stored import Stored
 from regard.layers.cache_use import announce_pieces, check_use
 from regard.layers.memory import Memory
-from regard.masks import Mask, Span
+from regard.masks import EVERYTHING, Mask, Span
 from regard.matrices import product_objection
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -25,7 +25,7 @@ class Arrival(NamedTuple):
         mask: the layer's and the call's together.
         span: which queries meet which keys once the cache is filled.
         positions: rotary positions of the queries, `[L]` or `[B, L]`.
-        cache: as it was given.
+        cache: that of the call; `NO_CACHE` if it has none.
     """
 
     mask: Mask
@@ -34,8 +34,8 @@ class Arrival(NamedTuple):
     cache: Cache = NO_CACHE
 
 
-class Options(TypedDict):
-    """The arguments of `prepare` that are settings of a layer, with the mask of a call."""
+class Options(NamedTuple):
+    """The last arguments of a call of attention: settings of a layer, with the mask of the call."""
 
     mask: Mask
     scale: float
@@ -83,44 +83,51 @@ class Layer(Protocol):
 
 def options_of(layer: Layer, at: Arrival) -> Options:
     """The settings of a layer, as its method `options`: a subclass may have other ones."""
-    return {
-        "mask": at.mask,
-        "scale": layer.scale,
-        "score_bias": layer.score_bias,
-        "softcap": layer.softcap,
-        "sinks": layer.sinks,
-        "dropout": layer.dropout if layer.training else 0.0,
-        "backend": layer.backend,
-        "precision": layer.precision,
-    }
+    return Options(
+        at.mask,
+        layer.scale,
+        layer.score_bias,
+        layer.softcap,
+        layer.sinks,
+        layer.dropout if layer.training else 0.0,
+        layer.backend,
+        layer.precision,
+    )
 
 
 def arrive(
     layer: Layer,
     x: Tensor,
     context: "Tensor | Memory | None",
-    mask: Mask,
-    cache: Cache,
+    mask: Mask | None,
+    cache: Cache | None,
     positions: Tensor | None,
 ) -> Arrival:
-    """Check the arguments of `layer.forward`, and complete them.
+    """Check the arguments of `layer.forward`, and complete them: None is no mask, and no cache.
 
     Raises:
         TypeError, ValueError: as `Attention.forward`.
     """
-    check_mask(mask)
+    cache = NO_CACHE if cache is None else cache
+    if mask is None or mask is EVERYTHING:
+        mask = layer.mask
+    else:
+        check_mask(mask)
+        mask = layer.mask & mask
     check_width("x", x, layer.hidden_size, layer.first_projection)
     check_cache(cache)
-    layer.check_positions(positions, x)
+    if positions is not None:
+        layer.check_positions(positions, x)
     layer.check_context(x, context, cache)
-    both, length = layer.mask & mask, x.shape[1]
+    length = x.shape[1]
     span = cache.span(length) if context is None else Span(0, length, 0, _length_of(context))
     if cache is not NO_CACHE:
-        check_decodable(both, span)
+        check_decodable(mask, span)
         check_use(layer, cache, mask, span)
-        announce_pieces(cache, layer.pieces)
+        if layer.pieces:
+            announce_pieces(cache, layer.pieces)
     places = span.positions(x.device) if positions is None else positions
-    return Arrival(both, span, places, cache)
+    return Arrival(mask, span, places, cache)
 
 
 def _length_of(context: "Tensor | Memory") -> int:
@@ -129,21 +136,12 @@ def _length_of(context: "Tensor | Memory") -> int:
 
 def check_width(name: str, x: object, width: int, projection: nn.Module) -> None:
     """Refuse inputs of another shape, or of another dtype or device than the weights."""
-    refuse_jit_trace()
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a tensor [B, L, {width}], got {type(x).__name__}")
-    if x.dim() != 3:
-        raise ValueError(
-            f"{name} is [B, L, {width}], got shape {tuple(x.shape)}; "
-            "add or flatten axes so that there are three"
-        )
-    if x.layout != torch.strided:
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != width:
+        _refuse_width(name, x, width)
+    if x.layout is not torch.strided:
         raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
-    if x.shape[-1] != width:
-        raise ValueError(
-            f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "
-            "is it the output of another layer, or transposed?"
-        )
+    if torch._C._get_tracing_state() is not None:
+        refuse_jit_trace()
     if product_objection(projection) is not None:
         return  # such a module may cast or move its inputs itself
     weight = projection.weight
@@ -157,12 +155,28 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
         raise ValueError(f"{name} is on {x.device}, the layer on {weight.device}; move one of them")
 
 
+def _refuse_width(name: str, x: object, width: int) -> NoReturn:
+    refuse_jit_trace()
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a tensor [B, L, {width}], got {type(x).__name__}")
+    if x.dim() != 3:
+        raise ValueError(
+            f"{name} is [B, L, {width}], got shape {tuple(x.shape)}; "
+            "add or flatten axes so that there are three"
+        )
+    raise ValueError(
+        f"{name} is {width} wide, got {x.shape[-1]} (shape {tuple(x.shape)}); "
+        "is it the output of another layer, or transposed?"
+    )
+
+
 def _casts(device: str) -> bool:
     """Whether autocast is on, which casts inputs and weights to one dtype."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def check_cache(cache: object) -> None:
+    """Refuse objects that lack the methods of a cache that layers call."""
     if isinstance(cache, (Stored, NoCache)):  # regard's own, in every call of a layer
         return
     if isinstance(cache, type):

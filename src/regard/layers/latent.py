@@ -101,7 +101,7 @@ class MultiHeadLatentAttention(nn.Module):
         latent_norm: bool = True,
         norm_eps: float = 1e-6,
         rope: Rope,
-        mask: Mask = EVERYTHING,
+        mask: Mask | None = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
         dropout: float = 0.0,
@@ -116,6 +116,7 @@ class MultiHeadLatentAttention(nn.Module):
         check_sizes(0, qk_nope_head_dim=qk_nope_head_dim)
         check_rope(rope, (0, qk_rope_head_dim), f"qk_rope_head_dim={qk_rope_head_dim}")
         _check_form(form)
+        mask = EVERYTHING if mask is None else mask
         check_mask(mask)
         check_options(dropout=dropout, softcap=None, precision=precision, scale=scale)
         self.hidden_size, self.num_heads = hidden_size, num_heads
@@ -154,8 +155,8 @@ class MultiHeadLatentAttention(nn.Module):
         x: Float[Tensor, "B L E"],
         *,
         context: None = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
         """Attention of `x` to itself and to what the cache holds.
@@ -165,9 +166,9 @@ class MultiHeadLatentAttention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form = self.choose(at.span, cache)
-        with restored_on_error(self, cache, mask):
-            parts = cache.update(self.join(latent, k_rope))
+        form = self.choose(at.span, at.cache)
+        with restored_on_error(self, at.cache, at.mask):
+            parts = at.cache.update(self.join(latent, k_rope))
             out = attended(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
             return self.o_proj(merge_heads(form.output(out)))
 
@@ -176,16 +177,16 @@ class MultiHeadLatentAttention(nn.Module):
         x: Float[Tensor, "B L E"],
         *,
         context: None = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of the same call; the cache does not change."""
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form = self.choose(at.span, cache)
-        parts = cache.peek(self.join(latent, k_rope))
+        form = self.choose(at.span, at.cache)
+        parts = at.cache.peek(self.join(latent, k_rope))
         return weights_over(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
 
     def explain(
@@ -193,8 +194,8 @@ class MultiHeadLatentAttention(nn.Module):
         x: Float[Tensor, "B L E"],
         *,
         context: None = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
         """Which form and backend the same call would run on, and why; the cache does not change.
@@ -209,8 +210,8 @@ class MultiHeadLatentAttention(nn.Module):
         at = arrive(self, x, context, mask, cache, positions)
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
-        form = self.choose(at.span, cache)
-        parts = cache.peek(self.join(latent, k_rope))
+        form = self.choose(at.span, at.cache)
+        parts = at.cache.peek(self.join(latent, k_rope))
         call = describe(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
         return f"form     {form.name}: {form.why}\n{explain(call)}"
 

@@ -106,7 +106,7 @@ class LatentKVAttention(nn.Module):
         dropout: float = 0.0,
         qk_norm: Norm = None,
         norm_eps: float = 1e-6,
-        mask: Mask = EVERYTHING,
+        mask: Mask | None = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
         softcap: float | None = None,
@@ -117,6 +117,7 @@ class LatentKVAttention(nn.Module):
         check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
         check_sizes(head_dim=head_dim, kv_lora_rank=kv_lora_rank)
         check_groups(num_heads, num_kv_heads)
+        mask = EVERYTHING if mask is None else mask
         check_mask(mask)
         check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
         check_rope(rope, range(head_dim + 1), f"head_dim={head_dim}")
@@ -138,8 +139,8 @@ class LatentKVAttention(nn.Module):
         x: Float[Tensor, "B L E"],
         *,
         context: None = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B L E"]:
         """Attention of `x` to itself and to what the cache holds.
@@ -155,8 +156,8 @@ class LatentKVAttention(nn.Module):
         q, latent = self.project(x)
         where = at.positions.to(torch.int32)  # as the cache holds them
         q = self.rope.rotate(q, where)
-        with restored_on_error(self, cache, mask):
-            parts = cache.update(latent, as_stream(where, x.shape[0]))
+        with restored_on_error(self, at.cache, at.mask):
+            parts = at.cache.update(latent, as_stream(where, x.shape[0]))
             out = attended(self, q, self.keys(parts, at), at)
             return self.o_proj(merge_heads(out))
 
@@ -165,8 +166,8 @@ class LatentKVAttention(nn.Module):
         x: Float[Tensor, "B L E"],
         *,
         context: None = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B H L S"]:
         """The attention weights of the same call; the cache does not change."""
@@ -174,7 +175,7 @@ class LatentKVAttention(nn.Module):
         q, latent = self.project(x)
         where = at.positions.to(torch.int32)
         q = self.rope.rotate(q, where)
-        parts = cache.peek(latent, as_stream(where, x.shape[0]))
+        parts = at.cache.peek(latent, as_stream(where, x.shape[0]))
         return weights_over(self, q, self.keys(parts, at), at)
 
     def explain(
@@ -182,8 +183,8 @@ class LatentKVAttention(nn.Module):
         x: Float[Tensor, "B L E"],
         *,
         context: None = None,
-        mask: Mask = EVERYTHING,
-        cache: Cache = NO_CACHE,
+        mask: Mask | None = EVERYTHING,
+        cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> str:
         """Which backend the same call would run on, and why; the cache does not change."""
@@ -191,7 +192,7 @@ class LatentKVAttention(nn.Module):
         q, latent = self.project(x)
         where = at.positions.to(torch.int32)
         q = self.rope.rotate(q, where)
-        parts = cache.peek(latent, as_stream(where, x.shape[0]))
+        parts = at.cache.peek(latent, as_stream(where, x.shape[0]))
         return explain(describe(self, q, self.keys(parts, at), at))
 
     def keys(self, parts: tuple[Part, ...], at: Arrival) -> Keys:

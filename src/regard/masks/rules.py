@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from regard.masks.mask import Mask
+from regard.masks.mask import EVERYTHING, NOTHING, Mask, Reach
 from regard.masks.row_data import (
     DataMask,
     at_row,
@@ -22,6 +22,7 @@ from regard.masks.row_data import (
     same_fields,
 )
 from regard.masks.runs import FAR, NEAR, Shown, run, unknown
+from regard.span import Span
 
 # Exceptions of a mistake in a function that a user gives; any other exception interrupts the call.
 MISTAKES = (
@@ -70,6 +71,15 @@ class Causal(Mask):
 
     def runs(self, first: int, last: int) -> Shown:
         return Shown([(NEAR, last + 1)], [(NEAR, first + 1)])
+
+    def within(self, span: Span) -> Mask:
+        # As `runs` says; every layer asks at every step.
+        if span.kv_stop <= span.first_query + 1:
+            return EVERYTHING
+        return self if span.kv_start <= span.last_query else NOTHING
+
+    def reach(self, span: Span) -> Reach:
+        return 0, span.last_query
 
     def _hidden_keys(self, b: int, q: int, k: int) -> str:
         return f"keys after the query ({k} > {q})"

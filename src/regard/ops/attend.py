@@ -35,7 +35,7 @@ def attend(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
     *,
-    mask: Mask = EVERYTHING,
+    mask: Mask | None = EVERYTHING,
     span: Span | None = None,
     scale: float | None = None,
     score_bias: Tensor | ScoreBias | None = None,
@@ -54,7 +54,7 @@ def attend(
         q: queries, `[B, H, L, D]`. Query head `h` reads key head `h // (H // G)`.
         k: keys, `[B, G, S, D]`; G divides H.
         v: values, `[B, G, S, Dv]`, of any width.
-        mask: a rule for which keys a query may attend to; never a tensor.
+        mask: a rule for which keys a query may attend to, never a tensor; all keys if None.
         span: the slots of these queries and keys in the sequence. May be left out when L == S, or
             when the mask does not depend on positions (`EVERYTHING`, `Padding`, `Dense`).
         scale: `D ** -0.5` if None.
@@ -79,8 +79,9 @@ def attend(
         >>> attend(q, k, v, mask=Causal()).shape
         torch.Size([2, 8, 5, 16])
     """
-    rules = mask, span, scale, score_bias, softcap, sinks, dropout
-    prepared = _described(Arguments(q, k, v, *rules, backend, precision))
+    mask = EVERYTHING if mask is None else mask
+    options = mask, scale, score_bias, softcap, sinks, dropout, backend, precision
+    prepared = prepare_call(Arguments(q, k, v, span, *options))
     _check_keys(k, prepared.call.whole)
     return prepared.run_whole(q, k, v)
 
@@ -90,7 +91,7 @@ def attend_partial(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
     *,
-    mask: Mask = EVERYTHING,
+    mask: Mask | None = EVERYTHING,
     span: Span | None = None,
     scale: float | None = None,
     score_bias: Tensor | ScoreBias | None = None,
@@ -126,9 +127,9 @@ def attend_partial(
         >>> torch.allclose(merge(*halves).out, attend(q, k, v), atol=1e-6)
         True
     """
-    rules = mask, span, scale, score_bias, softcap
-    given = Arguments(q, k, v, *rules, backend=backend, partial=True)
-    prepared = _described(given)
+    mask = EVERYTHING if mask is None else mask
+    options = mask, scale, score_bias, softcap
+    prepared = prepare_call(Arguments(q, k, v, span, *options, backend=backend, partial=True))
     whole = prepared.call.whole
     _check_keys(k, whole)
     return Partial(*prepared.partial(q, (Part(whole.kv_start, whole.kv_stop, (k, v)),)))
@@ -148,7 +149,7 @@ def prepare(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
     *,
-    mask: Mask = EVERYTHING,
+    mask: Mask | None = EVERYTHING,
     span: Span | None = None,
     scale: float | None = None,
     score_bias: Tensor | ScoreBias | None = None,
@@ -190,18 +191,19 @@ def prepare(
         >>> prepared.run(q, cache.update(q, q)).shape
         torch.Size([1, 2, 3, 8])
     """
-    rules = mask, span, scale, score_bias, softcap, sinks, dropout
-    return _described(Arguments(q, k, v, *rules, backend, precision, partial))
+    mask = EVERYTHING if mask is None else mask
+    options = mask, scale, score_bias, softcap, sinks, dropout, backend, precision
+    return prepare_call(Arguments(q, k, v, span, *options, partial))
 
 
-def _described(given: Arguments) -> Prepared:
-    """The description of a call: that of an equal one, or a new one."""
+def prepare_call(given: Arguments) -> Prepared:
+    """`prepare` of arguments in a tuple: the description of an equal call, or a new one."""
     key = key_of(given)
     return recall(key, given) or memoise(key, given, _described_anew(given))
 
 
 def _described_anew(given: Arguments) -> Prepared:
-    q, k, v, mask, span, scale, score_bias, softcap, sinks, *_ = given
+    q, k, v, span, mask, scale, score_bias, softcap, sinks, *_ = given
     check_options(dropout=given.dropout, softcap=softcap, precision=given.precision, scale=scale)
     check_tensors(q, k, v)
     check_mask(mask)

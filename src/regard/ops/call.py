@@ -124,7 +124,9 @@ class Call:
 
     def at(self, span: Span) -> "Call":
         """This call, whose mask hides nothing, over another rectangle of as many queries."""
-        return self.but(whole=span, span=span)
+        call = object.__new__(Call)
+        vars(call).update(vars(self), whole=span, span=span)
+        return call
 
     def but(self, **fields: Any) -> "Call":
         """This call with other values of some fields, in a fifth of the time of `replace`."""

@@ -114,6 +114,8 @@ def mask_key(mask: object) -> object | None:
 
 def holds_data(mask: Mask) -> bool:
     """Whether a mask holds tensors, or is a rule of a user, which may."""
+    if type(mask) in DATALESS:
+        return False
     if isinstance(mask, AllOf | AnyOf):
         return any(map(holds_data, mask.parts))
-    return holds_data(mask.mask) if isinstance(mask, Not) else type(mask) not in DATALESS
+    return holds_data(mask.mask) if isinstance(mask, Not) else True

@@ -14,7 +14,7 @@ from regard.masks import EVERYTHING, AllOf, Mask, Span
 from regard.ops.bias import Alibi, RelativeBias, ScoreBias
 from regard.ops.call import begins_with
 from regard.ops.choose import rounded
-from regard.ops.mask_tensors import DATALESS, holds_data, mask_key
+from regard.ops.mask_tensors import holds_data, mask_key
 from regard.ops.prepared import Prepared
 from regard.ops.rates import SPEED
 from regard.tracing import is_immediate
@@ -22,6 +22,7 @@ from regard.tracing import is_immediate
 Key = tuple[object, ...]
 _MOST = 256  # descriptions: those of the kinds of layers, for some lengths
 _NUMBERS = frozenset({type(None), bool, int, float, str})
+_UNKNOWN = object()
 _TENSORS = frozenset({Tensor, nn.Parameter})
 
 
@@ -31,11 +32,11 @@ class Arguments(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Mask
     span: Span | None
-    scale: float | None
-    score_bias: Tensor | ScoreBias | None
-    softcap: float | None
+    mask: Mask
+    scale: float | None = None
+    score_bias: Tensor | ScoreBias | None = None
+    softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
     backend: str = "auto"
@@ -63,28 +64,30 @@ _ENTRIES: dict[Key, Entry] = {}
 def key_of(given: Arguments) -> Key | None:
     """All that the description of a call depends on; None for calls that are not memoised: traced
     ones, and those with rows at different slots or with rules of a user."""
-    q, k, v, mask, _, *rest = given
-    if not (is_immediate(q, k, v) and q.dim() == k.dim() == v.dim() == 4):
+    q, k, v, span, mask, *rest = given
+    if not is_immediate(q, k, v):
         return None
-    rule, around = mask_key(mask), (torch.is_grad_enabled(), torch.get_float32_matmul_precision())
-    slots = _slots(given)
-    if rule is None or slots is None:
+    rule, options = mask_key(mask), tuple[object, ...](rest)
+    if rule is None or not q.dim() == k.dim() == v.dim() == 4:
         return None
-    key = [rule, slots, around, SPEED.version, begins_with(k, v), k.shape[2] == v.shape[2]]
-    for x in (q, k, v):
-        batch, heads, _, width = x.shape
-        key += batch, heads, width, x.dtype, x.device, x.layout, x.requires_grad
-    key.append(q.shape[2])
-    for each in rest:
-        part = each if type(each) in _NUMBERS else _outline(each)
-        if part is None and each is not None:
+    if not _NUMBERS.issuperset(map(type, options)):
+        options = tuple([x if type(x) in _NUMBERS else _outline(x) for x in options])
+        if _UNKNOWN in options:
             return None
-        key.append(part)
-    return tuple(key)
+    batch, kv_heads, keys, width = k.shape
+    slots = _slots(span, mask, given.score_bias, q.shape[2], keys)
+    if slots is None:
+        return None
+    around = torch.is_grad_enabled(), torch.get_float32_matmul_precision(), SPEED.version
+    shapes = q.shape, batch, kv_heads, width, v.shape[:2], v.shape[3], keys == v.shape[2]
+    of_q = q.dtype, q.device, q.layout, q.requires_grad
+    of_k = k.dtype, k.device, k.layout, k.requires_grad
+    of_v = v.dtype, v.device, v.layout, v.requires_grad
+    return rule, slots, options, around, shapes, of_q, of_k, of_v, begins_with(k, v)
 
 
-def _outline(value: object) -> object | None:
-    """What a description reads of an argument; None if that is not known."""
+def _outline(value: object) -> object:
+    """The facts that a description reads of an argument; `_UNKNOWN` of arguments of other types."""
     if type(value) in _TENSORS:
         assert isinstance(value, Tensor)
         return value.shape, value.dtype, value.device, value.requires_grad
@@ -94,34 +97,26 @@ def _outline(value: object) -> object | None:
         weights = list(value.parameters())
         if _TENSORS.issuperset(map(type, weights)):
             return RelativeBias, value.num_heads, *(each.requires_grad for each in weights)
-    return None
+    return _UNKNOWN
 
 
-def _slots(given: Arguments) -> object | None:
+def _slots(
+    span: Span | None, mask: Mask, bias: Tensor | ScoreBias | None, queries: int, keys: int
+) -> object | None:
     """The span in a key. Where no key is hidden, only the number of keys counts, and rounded up, as
     choices are: so the next step of a growing cache is described as this one."""
-    mask, span = given.mask, given.span
     if span is None:
-        keys = given.k.shape[2]
-        if mask is EVERYTHING and keys and given.q.shape[2] and given.score_bias is None:
+        if mask is EVERYTHING and keys and queries and bias is None:
             return rounded(keys)
         return None, keys
-    if type(span.q_start) is not int or span.q_stop - span.q_start != given.q.shape[2]:
+    q_start, q_stop, kv_start, kv_stop = span.q_start, span.q_stop, span.kv_start, span.kv_stop
+    if type(q_start) is not int or q_stop - q_start != queries:
         return None
-    few = mask is EVERYTHING or given.q.shape[2] == 1  # of more queries most rules hide something
-    if few and given.score_bias is None and _shows_all(mask, span):
-        return rounded(span.num_keys)
-    return span.q_start, span.q_stop, span.kv_start, span.kv_stop
-
-
-def _shows_all(mask: Mask, span: Span) -> bool:
-    """Whether the call has keys, and a rule without data hides none of them from its queries."""
-    if span.kv_start == span.kv_stop or not span.num_queries:
-        return False
-    if mask is EVERYTHING:
-        return True
-    parts = mask.parts if type(mask) is AllOf else (mask,)
-    return DATALESS.issuperset(map(type, parts)) and mask.within(span) is EVERYTHING
+    few = mask is EVERYTHING or queries == 1  # of more queries most rules hide something
+    plain = few and bias is None and queries and kv_start != kv_stop and not holds_data(mask)
+    if plain and mask.within(span) is EVERYTHING:
+        return rounded(kv_stop - kv_start)
+    return q_start, q_stop, kv_start, kv_stop
 
 
 def recall(key: Key | None, given: Arguments) -> Prepared | None:
@@ -133,13 +128,14 @@ def recall(key: Key | None, given: Arguments) -> Prepared | None:
     if type(key[1]) is int:  # no key is hidden, and there may be more or fewer
         span = given.span or Span(0, given.q.shape[2], 0, given.k.shape[2])
         if span != call.whole:
-            prepared = prepared._replace(call=call.at(span))
-            _ENTRIES[key] = entry._replace(prepared=prepared)
-    if whole:
+            call = call.at(span)
+    if not whole:
+        mask = call.mask if parts is None else _remaining(given.mask, parts)
+        tensors = {"sinks": given.sinks, "score_bias": given.score_bias}
+        call = call.but(asked=given.mask, mask=mask, **tensors)
+    if call is prepared.call:
         return prepared
-    mask = call.mask if parts is None else _remaining(given.mask, parts)
-    tensors = {"sinks": given.sinks, "score_bias": given.score_bias}
-    return prepared._replace(call=prepared.call.but(asked=given.mask, mask=mask, **tensors))
+    return Prepared(call, prepared.name, prepared.asked, prepared.choices)
 
 
 def memoise(key: Key | None, given: Arguments, prepared: Prepared) -> Prepared:

@@ -79,7 +79,7 @@ class Prepared(NamedTuple):
                 values.
         """
         if (keys := self._plain(parts)) is not None:
-            return self.backend.run(self.call, q, *keys)
+            return BACKENDS[self.name].run(self.call, q, *keys)
         if CALLS:
             parts = tuple(parts)  # the hooks read the parts, too
         with without_autocast(self.call.device):
@@ -97,18 +97,20 @@ class Prepared(NamedTuple):
 
     def _plain(self, parts: Iterable[Part]) -> Sequence[Tensor] | None:
         """Keys and values for which nothing is to be done but to call the backend, or None: all of
-        them in one part, two tensors of which each row has its own, and no hook observes."""
+        them in one part, tensors of which each row has its own, and no hook observes."""
         call = self.call
         if type(parts) is not tuple or len(parts) != 1 or CALLS or BACKEND_RUNS:
             return None
         start, stop, streams = parts[0]
         if call.span is not call.whole or (start, stop) != (call.span.kv_start, call.span.kv_stop):
             return None
-        if type(streams) is not tuple or len(streams) != 2 or call.joined or not call.immediate:
+        if type(streams) is not tuple or not call.immediate or torch._C._is_any_autocast_enabled():
             return None
-        if call.batch > 1 and streams[0].stride(0) == 0 == streams[1].stride(0):
+        if call.batch > 1 and all(x.stride(0) == 0 for x in streams):
             return None
-        return None if torch._C._is_any_autocast_enabled() else streams
+        if call.joined != (len(streams) == 1):
+            return None
+        return (streams[0], streams[0][..., : call.v_head_dim]) if call.joined else streams
 
     def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         """As `run`, with the log-sum-exp, to be merged with attention over other keys."""

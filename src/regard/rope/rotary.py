@@ -126,15 +126,14 @@ class Rotary:
                 float64.
             ValueError: if D is below `dim`, or positions are not `[L]` or `[B, L]`.
         """
-        self._require_fit(q, positions)
-        self._require_fit(k, positions)
+        self._require_fit(positions, q, k)
         with without_autocast(q.device):
             cos, sin = self._cos_sin(positions, accumulating_dtype(q.dtype, k.dtype))
             return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
 
     def rotate(self, x: Float[Tensor, "B H L D"], positions: Positions) -> Float[Tensor, "B H L D"]:
         """Rotate queries, or keys, at `positions`, `[L]` or `[B, L]`; raises as a call does."""
-        self._require_fit(x, positions)
+        self._require_fit(positions, x)
         with without_autocast(x.device):
             cos, sin = self._cos_sin(positions, accumulating_dtype(x.dtype))
             return self._rotated(x, cos, sin)
@@ -197,12 +196,6 @@ class Rotary:
             return torch.cat([first, second], dim=-1)
         return torch.stack([first, second], dim=-1).flatten(-2)
 
-    def _exchanged(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
-        """For every channel, the other one of its pair."""
-        if self.pairing == "halves":
-            return x.roll(self.dim // 2, -1)
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-
     def _rotated(
         self, x: Float[Tensor, "B H L D"], cos: Tensor, sin: Tensor
     ) -> Float[Tensor, "B H L D"]:
@@ -211,16 +204,25 @@ class Rotary:
         wide = x if whole else x[..., : self.dim]
         if x.dtype != cos.dtype:  # half precision
             wide = wide.to(cos.dtype)
-        rotated = torch.addcmul(wide * cos, self._exchanged(wide), sin)
+        if self.pairing == "halves":  # for every channel, the other one of its pair
+            other = wide.roll(self.dim // 2, -1)
+        else:
+            other = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        rotated = torch.addcmul(wide * cos, other, sin)
         if x.dtype != cos.dtype:
             rotated = rotated.to(x.dtype)
         return rotated if whole else torch.cat([rotated, x[..., self.dim :]], dim=-1)
 
-    def _require_fit(self, x: Tensor, positions: Tensor) -> None:
-        if positions.dtype is torch.int64 and positions.dim() == 1:  # what most calls give
+    def _require_fit(self, positions: Tensor, *rotated: Tensor) -> None:
+        plain = positions.dtype is torch.int64 and positions.dim() == 1  # in most calls
+        for x in rotated:
             shape = x.shape
-            if x.is_floating_point() and shape[3] >= self.dim and shape[2] == positions.shape[0]:
-                return
+            fits = x.is_floating_point() and shape[-1] >= self.dim
+            if not (plain and fits and shape[2] == positions.shape[0]):
+                self._explain(x, positions)
+
+    def _explain(self, x: Tensor, positions: Tensor) -> None:
+        """Raise for the first thing that does not fit, if anything does not."""
         if not x.is_floating_point():
             raise TypeError(f"Rotary rotates floating-point tensors, got {x.dtype}")
         if x.shape[-1] < self.dim:

@@ -27,20 +27,24 @@ def read_table(rope: Any, compute: Compute, positions: Tensor, dtype: torch.dtyp
     cannot be read now (traced or transformed programs) or only by waiting (on a GPU), and for a
     scaling that depends on the length of the call.
     """
-    if positions.is_floating_point() or positions.device.type != "cpu" or not positions.numel():
+    count = positions.numel()
+    if not (count and positions.is_cpu) or positions.is_floating_point():
         return None
     if rope.scaling is not None and rope.scaling.uses_length:
         return None
     if not is_immediate(positions):
         return None
-    rows = None if positions.numel() == 1 else positions.to(torch.int64)
-    first, last = (int(positions),) * 2 if rows is None else map(int, rows.aminmax())
+    if count == 1:  # a decoding step
+        first = last = int(positions)
+    else:
+        rows = positions.to(torch.int64)
+        first, last = map(int, rows.aminmax())
     if first < 0 or last >= _LONGEST:
         return None
     table = _TABLES.get((rope, dtype))
     if table is None or last >= table[0].shape[0]:
         table = _grown(rope, compute, last + 1, dtype)
-    if rows is None:
+    if count == 1:
         return table[0][first], table[1][first]
     cos, sin = torch.embedding(table[0], rows), torch.embedding(table[1], rows)
     return (cos, sin) if rows.dim() == 1 else (cos.unsqueeze(-3), sin.unsqueeze(-3))

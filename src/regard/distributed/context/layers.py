@@ -72,6 +72,8 @@ def forward(
         TypeError, ValueError: as the layer on one device; and if the ranks' calls differ. All on
             every rank, before keys are sent.
     """
+    mask = EVERYTHING if mask is None else mask
+    cache = NO_CACHE if cache is None else cache
     if cache is not NO_CACHE and getattr(cache, "length", None):
         return _decoded(layer, x, context, mask, cache, positions)
     call = arrive_shard(layer, x, context, mask, cache, positions)
@@ -310,6 +312,6 @@ def _top(layer: Any, positions: Tensor | None) -> int:
 def _arguments(layer: Any, call: Call) -> dict[str, Any]:
     """The arguments of `attend_shards` that layers of all kinds have."""
     split: TokenSplit = layer.token_split
-    options = layer.options(Arrival(call.mask, call.span, call.positions))
+    options = layer.options(Arrival(call.mask, call.span, call.positions))._asdict()
     del options["dropout"]  # refused, unless it is 0
     return {"ranks": split.ranks, "shards": call.shards, "exchange": split.exchange, **options}

@@ -50,8 +50,11 @@ class SplitLayer(Split):
         own: Any = self
         options: Options = own.one_device_class.options(own, at)
         if not attends_for_all_heads(at.cache):
-            options["mask"] = self.split.mask(options["mask"])
-            options["score_bias"] = self.split.score_bias(options["score_bias"])
+            mask, score_bias = (
+                self.split.mask(options.mask),
+                self.split.score_bias(options.score_bias),
+            )
+            options = options._replace(mask=mask, score_bias=score_bias)
         return options
 
 
@@ -61,9 +64,7 @@ class SplitAttention(SplitLayer):
     def options(self, at: Arrival) -> Options:
         """The same, with the sinks of this rank's heads."""
         options = super().options(at)
-        if options["sinks"] is not None:
-            options["sinks"] = self.local("sinks")
-        return options
+        return options if options.sinks is None else options._replace(sinks=self.local("sinks"))
 
     def project(self, x: Tensor, context: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.masks import Causal
+from regard.masks import EVERYTHING, Causal
 from regard.ops.backends.common import (
     NO_BFLOAT16,
     addend,
@@ -136,7 +136,7 @@ def run(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S Dv"],
 ) -> Float[Tensor, "B H L Dv"]:
-    if call.score_bias is None and is_everything(call.mask):
+    if call.score_bias is None and (call.mask is EVERYTHING or is_everything(call.mask)):
         return _kernel(call, q, k, v)
     bias = call.bias()
     if _is_causal(call):

@@ -64,14 +64,14 @@ def test_the_outline_is_the_forward_of_the_layer(layer, outline):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("method", ["weights", "explain"])
-def test_weights_and_explain_begin_as_forward_does(layer, method):
+def test_weights_and_explain_begin_as_forward_does(layer):
     def body(name):
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(layer, name)))).body
         return [ast.unparse(statement) for statement in function.body[1:]]
 
-    before_the_cache = [line for line in body("forward") if not line.startswith("with ")]
-    assert body(method)[: len(before_the_cache)] == before_the_cache
+    arrival, *before_the_cache = [each for each in body("forward") if not each.startswith("with ")]
+    assert body("weights")[0] == body("explain")[0] == arrival
+    assert body("queries_and_keys")[: len(before_the_cache)] == before_the_cache
 
 
 def test_the_global_state_is_in_the_table():

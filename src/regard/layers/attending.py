@@ -2,16 +2,18 @@
 
 from collections.abc import Iterable
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.cache import Part
-from regard.layers.inputs import Arrival, Layer
-from regard.masks import Mask, Span
+from regard.cache import NO_CACHE, Cache, Part
+from regard.layers.inputs import Arrival, Layer, arrive
+from regard.layers.memory import Context, Memory
+from regard.masks import EVERYTHING, Mask, Span
+from regard.ops import explain as ops
 from regard.ops.attend import prepare_call
 from regard.ops.call import narrowed
-from regard.ops.explain import weights_of
 from regard.ops.memo import Arguments
 from regard.ops.parts import Make, rebuilt
 from regard.ops.prepared import Prepared
@@ -140,4 +142,58 @@ def weights_over(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arr
             "rank; use KVCache() for it"
         )
     keys = keys if isinstance(keys, Keys) else Keys.of(keys)
-    return weights_of(_prepared(layer, q, keys, at), q, keys.parts)
+    return ops.weights_of(_prepared(layer, q, keys, at), q, keys.parts)
+
+
+@runtime_checkable
+class Readable(Layer, Protocol):
+    """A layer whose queries and keys can be read without a change of the cache."""
+
+    def queries_and_keys(self, x: Tensor, context: Context, at: Arrival) -> tuple[Tensor, Keys]:
+        """Queries and keys of a call, for which the cache does not change."""
+
+
+def weights(
+    self: Readable,
+    x: Float[Tensor, "B L E"],
+    *,
+    context: Float[Tensor, "B S C"] | Memory | None = None,
+    mask: Mask | None = EVERYTHING,
+    cache: Cache | None = NO_CACHE,
+    positions: Int[Tensor, "*B L"] | None = None,
+) -> Float[Tensor, "B H L S"]:
+    """The attention weights of the same call; the cache does not change.
+
+    Returns:
+        `[B, H, L, S]` in the dtype of `x`, over the cached and the new keys; hidden ones are 0.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Attention, Causal
+        >>> layer = Attention(8, 2, mask=Causal())
+        >>> layer.weights(torch.randn(1, 3, 8))[0, :, 0].tolist()
+        [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    """
+    at = arrive(self, x, context, mask, cache, positions)
+    return weights_over(self, *self.queries_and_keys(x, context, at), at)
+
+
+def explain(
+    self: Readable,
+    x: Float[Tensor, "B L E"],
+    *,
+    context: Float[Tensor, "B S C"] | Memory | None = None,
+    mask: Mask | None = EVERYTHING,
+    cache: Cache | None = NO_CACHE,
+    positions: Int[Tensor, "*B L"] | None = None,
+) -> str:
+    """Which backend the same call would run on, and why; the cache does not change.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Attention
+        >>> print(Attention(8, 2).explain(torch.randn(1, 3, 8)).splitlines()[0])
+        3 queries x 3 keys, 2 heads on 2, head dim 4, float32, cpu
+    """
+    at = arrive(self, x, context, mask, cache, positions)
+    return ops.explain(describe(self, *self.queries_and_keys(x, context, at), at))

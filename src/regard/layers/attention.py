@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads, split_heads
-from regard.layers.attending import attended, describe, weights_over
+from regard.layers.attending import Keys, attended, explain, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
@@ -26,18 +26,18 @@ from regard.layers.construct import (
     size_of_head,
 )
 from regard.layers.inputs import (
+    Arrival,
     arrive,
     check_positions,
     check_rope,
     check_width,
     options_of,
 )
-from regard.layers.memory import Memory, check_own, recorded_for
+from regard.layers.memory import Context, Memory, check_own, recorded_for
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
-from regard.ops.explain import explain
 from regard.rope import NO_ROPE, Rope
 
 
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     pieces: tuple[int, ...] = ()  # keys and values are separate streams
-    options = options_of
+    options, weights, explain = options_of, weights, explain
     check_positions = staticmethod(check_positions)
 
     @records_arguments()
@@ -182,50 +182,11 @@ class Attention(nn.Module):
             out = attended(self, q, parts, at)
             return self.o_proj(merge_heads(self.gated(x, out)))
 
-    def weights(
-        self,
-        x: Float[Tensor, "B L E"],
-        *,
-        context: "Float[Tensor, 'B S C'] | Memory | None" = None,
-        mask: Mask | None = EVERYTHING,
-        cache: Cache | None = NO_CACHE,
-        positions: Int[Tensor, "*B L"] | None = None,
-    ) -> Float[Tensor, "B H L S"]:
-        """The attention weights of the same call; the cache does not change.
-
-        Returns:
-            `[B, H, L, S]` in the dtype of `x`, over the cached and the new keys; hidden ones are 0.
-
-        Examples:
-            >>> from regard import Causal
-            >>> layer = Attention(8, 2, mask=Causal())
-            >>> layer.weights(torch.randn(1, 3, 8))[0, :, 0].tolist()
-            [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
-        """
-        at = arrive(self, x, context, mask, cache, positions)
+    def queries_and_keys(self, x: Tensor, context: Context, at: Arrival) -> tuple[Tensor, Keys]:
+        """Queries and keys of a call, for which the cache does not change."""
         q, k, v = self.project(x, context)
         q, k = self.rope(q, k, at.positions)
-        return weights_over(self, q, at.cache.peek(k, v), at)
-
-    def explain(
-        self,
-        x: Float[Tensor, "B L E"],
-        *,
-        context: "Float[Tensor, 'B S C'] | Memory | None" = None,
-        mask: Mask | None = EVERYTHING,
-        cache: Cache | None = NO_CACHE,
-        positions: Int[Tensor, "*B L"] | None = None,
-    ) -> str:
-        """Which backend the same call would run on, and why; the cache does not change.
-
-        Examples:
-            >>> print(Attention(8, 2).explain(torch.randn(1, 3, 8)).splitlines()[0])
-            3 queries x 3 keys, 2 heads on 2, head dim 4, float32, cpu
-        """
-        at = arrive(self, x, context, mask, cache, positions)
-        q, k, v = self.project(x, context)
-        q, k = self.rope(q, k, at.positions)
-        return explain(describe(self, q, at.cache.peek(k, v), at))
+        return q, Keys.of(at.cache.peek(k, v))
 
     def remember(self, context: Float[Tensor, "B S C"]) -> Memory:
         """Project another sequence's keys and values once, to be read as `context=` at every step.
@@ -261,7 +222,7 @@ class Attention(nn.Module):
         """The linear layer that reads `x`."""
         return self.q_proj
 
-    def check_context(self, x: Tensor, context: Tensor | Memory | None, cache: Cache) -> None:
+    def check_context(self, x: Tensor, context: Context, cache: Cache) -> None:
         """Refuse another sequence that does not fit this layer or this call."""
         if context is None:
             return

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.cache import NO_CACHE, Cache, NoCache
 from regard.cache.stored import Stored
 from regard.layers.cache_use import announce_pieces, check_use
-from regard.layers.memory import Memory
+from regard.layers.memory import Context, Memory
 from regard.masks import EVERYTHING, Mask, Span
 from regard.matrices import product_objection
 from regard.ops.attend import Precision
@@ -71,7 +71,7 @@ class Layer(Protocol):
     def first_projection(self) -> nn.Module:
         """The linear layer that reads `x`."""
 
-    def check_context(self, x: Tensor, context: "Tensor | Memory | None", cache: Cache) -> None:
+    def check_context(self, x: Tensor, context: Context, cache: Cache) -> None:
         """Refuse another sequence that does not fit this layer or this call."""
 
     def check_positions(self, positions: Tensor | None, x: Tensor) -> None:
@@ -98,7 +98,7 @@ def options_of(layer: Layer, at: Arrival) -> Options:
 def arrive(
     layer: Layer,
     x: Tensor,
-    context: "Tensor | Memory | None",
+    context: Context,
     mask: Mask | None,
     cache: Cache | None,
     positions: Tensor | None,

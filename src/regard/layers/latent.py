@@ -12,12 +12,20 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
-from regard.layers.attending import attended, describe, weights_over
+from regard.layers.attending import Keys, attended, describe, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import check_sizes, constructor_code, records_arguments
-from regard.layers.inputs import arrive, check_positions, check_rope, options_of, refuse_context
+from regard.layers.inputs import (
+    Arrival,
+    arrive,
+    check_positions,
+    check_rope,
+    options_of,
+    refuse_context,
+)
 from regard.layers.latent_forms import Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
+from regard.layers.memory import Context
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -79,7 +87,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
-    options = options_of
+    options, weights = options_of, weights
     check_positions = staticmethod(check_positions)
     check_context = staticmethod(refuse_context)
     softcap: float | None = None  # MLA has neither softcap nor sinks
@@ -172,22 +180,13 @@ class MultiHeadLatentAttention(nn.Module):
             out = attended(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
             return self.o_proj(merge_heads(form.output(out)))
 
-    def weights(
-        self,
-        x: Float[Tensor, "B L E"],
-        *,
-        context: None = None,
-        mask: Mask | None = EVERYTHING,
-        cache: Cache | None = NO_CACHE,
-        positions: Int[Tensor, "*B L"] | None = None,
-    ) -> Float[Tensor, "B H L S"]:
-        """The attention weights of the same call; the cache does not change."""
-        at = arrive(self, x, context, mask, cache, positions)
+    def queries_and_keys(self, x: Tensor, context: Context, at: Arrival) -> tuple[Tensor, Keys]:
+        """Queries and keys of a call, for which the cache does not change."""
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form = self.choose(at.span, at.cache)
         parts = at.cache.peek(self.join(latent, k_rope))
-        return weights_over(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
+        return form.queries(q_nope, q_rope), form.keys(parts, at)
 
     def explain(
         self,
@@ -208,12 +207,9 @@ class MultiHeadLatentAttention(nn.Module):
             'form     absorbed'
         """
         at = arrive(self, x, context, mask, cache, positions)
-        q_nope, q_rope, latent, k_rope = self.project(x)
-        q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
+        q, keys = self.queries_and_keys(x, context, at)
         form = self.choose(at.span, at.cache)
-        parts = at.cache.peek(self.join(latent, k_rope))
-        call = describe(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
-        return f"form     {form.name}: {form.why}\n{explain(call)}"
+        return f"form     {form.name}: {form.why}\n{explain(describe(self, q, keys, at))}"
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries in two pieces, latents and rotary keys, before rotation.

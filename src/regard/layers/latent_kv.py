@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
 from regard.heads import merge_heads, split_heads
-from regard.layers.attending import Keys, attended, describe, rebuild, weights_over
+from regard.layers.attending import Keys, attended, explain, rebuild, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
@@ -31,11 +31,11 @@ from regard.layers.inputs import (
     options_of,
     refuse_context,
 )
+from regard.layers.memory import Context
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
-from regard.ops.explain import explain
 from regard.rope import NO_ROPE, Rope
 from regard.tracing import is_concrete, is_transformed
 
@@ -87,7 +87,7 @@ class LatentKVAttention(nn.Module):
     kind = "LatentKV"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     pieces: tuple[int, ...] = ()  # latents and positions are separate streams
-    options = options_of
+    options, weights, explain = options_of, weights, explain
     check_context = staticmethod(refuse_context)
     sinks: Tensor | None = None
 
@@ -161,39 +161,12 @@ class LatentKVAttention(nn.Module):
             out = attended(self, q, self.keys(parts, at), at)
             return self.o_proj(merge_heads(out))
 
-    def weights(
-        self,
-        x: Float[Tensor, "B L E"],
-        *,
-        context: None = None,
-        mask: Mask | None = EVERYTHING,
-        cache: Cache | None = NO_CACHE,
-        positions: Int[Tensor, "*B L"] | None = None,
-    ) -> Float[Tensor, "B H L S"]:
-        """The attention weights of the same call; the cache does not change."""
-        at = arrive(self, x, context, mask, cache, positions)
+    def queries_and_keys(self, x: Tensor, context: Context, at: Arrival) -> tuple[Tensor, Keys]:
+        """Queries and keys of a call, for which the cache does not change."""
         q, latent = self.project(x)
         where = at.positions.to(torch.int32)
         q = self.rope.rotate(q, where)
-        parts = at.cache.peek(latent, as_stream(where, x.shape[0]))
-        return weights_over(self, q, self.keys(parts, at), at)
-
-    def explain(
-        self,
-        x: Float[Tensor, "B L E"],
-        *,
-        context: None = None,
-        mask: Mask | None = EVERYTHING,
-        cache: Cache | None = NO_CACHE,
-        positions: Int[Tensor, "*B L"] | None = None,
-    ) -> str:
-        """Which backend the same call would run on, and why; the cache does not change."""
-        at = arrive(self, x, context, mask, cache, positions)
-        q, latent = self.project(x)
-        where = at.positions.to(torch.int32)
-        q = self.rope.rotate(q, where)
-        parts = at.cache.peek(latent, as_stream(where, x.shape[0]))
-        return explain(describe(self, q, self.keys(parts, at), at))
+        return q, self.keys(at.cache.peek(latent, as_stream(where, x.shape[0])), at)
 
     def keys(self, parts: tuple[Part, ...], at: Arrival) -> Keys:
         """The keys and values of every head, rebuilt when they are read."""

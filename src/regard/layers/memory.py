@@ -41,6 +41,7 @@ class Memory:
         return chosen
 
 
+Context = Tensor | Memory | None  # another sequence, `[B, S, C]`, or its memory
 _LAYER_OF: WeakKeyDictionary[Memory, "ref[nn.Module]"] = WeakKeyDictionary()
 
 

@@ -204,11 +204,12 @@ class Rotary:
         wide = x if whole else x[..., : self.dim]
         if x.dtype != cos.dtype:  # half precision
             wide = wide.to(cos.dtype)
+        scaled = wide * cos
         if self.pairing == "halves":  # for every channel, the other one of its pair
             other = wide.roll(self.dim // 2, -1)
         else:
             other = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        rotated = torch.addcmul(wide * cos, other, sin)
+        rotated = torch.addcmul(scaled, other, sin)
         if x.dtype != cos.dtype:
             rotated = rotated.to(x.dtype)
         return rotated if whole else torch.cat([rotated, x[..., self.dim :]], dim=-1)

@@ -6,7 +6,7 @@ from regard import KVCache, QuantizedCache, SlidingCache, StaticCache
 
 KINDS = {
     "growing": KVCache,
-    "static": lambda: StaticCache(12),
+    "static": lambda: StaticCache(13),
     "sliding": lambda: SlidingCache(4, 1),
     "window of one": lambda: SlidingCache(1),
     "8 bits": lambda: QuantizedCache(8, 4),

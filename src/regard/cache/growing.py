@@ -74,7 +74,7 @@ class KVCache(Contiguous):
     def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers with the tokens held and room for `total`."""
         present = self._held[0].shape[2] if self._held else 0
-        if present >= total > 0 and not any(map(requires_grad, self._held)):
+        if present >= total > 0 and not requires_grad(self._held):
             return self._held
         capacity = max(_FIRST_CAPACITY, total, 2 * present if total > present else 0)
         buffers = tuple(empty_like(each, capacity) for each in new)

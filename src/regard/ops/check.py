@@ -211,9 +211,7 @@ def check_broadcasts(name: str, bias: Tensor, shape: tuple[int, int, int, int]) 
     """Refuse a bias that does not broadcast to `[B, H, L, S]`."""
     sizes = tuple(bias.shape)
     target = shape[4 - len(sizes) :] if len(sizes) <= 4 else ()
-    if len(sizes) > 4 or any(
-        have not in (1, want) for have, want in zip(sizes, target, strict=True)
-    ):
+    if len(sizes) > 4 or not all(map(_serves, sizes, target)):
         raise ValueError(
             f"{name} broadcasts to [B, H, L, S] = {list(shape)}, got shape {list(sizes)}; "
             "its last axis is the keys, the one before the queries"

@@ -270,10 +270,10 @@ def test_sharded_weights_have_the_fingerprint_of_the_whole(tmp_path):
 @pytest.mark.long
 def test_half_a_gigabyte_a_second():
     model = nn.Linear(8192, 8192, bias=False)
-    start = time.perf_counter()
+    start = time.process_time()  # other programs' time does not count
     first = fingerprint(model)
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     assert model.weight.nbytes / took > 0.25e9  # half of what one free core does
-    start = time.perf_counter()
+    start = time.process_time()
     assert fingerprint(model) == first
-    assert time.perf_counter() - start < took  # a checksum of all bytes
+    assert time.process_time() - start < took  # a checksum of all bytes

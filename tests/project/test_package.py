@@ -2,10 +2,12 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -129,6 +131,32 @@ def test_the_metadata_is_complete(wheel):
     assert metadata["Version"] == regard.__version__
     needed = [each for each in metadata.get_all("Requires-Dist") if "extra ==" not in each]
     assert sorted(re.match(r"[\w-]+", each)[0] for each in needed) == ["jaxtyping", "torch"]
+
+
+def test_a_build_has_no_address_that_is_a_placeholder(wheel):
+    (path,) = [name for name in wheel.namelist() if name.endswith("dist-info/METADATA")]
+    urls = message_from_string(wheel.read(path).decode()).get_all("Project-URL") or []
+    assert not [url for url in urls if ".invalid" in url]
+    pages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["regard"]["urls"]
+    hook = runpy.run_path(str(ROOT / "scripts/project_urls.py"))
+    decided = [url for url in pages.values() if not hook["is_placeholder"](url)]
+    assert len(urls) == len(decided)
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {regard.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_workflows_run_the_scripts_of_the_repository():
+    lines = [
+        line.strip().removeprefix("- run: ")
+        for path in (ROOT / ".github/workflows").iterdir()
+        for line in path.read_text().splitlines()
+        if "run:" in line
+    ]
+    assert {line.split()[0] for line in lines} == {"./scripts/test", "./scripts/docs"}
+    for line in lines:
+        assert (ROOT / line.split()[0]).exists()
 
 
 def test_the_changelog_has_this_version():

@@ -106,7 +106,7 @@ OF_ATTEND = {
         TypeError,
         [r"mask is a rule", r"torch\.bool", r"Dense\(keep\)", r"Padding\(valid\)", "hidden"],
     ),
-    "no mask at all": (lambda: attend(Q, K, K, mask=None), TypeError, ["NoneType", "EVERYTHING"]),
+    "a number as a mask": (lambda: attend(Q, K, K, mask=0), TypeError, ["int", "EVERYTHING"]),
     "three dimensions": (lambda: attend(Q[0], K, K), ValueError, ["q is", r"\(6, 3, 8\)"]),
     "a list": (lambda: attend(Q, [1], K), TypeError, ["k is a tensor", "list"]),
     "integers": (lambda: attend(Q, K, K.long()), ValueError, ["v is floating", "int64", "cast"]),

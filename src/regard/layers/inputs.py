@@ -136,12 +136,12 @@ def _length_of(context: "Tensor | Memory") -> int:
 
 def check_width(name: str, x: object, width: int, projection: nn.Module) -> None:
     """Refuse inputs of another shape, or of another dtype or device than the weights."""
+    if torch._C._get_tracing_state() is not None:  # sizes are then tensors
+        refuse_jit_trace()
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != width:
         _refuse_width(name, x, width)
     if x.layout is not torch.strided:
         raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
-    if torch._C._get_tracing_state() is not None:
-        refuse_jit_trace()
     if product_objection(projection) is not None:
         return  # such a module may cast or move its inputs itself
     weight = projection.weight
@@ -156,7 +156,6 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
 
 
 def _refuse_width(name: str, x: object, width: int) -> NoReturn:
-    refuse_jit_trace()
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a tensor [B, L, {width}], got {type(x).__name__}")
     if x.dim() != 3:

@@ -1,0 +1,66 @@
+"""The log-probability of a continuation, decoded token by token from a cache."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Score(NamedTuple):
+    """The score of a continuation.
+
+    Attributes:
+        log_probability: the sum over its tokens, in nats.
+        is_greedy: whether each token is the most probable one.
+    """
+
+    log_probability: float
+    is_greedy: bool
+
+
+@torch.no_grad()
+def score(
+    model: Any,
+    cache: Callable[[], Any],
+    context: Sequence[int],
+    continuation: Sequence[int],
+    *,
+    max_length: int,
+) -> Score:
+    """Prefill the context into a new cache, then decode the continuation, one token a call.
+
+    A full forward never reads a cache, so it cannot tell what codes or dropped keys cost; this
+    does. The first token of the continuation is scored by the prefill.
+
+    Args:
+        model: a causal model of transformers, in eval mode.
+        cache: makes a new, empty cache.
+        context: tokens, at least one.
+        continuation: tokens that follow, at least one.
+        max_length: positions of the model; tokens before that many are left out.
+
+    Raises:
+        ValueError: if there is no context, no continuation, or the continuation alone is longer
+            than `max_length`.
+    """
+    if not context or not continuation:
+        raise ValueError(
+            f"a score needs a token of context and one that follows, got {len(context)} and "
+            f"{len(continuation)}; begin with the tokenizer's first special token"
+        )
+    if len(continuation) > max_length:
+        raise ValueError(
+            f"the continuation has {len(continuation)} tokens, the model {max_length} positions; "
+            "split it"
+        )
+    prompt = list(context)[-(max_length + 1 - len(continuation)) :]
+    held, device = cache(), model.device
+    total, greedy, new = 0.0, True, prompt
+    for target in continuation:
+        tokens = torch.tensor([new], device=device)
+        out = model(tokens, past_key_values=held, use_cache=True, logits_to_keep=1)
+        logits = out.logits[0, -1].float()
+        total += float(logits.log_softmax(-1)[target])
+        greedy = greedy and int(logits.argmax()) == target
+        new = [target]
+    return Score(total, greedy)

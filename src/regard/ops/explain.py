@@ -18,7 +18,7 @@ from regard.ops.bias import ScoreBias
 from regard.ops.call import Call, is_everything
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.definition import scores, softmax
-from regard.ops.devices import rates_note
+from regard.ops.estimates import rates_note
 from regard.ops.parts import concatenated, reading_of, visible_parts
 from regard.ops.prepared import Prepared
 from regard.tracing import without_autocast

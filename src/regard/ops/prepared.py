@@ -17,8 +17,7 @@ from regard.ops.choose import choose
 from regard.ops.observed import BACKEND_RUNS, CALLS, report_call
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import concatenated, readable, reads_in_parts, visible_parts
-from regard.ops.shared_rows import folded, rows_at_once, unfolded
-from regard.ops.stored import partial_of, run_of
+from regard.ops.stored import folded, partial_of, rows_at_once, run_of, unfolded
 from regard.tracing import without_autocast
 
 _MERGED = 16  # partial results merged at a time: more take memory, and gain nothing

@@ -65,6 +65,7 @@ def test_the_memo_is_bounded():
 
 
 def test_another_use_of_a_mask_is_another_entry():
+    module._MADE.clear()
     mask, span = Causal() & Padding(VALID), Span(0, 5, 0, 5)
     assert make_once(mask, span, lambda: "one", 1) == "one"
     assert make_once(mask, span, lambda: "two", 2) == "two"

@@ -150,9 +150,9 @@ def _cuts(call: Call, shown: ShownAt) -> list[int]:
         return [0, call.num_queries]
     cuts, last = [0], 0
     first, stop = span.q_start, span.q_start + call.num_queries
-    edges = sorted({slot for _, each in shown(first, stop - 1) for slot in each.edges})
-    inside = [slot - first for slot in edges if first < slot < stop]
-    for edge in [*inside, call.num_queries]:
+    parts = [each.edges_between(first, stop) for _, each in shown(first, stop - 1)]
+    edges = {slot - first for inside in parts for slot in inside}
+    for edge in [*sorted(edges), call.num_queries]:
         if edge - cuts[-1] > SHORT and last > cuts[-1]:
             cuts.append(last)
         last = edge

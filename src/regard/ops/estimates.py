@@ -115,14 +115,19 @@ def on_device(
         passes: over these scores in float32, in memory.
         copies: times that as many bytes as those of keys and values are read or written.
     """
-    memory, half, float32 = _limits(call.device)
+    compiling = torch.compiler.is_compiling()  # a compiled graph cannot ask the driver
+    rates = UNKNOWN if compiling else rates_of(call.device)
+    exact = compiling or torch.get_float32_matmul_precision() == "highest"
     width, heads = call.head_dim + call.v_head_dim, call.batch * call.num_heads
     cells = share * heads * call.num_queries * call.num_keys
     keys = call.batch * call.num_kv_heads * call.num_keys * share
     moved = call.dtype.itemsize * width * (copies * keys + heads * call.num_queries)
     moved += 4 * passes * cells
-    rate = half if call.dtype.itemsize < 4 and not single else float32
-    return LAUNCH * operators + max(moved / (READ * memory), 2 * cells * width / (kernel * rate))
+    rate = rates.single if exact else rates.tf32
+    if call.dtype.itemsize < 4 and not single:
+        rate = rates.half
+    reading, computing = moved / (READ * rates.memory), 2 * cells * width / (kernel * rate)
+    return LAUNCH * operators + max(reading, computing)
 
 
 def unfused(call: Call, *, operators: int) -> float:
@@ -130,24 +135,8 @@ def unfused(call: Call, *, operators: int) -> float:
     float32 and repeated for the heads of a group."""
     converted = 1 if call.dtype.itemsize >= 4 else 5  # bytes moved for each byte of keys: read 2,
     repeated = 2 * call.group if call.group > 1 else 0  # write 4, read 4
-    return on_device(
-        call,
-        operators=operators,
-        kernel=UNFUSED,
-        single=True,
-        passes=_PASSES,
-        copies=converted + repeated,
-    )
-
-
-def _limits(device: torch.device) -> tuple[float, float, float]:
-    """The rates of memory and of products in half precision and in float32, as torch computes.
-    Those of no device in particular inside a compiled graph, which cannot ask the driver."""
-    if torch.compiler.is_compiling():
-        return UNKNOWN.memory, UNKNOWN.half, UNKNOWN.single
-    rates = rates_of(device)
-    exact = torch.get_float32_matmul_precision() == "highest"
-    return rates.memory, rates.half, rates.single if exact else rates.tf32
+    memory = {"passes": _PASSES, "copies": converted + repeated}
+    return on_device(call, operators=operators, kernel=UNFUSED, single=True, **memory)
 
 
 def visible_share(call: Call) -> float:

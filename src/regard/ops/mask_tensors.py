@@ -2,7 +2,6 @@
 query. Masks in keys of memo tables."""
 
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -51,42 +50,39 @@ class MaskTensors(NamedTuple):
     masked: Bool[Tensor, "*some L 1"] | None
 
 
-_MADE: dict[Hashable, Any] = {}  # memo table: layers with equal masks and spans share the results
+# Memo table: layers with equal masks and spans share the results, each in a tuple.
+_MADE: dict[Hashable, tuple[Any]] = {}
 
 
 def make_once(mask: Mask, span: Span, make: Callable[[], Made], *others: Hashable) -> Made:
     """`make()`, memoised by the mask, the span and the other values. Called anew where rows start
     at different slots, and for rules of a user, since their tensors may be written."""
-    rule = None if isinstance(span.q_start, Tensor) else mask_key(mask)
+    q_start, q_stop = span.q_start, span.q_stop
+    rule = None if isinstance(q_start, Tensor) else mask_key(mask)
     if rule is None:
         return make()
-    key = (rule, span, *others)
-    with suppress(KeyError):
-        known: Made = _MADE[key]
-        return known
-    if len(_MADE) >= _MOST:
-        _MADE.clear()
-    with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
-        made = _MADE[key] = make()
-    return made
+    key = (rule, q_start, q_stop, span.kv_start, span.kv_stop, *others)
+    known: tuple[Made] | None = _MADE.get(key)
+    if known is None:
+        if len(_MADE) >= _MOST:
+            _MADE.clear()
+        with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
+            known = _MADE[key] = (make(),)
+    return known[0]
 
 
 def mask_key(mask: object) -> object | None:
     """A mask in a key: its value, or a weak reference to the versions of its tensors. None for
     rules of a user, and for rules whose tensors were written."""
-    kind = type(mask)
-    if kind in DATALESS:
+    if type(mask) in DATALESS:
         return mask
-    if isinstance(mask, AllOf | AnyOf):
-        found: list[object] = [kind]
-        for part in mask.parts:
+    if parts := _parts_of(mask):
+        found: list[object] = [type(mask)]
+        for part in parts:
             if (key := mask_key(part)) is None:
                 return None
             found.append(key)
         return tuple(found)
-    if isinstance(mask, Not):
-        inner = mask_key(mask.mask)
-        return None if inner is None else (kind, inner)
     if not isinstance(mask, DataMask) or mask.versions.changed:
         return None
     if mask.place is not None:  # it shares its versions with the same rule at other slots
@@ -96,9 +92,17 @@ def mask_key(mask: object) -> object | None:
 
 def holds_data(mask: Mask) -> bool:
     """Whether a mask holds tensors, or is a rule of a user, which may."""
+    if type(mask) in DATALESS:
+        return False
+    parts = _parts_of(mask)
+    return any(map(holds_data, parts)) if parts else True
+
+
+def _parts_of(mask: object) -> tuple[Mask, ...]:
+    """The masks that a mask combines."""
     if isinstance(mask, AllOf | AnyOf):
-        return any(map(holds_data, mask.parts))
-    return holds_data(mask.mask) if isinstance(mask, Not) else type(mask) not in DATALESS
+        return mask.parts
+    return (mask.mask,) if isinstance(mask, Not) else ()
 
 
 def mask_tensors(call: Call) -> MaskTensors:

@@ -28,7 +28,7 @@ import torch
 from regard.cache_folder import cache_folder, check_can_store
 from regard.whole_file import write_whole
 
-_MAX_BYTES = 1 << 16  # of a file of rates; a larger one is not read
+_MAX_BYTES = 1 << 16  # of a file of rates; no more of it is read
 NARROWING = (  # environment variables that leave instructions out
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -259,30 +259,19 @@ def read_speed(threads: int) -> Speed | None:
         if not path.is_file():  # a pipe, say, might never end
             return None
         with path.open("rb") as file:
-            return _parse(file.read(_MAX_BYTES + 1), typical(threads))
-    except (OSError, RuntimeError, ArithmeticError, ValueError) as error:
-        warnings.warn(  # no home folder, deeply nested JSON, rates of another machine
-            f"{path} is ignored, and the usual rates of such a processor are used: {error}; "
-            "`regard tune` writes it anew, `regard tune --forget` removes it",
-            stacklevel=2,
-        )
-        return None
-
-
-def _parse(text: bytes, usual: Speed) -> Speed:
-    """Raise a ValueError for rates that are not those of a machine with such `usual` ones."""
-    if len(text) > _MAX_BYTES:
-        raise ValueError("it is too large")
-    stored = json.loads(text)
-    if not isinstance(stored, dict):
-        raise ValueError("it does not hold rates by name")
-    for name in Speed.__dataclass_fields__:
-        if type(stored.get(name)) not in (int, float):
-            raise ValueError(f"{name} is not a number")
-    speed = Speed(**{name: float(stored[name]) for name in Speed.__dataclass_fields__})
-    if (objection := speed.objection(usual)) is not None:
-        raise ValueError(objection)
-    return speed
+            stored = json.loads(file.read(_MAX_BYTES))
+        speed = Speed(**{rate.name: float(stored[rate.name]) for rate in fields(Speed)})
+        objection = speed.objection(typical(threads))
+    except (OSError, RuntimeError, ArithmeticError, ValueError, TypeError, LookupError) as error:
+        objection = str(error) if isinstance(error, OSError | RuntimeError) else repr(error)
+    if objection is None:
+        return speed
+    warnings.warn(
+        f"{path} is ignored, and the usual rates of such a processor are used: {objection}; "
+        "`regard tune` writes it anew, `regard tune --forget` removes it",
+        stacklevel=2,
+    )
+    return None
 
 
 def write_speed(speed: Speed) -> Path:
@@ -307,10 +296,9 @@ def forget_speed() -> Path | None:
     """Remove the file; returns its path if there was one. The constants are used from now on."""
     path = speed_path()
     SPEED.use(_usual(torch.get_num_threads()))
-    if not path.exists():
-        return None
-    path.unlink()
-    return path
+    exists = path.exists()
+    path.unlink(missing_ok=True)
+    return path if exists else None
 
 
 class DeviceRates(NamedTuple):
@@ -349,9 +337,7 @@ DATA_SHEETS = (
     DeviceRates("NVIDIA L40", 864e9, 181e12, 90.5e12, 90.5e12, "NVIDIA L40 data sheet"),
     DeviceRates("NVIDIA L4", 300e9, 121e12, 60e12, 30.3e12, "NVIDIA L4 data sheet"),
     DeviceRates("NVIDIA A10", 600e9, 125e12, 62.5e12, 31.2e12, "NVIDIA A10 data sheet"),
-    DeviceRates(
-        "NVIDIA GeForce RTX 5090", 1.79e12, 209e12, 105e12, 105e12, "RTX Blackwell whitepaper"
-    ),
+    DeviceRates("NVIDIA GeForce RTX 5090", 1.79e12, 209e12, 105e12, 105e12, "Blackwell whitepaper"),
     DeviceRates("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 82.6e12, 82.6e12, "Ada whitepaper"),
     DeviceRates("NVIDIA GeForce RTX 3090", 936e9, 71e12, 35.6e12, 35.6e12, "GA102 whitepaper"),
     DeviceRates("Tesla V100", 900e9, 125e12, 15.7e12, 15.7e12, "NVIDIA V100 data sheet"),

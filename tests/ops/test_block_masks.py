@@ -122,7 +122,7 @@ def test_functions_of_random_masks(seed):
     index = [
         torch.arange(n).view([-1 if a == x else 1 for a in range(4)]) for x, n in enumerate(sizes)
     ]
-    first = made.span.kv_start - made.whole.kv_start
+    first = made.span.kv_start - made.given_span.kv_start
     want = table(case)[..., first : first + made.num_keys]
     assert torch.equal(mask_mod(made)(*index).expand(sizes), want)
 

@@ -40,7 +40,7 @@ def test_they_are_the_rule_cell_by_cell(mask):
     keep, visible, masked = mask_tensors(call)
     b, h = torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None]
     slots = torch.arange(5)
-    expected = mask.within(call.whole)(b, h, slots[:, None], slots).expand(2, 3, 5, 5)
+    expected = mask.within(call.given_span)(b, h, slots[:, None], slots).expand(2, 3, 5, 5)
     assert keep.expand(2, 3, 5, 5).equal(expected)
     hidden = ~expected.any(-1, keepdim=True)
     assert visible.expand(2, 3, 5, 5).equal(expected | hidden)

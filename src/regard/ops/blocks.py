@@ -227,7 +227,7 @@ def _concatenated(parts: list[Call]) -> Call:
         mask = Dense(_side_by_side([part.keep() for part in parts], widths)).within(span)
     biases = [bias for part in parts if (bias := part.bias()) is not None]
     bias = _side_by_side(biases, widths) if biases else None
-    return replace(call, span=span, whole=span, mask=mask, score_bias=bias)
+    return replace(call, span=span, given_span=span, mask=mask, score_bias=bias)
 
 
 def _side_by_side(pieces: list[Tensor], widths: list[int]) -> Tensor:

@@ -162,15 +162,15 @@ def explanation(prepared: Prepared) -> Explanation:
     call, note = prepared.call, prepared.backend.note
     return Explanation(
         batch=call.batch,
-        queries=call.whole.num_queries,
-        keys=call.whole.num_keys,
+        queries=call.given_span.num_queries,
+        keys=call.given_span.num_keys,
         num_heads=call.num_heads,
         num_kv_heads=call.num_kv_heads,
         head_dim=call.head_dim,
         v_head_dim=call.v_head_dim,
         dtype=str(call.dtype).removeprefix("torch."),
         device=str(call.device),
-        asked=repr(call.asked),
+        asked=repr(call.given_mask),
         mask=repr(call.mask),
         kv_start=call.span.kv_start,
         kv_stop=call.span.kv_stop,
@@ -233,11 +233,11 @@ def attention_weights(
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     options |= {"mask": mask, "span": span, "score_bias": score_bias, "backend": "eager"}
     call = prepare(q, k, k, **options).call
-    if k.shape[2] != call.whole.num_keys:
+    if k.shape[2] != call.given_span.num_keys:
         raise ValueError(
-            f"k has {k.shape[2]} keys where span={call.whole} holds {call.whole.num_keys}"
+            f"k has {k.shape[2]} keys where span={call.given_span} holds {call.given_span.num_keys}"
         )
-    whole = call.but(span=call.whole, mask=mask.within(call.whole))
+    whole = call.but(span=call.given_span, mask=mask.within(call.given_span))
     rows = [whole] if queries is None else [_row(whole, index) for index in queries]
     if not rows:
         return q.new_zeros(q.shape[0], len(heads or range(q.shape[1])), 0, k.shape[2])
@@ -257,7 +257,7 @@ def _row(call: Call, index: int) -> Call:
 
 def _chosen(call: Call, q: Tensor, k: Tensor, heads: Sequence[int] | None) -> Tensor:
     """The weights of the chosen heads, for the queries of this call."""
-    first = call.span.first_query - call.whole.first_query
+    first = call.span.first_query - call.given_span.first_query
     q = q.narrow(2, first, call.num_queries)
     k, _ = without_hidden(call, k, k)
     if heads is not None:
@@ -287,7 +287,7 @@ def _of_heads(call: Call, index: Tensor) -> Call:
         mask=mask if is_everything(mask) else Dense(select(call.keep())).within(call.span),
         score_bias=None if bias is None else select(bias),
         sinks=None if call.sinks is None else call.sinks[index],
-        whole=call.span,
+        given_span=call.span,
     )
 
 
@@ -295,7 +295,7 @@ def weights_of(
     prepared: Prepared, q: Float[Tensor, "B H L D"], parts: Iterable[Part]
 ) -> Float[Tensor, "B H L S"]:
     """The weights of a prepared call over all the keys of its rectangle, hidden ones 0."""
-    whole = prepared.call.whole
+    whole = prepared.call.given_span
     part = concatenated(visible_parts(prepared.span, parts))
     call = prepared.call.over(part)
     k = part.streams[0]

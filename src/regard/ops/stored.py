@@ -103,4 +103,4 @@ def unfolded(x: Float[Tensor, "1 H BL X"], rows: int) -> Float[Tensor, "B H L X"
 
 def _of_rows(call: Call, rows: int) -> Call:
     span = Span(0, rows * call.num_queries, call.span.kv_start, call.span.kv_stop)
-    return call.but(batch=1, whole=span, span=span)
+    return call.but(batch=1, given_span=span, span=span)

@@ -41,7 +41,7 @@ from regard import (
 )
 from regard.ops.backends import BACKENDS
 from regard.ops.choose import objection_of
-from regard.ops.devices import rates_of
+from regard.ops.rates import rates_of
 
 FLUSH = 256 << 20  # bytes written before each cold call: more than any L2 cache
 SCORES = 1 << 29  # the most scores of a call that is given to kernels that store them all

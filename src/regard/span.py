@@ -115,6 +115,26 @@ class Span:
         """
         return cls(q_start, q_start + queries, kv_start, kv_stop, queries, bounds)
 
+    def part(self, first: int, stop: int, kv_start: int, kv_stop: int) -> "Span":
+        """The span of some of the queries by other keys.
+
+        Args:
+            first: of the queries, counted from the first one.
+            stop: one past the last of them.
+            kv_start: the slot of the first key.
+            kv_stop: one past the last key.
+
+        Examples:
+            >>> Span(4, 9, 0, 9).part(1, 3, 2, 7)
+            Span(q_start=5, q_stop=7, kv_start=2, kv_stop=7, queries=None, bounds=None)
+        """
+        start = self.q_start + first
+        if not isinstance(start, Tensor):
+            return Span(start, self.q_start + stop, kv_start, kv_stop)
+        assert self.bounds is not None
+        bounds = (self.bounds[0] + first, self.bounds[1] + first)
+        return Span(start, start + stop - first, kv_start, kv_stop, stop - first, bounds)
+
     @property
     def num_queries(self) -> int:
         """The number of queries, in each row."""

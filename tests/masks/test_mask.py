@@ -14,7 +14,7 @@ from regard.masks.runs import Shown, intersection, union
 from regard.ops.backends import BACKENDS
 from regard.ops.backends.blocked import plan
 from regard.ops.block_masks import BLOCK, visible_blocks
-from regard.ops.intervals import intervals_of
+from regard.ops.mask_tensors import intervals_of
 
 CORE = Path(__file__).parents[2] / "src/regard"
 LENGTH, SIDE = 1024, 256

@@ -1,7 +1,5 @@
 """Blocks and functions of masks, against the mask written out and torch's own block masks."""
 
-import gc
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -20,7 +18,7 @@ from regard import (
     Where,
     prepare,
 )
-from regard.ops import block_masks
+from regard.ops import block_masks, mask_tensors
 from regard.ops.block_masks import all_keys_visible, mask_mod, planned, visible_blocks
 
 IDS = torch.arange(420)[None] // torch.tensor([[90], [130]])
@@ -124,13 +122,13 @@ def test_functions_of_random_masks(seed):
     index = [
         torch.arange(n).view([-1 if a == x else 1 for a in range(4)]) for x, n in enumerate(sizes)
     ]
-    first = made.span.kv_start - made.whole.kv_start
+    first = made.span.kv_start - made.given_span.kv_start
     want = table(case)[..., first : first + made.num_keys]
     assert torch.equal(mask_mod(made)(*index).expand(sizes), want)
 
 
 def test_layers_share_one_block_mask(monkeypatch):
-    block_masks._MEMOISED.clear()
+    mask_tensors._MADE.clear()
     documents, counts = Documents(IDS), []
     real = block_masks._plan
     monkeypatch.setattr(block_masks, "_plan", lambda call: counts.append(1) or real(call))
@@ -144,12 +142,12 @@ def test_layers_share_one_block_mask(monkeypatch):
     planned(made(Causal(), SPANS["ragged"]))
     planned(made(Causal(), SPANS["ragged"]))
     assert len(counts) == 5  # starts may be written in place
-    block_masks._MEMOISED.clear()
+    mask_tensors._MADE.clear()
 
 
 def test_a_function_of_data_that_changes_is_planned_anew():
     """A user may write to what a `Where` reads; a dense mask is as large as what it would save."""
-    block_masks._MEMOISED.clear()
+    mask_tensors._MADE.clear()
     ids = torch.zeros(420, dtype=torch.int64)
     same = Where(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx])
     first = planned(made(Causal() & same, SPANS["chunk"])).blocks.to_dense()
@@ -157,32 +155,23 @@ def test_a_function_of_data_that_changes_is_planned_anew():
     assert not torch.equal(planned(made(Causal() & same, SPANS["chunk"])).blocks.to_dense(), first)
     planned(made(RULES["dense"], SPANS["chunk"]))
     planned(made(Alternate(), SPANS["chunk"]))
-    assert not block_masks._MEMOISED
+    assert not mask_tensors._MADE
 
 
-def test_the_memo_is_bounded():
-    block_masks._MEMOISED.clear()
-    for size in range(2, 2 + 3 * block_masks._MOST):
-        planned(made(Causal() & SlidingWindow(size), SPANS["chunk"]))
-        assert len(block_masks._MEMOISED) <= block_masks._MOST
-    block_masks._MEMOISED.clear()
-    gc.collect()
-
-
-def test_rules_that_know_are_not_evaluated(monkeypatch):
-    """Of a causal window over 64 blocks only those on its two edges are."""
+def test_only_keys_in_reach_are_evaluated(monkeypatch):
+    """Of a causal window over 64 blocks, those of each query's window."""
     seen = []
     real = block_masks._keep
 
     def keep(call, mask, here):
-        seen.append((here[1] - here[0]) * (here[3] - here[2]))
+        seen.append(here.num_queries * here.num_keys)
         return real(call, mask, here)
 
     monkeypatch.setattr(block_masks, "_keep", keep)
-    monkeypatch.setattr(block_masks, "CELLS", block_masks.BLOCK**2)
     q = torch.empty(1, 1, 8192, 8)
     visible_blocks(prepare(q, q, q, mask=Causal() & SlidingWindow(1024), backend="eager").call)
-    assert sum(seen) <= 3 * 64 * block_masks.BLOCK**2 + 1
+    assert len(seen) == 1 + 64
+    assert sum(seen) <= 9 * 64 * block_masks.BLOCK**2 + 1
 
 
 def test_keys_are_known_to_be_visible_without_reading():

@@ -92,13 +92,6 @@ def test_runs_are_gathered_side_by_side(monkeypatch):
     assert torch.equal(total != 0, (total == k) & (k != 0)) and (total != 0).any()
 
 
-def test_a_call_is_planned_once():
-    call = call_of(Causal() & Documents(torch.tensor([[0] * 10 + [1] * 13])))
-    assert plan(call, 64, whole=True) is plan(call, 64, whole=True)
-    assert plan(call, 5, whole=True) != plan(call, 64, whole=True)
-    assert plan(call_of(Causal()), 64, whole=True) != plan(call, 64, whole=True)
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_the_parts_that_hide_agree_with_the_mask_on_visible_runs(seed):
     mask, _ = draw_mask(random.Random(seed), Sizes(2, 2, 1, 1, 1, [0, 0], 9, 0, 9))

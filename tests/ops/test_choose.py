@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-import regard.ops.speed as speed
+import regard.ops.rates as speed
 from regard import Causal, Padding, SlidingWindow, Span, explain, prepare
 from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream

@@ -58,7 +58,7 @@ def test_what_is_said_is_there_as_data():
     assert str(found) == explain(prepared)
     assert (found.batch, found.queries, found.keys) == (3, 2, 40)
     assert (found.num_heads, found.num_kv_heads, found.head_dim, found.v_head_dim) == (4, 2, 16, 8)
-    assert (found.asked, found.mask) == (repr(prepared.call.asked), repr(prepared.mask))
+    assert (found.asked, found.mask) == (repr(prepared.call.given_mask), repr(prepared.mask))
     assert (found.kv_start, found.kv_stop) == (34, 40)
     assert (found.dtype, found.device, found.rates) == ("float32", "cpu", None)
     assert found.runs == prepared.name

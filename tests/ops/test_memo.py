@@ -230,7 +230,7 @@ def test_the_rules_and_tensors_of_a_description_are_those_of_the_call():
     for _ in range(3):
         mask, sinks, bias = Causal() & Padding(valid), torch.randn(4), torch.randn(6)
         call = prepare(q, k, v, mask=mask, sinks=sinks, score_bias=bias).call
-        assert call.asked is mask and call.mask.parts[1] is mask.parts[1]
+        assert call.given_mask is mask and call.mask.parts[1] is mask.parts[1]
         assert call.sinks is sinks and call.score_bias is bias
     past = prepare(q[:, :, :1], k, v, mask=mask, span=Span(5, 6, 0, 6)).call
     again = prepare(q[:, :, :1], k, v, mask=mask, span=Span(5, 6, 0, 6)).call

@@ -64,7 +64,7 @@ def test_calls_are_passed_on_after_they_ran():
     (first, q, (part,)), (second, *_) = calls
     assert q is Q
     assert (part.kv_start, part.kv_stop, part.streams[0] is Q) == (0, 3, True)
-    assert (first.call.asked, second.call.num_queries) == (Causal(), 1)
+    assert (first.call.given_mask, second.call.num_queries) == (Causal(), 1)
 
 
 def test_calls_of_other_threads_are_not_passed_on():

@@ -1,4 +1,5 @@
-"""The rates that backends are chosen by: constants of the processor, or stored ones that fit it."""
+"""The rates that backends are chosen by: constants of a processor by its instructions, or stored
+ones that fit it; and the data sheets of GPUs."""
 
 import json
 import os
@@ -7,16 +8,36 @@ import subprocess
 import sys
 import warnings
 from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import regard.ops.rates as rates_module
 from full_disk import files_of_at_most
+from kernel_checks import run_python
 from own_rates import own_rates
 from regard import Causal, Span, prepare
-from regard.ops.rates import SPEED, forget_speed, read_speed, speed_path, write_speed
-from regard.ops.speed import APART, DEFAULT, FARTHEST, Speed, typical
+from regard.ops.rates import (
+    AMX,
+    APART,
+    AVX2,
+    AVX512,
+    DATA_SHEETS,
+    DEFAULT,
+    FARTHEST,
+    SPEED,
+    UNKNOWN,
+    Speed,
+    compiles_wide,
+    forget_speed,
+    rates_by_properties,
+    rates_of,
+    read_speed,
+    speed_path,
+    typical,
+    write_speed,
+)
 
 __all__ = ["own_rates"]
 pytestmark = pytest.mark.usefixtures("own_rates")
@@ -307,3 +328,184 @@ def test_a_compiled_program_is_chosen_by_the_same_rates(own_rates):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout) == pytest.approx(tuned.call)
+
+
+INSTRUCTIONS = {
+    "avx2": (AVX2, "DEFAULT"),
+    "avx2 fma": (AVX2, "AVX2"),
+    "avx2 avx512f": (AVX512, "AVX512"),
+    "avx2 avx512f avx512_bf16": (AVX512, "AVX512"),
+    "avx2 avx512f avx512_bf16 amx_tile amx_bf16": (AMX, "AVX512"),
+    "asimd bf16 sve": (AVX2, "SVE256"),
+}
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """A processor with these instructions, and the vectors that torch uses on it."""
+    for name in rates_module.NARROWING:
+        monkeypatch.delenv(name, raising=False)
+
+    def make(words, vectors):
+        monkeypatch.setattr(rates_module, "processor", lambda: ("x86_64", f"flags\t: fpu {words}"))
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+
+    return make
+
+
+@pytest.mark.parametrize("words", INSTRUCTIONS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_constants_of_a_processor_follow_from_its_instructions(processor, words, threads):
+    expected, vectors = INSTRUCTIONS[words]
+    processor(words, vectors)
+    assert typical(threads) == expected.of_threads(threads)
+
+
+def test_narrowed_vectors_and_instructions_have_constants_of_their_own(processor, monkeypatch):
+    processor("avx2 avx512f avx512_bf16", "AVX2")  # ATEN_CPU_CAPABILITY=avx2
+    found = typical(1)
+    assert (found.row_float, found.scores) == (AVX2.row_float, AVX2.scores)
+    assert (found.products_half, found.tiled) == (AVX512.products_half, AVX512.tiled)
+    assert (found.stream, found.fused) == (AVX512.stream, AVX512.fused)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma")
+    assert (typical(1).stream, typical(1).products) == (AVX2.stream, AVX512.products)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("AVX512_CORE", AVX512),
+        ("AVX512_CORE_BF16", AVX512),
+        ("AVX512_CORE_AMX", AMX),
+        ("AVX2", AVX512),
+    ],
+)
+def test_products_that_are_limited_have_the_constants_of_the_limit(
+    processor, monkeypatch, limit, expected
+):
+    processor("avx2 avx512f avx512_bf16 amx_tile amx_bf16", "AVX512")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert typical(1).products_half == expected.products_half
+
+
+def test_more_threads_start_operators_as_fast_and_do_more():
+    one, two, many = (asdict(AVX512.of_threads(threads)) for threads in (1, 2, 128))
+    for name, rate in asdict(AVX512).items():
+        assert one[name] == rate
+        if name == "call":
+            assert two[name] == many[name] == rate
+        else:
+            assert rate < two[name] < many[name] <= 128 * rate
+    assert many["stream"] < 128 * one["stream"]  # the memory does not grow with the cores
+
+
+@pytest.mark.parametrize("found", [AVX2, AVX512, AMX])
+def test_the_constants_are_rates_of_their_class(found):
+    assert found.objection(found) is None
+    assert found.of_threads(2).objection(found.of_threads(2)) is None
+
+
+@pytest.mark.parametrize("rate", [each.name for each in fields(Speed)])
+@pytest.mark.parametrize("times", [1.1 * APART, 0.9 / APART, 0.0, -1.0, float("nan")])
+def test_one_rate_that_does_not_fit_the_others_is_named(rate, times):
+    wrong = replace(AMX, **{rate: times * getattr(AMX, rate)})
+    assert wrong.objection(AMX).startswith(f"{rate}=")
+
+
+@pytest.mark.parametrize("times", [1.1 * FARTHEST, 0.9 / FARTHEST])
+def test_a_machine_that_is_far_from_its_class_in_all_is_refused(times):
+    rates = {name: rate * times for name, rate in asdict(AMX).items()}
+    wrong = Speed(**{**rates, "call": AMX.call / times})
+    assert "as fast as usual" in wrong.objection(AMX)
+
+
+@pytest.mark.parametrize(
+    ("features", "wide"),
+    [("+avx2,+avx512f", True), ("+avx2,-avx512f,+fma", False), ("+sse4.2", False), ("", False)],
+)
+def test_the_width_of_a_vector(monkeypatch, features, wide):
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+    assert compiles_wide() is wide
+    monkeypatch.delenv("NUMBA_CPU_FEATURES")
+    words = features.replace("+", "").replace("-avx512f,", "").replace(",", " ")
+    monkeypatch.setattr(rates_module, "processor", lambda: ("x86_64", f"flags\t: fpu {words}"))
+    assert compiles_wide() is wide
+
+
+@pytest.mark.parametrize("name", [None, "generic", "haswell"])
+def test_the_width_is_the_one_that_numba_compiles_for(name):
+    pytest.importorskip("numba")
+    code = (
+        "from regard.ops.kernels.intrinsics import machine_lanes\n"
+        "from regard.ops.rates import compiles_wide\n"
+        "print(compiles_wide(), machine_lanes() == 16)"
+    )
+    ours, numbas = run_python(code, **({} if name is None else {"NUMBA_CPU_NAME": name})).split()
+    assert ours == numbas
+
+
+NAMES = {  # as torch.cuda.get_device_name() gives them: bytes a second of memory
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA H100 NVL": 3.9e12,
+    "NVIDIA A100-SXM4-40GB": 1.56e12,
+    "NVIDIA A100-SXM4-80GB": 2.04e12,
+    "NVIDIA A100 80GB PCIe": 1.94e12,
+    "NVIDIA L40S": 864e9,
+    "NVIDIA L4": 300e9,
+    "NVIDIA B200": 8e12,
+    "NVIDIA GeForce RTX 4090": 1.01e12,
+    "NVIDIA GeForce RTX 5090": 1.79e12,
+    "Tesla T4": 320e9,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_has_the_rates_of_its_data_sheet(name):
+    found = rates_by_properties(SimpleNamespace(name=name))
+    assert found.memory == NAMES[name]
+    assert found.source != "none"
+
+
+def test_the_table_is_in_order_and_plausible():
+    for number, sheet in enumerate(DATA_SHEETS):
+        shadowed = [
+            other.name for other in DATA_SHEETS[:number] if sheet.name.startswith(other.name)
+        ]
+        assert not shadowed, f"{sheet.name} is never reached"
+        assert sheet.single <= sheet.tf32 <= sheet.half
+        assert 50 <= sheet.half / sheet.memory <= 500  # operations a byte
+
+
+def test_an_unknown_name_has_the_rates_of_its_clocks():
+    """An H100 SXM by its numbers: 132 multiprocessors at 1.83 GHz, 5120 bits at 2.619 GHz."""
+    properties = {
+        "name": "NVIDIA X900", "multi_processor_count": 132, "clock_rate": 1_830_000,
+        "memory_clock_rate": 2_619_000, "memory_bus_width": 5120, "major": 9,
+    }  # fmt: skip
+    found = rates_by_properties(SimpleNamespace(**properties))
+    assert found.memory == pytest.approx(3.35e12, rel=0.01)
+    assert found.half == pytest.approx(989e12, rel=0.01)
+    assert found.single == pytest.approx(62e12, rel=0.1)
+    for missing in properties.keys() - {"name"}:
+        left = {name: value for name, value in properties.items() if name != missing}
+        assert rates_by_properties(SimpleNamespace(**left)) == UNKNOWN._replace(name="NVIDIA X900")
+
+
+def test_rates_are_looked_up_once_and_no_kernel_is_waited_for(monkeypatch):
+    asked = []
+
+    def properties(device):
+        asked.append(device)
+        return SimpleNamespace(name="NVIDIA H200")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: pytest.fail("waits"))
+    rates_of.cache_clear()
+    try:
+        assert {rates_of(torch.device("cuda", 3)).memory for _ in range(3)} == {4.8e12}
+    finally:
+        rates_of.cache_clear()
+    assert asked == [torch.device("cuda", 3)]

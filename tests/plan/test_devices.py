@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from own_rates import own_rates
-from regard.ops.devices import DATA_SHEETS
-from regard.ops.rates import write_speed
-from regard.ops.speed import typical
+from regard.ops.rates import DATA_SHEETS, typical, write_speed
 from regard.plan.devices import (
     DEVICES,
     Device,

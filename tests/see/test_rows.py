@@ -43,7 +43,7 @@ def heads(*shape):
 def rows_of(prepared, q, parts, row):
     """All rows, put together from blocks."""
     call = one_row(prepared, q, parts, row, past=0)
-    whole = torch.zeros(q.shape[1], q.shape[2], prepared.call.whole.kv_stop)
+    whole = torch.zeros(q.shape[1], q.shape[2], prepared.call.given_span.kv_stop)
     for block in call.blocks():
         count, width = block.weights.shape[1:]
         whole[:, block.query : block.query + count, block.key : block.key + width] = block.weights

@@ -82,7 +82,7 @@ def attend(
     mask = EVERYTHING if mask is None else mask
     options = mask, scale, score_bias, softcap, sinks, dropout, backend, precision
     prepared = prepare_call(Arguments(q, k, v, span, *options))
-    _check_keys(k, prepared.call.whole)
+    _check_keys(k, prepared.call.given_span)
     return prepared.run_whole(q, k, v)
 
 
@@ -130,7 +130,7 @@ def attend_partial(
     mask = EVERYTHING if mask is None else mask
     options = mask, scale, score_bias, softcap
     prepared = prepare_call(Arguments(q, k, v, span, *options, backend=backend, partial=True))
-    whole = prepared.call.whole
+    whole = prepared.call.given_span
     _check_keys(k, whole)
     return Partial(*prepared.partial(q, (Part(whole.kv_start, whole.kv_stop, (k, v)),)))
 
@@ -222,9 +222,9 @@ def _described_anew(given: Arguments) -> Prepared:
         v_head_dim=v.shape[3],
         dtype=q.dtype,
         device=q.device,
-        asked=mask,
+        given_mask=mask,
         mask=placed.within(visible),
-        whole=whole,
+        given_span=whole,
         span=visible,
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         score_bias=score_bias,

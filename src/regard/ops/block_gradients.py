@@ -88,40 +88,35 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         ctx.check()
-        q, k, v, out, *lses = ctx.saved_tensors
-        saved = out, lses, ctx.careful
-        grads = _Gradients.apply(slope, q, k, v, saved, ctx.blocks, ctx.steps)  # type: ignore[no-untyped-call]
+        read = slope, *ctx.saved_tensors[:3]
+        grads = _Gradients.apply(_gradients(ctx, slope), *read)  # type: ignore[no-untyped-call]
         return *grads, None, None, None
 
 
+@torch.no_grad()
+def _gradients(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, *lses = ctx.saved_tensors
+    keys, values = Gathered(k, ctx.blocks), Gathered(v, ctx.blocks)
+    dtype = accumulating_dtype(q.dtype)  # blocks that share keys add up their gradients
+    grad_q, grad_k = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=dtype)
+    grad_v = v.new_zeros(v.shape, dtype=dtype)
+    for step, lse, again in zip(ctx.steps(), lses, ctx.careful, strict=True):
+        block = step.block
+        inputs = block.of_queries(q), keys.of(block), values.of(block)
+        slopes = columns_contiguous(block.of_queries(slope))
+        of_q, *of_keys = backward_block(step, again, slopes, block.of_queries(out), lse, *inputs)
+        block.of_queries(grad_q).copy_(of_q)
+        for total, grad in zip((grad_k, grad_v), of_keys, strict=True):
+            block.add_to_keys(total, grad)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
 class _Gradients(torch.autograd.Function):
-    """The backward pass; an operation of its own, which can be recorded but has no derivative."""
+    """Gradients as they are, recorded as an operation without a derivative."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        slope: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        saved: tuple[Tensor, list[Tensor], list[bool]],
-        blocks: list[Block],
-        steps: Steps,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = Gathered(k, blocks), Gathered(v, blocks)
-        dtype = accumulating_dtype(q.dtype)  # blocks that share keys add up their gradients
-        grad_q, grad_k = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=dtype)
-        grad_v = v.new_zeros(v.shape, dtype=dtype)
-        out, lses, careful = saved
-        for step, lse, again in zip(steps(), lses, careful, strict=True):
-            block = step.block
-            inputs = block.of_queries(q), keys.of(block), values.of(block)
-            slopes = columns_contiguous(block.of_queries(slope))
-            found = backward_block(step, again, slopes, block.of_queries(out), lse, *inputs)
-            block.of_queries(grad_q).copy_(found[0])
-            block.add_to_keys(grad_k, found[1])
-            block.add_to_keys(grad_v, found[2])
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+    def forward(ctx: Any, grads: tuple[Tensor, ...], *read: Tensor) -> tuple[Tensor, ...]:
+        return grads
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Tensor:

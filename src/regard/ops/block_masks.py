@@ -11,19 +11,20 @@ from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from regard.masks import AllOf, AnyOf, Everything, Mask, Not, Nothing, Span, Where
+from regard.masks import AllOf, AnyOf, Everything, Mask, Not, Span, Where
 from regard.masks.runs import FAR, NEAR
-from regard.ops.call import Call
+from regard.ops.call import Call, narrowed
+from regard.ops.mask_tensors import make_once
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # queries and keys of a block: FlexAttention's default, a multiple of its tiles
 CELLS = 1 << 24  # scores whose mask is evaluated at once: 128 MiB for each operator, in int64
-_MOST = 16  # block masks that are memoised: those of the kinds of layers, for a few batches
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -41,26 +42,12 @@ class Planned(NamedTuple):
     keys: Bool[Tensor, "B H 1 S"] | None
 
 
-_MEMOISED: dict[tuple[object, ...], Planned] = {}
-
-
 def planned(call: Call) -> Planned:
     """The mask of a call, memoised: all layers with equal masks and spans share it."""
-    span = call.span
-    if not call.mask.lasting or isinstance(span.q_start, Tensor) or _is_capturing(call.device):
-        return _plan(call)  # starts may be written later; a captured graph owns what it computes
-    key = (call.mask, span, call.batch, call.num_heads, call.device)
-    found = _MEMOISED.get(key)
-    if found is None:
-        if len(_MEMOISED) >= _MOST:
-            _MEMOISED.clear()
-        with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
-            found = _MEMOISED[key] = _plan(call)
-    return found
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _plan(call)  # a captured graph owns what it computes
+    shape = call.batch, call.num_heads, call.device
+    return make_once(call.mask, call.span, lambda: _plan(call), "blocks", *shape)
 
 
 def _plan(call: Call) -> Planned:
@@ -87,86 +74,37 @@ def visible_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The blocks of which some and of which all scores are visible, `[B or 1, H or 1, Lb, Sb]`, and
     the keys that some query may attend to, `[B or 1, H or 1, 1, S]`.
 
-    A block that reaches beyond the last query or key is never visible as a whole. Rectangles that
-    the mask knows to be visible or hidden as a whole are not evaluated; others are halved until
-    they are small.
+    A block that reaches beyond the last query or key is never visible as a whole. The mask is
+    evaluated for one block of queries by the keys in their reach, some at a time.
     """
-    lengths = call.num_queries, call.num_keys
-    shape = _keep(call, call.mask, (0, 1, 0, 1)).shape[:2]
+    span, lengths = call.span, (call.num_queries, call.num_keys)
+    shape = _keep(call, call.mask, span.part(0, 1, span.kv_start, span.kv_start + 1)).shape[:2]
     counts = [-(-length // BLOCK) for length in lengths]
     some = torch.zeros(*shape, *counts, dtype=torch.bool, device=call.device)
     every = torch.zeros_like(some)
     keys = torch.zeros(*shape, 1, lengths[1], dtype=torch.bool, device=call.device)
-    most = CELLS // (shape[0] * shape[1])
-    left = [(0, lengths[0], 0, lengths[1])]
-    while left:
-        here = left.pop()
-        first, last, start, stop = here
-        mask = call.mask.within(_inside(call.span, here))
-        rows, columns = (
-            slice(low // BLOCK, -(-high // BLOCK)) for low, high in (here[:2], here[2:])
-        )
-        match mask:
-            case Nothing():
-                continue
-            case Everything():
-                some[..., rows, columns] = True
-                every[..., first // BLOCK : last // BLOCK, start // BLOCK : stop // BLOCK] = True
-                keys[..., start:stop] = True
-            case _ if (last - first) * (stop - start) > most and (pieces := _halves(here)):
-                left += pieces
-            case _:
-                keep = _keep(call, mask, here)
-                some[..., rows, columns], every[..., rows, columns] = _reduced(keep)
-                keys[..., start:stop] |= keep.any(-2, keepdim=True)
+    most = max(1, CELLS // (shape[0] * shape[1] * BLOCK**2))
+    for row in range(counts[0]):
+        first, last = row * BLOCK, min((row + 1) * BLOCK, lengths[0])
+        reach = narrowed(span.part(first, last, span.kv_start, span.kv_stop), call.mask)
+        begin, end = (slot - span.kv_start for slot in (reach.kv_start, reach.kv_stop))
+        for column in range(begin // BLOCK, -(-end // BLOCK), most):
+            columns = slice(column, min(column + most, -(-end // BLOCK)))
+            start, stop = column * BLOCK, min(columns.stop * BLOCK, lengths[1])
+            here = span.part(first, last, span.kv_start + start, span.kv_start + stop)
+            keep = _keep(call, call.mask.within(here), here)
+            keys[..., start:stop] |= keep.any(-2, keepdim=True)
+            keep = F.pad(keep, (0, (start - stop) % BLOCK, 0, first + BLOCK - last))
+            blocks = keep.unflatten(-1, (-1, BLOCK))  # [B, H, 128, Sb, 128]
+            some[..., row, columns] = blocks.any(-1).any(-2)
+            every[..., row, columns] = blocks.all(-1).all(-2)
     return some, every, keys
 
 
-Rectangle = tuple[int, int, int, int]  # of a call: queries from and to, keys from and to
-
-
-def _inside(span: Span, here: Rectangle) -> Span:
-    first, last, start, stop = here
-    keys = span.kv_start + start, span.kv_start + stop
-    if not isinstance(span.q_start, Tensor):
-        return Span(span.q_start + first, span.q_start + last, *keys)
-    low, high = span.first_query, span.last_query - span.num_queries + 1
-    return Span.ragged(
-        span.q_start + first,
-        queries=last - first,
-        kv_start=keys[0],
-        kv_stop=keys[1],
-        bounds=(low + first, high + first),
-    )
-
-
-def _halves(here: Rectangle) -> list[Rectangle]:
-    """The rectangle cut in two between blocks, along its longer side; empty if it is one block."""
-    first, last, start, stop = here
-    if max(last - first, stop - start) <= BLOCK:
-        return []
-    if last - first >= stop - start:
-        middle = first + -(-(last - first) // (2 * BLOCK)) * BLOCK
-        return [(first, middle, start, stop), (middle, last, start, stop)]
-    middle = start + -(-(stop - start) // (2 * BLOCK)) * BLOCK
-    return [(first, last, start, middle), (first, last, middle, stop)]
-
-
-def _keep(call: Call, mask: Mask, here: Rectangle) -> Bool[Tensor, "B H L S"]:
+def _keep(call: Call, mask: Mask, span: Span) -> Bool[Tensor, "B H L S"]:
     """The mask in a rectangle as a tensor of four axes, of which the first two may be of size 1."""
-    span = _inside(call.span, here)
     keep = mask.dense(span, batch=call.batch, heads=call.num_heads, device=call.device)
     return keep[(None,) * (4 - keep.dim())]
-
-
-def _reduced(keep: Bool[Tensor, "B H L S"]) -> tuple[Tensor, Tensor]:
-    """Whether some and whether all scores of each block are visible."""
-    missing = [-length % BLOCK for length in keep.shape[-2:]]
-    padded = torch.nn.functional.pad(keep, (0, missing[1], 0, missing[0]))
-    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(
-        -3, (-1, BLOCK)
-    )  # [B, H, Lb, 128, Sb, 128]
-    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
 
 
 def all_keys_visible(mask: Mask, span: Span) -> bool:
@@ -229,8 +167,7 @@ def _mod(mask: Mask, slots: Slots) -> MaskMod:
         return _joined(limits, torch.logical_and)
     if mask.lasting:
         return _called(mask, slots)
-    whole = (0, slots.call.num_queries, 0, slots.call.num_keys)
-    return by_cell(_keep(slots.call, mask, whole))
+    return by_cell(_keep(slots.call, mask, slots.call.span))
 
 
 def _limits(mask: Mask, slots: Slots) -> list[MaskMod]:

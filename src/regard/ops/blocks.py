@@ -11,7 +11,6 @@ from functools import reduce
 from itertools import groupby, pairwise
 from operator import and_
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -27,10 +26,6 @@ BLOCK = 256  # queries: smaller blocks compute fewer hidden scores, larger start
 SHORT = 64  # queries: shorter pieces between edges are joined up to this many
 GAP = 128  # hidden keys between visible ones that cost less to compute than to leave out
 DIAGONAL = 512  # keys in a block of torch's CPU kernel: those on the diagonal are computed whole
-
-
-# Memo table, by identity: a call is planned once, though it is estimated and run.
-_PLANS: WeakKeyDictionary[Call, dict[tuple[int, bool], "list[Block]"]] = WeakKeyDictionary()
 
 
 ShownBy = tuple[Mask, Shown]  # a part of a mask, and the keys that it shows to a run of queries
@@ -110,27 +105,17 @@ class Gathered:
         views = block.key_views(self.x)
         if len(views) == 1:
             return views[0]
-        memory, at = self.memory[: views[0].shape[0]], 0
-        for view in views:
-            memory.narrow(2, at, view.shape[2]).copy_(view)
-            at += view.shape[2]
-        return memory.narrow(2, 0, at)
+        memory = self.memory[: len(views[0])].narrow(2, 0, block.num_keys)
+        return torch.cat(views, 2, out=memory)
 
 
 def plan(call: Call, size: int, *, whole: bool) -> list[Block]:
-    """The blocks of a call, row by row and in order; memoised, as its estimate and its run ask.
+    """The blocks of a call, row by row and in order.
 
     Args:
         size: the most queries in a block.
         whole: whether plain blocks may be longer, and rows may have blocks of their own.
     """
-    known = _PLANS.setdefault(call, {})
-    if (size, whole) not in known:
-        known[size, whole] = _planned(call, size, whole)
-    return known[size, whole]
-
-
-def _planned(call: Call, size: int, whole: bool) -> list[Block]:
     ragged = isinstance(call.span.q_start, Tensor)
     masks = row_masks(call.mask, call.batch) if whole and not ragged else [call.mask]
     if len(masks) == 1:
@@ -165,22 +150,16 @@ def _cuts(call: Call, shown: ShownAt) -> list[int]:
         return [0, call.num_queries]
     cuts, last = [0], 0
     first, stop = span.q_start, span.q_start + call.num_queries
-    edges = sorted({slot for _, each in shown(first, stop - 1) for slot in each.edges})
-    inside = [slot - first for slot in edges if first < slot < stop]
-    for edge in [*inside, call.num_queries]:
+    parts = [each.edges_between(first, stop) for _, each in shown(first, stop - 1)]
+    edges = {slot - first for inside in parts for slot in inside}
+    for edge in [*sorted(edges), call.num_queries]:
         if edge - cuts[-1] > SHORT and last > cuts[-1]:
             cuts.append(last)
         last = edge
     return [*cuts, call.num_queries]
 
 
-def _block(
-    call: Call,
-    shown: ShownAt,
-    first: int,
-    stop: int,
-    rows: tuple[int, int],
-) -> Block:
+def _block(call: Call, shown: ShownAt, first: int, stop: int, rows: tuple[int, int]) -> Block:
     span = call.span
     low, high = span.first_query + first, span.last_query - call.num_queries + stop
     parts = shown(low, high)
@@ -221,7 +200,7 @@ def part_of(call: Call, block: Block) -> Call:
     bias = _bias(call, block)
     parts = []
     for start, stop in block.runs or [(call.span.kv_start,) * 2]:
-        span = _placed(call.span, block, start, stop)
+        span = call.span.part(block.first, block.first + block.queries, start, stop)
         mask = block.mask.within(span)
         parts.append(call.but(batch=rows, span=span, mask=mask, score_bias=bias))
     return parts[0] if len(parts) == 1 else _concatenated(parts)
@@ -238,21 +217,6 @@ def _bias(call: Call, block: Block) -> Tensor | ScoreBias | None:
     return bias
 
 
-def _placed(span: Span, block: Block, start: int, stop: int) -> Span:
-    if not isinstance(span.q_start, Tensor):
-        first = span.q_start + block.first
-        return Span(first, first + block.queries, start, stop)
-    first_query = span.first_query + block.first
-    last_query = span.last_query - span.num_queries + 1 + block.first
-    return Span.ragged(
-        span.q_start + block.first,
-        queries=block.queries,
-        kv_start=start,
-        kv_stop=stop,
-        bounds=(first_query, last_query),
-    )
-
-
 def _concatenated(parts: list[Call]) -> Call:
     """One call for several runs of keys, whose masks and biases are concatenated as tensors."""
     call = parts[0]
@@ -263,7 +227,7 @@ def _concatenated(parts: list[Call]) -> Call:
         mask = Dense(_side_by_side([part.keep() for part in parts], widths)).within(span)
     biases = [bias for part in parts if (bias := part.bias()) is not None]
     bias = _side_by_side(biases, widths) if biases else None
-    return replace(call, span=span, whole=span, mask=mask, score_bias=bias)
+    return replace(call, span=span, given_span=span, mask=mask, score_bias=bias)
 
 
 def _side_by_side(pieces: list[Tensor], widths: list[int]) -> Tensor:

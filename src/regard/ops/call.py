@@ -57,9 +57,9 @@ class Call:
         v_head_dim: size of a value, Dv.
         dtype: dtype of the queries and of the output.
         device: device of the queries.
-        asked: the mask as it was given.
+        given_mask: the mask as it was given.
         mask: the same, simplified inside `span`.
-        whole: the rectangle of queries and keys as it was given.
+        given_span: the rectangle of queries and keys as it was given.
         span: the same, without keys that no query may attend to.
         scale: factor of the scores.
         score_bias: as for `attend`.
@@ -91,9 +91,9 @@ class Call:
     v_head_dim: int
     dtype: torch.dtype
     device: torch.device
-    asked: Mask
+    given_mask: Mask
     mask: Mask
-    whole: Span
+    given_span: Span
     span: Span
     scale: float
     score_bias: Tensor | ScoreBias | None
@@ -125,7 +125,7 @@ class Call:
     def at(self, span: Span) -> "Call":
         """This call, whose mask hides nothing, over another rectangle of as many queries."""
         call = object.__new__(Call)
-        vars(call).update(vars(self), whole=span, span=span)
+        vars(call).update(vars(self), given_span=span, span=span)
         return call
 
     def but(self, **fields: Any) -> "Call":
@@ -175,7 +175,7 @@ class Call:
         if not isinstance(bias, Tensor):
             return self._bias_of(bias, dtype)
         if bias.dim() and bias.shape[-1] != 1:
-            bias = bias.narrow(-1, self.span.kv_start - self.whole.kv_start, self.num_keys)
+            bias = bias.narrow(-1, self.span.kv_start - self.given_span.kv_start, self.num_keys)
         return bias.to(dtype)
 
     def _bias_of(self, rule: ScoreBias, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
 """Which backend runs, what the mask became, why others do not run; and the attention weights."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,16 +10,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.cache import Part
-from regard.constants import accumulating_dtype
 from regard.masks import EVERYTHING, Dense, Mask, Span
 from regard.ops.attend import prepare
 from regard.ops.backends import BACKENDS
 from regard.ops.backends.common import without_hidden
 from regard.ops.bias import ScoreBias
+from regard.ops.blocks import Block, part_of
 from regard.ops.call import Call, is_everything
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.definition import scores, softmax
-from regard.ops.devices import rates_note
+from regard.ops.estimates import rates_note
 from regard.ops.parts import concatenated, reading_of, visible_parts
 from regard.ops.prepared import Prepared
 from regard.tracing import without_autocast
@@ -161,15 +162,15 @@ def explanation(prepared: Prepared) -> Explanation:
     call, note = prepared.call, prepared.backend.note
     return Explanation(
         batch=call.batch,
-        queries=call.whole.num_queries,
-        keys=call.whole.num_keys,
+        queries=call.given_span.num_queries,
+        keys=call.given_span.num_keys,
         num_heads=call.num_heads,
         num_kv_heads=call.num_kv_heads,
         head_dim=call.head_dim,
         v_head_dim=call.v_head_dim,
         dtype=str(call.dtype).removeprefix("torch."),
         device=str(call.device),
-        asked=repr(call.asked),
+        asked=repr(call.given_mask),
         mask=repr(call.mask),
         kv_start=call.span.kv_start,
         kv_stop=call.span.kv_stop,
@@ -229,23 +230,14 @@ def attention_weights(
         >>> attention_weights(q, q, mask=Causal(), heads=[2], queries=[0]).tolist()
         [[[[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]]]
     """
-    call = prepare(
-        q,
-        k,
-        k,
-        mask=mask,
-        span=span,
-        scale=scale,
-        score_bias=score_bias,
-        softcap=softcap,
-        sinks=sinks,
-        backend="eager",
-    ).call
-    if k.shape[2] != call.whole.num_keys:
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    options |= {"mask": mask, "span": span, "score_bias": score_bias, "backend": "eager"}
+    call = prepare(q, k, k, **options).call
+    if k.shape[2] != call.given_span.num_keys:
         raise ValueError(
-            f"k has {k.shape[2]} keys where span={call.whole} holds {call.whole.num_keys}"
+            f"k has {k.shape[2]} keys where span={call.given_span} holds {call.given_span.num_keys}"
         )
-    whole = replace(call, span=call.whole, mask=mask.within(call.whole))
+    whole = call.but(span=call.given_span, mask=mask.within(call.given_span))
     rows = [whole] if queries is None else [_row(whole, index) for index in queries]
     if not rows:
         return q.new_zeros(q.shape[0], len(heads or range(q.shape[1])), 0, k.shape[2])
@@ -255,30 +247,17 @@ def attention_weights(
 
 def _row(call: Call, index: int) -> Call:
     """The same call for one of its queries."""
-    length = call.num_queries
-    if not -length <= index < length:
-        raise IndexError(f"queries={index} is not among the {length} queries of q")
-    index %= length
-    start = call.span.q_start + index
-    span = replace(call.span, q_start=start, q_stop=start + 1)
-    if isinstance(start, Tensor) and call.span.bounds is not None:
-        low, high = (bound + index for bound in call.span.bounds)
-        span = Span.ragged(
-            start,
-            queries=1,
-            kv_start=span.kv_start,
-            kv_stop=span.kv_stop,
-            bounds=(low, high),
-        )
-    bias = call.score_bias
-    if isinstance(bias, Tensor) and bias.dim() >= 2 and bias.shape[-2] != 1:
-        bias = bias.narrow(-2, index, 1)
-    return replace(call, span=span, mask=call.mask.within(span), score_bias=bias)
+    if not -call.num_queries <= index < call.num_queries:
+        raise IndexError(f"queries={index} is not among the {call.num_queries} queries of q")
+    span = call.span
+    keys = [(span.kv_start, span.kv_stop)]
+    rows, first = (0, call.batch), index % call.num_queries
+    return part_of(call, Block(rows, first, 1, keys, span.kv_start, call.mask, aligned=False))
 
 
 def _chosen(call: Call, q: Tensor, k: Tensor, heads: Sequence[int] | None) -> Tensor:
     """The weights of the chosen heads, for the queries of this call."""
-    first = call.span.first_query - call.whole.first_query
+    first = call.span.first_query - call.given_span.first_query
     q = q.narrow(2, first, call.num_queries)
     k, _ = without_hidden(call, k, k)
     if heads is not None:
@@ -297,24 +276,18 @@ def _head_index(heads: Sequence[int], call: Call) -> Tensor:
 
 def _of_heads(call: Call, index: Tensor) -> Call:
     """The call with its mask and bias made dense for some heads, each with its own key head."""
-    bias = call.bias()
-    if bias is not None and bias.dim() >= 3 and bias.shape[-3] != 1:
-        bias = bias.index_select(-3, index)
-    mask = call.mask
-    if not is_everything(mask):
-        keep = call.keep()
-        if keep.dim() >= 3 and keep.shape[-3] != 1:
-            keep = keep.index_select(-3, index)
-        mask = Dense(keep).within(call.span)
-    bias = None if bias is None else bias.to(accumulating_dtype(call.dtype))
-    return replace(
-        call,
+
+    def select(x: Tensor) -> Tensor:
+        return x if x.dim() < 3 or x.shape[-3] == 1 else x.index_select(-3, index)
+
+    mask, bias = call.mask, call.bias()
+    return call.but(
         num_heads=len(index),
         num_kv_heads=len(index),
-        mask=mask,
-        score_bias=bias,
+        mask=mask if is_everything(mask) else Dense(select(call.keep())).within(call.span),
+        score_bias=None if bias is None else select(bias),
         sinks=None if call.sinks is None else call.sinks[index],
-        whole=call.span,
+        given_span=call.span,
     )
 
 
@@ -322,7 +295,7 @@ def weights_of(
     prepared: Prepared, q: Float[Tensor, "B H L D"], parts: Iterable[Part]
 ) -> Float[Tensor, "B H L S"]:
     """The weights of a prepared call over all the keys of its rectangle, hidden ones 0."""
-    whole = prepared.call.whole
+    whole = prepared.call.given_span
     part = concatenated(visible_parts(prepared.span, parts))
     call = prepared.call.over(part)
     k = part.streams[0]

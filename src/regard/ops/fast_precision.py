@@ -6,7 +6,6 @@ no faster in half precision than in float32. `blocked` uses this where the call 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from regard.ops.definition import scores_of, softmax
 from regard.ops.rates import SPEED
 from regard.tracing import is_concrete
 
+Read = Callable[[], tuple[Tensor, Tensor]]  # returns the keys and values
 NOTE = (
     "scores and weights are kept in bfloat16: "
     "error up to 2 u vmax (1 + S), where strict has 1.5 u vmax"
@@ -41,9 +41,7 @@ def per_cell(call: Call) -> float:
     return products + (2 if _simple(call) else 8) / SPEED.elements
 
 
-def run(
-    call: Call, q: Float[Tensor, "B H L D"], read: Callable[[], tuple[Tensor, Tensor]]
-) -> Float[Tensor, "B H L Dv"]:
+def run(call: Call, q: Float[Tensor, "B H L D"], read: Read) -> Float[Tensor, "B H L Dv"]:
     """Attention to the keys and values that `read` returns; backward calls it again."""
     rows = fold_heads(q * call.scale, call.num_kv_heads)
     if not _simple(call):
@@ -52,8 +50,8 @@ def run(
         weights = softmax(call, scores).to(call.dtype)
         return unfold_heads(fold_heads(weights, call.num_kv_heads) @ v, call.num_queries)
     edges, masked = _edges(call)
-    if call.needs_grad:
-        out = _with_gradient(call, rows, read, edges)
+    if call.needs_grad:  # all heads at once
+        out = _Recomputed.apply(rows, *read(), call, read, edges)  # type: ignore[no-untyped-call]
     else:
         out = _head_by_head(call, rows, *without_hidden(call, *read()), edges)
     return unfold_heads(out if masked is None else out.masked_fill(masked, 0.0), call.num_queries)
@@ -93,46 +91,28 @@ def _head_by_head(
     return torch.stack(outs).unflatten(0, (call.batch, call.num_kv_heads))
 
 
-class Steps(NamedTuple):
-    """The steps that forward and backward share."""
-
-    read: Callable[[], tuple[Tensor, Tensor]]
-    without_hidden: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    weights: Callable[[Tensor, Tensor], Tensor]
-
-
-def _with_gradient(
-    call: Call,
-    rows: Float[Tensor, "B G M D"],
-    read: Callable[[], tuple[Tensor, Tensor]],
-    edges: list[Edge],
-) -> Float[Tensor, "B G M Dv"]:
-    """All heads at once, with a gradient."""
-    steps = Steps(read, partial(without_hidden, call), partial(_weights, call, edges=edges))
-    out: Tensor = _Recomputed.apply(rows, *read(), steps)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _Recomputed(torch.autograd.Function):
     """Saves the queries only. Backward reads the keys and computes the weights again, as in
-    FlashAttention (arXiv:2205.14135): saved, both would have queries x keys
-    elements over all blocks."""
+    FlashAttention (arXiv:2205.14135): saved, both would have queries x keys elements over all
+    blocks."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, k: Tensor, v: Tensor, steps: Steps) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, k: Tensor, v: Tensor, call: Call, read: Read, edges: list[Edge]
+    ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.steps = steps
-        k, v = steps.without_hidden(k, v)
-        return steps.weights(rows, k) @ v
+        ctx.call, ctx.read, ctx.edges = call, read, edges
+        k, v = without_hidden(call, k, v)
+        return _weights(call, rows, k, edges) @ v
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        k, v = ctx.steps.without_hidden(*ctx.steps.read())
-        weights = ctx.steps.weights(rows, k)
+        k, v = without_hidden(ctx.call, *ctx.read())
+        weights = _weights(ctx.call, rows, k, ctx.edges)
         scores = torch.ops.aten._softmax_backward_data(slope @ v.mT, weights, -1, weights.dtype)
-        return scores @ k, scores.mT @ rows, weights.mT @ slope, None
+        return scores @ k, scores.mT @ rows, weights.mT @ slope, None, None, None
 
 
 def _weights(

@@ -127,15 +127,15 @@ def recall(key: Key | None, given: Arguments) -> Prepared | None:
     call = prepared.call
     if type(key[1]) is int:  # no key is hidden, and there may be more or fewer
         span = given.span or Span(0, given.q.shape[2], 0, given.k.shape[2])
-        if span != call.whole:
+        if span != call.given_span:
             call = call.at(span)
     if not whole:
         mask = call.mask if parts is None else _remaining(given.mask, parts)
         tensors = {"sinks": given.sinks, "score_bias": given.score_bias}
-        call = call.but(asked=given.mask, mask=mask, **tensors)
+        call = call.but(given_mask=given.mask, mask=mask, **tensors)
     if call is prepared.call:
         return prepared
-    return Prepared(call, prepared.name, prepared.asked, prepared.choices)
+    return Prepared(call, prepared.name, prepared.requested, prepared.choices)
 
 
 def memoise(key: Key | None, given: Arguments, prepared: Prepared) -> Prepared:
@@ -149,12 +149,12 @@ def memoise(key: Key | None, given: Arguments, prepared: Prepared) -> Prepared:
             return prepared
     if len(_ENTRIES) >= _MOST:
         _ENTRIES.clear()
-    whole = not holds_data(call.asked) and call.sinks is None and call.score_bias is None
+    whole = not holds_data(call.given_mask) and call.sinks is None and call.score_bias is None
     if whole:
         _ENTRIES[key] = Entry(prepared, parts, whole)
         return prepared
     mask = EVERYTHING if parts is not None else call.mask
-    bare = call.but(asked=EVERYTHING, mask=mask, sinks=None, score_bias=None)
+    bare = call.but(given_mask=EVERYTHING, mask=mask, sinks=None, score_bias=None)
     _ENTRIES[key] = Entry(prepared._replace(call=bare), parts, whole)
     return prepared
 

@@ -43,9 +43,8 @@ def concatenated(parts: Iterable[Part]) -> Part:
     parts = list(parts)
     if len(parts) == 1:
         return parts[0]
-    streams = tuple(
-        torch.cat(pieces, 2) for pieces in zip(*(p.streams for p in parts), strict=True)
-    )
+    pieces = zip(*(part.streams for part in parts), strict=True)
+    streams = tuple(torch.cat(each, 2) for each in pieces)
     return Part(parts[0].kv_start, parts[-1].kv_stop, streams)
 
 
@@ -66,7 +65,8 @@ def reads_stored(backend: Backend, part: Part) -> bool:
 def reading_of(call: Call, backend: Backend) -> str:
     """How a backend reads keys in several parts, in words."""
     if not reads_in_parts(call, backend):
-        reason = "dropout needs all of them" if call.dropout else no_log_sum_exp(call, backend)
+        objection = backend.objection(call.but(partial=True))
+        reason = "dropout needs all of them" if call.dropout else objection
         return f"copied side by side before they are read: {reason}"
     if all(kind in backend.reads for kind in call.storage.kinds):
         return "read one at a time and merged; pages are read as they lie"
@@ -76,12 +76,7 @@ def reading_of(call: Call, backend: Backend) -> str:
 def reads_in_parts(call: Call, backend: Backend) -> bool:
     """Whether a backend reads several parts one at a time: it needs the log-sum-exp of each to
     merge them, and dropout is of weights that are whole."""
-    return not call.dropout and no_log_sum_exp(call, backend) is None
-
-
-def no_log_sum_exp(call: Call, backend: Backend) -> str | None:
-    """Why a backend has no log-sum-exp for a call, in a sentence; None if it has one."""
-    return backend.objection(call.but(partial=True))
+    return not call.dropout and backend.objection(call.but(partial=True)) is None
 
 
 def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
@@ -97,14 +92,14 @@ def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
     """
     if len(parts) == 1 and not parts[0].is_scattered and not parts[0].is_shared:
         return make(parts)
-    read = (piece for part in visible_parts(span, parts) for piece in part.pieces(GATHERED))
     autocast = same_autocast(parts[0].outlines[0].device)
 
     def made() -> Iterator[Part]:
-        for piece in read:
-            with autocast():
-                found = _made(piece, make)
-            yield found
+        for part in visible_parts(span, parts):
+            for piece in part.pieces(GATHERED):
+                with autocast():
+                    found = _made(piece, make)
+                yield found
 
     later = made()
     return chain([next(later)], later)

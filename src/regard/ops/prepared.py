@@ -17,8 +17,7 @@ from regard.ops.choose import choose
 from regard.ops.observed import BACKEND_RUNS, CALLS, report_call
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import concatenated, readable, reads_in_parts, visible_parts
-from regard.ops.shared_rows import folded, rows_at_once, unfolded
-from regard.ops.stored import partial_of, run_of
+from regard.ops.stored import folded, partial_of, rows_at_once, run_of, unfolded
 from regard.tracing import without_autocast
 
 _MERGED = 16  # partial results merged at a time: more take memory, and gain nothing
@@ -31,7 +30,7 @@ class Prepared(NamedTuple):
     Attributes:
         call: the description of the call.
         name: the name of the backend.
-        asked: the backend that was asked for: its name, or "auto".
+        requested: the backend that was asked for: its name, or "auto".
         choices: the backends chosen so far for this call, by how its keys are stored.
 
     Examples:
@@ -47,7 +46,7 @@ class Prepared(NamedTuple):
 
     call: Call
     name: str
-    asked: str
+    requested: str
     choices: dict[Storage, str]
 
     @property
@@ -93,7 +92,9 @@ class Prepared(NamedTuple):
         self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"]
     ) -> Float[Tensor, "B H L Dv"]:
         """`run` of all keys at once."""
-        return self.run(q, (Part(self.call.whole.kv_start, self.call.whole.kv_stop, (k, v)),))
+        return self.run(
+            q, (Part(self.call.given_span.kv_start, self.call.given_span.kv_stop, (k, v)),)
+        )
 
     def _plain(self, parts: Iterable[Part]) -> Sequence[Tensor] | None:
         """Keys and values for which nothing is to be done but to call the backend, or None: all of
@@ -102,7 +103,10 @@ class Prepared(NamedTuple):
         if type(parts) is not tuple or len(parts) != 1 or CALLS or BACKEND_RUNS:
             return None
         start, stop, streams = parts[0]
-        if call.span is not call.whole or (start, stop) != (call.span.kv_start, call.span.kv_stop):
+        if call.span is not call.given_span or (start, stop) != (
+            call.span.kv_start,
+            call.span.kv_stop,
+        ):
             return None
         if type(streams) is not tuple or not call.immediate or torch._C._is_any_autocast_enabled():
             return None
@@ -129,7 +133,7 @@ class Prepared(NamedTuple):
         call = self.call.but(storage=storage)
         name = self.choices.get(storage) if call.immediate else None
         if name is None:
-            name = choose(call, self.asked)
+            name = choose(call, self.requested)
             if call.immediate:
                 self.choices[storage] = name
         return self._replace(call=call, name=name)

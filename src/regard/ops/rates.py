@@ -1,34 +1,177 @@
-"""The rates that estimates of backends are made of: constants of a class of processors, or those
-that `regard tune` measured and stored.
+"""What machines do in a second: processors by their instructions or as `regard tune` measured
+them, GPUs by their data sheets.
+
+A processor belongs to a class by the instructions that it has. The constants of the classes were
+fitted by `benchmarks/fitting.py`: `AVX2` and `AVX512` to random calls on an AMD EPYC (Zen 4, then
+Zen 5), the former without the longer vectors; `AMX` to the decoding steps and prefills of
+`docs/benchmarks.json`, on an Intel Xeon. Only ratios of rates matter.
 
 The same process on the same kind of machine uses the same rates, whatever else runs: nothing is
 measured here. With `REGARD_SPEED=default` in the environment the rates are `DEFAULT` on every
-machine and with every number of threads. Only ratios of rates matter.
+machine and with every number of threads.
 """
 
+import functools
 import hashlib
 import json
 import os
+import platform
+import statistics
 import warnings
-from dataclasses import asdict, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from regard.cache_folder import cache_folder, check_can_store
-from regard.ops.speed import DEFAULT, NARROWING, Speed, processor, typical
 from regard.whole_file import write_whole
 
-_MAX_BYTES = 1 << 16  # of a file of rates; a larger one is not read
+_MAX_BYTES = 1 << 16  # of a file of rates; no more of it is read
+NARROWING = (  # environment variables that leave instructions out
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "NUMBA_CPU_NAME",
+    "NUMBA_CPU_FEATURES",
+)
+FARTHEST = 8.0  # times: a machine is at most so much faster or slower than the constants
+APART = 3.0  # times: by which one rate may differ from the constants more than the median rate does
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Rates of one machine.
+
+    Attributes:
+        call: seconds to start one operator.
+        products: floating-point operations a second in large float32 matrix products.
+        elements: elements a second streamed by plain elementwise work, in float32.
+        row_float: elements of keys and values a second when torch's SDPA streams them for one
+            block of queries, in float32.
+        row_half: the same in half precision, where one-row products are converted first.
+        rows_half: the same for a block of several half-precision queries.
+        products_half: floating-point operations a second in torch's SDPA of many half-precision
+            queries.
+        scores: scores a second whose softmax torch's SDPA computes.
+        stream: bytes a second that `fused` reads from memory.
+        fused: floating-point operations a second that `fused` does on many rows.
+        tiled: floating-point operations a second that `tiled` does in products.
+    """
+
+    call: float
+    products: float
+    elements: float
+    row_float: float
+    row_half: float
+    rows_half: float
+    products_half: float
+    scores: float
+    stream: float
+    fused: float
+    tiled: float
+
+    def objection(self, typical: "Speed") -> str | None:
+        """Why these cannot be the rates of a machine whose class has the `typical` ones, in a
+        sentence; None if they can.
+
+        A rate may be `FARTHEST` times the typical one, and its ratio to it `APART` times the median
+        of these ratios: backends are chosen by ratios of rates.
+        """
+        faster = {}
+        for name, usual in asdict(typical).items():
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                return f"{name}={value:.3g} is no rate"
+            faster[name] = usual / value if name == "call" else value / usual
+        middle = statistics.median(faster.values())
+        for name, times in faster.items():
+            value = getattr(self, name)
+            given = f"{name}={value:.3g} is {times:.2g} times as fast as usual for such a processor"
+            if not 1 / FARTHEST <= times <= FARTHEST:
+                return given
+            if not 1 / APART <= times / middle <= APART:
+                return f"{given}, and its other rates are about {middle:.2g} times as fast"
+        return None
+
+    def of_threads(self, threads: int) -> "Speed":
+        """The rates of so many threads, if these are of one: products grow with the threads,
+        reading up to `_FEEDING` threads."""
+        reading = min(threads, _FEEDING)
+        grown = {
+            name: rate * (reading if name in _READING else threads)
+            for name, rate in asdict(self).items()
+            if name != "call"
+        }
+        return replace(self, **grown)
+
+
+_READING = ("elements", "row_float", "row_half", "rows_half", "stream")
+_FEEDING = 16  # threads that read as much as a processor's memory gives
+_BY_PRODUCTS = ("products", "products_half")  # MKL and oneDNN choose their instructions
+_BY_KERNELS = ("stream", "fused", "tiled")  # numba compiles these
+_WIDE = {"avx512f", "avx512"}  # names of the instructions on vectors of 512 bits
+
+# Of one thread.
+AVX2 = Speed(
+    call=4.5e-6, products=5.8e10, elements=2.0e9, row_float=1.6e9, row_half=1.0e9, rows_half=3.3e9,
+    products_half=6.3e10, scores=2.0e9, stream=8.2e9, fused=6.6e10, tiled=1.5e11,
+)  # fmt: skip
+AVX512 = Speed(
+    call=6.3e-6, products=6.3e10, elements=2.3e9, row_float=1.4e9, row_half=6.2e8, rows_half=2.9e9,
+    products_half=4.5e10, scores=2.2e9, stream=1.3e10, fused=9.0e10, tiled=1.5e11,
+)  # fmt: skip
+AMX = Speed(
+    call=5e-6, products=1.5e11, elements=2.0e9, row_float=2.6e9, row_half=4.2e9, rows_half=3.6e9,
+    products_half=8.5e11, scores=3e9, stream=1.15e10, fused=1.1e11, tiled=9.5e11,
+)  # fmt: skip
+DEFAULT = AVX512.of_threads(2)
+
+
+def typical(threads: int) -> Speed:
+    """The constants of this processor for so many threads. Torch's kernels, products and compiled
+    kernels have a class each, since environment variables narrow them separately. A processor of
+    another kind than x86 has the constants of `AVX2`."""
+    words = set(" ".join(processor()).lower().split())
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    widest = AVX512 if words & _WIDE else AVX2
+    if "amx_bf16" in words and ("AVX" not in limit or "AMX" in limit) and "SSE" not in limit:
+        widest = AMX
+    of_torch = widest if torch.backends.cpu.get_cpu_capability() == "AVX512" else AVX2
+    of_kernels = widest if compiles_wide() else AVX2
+    parts = {name: getattr(widest, name) for name in _BY_PRODUCTS}
+    parts |= {name: getattr(of_kernels, name) for name in _BY_KERNELS}
+    return replace(of_torch, **parts).of_threads(threads)
+
+
+def compiles_wide() -> bool:
+    """Whether numba compiles `fused` for vectors of 512 bits; asked without importing numba."""
+    features = os.environ.get("NUMBA_CPU_FEATURES")
+    if features is not None:
+        return "+avx512f" in features.split(",")
+    generic = os.environ.get("NUMBA_CPU_NAME", "").lower() == "generic"
+    return not generic and bool(set(" ".join(processor()).lower().split()) & _WIDE)
+
+
+@functools.cache
+def processor() -> tuple[str, ...]:
+    """What the system says of the processor, the names of its vector instructions among it."""
+    known = "vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "CPU", "Features"
+    facts = [platform.machine(), str(os.cpu_count()), os.environ.get("PROCESSOR_IDENTIFIER", "")]
+    with suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0]
+        facts += [line for line in first.splitlines() if line.startswith(known)]
+    if len(facts) == 3:  # another system than Linux
+        facts.append(torch.backends.cpu.get_cpu_capability())
+    return tuple(facts)
 
 
 class Rates:
-    """The rates in use: stored ones if there are any, else the constants.
+    """The rates in use, of torch's present number of threads: stored ones, else the constants.
 
-    They are those of torch's present number of threads, and are read when a rate is first used, so
-    that importing stays cheap; a program that is compiled uses the same ones. `version` is what a
-    choice depends on beside its call. Whoever chooses reads it first: that makes the rates in use
-    those of the present number of threads.
+    They are read when a rate is first used, so that importing stays cheap; a program that is
+    compiled uses the same ones. `version` is what a choice depends on beside its call. Whoever
+    chooses reads it first: that makes the rates in use those of the present number of threads.
 
     Examples:
         >>> 0 < SPEED.call < 1
@@ -56,14 +199,13 @@ class Rates:
 
     def use(self, speed: Speed) -> None:
         """Use these rates from now on, for torch's present number of threads."""
-        threads = torch.get_num_threads()
-        _known[threads] = speed
-        vars(self).update(asdict(speed), threads=threads, uses=self.uses + 1)
+        _known[torch.get_num_threads()] = speed
+        vars(self).update(threads=0, uses=self.uses + 1)
 
     def now(self) -> Speed:
         """The rates in use."""
         _current_version()
-        return Speed(**{rate.name: getattr(self, rate.name) for rate in fields(Speed)})
+        return _known[self.threads]
 
 
 SPEED = Rates()
@@ -75,8 +217,8 @@ def _current_version() -> int:
     threads = torch.get_num_threads()
     if SPEED.threads != threads:
         if threads not in _known:
-            _known[threads] = usual(threads)  # first: a warning that is an error is raised once
-            _known[threads] = read_speed(threads) or usual(threads)
+            _known[threads] = _usual(threads)  # first: a warning that is an error is raised once
+            _known[threads] = read_speed(threads) or _usual(threads)
         vars(SPEED).update(asdict(_known[threads]), threads=threads)
     return SPEED.uses << 16 | threads
 
@@ -86,12 +228,12 @@ def _current_version() -> int:
 _current_version._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def usual(threads: int) -> Speed:
-    """The constants of this processor, for so many threads."""
-    return DEFAULT if _asked_for_defaults() else typical(threads)
+def _usual(threads: int) -> Speed:
+    """The constants that are used where no rates are stored."""
+    return DEFAULT if _are_default() else typical(threads)
 
 
-def _asked_for_defaults() -> bool:
+def _are_default() -> bool:
     return os.environ.get("REGARD_SPEED") == "default"
 
 
@@ -109,7 +251,7 @@ def speed_path(threads: int | None = None) -> Path:
 def read_speed(threads: int) -> Speed | None:
     """The stored rates for so many threads; None if there is no file or, with a warning, if this
     machine cannot have such rates."""
-    if _asked_for_defaults():
+    if _are_default():
         return None
     path = Path("the file of rates")
     try:
@@ -117,36 +259,19 @@ def read_speed(threads: int) -> Speed | None:
         if not path.is_file():  # a pipe, say, might never end
             return None
         with path.open("rb") as file:
-            speed, objection = _parsed(file.read(_MAX_BYTES + 1), typical(threads))
-    except (OSError, RuntimeError, OverflowError) as error:  # no home folder, deeply nested JSON
-        speed, objection = None, str(error)
-    if objection is not None:
-        warnings.warn(
-            f"{path} is ignored, and the usual rates of such a processor are used: {objection}; "
-            "`regard tune` writes it anew, `regard tune --forget` removes it",
-            stacklevel=2,
-        )
-    return speed
-
-
-def _parsed(text: bytes, usual: Speed) -> tuple[Speed | None, str | None]:
-    """Rates, or why they are not those of a machine whose usual ones are given."""
-    if len(text) > _MAX_BYTES:
-        return None, "it is too large"
-    try:
-        held = json.loads(text)
-    except ValueError:
-        return None, "it is not JSON"
-    if not isinstance(held, dict):
-        return None, "it does not hold rates by name"
-    found = {}
-    for name in Speed.__dataclass_fields__:
-        if type(held.get(name)) not in (int, float):
-            return None, f"{name} is not a number"
-        found[name] = float(held[name])
-    speed = Speed(**found)
-    objection = speed.objection(usual)
-    return (None, objection) if objection else (speed, None)
+            stored = json.loads(file.read(_MAX_BYTES))
+        speed = Speed(**{rate.name: float(stored[rate.name]) for rate in fields(Speed)})
+        objection = speed.objection(typical(threads))
+    except (OSError, RuntimeError, ArithmeticError, ValueError, TypeError, LookupError) as error:
+        objection = str(error) if isinstance(error, OSError | RuntimeError) else repr(error)
+    if objection is None:
+        return speed
+    warnings.warn(
+        f"{path} is ignored, and the usual rates of such a processor are used: {objection}; "
+        "`regard tune` writes it anew, `regard tune --forget` removes it",
+        stacklevel=2,
+    )
+    return None
 
 
 def write_speed(speed: Speed) -> Path:
@@ -170,8 +295,84 @@ def write_speed(speed: Speed) -> Path:
 def forget_speed() -> Path | None:
     """Remove the file; returns its path if there was one. The constants are used from now on."""
     path = speed_path()
-    SPEED.use(usual(torch.get_num_threads()))
-    if not path.exists():
-        return None
-    path.unlink()
-    return path
+    SPEED.use(_usual(torch.get_num_threads()))
+    exists = path.exists()
+    path.unlink(missing_ok=True)
+    return path if exists else None
+
+
+class DeviceRates(NamedTuple):
+    """What a device does in a second.
+
+    Attributes:
+        name: the start of the device's name, as torch gives it.
+        memory: bytes read from or written to its memory.
+        half: floating-point operations of matrix products in float16 and bfloat16, with sums in
+            float32, of dense matrices.
+        tf32: the same for float32 inputs rounded to TF32; for devices without TF32, as `single`.
+        single: floating-point operations in float32.
+        source: the document that states them.
+    """
+
+    name: str
+    memory: float
+    half: float
+    tf32: float
+    single: float
+    source: str
+
+
+# Longer names before those that they begin with. Figures "with sparsity" are halved.
+DATA_SHEETS = (
+    DeviceRates("NVIDIA B200", 8e12, 2250e12, 1125e12, 75e12, "NVIDIA HGX B200 data sheet"),
+    DeviceRates("NVIDIA H200 NVL", 4.8e12, 836e12, 418e12, 60e12, "NVIDIA H200 data sheet"),
+    DeviceRates("NVIDIA H200", 4.8e12, 989e12, 494e12, 67e12, "NVIDIA H200 data sheet"),
+    DeviceRates("NVIDIA H100 PCIe", 2.0e12, 756e12, 378e12, 51e12, "NVIDIA H100 data sheet"),
+    DeviceRates("NVIDIA H100 NVL", 3.9e12, 836e12, 418e12, 60e12, "NVIDIA H100 data sheet"),
+    DeviceRates("NVIDIA H100", 3.35e12, 989e12, 494e12, 67e12, "NVIDIA H100 data sheet"),
+    DeviceRates("NVIDIA A100-SXM4-80GB", 2.04e12, 312e12, 156e12, 19.5e12, "A100 80GB data sheet"),
+    DeviceRates("NVIDIA A100 80GB PCIe", 1.94e12, 312e12, 156e12, 19.5e12, "A100 80GB data sheet"),
+    DeviceRates("NVIDIA A100", 1.56e12, 312e12, 156e12, 19.5e12, "NVIDIA A100 data sheet"),
+    DeviceRates("NVIDIA L40S", 864e9, 362e12, 183e12, 91.6e12, "NVIDIA L40S data sheet"),
+    DeviceRates("NVIDIA L40", 864e9, 181e12, 90.5e12, 90.5e12, "NVIDIA L40 data sheet"),
+    DeviceRates("NVIDIA L4", 300e9, 121e12, 60e12, 30.3e12, "NVIDIA L4 data sheet"),
+    DeviceRates("NVIDIA A10", 600e9, 125e12, 62.5e12, 31.2e12, "NVIDIA A10 data sheet"),
+    DeviceRates("NVIDIA GeForce RTX 5090", 1.79e12, 209e12, 105e12, 105e12, "Blackwell whitepaper"),
+    DeviceRates("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 82.6e12, 82.6e12, "Ada whitepaper"),
+    DeviceRates("NVIDIA GeForce RTX 3090", 936e9, 71e12, 35.6e12, 35.6e12, "GA102 whitepaper"),
+    DeviceRates("Tesla V100", 900e9, 125e12, 15.7e12, 15.7e12, "NVIDIA V100 data sheet"),
+    DeviceRates("Tesla T4", 320e9, 65e12, 8.1e12, 8.1e12, "NVIDIA T4 data sheet"),
+)
+UNKNOWN = DeviceRates("a device of unknown rates", 1e12, 200e12, 100e12, 25e12, "none")
+
+
+# Floating-point operations of one multiprocessor in a cycle, by the major compute capability: dense
+# float16 products with float32 sums, and float32 (CUDA C++ Programming Guide, whitepapers).
+_CYCLE = {7: (1024, 128), 8: (1024, 256), 9: (4096, 256), 10: (8192, 256), 12: (1024, 256)}
+
+
+@functools.cache
+def rates_of(device: torch.device) -> DeviceRates:
+    """The rates of a device that is not a CPU. Asks its driver, once, and waits for no kernel."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return UNKNOWN
+    return rates_by_properties(torch.cuda.get_device_properties(device))
+
+
+def rates_by_properties(properties: Any) -> DeviceRates:
+    """The data sheet of a name; of an unknown name, estimates by clocks and numbers of units."""
+    for sheet in DATA_SHEETS:
+        if properties.name.startswith(sheet.name):
+            return sheet
+    unknown = UNKNOWN._replace(name=properties.name or UNKNOWN.name)
+    try:  # a driver or a version of torch may not know all of them
+        rate = properties.multi_processor_count * 1e3 * properties.clock_rate  # of kHz
+        transfers = 2e3 * properties.memory_clock_rate  # of kHz; two in a cycle
+        memory = transfers * properties.memory_bus_width / 8
+        half, single = _CYCLE.get(properties.major, (0, 0))
+    except AttributeError:
+        return unknown
+    if not all((memory, rate, half)):
+        return unknown
+    rates = memory, rate * half, rate * half / 2, rate * single
+    return DeviceRates(properties.name, *rates, "its clocks and units")

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from regard.ops.devices import DATA_SHEETS, DeviceRates
-from regard.ops.rates import read_speed
-from regard.ops.speed import typical
+from regard.ops.rates import DATA_SHEETS, DeviceRates, read_speed, typical
 
 GIGABYTE = 10**9  # bytes; manufacturers state sizes of memory in it
 HALF = ("float16", "bfloat16")

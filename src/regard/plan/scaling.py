@@ -8,7 +8,7 @@ sends at a share of its link's rate; what can go on at the same time costs the l
 import math
 from dataclasses import dataclass
 
-from regard.ops.devices import FLASH, READ
+from regard.ops.estimates import FLASH, READ
 from regard.plan.communication import Sent, sent_of, sharded_decode_sent
 from regard.plan.cost import attention_flops, cost_of, visible_pairs
 from regard.plan.devices import Device

@@ -70,13 +70,13 @@ class OneRow:
     @property
     def _q_start(self) -> int:
         """The slot of the first query."""
-        start = self.call.whole.q_start
+        start = self.call.given_span.q_start
         return int(start[self.row]) if isinstance(start, Tensor) else start
 
     @property
     def _dropped(self) -> int:
         """Tokens before slot 0."""
-        ragged = isinstance(self.call.whole.q_start, Tensor)
+        ragged = isinstance(self.call.given_span.q_start, Tensor)
         return 0 if ragged else max(0, self.past - self._q_start)
 
     def blocks(self) -> Iterator[Block]:
@@ -125,7 +125,7 @@ def _of_rows(call: Call, row: int, q_start: int, count: int) -> Call:
         call,
         batch=1,
         span=span,
-        whole=span,
+        given_span=span,
         mask=mask,
         score_bias=_bias(call, row, span),
     )
@@ -139,7 +139,7 @@ def _bias(call: Call, row: int, span: Span) -> Tensor | None:
     if not isinstance(bias, Tensor):
         dtype = accumulating_dtype(call.dtype)
         return _in_row(bias.bias(span, device=call.device, dtype=dtype), row)
-    whole = call.whole
+    whole = call.given_span
     own = whole.q_start[row] if isinstance(whole.q_start, Tensor) else whole.q_start
     if bias.dim() >= 2 and bias.shape[-2] != 1:
         bias = bias.narrow(-2, span.first_query - int(own), span.num_queries)

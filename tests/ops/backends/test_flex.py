@@ -32,7 +32,7 @@ from regard import (
 )
 from regard.ops.backends import BACKENDS, eager, flex
 from regard.ops.choose import choose
-from regard.ops.devices import rates_of
+from regard.ops.rates import rates_of
 from session import LONG
 
 

@@ -58,7 +58,9 @@ def attended_locally(prepared: Prepared, q: Tensor, part: Part, slots: Slots, ra
 def _shows_all(call: Call) -> bool:
     """Whether every query may attend to every key, and scores do not depend on slots."""
     return (
-        is_everything(call.mask) and call.num_keys == call.whole.num_keys and not _has_columns(call)
+        is_everything(call.mask)
+        and call.num_keys == call.given_span.num_keys
+        and not _has_columns(call)
     )
 
 
@@ -85,10 +87,10 @@ def _rows(call: Call, first: int, stop: int) -> Call:
     assert isinstance(call.span.q_start, int)
     start, bias = call.span.q_start, call.score_bias
     span = Span(start + first, start + stop, call.span.kv_start, call.span.kv_stop)
-    whole = Span(start + first, start + stop, call.whole.kv_start, call.whole.kv_stop)
+    whole = Span(start + first, start + stop, call.given_span.kv_start, call.given_span.kv_stop)
     if isinstance(bias, Tensor) and bias.dim() >= 2 and bias.shape[-2] != 1:
         bias = bias.narrow(-2, first, stop - first)
-    return call.but(span=span, whole=whole, score_bias=bias)
+    return call.but(span=span, given_span=whole, score_bias=bias)
 
 
 def _block(name: str, call: Call, q: Tensor, part: Part, slots: Slots, rank: int) -> Partial:
@@ -134,13 +136,13 @@ def _over(call: Call, segment: Segment, mask: Mask) -> Call:
         keep = Dense(_at(placed.keep(), columns)).within(span)
     bias = placed.bias()
     bias = None if bias is None else _at(bias, columns)
-    return call.but(span=span, whole=span, mask=keep, score_bias=bias)
+    return call.but(span=span, given_span=span, mask=keep, score_bias=bias)
 
 
 def _unmasked(call: Call, keys: int) -> Call:
     """The call over so many keys, all of which are visible, at any slots."""
     span = Span(0, call.num_queries, 0, keys)
-    return call.but(span=span, whole=span, mask=EVERYTHING)
+    return call.but(span=span, given_span=span, mask=EVERYTHING)
 
 
 def _at(x: Tensor, columns: Tensor) -> Tensor:

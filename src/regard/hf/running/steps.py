@@ -141,7 +141,11 @@ def record_step(
     layer = _layer_of(family, module, given)
     call, cache, held = prepared.call, layer.cache, layer.cache.buffers
     reads = call.span.kv_start, call.span.kv_stop
-    if reads != (0, cache.length) or call.mask is not EVERYTHING or not _is_dataless(call.asked):
+    if (
+        reads != (0, cache.length)
+        or call.mask is not EVERYTHING
+        or not _is_dataless(call.given_mask)
+    ):
         return
     if len(held) != 2 or any(each.dtype is not x.dtype for each in (x, *held)):
         return
@@ -149,7 +153,7 @@ def record_step(
         return
     from regard.ops.kernels.stepping import Plan  # imports numba
 
-    windows = (part.size for part in _parts(call.asked) if isinstance(part, SlidingWindow))
+    windows = (part.size for part in _parts(call.given_mask) if isinstance(part, SlidingWindow))
     heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
     layer.step = InstalledStep(
         settings=_settings(family, module),

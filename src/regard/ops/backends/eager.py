@@ -8,7 +8,7 @@ from regard.heads import group_heads, ungroup_heads
 from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
 from regard.ops.definition import log_sum_exp, scores, softmax
-from regard.ops.devices import unfused
+from regard.ops.estimates import unfused
 from regard.ops.partial import Partial
 from regard.ops.rates import SPEED
 

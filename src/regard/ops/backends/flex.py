@@ -21,7 +21,7 @@ from regard.ops.backends.common import four_dims, zero_hidden
 from regard.ops.bias import Alibi, RelativeBias
 from regard.ops.block_masks import MaskMod, Slots, by_cell, lookup, planned
 from regard.ops.call import Call, is_empty, is_everything, shown
-from regard.ops.devices import GENERATED, on_device, visible_share
+from regard.ops.estimates import GENERATED, on_device, visible_share
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 

@@ -28,7 +28,7 @@ from regard.ops.backends.common import (
     run_stored_and_check,
 )
 from regard.ops.call import Call, Reads, is_empty, is_everything, shown
-from regard.ops.flash_cost import mask_seconds
+from regard.ops.estimates import mask_seconds
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import GATHERED
 from regard.ops.rates import SPEED

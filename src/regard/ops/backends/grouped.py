@@ -25,8 +25,7 @@ from regard.ops.backends.common import (
 )
 from regard.ops.call import Call, Reads, hides_nothing, is_empty, is_everything, shown
 from regard.ops.definition import log_sum_exp, scores_of, softmax
-from regard.ops.devices import UNFUSED, on_device
-from regard.ops.flash_cost import kernel_seconds, mask_seconds
+from regard.ops.estimates import UNFUSED, kernel_seconds, mask_seconds, on_device
 from regard.ops.partial import Partial, merge
 from regard.ops.rates import SPEED
 

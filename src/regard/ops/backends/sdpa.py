@@ -21,8 +21,7 @@ from regard.ops.backends.common import (
     run_and_check,
 )
 from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
-from regard.ops.devices import EFFICIENT, FLASH, on_device, visible_share
-from regard.ops.flash_cost import kernel_seconds
+from regard.ops.estimates import EFFICIENT, FLASH, kernel_seconds, on_device, visible_share
 from regard.ops.mask_tensors import mask_tensors
 from regard.ops.partial import Partial
 from regard.ops.rates import SPEED

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.ops.backends.common import columns_contiguous, run_and_check
 from regard.ops.call import Call, is_empty, shown
-from regard.ops.intervals import intervals_of
+from regard.ops.mask_tensors import intervals_of
 from regard.ops.partial import Partial
 from regard.ops.rates import SPEED
 

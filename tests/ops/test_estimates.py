@@ -1,16 +1,25 @@
-"""Estimates of torch's CPU kernel: what they grow with, and the choices that follow from rates."""
+"""Estimates of torch's CPU kernel and of calls on a GPU: what they grow with, and the choices that
+follow from rates; no GPU is needed for them."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from regard import EVERYTHING, Causal, SlidingWindow, Span, prepare
+from interpreters import run_python
+from regard import EVERYTHING, Causal, SlidingWindow, Span, explain, prepare
+from regard.ops import estimates
 from regard.ops.backends import BACKENDS, fused
 from regard.ops.call import begins_with
-from regard.ops.flash_cost import kernel_seconds, mask_seconds, per_score
-from regard.ops.rates import SPEED
-from regard.ops.speed import DEFAULT, Speed
+from regard.ops.estimates import (
+    kernel_seconds,
+    mask_seconds,
+    on_device,
+    per_score,
+    rates_note,
+    visible_share,
+)
+from regard.ops.rates import DEFAULT, SPEED, UNKNOWN, Speed
 
 # Measured on one core of an Intel Xeon with AMX: bfloat16 products are seven times as fast.
 AMX = Speed(
@@ -120,3 +129,72 @@ def test_a_mask_takes_time_to_make_and_to_copy_for_each_head(rates):
         if name == "grouped" or fused.is_installed():
             plain, masked = (BACKENDS[name].estimate(each) for each in made)
             assert masked > plain + causal
+
+
+COMPILED = """
+import torch
+from regard import Causal, SlidingWindow, attend
+q = torch.zeros(1, 8, 40, 32, device="meta", dtype=torch.bfloat16)
+k = torch.zeros(1, 2, 40, 32, device="meta", dtype=torch.bfloat16)
+run = lambda q, k: attend(q, k, k, mask=Causal() & SlidingWindow(8))
+print(tuple(torch.compile(run, fullgraph=True, backend="eager", dynamic=True)(q, k).shape))
+"""
+
+
+def on_meta(queries=4096, keys=4096, dtype=torch.bfloat16, **options):
+    q = torch.empty(1, 32, queries, 128, dtype=dtype, device="meta")
+    k = torch.empty(1, 8, keys, 128, dtype=dtype, device="meta")
+    options.setdefault("span", Span(keys - queries, keys, 0, keys))
+    return prepare(q, k, k, **options)
+
+
+def test_estimates_scale_with_the_device(monkeypatch):
+    fast = UNKNOWN._replace(memory=10 * UNKNOWN.memory, half=10 * UNKNOWN.half, single=1e15)
+    made = on_meta(mask=Causal())
+    slow = {name: BACKENDS[name].estimate(made.call) for name in ("sdpa", "blocked", "eager")}
+    monkeypatch.setattr(estimates, "rates_of", lambda device: fast)
+    for name, seconds in slow.items():
+        assert BACKENDS[name].estimate(made.call) < 0.8 * seconds
+
+
+def test_float32_is_estimated_as_torch_computes_it():
+    made = on_meta(dtype=torch.float32).call
+    exact = on_device(made, operators=1, kernel=0.5)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert on_device(made, operators=1, kernel=0.5) < 0.5 * exact
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"mask": Causal()}, "sdpa"),
+        ({"queries": 1, "mask": Causal()}, "sdpa"),
+        ({"queries": 1, "mask": Causal(), "softcap": 30.0}, "grouped"),
+        ({"queries": 1, "mask": Causal(), "sinks": torch.empty(32, device="meta")}, "grouped"),
+    ],
+)
+def test_choices_on_a_device(options, name):
+    assert on_meta(**options).name == name
+
+
+def test_the_share_of_visible_scores():
+    assert visible_share(on_meta(mask=Causal()).call) == pytest.approx(0.5, abs=0.05)
+    window = on_meta(mask=Causal() & SlidingWindow(512)).call
+    assert visible_share(window) == pytest.approx(512 / 4096, abs=0.02)
+    assert visible_share(on_meta().call) == 1.0
+    assert visible_share(on_meta(queries=1, mask=Causal()).call) == 1.0
+
+
+def test_explain_says_what_the_estimates_rest_on():
+    assert "not yet measured on this device" in explain(on_meta()).splitlines()[-1]
+    assert rates_note(torch.device("cpu")) is None
+
+
+def test_calls_on_a_device_compile_in_one_graph():
+    """The estimates are computed while a graph is traced, without a look at the driver. In another
+    process, whose annotations are not checked: torch does not trace the checks."""
+    done = run_python("-c", COMPILED)
+    assert done.stdout.strip() == "(1, 8, 40, 32)", done.stderr[-3000:]

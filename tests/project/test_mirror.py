@@ -44,7 +44,8 @@ FOLDERS = [  # of these, the folder alone
     "verify/subject",
 ]
 TOGETHER = {  # folders whose tests are in the folder above
-    f"hf/{name}" for name in ("families", "generating", "loading", "placing", "running")
+    f"hf/{name}"
+    for name in ("evaluating", "families", "generating", "loading", "placing", "running")
 }
 WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
     "against": "comparisons with transformers, torch, and the documents of the source systems",

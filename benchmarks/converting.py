@@ -5,9 +5,10 @@
     python benchmarks/converting.py --corpora texts      every method at every size; half an hour
     python benchmarks/converting.py --corpora texts --docs     keeps the table and its picture
 
-SmolLM2-135M-Instruct, float32. A row's `ratio` is its perplexity divided by the model's own, the
-geometric mean over texts of different kinds that nothing was calibrated on; windows are of 1,024
-tokens. No row is trained. `cache` is the size of the cache as a share of the shipped one, in bytes.
+SmolLM2-135M-Instruct, run in float32. A row's `ratio` is its perplexity divided by the model's own,
+the geometric mean over texts of different kinds that nothing was calibrated on; windows are of
+1,024 tokens. No row is trained. `cache` is the size of the cache as a share of the shipped one, in
+bytes of the checkpoint's dtype.
 Rows named after papers use the paper's rule (`published_rules.py`), not its training.
 """
 
@@ -30,6 +31,7 @@ from published_rules import RULES
 
 from regard.cache import KVCache, QuantizedCache
 from regard.compare.runner import Runner
+from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
 from regard.convert import Step, Target, convert, target_of, walk, windows_of
 from regard.convert.measuring import ratio
 from regard.convert.texts import LENGTH, calibration, python_texts, python_topics
@@ -37,6 +39,7 @@ from regard.hf import attention_modules, attention_of, fetch_smollm2, load
 from regard.hf.generating.predicting import losses_of
 from regard.hf.packages import quiet
 
+STORED = "float16"  # the dtype of SmolLM2's checkpoint, which runs in float32 here
 DOCS = Path(__file__).parent.parent / "docs"
 ALONE = 4  # windows to calibrate on, if all are of one kind of text
 INT8, INT4 = partial(QuantizedCache, bits=8), partial(QuantizedCache, bits=4, group=32)
@@ -91,14 +94,17 @@ def methods(shipped: Sequence[Any], kinds: Iterable[str]) -> list[Method]:
 
 
 def perplexity(model: Any, layers: Any, cache: Any, windows: torch.Tensor) -> tuple[float, float]:
-    """The perplexity over windows, and the bytes of cache a token."""
+    """The perplexity over windows, and the bytes of cache a token in the checkpoint's dtype."""
     runner = Runner(model, layers, cache=cache)
-    losses, nbytes = [], 0.0
+    losses = []
     for window in windows:
         losses.append(losses_of(model, runner.hidden(window[None])[0], window))
-        nbytes = runner.cache_bytes / len(window)
         runner.reset()
-    return math.exp(float(torch.cat(losses).mean())), nbytes
+    storage = storage_of(runner.caches)
+    assert storage is not None
+    shapes, length = tuple(map(shape_of, layers)), windows.shape[1]
+    nbytes = bytes_of_caches(shapes, storage, context=length, dtype=STORED)
+    return math.exp(float(torch.cat(losses).mean())), nbytes / length
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from regard_cli import planning, seeing  # noqa: F401  (their verbs join `app`)
-from regard_cli.options import Json, OptionalModel, Threads, app, verb
+from regard_cli.options import Device, Dtype, Json, OptionalModel, Threads, app, verb
 from regard_cli.sentences import printable, wrapped
 
 __all__ = ["app", "run"]
@@ -45,6 +45,8 @@ def compare(
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in each of two windows.")] = 1024,
     memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
+    dtype: Dtype = None,
+    device: Device = "cpu",
     threads: Threads = None,
     html: Annotated[
         Path | None, typer.Option(help="Write the table and curves of the caches as a page.")
@@ -135,9 +137,8 @@ def generate(
         Literal["transformers"] | None,
         typer.Option(help="Run transformers' own attention and cache too, and compare."),
     ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")
-    ] = "float32",
+    dtype: Dtype = None,
+    device: Device = "cpu",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:

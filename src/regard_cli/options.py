@@ -5,7 +5,7 @@ import gc
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,11 @@ OptionalModel = Annotated[
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads; torch's own choice if left out.")
 ]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="What the model computes in; float32 on a CPU, else the checkpoint's own."),
+]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")]
 
 app = typer.Typer(

@@ -20,6 +20,7 @@ from tiny import VOCABULARY, tiny, tokens
 
 COLUMNS = {
     "cache_bytes_per_token",
+    "run_bytes_per_token",
     "context_in_memory",
     "prefill_tokens_per_second",
     "decode_tokens_per_second",
@@ -99,6 +100,34 @@ def test_cache_bytes_are_those_of_the_shapes(result):
     assert rows_of(result)["GQA, as shipped"].context_in_memory == (1 << 20) // 256
 
 
+def test_bytes_are_those_of_the_checkpoint_and_both_are_shown(folder, monkeypatch, capsys):
+    """A model of 16 bits that runs in float32 still has a cache of 16 bits where it is used."""
+    tiny("llama").half().save_pretrained(folder)
+    given = ["compare", folder, "--context", 20, *FEW]
+    assert command(monkeypatch, *given, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dtype"], found["cache_dtype"]) == ("float32", "float16")
+    shipped, int8, _ = found["rows"]
+    ratios = [each["run_bytes_per_token"] / each["cache_bytes_per_token"] for each in found["rows"]]
+    assert ratios == [2.0, 1.0, pytest.approx((24 * 4 + 4) / (24 * 2 + 4))]
+    assert shipped["cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 2
+    assert shipped["context_in_memory"] == found["memory"] // 128
+    assert int8["cache_bytes_per_token"] / 128 == (8 + 4) / 16  # of the checkpoint's, not 3 / 8
+    assert "of the shipped float16 cache" in found["verdict"]
+    assert command(monkeypatch, *given) == 0
+    assert "float16 run in float32" in capsys.readouterr().out
+    assert command(monkeypatch, *given, "--dtype", "float16") == 0
+    assert "in float32" not in capsys.readouterr().out
+
+
+def test_a_column_has_the_bytes_in_the_dtype_of_the_run_if_it_is_another(result):
+    assert "run_bytes_per_token" not in result.columns
+    other = replace(result, cache_dtype="float16")
+    assert other.columns["run_bytes_per_token"] == ("the same in float32", "memory")
+    assert "the same in float32" in other._repr_html_()
+    assert "float16 run in float32" in other._repr_html_()
+
+
 def test_perplexity_is_the_models_own(result, texts):
     model = tiny("llama")
     with torch.no_grad():
@@ -173,7 +202,7 @@ def test_json_alone_on_stdout(folder, monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {
         "model", "kind", "num_layers", "context", "memory", "dtype", "threads", "text", "proof",
-        "rows", "verdict", "seconds", "decoded",
+        "rows", "verdict", "seconds", "decoded", "cache_dtype",
     }  # fmt: skip
     assert set(result["proof"]) == {"largest_difference", "tolerance", "largest_logit"}
     ran = {"prefill_backend", "decode_backend"}

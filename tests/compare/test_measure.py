@@ -43,7 +43,7 @@ def test_a_row_is_the_mean_over_windows():
         assert runner.cache_bytes == 0
     found = {phase: len(each) for phase, each in sample.timings.seconds.items()}
     assert found == {"prefill": 2 * PREFILLS, "decode": 2 * STEPS // 3}
-    row = sample.row("shipped", True, sample, context=40, memory=1 << 20)
+    row = sample.row("shipped", True, sample, context=40, memory=1 << 20, dtype="float32")
     assert row.decode_speed is None and row.perplexity_ratio is None
     losses = torch.tensor([loss_of(model, window) for window in windows])
     assert row.perplexity == pytest.approx(float(losses.mean().exp()), rel=1e-5)

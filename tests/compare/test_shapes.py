@@ -4,12 +4,17 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from measured_layers import KINDS, drawn, layer_of
 from regard import Attention, Causal, KVCache, QuantizedCache, SlidingCache, StaticCache
-from regard.compare.shapes import shape_of, storage_of
+from regard.compare import CANDIDATES, Runner
+from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
+from regard.convert import as_latent
+from regard.hf import attention_modules, attention_of
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES
+from tiny import tiny, tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -27,12 +32,25 @@ def test_a_layer_that_is_not_causal():
 
 
 def test_storages_of_caches():
-    assert storage_of(KVCache()) == STORAGES["plain"]
-    assert storage_of(QuantizedCache()) == STORAGES["int8"]
-    assert storage_of(QuantizedCache(bits=4, group=32)) == STORAGES["int4"]
+    assert storage_of([KVCache()]) == STORAGES["plain"]
+    assert storage_of([QuantizedCache()]) == STORAGES["int8"]
+    assert storage_of([QuantizedCache(bits=4, group=32)]) == STORAGES["int4"]
     for name in ("K8V8", "K8V4", "K6V4", "K4V4"):
-        assert storage_of(QuantizedCache(format=name)) == STORAGES[name]
-    assert storage_of(SlidingCache(4)) is storage_of(StaticCache(4)) is None
+        assert storage_of([QuantizedCache(format=name)]) == STORAGES[name]
+    assert storage_of([SlidingCache(4)]) is storage_of([StaticCache(4)]) is None
+
+
+@torch.no_grad()
+def test_bytes_are_those_of_the_caches_that_ran():
+    model, window = tiny("llama"), tokens(1, 30)
+    own = [attention_of(module) for module in attention_modules(model).values()]
+    for layers in (own, [as_latent(each) for each in own]):
+        for cache in {each.cache for each in CANDIDATES}:
+            runner = Runner(model, layers, cache=cache)
+            runner.hidden(window)
+            shapes, storage = tuple(map(shape_of, layers)), storage_of(runner.caches)
+            found = bytes_of_caches(shapes, storage, context=30, dtype="float32")
+            assert found == runner.cache_bytes
 
 
 def test_every_row_of_a_comparison_has_the_cost_of_its_real_caches(result):

@@ -9,6 +9,8 @@ import pytest
 
 from pages import ROOT, read
 from regard.compare import CANDIDATES
+from regard.plan import plan
+from regard.plan.from_sizes import model_from_sizes
 
 NEAR = 0.05  # from 1: times as fast as the peer's
 LANGUAGES = ("docs/guides/machines.md", "docs/zh/guides/machines.md")
@@ -60,15 +62,40 @@ def speed_of(row: dict, phase: str, form: str) -> str:
     return f"{value} ({low:.2f}-{high:.2f})"
 
 
+def perplexity_of(row: dict, name: str) -> str:
+    """With two standard errors of its ratio to the first row's, where the file has it."""
+    ratio = row.get(f"{name}_ratio")
+    shown = f"{row[name]:.3f}"
+    return shown if ratio is None else f"{shown} ±{ratio['high'] / ratio['value'] - 1:.1%}"
+
+
+def test_ratios_of_caches_are_against_the_checkpoint():
+    """The share that the first page names is that of the checkpoint's dtype, on every page."""
+    found = json.loads((ROOT / "docs/compare.json").read_text())
+    assert (found["cache_dtype"], found["dtype"]) == ("float16", "float32")
+    rows = {row["name"]: row["cache_bytes_per_token"] for row in found["rows"]}
+    shares = {name: f"{nbytes / rows['GQA, as shipped']:.0%}" for name, nbytes in rows.items()}
+    k8v4, int8 = (shares[f"GQA, {name} cache"].replace("%", " %") for name in ("K8V4", "int8"))
+    for page in ("README.md", "README.zh-CN.md", "docs/choosing.md"):
+        assert f"{k8v4} " in read(page), page
+    assert int8 in read("docs/choosing.md")
+    sizes = {"num_heads": 9, "hidden_size": 576, "num_kv_heads": 3, "num_layers": 30}
+    model = model_from_sizes(**sizes, dtype="float16")
+    for row in plan(model, context=1024, attentions=["shipped"]).rows:
+        name = "as shipped" if row.storage.name == "plain" else f"{row.storage.name} cache"
+        assert row.cost.cache_bytes / 1024 == rows[f"GQA, {name}"], "plan says the same"
+
+
 def test_the_comparison_is_shown_as_it_was_measured():
     rows = json.loads((ROOT / "docs/compare.json").read_text())["rows"]
     measured = [
         [
             row["name"] + " (exact)" * row["exact"],
             f"{row['cache_bytes_per_token']:,.0f}",
+            f"{row['run_bytes_per_token']:,.0f}",
             f"{row['context_in_memory']:,}",
-            f"{row['perplexity']:.3f}",
-            f"{row['decode_perplexity']:.3f}",
+            perplexity_of(row, "perplexity"),
+            perplexity_of(row, "decode_perplexity"),
             f"{row['largest_logit_difference']:.1e}",
             speed_of(row, "prefill", ",.0f"),
             speed_of(row, "decode", ",.1f"),

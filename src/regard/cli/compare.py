@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
+from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
 from regard.compare.comparing import RATIOS
-from regard.compare.measure import MEASURED, cells
-from regard.hf import SMOLLM2, fetch_smollm2, load
+from regard.compare.measure import cells
+from regard.hf import SMOLLM2, fetch_smollm2
 from regard.hf.packages import quiet
 from regard.ops.explain import kernel_objection
 from regard.page.page import check_can_write
@@ -31,6 +32,8 @@ def run(
     attention: Sequence[str] | None,
     context: int,
     memory: float,
+    dtype: str | None,
+    device: str,
     threads: int | None,
     html: Path | None,
     as_json: bool,
@@ -46,13 +49,14 @@ def run(
         if model is None:
             progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
             model = fetch_smollm2()
-        loaded, tokenizer = load(model)
-        texts = texts_for(tokenizer, context=context, text=written, name=str(text))
+        loaded = load_for(model, dtype=dtype, device=device)
+        texts = texts_for(loaded.tokenizer, context=context, text=written, name=str(text))
         result = compare(
-            loaded,
+            loaded.model,
             texts,
             name=model.name,
             memory=int(memory * GIBIBYTE),
+            cache_dtype=loaded.stored,
             candidates=rows,
             progress=progress,
         )
@@ -79,7 +83,7 @@ def show(result: Comparison, console: Console) -> None:
     layers, threads = counted(result.num_layers, "layer"), counted(result.threads, "thread")
     say(
         console,
-        f"{result.model}: {layers} of {result.kind}, {result.dtype}, {threads}; "
+        f"{result.model}: {layers} of {result.kind}, {result.dtypes}, {threads}; "
         f"{result.context:,} tokens of {result.text}",
         bold=result.model,
     )
@@ -132,12 +136,12 @@ def _shared(rows: Sequence[Row], name: str) -> str:
 
 
 def _print_table(result: Comparison, console: Console) -> None:
-    within = f"tokens in {result.memory / GIBIBYTE:g} GiB"
     columns = [Column("attention", words=True)]
-    columns += [Column(head or within, group=group) for head, group in MEASURED.values()]
+    columns += [Column(head, group=group) for head, group in result.columns.values()]
     ran = [row for row in result.rows if row.perplexity is not None]
-    tabulate(console, columns, [_cells(row) for row in ran])
+    tabulate(console, columns, [_cells(row, result) for row in ran])
 
 
-def _cells(row: Row) -> list[str]:
-    return [escape(f"{row.name} (exact)" if row.exact else row.name), *cells(row)]
+def _cells(row: Row, result: Comparison) -> list[str]:
+    name = f"{row.name} (exact)" if row.exact else row.name
+    return [escape(name), *cells(row, result.columns)]

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from regard.cli.loading import device_named
 from regard.cli.terminal import print_json, say, stdout
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
@@ -65,7 +66,7 @@ def run(
     """Explain the call of these sizes, or those of a model's layers."""
     if threads is not None:
         torch.set_num_threads(threads)
-    place = _device(device)
+    place = device_named(device)
     if model is None:
         assert num_heads is not None
         assert head_dim is not None
@@ -137,24 +138,6 @@ def _listed(layers: Sequence[int]) -> str:
         else:
             runs.append([layer])
     return f"layer{'s' * (len(layers) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
-
-
-def _device(name: str) -> torch.device:
-    """The device, if torch can use it."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(
-            f"--device {name[:40]!r} is no device of torch; give cpu or cuda"
-        ) from error
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"--device {name} cannot be used by torch here: {reason}") from error
-    if device.type == "meta":
-        raise ValueError("--device meta computes nothing; give cpu or cuda")
-    return device
 
 
 def _span(queries: int, keys: int) -> Span:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, say, stdout, waiting
-from regard.hf import SMOLLM2, Written, fetch_smollm2, load, write
+from regard.hf import SMOLLM2, Written, fetch_smollm2, write
 from regard.hf.generating.prefix_folder import prefixes_in
 from regard.hf.generating.text import cache_name
 from regard.hf.packages import quiet
@@ -20,7 +21,6 @@ from regard.ops.explain import kernel_objection
 from regard.turns import in_turns, ratio_of
 from regard.words import without_controls
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENS = 9  # of a text in a round: the prompt, then eight steps
 ROUNDS = 12
 SECONDS = 60.0  # after which no further round begins
@@ -35,7 +35,8 @@ def run(
     seed: int,
     stream: bool,
     against: str | None,
-    dtype: str,
+    dtype: str | None,
+    device: str,
     threads: int | None,
     prefix_cache: Path | None,
     as_json: bool,
@@ -49,7 +50,8 @@ def run(
     with ExitStack() as stack:  # prefixes are stored at its end: an error then loses no text
         stack.enter_context(quiet())
         with waiting(f"loading {model or SMOLLM2}"):
-            loaded = load(model or fetch_smollm2(), dtype=DTYPES[dtype])
+            found = load_for(model or fetch_smollm2(), dtype=dtype, device=device)
+            loaded = found.model, found.tokenizer
             format = settings.pop("format")
             pages = _pages(format, prefix_cache, loaded[0], stack)
         show_text = _show if shown else _hide

@@ -25,7 +25,7 @@ from regard.compare.measure import (
 from regard.compare.proving import Proof, prove
 from regard.compare.reasons import outside, reasons
 from regard.compare.runner import Runner
-from regard.compare.shapes import shape_of, storage_of
+from regard.compare.shapes import dtype_name
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
 from regard.convert.converting import convert
@@ -56,7 +56,7 @@ class Comparison:
         num_layers: its attention layers.
         context: tokens of a window.
         memory: bytes that `context_in_memory` of each row is about.
-        dtype: of the model.
+        dtype: in which the model ran.
         threads: threads of torch.
         text: where the text is from.
         proof: that regard computes what the model computes.
@@ -64,6 +64,8 @@ class Comparison:
         verdict: which attention saves most memory, and what it costs.
         seconds: in total.
         decoded: tokens that `decode_perplexity` of each row is about, over all windows.
+        cache_dtype: of the checkpoint, in which `cache_bytes_per_token` and `context_in_memory`
+            count the numbers that are not codes; that of the model if empty.
 
     Examples:
         >>> from regard.compare import Comparison, Proof, Row
@@ -88,16 +90,39 @@ class Comparison:
     verdict: str
     seconds: float
     decoded: int = 0
+    cache_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_dtype", self.cache_dtype or self.dtype)
+
+    @property
+    def columns(self) -> dict[str, tuple[str, str]]:
+        """The columns of the table: attributes of `Row`, each with its heading and subject.
+
+        Bytes in the dtype in which the model ran are a column if it is not the checkpoint's.
+        """
+        heads = {"within": readable_bytes(self.memory), "dtype": self.dtype}
+        return {
+            name: (head.format(**heads), subject)
+            for name, (head, subject) in MEASURED.items()
+            if name != "run_bytes_per_token" or self.dtype != self.cache_dtype
+        }
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of the checkpoint and of the model, for a heading."""
+        if self.dtype == self.cache_dtype:
+            return self.dtype
+        return f"{self.cache_dtype} run in {self.dtype}"
 
     def _repr_html_(self) -> str:
         """The verdict and the table of what ran, for notebooks and pages."""
         rows = [
-            [f"{row.name} (exact)" if row.exact else row.name, *cells(row)]
+            [f"{row.name} (exact)" if row.exact else row.name, *cells(row, self.columns)]
             for row in self.rows
             if row.perplexity is not None
         ]
-        within = f"tokens in {readable_bytes(self.memory)}"
-        heads = ["attention", *(head or within for head, _ in MEASURED.values())]
+        heads = ["attention", *(head for head, _ in self.columns.values())]
         return (
             f"<p>{escape(self.verdict)}</p>\n{table(self._circumstances(), heads, rows)}"
             f'<p class="aside">{RATIOS}</p>'
@@ -109,7 +134,7 @@ class Comparison:
     def _circumstances(self) -> str:
         layers, threads = counted(self.num_layers, "layer"), counted(self.threads, "thread")
         return (
-            f"{layers} of {self.kind}, {self.dtype}, {threads}; {self.context:,} tokens of "
+            f"{layers} of {self.kind}, {self.dtypes}, {threads}; {self.context:,} tokens of "
             f"{self.text}, {self.decoded:,} decoded one at a time, measured in {self.seconds:.0f} s"
         )
 
@@ -121,6 +146,7 @@ def compare(
     *,
     name: str = "model",
     memory: int = 1 << 30,
+    cache_dtype: torch.dtype | None = None,
     candidates: Sequence[Candidate] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Comparison:
@@ -135,6 +161,8 @@ def compare(
         texts: from `texts_for`.
         name: the model's name in the result.
         memory: bytes, for the number of tokens whose cache fits.
+        cache_dtype: of the checkpoint, for bytes of caches: a model of float16 may run in float32,
+            and its caches are still of 16 bits where it is used. That of the model if None.
         candidates: from `chosen`; the usual ones if None.
         progress: called with the present step, the steps done and their number.
 
@@ -156,8 +184,14 @@ def compare(
     """
     started = time.perf_counter()
     candidates = chosen(()) if candidates is None else candidates
+    texts = replace(
+        texts,
+        windows=texts.windows.to(model.device),
+        calibration=texts.calibration.to(model.device),
+    )
     candidates = sorted(candidates, key=lambda each: "shipped" not in each.name)
-    context, dtype = texts.windows.shape[1], str(model.dtype).removeprefix("torch.")
+    context, dtype = texts.windows.shape[1], dtype_name(model.dtype)
+    stored = dtype_name(cache_dtype or model.dtype)
     _check_length(model, context)
     total = 2 + len(texts.windows) * (2 + len(candidates))
     steps = iter(range(total))
@@ -172,7 +206,10 @@ def compare(
     named = [replace(each, name=each.name.format(kind=kind)) for each in candidates]
     report("converting")
     runners = _runners(model, shipped, named, texts.calibration, progress)
-    rows = tuple(_measure(model, named, runners, texts.windows, memory=memory, report=report))
+    measured = _measure(
+        model, named, runners, texts.windows, memory=memory, dtype=stored, report=report
+    )
+    rows = tuple(measured)
     progress("done", total, total)
     return Comparison(
         model=name,
@@ -185,9 +222,10 @@ def compare(
         text=texts.source,
         proof=proof,
         rows=rows,
-        verdict=verdict(rows, dtype, reasons(rows, context, dtype, outside(model))),
+        verdict=verdict(rows, stored, reasons(rows, context, dtype, outside(model))),
         seconds=time.perf_counter() - started,
         decoded=len(texts.windows) * math.prod(decode_steps(context)),
+        cache_dtype=stored,
     )
 
 
@@ -198,6 +236,7 @@ def _measure(
     windows: Int[Tensor, "N L"],
     *,
     memory: int,
+    dtype: str,
     report: Callable[[str], None],
 ) -> Iterator[Row]:
     """Every candidate over every window; the first that runs and another take turns when timed."""
@@ -224,11 +263,14 @@ def _measure(
         if isinstance(runner, str):
             yield Row(each.name, each.exact, remark=runner)
         else:
-            row = samples[each.name].row(
-                each.name, each.exact, samples[first], context=windows.shape[1], memory=memory
+            yield samples[each.name].row(
+                each.name,
+                each.exact,
+                samples[first],
+                context=windows.shape[1],
+                memory=memory,
+                dtype=dtype,
             )
-            layers = tuple(map(shape_of, runner.layers))
-            yield replace(row, layers=layers, storage=storage_of(runner.caches[0]))
 
 
 def _runners(

@@ -52,10 +52,11 @@ def name_of(target: Target, shipped: Sequence[Attention], tokens: Tensor) -> str
     for layer in shipped:
         digest.update(repr(layer).encode())
         for parameter in layer.parameters():
+            digest.update(str(parameter.dtype).encode())
             flat = parameter.detach().flatten()
-            some = flat[:: max(1, len(flat) // 4096)].float().contiguous()
+            some = flat[:: max(1, len(flat) // 4096)].float().cpu().contiguous()
             digest.update(some.numpy().tobytes())
-    digest.update(tokens.contiguous().numpy().tobytes())
+    digest.update(tokens.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -101,7 +102,8 @@ def find(name: str, shipped: Sequence[Attention]) -> list[nn.Module] | None:
             return None
         with safe_open(path, framework="pt") as file:
             entries = json.loads(file.metadata()["layers"])
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            device = next(shipped[0].parameters()).device
+            state = {key: file.get_tensor(key).to(device) for key in file.keys()}  # noqa: SIM118
         return _layers(entries, state, shipped, path)
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError):
         return None  # of another version, or incomplete: it is converted again

@@ -6,9 +6,10 @@ perplexities are compared with the first row: times of the same round, losses of
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.compare.runner import Runner
+from regard.compare.shapes import bytes_of_caches, dtype_name, shape_of, storage_of
 from regard.convert.measuring import Timings, take_turns
 from regard.hf.generating.predicting import logits_of
+from regard.plan.planning import largest
 from regard.plan.shapes import LayerShape, Storage
 from regard.turns import Ratio, perplexity_ratio
 
-MEASURED = {  # attributes of Row: the heading ("" names the memory), and the subject
+MEASURED = {  # attributes of Row: the heading and the subject; {..} are attributes of Comparison
     "cache_bytes_per_token": ("cache bytes a token", "memory"),
-    "context_in_memory": ("", "memory"),
+    "run_bytes_per_token": ("the same in {dtype}", "memory"),
+    "context_in_memory": ("tokens in {within}", "memory"),
     "perplexity": ("perplexity", "quality"),
     "decode_perplexity": ("decode perplexity", "quality"),
     "largest_logit_difference": ("logits differ by at most", "quality"),
@@ -50,8 +54,10 @@ class Row:
     Attributes:
         name: its name in the table.
         exact: whether only rounding is lost.
-        cache_bytes_per_token: over all layers; None, as the others, if the model cannot have it.
-        context_in_memory: the number of tokens whose cache fits in the given memory.
+        cache_bytes_per_token: over all layers, in the checkpoint's dtype; None, as the others, if
+            the model cannot have it.
+        context_in_memory: the number of tokens whose cache, in the checkpoint's dtype, fits in the
+            given memory; also None if any number fits, as of windows.
         prefill_tokens_per_second: the median speed of the prefill of one window.
         decode_tokens_per_second: the median speed of single steps.
         prefill_speed: the ratio to the first row's, with quartiles; None for the first row.
@@ -66,6 +72,7 @@ class Row:
         remark: why the model cannot have it, if so.
         layers: their sizes, in order.
         storage: how their caches store keys and values; None if `regard.plan` has no formula.
+        run_bytes_per_token: as `cache_bytes_per_token`, in the dtype in which the model ran.
 
     Examples:
         >>> from regard.compare import Row
@@ -92,10 +99,11 @@ class Row:
     remark: str = ""
     layers: tuple[LayerShape, ...] = ()
     storage: Storage | None = None
+    run_bytes_per_token: float | None = None
 
 
-def cells(row: Row) -> list[str]:
-    """The cells of a row that ran, in the order of `MEASURED`.
+def cells(row: Row, columns: Iterable[str] = MEASURED) -> list[str]:
+    """The cells of a row that ran, in these columns of `MEASURED`.
 
     Examples:
         >>> from regard.compare.measure import Row, cells
@@ -103,18 +111,24 @@ def cells(row: Row) -> list[str]:
         >>> row = Row("int8", False, 12_240.0, 87_724, 908.0, 21.8, Ratio(0.9, 0.8, 1.1, 6),
         ...     Ratio(0.85, 0.82, 0.88, 24), 13.55, 10.2, Ratio(1.001, 0.999, 1.003, 2046),
         ...     Ratio(1.008, 0.996, 1.02, 128), 0.91)
-        >>> cells(row)[2:]
-        ['13.550 ±0.2%', '10.200 ±1.2%', '9.1e-01', 'same (0.80-1.10)', '0.85 (0.82-0.88)']
+        >>> cells(row, ["perplexity", "decode_perplexity", "decode_speed"])
+        ['13.550 ±0.2%', '10.200 ±1.2%', '0.85 (0.82-0.88)']
     """
-    return [
-        f"{row.cache_bytes_per_token:,.0f}",
-        f"{row.context_in_memory:,}",
-        _perplexity(row.perplexity, row.perplexity_ratio),
-        _perplexity(row.decode_perplexity, row.decode_perplexity_ratio),
-        f"{row.largest_logit_difference:.1e}",
-        str(row.prefill_speed or f"{row.prefill_tokens_per_second:,.0f} tokens/s"),
-        str(row.decode_speed or f"{row.decode_tokens_per_second:,.1f} tokens/s"),
-    ]
+    fitting = row.context_in_memory
+    run = row.run_bytes_per_token
+    prefill = f"{row.prefill_tokens_per_second:,.0f} tokens/s"
+    decode = f"{row.decode_tokens_per_second:,.1f} tokens/s"
+    texts = {
+        "cache_bytes_per_token": f"{row.cache_bytes_per_token:,.0f}",
+        "run_bytes_per_token": "" if run is None else f"{run:,.0f}",
+        "context_in_memory": "any" if fitting is None else f"{fitting:,}",
+        "perplexity": _perplexity(row.perplexity, row.perplexity_ratio),
+        "decode_perplexity": _perplexity(row.decode_perplexity, row.decode_perplexity_ratio),
+        "largest_logit_difference": f"{row.largest_logit_difference:.1e}",
+        "prefill_speed": str(row.prefill_speed or prefill),
+        "decode_speed": str(row.decode_speed or decode),
+    }
+    return [texts[name] for name in columns]
 
 
 def _perplexity(value: float | None, ratio: Ratio | None) -> str:
@@ -123,7 +137,16 @@ def _perplexity(value: float | None, ratio: Ratio | None) -> str:
 
 @dataclass
 class Sample:
-    """The measurements of one runner so far, window by window."""
+    """The measurements of one runner so far, window by window.
+
+    Attributes:
+        runner: what is measured.
+        bytes_per_token: of its caches, in the dtype in which it ran.
+        losses: of the windows' tokens.
+        decode_losses: of the last tokens of each window, given one at a time.
+        difference: of a logit from the unmodified model's, at most.
+        timings: of prefills and steps.
+    """
 
     runner: Runner
     bytes_per_token: float = 0.0
@@ -164,14 +187,26 @@ class Sample:
         self.runner.reset()
         return hidden
 
-    def row(self, name: str, exact: bool, first: "Sample", *, context: int, memory: int) -> Row:
-        """The row of the table that these measurements make, compared with the first row's."""
+    def row(
+        self,
+        name: str,
+        exact: bool,
+        first: "Sample",
+        *,
+        context: int,
+        memory: int,
+        dtype: str,
+    ) -> Row:
+        """The row of the table that these measurements make, compared with the first row's; its
+        caches are stated in `dtype`."""
         losses, decoded = torch.cat(self.losses), torch.cat(self.decode_losses)
+        layers, storage = tuple(map(shape_of, self.runner.layers)), storage_of(self.runner.caches)
         row = Row(
             name,
             exact,
-            cache_bytes_per_token=self.bytes_per_token,
-            context_in_memory=int(memory // self.bytes_per_token),
+            **self._memory(layers, storage, context=context, memory=memory, dtype=dtype),
+            layers=layers,
+            storage=storage,
             perplexity=math.exp(losses.double().mean()),
             decode_perplexity=math.exp(decoded.double().mean()),
             largest_logit_difference=self.difference,
@@ -184,6 +219,32 @@ class Sample:
             perplexity_ratio=perplexity_ratio(losses, torch.cat(first.losses)),
             decode_perplexity_ratio=perplexity_ratio(decoded, torch.cat(first.decode_losses)),
         )
+
+    def _memory(
+        self,
+        layers: tuple[LayerShape, ...],
+        storage: Storage | None,
+        *,
+        context: int,
+        memory: int,
+        dtype: str,
+    ) -> dict[str, Any]:
+        """The fields of `Row` about memory: by formulas, or as measured of a cache without one."""
+        if storage is None:
+            return {
+                "cache_bytes_per_token": self.bytes_per_token,
+                "run_bytes_per_token": self.bytes_per_token,
+                "context_in_memory": int(memory // self.bytes_per_token),
+            }
+
+        def taken(tokens: int, dtype: str = dtype) -> int:
+            return bytes_of_caches(layers, storage, context=tokens, dtype=dtype)
+
+        return {
+            "cache_bytes_per_token": taken(context) / context,
+            "run_bytes_per_token": taken(context, dtype_name(self.runner.model.dtype)) / context,
+            "context_in_memory": largest(taken, memory),
+        }
 
 
 def time_steps(samples: Sequence[Sample], window: Int[Tensor, " L"]) -> None:

@@ -1,7 +1,10 @@
 """The sizes of the layers and caches that ran, from which `regard.plan` computes their costs."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from regard.cache import Cache, KVCache
@@ -9,6 +12,7 @@ from regard.cache.quantized import QuantizedCache
 from regard.hf.placing.placed import window_of
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.masks import AllOf, Causal
+from regard.plan.cost import cache_bytes, sizes
 from regard.plan.shapes import STORAGES, LayerShape, Storage
 
 PROJECTIONS = (
@@ -67,24 +71,63 @@ def shape_of(layer: Any) -> LayerShape:
     )
 
 
-def storage_of(cache: Cache) -> Storage | None:
-    """How a cache stores keys and values; None if `regard.plan` has no formula for it.
+def storage_of(caches: Sequence[Cache]) -> Storage | None:
+    """How caches store keys and values; None if `regard.plan` has no formula for it.
 
     Args:
-        cache: of one layer.
+        caches: of a model, one for each layer.
 
     Examples:
         >>> from regard import QuantizedCache
         >>> from regard.compare.shapes import storage_of
-        >>> storage_of(QuantizedCache(bits=4, group=32))
+        >>> storage_of([QuantizedCache(bits=4, group=32)])
         Storage(name='int4', key_bits=4, value_bits=4, group=32, page_size=0)
     """
+    cache = caches[0]
     if type(cache) is KVCache:
         return STORAGES["plain"]
     if type(cache) is QuantizedCache:
         stored = cache.format
         return Storage(stored.name, stored.key_bits, stored.value_bits, stored.group)
     return None
+
+
+def bytes_of_caches(
+    layers: Sequence[LayerShape], storage: Storage, *, context: int, dtype: str
+) -> int:
+    """Bytes in the caches of all layers, by the formulas of `regard.plan`.
+
+    Args:
+        layers: of a model.
+        storage: of their caches.
+        context: tokens.
+        dtype: of numbers that are not codes.
+
+    Examples:
+        >>> from regard import GroupedQueryAttention
+        >>> from regard.compare.shapes import bytes_of_caches, shape_of
+        >>> from regard.plan import STORAGES
+        >>> layers = [shape_of(GroupedQueryAttention(64, num_heads=8, num_kv_heads=2))] * 3
+        >>> bytes_of_caches(layers, STORAGES["plain"], context=10, dtype="float16")
+        1920
+    """
+    total = 0
+    for layer, count in Counter(layers).items():
+        numbers = sizes(layer, storage, context=context, dtype=dtype)
+        total += count * int(cache_bytes(layer, storage).evaluate(**numbers))
+    return total
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, as configurations write it.
+
+    Examples:
+        >>> import torch
+        >>> from regard.compare.shapes import dtype_name
+        >>> dtype_name(torch.float16)
+        'float16'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def _has_bias(layer: nn.Module, name: str) -> bool:

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 import regard.hf
 from checkpoints import KINDS, tiny, write_gguf
 from regard.hf import CheckpointError
+from regard.hf.loading.checkpoints import stored_dtype
 
 
 @pytest.fixture
@@ -46,6 +47,24 @@ def test_shards_come_back(tmp_path):
 def test_the_dtype_is_the_argument(folder):
     model, _ = regard.hf.load(folder, dtype=torch.bfloat16)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_of_a_checkpoint_is_known_without_its_weights(dtype, tmp_path):
+    tiny("llama").to(dtype).save_pretrained(tmp_path)
+    assert stored_dtype(tmp_path) == dtype
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert stored_dtype(tmp_path) == dtype  # that of most weights
+
+
+def test_the_dtype_of_a_gguf_and_of_shards(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    assert stored_dtype(tmp_path / "tiny.gguf") == torch.float16
+    tiny("llama").bfloat16().save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    change(tmp_path / "shards" / "config.json", dtype=None)
+    assert stored_dtype(tmp_path / "shards") == torch.bfloat16
 
 
 def test_a_gguf_comes_back(tmp_path):

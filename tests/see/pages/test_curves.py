@@ -12,6 +12,7 @@ from browser import LIGHT, contrasts, focused
 from planned import FULL, HOSTILE, MODEL, START, attentions, compared, figures, planned
 from reading_html import cells_of
 from regard.cli import compare as verb
+from regard.cli.loading import Loaded
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES
 from regard.see.pages.curves import (
@@ -353,7 +354,7 @@ def test_a_comparison_without_formulas_has_its_table_alone():
 def command(monkeypatch):
     """`regard compare` whose comparison is `compared()`, without a model."""
     monkeypatch.setattr(verb, "fetch_smollm2", lambda: Path("model"))
-    monkeypatch.setattr(verb, "load", lambda path: (None, None))
+    monkeypatch.setattr(verb, "load_for", lambda path, **options: Loaded(None, None, None))
     monkeypatch.setattr(verb, "texts_for", lambda tokenizer, **options: None)
     monkeypatch.setattr(verb, "compare", lambda model, texts, **options: compared())
 

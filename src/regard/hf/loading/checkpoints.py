@@ -126,6 +126,40 @@ def skeleton(path: str | Path) -> Any:
         return check_skeleton(model_class(config), config, contents, path).eval()
 
 
+def stored_dtype(path: str | Path) -> torch.dtype:
+    """The dtype of a checkpoint, which its cache has: the one that its configuration names, else
+    that of most of its weights; float16 of a GGUF, whose codes stand for numbers of 16 bits.
+
+    Args:
+        path: of a folder, or of a GGUF file.
+
+    Raises:
+        FileNotFoundError, CheckpointError, ImportError: as `load`.
+
+    Examples:
+        >>> import tempfile
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from regard.hf.loading.checkpoints import stored_dtype
+        >>> config = LlamaConfig(hidden_size=16, num_attention_heads=2, vocab_size=20,
+        ...     num_hidden_layers=1, intermediate_size=16)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        ...     stored_dtype(folder)
+        torch.bfloat16
+    """
+    path = _existing(path)
+    if not path.is_dir():
+        return torch.float16
+    with _one_error(path), _offline():
+        if latent_layers.is_described(path):
+            return latent_layers.dtype_of(path)
+        source, contents, _ = _folder(path)
+        config = _config(source)
+    named: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
+    return named or getattr(torch, contents.dtype)
+
+
 def _existing(path: str | Path) -> Path:
     """The path, if it exists and the packages that read it are installed."""
     path = Path(path)

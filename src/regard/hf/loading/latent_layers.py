@@ -64,6 +64,20 @@ def load_described(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return model, model.config
 
 
+def dtype_of(folder: Path) -> torch.dtype:
+    """The dtype of the model in `folder`.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as `load_described`.
+    """
+    check_json_files(folder)
+    file = folder / "config.json"
+    contents = _check_weights(folder)
+    config, _ = _base_and_layers(read_json(file), file)
+    dtype: torch.dtype = config.dtype or getattr(torch, contents.dtype)
+    return dtype
+
+
 def check_described(folder: Path) -> tuple[Any, Any, Any]:
     """The class of the model in `folder`, its configuration, and the model on the meta device.
 

@@ -3,7 +3,9 @@
 import math
 import reprlib
 import struct
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,23 @@ BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
 BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 BITS |= {"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
 BITS |= {"I64": 64, "U64": 64, "F64": 64, "C64": 64}
+FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds according to its headers."""
+    """What a checkpoint holds according to its headers; `dtypes` counts the elements of each."""
 
     names: frozenset[str]
     elements: int
     nbytes: int
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most elements, if a cache may have it; else float32."""
+        most = max(self.dtypes, key=lambda name: self.dtypes[name], default="")
+        return FLOATS.get(most, "float32")
 
 
 def check_weights(folder: Path) -> Contents:
@@ -64,7 +74,9 @@ def check_index(file: Path) -> Contents:
             raise refused(file, f"{name} must hold what the index says", tensor)
     names = frozenset().union(*(shard.names for shard in shards.values()))
     elements = sum(shard.elements for shard in shards.values())
-    return Contents(names, elements, sum(shard.nbytes for shard in shards.values()))
+    nbytes = sum(shard.nbytes for shard in shards.values())
+    dtypes = sum((Counter(shard.dtypes) for shard in shards.values()), Counter())
+    return Contents(names, elements, nbytes, dtypes)
 
 
 def _plain(name: str) -> bool:
@@ -100,7 +112,10 @@ def check_safetensors(file: Path) -> Contents:
         end = stop
     if end != size - 8 - length:
         raise refused(file, f"its tensors must fill {size - 8 - length} bytes", end)
-    return Contents(frozenset(header), sum(elements for *_, elements in spans), end)
+    dtypes: Counter[str] = Counter()
+    for _, _, name, elements in spans:
+        dtypes[header[name]["dtype"]] += elements
+    return Contents(frozenset(header), dtypes.total(), end, dtypes)
 
 
 def _check_metadata(metadata: Any, file: Path) -> None:

@@ -84,7 +84,7 @@ def sections_of_comparison(result: Comparison) -> list[Section]:
 def curves_of_comparison(result: Comparison) -> Curves:
     """A line for each row that ran and whose cache has a formula."""
     lines = tuple(
-        line_of(row.name, row.layers, [row.storage], dtype=result.dtype)
+        line_of(row.name, row.layers, [row.storage], dtype=result.cache_dtype)
         for row in result.rows
         if row.storage is not None
     )
@@ -96,7 +96,7 @@ def curves_of_comparison(result: Comparison) -> Curves:
             _memory(result.memory),
         ),
         devices=(),
-        dtype=result.dtype,
+        dtype=result.cache_dtype,
         introduction=(
             "Computed from the sizes of the layers and caches that ran. How fast each of them "
             "decodes was measured, and stands in the table above."

@@ -90,6 +90,11 @@ def convert(
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="Load one layer at a time.")
     ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the weights that are written; the checkpoint's own if left out."),
+    ] = None,
+    device: Device = "cpu",
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:

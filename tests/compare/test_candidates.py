@@ -1,6 +1,7 @@
 """The attentions that a model is compared with: their keys, names and targets."""
 
 import pytest
+import torch
 
 from layers import attention
 from regard import Rotary
@@ -17,7 +18,9 @@ def test_rows_are_chosen_by_their_keys():
 def target_of(key, **options):
     """The target of a candidate for a layer of width 12 with heads of 6 channels."""
     (candidate,) = (each for each in CANDIDATES if each.key == key)
-    return candidate.choose([attention(8, **{"rope": Rotary(6), "head_dim": 6, **options})])
+    return candidate.choose(
+        [attention(8, **{"rope": Rotary(6), "head_dim": 6, **options})], torch.float32
+    )
 
 
 def test_targets_have_the_size_of_their_names():
@@ -26,7 +29,7 @@ def test_targets_have_the_size_of_their_names():
     assert target_of("mha", **gqa) == Target("heads", num_kv_heads=8)
     assert target_of("gqa", **gqa) == Target("heads", num_kv_heads=2)
     assert target_of("latent-100", **gqa) == Target("exact-rope", rank=12)
-    assert target_of("latent-25", **gqa) == Target("exact-rope", rank=12)  # of 48 elements
+    assert target_of("latent-25", **gqa) == Target("exact-rope", rank=11)  # of 48 elements
     deepseek = {"kind": "deepseek", "rank": 6, "rope_dim": 6}
     assert target_of("deepseek-50", num_kv_heads=2) == Target(**deepseek)
     assert target_of("portable-50", num_kv_heads=2) == Target(**deepseek, portable=True)

@@ -94,7 +94,7 @@ def test_cache_bytes_are_those_of_the_shapes(result):
     assert bytes_of["GQA, K8V4 cache"] == layers * kv_heads * (dim + dim // 2 + 2 * 4)
     assert bytes_of["GQA, K6V4 cache"] == layers * kv_heads * (dim * 10 // 8 + 2 * 4)
     assert bytes_of["joint latent, full rank"] == layers * (24 * 4 + 4)  # the width is 24
-    assert bytes_of["joint latent, 50 %"] == layers * (16 * 4 + 4)
+    assert bytes_of["joint latent, 50 %"] == layers * 16 * 4
     assert bytes_of["DeepSeek's MLA, 50 %"] == layers * 16 * 4
     assert bytes_of["MQA, aligned"] == layers * 2 * dim * 4
     assert rows_of(result)["GQA, as shipped"].context_in_memory == (1 << 20) // 256

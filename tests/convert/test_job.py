@@ -12,7 +12,7 @@ from regard.convert import job as jobs
 from regard.convert.job import Job, run_job
 from regard.convert.measuring import PREFILLS, STEPS
 from regard.hf import attention_modules
-from regard.hf.loading.checkpoints import skeleton
+from regard.hf.loading.checkpoints import skeleton, stored_dtype
 from tiny import BUILDERS, SIZES, VOCABULARY, tiny
 
 
@@ -140,3 +140,49 @@ def test_a_model_with_qk_norm_is_converted_to_a_joint_latent(family, tmp_path):
     assert [type(each).__name__ for each in layers] == ["PlacedLatentKV"] * 2
     assert all(each.k_norm is not None for each in layers)
     assert all(report.still_missed < 0.5 for report in report.layers)
+
+
+def bytes_written(folder):
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("to", ["mla", "mqa"])
+@torch.no_grad()
+def test_a_checkpoint_keeps_its_dtype(to, low_memory, tmp_path):
+    """And a budget counts the bytes of the result, positions with them."""
+    torch.manual_seed(0)
+    tiny("llama").half().save_pretrained(tmp_path / "model")
+    words().save_pretrained(tmp_path / "model")
+    text = " ".join(f"w{index}" for index in torch.randint(1, VOCABULARY, (4000,)).tolist())
+    options = {
+        "budget": 0.5 if to == "mla" else None,
+        "calibrate": {"words": text},
+        "held_out": {"words": text},
+        "low_memory": low_memory,
+    }
+    report = run_job(Job(tmp_path / "model", to, tmp_path / "out", **options))
+    assert stored_dtype(tmp_path / "out") == torch.float16
+    assert bytes_written(tmp_path / "out") < 1.2 * bytes_written(tmp_path / "model")
+    assert report.dtype == "float16"
+    assert report.before.cache_bytes_per_token == 2 * 2 * 2 * 8 * 2
+    assert report.after.cache_bytes_per_token == report.before.cache_bytes_per_token / 2
+    model, _ = regard.hf.load(tmp_path / "out")
+    windows = jobs.windows_of(words(), [text], length=128, most=2)
+    measured = jobs.measure(model, {"words": windows}, torch.float16)
+    assert measured.perplexity["words"] == pytest.approx(report.after.perplexity["words"], rel=1e-3)
+    wide = Job(tmp_path / "model", to, tmp_path / "wide", dtype=torch.float32, **options)
+    report = run_job(wide)
+    assert stored_dtype(tmp_path / "wide") == torch.float32
+    share = report.after.cache_bytes_per_token / report.before.cache_bytes_per_token
+    assert share == (0.5 if to == "mla" else 1.0)
+
+
+def test_weights_that_a_dtype_cannot_hold_are_refused():
+    model = tiny("llama")
+    model.lm_head.weight.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match=r"lm_head.weight has a weight of 1e\+05, and float16"):
+        jobs.round_weights(model, torch.float16)
+    jobs.round_weights(model, torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.float32
+    assert model.lm_head.weight[0, 0] == torch.tensor(1e5).bfloat16()

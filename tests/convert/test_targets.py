@@ -1,10 +1,13 @@
 """A text like the command line's `--to` becomes a target, or is refused with the reason."""
 
 import pytest
+import torch
 
 from layers import attention
 from regard import Rotary
 from regard.convert import Target, target_of
+
+HALF = torch.float16
 
 
 def shipped(**options):
@@ -21,7 +24,19 @@ def shipped(**options):
         ("mla:7", {"form": "deepseek"}, Target("deepseek", rank=7, rope_dim=6)),
         ("mla:7+4", {}, Target("deepseek", rank=7, rope_dim=4)),
         ("mla:7+4", {"portable": True}, Target("deepseek", rank=7, rope_dim=4, portable=True)),
-        ("mla", {"budget": 0.25}, Target("exact-rope", rank=12)),
+        (
+            "mla",
+            {"budget": 0.25},
+            Target("exact-rope", rank=11),
+        ),  # 48 bytes: 11 numbers, a position
+        ("mla", {"budget": 1.0}, Target("exact-rope", rank=12)),  # the width: no loss
+        ("mla", {"budget": 0.25, "dtype": HALF, "stored": HALF}, Target("exact-rope", rank=10)),
+        ("mla", {"budget": 0.25, "stored": HALF}, Target("exact-rope", rank=5)),
+        (
+            "mla",
+            {"budget": 0.5, "stored": HALF, "form": "deepseek"},
+            Target("deepseek", rank=6, rope_dim=6),  # 48 bytes of float32
+        ),
         ("mla", {"budget": 0.25, "form": "deepseek"}, Target("deepseek", rank=6, rope_dim=6)),
     ],
 )
@@ -46,7 +61,11 @@ def test_a_text_is_read_as_its_target(to, options, wanted):
         ("mla:7+5", {}, "rope_dim=5 is not an even number in 2..24"),
         ("mla:7+26", {}, "in 2..24"),
         ("mla", {"budget": 1.5}, "above 0 and at most 1"),
-        ("mla", {"budget": 0.1, "form": "deepseek"}, "and 6 of them are the rotary key"),
+        (
+            "mla",
+            {"budget": 0.1, "form": "deepseek"},
+            "192 bytes a token is 19, and 24 of them are the rotary key",
+        ),
     ],
 )
 def test_contradictions_are_refused(to, options, message):

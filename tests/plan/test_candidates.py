@@ -71,7 +71,7 @@ def test_rows_that_cannot_be_are_left_out_with_a_reason():
     assert found(mha)[1] == {"MHA": "that is the attention as shipped"}
     assert found(replace(GQA, num_kv_heads=1))[1]["MQA"] == "that is the attention as shipped"
     tiny = replace(GQA, num_kv_heads=1, head_dim=8, v_head_dim=8)
-    assert "no more than the rotary key of 32" in found(tiny)[1]["MLA, 25 %"]
+    assert "no more than the 32 beside a latent" in found(tiny)[1]["MLA, 25 %"]
     _, missing = found(replace(GQA, sinks=True, qk_norm="head"))
     assert missing["MLA, 50 %"] == "DeepSeek's MLA has no place for qk_norm, sinks"
     assert missing["latent, 25 %"] == "a joint latent has no place for sinks"

@@ -103,7 +103,7 @@ def test_ideal_bytes_by_hand():
     numbers = {"shipped": 64, "mha": 128, "gqa-2": 32, "mqa": 16, "mla-50": 32, "mla-25": 16}
     for key, each in numbers.items():
         assert by_key[key, "plain"].cost.cache_bytes == 3 * (100 + 5) * each * 4, key
-    assert by_key["latent-50", "plain"].cost.cache_bytes == 3 * 105 * (32 * 4 + 4)
+    assert by_key["latent-50", "plain"].cost.cache_bytes == 3 * 105 * (31 * 4 + 4)
     # a byte a number, and 4 for the scale and the zero of each head's key and value
     assert by_key["shipped", "int8"].cost.cache_bytes == 3 * 105 * (64 + 4 * 2 * 4)
     assert by_key["shipped", "K8V4"].cost.cache_bytes == 3 * 105 * (32 + 16 + 4 * 2 * 4)

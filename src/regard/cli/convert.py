@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
+from regard.cli.loading import device_named
 from regard.cli.terminal import print_json, progress_bar, say, stdout
 from regard.convert.healing.environment import keep_freed_memory
 from regard.convert.job import Job, run_job
@@ -28,6 +29,8 @@ def run(
     calibrate: Sequence[Path] | None,
     heal: Sequence[Path] | None,
     text: Sequence[Path] | None,
+    dtype: str | None,
+    device: str,
     threads: int | None,
     as_json: bool,
     **options: Any,
@@ -42,6 +45,8 @@ def run(
         calibrate=_read(calibrate),
         heal=_read(heal),
         held_out=_read(text),
+        dtype=None if dtype is None else getattr(torch, dtype),
+        device=str(device_named(device)),
         **options,
     )
     if heal:
@@ -70,9 +75,16 @@ def show(report: Report, out: Path, console: Console) -> None:
     tabulate(console, COLUMNS, rows)
     how = "transformers loads it" if report.stock else "regard.hf.load reads it"
     console.print()
-    say(console, f"Perplexity is {report.ratio:.3f} times the original's. Saved in {out}: {how}.")
+    say(
+        console,
+        f"Perplexity is {report.ratio:.3f} times the original's. {_saved(report, out)}: {how}.",
+    )
     say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
+
+
+def _saved(report: Report, out: Path) -> str:
+    return f"Saved in {out}" + (f", in {report.dtype}" if report.dtype else "")
 
 
 def _ran(measured: Measured) -> str:

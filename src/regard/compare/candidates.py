@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import torch
 
 from regard.cache import Cache, KVCache
 from regard.cache.quantized import QuantizedCache
@@ -10,7 +13,7 @@ from regard.convert.targets import Target, target_of
 from regard.layers.attention import Attention
 from regard.words import one_of
 
-Choose = Callable[[Sequence[Attention]], Target | None]
+Choose = Callable[[Sequence[Attention], torch.dtype], Target | None]
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,9 @@ class Candidate:
     Args:
         key: its name in `--attention`.
         name: its name in the table; `{kind}` stands for the model's own.
-        choose: returns the target of the conversion; None for the model's own attention. If the
-            model cannot have that attention, the message of its `ValueError` is the row's remark.
+        choose: returns the target of the conversion, from the model's layers and the dtype of the
+            checkpoint; None for the model's own attention. If the model cannot have that attention,
+            the message of its `ValueError` is the row's remark.
         cache: builds one layer's cache.
         exact: whether only rounding is lost.
         usual: whether it is a row if the user chose none.
@@ -30,7 +34,7 @@ class Candidate:
         >>> from functools import partial
         >>> from regard import QuantizedCache
         >>> from regard.compare import Candidate
-        >>> int8 = Candidate("mine", "{kind}, int8 cache", choose=lambda layers: None,
+        >>> int8 = Candidate("mine", "{kind}, int8 cache", choose=lambda layers, dtype: None,
         ...     cache=partial(QuantizedCache, bits=8, group=32))
         >>> int8.cache()
         QuantizedCache(bits=8, group=32)
@@ -44,17 +48,17 @@ class Candidate:
     usual: bool = True
 
 
-def _as_shipped(shipped: Sequence[Attention]) -> None:
+def _as_shipped(shipped: Sequence[Attention], dtype: torch.dtype) -> None:
     return None
 
 
-def _mha(shipped: Sequence[Attention]) -> Target:
+def _mha(shipped: Sequence[Attention], dtype: torch.dtype) -> Target:
     if shipped[0].kind == "MHA":
         raise ValueError("the model is MHA as shipped")
     return target_of("mha", shipped)
 
 
-def _half_the_heads(shipped: Sequence[Attention]) -> Target:
+def _half_the_heads(shipped: Sequence[Attention], dtype: torch.dtype) -> Target:
     heads = shipped[0].num_kv_heads
     fewer = next((n for n in range(heads // 2, 1, -1) if heads % n == 0), None)
     if fewer is None:
@@ -62,8 +66,16 @@ def _half_the_heads(shipped: Sequence[Attention]) -> Target:
     return target_of(f"gqa:{fewer}", shipped)
 
 
-LATENT = partial(target_of, "mla", form="exact-rope")
-DEEPSEEK = partial(target_of, "mla", form="deepseek")
+def _mqa(shipped: Sequence[Attention], dtype: torch.dtype) -> Target:
+    return target_of("mqa", shipped)
+
+
+def _mla(shipped: Sequence[Attention], dtype: torch.dtype, **options: Any) -> Target:
+    return target_of("mla", shipped, dtype=dtype, stored=dtype, **options)
+
+
+LATENT = partial(_mla, form="exact-rope")
+DEEPSEEK = partial(_mla, form="deepseek")
 INT8 = partial(QuantizedCache, bits=8)
 INT4 = partial(QuantizedCache, bits=4, group=32)
 _SHARES = (("75", 0.75), ("50", 0.5), ("25", 0.25))
@@ -84,7 +96,7 @@ CANDIDATES = (
     ),
     Candidate("mha", "MHA, spelled out", _mha, exact=True),
     Candidate("gqa", "GQA, half the key heads", _half_the_heads, usual=False),
-    Candidate("mqa", "MQA, aligned", partial(target_of, "mqa")),
+    Candidate("mqa", "MQA, aligned", _mqa),
     Candidate("latent-100", "joint latent, full rank", partial(LATENT, budget=1.0), exact=True),
     *(
         Candidate(

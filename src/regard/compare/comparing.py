@@ -25,11 +25,10 @@ from regard.compare.measure import (
 from regard.compare.proving import Proof, prove
 from regard.compare.reasons import outside, reasons
 from regard.compare.runner import Runner
-from regard.compare.shapes import dtype_name
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
 from regard.convert.converting import convert
-from regard.convert.measuring import compare_all_logits
+from regard.convert.measuring import compare_all_logits, dtype_name
 from regard.convert.targets import Target
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
@@ -191,7 +190,6 @@ def compare(
     )
     candidates = sorted(candidates, key=lambda each: "shipped" not in each.name)
     context, dtype = texts.windows.shape[1], dtype_name(model.dtype)
-    stored = dtype_name(cache_dtype or model.dtype)
     _check_length(model, context)
     total = 2 + len(texts.windows) * (2 + len(candidates))
     steps = iter(range(total))
@@ -205,9 +203,10 @@ def compare(
     kind = shipped[0].kind
     named = [replace(each, name=each.name.format(kind=kind)) for each in candidates]
     report("converting")
-    runners = _runners(model, shipped, named, texts.calibration, progress)
+    stored = cache_dtype or model.dtype
+    runners = _runners(model, shipped, named, texts.calibration, stored, progress)
     measured = _measure(
-        model, named, runners, texts.windows, memory=memory, dtype=stored, report=report
+        model, named, runners, texts.windows, memory=memory, dtype=dtype_name(stored), report=report
     )
     rows = tuple(measured)
     progress("done", total, total)
@@ -222,10 +221,10 @@ def compare(
         text=texts.source,
         proof=proof,
         rows=rows,
-        verdict=verdict(rows, stored, reasons(rows, context, dtype, outside(model))),
+        verdict=verdict(rows, dtype_name(stored), reasons(rows, context, dtype, outside(model))),
         seconds=time.perf_counter() - started,
         decoded=len(texts.windows) * math.prod(decode_steps(context)),
-        cache_dtype=stored,
+        cache_dtype=dtype_name(stored),
     )
 
 
@@ -278,13 +277,14 @@ def _runners(
     shipped: list[Attention],
     candidates: list[Candidate],
     tokens: Int[Tensor, "M K"],
+    dtype: torch.dtype,
     progress: Progress,
 ) -> dict[str, Runner | str]:
     """A runner for each candidate, or the reason why the model cannot have that attention."""
     targets: dict[str, Target | str | None] = {}
     for each in candidates:
         try:
-            targets[each.name] = each.choose(shipped)
+            targets[each.name] = each.choose(shipped, dtype)
         except ValueError as objection:
             targets[each.name] = str(objection)
     wanted = list(

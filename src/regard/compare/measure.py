@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.compare.runner import Runner
-from regard.compare.shapes import bytes_of_caches, dtype_name, shape_of, storage_of
-from regard.convert.measuring import Timings, take_turns
+from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
+from regard.convert.measuring import Timings, dtype_name, take_turns
 from regard.hf.generating.predicting import logits_of
 from regard.plan.planning import largest
 from regard.plan.shapes import LayerShape, Storage

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from regard.cache import Cache, KVCache
@@ -116,18 +115,6 @@ def bytes_of_caches(
         numbers = sizes(layer, storage, context=context, dtype=dtype)
         total += count * int(cache_bytes(layer, storage).evaluate(**numbers))
     return total
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, as configurations write it.
-
-    Examples:
-        >>> import torch
-        >>> from regard.compare.shapes import dtype_name
-        >>> dtype_name(torch.float16)
-        'float16'
-    """
-    return str(dtype).removeprefix("torch.")
 
 
 def _has_bias(layer: nn.Module, name: str) -> bool:

@@ -16,14 +16,14 @@ from regard.convert.converting import Converted, convert
 from regard.convert.exact.portable import check_surroundings, to_deepseek_v3
 from regard.convert.healing.heal import heal
 from regard.convert.healing.recipe import Recipe
-from regard.convert.measuring import measure, measure_speeds
+from regard.convert.measuring import dtype_name, measure, measure_speeds
 from regard.convert.report import Healing, Report, card
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Form, Target, target_of
 from regard.convert.texts import LENGTH, calibration, python_topics, windows_of
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
-from regard.hf.loading.checkpoints import load, skeleton
+from regard.hf.loading.checkpoints import load, skeleton, stored_dtype
 from regard.hf.placing.place import has_placed_layers, place
 
 MEASURED = 2  # windows of each text to measure on
@@ -46,6 +46,9 @@ class Job:
         minutes: of healing.
         held_out: texts to measure on, besides a half of Python's reference.
         low_memory: whether weights stay on disk, except those of the present layer.
+        dtype: of the weights that are written; the checkpoint's own if None. The conversion is
+            computed in float32 in any case.
+        device: where it is computed.
     """
 
     model: Path
@@ -60,6 +63,8 @@ class Job:
     minutes: float = 30.0
     held_out: Mapping[str, str] = field(default_factory=dict)
     low_memory: bool = False
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
 
 
 def run_job(
@@ -76,23 +81,28 @@ def run_job(
     started = time.perf_counter()
     check_free(job.out)
     progress("reading the configuration", 0, 0)
-    target, was = _target(job, skeleton(job.model))
+    stored = stored_dtype(job.model)
+    dtype = job.dtype or stored
+    target, was = _target(job, skeleton(job.model), dtype, stored)
     progress("loading", 0, 0)
-    model, tokenizer = load(job.model, low_memory=job.low_memory, progress=progress)
+    model, tokenizer = load(
+        job.model, device=job.device, low_memory=job.low_memory, progress=progress
+    )
     read = [*job.calibrate.values(), *job.heal.values()]
-    tokens = calibration(tokenizer, read, length=_length(model))
+    tokens = calibration(tokenizer, read, length=_length(model)).to(job.device)
     healing_windows = _healing_windows(job, tokenizer, _length(model))
     texts = _texts(job, tokenizer, _length(model))
     progress("measuring as shipped", 0, 0)
-    before, shipped = measure(model, texts), _sharing(model, job.low_memory)
+    before, shipped = measure(model, texts, stored), _sharing(model, job.low_memory)
     (converted,) = convert(model, [target], tokens, progress=progress)
     made = _placed(job, model, converted)
     unhealed, healing = None, None
     if healing_windows is not None:
-        unhealed = measure(made, texts)
+        unhealed = measure(made, texts, dtype)
         healing = _healed(job, made, healing_windows, recipe, progress)
     progress("measuring as converted", 0, 0)
-    after = measure(made, texts)
+    round_weights(made, dtype)
+    after = measure(made, texts, dtype)
     window = next(iter(texts.values()))[0]
     speeds = [{}, {}] if shipped is None else measure_speeds([shipped, made], window)
     report = Report(
@@ -104,13 +114,16 @@ def run_job(
         calibration_tokens=tokens.numel(),
         before=replace(before, **speeds[0]),
         after=replace(after, **speeds[-1]),
+        dtype=dtype_name(dtype),
         layers=tuple(converted.report),
         healing=healing,
         unhealed=unhealed,
         seconds=time.perf_counter() - started,
     )
     progress("writing", 0, 0)
-    save(made, tokenizer, job.out, card=card(report), report=report.as_dict())
+    if not job.low_memory:
+        made.to(dtype)
+    save(made, tokenizer, job.out, card=card(report), report=report.as_dict(), dtype=dtype)
     shutil.rmtree(_state(job), ignore_errors=True)
     return report
 
@@ -124,14 +137,44 @@ def _sharing(model: Any, low_memory: bool) -> Any:
     return copy.deepcopy(model, {id(each): each for each in tensors})
 
 
-def _target(job: Job, model: Any) -> tuple[Target, str]:
+@torch.no_grad()
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Round the weights to a dtype, in place and without changing their own: what is measured then
+    is what is written. Weights on disk are left alone.
+
+    Raises:
+        ValueError: if a weight is too large for the dtype.
+    """
+    for name, weight in model.named_parameters():
+        if weight.is_meta or weight.dtype == dtype:
+            continue
+        rounded = weight.to(dtype)
+        if bool(rounded.isinf().any()):
+            raise ValueError(
+                f"{name} has a weight of {float(weight.abs().max()):.3g}, and {dtype_name(dtype)} "
+                f"ends at {torch.finfo(dtype).max:.3g}; give --dtype bfloat16 or float32"
+            )
+        weight.copy_(rounded)
+
+
+def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tuple[Target, str]:
     """The target, and a description of the shipped attention."""
+    if job.low_memory and job.device != "cpu":
+        raise ValueError(f"low_memory computes on the CPU, got device={job.device!r}")
     if job.low_memory and (job.heal or job.portable):
         raise ValueError(
             "low_memory holds one layer in memory at a time; healing and portable need all of them"
         )
     shipped = [attention_of(module) for module in attention_modules(model).values()]
-    target = target_of(job.to, shipped, form=job.form, portable=job.portable, budget=job.budget)
+    target = target_of(
+        job.to,
+        shipped,
+        form=job.form,
+        portable=job.portable,
+        budget=job.budget,
+        dtype=dtype,
+        stored=stored,
+    )
     if job.by_layer and target.kind != "exact-rope":
         raise ValueError(
             f"by_layer allots ranks of a joint latent with exact rotation; {target} has none"
@@ -151,7 +194,7 @@ def _length(model: Any) -> int:
 def _texts(job: Job, tokenizer: Any, length: int) -> dict[str, Int[Tensor, "N L"]]:
     held_out = {"Python's reference": python_topics()[1], **job.held_out}
     return {
-        name: windows_of(tokenizer, [text], length=length, most=MEASURED)
+        name: windows_of(tokenizer, [text], length=length, most=MEASURED).to(job.device)
         for name, text in held_out.items()
     }
 
@@ -159,7 +202,7 @@ def _texts(job: Job, tokenizer: Any, length: int) -> dict[str, Int[Tensor, "N L"
 def _healing_windows(job: Job, tokenizer: Any, length: int) -> Int[Tensor, "N L"] | None:
     if not job.heal:
         return None
-    return windows_of(tokenizer, job.heal.values(), length=3 * length // 4)
+    return windows_of(tokenizer, job.heal.values(), length=3 * length // 4).to(job.device)
 
 
 def _placed(job: Job, model: Any, converted: Converted) -> Any:
@@ -173,7 +216,7 @@ def _healed(
     job: Job, student: Any, windows: Tensor, recipe: Recipe | None, progress: Progress
 ) -> Healing:
     recipe = recipe or Recipe(autocast=_faster_dtype())
-    teacher, _ = load(job.model)
+    teacher, _ = load(job.model, device=job.device)
     if recipe.autocast is not None:
         teacher = teacher.to(recipe.autocast)
     done = heal(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from regard.cache.stored import Stored
 from regard.hf.generating.cache_of_model import cache as cache_for
 from regard.hf.generating.predicting import AT_ONCE, hidden_states, logits_of, losses_of, pieces
 from regard.ops.observed import backends_run, names
@@ -103,16 +104,41 @@ def _seconds(run: Callable[[], Tensor], tries: int) -> float:
     return min(found)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, as configurations write it.
+
+    Examples:
+        >>> import torch
+        >>> from regard.convert.measuring import dtype_name
+        >>> dtype_name(torch.float16)
+        'float16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 @torch.no_grad()
-def measure(model: Any, texts: Mapping[str, Int[Tensor, "N L"]]) -> Measured:
+def measure(
+    model: Any, texts: Mapping[str, Int[Tensor, "N L"]], dtype: torch.dtype | None = None
+) -> Measured:
     """How well a causal language model of transformers predicts windows of each text, and the bytes
-    of its cache."""
+    of its cache in a dtype, which is the model's own if None."""
     perplexity = {
         name: math.exp(statistics.fmean(loss_of(model, window) for window in windows))
         for name, windows in texts.items()
     }
     window = next(iter(texts.values()))[:1]
-    return Measured(perplexity, _filled(model, window).nbytes / window.shape[1])
+    filled = _filled(model, window)
+    nbytes = sum(_bytes_in(layer.cache, dtype or model.dtype) for layer in filled.layers)
+    return Measured(perplexity, nbytes / window.shape[1])
+
+
+def _bytes_in(cache: Stored, dtype: torch.dtype) -> int:
+    """Bytes of the tokens that a plain cache of one row holds, if its numbers were of `dtype`."""
+    token = 0
+    for stream in cache.empty_streams:
+        itemsize = dtype.itemsize if stream.is_floating_point() else stream.element_size()
+        token += stream.shape[1] * stream.shape[3] * itemsize
+    return token * (cache.length - cache.first)
 
 
 @torch.no_grad()

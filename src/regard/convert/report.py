@@ -43,6 +43,7 @@ class Report:
     healing: Healing | None = None
     seconds: float = 0.0
     unhealed: Measured | None = field(default=None)
+    dtype: str = ""  # of the weights that were written
 
     @property
     def ratio(self) -> float:

@@ -11,6 +11,8 @@ from tempfile import TemporaryFile
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from regard.hf.families.finding import attention_modules
 from regard.hf.loading.descriptions import described
 from regard.hf.loading.latent_layers import FORMAT, INDEX, MODEL_TYPE, WEIGHTS
@@ -59,6 +61,7 @@ def save(
     card: str = "",
     report: Mapping[str, Any] | None = None,
     max_shard_size: str = SHARD,
+    dtype: torch.dtype | None = None,
 ) -> Path:
     """Write a converted model, and return its path.
 
@@ -76,6 +79,7 @@ def save(
         card: the text of the model card, `README.md`; without one, the class of the model.
         report: data for `report.json`, if any.
         max_shard_size: largest size of a file of weights.
+        dtype: of the weights that are written, one file after the other; as they are if None.
 
     Raises:
         FileExistsError: if `out` exists and is not empty.
@@ -107,6 +111,8 @@ def save(
             _write_placed(model, folder, max_shard_size)
         else:
             _write_stock(model, folder, max_shard_size)
+        if dtype is not None:
+            _cast_files(folder, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         for name, text in texts.items():
@@ -182,6 +188,33 @@ def _write_placed(model: Any, folder: Path, max_shard_size: str) -> None:
     _write_weights(model, folder, max_shard_size)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def _cast_files(folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights in a dtype, one file at a time, and name it in the configuration: those of
+    a model that lies on disk are not in memory together."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    saved = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        floats = {key: each for key, each in tensors.items() if each.is_floating_point()}
+        if any(each.dtype != dtype for each in floats.values()):
+            tensors |= {key: each.to(dtype) for key, each in floats.items()}
+            save_file(tensors, path, metadata=metadata)
+        saved += sum(each.numel() * each.element_size() for each in tensors.values())
+    for path in folder.glob("*.index.json"):
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index["metadata"]["total_size"] = saved
+        path.write_text(_json(index), encoding="utf-8")
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    named = config.get("base", config)
+    named["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(_json(config), encoding="utf-8")
 
 
 def _base_config(model: Any) -> dict[str, Any]:

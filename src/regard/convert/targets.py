@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from regard.convert.linear import JOINT_LATENT, refuse_unsupported, refuse_width_norm
 from regard.convert.lossy.directions import frequencies_of
 from regard.layers.attention import Attention
@@ -19,6 +21,7 @@ from regard.masks import Causal
 Form = Literal["exact-rope", "deepseek"]
 GRAMMAR = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
 FORMS = {"exact-rope": JOINT_LATENT, "deepseek": "DeepSeek's MLA"}
+POSITION = 4  # bytes of the int32 position that a cache holds beside a latent with exact rotation
 WIDE = 0.9  # budget above which the rotary key is half as wide again as a head
 
 
@@ -67,6 +70,8 @@ def target_of(
     form: Form | None = None,
     portable: bool = False,
     budget: float | None = None,
+    dtype: torch.dtype | None = None,
+    stored: torch.dtype | None = None,
 ) -> Target:
     """The target that `--to` describes, for a model with these layers.
 
@@ -76,7 +81,10 @@ def target_of(
         form: of MLA; if None, DeepSeek's if `to` has rotary channels or `portable` is set, else
             `"exact-rope"`.
         portable: see `Target`.
-        budget: size of the new cache as a share of the shipped one, if `to` is `"mla"` alone.
+        budget: bytes of the new cache as a share of the shipped one's, at most, if `to` is `"mla"`
+            alone; 1 for no loss, in the same dtype.
+        dtype: of the result, which its cache has; that of the layers if None.
+        stored: of the shipped model, which its cache has; that of the layers if None.
 
     Raises:
         ValueError: if `to` is none of these, or does not fit the model.
@@ -85,8 +93,8 @@ def target_of(
         >>> from regard import GroupedQueryAttention, Rotary
         >>> from regard.convert import target_of
         >>> gqa = GroupedQueryAttention(64, 8, 4, rope=Rotary(8))
-        >>> print(target_of("mla", [gqa], budget=0.5))
-        mla:32 exact-rope
+        >>> print(target_of("mla", [gqa], budget=0.5))  # 31 numbers and a position: 128 of 256
+        mla:31 exact-rope
     """
     first = shipped[0]
     found = re.fullmatch(r"(mha|mqa|gqa:(\d+)|mla(?::(\d+)(?:\+(\d+))?)?)", to)
@@ -99,7 +107,9 @@ def target_of(
         for layer in shipped:  # first, since no size helps a layer with such a feature
             refuse_unsupported(layer, FORMS[kind])
         rope_dim = rope_dim or (_rope_dim(first, budget) if kind == "deepseek" else 0)
-        rank = rank if budget is None else _rank(first, budget, rope_dim)
+        if budget is not None:
+            own = next(first.parameters()).dtype
+            rank = _rank(first, budget, rope_dim, dtype or own, stored or own)
         target = Target(kind, rank=rank, rope_dim=rope_dim, portable=portable)
     else:
         _refuse_latent(to, form, portable, budget)
@@ -190,15 +200,23 @@ def _rope_dim(layer: Attention, budget: float | None) -> int:
     return min(most, layer.rope.dim * 3 // 2 // 2 * 2 if wide else layer.rope.dim)
 
 
-def _rank(layer: Attention, budget: float, rope_dim: int) -> int:
-    shipped = 2 * layer.num_kv_heads * layer.head_dim
+def _rank(
+    layer: Attention, budget: float, rope_dim: int, dtype: torch.dtype, stored: torch.dtype
+) -> int:
+    """The largest rank whose cache, with all that is beside it, takes no more than the budget."""
     if not 0 < budget <= 1:
         raise ValueError(f"budget={budget} is a share of the shipped cache, above 0 and at most 1")
-    rank = int(shipped * budget) - rope_dim
+    elements = 2 * layer.num_kv_heads * layer.head_dim
+    if budget == 1 and dtype == stored and not rope_dim:
+        return min(elements, layer.hidden_size)  # no loss, for the bytes of a position more
+    shipped = elements * stored.itemsize
+    beside = rope_dim * dtype.itemsize if rope_dim else POSITION
+    rank = (int(shipped * budget) - beside) // dtype.itemsize
     if rank < 1:
+        what = "the rotary key" if rope_dim else "the position"
         raise ValueError(
-            f"budget={budget} of {shipped} elements a token is {int(shipped * budget)}, and "
-            f"{rope_dim} of them are the rotary key; give a larger budget, or fewer channels as in "
+            f"budget={budget} of {shipped} bytes a token is {int(shipped * budget)}, and "
+            f"{beside} of them are {what}; give a larger budget, or fewer channels as in "
             "mla:RANK+ROPE"
         )
-    return min(rank, shipped, layer.hidden_size)
+    return min(rank, elements, layer.hidden_size)

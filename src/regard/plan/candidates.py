@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from regard.plan.shapes import LayerShape, ModelShape
+from regard.plan.cache_bytes import POSITION
+from regard.plan.shapes import DTYPE_BYTES, LayerShape, ModelShape
 
 FEWER = 3  # smaller numbers of key heads that become rows, the largest first
 SHARES = (50, 25)  # per cent of the shipped cache that rows with a latent keep
@@ -46,11 +47,11 @@ def choices(model: ModelShape) -> tuple[tuple[Choice, ...], Mapping[str, str]]:
         >>> [each.name for each in found][:4]
         ['GQA-4, as shipped', 'MHA', 'GQA-2', 'MQA']
         >>> [each.name for each in found][4:]
-        ['MLA(24+8), 50 %', 'MLA(8+8), 25 %', 'latent(32), 50 %', 'latent(16), 25 %']
+        ['MLA(24+8), 50 %', 'MLA(8+8), 25 %', 'latent(31), 50 %', 'latent(15), 25 %']
     """
     shipped = Choice("shipped", f"{_named(model.layers)}, as shipped", model.layers)
     found, missing = [shipped], {}
-    for key, form, share, change in _changes(model.layers):
+    for key, form, share, change in _changes(model.layers, DTYPE_BYTES[model.dtype]):
         kept = f", {share} %" if share else ""
         try:
             layers = tuple(each if each.state_elements else change(each) for each in model.layers)
@@ -64,14 +65,19 @@ def choices(model: ModelShape) -> tuple[tuple[Choice, ...], Mapping[str, str]]:
     return tuple(found), missing
 
 
-def _changes(layers: tuple[LayerShape, ...]) -> Iterator[tuple[str, str, int, Change]]:
+def _changes(
+    layers: tuple[LayerShape, ...], itemsize: int
+) -> Iterator[tuple[str, str, int, Change]]:
     """For each attention: its key, its name, the cache's size as a percentage of the shipped one
-    (0 if none is aimed at), and the function that changes a layer."""
+    (0 if none is aimed at), and the function that changes a layer, whose numbers have `itemsize`
+    bytes."""
+    positions = -(-POSITION // itemsize)  # as many numbers take its bytes
     yield "mha", "MHA", 0, lambda layer: _with_heads(layer, layer.num_heads)
     for heads in _fewer_heads(layers):
         yield f"gqa-{heads}", f"GQA-{heads}", 0, partial(_with_heads, heads=heads)
     yield "mqa", "MQA", 0, partial(_with_heads, heads=1)
-    for key, form, change in (("mla", "MLA", _mla), ("latent", "latent", _latent)):
+    joint = partial(_latent, beside=positions)
+    for key, form, change in (("mla", "MLA", _mla), ("latent", "latent", joint)):
         for share in SHARES:
             yield f"{key}-{share}", form, share, partial(change, share=share)
 
@@ -115,14 +121,15 @@ def _mla(layer: LayerShape, share: int) -> LayerShape:
     )
 
 
-def _latent(layer: LayerShape, share: int) -> LayerShape:
-    """Keys and values from one latent, rotated when they are read (`LatentKVAttention`)."""
+def _latent(layer: LayerShape, share: int, beside: int) -> LayerShape:
+    """Keys and values from one latent, rotated when they are read (`LatentKVAttention`); the
+    position that is cached beside it takes the bytes of so many numbers."""
     _refuse(layer, "a joint latent", "gate", "sinks")
     if layer.kind == "MLA" or layer.head_dim != layer.v_head_dim:
         raise ValueError("a joint latent has keys and values of one width, all rotated alike")
     return replace(
         layer,
-        kv_lora_rank=_rank(layer, share, 0),
+        kv_lora_rank=_rank(layer, share, beside),
         keys_by_position=True,
         bias=_renamed(layer.bias, keys=("kv_b_proj",)),
     )
@@ -145,13 +152,13 @@ def _renamed(bias: tuple[str, ...], keys: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(renamed))
 
 
-def _rank(layer: LayerShape, share: int, rotary: int) -> int:
-    """The rank whose cache, the rotary key with it, is that share of the layer's own."""
+def _rank(layer: LayerShape, share: int, beside: int) -> int:
+    """The rank whose cache, with all that is beside the latent, is that share of the layer's."""
     elements = cached_elements(layer)
-    rank = elements * share // 100 - rotary
+    rank = elements * share // 100 - beside
     if rank < 1:
         raise ValueError(
-            f"{share} % of {elements} elements a token is no more than the rotary key of {rotary}"
+            f"{share} % of {elements} elements a token is no more than the {beside} beside a latent"
         )
     return min(rank, layer.hidden_size)
 

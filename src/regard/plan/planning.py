@@ -1,6 +1,7 @@
 """Every attention that a model could have, with what it costs and the context that fits."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,7 +93,7 @@ def plan(
     if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 0:
         raise ValueError(f"page_size is a whole number, 0 or more tokens, got {page_size!r}")
     stored = storages_of(storages, page_size)
-    found, missing = choices(model)
+    found, missing = choices(replace(model, dtype=chosen))
     settings = Plan(
         model=model,
         context=context,

@@ -24,7 +24,7 @@ ROWS = (
     "deepseek-50-int8"
 )
 CACHES = (
-    *("growing", "static", "sliding", "quantized", "paged", "int8", "int4"),
+    *("auto", "growing", "static", "sliding", "quantized", "paged", "int8", "int4"),
     *("K8V8", "K8V4", "K6V4", "K4V4", "transformers"),
 )
 TARGETS = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
@@ -113,11 +113,12 @@ def generate(
         str,
         typer.Option(
             metavar="<kind>",
-            help="growing, static, sliding, quantized, int8, int4, K8V8, K8V4 (keys in 8 bits, "
-            "values in 4), K6V4, K4V4, paged or transformers.",
+            help="auto (windows of layers that have one, else all tokens), growing (all tokens), "
+            "static, sliding, quantized, int8, int4, K8V8, K8V4 (keys in 8 bits, values in 4), "
+            "K6V4, K4V4, paged or transformers.",
             autocompletion=lambda: list(CACHES),
         ),
-    ] = "growing",
+    ] = "auto",
     format: Annotated[
         Literal["plain", "K8V8", "K8V4", "K6V4", "K4V4"],
         typer.Option(help="Of the pages of --cache paged.", case_sensitive=False),

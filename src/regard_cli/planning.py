@@ -10,7 +10,7 @@ import typer
 from regard_cli.options import Json, verb
 
 ENGINES = ("vllm", "llama.cpp", "transformers", "transformers-static", "transformers-4")
-UNCHANGED = ("growing", "static", "paged")  # other names of plain
+UNCHANGED = ("auto", "growing", "static", "sliding", "paged")  # other names of plain
 STORAGES = ("plain", "int8", "int4", "K8V8", "K8V4", "K6V4", "K4V4")
 LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors

@@ -330,3 +330,15 @@ def test_the_shipped_attention_is_the_first_row(texts):
     rows = compare(tiny("llama"), texts, candidates=[int8, shipped]).rows
     assert [row.name for row in rows] == ["GQA, as shipped", "GQA, int8 cache"]
     assert rows[0].decode_speed is None and rows[1].decode_speed is not None
+
+
+def test_windows_are_windows(texts):
+    """Rows of a model with windows hold no more than these, and decode what one pass gives."""
+    result = compare(tiny("mistral"), texts, candidates=chosen(["int8", "latent-100"]))
+    shipped, int8, latent = result.rows
+    assert shipped.cache_bytes_per_token == 5 * 256 / 40
+    assert int8.cache_bytes_per_token == 5 * 96 / 40
+    assert shipped.context_in_memory is None
+    assert latent.decode_perplexity == pytest.approx(shipped.decode_perplexity, rel=1e-5)
+    assert result.decoded == 2 * 39
+    assert "any" in result._repr_html_()

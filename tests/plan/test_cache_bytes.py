@@ -7,6 +7,7 @@ import torch
 
 from measured_layers import cache_of, layer_of
 from regard import KVCache, SlidingCache, StaticCache
+from regard.hf.generating.caches import maker_of
 from regard.plan import cost as real_cost
 from regard.plan.shapes import STORAGES, LayerShape, Storage, storages_of
 
@@ -180,11 +181,14 @@ def test_buffers_of_a_window_have_a_quarter_more(cost):
             assert found == grown(SlidingCache(window), context, 8, 8)
 
 
-def test_codes_of_a_window_are_never_dropped(cost):
-    layer = replace(GQA, window=5)
-    for storage in (INT8, INT4, *FORMATS):
-        cache = cache_of(layer, storage)
-        assert allocated(cost, layer, storage, context=300, batch=2) == grown(cache, 300, 8, 8)
+def test_codes_of_a_window_are_dropped_as_its_numbers_are(cost):
+    for window in (5, 100, 700):
+        layer = replace(GQA, window=window)
+        for name in ("int8", "int4", "K8V8", "K8V4", "K6V4", "K4V4"):
+            cache = maker_of(name)(window)
+            found = allocated(cost, layer, STORAGES[name], context=300, batch=2)
+            assert found == grown(cache, 300, 8, 8)
+            assert cache.nbytes == needed(cost, layer, STORAGES[name], context=301, batch=2)
 
 
 def test_static_buffers_have_room_for_the_capacity(cost):

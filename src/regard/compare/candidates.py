@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from regard.cache import Cache, KVCache
-from regard.cache.quantized import QuantizedCache
+from regard.cache import Cache
 from regard.convert.targets import Target, target_of
 from regard.layers.attention import Attention
 from regard.words import one_of
@@ -26,7 +25,8 @@ class Candidate:
         choose: returns the target of the conversion, from the model's layers and the dtype of the
             checkpoint; None for the model's own attention. If the model cannot have that attention,
             the message of its `ValueError` is the row's remark.
-        cache: builds one layer's cache.
+        cache: the name of a cache, as `regard.hf.cache` takes it, but for `"growing"`, `"static"`
+            and `"paged"`; or a function that builds one layer's.
         exact: whether only rounding is lost.
         usual: whether it is a row if the user chose none.
 
@@ -35,7 +35,7 @@ class Candidate:
         >>> from regard import QuantizedCache
         >>> from regard.compare import Candidate
         >>> int8 = Candidate("mine", "{kind}, int8 cache", choose=lambda layers, dtype: None,
-        ...     cache=partial(QuantizedCache, bits=8, group=32))
+        ...     cache=partial(QuantizedCache, bits=8, group=32))  # or "int8", with windows
         >>> int8.cache()
         QuantizedCache(bits=8, group=32)
     """
@@ -43,7 +43,7 @@ class Candidate:
     key: str
     name: str
     choose: Choose
-    cache: Callable[[], Cache] = KVCache
+    cache: str | Callable[[], Cache] = "auto"
     exact: bool = False
     usual: bool = True
 
@@ -76,20 +76,18 @@ def _mla(shipped: Sequence[Attention], dtype: torch.dtype, **options: Any) -> Ta
 
 LATENT = partial(_mla, form="exact-rope")
 DEEPSEEK = partial(_mla, form="deepseek")
-INT8 = partial(QuantizedCache, bits=8)
-INT4 = partial(QuantizedCache, bits=4, group=32)
 _SHARES = (("75", 0.75), ("50", 0.5), ("25", 0.25))
 
 CANDIDATES = (
     Candidate("shipped", "{kind}, as shipped", _as_shipped, exact=True),
-    Candidate("int8", "{kind}, int8 cache", _as_shipped, cache=INT8),
-    Candidate("int4", "{kind}, int4 cache", _as_shipped, cache=INT4),
+    Candidate("int8", "{kind}, int8 cache", _as_shipped, cache="int8"),
+    Candidate("int4", "{kind}, int4 cache", _as_shipped, cache="int4"),
     *(
         Candidate(
             name.lower(),
             f"{{kind}}, {name} cache",
             _as_shipped,
-            cache=partial(QuantizedCache, format=name),
+            cache=name,
             usual=name != "K4V4",
         )
         for name in ("K8V4", "K6V4", "K4V4")
@@ -129,14 +127,14 @@ CANDIDATES = (
         "latent-50-int8",
         "joint latent, 50 %, int8 cache",
         partial(LATENT, budget=0.5),
-        cache=INT8,
+        cache="int8",
         usual=False,
     ),
     Candidate(
         "deepseek-50-int8",
         "DeepSeek's MLA, 50 %, int8 cache",
         partial(DEEPSEEK, budget=0.5),
-        cache=INT8,
+        cache="int8",
     ),
 )
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from regard.compare import converted_cache
 from regard.compare.candidates import Candidate, chosen
 from regard.compare.measure import (
+    DECODED,
     MEASURED,
     Row,
     Sample,
@@ -32,6 +33,7 @@ from regard.convert.measuring import compare_all_logits, dtype_name
 from regard.convert.targets import Target
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
+from regard.hf.placing.placed import window_of
 from regard.layers.attention import Attention
 from regard.page.page import table
 from regard.page.readable import readable_bytes
@@ -200,7 +202,7 @@ def compare(
     report("proving that regard computes what the model does")
     proof = prove(model, texts.windows[0])
     shipped = [attention_of(module) for module in attention_modules(model).values()]
-    kind = shipped[0].kind
+    kind, slides = shipped[0].kind, any(window_of(each) is not None for each in shipped)
     named = [replace(each, name=each.name.format(kind=kind)) for each in candidates]
     report("converting")
     stored = cache_dtype or model.dtype
@@ -223,7 +225,7 @@ def compare(
         rows=rows,
         verdict=verdict(rows, dtype_name(stored), reasons(rows, context, dtype, outside(model))),
         seconds=time.perf_counter() - started,
-        decoded=len(texts.windows) * math.prod(decode_steps(context)),
+        decoded=len(texts.windows) * math.prod(decode_steps(context, slides)),
         cache_dtype=dtype_name(stored),
     )
 
@@ -297,7 +299,9 @@ def _runners(
         found = made[target] if isinstance(target, Target) else target
         layers = list(shipped) if found is None else found
         runners[each.name] = (
-            layers if isinstance(layers, str) else Runner(model, layers, cache=each.cache)
+            layers
+            if isinstance(layers, str)
+            else Runner(model, layers, cache=each.cache, rollback=DECODED)
         )
     return runners
 

@@ -200,7 +200,8 @@ class Sample:
         """The row of the table that these measurements make, compared with the first row's; its
         caches are stated in `dtype`."""
         losses, decoded = torch.cat(self.losses), torch.cat(self.decode_losses)
-        layers, storage = tuple(map(shape_of, self.runner.layers)), storage_of(self.runner.caches)
+        layers = tuple(map(shape_of, self.runner.layers))
+        storage = storage_of(self.runner.caches, [layer.window for layer in layers])
         row = Row(
             name,
             exact,
@@ -261,14 +262,19 @@ def time_prefills(samples: Sequence[Sample], window: Int[Tensor, " L"]) -> None:
     take_turns("prefill", runs, PREFILLS)
 
 
-def decode_steps(length: int) -> tuple[int, int]:
-    """Rows of the batch, and steps of one token in each, for a window of so many tokens.
+def decode_steps(length: int, slides: bool = False) -> tuple[int, int]:
+    """Rows of the batch, and steps of one token in each, for a window of so many tokens. Caches of
+    layers that slide have one length for all rows, and so one row.
 
     Examples:
         >>> from regard.compare.measure import decode_steps
         >>> decode_steps(1024), decode_steps(4096), decode_steps(20), decode_steps(2)
         ((8, 8), (2, 32), (2, 8), (1, 1))
+        >>> decode_steps(1024, slides=True)
+        (1, 64)
     """
+    if slides:
+        return 1, min(DECODED, length - 1)
     rows = min(ROWS, max(1, IN_ALL_ROWS // length))
     steps = min(DECODED // rows, length - 1)
     return min(rows, (length - 1) // steps), steps
@@ -280,12 +286,12 @@ def decode_losses(runner: Runner, window: Int[Tensor, " L"]) -> Float[Tensor, " 
     The caches get as many rows as `decode_steps` says, and each row goes on where the one before it
     ends. Afterwards they hold one row: the window without its last token.
     """
-    rows, steps = decode_steps(len(window))
+    rows, steps = decode_steps(len(window), runner.slides)
     stops = range(len(window) - 1 - (rows - 1) * steps, len(window), steps)
     starts = torch.tensor([stop - steps for stop in stops], device=window.device)
     for cache in runner.caches:
         cache.reorder(torch.zeros_like(starts))
-        cache.truncate(starts)
+        cache.truncate(starts if rows > 1 else int(starts[0]))
     given = torch.stack([window[stop - steps : stop] for stop in stops])
     following = torch.stack([window[stop - steps + 1 : stop + 1] for stop in stops])
     hidden = torch.cat([runner.hidden(token) for token in given.split(1, dim=1)], dim=1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from regard.cache import Cache
 from regard.hf.families.finding import attention_modules
 from regard.hf.generating.predicting import hidden_states
+from regard.hf.placing.placed import window_of
 from regard.hf.running.binding import all_bound, calling
 
 
@@ -22,7 +23,9 @@ class Runner:
     Args:
         model: a transformers model of a known family.
         layers: one for each attention module, in order.
-        cache: builds one layer's cache.
+        cache: the name of a cache as `regard.hf.cache` takes it, in which layers with a window hold
+            it; or a function that builds one layer's cache.
+        rollback: tokens that can be taken back from windows.
 
     Examples:
         >>> import torch
@@ -43,19 +46,24 @@ class Runner:
     """
 
     def __init__(
-        self, model: Any, layers: Sequence[nn.Module], *, cache: Callable[[], Cache]
+        self,
+        model: Any,
+        layers: Sequence[nn.Module],
+        *,
+        cache: str | Callable[[], Cache],
+        rollback: int = 0,
     ) -> None:
         self.model = model
         self.modules = list(attention_modules(model).values())
         self.layers = list(layers)
-        self._new_cache = cache
+        self._new_caches = _makers(self.layers, cache, rollback)
         self.caches: list[Cache] = []
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self.reset()
 
     def reset(self) -> None:
         """Empty the caches."""
-        self.caches = [self._new_cache() for _ in self.layers]
+        self.caches = [make() for make in self._new_caches]
         self._forwards = [
             (module, calling(partial(layer, cache=cache)))
             for module, layer, cache in zip(self.modules, self.layers, self.caches, strict=True)
@@ -74,6 +82,23 @@ class Runner:
         return logits
 
     @property
+    def slides(self) -> bool:
+        """Whether a layer has a window."""
+        return any(window_of(layer) is not None for layer in self.layers)
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes in the caches of all layers."""
         return sum(cache.nbytes for cache in self.caches)
+
+
+def _makers(
+    layers: Sequence[nn.Module], cache: str | Callable[[], Cache], rollback: int
+) -> list[Callable[[], Cache]]:
+    """For each layer the function that builds its cache."""
+    if not isinstance(cache, str):
+        return [cache] * len(layers)
+    from regard.hf.generating.caches import maker_of
+
+    make = maker_of(cache, rollback=rollback)
+    return [partial(make, window_of(layer)) for layer in layers]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from regard.cache import Cache, KVCache
+from regard.cache import Cache, KVCache, SlidingCache
 from regard.cache.quantized import QuantizedCache
 from regard.hf.placing.placed import window_of
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
@@ -70,11 +70,12 @@ def shape_of(layer: Any) -> LayerShape:
     )
 
 
-def storage_of(caches: Sequence[Cache]) -> Storage | None:
+def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> Storage | None:
     """How caches store keys and values; None if `regard.plan` has no formula for it.
 
     Args:
         caches: of a model, one for each layer.
+        windows: of the layers; none of them has one if there are none.
 
     Examples:
         >>> from regard import QuantizedCache
@@ -82,13 +83,22 @@ def storage_of(caches: Sequence[Cache]) -> Storage | None:
         >>> storage_of([QuantizedCache(bits=4, group=32)])
         Storage(name='int4', key_bits=4, value_bits=4, group=32, page_size=0)
     """
-    cache = caches[0]
-    if type(cache) is KVCache:
-        return STORAGES["plain"]
-    if type(cache) is QuantizedCache:
-        stored = cache.format
-        return Storage(stored.name, stored.key_bits, stored.value_bits, stored.group)
-    return None
+    from regard.hf.generating.caches import QuantizedWindow
+
+    found = set()
+    for cache, window in zip(caches, windows or [None] * len(caches), strict=True):
+        plain, codes = (
+            KVCache if window is None else SlidingCache,
+            (QuantizedCache if window is None else QuantizedWindow),
+        )
+        if type(cache) is plain:
+            found.add(STORAGES["plain"])
+        elif type(cache) is codes:
+            stored = cache.format
+            found.add(Storage(stored.name, stored.key_bits, stored.value_bits, stored.group))
+        else:
+            return None
+    return found.pop() if len(found) == 1 else None
 
 
 def bytes_of_caches(

@@ -114,11 +114,9 @@ def bytes_in_pages(layer: LayerShape, storage: Storage, tokens: Formula, coded: 
 def allocated_bytes(layer: LayerShape, storage: Storage) -> Formula:
     """Bytes of the buffers of regard's cache, after a prefill of the context and one decoded token.
 
-    Plain keys and values of a window are in a `SlidingCache`, whose buffers have room for 256
-    tokens at first, for twice a longer context, and for 1.25 windows at most; others are in a
-    `KVCache`, whose buffers have room for 256 tokens at first and double when they are full; codes
-    are in a `QuantizedCache`, which grows in the same way and has all tokens of layers with a
-    window, too.
+    Those of a window are in a `SlidingCache`, whose buffers have room for 256 tokens at first, for
+    twice a longer context, and for 1.25 windows at most; others are in a `KVCache`, whose buffers
+    have room for 256 tokens at first and double when they are full. Buffers of codes grow alike.
     Of a `PagedCache`, its pages: the pool may hold more of them, which are free.
 
     Args:
@@ -142,8 +140,8 @@ def allocated_bytes(layer: LayerShape, storage: Storage) -> Formula:
     if storage.page_size:
         plain, coded = (PAGE * each for each in pages(layer))
         return BATCH * bytes_in_pages(layer, storage, plain + coded, coded)
-    slides = layer.window is not None and storage.key_bits is None
-    return BATCH * (_sliding() if slides else _growing()) * token_bytes(layer, storage)
+    tokens = _growing() if layer.window is None else _sliding()
+    return BATCH * tokens * token_bytes(layer, storage)
 
 
 def static_bytes(layer: LayerShape, storage: Storage) -> Formula:

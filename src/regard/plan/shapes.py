@@ -137,7 +137,13 @@ STORAGES = {
     )
 }
 USUAL = ("plain", "int8", "K8V4", "K6V4", "int4")  # K8V8 has the bytes of int8
-UNCHANGED = ("growing", "static", "paged")  # caches whose numbers keep the dtype's own bits
+UNCHANGED = (
+    "auto",
+    "growing",
+    "static",
+    "sliding",
+    "paged",
+)  # caches whose numbers keep the dtype's own bits
 IN_PAGES = ("plain", "K8V8", "K8V4", "K6V4", "K4V4")  # the formats of a pool
 
 
@@ -145,7 +151,7 @@ def storages_of(names: Sequence[str] = (), page_size: int = 0) -> tuple[Storage,
     """The storages of these names; the usual ones if there are none.
 
     Args:
-        names: of `STORAGES`, in upper or lower case; "growing", "static" and "paged" are plain.
+        names: of `STORAGES`, in upper or lower case; those of `UNCHANGED` are plain.
         page_size: tokens of a page; 0 for caches that are not in pages.
 
     Raises:

@@ -11,6 +11,9 @@ import regard
 import regard.hf
 from covering import covering
 from regard.cache import KVCache, QuantizedCache, SlidingCache, StaticCache
+from regard.compare.shapes import shape_of
+from regard.hf.generating.caches import QuantizedWindow
+from regard.plan import STORAGES, ModelShape, cost_of
 from session import LONG
 from zoo import WRITERS, ZOO, inputs, tokens
 
@@ -203,7 +206,13 @@ def test_layers_get_the_caches_they_need():
 
     assert kinds("growing") == [KVCache] * 3
     assert kinds("static", max_length=9) == [StaticCache] * 3
-    assert kinds("quantized") == [QuantizedCache] * 3
+    for name in ("quantized", "int8", "K8V4"):
+        assert kinds(name) == [QuantizedWindow, QuantizedCache, QuantizedWindow]
+    assert kinds("auto") == [SlidingCache, KVCache, SlidingCache]
+    assert kinds(lambda: QuantizedCache(8)) == [QuantizedCache] * 3
+    assert repr(regard.hf.cache(model, "K8V4", rollback=3).layers[0]) == (
+        "QuantizedWindow(5, rollback=3, format='K8V4', group=64)"
+    )
     assert kinds("sliding") == [SlidingCache, KVCache, SlidingCache]
     assert repr(regard.hf.cache(model, "sliding", rollback=3).layers[0]) == (
         "SlidingCache(5, rollback=3)"
@@ -211,10 +220,60 @@ def test_layers_get_the_caches_they_need():
     assert regard.hf.cache(model, "static", max_length=9).get_max_length() == 9
 
 
+@pytest.mark.parametrize("kind", [None, "int8", "K8V4"])
+@torch.no_grad()
+def test_a_model_with_windows_holds_no_more_than_transformers_does(kind):
+    """Window layers hold their windows unless every token is asked for by name."""
+    model, ids = model_of("gemma3"), tokens(1, 90)
+    own = transformers.DynamicCache(config=model.config)
+    model(ids, past_key_values=own)
+    held = sum(2 * layer.keys.numel() * 4 for layer in own.layers)
+    cache = regard.hf.cache(model) if kind is None else regard.hf.cache(model, kind)
+    model(ids, past_key_values=cache)
+    assert cache.nbytes <= held
+    every = regard.hf.cache(model, "growing")
+    model(ids, past_key_values=every)
+    assert every.nbytes == sum(
+        90 * 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4 for layer in own.layers
+    )
+    shape = ModelShape(
+        name="m",
+        architecture="gemma3",
+        layers=tuple(
+            shape_of(regard.hf.attention_of(each))
+            for each in regard.hf.attention_modules(model).values()
+        ),
+        hidden_size=model.config.hidden_size,
+    )
+    storage = STORAGES["plain" if kind is None else kind]
+    planned = cost_of(shape, storage, context=90)
+    windows = [layer for layer in cache.layers if layer.window]
+    spare = sum(layer.cache.nbytes // (layer.cache.length - layer.cache.first) for layer in windows)
+    assert cache.nbytes == planned.cache_bytes - spare  # the next token's own place
+
+
+@pytest.mark.parametrize("kind", ["int8", "K8V4"])
+@torch.no_grad()
+def test_a_window_of_codes_is_saved_copied_and_taken_back(kind, tmp_path):
+    model, ids = model_of("mistral"), tokens(1, 20)
+    regard.hf.install(model)
+    cache = regard.hf.cache(model, kind, rollback=4)
+    whole = [model(ids[:, :16], past_key_values=cache).logits]
+    cache.save(tmp_path / "cache.safetensors")
+    fork, again = cache.fork(), regard.hf.cache(model, kind, rollback=4)
+    again.load(tmp_path / "cache.safetensors")
+    step = model(ids[:, 16:18], past_key_values=cache).logits
+    cache.truncate(16)
+    for each in (cache, fork, again):
+        assert model(ids[:, 16:18], past_key_values=each).logits.equal(step), whole
+    with pytest.raises(ValueError, match="were dropped"):
+        cache.truncate(5)
+
+
 def test_sliding_caches_drop_old_tokens():
     model = model_of("mistral")
     regard.hf.install(model)
-    cache = regard.hf.cache(model, "sliding")
+    cache = regard.hf.cache(model)
     write(model, {"input_ids": tokens(1, 9)}, past_key_values=cache)
     assert cache.get_seq_length() == 9 + STEPS - 1
     assert all(layer.cache._held[0].shape[2] < 12 for layer in cache.layers)
@@ -233,7 +292,11 @@ def test_a_cache_is_reset_and_used_again():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("x", {}, "kind='x' is not one of 'growing', 'static', 'sliding', 'quantized', 'paged'"),
+        (
+            "x",
+            {},
+            "kind='x' is not one of 'auto', 'growing', 'static', 'sliding', 'quantized', 'paged'",
+        ),
         ("static", {}, "kind='static' takes max_length=, got none"),
         ("growing", {"bits": 8}, "kind='growing' takes no options, got bits=8"),
         ("quantized", {"bits": 3}, "bits is 8 or 4, got 3"),

@@ -70,19 +70,20 @@ def test_the_bytes_are_those_of_the_cache(loaded, cache):
     written = regard.hf.write(model, tokenizer, PROMPT, cache=cache, max_new_tokens=9)
     assert written.prompt_tokens == len(PROMPT)
     numbers = 3 * 2 * 2 * 6  # of a token: layers, keys and values, heads, channels
+    window = 6  # tokens that the steps left in the buffers of a window of 5
     held = {
         "growing": 26 * numbers * 4,
         "static": 26 * numbers * 4,
-        "int8": 26 * 3 * 2 * 2 * (6 + 4),
-        "int4": 26 * 3 * 2 * 2 * (3 + 4),
-        "K8V4": 26 * 3 * 2 * (6 + 4 + 3 + 4),
-        "K4V4": 26 * 3 * 2 * 2 * (3 + 4),
+        "int8": window * 3 * 2 * 2 * (6 + 4),
+        "int4": window * 3 * 2 * 2 * (3 + 4),
+        "K8V4": window * 3 * 2 * (6 + 4 + 3 + 4),
+        "K4V4": window * 3 * 2 * 2 * (3 + 4),
         "paged": 26 * numbers * 4,
     }
     if cache in held:
         assert written.cache_bytes == held[cache]
     else:
-        assert 4 * numbers * 4 <= written.cache_bytes < held["growing"] / 2
+        assert 0 < written.cache_bytes < held["growing"] / 2
     assert written.prefill_tokens_per_second > 0
     assert written.decode_tokens_per_second > 0
     assert written.peak_memory > 50 << 20
@@ -147,9 +148,9 @@ def test_sizes_are_for_reading():
     ("options", "message"),
     [
         ({"prompt": ""}, "the prompt is empty"),
-        ({"cache": "K9V9"}, "cache='K9V9' is not one of 'growing', 'static'"),
-        ({"format": "K8V4"}, "format='K8V4' is of pages, got cache='growing'"),
-        ({"pool": PagePool(4, 4)}, "pool=PagePool.4, 4. is of pages, got cache='growing'"),
+        ({"cache": "K9V9"}, "cache='K9V9' is not one of 'auto', 'growing', 'static'"),
+        ({"format": "K8V4"}, "format='K8V4' is of pages, got cache='auto'"),
+        ({"pool": PagePool(4, 4)}, "pool=PagePool.4, 4. is of pages, got cache='auto'"),
         (
             {"cache": "paged", "pool": PagePool(4, 4), "format": "K8V4"},
             "format='K8V4' is not that of pool=PagePool",
@@ -174,7 +175,7 @@ def test_the_command_ends_with_a_line(folder, monkeypatch, capsys):
     assert command(monkeypatch, folder, "--prompt", PROMPT, "--max-new-tokens", 8) == 0
     text, cost = capsys.readouterr().out.rsplit("\n\n", 1)
     assert text
-    assert cost.startswith("regard, growing cache: prefill 18 tokens at ")
+    assert cost.startswith("regard, auto cache: prefill 18 tokens at ")
     assert len(cost.splitlines()) <= 2
 
 
@@ -241,7 +242,7 @@ def test_the_command_runs_transformers_too(folder, monkeypatch, capsys):
     options = ["--prompt", PROMPT, "--max-new-tokens", 8, "--against", "transformers"]
     assert command(monkeypatch, folder, *options, "--no-stream", "--chat") == 0
     mine, theirs, same = sentences(capsys.readouterr().out)
-    assert mine.startswith("regard, growing cache: prefill 19 tokens")
+    assert mine.startswith("regard, auto cache: prefill 19 tokens")
     assert theirs.startswith("transformers, transformers cache: prefill 19 tokens")
     form = (
         r"(at \d\.\d\dx transformers' speed|with no measurable difference in speed) "

@@ -15,17 +15,20 @@ from regard.words import one_of
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
-def cache(model: Any, kind: str | Callable[[], Cache] = "growing", **options: Any) -> Any:
+def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) -> Any:
     """A new cache for `model.generate(past_key_values=...)`; one for each text or batch.
 
     Args:
         model: a transformers model that generates.
-        kind: `"growing"`; `"static"`, which needs `max_length=`; `"sliding"`, which holds the
-            window of layers that have one (`rollback=` more for assisted decoding); `"quantized"`,
+        kind: `"auto"`, which holds the window of layers that have one (and `rollback=` tokens more,
+            which can be taken back), and all tokens of others; `"growing"`, all tokens of every
+            layer; `"static"`, the same in buffers for `max_length=` of them; `"sliding"`, as
+            `"auto"`, and refused for a model without windows; `"quantized"`, as `"auto"` in codes,
             with `bits=8 | 4` and `group=64`, or `format="K8V4"`; for short `"int8"`, `"int4"`,
             `"K8V8"`, `"K8V4"`, `"K6V4"` or `"K4V4"`; `"paged"`, in pages of a pool; or a function
             that makes the cache of a layer, such as `lambda: ShardedCache(mesh)` for a model with
-            regard installed. Upper and lower case are one, and so is "quantised".
+            regard installed, or `lambda: QuantizedCache(8)` for codes of all tokens. Upper and
+            lower case are one, and so is "quantised".
         **options: of that kind; none of a function. Those of `"paged"` are `pool=`, a `PagePool`,
             or without it `format="plain"`, `page_size=64` and `tokens=`, the most of each layer for
             a new one; and `tenant=""`, `adapter=""`, `shared=False`, which say with whom prefixes

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
+from regard.cache.paging.formats import GROUP, PageFormat
 from regard.layers.attending import Attending
 from regard.ops.parts import concatenated
 from regard.span import Span
@@ -38,7 +39,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.make, self.cache = make, make()
         self.step: Any = None  # of `regard.hf.running.steps`: the last one, which may repeat
         self.window: int | None = getattr(self.cache, "window", None)
-        if isinstance(self.cache, SlidingCache):
+        if isinstance(self.cache, SlidingCache | QuantizedWindow):
             self.window = self.cache.size
         self.is_sliding = self.window is not None
         self.is_compileable = isinstance(self.cache, StaticCache)
@@ -177,8 +178,66 @@ def cropped(length: int, tokens_to_remove: int | Tensor) -> int:
     return max(0, length + change)
 
 
+class QuantizedWindow(QuantizedCache):
+    """A `QuantizedCache` of a layer with a window: codes of its tokens, in a `SlidingCache`.
+
+    Args:
+        size: tokens of the window, the query's own counted.
+        rollback: tokens that `truncate` may remove.
+        bits, group, format: as of `QuantizedCache`.
+
+    Examples:
+        >>> from regard.hf.generating.caches import QuantizedWindow
+        >>> cache, k = QuantizedWindow(4), torch.zeros(1, 2, 10, 8)
+        >>> _ = cache.update(k, k)
+        >>> cache.span(1).kv_start, cache.length
+        (7, 10)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        rollback: int = 0,
+        bits: int = 8,
+        group: int = GROUP,
+        *,
+        format: str | PageFormat | None = None,
+    ) -> None:
+        super().__init__(bits, group, format=format)
+        self._store: SlidingCache = SlidingCache(size, rollback)
+
+    @property
+    def size(self) -> int:
+        """The tokens of the window."""
+        return self._store.size
+
+    @property
+    def rollback(self) -> int:
+        """The tokens that `truncate` may remove."""
+        return self._store.rollback
+
+    @rollback.setter
+    def rollback(self, tokens: int) -> None:
+        self._store.rollback = tokens
+
+    @property
+    def first(self) -> int:
+        """The slot of the first token held."""
+        return self._store.first
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the cache was constructed with, for its file."""
+        return {**super().arguments, **self._store.arguments}
+
+    def __repr__(self) -> str:
+        rollback = f"rollback={self.rollback}, " if self.rollback else ""
+        given = super().__repr__().partition("(")[2]
+        return f"QuantizedWindow({self.size}, {rollback}{given}"
+
+
 def growing() -> Callable[[int | None], Cache]:
-    """All tokens, in buffers that double."""
+    """All tokens, of layers with a window too, in buffers that double."""
     return lambda window: KVCache()
 
 
@@ -197,10 +256,16 @@ def sliding(*, rollback: int = 0) -> Callable[[int | None], Cache]:
 
 
 def quantized(
-    *, bits: int = 8, group: int = 64, format: str | None = None
+    *, bits: int = 8, group: int = GROUP, format: str | None = None, rollback: int = 0
 ) -> Callable[[int | None], Cache]:
-    """All tokens, in codes of 8 or 4 bits, or of a format such as "K8V4"."""
-    return lambda window: QuantizedCache(bits, group, format=format)
+    """As `sliding`, in codes of 8 or 4 bits, or of a format such as "K8V4"."""
+
+    def make(window: int | None) -> Cache:
+        if window is None:
+            return QuantizedCache(bits, group, format=format)
+        return QuantizedWindow(window, rollback, bits, group, format=format)
+
+    return make
 
 
 def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:
@@ -208,9 +273,10 @@ def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:
     return lambda window: make()
 
 
-PAGED = "paged"
+AUTO, PAGED = "auto", "paged"
 FORMATS = ("K8V8", "K8V4", "K6V4", "K4V4")
 KINDS: dict[str, Callable[..., Callable[[int | None], Cache]]] = {
+    AUTO: sliding,
     "growing": growing,
     "static": static,
     "sliding": sliding,
@@ -222,3 +288,19 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # the name of a cache: its kin
     "int4": ("quantized", {"bits": 4, "group": 32}),
     **{name: ("quantized", {"format": name}) for name in FORMATS},
 }
+
+
+def maker_of(name: str, **options: Any) -> Callable[[int | None], Cache]:
+    """The function that makes the cache of this name for a layer with a window, or None.
+
+    Args:
+        name: of `NAMES`, but for pages.
+        **options: of its kind, besides those of the name.
+
+    Examples:
+        >>> make = maker_of("int8", rollback=3)
+        >>> make(None), make(16)
+        (QuantizedCache(bits=8, group=64), QuantizedWindow(16, rollback=3, bits=8, group=64))
+    """
+    kind, its = NAMES[name]
+    return KINDS[kind](**its, **options)

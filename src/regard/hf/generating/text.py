@@ -99,7 +99,7 @@ def write(
     prompt: str,
     *,
     attention: Literal["regard", "interface", "transformers"] = "regard",
-    cache: str = "growing",
+    cache: str = "auto",
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     chat: bool = False,
@@ -115,7 +115,7 @@ def write(
         tokenizer: its tokenizer, as `regard.hf.load` returns it.
         prompt: what to continue, or to answer if `chat`.
         attention: `"regard"` installs, `"interface"` registers, `"transformers"` does neither.
-        cache: `"growing"`, `"static"`, `"sliding"`, `"int8"`, `"int4"`, `"K8V4"`, `"K6V4"`,
+        cache: `"auto"`, `"growing"`, `"static"`, `"sliding"`, `"int8"`, `"int4"`, `"K8V4"`, `"K6V4"`,
             `"K4V4"`, `"paged"` or `"transformers"`.
         max_new_tokens: when to stop, unless the model ends earlier.
         temperature: 0 for the most likely token at each step.

@@ -56,6 +56,16 @@ def test_chosen_maps_are_drawn_with_their_last_query(capsys):
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_two_heads_of_two_layers_are_two_maps(capsys, tmp_path):
+    page = tmp_path / "heads.html"
+    text = shown(capsys, heads="2.1,0.3", html=page)
+    assert "; 2 maps of 13 queries" in " ".join(text.split())
+    assert text.count("rows are queries") == 2
+    assert "2 maps of which can be opened" in page.read_text()
+    data = json.loads(shown(capsys, heads="2.1,0.3", as_json=True))
+    assert {(each["layer"], each["head"]) for each in data["top"]} == {(2, 1), (0, 3)}
+
+
 def test_more_maps_than_are_printed_are_counted(capsys):
     text = shown(capsys, layers="0-2", heads="0-1")
     assert text.count("rows are queries") == 4

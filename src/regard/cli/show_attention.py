@@ -83,7 +83,7 @@ def run(
         chosen = kept(loaded.config, asked, len(names), most)
         maps = _looked(loaded, ids, names=names, **chosen)
         seconds = time.perf_counter() - started
-    _write(maps, out, html, f"{model or SMOLLM2}: where its heads look")
+    _write(maps, out, html, f"{model or SMOLLM2}: where its heads look", asked.pairs)
     for path in (svg, png):
         if path is not None:
             draw(maps, path, printed(maps, asked) if asked.anything else ())
@@ -91,8 +91,17 @@ def run(
         print_json(as_data(maps, asked, str(model or SMOLLM2), found), indent=None)
         return
     console = stdout(piped=80)
-    say(console, f"{model or SMOLLM2}: {maps}, in {seconds:.1f} s.")
+    say(console, f"{model or SMOLLM2}: {_said(maps, asked)}, in {seconds:.1f} s.")
     show(maps, asked, console, word=find, found=found)
+
+
+def _said(maps: AttentionMaps, asked: Asked) -> str:
+    """What the maps are of. They are stored as layers by heads, and of these the heads that were
+    named as LAYER.HEAD are shown alone."""
+    if not asked.pairs:
+        return str(maps)
+    queries = counted(len(maps.queries), "query", "queries")
+    return f"{str(maps).partition(';')[0]}; {counted(len(asked.pairs), 'map')} of {queries}"
 
 
 def _looked(model: Any, ids: Any, **chosen: Any) -> AttentionMaps:
@@ -229,14 +238,20 @@ def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
     }
 
 
-def _write(maps: AttentionMaps, out: Path | None, html: Path | None, title: str) -> None:
+def _write(
+    maps: AttentionMaps,
+    out: Path | None,
+    html: Path | None,
+    title: str,
+    pairs: Sequence[tuple[int, int]],
+) -> None:
     """Write the files of numbers, and the page."""
     if out is not None:
         maps.save(out)
     if html is not None:
         from regard.see.pages.heads import write
 
-        write(maps, html, title=title)
+        write(maps, html, title=title, pairs=pairs)
 
 
 def as_data(maps: AttentionMaps, asked: Asked, model: str, found: Sequence[int]) -> dict[str, Any]:

@@ -240,7 +240,10 @@ regard.define("heads", (section, data) => {
   }
 
   const stored = (layer, head) => [data.layers.indexOf(layer), data.heads.indexOf(head)];
-  const canOpen = (layer, head) => data.maps.length > 0 && Math.min(...stored(layer, head)) >= 0;
+  const named = (layer, head) =>
+    !data.pairs.length || data.pairs.some(([at, of]) => at === layer && of === head);
+  const canOpen = (layer, head) =>
+    data.maps.length > 0 && Math.min(...stored(layer, head)) >= 0 && named(layer, head);
 
   async function pair(layer, head) {
     if (!canOpen(layer, head)) return null;

@@ -115,8 +115,8 @@ def write(
         tokenizer: its tokenizer, as `regard.hf.load` returns it.
         prompt: what to continue, or to answer if `chat`.
         attention: `"regard"` installs, `"interface"` registers, `"transformers"` does neither.
-        cache: `"auto"`, `"growing"`, `"static"`, `"sliding"`, `"int8"`, `"int4"`, `"K8V4"`, `"K6V4"`,
-            `"K4V4"`, `"paged"` or `"transformers"`.
+        cache: a name of `regard.hf.cache`, as `"auto"`, `"growing"`, `"int8"` or `"paged"`;
+            or `"transformers"`.
         max_new_tokens: when to stop, unless the model ends earlier.
         temperature: 0 for the most likely token at each step.
         chat: whether to put the prompt into the tokenizer's chat template.

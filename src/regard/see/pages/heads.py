@@ -6,6 +6,7 @@ A map is stored as whole multiples of a step, in bytes that the browser inflates
 import math
 import zlib
 from base64 import b64encode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,13 @@ STATISTICS = {  # of AttentionMaps: the heading, what a value is measured in, an
 }
 
 
-def write(maps: AttentionMaps, path: Path, *, title: str = "Where heads look") -> None:
+def write(
+    maps: AttentionMaps,
+    path: Path,
+    *,
+    title: str = "Where heads look",
+    pairs: Sequence[tuple[int, int]] = (),
+) -> None:
     """Write a page of all heads, with the maps of those that `maps` has.
 
     The heads of `maps.weights` can be opened; of the others the page shows a thumbnail and the
@@ -43,6 +50,7 @@ def write(maps: AttentionMaps, path: Path, *, title: str = "Where heads look") -
         maps: from `regard.see.attention`.
         path: of the HTML file.
         title: the heading, as the model's name.
+        pairs: layer and head of the maps that can be opened; all of `maps` if there are none.
 
     Raises:
         ValueError: if the maps are too many for a page of 2 MB, or hold NaN or infinity.
@@ -62,19 +70,19 @@ def write(maps: AttentionMaps, path: Path, *, title: str = "Where heads look") -
         ...     file.read_text()[:15]
         '<!doctype html>'
     """
-    write_page(path, title, sections(maps))
+    write_page(path, title, sections(maps, pairs))
 
 
-def sections(maps: AttentionMaps) -> list[Section]:
+def sections(maps: AttentionMaps, pairs: Sequence[tuple[int, int]] = ()) -> list[Section]:
     """The parts of the page, for `regard.page.page.page`."""
-    data = data_of(maps)
-    html = f"<style>\n{file_beside('heads.css')}</style>\n{_said(maps, data['steps'])}"
+    data = data_of(maps, pairs)
+    html = f"<style>\n{file_beside('heads.css')}</style>\n{_said(maps, data['steps'], pairs)}"
     html += file_beside("heads.html") + _statistics(maps)
     uses = ("cells.js", "token_lines.js", "overview.js")
     return [Section("heads", "All heads", html, data, "heads.js", uses)]
 
 
-def data_of(maps: AttentionMaps) -> dict[str, Any]:
+def data_of(maps: AttentionMaps, pairs: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
     """What the page's script reads.
 
     `maps` has for each layer the codes of its heads, compressed: a code times `1 / steps` is a
@@ -87,6 +95,7 @@ def data_of(maps: AttentionMaps) -> dict[str, Any]:
         "tokens": list(maps.tokens),
         "layers": list(maps.layers),
         "heads": list(maps.heads),
+        "pairs": [list(each) for each in pairs],
         "queries": list(maps.queries),
         "keys": list(maps.keys),
         "steps": steps,
@@ -177,11 +186,12 @@ def _heading(name: str) -> str:
     return f"{heading} ({unit})" if unit else heading
 
 
-def _said(maps: AttentionMaps, steps: int) -> str:
+def _said(maps: AttentionMaps, steps: int, pairs: Sequence[tuple[int, int]]) -> str:
     """What is on the page, and how exact it is."""
     layers, heads = maps.entropy.shape
     of = f"{counted(layers, 'layer')} of {counted(heads, 'head')}"
-    opened = len(maps.layers) * len(maps.heads) if maps.weights.numel() else 0
+    stored = len(pairs) or len(maps.layers) * len(maps.heads)
+    opened = stored if maps.weights.numel() else 0
     which = "every map" if opened == layers * heads else counted(opened, "map")
     exact = (
         f" Weights are rounded to multiples of 1/{steps}: they differ from the computed ones by "

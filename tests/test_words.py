@@ -65,7 +65,7 @@ def test_case_and_spelling_of_a_name_do_not_matter(name):
 
 
 def test_an_unknown_name_is_answered_with_the_list_and_the_nearest():
-    message = "kind='k8v5' is not one of 'int8', 'K8V4'; the nearest is 'K8V4'"
+    message = "kind='k8v5' is not one of 'int8', 'K8V4'; did you mean 'K8V4'"
     with pytest.raises(ValueError, match=message):
         one_of("kind", "k8v5", ["int8", "K8V4"])
 

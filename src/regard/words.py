@@ -1,9 +1,10 @@
 """Text in messages: counts of things, and the code that builds a value."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +20,14 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
-def one_of(what: str, name: str, names: Iterable[str]) -> str:
+def one_of(
+    what: str, name: str, names: Iterable[str], meant: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """The name that is meant: upper and lower case are one, and so are -ise and -ize.
 
     Raises:
-        ValueError: if it is none of them; the error has the list, and the nearest one.
+        ValueError: if it is none of them; the error has the list, and the name that `meant` has for
+            it, or the nearest one.
 
     Examples:
         >>> one_of("kind", "k8v4", ["int8", "K8V4"]), one_of("kind", "Quantised", ["quantized"])
@@ -32,8 +36,9 @@ def one_of(what: str, name: str, names: Iterable[str]) -> str:
     known = {_spelled(each): each for each in names}
     found = known.get(_spelled(name))
     if found is None:
-        near = get_close_matches(_spelled(name), known, 1)
-        nearest = f"; the nearest is {known[near[0]]!r}" if near else ""
+        near = [meant[_spelled(name)]] if _spelled(name) in meant else []
+        near += [known[each] for each in get_close_matches(_spelled(name), known, 1)]
+        nearest = f"; did you mean {near[0]!r}?" if near else ""
         listed = ", ".join(map(repr, known.values()))
         raise ValueError(f"{what}={name!r} is not one of {listed}{nearest}")
     return found

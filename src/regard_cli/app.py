@@ -43,7 +43,10 @@ def compare(
             help=f"A row; may be repeated: {ROWS}.", autocompletion=lambda: ROWS.split(", ")
         ),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in each of two windows.")] = 1024,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 1024,
+    windows: Annotated[
+        int, typer.Option(min=2, help="Windows of text to measure on: more for smaller intervals.")
+    ] = 2,
     memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
     dtype: Dtype = None,
     device: Device = "cpu",
@@ -185,6 +188,20 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Measure this machine once, so that the fastest backend is chosen on it."""
+
+
+@verb
+def cache(
+    clear: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Remove model, gguf, compare, compiled, rates or all; may be repeated.",
+            autocompletion=lambda: ["model", "gguf", "compare", "compiled", "rates", "all"],
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What regard stores on this disk, where and how much; and its removal."""
 
 
 @verb

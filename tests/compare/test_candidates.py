@@ -15,6 +15,14 @@ def test_rows_are_chosen_by_their_keys():
         chosen(["nothing"])
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("mla", "deepseek-50"), ("latent", "latent-50"), ("k8v5", "k8v4")]
+)
+def test_the_name_that_is_meant_stands_in_the_error(name, nearest):
+    with pytest.raises(ValueError, match=f"did you mean '{nearest}'"):
+        chosen([name])
+
+
 def target_of(key, **options):
     """The target of a candidate for a layer of width 12 with heads of 6 channels."""
     (candidate,) = (each for each in CANDIDATES if each.key == key)

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from regard.cli.cache import stored_by_compare
 from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
@@ -31,6 +32,7 @@ def run(
     text: Path | None,
     attention: Sequence[str] | None,
     context: int,
+    windows: int,
     memory: float,
     dtype: str | None,
     device: str,
@@ -50,7 +52,9 @@ def run(
             progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
             model = fetch_smollm2()
         loaded = load_for(model, dtype=dtype, device=device)
-        texts = texts_for(loaded.tokenizer, context=context, text=written, name=str(text))
+        texts = texts_for(
+            loaded.tokenizer, context=context, text=written, name=str(text), windows=windows
+        )
         result = compare(
             loaded.model,
             texts,
@@ -64,6 +68,7 @@ def run(
         print_json(as_data(result))
     else:
         show(result, stdout())
+        say(stdout(), stored_by_compare(), style="dim")
     if html is not None:  # last: an error of the disk then loses no result
         write_comparison(result, html)
         if not as_json:

@@ -78,6 +78,19 @@ LATENT = partial(_mla, form="exact-rope")
 DEEPSEEK = partial(_mla, form="deepseek")
 _SHARES = (("75", 0.75), ("50", 0.5), ("25", 0.25))
 
+MEANT = {  # names that other commands have, or that are often written: the row that is meant
+    "mla": "deepseek-50",
+    "deepseek": "deepseek-50",
+    "latent": "latent-50",
+    "joint latent": "latent-50",
+    "portable": "portable-50",
+    "auto": "shipped",
+    "growing": "shipped",
+    "plain": "shipped",
+    "quantized": "int8",
+    **{f"mla-{name}": f"deepseek-{name}" for name in ("75", "50", "25")},
+}
+
 CANDIDATES = (
     Candidate("shipped", "{kind}, as shipped", _as_shipped, exact=True),
     Candidate("int8", "{kind}, int8 cache", _as_shipped, cache="int8"),
@@ -156,5 +169,5 @@ def chosen(keys: Sequence[str]) -> tuple[Candidate, ...]:
     if not keys:
         return tuple(each for each in CANDIDATES if each.usual)
     known = [each.key for each in CANDIDATES]
-    wanted = {"shipped", *(one_of("attention", key, known) for key in keys)}
+    wanted = {"shipped", *(one_of("attention", key, known, MEANT) for key in keys)}
     return tuple(each for each in CANDIDATES if each.key in wanted)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.convert.texts import calibration, python_topics
 
-NUM_WINDOWS = 2  # to measure on: one in each order of the candidates
+NUM_WINDOWS = 2  # to measure on, if no other number is given: one in each order of the rows
 CALIBRATION_WINDOWS = 6  # two of each kind of text; a third of `convert`'s, as ten rows are made
 CALIBRATION_LENGTH = 1024  # tokens, as in `convert`
 CHARACTERS = 16  # characters read per token needed: more than a token has on average in any text
@@ -37,8 +37,15 @@ class Texts:
     source: str
 
 
-def texts_for(tokenizer: Any, *, context: int, text: str | None = None, name: str = "") -> Texts:
-    """Two windows of `context` tokens, and calibration text that is not in them.
+def texts_for(
+    tokenizer: Any,
+    *,
+    context: int,
+    text: str | None = None,
+    name: str = "",
+    windows: int = NUM_WINDOWS,
+) -> Texts:
+    """Windows of `context` tokens, and calibration text that is not in them.
 
     The default is the language reference that every CPython carries (`pydoc_data.topics`): every
     second topic is measured on; the others, documentation and source of the standard library are
@@ -50,6 +57,7 @@ def texts_for(tokenizer: Any, *, context: int, text: str | None = None, name: st
         context: tokens of a window.
         text: the text to use instead of the default.
         name: its name in the result.
+        windows: to measure on; with four times as many, intervals of perplexity are half as wide.
 
     Raises:
         ValueError: if `text` has fewer tokens than the windows.
@@ -62,20 +70,20 @@ def texts_for(tokenizer: Any, *, context: int, text: str | None = None, name: st
         >>> texts.windows.shape, texts.calibration.shape
         (torch.Size([2, 8]), torch.Size([6, 1024]))
     """
-    measured, following = NUM_WINDOWS * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH
+    measured, following = windows * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH
     if text is None:
         text, name, following = python_topics()[1], "pydoc_data.topics", 0
     beginning = text[: CHARACTERS * (measured + following)]
     tokens = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
     if len(tokens) < measured:
         raise ValueError(
-            f"{name or 'text'} has {len(tokens):,} tokens; {NUM_WINDOWS} windows of {context:,} "
-            f"need {measured:,}; give more, or a context of at most {len(tokens) // NUM_WINDOWS:,}"
+            f"{name or 'text'} has {len(tokens):,} tokens; {windows} windows of {context:,} "
+            f"need {measured:,}; give more, or a context of at most {len(tokens) // windows:,}"
         )
-    windows = torch.tensor(tokens[:measured]).unflatten(0, (NUM_WINDOWS, context))
+    measuring = torch.tensor(tokens[:measured]).unflatten(0, (windows, context))
     rest = torch.tensor(tokens[measured : measured + following])
     if 0 < following == len(rest):
         calibrating = rest.unflatten(0, (CALIBRATION_WINDOWS, CALIBRATION_LENGTH))
     else:
         calibrating = calibration(tokenizer, windows=CALIBRATION_WINDOWS, length=CALIBRATION_LENGTH)
-    return Texts(windows, calibrating, name or "text")
+    return Texts(measuring, calibrating, name or "text")

@@ -408,7 +408,7 @@ def test_short_names_in_any_case(name, expected):
 def test_a_short_name_has_its_option():
     with pytest.raises(ValueError, match="kind='int8' has bits=8, got 4; leave it out, or give"):
         regard.hf.cache(model_of("llama"), "int8", bits=4)
-    with pytest.raises(ValueError, match=r"kind='int7' is not one of .*; the nearest is 'int"):
+    with pytest.raises(ValueError, match=r"kind='int7' is not one of .*; did you mean 'int"):
         regard.hf.cache(model_of("llama"), "int7")
     with pytest.raises(TypeError, match=r"kind is a name or a function .* got 8"):
         regard.hf.cache(model_of("llama"), 8)

@@ -1,0 +1,107 @@
+"""regard cache: what regard stores on this disk, and its removal."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from regard.cache_folder import FOLDER, cache_folder
+from regard.cli.layout import Column, tabulate
+from regard.cli.terminal import UNWRAPPED, print_json, say, stdout
+from regard.hf import SMOLLM2
+from regard.page.readable import readable_bytes
+from regard.words import one_of
+
+COLUMNS = (
+    Column("--clear", left=True),
+    Column("what", words=True),
+    Column("files"),
+    Column("size"),
+)
+KINDS = {  # the name of a kind: what it is, and where it lies in the folder
+    "model": ("the default model", SMOLLM2),
+    "gguf": ("safetensors copies of GGUF files, 8 GiB at most", "gguf"),
+    "compare": ("layers that compare converted, 1 GiB at most", "compare"),
+    "compiled": ("compiled kernels", "compiled"),
+    "rates": ("rates of this machine, by tune", "speed-*.json"),
+}
+ALL = "all"
+
+
+class Kept(NamedTuple):
+    """What is stored of one kind."""
+
+    kind: str
+    what: str
+    files: int
+    nbytes: int
+
+
+def run(*, clear: Sequence[str] | None, as_json: bool) -> None:
+    """Remove the kinds that were named, or list all; print a table or JSON."""
+    named = [one_of("clear", each, (*KINDS, ALL)) for each in clear or ()]
+    chosen = list(KINDS) if ALL in named else list(dict.fromkeys(named))
+    found = [kept(kind) for kind in chosen or KINDS]
+    for kind in chosen:
+        remove(kind)
+    if as_json:
+        print_json(
+            {
+                "folder": str(cache_folder()),
+                "removed": bool(chosen),
+                "kinds": [each._asdict() for each in found],
+            }
+        )
+        return
+    console = stdout(UNWRAPPED)
+    total = readable_bytes(sum(each.nbytes for each in found))
+    if chosen:
+        say(console, f"removed {total} from {cache_folder()}: {', '.join(chosen)}")
+        return
+    say(console, f"{cache_folder()} ({FOLDER} names another folder): {total}")
+    console.print()
+    rows = [
+        [each.kind, each.what, f"{each.files:,}", readable_bytes(each.nbytes)] for each in found
+    ]
+    tabulate(stdout(), COLUMNS, rows)
+
+
+def kept(kind: str) -> Kept:
+    """What is stored of a kind: how many files, and their bytes."""
+    files = [
+        file
+        for path in _places(kind)
+        for file in (path.rglob("*") if path.is_dir() else [path])
+        if file.is_file() and not file.is_symlink()
+    ]
+    sizes = [file.stat().st_size for file in files]
+    return Kept(kind, KINDS[kind][0], len(sizes), sum(sizes))
+
+
+def remove(kind: str) -> None:
+    """Remove all of a kind. It is made again when it is needed.
+
+    Raises:
+        OSError: if a file cannot be removed.
+    """
+    for path in _places(kind):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _places(kind: str) -> list[Path]:
+    return sorted(cache_folder().glob(KINDS[kind][1]))
+
+
+def stored_by_compare() -> str:
+    """A sentence on the converted layers that `regard compare` has stored; "" if there are none."""
+    found = kept("compare")
+    if not found.files:
+        return ""
+    folder = cache_folder() / KINDS["compare"][1]
+    return (
+        f"Converted layers are stored in {folder}, {readable_bytes(found.nbytes)} of 1 GiB at "
+        "most, for the next comparison; regard cache --clear compare removes them."
+    )

@@ -1,10 +1,13 @@
 """A text like the command line's `--to` becomes a target, or is refused with the reason."""
 
+import re
+
 import pytest
 import torch
 
 from layers import attention
 from regard import Rotary
+from regard.compare import CANDIDATES
 from regard.convert import Target, target_of
 
 HALF = torch.float16
@@ -42,6 +45,18 @@ def shipped(**options):
 )
 def test_a_text_is_read_as_its_target(to, options, wanted):
     assert target_of(to, shipped(), **options) == wanted
+
+
+def test_rows_of_compare_are_targets_of_the_same_name():
+    for candidate in CANDIDATES:
+        if re.fullmatch(r"(latent|deepseek|portable)-\d+|mha|mqa", candidate.key):
+            wanted = candidate.choose(shipped(num_kv_heads=2), torch.float32)
+            found = target_of(candidate.key, shipped(num_kv_heads=2))
+            assert found == wanted
+            if found.kind != "heads":
+                assert found.name.partition(",")[0] in candidate.name
+    with pytest.raises(ValueError, match="to='latent-50' has no budget"):
+        target_of("latent-50", shipped(), budget=0.5)
 
 
 @pytest.mark.parametrize(

@@ -70,17 +70,23 @@ def _read(files: Sequence[Path] | None) -> dict[str, str]:
 def show(report: Report, out: Path, console: Console) -> None:
     """Print the measurements before and after, as wide as the console."""
     rows = [[escape(title), *values] for title, *values in report.table()]
-    say(console, f"{report.model}: {report.was}, now {report.target}", bold=report.model)
+    say(console, f"{report.model}: {report.was}, now {_named(report)}", bold=report.model)
     console.print()
     tabulate(console, COLUMNS, rows)
     how = "transformers loads it" if report.stock else "regard.hf.load reads it"
     console.print()
     say(
         console,
-        f"Perplexity is {report.ratio:.3f} times the original's. {_saved(report, out)}: {how}.",
+        f"{report.quality}. {_saved(report, out)}: {how}.",
     )
     say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
+
+
+def _named(report: Report) -> str:
+    """The new attention, by the name that `regard compare` has for it."""
+    target = report.target
+    return str(target) if target.kind == "heads" else f"a {target.name} ({target})"
 
 
 def _saved(report: Report, out: Path) -> str:

@@ -21,6 +21,7 @@ from regard.ops.explain import kernel_objection
 from regard.turns import in_turns, ratio_of
 from regard.words import without_controls
 
+TIMED = "Timed after a short text, in which kernels are compiled; decoding without its first step."
 TOKENS = 9  # of a text in a round: the prompt, then eight steps
 ROUNDS = 12
 SECONDS = 60.0  # after which no further round begins
@@ -92,6 +93,7 @@ def show(runs: list[Written], console: Console) -> None:
     """Print the time and memory of each run, and how two compare."""
     for sentence in (*map(str, runs), *_compared(runs)):
         say(console, sentence)
+    say(console, TIMED, style="dim")
     objection = kernel_objection()
     if objection is not None:
         say(console, f"fused did not run: {objection}.", style="dim")

@@ -48,6 +48,7 @@ class Measured:
     decode_speed: Ratio | None = None
     prefill_backend: str = ""
     decode_backend: str = ""
+    losses: Tensor | None = field(default=None, repr=False, compare=False)  # of every token
 
 
 @dataclass
@@ -122,14 +123,19 @@ def measure(
 ) -> Measured:
     """How well a causal language model of transformers predicts windows of each text, and the bytes
     of its cache in a dtype, which is the model's own if None."""
-    perplexity = {
-        name: math.exp(statistics.fmean(loss_of(model, window) for window in windows))
+    losses = {
+        name: [losses_of(model, hidden_states(model, each[None])[0], each) for each in windows]
         for name, windows in texts.items()
+    }
+    perplexity = {
+        name: math.exp(statistics.fmean(float(each.mean()) for each in found))
+        for name, found in losses.items()
     }
     window = next(iter(texts.values()))[:1]
     filled = _filled(model, window)
     nbytes = sum(_bytes_in(layer.cache, dtype or model.dtype) for layer in filled.layers)
-    return Measured(perplexity, nbytes / window.shape[1])
+    every = torch.cat([each for found in losses.values() for each in found])
+    return Measured(perplexity, nbytes / window.shape[1], losses=every)
 
 
 def _bytes_in(cache: Stored, dtype: torch.dtype) -> int:

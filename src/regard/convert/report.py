@@ -6,6 +6,7 @@ from typing import Any
 from regard.convert.converting import LayerReport
 from regard.convert.measuring import Measured, ratio
 from regard.convert.targets import Target
+from regard.turns import Ratio, perplexity_ratio
 
 STOCK = (
     "Any transformers loads it:\n\n"
@@ -51,8 +52,32 @@ class Report:
         return ratio(self.after.perplexity, self.before.perplexity)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as data that JSON holds."""
-        return {**asdict(self), "ratio": self.ratio, "into": str(self.target)}
+        """The report as data that JSON holds: all but the losses of tokens."""
+        data = asdict(self)
+        for name in ("before", "after", "unhealed"):
+            if data[name] is not None:
+                del data[name]["losses"]
+        interval = None if self.interval is None else asdict(self.interval)
+        return {**data, "ratio": self.ratio, "interval": interval, "into": str(self.target)}
+
+    @property
+    def interval(self) -> Ratio | None:
+        """The ratio over the same tokens, and two standard errors around it."""
+        before, after = self.before.losses, self.after.losses
+        if before is None or after is None or len(before) != len(after):
+            return None
+        return perplexity_ratio(after, before)
+
+    @property
+    def quality(self) -> str:
+        """A sentence on the perplexity, which decides nothing inside of its interval."""
+        found = self.interval
+        if found is None:
+            return f"Perplexity is {self.ratio:.3f} times the original's"
+        within = f"({found.low:.2f} to {found.high:.2f})"
+        if not found.differs:
+            return f"Perplexity has no measurable difference from the original's {within}"
+        return f"Perplexity is {self.ratio:.3f} times the original's {within}"
 
     def table(self) -> list[tuple[str, str, str]]:
         """The rows of the table of measurements: title, value before, value after."""
@@ -78,8 +103,7 @@ def card(report: Report) -> str:
         f"# {report.model}, its attention converted: {report.target}\n\n"
         f"The attention of {report.model} was {report.was}. It was converted by "
         f"regard to {report.target}; nothing else was changed. "
-        f"Perplexity is {report.ratio:.3f} times what it was, on text that was neither calibrated "
-        f"nor trained on.\n\n"
+        f"{report.quality}, on text that was neither calibrated nor trained on.\n\n"
         f"| | before | after |\n|---|---:|---:|\n{table}\n\n"
         f"{_calibration(report)}{_healing(report)}{STOCK if report.stock else PLACED}\n"
     )

@@ -20,6 +20,11 @@ from regard.masks import Causal
 
 Form = Literal["exact-rope", "deepseek"]
 GRAMMAR = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
+SHARES = {  # the rows of `regard compare` by the beginnings of their names: form, and portable
+    "latent": ("exact-rope", False),
+    "deepseek": ("deepseek", False),
+    "portable": ("deepseek", True),
+}
 FORMS = {"exact-rope": JOINT_LATENT, "deepseek": "DeepSeek's MLA"}
 POSITION = 4  # bytes of the int32 position that a cache holds beside a latent with exact rotation
 WIDE = 0.9  # budget above which the rotary key is half as wide again as a head
@@ -55,6 +60,14 @@ class Target:
     method: Literal["aligned", "mean", "first"] = "aligned"
     refit: bool = True
 
+    @property
+    def name(self) -> str:
+        """The name of this attention in the tables of `regard compare`."""
+        if self.kind == "heads":
+            return str(self)
+        portable = ", portable" if self.portable else ""
+        return {"exact-rope": "joint latent", "deepseek": "DeepSeek's MLA"}[self.kind] + portable
+
     def __str__(self) -> str:
         if self.kind == "heads":
             merged = "" if self.method == "aligned" else f", {self.method}"
@@ -76,7 +89,8 @@ def target_of(
     """The target that `--to` describes, for a model with these layers.
 
     Args:
-        to: `mha`, `gqa:N`, `mqa`, `mla:RANK`, `mla:RANK+ROPE`, or `mla` with a budget.
+        to: `mha`, `gqa:N`, `mqa`, `mla:RANK`, `mla:RANK+ROPE`, or `mla` with a budget; or the name
+            of a row of `regard compare`, as `latent-50`, `deepseek-50` or `portable-50`.
         shipped: the model's layers, from `regard.hf.attention_of`.
         form: of MLA; if None, DeepSeek's if `to` has rotary channels or `portable` is set, else
             `"exact-rope"`.
@@ -96,6 +110,11 @@ def target_of(
         >>> print(target_of("mla", [gqa], budget=0.5))  # 31 numbers and a position: 128 of 256
         mla:31 exact-rope
     """
+    named = re.fullmatch(r"(latent|deepseek|portable)-(\d+)", to)
+    if named is not None:
+        _refuse_latent(to, form, portable, budget)
+        to, budget = "mla", int(named[2]) / 100
+        form, portable = SHARES[named[1]]
     first = shipped[0]
     found = re.fullmatch(r"(mha|mqa|gqa:(\d+)|mla(?::(\d+)(?:\+(\d+))?)?)", to)
     if found is None:

@@ -37,7 +37,8 @@ class Written:
         tokens: its tokens.
         prompt_tokens: the number of tokens of the prompt.
         prefill_tokens_per_second: speed of reading the prompt, without the tokens that were found.
-        decode_tokens_per_second: the median speed of the tokens after the first.
+        decode_tokens_per_second: the median speed of the tokens after the second: the step before
+            it is the first, which may compile and allocate.
         cache_bytes: bytes that the cache holds at the end.
         peak_memory: of the whole process so far, in bytes.
         prefill_backend: the backends of the prefill: regard's, or transformers' own.
@@ -169,6 +170,7 @@ def write(
     first = clock.times[0]
     found: int = getattr(getattr(store, "self_attention_cache", store), "found", 0)
     steps = [after - before for before, after in pairwise(clock.times)]
+    steps = steps[1:] or steps  # without the first, which may compile and allocate
     own = model.config._attn_implementation if attention == OTHERS else ""
     return Written(
         attention,

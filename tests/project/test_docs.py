@@ -58,7 +58,7 @@ def shape(sentences: str) -> str:
 def test_the_sample_of_generate_is_what_the_command_prints(page):
     runs = [
         Written(name, cache, "text", (1, 2), 3, 4.0, 5.0, 6 << 20, 7 << 30, "sdpa", "fused", 0, 8.0)
-        for name, cache in (("regard", "growing"), ("transformers", "transformers"))
+        for name, cache in (("regard", "auto"), ("transformers", "transformers"))
     ]
     speed = Ratio(0.8, 0.78, 0.83, 12)
     runs[0] = replace(runs[0], prefill_speed=speed, decode_speed=speed)

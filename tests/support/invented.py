@@ -137,7 +137,7 @@ JUDGED = Report(
 WRITTEN = [
     Written(
         name,
-        name.replace("regard", "growing"),
+        name.replace("regard", "auto"),
         "text",
         (1, 2),
         34,

@@ -20,7 +20,9 @@ from regard.masks import Causal
 
 Form = Literal["exact-rope", "deepseek"]
 GRAMMAR = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
-SHARES = {  # the rows of `regard compare` by the beginnings of their names: form, and portable
+SHARES: dict[
+    str, tuple[Form, bool]
+] = {  # the rows of `regard compare` by the beginnings of their names: form, and portable
     "latent": ("exact-rope", False),
     "deepseek": ("deepseek", False),
     "portable": ("deepseek", True),

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -204,31 +204,35 @@ class QuantizedWindow(QuantizedCache):
         format: str | PageFormat | None = None,
     ) -> None:
         super().__init__(bits, group, format=format)
-        self._store: SlidingCache = SlidingCache(size, rollback)
+        self._store = SlidingCache(size, rollback)  # type: ignore[assignment]
+
+    @property
+    def _sliding(self) -> SlidingCache:
+        return cast(SlidingCache, self._store)
 
     @property
     def size(self) -> int:
         """The tokens of the window."""
-        return self._store.size
+        return self._sliding.size
 
     @property
     def rollback(self) -> int:
         """The tokens that `truncate` may remove."""
-        return self._store.rollback
+        return self._sliding.rollback
 
     @rollback.setter
     def rollback(self, tokens: int) -> None:
-        self._store.rollback = tokens
+        self._sliding.rollback = tokens
 
     @property
     def first(self) -> int:
         """The slot of the first token held."""
-        return self._store.first
+        return self._sliding.first
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What the cache was constructed with, for its file."""
-        return {**super().arguments, **self._store.arguments}
+        return {**super().arguments, **self._sliding.arguments}
 
     def __repr__(self) -> str:
         rollback = f"rollback={self.rollback}, " if self.rollback else ""

@@ -85,9 +85,7 @@ def run_job(
     dtype = job.dtype or stored
     target, was = _target(job, skeleton(job.model), dtype, stored)
     progress("loading", 0, 0)
-    model, tokenizer = load(
-        job.model, device=job.device, low_memory=job.low_memory, progress=progress
-    )
+    model, tokenizer = _loaded(job, progress)
     read = [*job.calibrate.values(), *job.heal.values()]
     tokens = calibration(tokenizer, read, length=_length(model)).to(job.device)
     healing_windows = _healing_windows(job, tokenizer, _length(model))
@@ -121,11 +119,15 @@ def run_job(
         seconds=time.perf_counter() - started,
     )
     progress("writing", 0, 0)
-    if not job.low_memory:
-        made.to(dtype)
+    made = made if job.low_memory else made.to(dtype)
     save(made, tokenizer, job.out, card=card(report), report=report.as_dict(), dtype=dtype)
     shutil.rmtree(_state(job), ignore_errors=True)
     return report
+
+
+def _loaded(job: Job, progress: Progress) -> tuple[Any, Any]:
+    """The model in float32, in which conversions are computed, and its tokenizer."""
+    return load(job.model, device=job.device, low_memory=job.low_memory, progress=progress)
 
 
 def _sharing(model: Any, low_memory: bool) -> Any:

@@ -191,7 +191,7 @@ def attention_weights(
     q: Float[Tensor, "B H L D"],
     k: Float[Tensor, "B G S D"],
     *,
-    mask: Mask = EVERYTHING,
+    mask: Mask | None = EVERYTHING,
     span: Span | None = None,
     scale: float | None = None,
     score_bias: Tensor | ScoreBias | None = None,

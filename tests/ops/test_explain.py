@@ -114,3 +114,8 @@ def test_it_says_how_keys_in_several_parts_are_read():
     if find_spec("numba"):
         assert said("fused") == "read one at a time and merged; pages are read as they lie"
     assert "parts " not in explain(q, k, k)
+
+
+def test_weights_without_a_mask():
+    q = torch.randn(1, 2, 3, 8)
+    assert torch.equal(attention_weights(q, q, mask=None), attention_weights(q, q))

@@ -237,7 +237,7 @@ def attention_weights(
         raise ValueError(
             f"k has {k.shape[2]} keys where span={call.given_span} holds {call.given_span.num_keys}"
         )
-    whole = call.but(span=call.given_span, mask=mask.within(call.given_span))
+    whole = call.but(span=call.given_span, mask=call.given_mask.within(call.given_span))
     rows = [whole] if queries is None else [_row(whole, index) for index in queries]
     if not rows:
         return q.new_zeros(q.shape[0], len(heads or range(q.shape[1])), 0, k.shape[2])

@@ -49,6 +49,7 @@ def calls(folder, tmp_path):
         "convert": [[short, "--to", "mqa", "--out", model], [model, "--to", "mqa", "--out", model]],
         "compare": [[short]],
         "bench": [["--dtype", NAME]],
+        "cache": [[], ["--clear", NAME]],
         "tune": [["--forget"], ["--threads", NAME]],
     }
 

@@ -131,12 +131,14 @@ def test_the_faults_are_those_of_the_table():
 def test_a_fault_is_one_edit_that_changes_what_is_done(fault):
     offering = [each for each in DRAWN if fault in write(each).offered][: 10 if LONG else 2]
     assert offering
+    same = [drawing for drawing in offering if not changes(drawing, fault)]
+    # where norms bound the scores, say, exp does not overflow: `faults_of` leaves these out
+    assert len(same) <= len(offering) // 5, write(same[0], fault).text
     for drawing in offering:
         right, wrong = (write(drawing, name).text.splitlines() for name in ("", fault))
         assert right != wrong
         shared = sum(line in right for line in wrong)
         assert len(wrong) - shared <= 4, "the texts differ in more than one place"
-        assert changes(drawing, fault), write(drawing, fault).text
 
 
 def test_a_fault_that_changes_nothing_is_not_put_in(monkeypatch):

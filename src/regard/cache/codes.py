@@ -24,7 +24,7 @@ _BLOCK = 1024  # tokens converted to floating point at a time; they fit in the L
 
 
 class QuantizedStream(NamedTuple):
-    """A stream `[B, G, S, W]` of `dtype`, rotated if so described, and quantised by `quantize`.
+    """A `Stream` `[B, G, S, W]` of `dtype`, rotated where it says so, and quantised by `quantize`.
 
     Products are with the rotated values: multiply by rows that are rotated alike, and rotate sums
     back.
@@ -54,34 +54,27 @@ class QuantizedStream(NamedTuple):
 
     @property
     def kinds(self) -> tuple[type, ...]:
-        """Its class."""
         return (QuantizedStream,)
 
     @property
     def is_shared(self) -> bool:
-        """Whether all rows of a batch of several read the same memory."""
         return self.codes.shape[0] > 1 and self.codes.stride(0) == 0
 
     @property
     def is_scattered(self) -> bool:
-        """Its tokens lie side by side."""
         return False
 
     def rows(self, start: int, size: int) -> "QuantizedStream":
-        """The rows `start..start + size` of the batch."""
         codes, scales = self.codes.narrow(0, start, size), self.scales.narrow(0, start, size)
         return self._replace(codes=codes, scales=scales)
 
     def in_one(self) -> "QuantizedStream":
-        """The stream itself."""
         return self
 
     def cuts(self, most: int) -> Iterator[tuple[int, int]]:
-        """All tokens, which are read as they are."""
         yield 0, self.codes.shape[2]
 
     def narrow(self, start: int, size: int) -> "QuantizedStream":
-        """The tokens `start..start + size`."""
         first, skipped = divmod(self.skipped + start, self.run)
         runs = -(-(skipped + size) // self.run)
         return self._replace(
@@ -98,12 +91,9 @@ class QuantizedStream(NamedTuple):
         outside = self.skipped, runs * self.run - self.skipped - tokens
         codes = torch.nn.functional.pad(self.codes, (0, 0, *outside))
         codes = unpacked(codes, self.width, self.bits).unflatten(2, (runs, self.run))
-        values, scale, zero = codes.float(), *self._scale_and_zero(torch.float32)
-        return (
-            (values * scale.unsqueeze(3) + zero.unsqueeze(3))
-            .flatten(2, 3)
-            .narrow(2, self.skipped, tokens)
-        )
+        scale, zero = self._scale_and_zero(torch.float32)
+        values = codes.float() * scale.unsqueeze(3) + zero.unsqueeze(3)
+        return values.flatten(2, 3).narrow(2, self.skipped, tokens)
 
     def product(self, rows: Float[Tensor, "B G M W"]) -> Float[Tensor, "B G M S"]:
         """The product of every row with every token."""
@@ -112,11 +102,8 @@ class QuantizedStream(NamedTuple):
     def weighted_sum(self, weights: Float[Tensor, "B G M S"]) -> Float[Tensor, "B G M W"]:
         """The weighted sum of the tokens for every row of weights."""
         total = weights.new_zeros(*weights.shape[:3], self.width)
-        start = 0
-        for block in self._blocks():
-            size = block.codes.shape[2]
-            total = total + block._weighted_sum(weights[..., start : start + size])
-            start += size
+        for block, piece in zip(self._blocks(), weights.split(_BLOCK, -1), strict=False):
+            total = total + block._weighted_sum(piece)
         return total
 
     def _product(self, rows: Tensor) -> Tensor:

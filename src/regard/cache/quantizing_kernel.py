@@ -11,10 +11,7 @@ from regard.cache import codes as layout
 from regard.compiling import compiled_from
 
 LOW = np.int32(0xFFFF)  # the bits of a float32 that a bfloat16 does not have
-SIGNATURE = types.void(
-    types.CPointer(types.float32), types.CPointer(types.uint8), types.CPointer(types.int16),
-    types.int64, types.int64,
-)  # fmt: skip
+SIGNATURE = types.void(types.voidptr, types.voidptr, types.voidptr, types.int64, types.int64)
 part = numba.njit(inline="always")  # compiled as a part of the kernel that calls it
 bytes_of = part(layout.bytes_of)
 
@@ -22,47 +19,46 @@ bytes_of = part(layout.bytes_of)
 @functools.cache
 @no_type_check
 def kernel(bits: int, group: int) -> Any:
-    """The machine code: a C function of the addresses of numbers, codes and scales, the number of
-    rows, and the width of a row."""
+    """A C function of the addresses of numbers, codes and scales, the number of rows, and the width
+    of a row."""
     levels = np.float32(2**bits - 1)
 
     def quantize(numbers, codes, scales, rows, width):
         groups = (width + group - 1) // group
-        x, pairs = carray(numbers, (rows, width)), carray(scales, (rows, groups, 2))
-        out = carray(codes, (rows, bytes_of(width, bits)))
+        x = carray(numbers, (rows, width), np.float32)
+        out = carray(codes, (rows, bytes_of(width, bits)), np.uint8)
+        pairs = carray(scales, (rows, groups, 2), np.int16)
         for row in range(rows):
             for g in range(groups):
                 first, stop = g * group, min(width, (g + 1) * group)
                 low, high = x[row, first:stop].min(), x[row, first:stop].max()  # NaN if any is
                 zero = round_down(low)
                 scale = round_up((high - zero) / levels)
-                pairs[row, g, 0], pairs[row, g, 1] = word_of(scale) >> 16, word_of(zero) >> 16
+                pairs[row, g, 0] = np.float32(scale).view(np.int32) >> 16
+                pairs[row, g, 1] = np.float32(zero).view(np.int32) >> 16
                 step = scale if scale != np.float32(0) else np.float32(1)
                 for i in range(first, stop):
                     code = np.rint((x[row, i] - zero) / step)
                     store(out[row], i, width, min(max(code, np.float32(0)), levels), bits)
 
-    return compiled_from(quantize, SIGNATURE, layout)
-
-
-@part
-@no_type_check
-def word_of(x):
-    return np.float32(x).view(np.int32)
+    compiled = compiled_from(quantize, SIGNATURE, layout)
+    run = compiled.ctypes
+    run.owner = compiled  # the machine code, alive as long as the function
+    return run
 
 
 @part
 @no_type_check
 def round_up(x):
     """The next bfloat16 that is not less, of x >= 0."""
-    return np.int32((word_of(x) + LOW) & ~LOW).view(np.float32)
+    return np.int32((np.float32(x).view(np.int32) + LOW) & ~LOW).view(np.float32)
 
 
 @part
 @no_type_check
 def round_down(x):
     """The next bfloat16 that is not greater: negative numbers grow in size, others shrink."""
-    word = word_of(x)
+    word = np.float32(x).view(np.int32)
     return np.int32((word + ((word >> 31) & LOW)) & ~LOW).view(np.float32)
 
 

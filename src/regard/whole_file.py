@@ -1,11 +1,13 @@
 """Files that are written whole: an error leaves no half file, and an earlier file as it was."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import EISDIR
 from pathlib import Path
+from typing import BinaryIO
 from uuid import uuid4
 
 
@@ -39,6 +41,26 @@ def write_whole(path: Path, content: bytes) -> None:
         finally:
             with suppress(OSError):  # where the folder cannot be written, there is none
                 part.unlink()
+
+
+@contextmanager
+def private_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which replaces the path at the end; only its owner can read it.
+
+    Raises:
+        OSError: naming the path and the way out; a file of that name is as before.
+    """
+    with errors_that_name(path):
+        descriptor, name = tempfile.mkstemp(prefix=".saving-", suffix=".part", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 def check_can_write(path: Path) -> None:

@@ -4,18 +4,21 @@ import errno
 import json
 import os
 import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import session
+from regard import whole_file
 from regard.cache import files
-from regard.cache.files import TensorFile, write_tensors
+from regard.cache.files import open_tensors, parse_json, write_tensors
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),
@@ -26,7 +29,7 @@ TENSORS = {
 
 
 def read(path):
-    with TensorFile(path) as file:
+    with open_tensors(path) as file:
         return {name: file.read(name) for name in file.entries}
 
 
@@ -51,6 +54,13 @@ def test_dtypes_without_a_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"can be saved, got torch\.bool"):
         write_tensors(tmp_path / "a", {}, {"x": torch.tensor([True])})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named_before_anything_is_read(tmp_path, monkeypatch):
+    write_tensors(tmp_path / "a", {}, TENSORS)  # which needs none
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"python -m pip install 'regard\[hf\]'"):
+        read(tmp_path / "a")
 
 
 def test_a_header_is_not_larger_than_can_be_read(tmp_path, monkeypatch):
@@ -82,12 +92,12 @@ class Full:
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     write_tensors(tmp_path / "a", {"k": "before"}, TENSORS)
-    opened = os.fdopen
-    monkeypatch.setattr(files.os, "fdopen", lambda *args: Full(opened(*args)))
+    right = os.fdopen
+    monkeypatch.setattr(whole_file.os, "fdopen", lambda *args: Full(right(*args)))
     with pytest.raises(OSError, match="No space"):
         write_tensors(tmp_path / "a", {"k": "after"}, TENSORS)
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
-    with TensorFile(tmp_path / "a") as file:
+    with open_tensors(tmp_path / "a") as file:
         assert file.metadata == {"k": "before"}
 
 
@@ -99,7 +109,7 @@ def test_places_that_cannot_be_written_raise_os_errors(tmp_path):
         write_tensors(tmp_path / "folder", {}, TENSORS)
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
     with pytest.raises(OSError):
-        TensorFile(tmp_path / "none")
+        read(tmp_path / "none")
 
 
 def test_only_its_owner_can_read_a_file(tmp_path):
@@ -111,7 +121,7 @@ def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # reading it would never end
     for name in ("pipe", "."):
         with pytest.raises(ValueError, match="it is a file"):
-            TensorFile(tmp_path / name)
+            read(tmp_path / name)
         with pytest.raises(ValueError, match="it is a file"):
             write_tensors(tmp_path / name, {}, {})
     assert (tmp_path / "pipe").is_fifo()  # not replaced: it could be a device
@@ -131,12 +141,12 @@ def test_a_link_is_read_and_replaced_and_what_it_leads_to_stays(tmp_path):
             assert read(tmp_path / name).keys() == TENSORS.keys()
         write_tensors(tmp_path / name, {"k": "mine"}, {})
         assert not (tmp_path / name).is_symlink() and read(tmp_path / name) == {}
-    with TensorFile(tmp_path / "a") as file:
+    with open_tensors(tmp_path / "a") as file:
         assert file.metadata == {"k": "theirs"}
     assert not (tmp_path / "none").exists()
     for name in ("to pipe", "device"):
         with pytest.raises(ValueError, match="it is a file"):
-            TensorFile(tmp_path / name)
+            read(tmp_path / name)
         with pytest.raises(ValueError, match="it is a file"):
             write_tensors(tmp_path / name, {}, {})
         assert (tmp_path / name).is_symlink()
@@ -144,8 +154,8 @@ def test_a_link_is_read_and_replaced_and_what_it_leads_to_stays(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="files of Linux")
 def test_a_file_of_the_system_without_a_size_is_refused():
-    with pytest.raises(ValueError, match="has at least 8 bytes, got 0"):
-        TensorFile("/proc/self/environ")
+    with pytest.raises(ValueError, match=r"up to 16777216 bytes|cannot read it"):
+        read("/proc/self/environ")
 
 
 def written(path, header, data=b""):
@@ -160,52 +170,88 @@ def entry(**changes):
 
 X = entry()["x"]
 WRONG = {
-    "a gap": (entry(data_offsets=[4, 12]), 12, "begins at byte 0"),
-    "an overlap": ({"x": X, "y": {**X, "data_offsets": [4, 12]}}, 12, "begins at byte 8"),
-    "the same bytes twice": ({"x": X, "y": X}, 8, "begins at byte 8"),
-    "more data": (entry(), 12, "fill 12 bytes, got 8"),
-    "less data": (entry(), 4, "fill 4 bytes, got 8"),
-    "a span": (entry(shape=[3]), 8, "spans 12 bytes"),
-    "a dtype": (entry(dtype="F33"), 8, "dtype of 'x' is one of"),
-    "a dtype that is none": (entry(dtype=["F32"]), 8, "dtype of 'x' is one of"),
-    "a negative size": (entry(shape=[-2]), 8, "a list of at most"),
-    "a size that is true": (entry(shape=[True, 2]), 8, "a list of at most"),
-    "a size with a fraction": (entry(shape=[2.0]), 8, "a list of at most"),
-    "sizes beyond all memory": (entry(shape=[1 << 40, 1 << 40, 0]), 8, "a list of at most"),
-    "many axes": (entry(shape=[1] * 9), 8, "a list of at most"),
-    "an offset": (entry(data_offsets=[0]), 8, "are two numbers"),
-    "an offset backwards": (entry(data_offsets=[8, 0]), 8, "spans 8 bytes"),
-    "a key more": (entry(more=1), 8, "has dtype, shape and data_offsets"),
-    "an entry that is none": ({"x": 3}, 8, "has dtype, shape and data_offsets"),
-    "metadata": ({**entry(), "__metadata__": {"a": 1}}, 8, "an object of texts"),
-    "a list": ([], 0, "its header is an object"),
-    "no JSON": (b"{", 0, "holds valid JSON"),
-    "no text": (b"\xff\xfe", 0, "holds valid JSON"),
-    "a name twice": (b'{"x": 1, "x": 1}', 0, "comes twice"),
-    "depth": (b"[" * 100_000, 0, "holds valid JSON"),
-    "commas": (b"[" + b"0," * (files.COMMAS + 1) + b"0]", 0, "commas"),
-    "a number without end": (b"1" * 10_000, 0, "holds valid JSON"),
+    "a gap": (entry(data_offsets=[4, 12]), 12),
+    "an overlap": ({"x": X, "y": {**X, "data_offsets": [4, 12]}}, 12),
+    "the same bytes twice": ({"x": X, "y": X}, 8),
+    "more data": (entry(), 12),
+    "less data": (entry(), 4),
+    "a span": (entry(shape=[3]), 8),
+    "a dtype": (entry(dtype="F33"), 8),
+    "a dtype that is none": (entry(dtype=["F32"]), 8),
+    "a negative size": (entry(shape=[-2]), 8),
+    "a size that is true": (entry(shape=[True, 2]), 8),
+    "a size with a fraction": (entry(shape=[2.0]), 8),
+    "an offset": (entry(data_offsets=[0]), 8),
+    "an offset backwards": (entry(data_offsets=[8, 0]), 8),
+    "an entry that is none": ({"x": 3}, 8),
+    "metadata": ({**entry(), "__metadata__": {"a": 1}}, 8),
+    "a list": ([], 0),
+    "no JSON": (b"{", 0),
+    "no text": (b"\xff\xfe", 0),
+    "depth": (b"[" * 100_000, 0),
+    "a number without end": (b"1" * 10_000, 0),
+}
+BEYOND = {  # what safetensors reads, and no cache has
+    "sizes beyond all memory": entry(shape=[0, 1 << 40, 1 << 40], data_offsets=[0, 0]),
+    "a size beyond all memory": entry(shape=[0, (1 << 64) - 1], data_offsets=[0, 0]),
+    "many axes": entry(shape=[0] * 9, data_offsets=[0, 0]),
+    "another dtype": entry(dtype="BOOL", shape=[0], data_offsets=[0, 0]),
+    "half a byte": entry(dtype="F4", shape=[0], data_offsets=[0, 0]),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_header_that_is_wrong_is_refused(tmp_path, wrong):
-    header, nbytes, says = WRONG[wrong]
+    header, nbytes = WRONG[wrong]
     path = written(tmp_path / "a", header, bytes(nbytes))
-    with pytest.raises(ValueError, match=says):
-        TensorFile(path)
+    with pytest.raises(ValueError, match=f"^{path}: safetensors cannot read it: .*; save it again"):
+        read(path)
+
+
+@pytest.mark.parametrize("wrong", BEYOND)
+def test_a_tensor_that_no_cache_has_is_refused(tmp_path, wrong):
+    path = written(tmp_path / "a", BEYOND[wrong])
+    with pytest.raises(ValueError, match=f"^{path}: 'x' has at most 8 sizes"):
+        read(path)
+
+
+def test_json_in_a_header_is_bounded(tmp_path):
+    assert parse_json('{"length": 3}', tmp_path) == {"length": 3}
+    for wrong in ("{", "[" * 100_000, "[" + "0," * (files.COMMAS + 1) + "0]", "1" * 10_000):
+        with pytest.raises(ValueError, match=r"holds valid JSON|commas"):
+            parse_json(wrong, tmp_path)
 
 
 @pytest.mark.parametrize("start", [b"", b"1234567", b"\xff" * 8, struct.pack("<Q", 1 << 40)])
 def test_a_start_that_is_wrong_is_refused(tmp_path, start):
     (tmp_path / "a").write_bytes(start)
-    with pytest.raises(ValueError, match=r"at least 8 bytes|header has up to"):
-        TensorFile(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"begins with a header of up to"):
+        read(tmp_path / "a")
+
+
+def test_a_header_beyond_the_end_is_refused(tmp_path):
+    (tmp_path / "a").write_bytes(struct.pack("<Q", 1 << 20) + b"{}")
+    with pytest.raises(ValueError, match="cannot read it"):
+        read(tmp_path / "a")
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    """The header of one file says nothing about the bytes of another."""
+    write_tensors(tmp_path / "a", {}, {"x": torch.zeros(4)})
+    right = safetensors.safe_open
+
+    def replaced(path, **options):
+        write_tensors(path, {}, {"x": torch.ones(8)})
+        return right(path, **options)
+
+    monkeypatch.setattr(safetensors, "safe_open", replaced)
+    with pytest.raises(ValueError, match="another file"):
+        read(tmp_path / "a")
 
 
 def test_a_file_that_shrinks_is_refused(tmp_path):
     write_tensors(tmp_path / "a", {}, {"x": torch.zeros(1 << 20)})
-    with TensorFile(tmp_path / "a") as file:
+    with open_tensors(tmp_path / "a") as file:
         os.truncate(tmp_path / "a", 1 << 20)
         with pytest.raises(ValueError, match="'x' has 4194304 bytes"):
             file.read("x")

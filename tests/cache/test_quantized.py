@@ -73,7 +73,7 @@ def test_a_format_gives_keys_and_values_their_bits(name):
     keys, values = part.streams.stored
     assert (
         (keys.bits, values.bits)
-        == (cache.key_bits, cache.value_bits)
+        == (cache.format.key_bits, cache.format.value_bits)
         == (int(name[1]), int(name[3]))
     )
     assert cache.bits == min(keys.bits, values.bits)

@@ -27,13 +27,13 @@ def numbers(width, dtype, scale=1.0):
 
 
 @pytest.mark.parametrize("bits", [8, 6, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("group", [2, 6, 32, 64])
 @pytest.mark.usefixtures("compiled_only")
 def test_the_codes_of_torchs_operators(bits, dtype, group):
     for width in WIDTHS:
         for scale in (1.0, 1e-30, 1e30, 0.0):
-            x = numbers(width, dtype, scale)
+            x = numbers(width, dtype, min(scale, 1e3) if dtype is torch.float16 else scale)
             for found, wanted in zip(quantized(x, bits, group), quantize(x, bits, group),
                                      strict=True):  # fmt: skip
                 assert found.dtype == wanted.dtype
@@ -72,6 +72,7 @@ def test_the_error_is_at_most_half_a_step(bits):
     lambda x: x[..., ::2],
     lambda x: x.flip(0)[:1].expand(5, -1, -1, -1),
     lambda x: x.clone().requires_grad_(),
+    lambda x: torch.complex(x, x).conj().imag,
 ])  # fmt: skip
 def test_any_strides_and_parameters(make):
     x = make(numbers(24, torch.float32))
@@ -94,16 +95,15 @@ def test_torchs_operators_where_it_cannot_be_compiled(monkeypatch):
     used = []
     monkeypatch.setattr(quantizing, "quantize", lambda *a: used.append(a) or quantize(*a))
     many = torch.zeros(1, 1, 2, quantizing.MOST)
-    for x in (many, many[..., :8].double(), many[..., :8].half()):
-        quantized(x, 8, 8)
-    assert len(used) == 3
+    quantized(many, 8, 8)
+    assert len(used) == 1
     few = torch.zeros(1, 1, 2, 8)
     with FakeTensorMode() as mode:
         quantized(mode.from_tensor(few), 8, 8)
-    assert len(used) == 4
+    assert len(used) == 2
     monkeypatch.setattr(quantizing, "_has_numba", lambda: False)
     quantized(many[..., :8], 8, 8)
-    assert len(used) == 5
+    assert len(used) == 3
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ fork shares, a reference that is counted twice or not, a window one slot too nar
 """
 
 from regard import KVCache, PagedCache, SlidingCache
-from regard.cache import growing
+from regard.cache import streams
 from regard.cache.paging import appending, changing
 from regard.cache.paging.bookkeeping import Pages
 from regard.cache.paging.rows import Rows
@@ -94,13 +94,13 @@ def a_prefix_is_one_page_too_long(patch):
 
 
 def a_sliding_window_is_a_slot_too_narrow(patch):
-    right = SlidingCache._needed
-    patch.setattr(SlidingCache, "_needed", lambda self: min(self.length, right(self) + 1))
+    right = SlidingCache._oldest
+    patch.setattr(SlidingCache, "_oldest", lambda self: min(self.length, right(self) + 1))
 
 
 def rows_are_reordered_without_their_lengths(patch):
     def reorder(self, rows):
-        self._held = growing.select_rows(self._held, rows)
+        self._held = streams.select_rows(self._held, rows)
 
     patch.setattr(KVCache, "reorder", reorder)
 

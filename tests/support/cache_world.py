@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from listed import STREAMS
-from regard.cache.saving import truncate_all
+from regard.cache import truncate_all
 from sequences import Kind, Read, Sequence
 
 MOST = 90  # tokens of a row: a page table of many pages, and still quick to compare

@@ -22,8 +22,8 @@ from regard.cache.paging.sharing import Prefix
 from regard.cache.parts import Part
 from regard.cache.protocol import NO_CACHE, Cache, NoCache
 from regard.cache.quantized import QuantizedCache
-from regard.cache.saving import load_all, save_all, truncate_all
 from regard.cache.sliding import SlidingCache
+from regard.cache.stored import load_all, save_all, truncate_all
 
 __all__ = [
     "NO_CACHE",

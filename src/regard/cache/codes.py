@@ -24,7 +24,7 @@ _BLOCK = 1024  # tokens converted to floating point at a time; they fit in the L
 
 
 class QuantizedStream(NamedTuple):
-    """A stream `[B, G, S, W]` of `dtype`, rotated if so described, and quantised by `quantize`.
+    """A `Stream` `[B, G, S, W]` of `dtype`, rotated where it says so, and quantised by `quantize`.
 
     Products are with the rotated values: multiply by rows that are rotated alike, and rotate sums
     back.
@@ -41,57 +41,40 @@ class QuantizedStream(NamedTuple):
     skipped: int = 0  # tokens of the first run that are left out
 
     @property
-    def scale(self) -> Tensor:
-        """The scale of each run of tokens, head and group of channels."""
-        return self.scales[..., 0::2]
-
-    @property
-    def zero(self) -> Tensor:
-        """The zero of each run of tokens, head and group of channels."""
-        return self.scales[..., 1::2]
-
-    @property
     def outline(self) -> Tensor:
         """A tensor of the shape and dtype of the values, which are all zero."""
         return self.scales.new_zeros((), dtype=self.dtype).expand(*self.codes.shape[:3], self.width)
 
     def to_tensor(self) -> Float[Tensor, "B G S W"]:
         """The values in the original dtype."""
-        values = hadamard(self._rotated(), self.rotation)
+        values = hadamard(self._dequantize(), self.rotation)
         if self.dtype is torch.float16:  # rounding must not make the greatest numbers infinite
             values = values.clamp(-_GREATEST_HALF, _GREATEST_HALF)
         return values.to(self.dtype)
 
     @property
     def kinds(self) -> tuple[type, ...]:
-        """Its class."""
         return (QuantizedStream,)
 
     @property
     def is_shared(self) -> bool:
-        """Whether all rows of a batch of several read the same memory."""
         return self.codes.shape[0] > 1 and self.codes.stride(0) == 0
 
     @property
     def is_scattered(self) -> bool:
-        """Its tokens lie side by side."""
         return False
 
     def rows(self, start: int, size: int) -> "QuantizedStream":
-        """The rows `start..start + size` of the batch."""
         codes, scales = self.codes.narrow(0, start, size), self.scales.narrow(0, start, size)
         return self._replace(codes=codes, scales=scales)
 
     def in_one(self) -> "QuantizedStream":
-        """The stream itself."""
         return self
 
     def cuts(self, most: int) -> Iterator[tuple[int, int]]:
-        """All tokens, which are read as they are."""
         yield 0, self.codes.shape[2]
 
     def narrow(self, start: int, size: int) -> "QuantizedStream":
-        """The tokens `start..start + size`."""
         first, skipped = divmod(self.skipped + start, self.run)
         runs = -(-(skipped + size) // self.run)
         return self._replace(
@@ -100,36 +83,35 @@ class QuantizedStream(NamedTuple):
             skipped=skipped,
         )
 
-    def _rotated(self) -> Tensor:
-        """The values as they were quantised, in float32."""
+    def _dequantize(self) -> Tensor:
+        """Dequantise to float32. The values are still rotated."""
         if self.run == 1:
             return dequantize(self.codes, self.scales, self.bits, self.group, self.width)
         tokens, runs = self.codes.shape[2], self.scales.shape[2]
         outside = self.skipped, runs * self.run - self.skipped - tokens
         codes = torch.nn.functional.pad(self.codes, (0, 0, *outside))
         codes = unpacked(codes, self.width, self.bits).unflatten(2, (runs, self.run))
-        scale, zero = (each.float().unsqueeze(3) for each in (self.scale, self.zero))
-        return (codes.float() * scale + zero).flatten(2, 3).narrow(2, self.skipped, tokens)
+        scale, zero = self._scale_and_zero(torch.float32)
+        values = codes.float() * scale.unsqueeze(3) + zero.unsqueeze(3)
+        return values.flatten(2, 3).narrow(2, self.skipped, tokens)
 
     def product(self, rows: Float[Tensor, "B G M W"]) -> Float[Tensor, "B G M S"]:
         """The product of every row with every token."""
-        middle = 2.0 ** (self.bits - 1)  # codes around 0 lose fewer digits to cancellation
-        return torch.cat([self._block_product(rows, block, middle) for block in self._blocks()], -1)
+        return torch.cat([block._product(rows) for block in self._blocks()], -1)
 
     def weighted_sum(self, weights: Float[Tensor, "B G M S"]) -> Float[Tensor, "B G M W"]:
         """The weighted sum of the tokens for every row of weights."""
         total = weights.new_zeros(*weights.shape[:3], self.width)
-        start = 0
-        for block in self._blocks():
-            size = block.codes.shape[2]
-            total = total + block._weighted_sum(weights[..., start : start + size])
-            start += size
+        for block, piece in zip(self._blocks(), weights.split(_BLOCK, -1), strict=False):
+            total = total + block._weighted_sum(piece)
         return total
 
-    def _block_product(self, rows: Tensor, block: "QuantizedStream", middle: float) -> Tensor:
+    def _product(self, rows: Tensor) -> Tensor:
         if self.run > 1:
-            return rows @ block._rotated().to(rows.dtype).mT
-        values, scale, zero = block._floating(rows.dtype)
+            return rows @ self._dequantize().to(rows.dtype).mT
+        middle = 2.0 ** (self.bits - 1)  # codes around 0 lose fewer digits to cancellation
+        values = unpacked(self.codes, self.width, self.bits).to(rows.dtype)
+        scale, zero = self._scale_and_zero(rows.dtype)
         total = rows.new_zeros(())
         for at, piece in enumerate(rows.split(self.group, -1)):
             codes = values[..., at * self.group : at * self.group + piece.shape[-1]] - middle
@@ -140,17 +122,18 @@ class QuantizedStream(NamedTuple):
 
     def _weighted_sum(self, weights: Tensor) -> Tensor:
         if self.run > 1:
-            return weights @ self._rotated().to(weights.dtype)
-        values, scale, zero = self._floating(weights.dtype)
+            return weights @ self._dequantize().to(weights.dtype)
+        values = unpacked(self.codes, self.width, self.bits).to(weights.dtype)
+        scale, zero = self._scale_and_zero(weights.dtype)
         pieces = []
         for at, codes in enumerate(values[..., : self.width].split(self.group, -1)):
             by_scale, by_one = scale[..., at : at + 1].mT, zero[..., at : at + 1].mT
             pieces.append((weights * by_scale) @ codes + (weights * by_one).sum(-1, keepdim=True))
         return torch.cat(pieces, -1)
 
-    def _floating(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        codes = unpacked(self.codes, self.width, self.bits)
-        return codes.to(dtype), self.scale.to(dtype), self.zero.to(dtype)
+    def _scale_and_zero(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of each run of tokens, head and group of channels."""
+        return self.scales[..., 0::2].to(dtype), self.scales[..., 1::2].to(dtype)
 
     def _blocks(self) -> Iterator["QuantizedStream"]:
         tokens = self.codes.shape[2]
@@ -159,16 +142,9 @@ class QuantizedStream(NamedTuple):
 
 
 def quantize(x: Float[Tensor, "*B L W"], bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Codes `[*B, L, bytes]`, and a scale and a zero for each group of channels, side by side.
-
-    Scale and zero are rounded to bfloat16 first, zero down and scale up, so that the codes cover
-    the range. Codes are computed from the rounded values, so that this rounding adds little error.
-    """
-    groups = _groups(x.detach().float(), group)
-    low, high = groups.aminmax(dim=-1, keepdim=True)
-    codes, scale, zero = _coded(groups, low, high, bits)
-    scales = torch.cat([scale, zero], -1).bfloat16().flatten(-2)
-    return _packed(codes.flatten(-2)[..., : x.shape[-1]], bits), scales
+    """Codes `[*B, L, bytes]`, and a scale and a zero for each group of channels, side by side."""
+    codes, scales = _quantize(_groups(x.detach().float(), group), -1, bits)
+    return _pack(codes.flatten(-2)[..., : x.shape[-1]], bits), scales
 
 
 def quantize_channels(x: Float[Tensor, "*B L W"], bits: int, run: int) -> tuple[Tensor, Tensor]:
@@ -177,11 +153,8 @@ def quantize_channels(x: Float[Tensor, "*B L W"], bits: int, run: int) -> tuple[
 
     Numbers are codable: one that is not would spoil its channel in all tokens of the run.
     """
-    runs = x.detach().float().unflatten(-2, (-1, run))
-    low, high = runs.amin(-2, keepdim=True), runs.amax(-2, keepdim=True)
-    codes, scale, zero = _coded(runs, low, high, bits)
-    scales = torch.stack([scale, zero], -1).bfloat16().flatten(-3)
-    return _packed(codes.flatten(-3, -2), bits), scales
+    codes, scales = _quantize(x.detach().float().unflatten(-2, (-1, run)), -2, bits)
+    return _pack(codes.flatten(-3, -2), bits), scales
 
 
 def are_codable(x: Tensor) -> Bool[Tensor, "..."]:
@@ -189,14 +162,19 @@ def are_codable(x: Tensor) -> Bool[Tensor, "..."]:
     return x.abs() < _LARGEST
 
 
-def _coded(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of numbers in a range, one a byte, and its scale and zero."""
+def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes, one a byte, and the scales and zeros of the numbers along a dimension, side by side.
+
+    Scale and zero are rounded to bfloat16 first, zero down and scale up, so that the codes cover
+    the range. Codes are computed from the rounded values, so that this rounding adds little error.
+    """
     levels = 2**bits - 1
-    zero = _rounded_down(low)
-    scale = _rounded_up((high - zero) / levels)
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)  # aminmax is far slower
+    zero = _round_down(low)
+    scale = _round_up((high - zero) / levels)
     step = scale.masked_fill(scale == 0, 1.0)
-    codes = (x - zero).div_(step).round_().clamp_(0, levels)
-    return codes.to(torch.uint8), scale, zero
+    codes = (x - zero).div_(step).round_().clamp_(0, levels).to(torch.uint8)
+    return codes, torch.stack([scale, zero], -1).bfloat16().flatten(-3)
 
 
 def _groups(x: Float[Tensor, "... W"], group: int) -> Float[Tensor, "... N group"]:
@@ -207,12 +185,12 @@ def _groups(x: Float[Tensor, "... W"], group: int) -> Float[Tensor, "... N group
     return x.unflatten(-1, (-1, group))
 
 
-def _rounded_up(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def _round_up(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The next bfloat16 that is not less, of x >= 0: a float32 is one if its low half is zero."""
     return ((x.view(torch.int32) + _LOW) & ~_LOW).view(torch.float32)
 
 
-def _rounded_down(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def _round_down(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The next bfloat16 that is not greater: negative numbers grow in size, others shrink."""
     word = x.view(torch.int32)
     return ((word + (word >> 31 & _LOW)) & ~_LOW).view(torch.float32)
@@ -226,7 +204,7 @@ def bytes_of(width: int, bits: int) -> int:
     return whole * STEP * bits // 8 + (rest + 1) // 2 + ((rest + 3) // 4 if bits == 6 else 0)
 
 
-def _packed(codes: UInt8[Tensor, "... W"], bits: int) -> UInt8[Tensor, "... bytes"]:
+def _pack(codes: UInt8[Tensor, "... W"], bits: int) -> UInt8[Tensor, "... bytes"]:
     """Codes of fewer than 8 bits, packed 32 channels at a time, and then the remaining ones.
 
     Of n channels, ceil(n / 2) bytes have the low 4 bits: byte i those of channel i in its low half,
@@ -237,17 +215,17 @@ def _packed(codes: UInt8[Tensor, "... W"], bits: int) -> UInt8[Tensor, "... byte
     if bits == 8:
         return codes
     whole = codes.shape[-1] // STEP * STEP
-    steps = _packed_step(codes[..., :whole].unflatten(-1, (-1, STEP)), bits).flatten(-2)
+    steps = _pack_step(codes[..., :whole].unflatten(-1, (-1, STEP)), bits).flatten(-2)
     rest = codes[..., whole:]
-    return torch.cat([steps, _packed_step(rest, bits)], -1) if rest.shape[-1] else steps
+    return torch.cat([steps, _pack_step(rest, bits)], -1) if rest.shape[-1] else steps
 
 
-def _packed_step(codes: UInt8[Tensor, "... n"], bits: int) -> UInt8[Tensor, "... bytes"]:
-    low = _joined(codes & 15, 2)
-    return low if bits == 4 else torch.cat([low, _joined(codes >> 4, 4)], -1)
+def _pack_step(codes: UInt8[Tensor, "... n"], bits: int) -> UInt8[Tensor, "... bytes"]:
+    low = _join_fields(codes & 15, 2)
+    return low if bits == 4 else torch.cat([low, _join_fields(codes >> 4, 4)], -1)
 
 
-def _joined(fields: UInt8[Tensor, "... n"], count: int) -> UInt8[Tensor, "... bytes"]:
+def _join_fields(fields: UInt8[Tensor, "... n"], count: int) -> UInt8[Tensor, "... bytes"]:
     """So many fields a byte, of 8 / count bits each."""
     missing = -fields.shape[-1] % count
     first, *others = torch.nn.functional.pad(fields, (0, missing)).chunk(count, -1)
@@ -263,19 +241,17 @@ def unpacked(codes: UInt8[Tensor, "... bytes"], width: int, bits: int) -> UInt8[
     rest = width % STEP
     whole = bytes_of(width - rest, bits)
     steps = codes[..., :whole].unflatten(-1, (-1, bytes_of(STEP, bits)))
-    values = _unpacked_step(steps, STEP, bits).flatten(-2)
-    return (
-        torch.cat([values, _unpacked_step(codes[..., whole:], rest, bits)], -1) if rest else values
-    )
+    values = _unpack_step(steps, STEP, bits).flatten(-2)
+    return torch.cat([values, _unpack_step(codes[..., whole:], rest, bits)], -1) if rest else values
 
 
-def _unpacked_step(codes: UInt8[Tensor, "... bytes"], n: int, bits: int) -> UInt8[Tensor, "... n"]:
+def _unpack_step(codes: UInt8[Tensor, "... bytes"], n: int, bits: int) -> UInt8[Tensor, "... n"]:
     low, high = codes.tensor_split([(n + 1) // 2], -1)
-    found = _separated(low, 2)[..., :n]
-    return found if bits == 4 else found | _separated(high, 4)[..., :n] << 4
+    codes = _split_fields(low, 2)[..., :n]
+    return codes if bits == 4 else codes | _split_fields(high, 4)[..., :n] << 4
 
 
-def _separated(codes: UInt8[Tensor, "... bytes"], count: int) -> UInt8[Tensor, "... n"]:
+def _split_fields(codes: UInt8[Tensor, "... bytes"], count: int) -> UInt8[Tensor, "... n"]:
     size = 8 // count
     return torch.cat([codes >> size * at & (1 << size) - 1 for at in range(count)], -1)
 

@@ -4,18 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
+from regard.cache.growing import Contiguous
 from regard.cache.parts import Part
-from regard.cache.stored import Contiguous
+from regard.cache.saving import Record
 from regard.cache.streams import (
-    check_rows,
-    check_streams,
     check_whole,
-    concatenated,
     empty_like,
     first_tokens,
     needs_gradients,
-    select_rows,
-    write_slots,
+    with_room,
     write_tokens,
 )
 from regard.span import Span
@@ -51,13 +48,9 @@ class StaticCache(Contiguous):
         self.max_length = max_length
 
     def span(self, new: int) -> Span:
-        """The slots of the queries and keys of a call with `new` more tokens.
-
-        Raises:
-            ValueError: if there is no room for them.
-        """
+        """The slots of a call with `new` more tokens. Raises a ValueError if they have no room."""
         self._check_room(new)
-        return self._lengths.span(new)
+        return super().span(new)
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
         """Append `[B, G, L, W]` streams; return all tokens, as one part.
@@ -72,43 +65,27 @@ class StaticCache(Contiguous):
         self._lengths = lengths = self._lengths.grown(added)
         return (first_tokens(self._held, lengths.longest),)
 
-    def peek(self, *new: Tensor) -> tuple[Part, ...]:
-        """The result of `update`, in new tensors, without changing the cache."""
-        added = self._check(new)
-        return (Part(0, self.length + added, concatenated(self._held, new, self._lengths)),)
-
-    def truncate(self, length: int | Tensor) -> None:
-        """Keep the first `length` tokens, or `[B]` lengths; the buffers stay."""
-        self._lengths = self._lengths.truncated(length, self._held)
-
     def reorder(self, rows: Tensor) -> None:
         """Keep these batch rows, in this order; in place if there are as many as before."""
-        check_rows(rows, self._held)
-        selected = select_rows(self._held, rows)
-        if self._held and len(rows) == self._held[0].shape[0]:
-            for held, each in zip(self._held, selected, strict=True):
-                held.copy_(each)
-        else:
-            self._held = selected
-        self._lengths = self._lengths.reordered(rows)
+        buffers = self._held
+        super().reorder(rows)
+        if buffers and buffers[0].shape == self._held[0].shape:
+            for buffer, selected in zip(buffers, self._held, strict=True):
+                buffer.copy_(selected)
+            self._held = buffers
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the cache was constructed with, for its file."""
         return {"max_length": self.max_length}
 
-    def _buffers(self, streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Buffers of the whole size. Streams without tokens stay as they are until the next update:
-        a file without data may claim rows and heads that no memory has room for."""
+    def fill(self, record: Record) -> None:
+        super().fill(record)
         self._check_room(0)
-        if not streams or not streams[0].shape[2]:
-            return streams
-        buffers = tuple(empty_like(each, self.max_length) for each in streams)
-        write_slots(buffers, streams, 0)
-        return buffers
+        if self.length:  # a file without tokens may claim rows that no memory has room for
+            self._held = with_room(self._held, self.length, self.max_length)
 
     def _check(self, new: tuple[Tensor, ...]) -> int:
-        added = check_streams(new, self._held)
+        added = super()._check(new)
         self._check_room(added)
         if needs_gradients(new, self._held):
             raise ValueError(

@@ -1,23 +1,56 @@
-"""A cache of all tokens, in buffers that double when they are full."""
+"""Caches that hold each stream in one tensor; one of all tokens, whose buffers grow by doubling."""
 
 from torch import Tensor
 
 from regard.cache.parts import Part
-from regard.cache.stored import Contiguous
+from regard.cache.stored import Stored
 from regard.cache.streams import (
     check_rows,
     check_streams,
     concatenated,
-    empty_like,
     first_tokens,
     needs_derivatives,
     requires_grad,
     select_rows,
+    with_room,
     write_tokens,
 )
 from regard.span import Span
 
 _FIRST_CAPACITY = 256  # tokens; short generations then never copy the buffers
+
+
+class Contiguous(Stored):
+    """Base class of caches that hold each stream in one tensor."""
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the tokens, some with room for more after them."""
+        return self._held
+
+    def count(self, new: int) -> None:
+        """Count tokens that have been written to `buffers`, after those held."""
+        self._lengths = self._lengths.grown(new)
+
+    def span(self, new: int) -> Span:
+        """The slots of the queries and keys of a call with `new` more tokens."""
+        return self._lengths.span(new, self._oldest())
+
+    def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """The result of `update`, in new tensors, without changing the cache."""
+        stop = self.length + self._check(new)
+        whole = concatenated(self._held, new, self._lengths.grown(-self._first))
+        return (Part(self._first, stop, whole).narrow(self._oldest(), stop),)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, `[N]` integers, in this order."""
+        check_rows(rows, self._held)
+        self._held = select_rows(self._held, rows)
+        self._lengths = self._lengths.reordered(rows)
+
+    def _check(self, new: tuple[Tensor, ...]) -> int:
+        """The number of new tokens. Raises if they cannot be appended."""
+        return check_streams(new, self._held)
 
 
 class KVCache(Contiguous):
@@ -36,10 +69,6 @@ class KVCache(Contiguous):
         3
     """
 
-    def span(self, new: int) -> Span:
-        """The slots of the queries and keys of a call with `new` more tokens."""
-        return self._lengths.span(new)
-
     def update(self, *new: Tensor) -> tuple[Part, ...]:
         """Append `[B, G, L, W]` streams; return all tokens, as one part.
 
@@ -56,31 +85,13 @@ class KVCache(Contiguous):
         self._lengths = grown
         return (first_tokens(self._held, grown.longest),)
 
-    def peek(self, *new: Tensor) -> tuple[Part, ...]:
-        """The result of `update`, in new tensors, without changing the cache."""
-        added = check_streams(new, self._held)
-        return (Part(0, self.length + added, concatenated(self._held, new, self._lengths)),)
-
-    def truncate(self, length: int | Tensor) -> None:
-        """Keep the first `length` tokens, or `[B]` lengths; the buffers stay."""
-        self._lengths = self._lengths.truncated(length, self._held)
-
-    def reorder(self, rows: Tensor) -> None:
-        """Keep these batch rows, `[N]` integers, in this order."""
-        check_rows(rows, self._held)
-        self._held = select_rows(self._held, rows)
-        self._lengths = self._lengths.reordered(rows)
-
     def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers with the tokens held and room for `total`."""
         present = self._held[0].shape[2] if self._held else 0
         if present >= total > 0 and not requires_grad(self._held):
             return self._held
         capacity = max(_FIRST_CAPACITY, total, 2 * present if total > present else 0)
-        buffers = tuple(empty_like(each, capacity) for each in new)
-        for buffer, held in zip(buffers, self._held, strict=False):
-            buffer.narrow(2, 0, self.length).copy_(held.detach().narrow(2, 0, self.length))
-        return buffers
+        return with_room(self._held or new, self.length, capacity)
 
     def __repr__(self) -> str:
         return "KVCache()"

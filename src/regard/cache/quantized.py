@@ -7,31 +7,27 @@ once, independently of each other, and an outlier channel affects only its group
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from regard.cache.codes import QuantizedStream, bytes_of
+from regard.cache.codes import QuantizedStream
 from regard.cache.growing import KVCache
 from regard.cache.paging.formats import GROUP, PageFormat, format_of
 from regard.cache.parts import Part, Streams
 from regard.cache.quantizing import quantized
-from regard.cache.saving import Record, checked_pieces, outlines_from, outlines_text
-from regard.cache.stored import Stored
-from regard.cache.streams import Lengths, check_streams, check_whole, needs_gradients, select_rows
-from regard.span import Span
+from regard.cache.saving import Record, outlines_from, outlines_text, pieces_from
+from regard.cache.streams import check_streams, check_whole, needs_gradients, select_rows
 from regard.tracing import is_forward_mode
 
 
-class _Described(NamedTuple):
+class _Storage(NamedTuple):
     """How one stream is stored; `bits` is None where its numbers are not changed."""
 
     bits: int | None
-    group: int
     rotation: tuple[int, ...]
     like: Tensor  # without tokens, of the stream's shape and dtype
 
 
-class QuantizedCache(Stored):
+class QuantizedCache(KVCache):
     """A cache of keys and values in 8, 6 or 4 bits; integer streams are stored unchanged.
 
     Quantisation is asymmetric: `value = zero + scale * code`, with a bfloat16 scale and zero for
@@ -78,46 +74,26 @@ class QuantizedCache(Stored):
             raise ValueError(f"bits is 8 or 4, got {bits}; format='K6V6' has 6")
         if group < 1 or group % 2:
             raise ValueError(f"group is an even number of channels, got {group}")
-        self.format = _format_of(bits, group) if format is None else _quantising(format, group)
+        super().__init__()
+        named = PageFormat(f"int{bits}", bits, bits, group, rotates=False)
+        self.format = named if format is None else format_of(format)._replace(group=group)
+        if self.format.key_bits is None:
+            raise ValueError(f"format={format!r} stores values as they are; use KVCache()")
         self.group = group
-        self._store = KVCache()
-        self._streams: tuple[_Described, ...] = ()  # those held
-
-    @property
-    def key_bits(self) -> int:
-        """The bits of a key's channel, or of a joined stream's."""
-        assert self.format.key_bits is not None
-        return self.format.key_bits
-
-    @property
-    def value_bits(self) -> int:
-        """The bits of a value's channel."""
-        assert self.format.value_bits is not None
-        return self.format.value_bits
+        self._streams: tuple[_Storage, ...] = ()  # of those held
 
     @property
     def bits(self) -> int:
-        """The fewest bits of a channel, which decide what backends can read."""
-        return min(self.key_bits, self.value_bits)
+        """The fewest bits of a channel: `format` has those of keys and of values."""
+        return min(bits for bits in (self.format.key_bits, self.format.value_bits) if bits)
 
     @property
-    def length(self) -> int:
-        """The number of tokens so far."""
-        return self._store.length
+    def empty_streams(self) -> tuple[Tensor, ...]:
+        return tuple(each.like for each in self._streams)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes stored for the tokens held: codes, scales and zeros."""
-        return self._store.nbytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the buffers, which have room for more tokens."""
-        return self._store.allocated_bytes
-
-    def span(self, new: int) -> Span:
-        """The slots of the queries and keys of a call with `new` more tokens."""
-        return self._store.span(new)
+    def arguments(self) -> dict[str, Any]:
+        return {"format": self.format.name, "group": self.group}
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
         """Append `[B, G, L, W]` streams; return all tokens, dequantised on indexing.
@@ -125,82 +101,39 @@ class QuantizedCache(Stored):
         Raises:
             ValueError: if the streams do not fit, or require gradients.
         """
-        streams = self._described(new)
-        parts = self._store.update(*_stored(new, streams))
+        streams = self._storage_of(new)
+        parts = super().update(*self._encode(new, streams))
         self._streams = streams
-        return _joined(parts, streams)
+        return self._join(parts, streams)
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
-        """The result of `update`, in new tensors, without changing the cache."""
-        streams = self._described(new)
-        return _joined(self._store.peek(*_stored(new, streams)), streams)
-
-    def snapshot(self) -> object:
-        """The present state."""
-        return self._streams, self._store.snapshot()
-
-    def restore(self, snapshot: object) -> None:
-        """Undo the updates since `snapshot` was called; nothing else may have happened."""
-        assert isinstance(snapshot, tuple)
-        self._streams, store = snapshot
-        self._store.restore(store)
-
-    def truncate(self, length: int | Tensor) -> None:
-        """Keep the first `length` tokens, or `[B]` lengths; the buffers stay."""
-        self._store.truncate(length)
+        streams = self._storage_of(new)
+        return self._join(super().peek(*self._encode(new, streams)), streams)
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep these batch rows, `[N]` integers, in this order."""
-        self._store.reorder(rows)
-        likes = select_rows([each.like for each in self._streams], rows)
+        super().reorder(rows)
+        likes = select_rows(self.empty_streams, rows)
         pairs = zip(self._streams, likes, strict=True)
         self._streams = tuple(each._replace(like=like) for each, like in pairs)
 
-    @property
-    def lengths(self) -> Lengths:
-        """The number of tokens of each row."""
-        return self._store.lengths
-
-    @property
-    def empty_streams(self) -> tuple[Tensor, ...]:
-        """Tensors of no tokens, with the other sizes and the dtypes of the streams."""
-        return tuple(each.like for each in self._streams)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What the cache was constructed with, for its file."""
-        return {"format": self.format.name, "group": self.group}
-
     def record(self) -> Record:
-        """What the cache holds, for its file: codes, scales and zeros of the tokens."""
-        store = self._store.record()
-        pieces = None if self.pieces is None else list(self.pieces)
-        own = {"outlines": outlines_text(self.empty_streams), "pieces": pieces}
-        return Record(type(self).__name__, self.arguments, {**store.state, **own}, store.streams)
+        state, streams = super().record()
+        own = {"outlines": outlines_text(self.empty_streams), "pieces": self.pieces}
+        return Record(state | own, streams)
 
     def fill(self, record: Record) -> None:
-        """Take what a file holds, into this new cache.
-
-        Args:
-            record: of a cache of this kind and these arguments.
-
-        Raises:
-            ValueError: if it could not be the record of such a cache.
-        """
         like = outlines_from(record.state.get("outlines"), record.streams)
-        pieces = checked_pieces(record.state.get("pieces"), like)
-        self.pieces = self.pieces if pieces is None else pieces
-        streams = self._described(like) if like else ()
-        expected = outlines_text(_empty(streams))
+        self.pieces = pieces_from(record.state.get("pieces"), like) or self.pieces
+        self._streams = self._storage_of(like) if like else ()
+        expected = outlines_text(self._encode(like, self._streams))
         if expected != outlines_text(record.streams):
             raise ValueError(
                 f"the codes of streams {outlines_text(like)} are {expected}, got "
                 f"{outlines_text(record.streams)}"
             )
-        self._store.fill(record)
-        self._streams = streams
+        super().fill(record)
 
-    def _described(self, new: tuple[Tensor, ...]) -> tuple[_Described, ...]:
+    def _storage_of(self, new: tuple[Tensor, ...]) -> tuple[_Storage, ...]:
         """How the streams are stored. Raises if they do not fit, or require gradients."""
         check_streams(new, self.empty_streams)
         if needs_gradients(new, ()) or is_forward_mode():
@@ -210,67 +143,39 @@ class QuantizedCache(Stored):
             )
         if self._streams:
             return self._streams
-        return tuple(self._first(each, index, len(new)) for index, each in enumerate(new))
+        return tuple(self._first_storage(each, index, len(new)) for index, each in enumerate(new))
 
-    def _first(self, stream: Tensor, index: int, count: int) -> _Described:
+    def _first_storage(self, stream: Tensor, index: int, count: int) -> _Storage:
         like = stream.detach()[:, :, :0].clone()
         if not stream.is_floating_point():
-            return _Described(None, self.group, (), like)
+            return _Storage(None, (), like)
         rotation = self.format.rotation_of(index, count, stream.shape[-1], self.pieces)
-        return _Described(self.format.bits_of_stream(index), self.group, rotation, like)
+        return _Storage(self.format.bits_of_stream(index), rotation, like)
 
-    def __repr__(self) -> str:
-        given = f"format={self.format.name!r}" if self.format.rotates else f"bits={self.bits}"
-        return f"QuantizedCache({given}, group={self.group})"
+    def _encode(self, new: Sequence[Tensor], streams: Sequence[_Storage]) -> list[Tensor]:
+        """The codes and scales of each stream, or the stream itself."""
+        tensors: list[Tensor] = []
+        for stream, (bits, rotation, _) in zip(new, streams, strict=True):
+            if bits is None:
+                tensors.append(stream)
+            else:
+                tensors += quantized(stream, bits, self.group, rotation)
+        return tensors
 
-
-def _format_of(bits: int, group: int) -> PageFormat:
-    """Keys and values of the same bits, not rotated."""
-    return PageFormat(f"int{bits}", bits, bits, group, rotates=False)
-
-
-def _quantising(format: str | PageFormat, group: int) -> PageFormat:
-    """The format of that name. Raises if it does not quantise."""
-    found = format_of(format)
-    if found.key_bits is None:
-        raise ValueError(f"format={found.name!r} stores values as they are; use KVCache()")
-    return found._replace(group=group)
-
-
-def _stored(new: Sequence[Tensor], streams: Sequence[_Described]) -> list[Tensor]:
-    """The codes and scales of each stream, or the stream itself."""
-    found: list[Tensor] = []
-    for each, (bits, group, rotation, _) in zip(new, streams, strict=True):
-        found += [each] if bits is None else quantized(each, bits, group, rotation)
-    return found
-
-
-def _empty(streams: Sequence[_Described]) -> list[Tensor]:
-    """The codes and scales of no tokens. They are not computed: to rotate the widths that a file
-    without data may claim, a matrix would be needed for which no memory has room."""
-    found: list[Tensor] = []
-    for bits, group, _, like in streams:
-        *sizes, width = like.shape
-        if bits is None:
-            found.append(like)
-            continue
-        found.append(like.new_empty(*sizes, bytes_of(width, bits), dtype=torch.uint8))
-        found.append(like.new_empty(*sizes, 2 * -(-width // group), dtype=torch.bfloat16))
-    return found
-
-
-def _joined(parts: tuple[Part, ...], streams: Sequence[_Described]) -> tuple[Part, ...]:
-    """The parts of the store with codes and scales joined to one stream each."""
-    described = []
-    for start, stop, stored in parts:
+    def _join(self, parts: tuple[Part, ...], streams: Sequence[_Storage]) -> tuple[Part, ...]:
+        """The part with codes and scales joined to one stream each."""
+        ((start, stop, stored),) = parts
         tensors = iter(stored)
         joined: list[QuantizedStream | Tensor] = []
-        for bits, group, rotation, like in streams:
+        for bits, rotation, like in streams:
             first = next(tensors)
             if bits is None:
                 joined.append(first)
-                continue
-            sizes = bits, group, like.shape[-1]
-            joined.append(QuantizedStream(first, next(tensors), *sizes, like.dtype, rotation))
-        described.append(Part(start, stop, Streams(joined)))
-    return tuple(described)
+            else:
+                sizes = bits, self.group, like.shape[-1]
+                joined.append(QuantizedStream(first, next(tensors), *sizes, like.dtype, rotation))
+        return (Part(start, stop, Streams(joined)),)
+
+    def __repr__(self) -> str:
+        kind = f"format={self.format.name!r}" if self.format.rotates else f"bits={self.bits}"
+        return f"QuantizedCache({kind}, group={self.group})"

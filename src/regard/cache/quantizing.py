@@ -3,9 +3,7 @@
 A step appends few numbers, so that starting a dozen operators takes far longer than their work.
 """
 
-import ctypes
 import functools
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -16,8 +14,6 @@ from regard.cache.codes import bytes_of, quantize
 from regard.cache.rotation import hadamard
 from regard.tracing import is_immediate
 
-Run = Callable[[int, int, int, int, int], None]
-DTYPES = (torch.float32, torch.bfloat16)
 MOST = 1 << 15  # numbers; more are quantised as quickly by torch's operators, on all threads
 
 
@@ -28,43 +24,21 @@ def quantized(
 
     Blocks of channels of the widths in `rotation` are rotated first, in float32.
     """
-    if rotation:
+    if rotation and x.numel():  # a file of no tokens may claim a width too large for a matrix
         x = hadamard(x.detach().float(), rotation)
-    if not _is_compilable(x):
+    if not (x.is_cpu and 0 < x.numel() <= MOST and is_immediate(x) and _has_numba()):
         return quantize(x, bits, group)
-    x = x.detach().contiguous()
+    from regard.cache.quantizing_kernel import kernel  # here, because it imports numba
+
+    x = x.detach().float().resolve_neg().contiguous()
     *rows, width = x.shape
-    count = x.numel() // width
     codes = torch.empty(*rows, bytes_of(width, bits), dtype=torch.uint8, device="cpu")
     scales = torch.empty(*rows, 2 * -(-width // group), dtype=torch.bfloat16, device="cpu")
-    run = _compiled(bits, group, x.dtype is torch.bfloat16)
-    run(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), count, width)
+    places = x.data_ptr(), codes.data_ptr(), scales.data_ptr()
+    kernel(bits, group)(*places, x.numel() // width, width)
     return codes, scales
-
-
-def _is_compilable(x: Tensor) -> bool:
-    if not (
-        x.is_cpu
-        and x.dtype in DTYPES
-        and 0 < x.numel() <= MOST
-        and is_immediate(x)
-        and _has_numba()
-    ):
-        return False
-    return not x.is_neg()
 
 
 @functools.cache
 def _has_numba() -> bool:
     return find_spec("numba") is not None
-
-
-@functools.cache
-def _compiled(bits: int, group: int, half: bool) -> Run:
-    from regard.cache.quantizing_kernel import kernel
-
-    place, count = ctypes.c_void_p, ctypes.c_int64
-    run: Run = ctypes.CFUNCTYPE(None, place, place, place, count, count)(
-        kernel(bits, group, half).address
-    )
-    return run

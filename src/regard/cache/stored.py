@@ -1,18 +1,31 @@
-"""Base classes of caches: copies, snapshots, descriptions and files of what a cache holds."""
+"""What all caches can besides: copies, snapshots, descriptions, and files of all layers' caches."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from regard.cache.describing import describe
-from regard.cache.files import is_naturals
-from regard.cache.saving import Record, load_all, save_all
-from regard.cache.streams import Lengths, check_streams, lengths_of, writable
+from regard.cache.files import is_naturals, open_tensors, write_tensors
+from regard.cache.saving import (
+    Record,
+    check_origin,
+    lengths_from,
+    lengths_state,
+    origin,
+    outline_text,
+    read_entries,
+    stream_name,
+)
+from regard.cache.streams import Lengths, check_streams, writable
+from regard.words import counted
 
+FORMAT = "regard.cache"  # of a file of caches, in its metadata
+VERSION = "1"  # of the format, in its metadata; changes when older versions cannot read a file
 Kind = TypeVar("Kind", bound="Stored")
 
 
@@ -20,7 +33,8 @@ class Stored:
     """Base class of caches: copies that share no memory, and a snapshot to undo failed updates.
 
     An update rebinds attributes, and writes to buffers only after the tokens held. So the
-    attributes are the whole state, and a snapshot needs no copy of a tensor.
+    attributes are the whole state, and a snapshot needs no copy of a tensor. Each stream is held in
+    one tensor; caches that hold pages override what depends on it.
 
     Attributes:
         pieces: the widths of the pieces of a joined stream, which a layer announces before its
@@ -28,20 +42,23 @@ class Stored:
     """
 
     pieces: Sequence[int] | None = None
+    _first = 0  # the slot of the first token held
+
+    def __init__(self) -> None:
+        self._lengths = Lengths()
+        self._held: tuple[Tensor, ...] = ()  # the streams, with room after the tokens
 
     def __copy__(self: Kind) -> Kind:
         new = type(self).__new__(type(self))
-        vars(new).update({name: _copied(value) for name, value in vars(self).items()})
+        vars(new).update(vars(self))
+        new._held = tuple(writable(each.clone) for each in self._held)  # with their autograd graph
         return new
 
     def __deepcopy__(self: Kind, memo: object) -> Kind:
-        return self.__copy__()
+        return copy(self)
 
     def fork(self: Kind) -> Kind:
-        """An independent cache with the same tokens.
-
-        Returns:
-            A cache of the same kind: what is appended to one of the two is not in the other.
+        """A cache of the same kind with the same tokens, independent of this one.
 
         Examples:
             >>> from regard import KVCache
@@ -61,7 +78,12 @@ class Stored:
     def restore(self, snapshot: object) -> None:
         """Undo the updates since `snapshot` was called; nothing else may have happened."""
         assert isinstance(snapshot, dict)
+        vars(self).clear()
         vars(self).update(snapshot)
+
+    def truncate(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens, or `[B]` lengths; the buffers stay."""
+        self._lengths = self._lengths.truncated(length, self._held)
 
     def can_truncate(self, length: int | Tensor) -> bool:
         """Whether `truncate(length)` would not raise.
@@ -96,148 +118,33 @@ class Stored:
             KVCache(): 1 row of 5 tokens, 640 bytes held, 32,768 allocated
               streams [1, 2, 5, 8] float32, [1, 2, 5, 8] float32
         """
-        return describe(self)
+        if not self.empty_streams:
+            return f"{self!r}: no tokens"
+        shortest, count = self.lengths.shortest, self.length - self._first
+        tokens = counted(self.length, "token")
+        if shortest != self.length:
+            tokens = f"{shortest:,} to {tokens}"
+        latest = f", the last {count:,} held" if count != self.length else ""
+        rows = counted(self.empty_streams[0].shape[0], "row")
+        streams = ", ".join(
+            f"{[*x.shape[:2], self.length, x.shape[3]]} {str(x.dtype).removeprefix('torch.')}"
+            for x in self.empty_streams
+        )
+        return (
+            f"{self!r}: {rows} of {tokens}{latest}, {self.nbytes:,} bytes held, "
+            f"{self.allocated_bytes:,} allocated\n"
+            f"  streams {streams}"
+        )
 
     def save(self, path: str | Path, *, weights: str | nn.Module) -> None:
-        """Write the tokens held to a file, in the safetensors format.
-
-        Args:
-            path: of the file, which appears there when it is complete; one that is there is
-                replaced. Only its owner can read it.
-            weights: the model whose keys and values they are, or its fingerprint: `load` refuses
-                those of other weights.
-
-        Raises:
-            OSError: if the disk is full or read-only; a file of that name is as before.
-
-        Examples:
-            >>> import tempfile
-            >>> from pathlib import Path
-            >>> from regard import KVCache
-            >>> cache, k = KVCache(), torch.ones(1, 2, 5, 8)
-            >>> _ = cache.update(k, k)
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     path = Path(folder, "cache.safetensors")
-            ...     cache.save(path, weights="layer 3 of my model")
-            ...     again = KVCache()
-            ...     again.load(path, weights="layer 3 of my model")
-            >>> again.length, again.buffers[0].sum().item()
-            (5, 80.0)
-        """
+        """Write the tokens held to a file: `save_all` of this cache alone."""
         save_all([self], path, weights=weights)
 
     def load(
         self, path: str | Path, *, weights: str | nn.Module, device: torch.device | str = "cpu"
     ) -> None:
-        """Take the tokens of a file that `save` wrote, into this cache, which is empty.
-
-        Args:
-            path: of the file. It is checked before anything is allocated, and may come from
-                elsewhere.
-            weights: the model that the cache is for, or its fingerprint.
-            device: of the streams.
-
-        Raises:
-            OSError: if the file cannot be read.
-            ValueError: if this cache holds tokens, the file is of another kind of cache or of one
-                with other arguments, of other weights, of an unknown version, or damaged. The
-                cache is as before.
-
-        Examples:
-            >>> import tempfile
-            >>> from pathlib import Path
-            >>> from regard import KVCache, StaticCache
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     path = Path(folder, "cache.safetensors")
-            ...     KVCache().save(path, weights="mine")
-            ...     try:
-            ...         StaticCache(8).load(path, weights="mine")
-            ...     except ValueError as error:
-            ...         print(str(error).partition(": ")[2])
-            layer 0 is StaticCache(max_length=8), got KVCache(); load it into that
-        """
+        """Take the tokens of a file into this cache, which is empty: `load_all` of it alone."""
         load_all([self], path, weights=weights, device=device)
-
-    @property
-    def length(self) -> int:
-        """The number of tokens so far."""
-        raise NotImplementedError
-
-    @property
-    def lengths(self) -> Lengths:
-        """The number of tokens of each row."""
-        return Lengths(self.length, self.length)
-
-    @property
-    def first(self) -> int:
-        """The slot of the first token held."""
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes stored for the tokens held."""
-        raise NotImplementedError
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the memory, which may have room for more tokens."""
-        raise NotImplementedError
-
-    @property
-    def empty_streams(self) -> tuple[Tensor, ...]:
-        """Tensors of no tokens, with the other sizes and the dtypes of the streams."""
-        raise NotImplementedError
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What the cache was constructed with, for its file."""
-        raise NotImplementedError
-
-    def record(self) -> Record:
-        """What the cache holds, for its file."""
-        raise NotImplementedError
-
-    def fill(self, record: Record) -> None:
-        """Take what a file holds, into this new cache.
-
-        Args:
-            record: of a cache of this kind and these arguments.
-
-        Raises:
-            ValueError: if it could not be the record of such a cache.
-        """
-        raise NotImplementedError
-
-    def become(self: Kind, other: Kind) -> None:
-        """Take the state of a cache that is not used any more."""
-        vars(self).update(vars(other))
-
-    if TYPE_CHECKING:
-
-        def truncate(self, length: int | Tensor) -> None: ...
-
-
-def _copied(value: object) -> object:
-    """A copy with cloned tensors, because caches with a common buffer would overwrite each other.
-
-    Clones keep their autograd graph.
-    """
-    if isinstance(value, Tensor):
-        return writable(value.clone)
-    if isinstance(value, tuple):
-        parts, new = tuple(map(_copied, value)), cast(Callable[..., object], type(value))
-        return parts if new is tuple else new(*parts)
-    return value.__copy__() if isinstance(value, Stored) else value
-
-
-class Contiguous(Stored):
-    """Base class of caches that hold each stream in one tensor."""
-
-    _first = 0  # the slot of the first token held
-
-    def __init__(self) -> None:
-        self._lengths = Lengths()
-        self._held: tuple[Tensor, ...] = ()
 
     @property
     def length(self) -> int:
@@ -250,30 +157,14 @@ class Contiguous(Stored):
         return self._lengths
 
     @property
-    def first(self) -> int:
-        """The slot of the first token held."""
-        return self._first
-
-    @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the tokens, some with room for more after them."""
-        return self._held
-
-    def count(self, new: int) -> None:
-        """Count tokens that have been written to `buffers`, after those held."""
-        self._lengths = self._lengths.grown(new)
-
-    @property
     def nbytes(self) -> int:
         """Bytes stored for the tokens held."""
-        sizes = ((held.shape, held.element_size()) for held in self._held)
-        per_token = sum(shape[0] * shape[1] * shape[3] * size for shape, size in sizes)
-        return per_token * (self.length - self._first)
+        return sum(each[:, :, : self.length - self._first].nbytes for each in self._held)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the buffers, which have room for more tokens."""
-        return sum(held.numel() * held.element_size() for held in self._held)
+        """Bytes of the memory, which may have room for more tokens."""
+        return sum(each.nbytes for each in self._held)
 
     @property
     def empty_streams(self) -> tuple[Tensor, ...]:
@@ -282,59 +173,46 @@ class Contiguous(Stored):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the cache was constructed with, for its file."""
+        """The arguments of the constructor, for a file of the cache."""
         return {}
 
     def record(self) -> Record:
-        """What the cache holds, for its file: tokens, without the room after them."""
+        """The tokens and their state, for a file of the cache."""
         rows = self._lengths.rows
-        state = {
-            "length": self.length,
-            "first": self._first,
-            "rows": None if rows is None else rows.tolist(),
-        }
-        held = tuple(each.detach().narrow(2, 0, self.length - self._first) for each in self._held)
-        streams = held if rows is None else tuple(_without_stale(each, rows) for each in held)
-        return Record(type(self).__name__, self.arguments, state, streams)
+        streams = [x.detach().narrow(2, 0, self.length - self._first) for x in self._held]
+        if rows is not None:
+            streams = [_without_stale(stream, rows) for stream in streams]
+        return Record(lengths_state(self._lengths) | {"first": self._first}, streams)
 
     def fill(self, record: Record) -> None:
-        """Take what a file holds, into this new cache.
-
-        Args:
-            record: of a cache of this kind and these arguments.
+        """Take the tokens of a file into this cache, which is empty and has the same arguments.
 
         Raises:
             ValueError: if it could not be the record of such a cache.
         """
-        length, first, rows = (record.state.get(name) for name in ("length", "first", "rows"))
-        if not is_naturals([length, first]) or not (rows is None or is_naturals(rows)):
-            raise ValueError(f"length, first and rows are whole numbers, got {record.state}")
-        assert isinstance(length, int) and isinstance(first, int)
-        lengths = Lengths(length, length)
-        if rows is not None:
-            lengths = lengths_of(torch.tensor(rows, dtype=torch.int64, device="cpu"))
-        held = check_streams(record.streams, ()) if record.streams else 0
-        batch = record.streams[0].shape[0] if record.streams else 0
+        lengths, first = lengths_from(record.state), cast(int, record.state.get("first"))
+        tokens = check_streams(record.streams, ()) if record.streams else 0
+        rows = record.streams[0].shape[0] if record.streams else 0
         if (
-            held != length - first
-            or lengths.longest != length
-            or (rows is not None and len(rows) != batch)
+            not is_naturals([first])
+            or lengths.longest - first != tokens
+            or (lengths.rows is not None and len(lengths.rows) != rows)
         ):
             raise ValueError(
-                f"streams have {length} - {first} tokens, those of the longest row, and a row for "
-                f"each length, got {held} tokens of {batch} rows, rows={rows}"
+                f"streams have the tokens from slot {first} to {lengths.longest} and a row for "
+                f"each length, got {tokens} tokens of {rows} rows and {lengths.rows}"
             )
-        self._check_first(length, first)
         self._lengths, self._first = lengths, first
-        self._held = self._buffers(record.streams)
+        self._held = tuple(record.streams)
+        if min(first, self.length) > self._oldest():
+            raise ValueError(
+                f"{self!r} holds the tokens from slot {self._oldest()} on, got those from slot "
+                f"{first} of {self.length}"
+            )
 
-    def _check_first(self, length: int, first: int) -> None:
-        if first:
-            raise ValueError(f"{type(self).__name__} holds tokens from slot 0 on, got {first}")
-
-    def _buffers(self, streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Buffers for the tokens of a file; the next update makes some with more room."""
-        return streams
+    def _oldest(self) -> int:
+        """The oldest slot that the next token may attend to."""
+        return 0
 
 
 def _without_stale(stream: Tensor, lengths: Tensor) -> Tensor:
@@ -342,3 +220,168 @@ def _without_stale(stream: Tensor, lengths: Tensor) -> Tensor:
     slots = torch.arange(stream.shape[2], device=stream.device)
     stale = slots >= lengths.to(stream.device)[:, None]
     return stream.masked_fill(stale[:, None, :, None], 0)
+
+
+def save_all(caches: Sequence[object], path: str | Path, *, weights: str | nn.Module) -> None:
+    """Write what the caches of all layers hold to one file, in the safetensors format.
+
+    Args:
+        caches: one for each layer, in order.
+        path: of the file, which appears there when it is complete; one that is there is replaced.
+            Only its owner can read it.
+        weights: the model whose keys and values they are, or its fingerprint.
+
+    Raises:
+        OSError: if the disk is full or read-only; a file of that name is as before.
+        TypeError: if a cache is not one of regard's.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from regard import KVCache
+        >>> from regard.cache import load_all, save_all
+        >>> caches, k = [KVCache(), KVCache()], torch.ones(1, 2, 5, 8)
+        >>> for cache in caches:
+        ...     _ = cache.update(k, k)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "caches.safetensors")
+        ...     save_all(caches, path, weights="my model")
+        ...     again = [KVCache(), KVCache()]
+        ...     load_all(again, path, weights="my model")
+        >>> [cache.length for cache in again]
+        [5, 5]
+    """
+    stored = _check_stored(caches, "saved")
+    records = [cache.record() for cache in stored]
+    entries = [
+        {
+            "kind": type(cache).__name__,
+            "arguments": cache.arguments,
+            "state": record.state,
+            "streams": [outline_text(each.shape, each.dtype) for each in record.streams],
+        }
+        for cache, record in zip(stored, records, strict=True)
+    ]
+    streams = {
+        stream_name(layer, index): stream
+        for layer, record in enumerate(records)
+        for index, stream in enumerate(record.streams)
+    }
+    metadata = origin(FORMAT, VERSION, weights) | {"caches": json.dumps(entries)}
+    write_tensors(path, metadata, streams)
+
+
+def load_all(
+    caches: Sequence[object],
+    path: str | Path,
+    *,
+    weights: str | nn.Module,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Take what a file holds into the caches of all layers, or into none.
+
+    Args:
+        caches: one for each layer, in order, empty, and of the kinds and arguments of those saved.
+        path: of the file. It is checked before anything is allocated, and may come from elsewhere.
+        weights: the model that the caches are for, or its fingerprint.
+        device: of the streams.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ImportError: if safetensors is not installed.
+        TypeError: if a cache is not one of regard's.
+        ValueError: if a cache holds tokens, or the file is of other kinds of caches, of other
+            weights, of an unknown version, or damaged. All caches are as before.
+
+    Examples:
+        >>> import torch
+        >>> from regard import KVCache
+        >>> from regard.cache import load_all
+        >>> cache = KVCache()
+        >>> _ = cache.update(torch.zeros(1, 2, 5, 8))
+        >>> load_all([cache], "any.safetensors", weights="my model")
+        Traceback (most recent call last):
+        ...
+        ValueError: the cache of layer 0 holds 5 tokens; load into an empty one
+    """
+    stored = _check_stored(caches, "loaded")
+    _check_empty(stored)
+    before = [cache.snapshot() for cache in stored]
+    with open_tensors(path) as file:
+        check_origin(file, FORMAT, VERSION, weights)
+        entries = read_entries(file, [(type(x).__name__, x.arguments) for x in stored])
+        try:
+            for layer, (cache, entry) in enumerate(zip(stored, entries, strict=True)):
+                names = [stream_name(layer, index) for index in range(len(entry["streams"]))]
+                streams = [file.read(name).to(device) for name in names]
+                with _errors_named(f"{file.path}: layer {layer}", "save it again"):
+                    cache.fill(Record(entry["state"], streams))
+        except BaseException:
+            for cache, snapshot in zip(stored, before, strict=True):
+                cache.restore(snapshot)
+            raise
+
+
+def truncate_all(caches: Sequence[object], length: int | Tensor) -> None:
+    """Truncate the caches of all layers to the first `length` tokens, or none of them.
+
+    Args:
+        caches: one for each layer.
+        length: the number of tokens that remain, or `[B]` numbers.
+
+    Raises:
+        TypeError: if a cache is not one of regard's.
+        ValueError: if one cannot be truncated to it. All caches are as before.
+
+    Examples:
+        >>> import torch
+        >>> from regard import KVCache, SlidingCache
+        >>> from regard.cache import truncate_all
+        >>> caches, k = [KVCache(), SlidingCache(4)], torch.zeros(1, 2, 10, 8)
+        >>> for cache in caches:
+        ...     _ = cache.update(k, k)
+        >>> truncate_all(caches, 9)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: layer 1: length=9 needs keys from slot 6 on, ...; no layer was truncated
+        >>> [cache.length for cache in caches]
+        [10, 10]
+    """
+    stored = _check_stored(caches, "truncated with others")
+    for layer, cache in enumerate(stored):
+        with _errors_named(f"layer {layer}", "no layer was truncated"):
+            if not cache.can_truncate(length):
+                cache.truncate(length)  # raises, and says why
+    for cache in stored:
+        cache.truncate(length)
+
+
+@contextmanager
+def _errors_named(where: str, outcome: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; {outcome}") from error
+
+
+def _check_stored(caches: Sequence[object], change: str) -> list[Stored]:
+    """The caches. Raises unless each is one of regard's."""
+    for layer, cache in enumerate(caches):
+        if not isinstance(cache, Stored):
+            raise TypeError(
+                f"layer {layer}: {type(cache).__name__} cannot be {change}: it is not a cache of "
+                "regard; use KVCache(), say"
+            )
+    return cast(list[Stored], list(caches))
+
+
+def _check_empty(caches: Sequence[Stored]) -> None:
+    """Raise unless each is empty, and is there once."""
+    for layer, cache in enumerate(caches):
+        if cache.length:
+            raise ValueError(
+                f"the cache of layer {layer} holds {cache.length} tokens; load into an empty one"
+            )
+    if len({id(cache) for cache in caches}) != len(caches):
+        raise ValueError("a cache comes twice; each layer needs its own cache")

@@ -5,6 +5,7 @@ appended along dim 2. In a ragged batch the rows have different lengths.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,11 +77,11 @@ def lengths_of(rows: Tensor) -> Lengths:
     return Lengths(high, low) if low == high else Lengths(high, low, rows)
 
 
-def check_whole(name: str, value: object, least: int = 0) -> None:
+def check_whole(name: str, value: object, least: int | None = None) -> None:
     """Raise unless `value` is a whole number, `least` or more."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise ValueError(f"{name} is a whole number, got {value!r}; give an int")
-    if least and value < least:
+    if least is not None and value < least:
         raise ValueError(f"{name} is at least {least}, got {value}")
 
 
@@ -123,12 +124,9 @@ def _explain_stream(index: int, new: Tensor, held: Tensor) -> None:
             f"stream {index} has (heads, width) = {(new.shape[1], new.shape[3])}, the cache "
             f"{(held.shape[1], held.shape[3])}; each layer needs its own cache"
         )
-    out = (
-        "moving a layer" if new.dtype == held.dtype else "moving a layer, and one autocast for all"
-    )
     raise ValueError(
         f"stream {index} is {new.dtype} on {new.device}, the cache {held.dtype} on "
-        f"{held.device}; use a new cache after {out}"
+        f"{held.device}; use a new cache after moving a layer, and one autocast for all"
     )
 
 
@@ -179,13 +177,16 @@ def empty_like(stream: Tensor, capacity: int) -> Tensor:
     return writable(lambda: stream.new_zeros(shape))
 
 
+def with_room(streams: Sequence[Tensor], tokens: int, capacity: int) -> tuple[Tensor, ...]:
+    """Buffers for `capacity` tokens that begin with the first `tokens` of the streams."""
+    buffers = tuple(empty_like(each, capacity) for each in streams)
+    write_slots(buffers, [each.narrow(2, 0, tokens) for each in streams], 0)
+    return buffers
+
+
 def select_rows(held: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
     """These batch rows of all streams."""
-    return tuple(_select(each, rows.to(each.device)) for each in held)
-
-
-def _select(held: Tensor, rows: Tensor) -> Tensor:
-    return writable(lambda: held.index_select(0, rows))
+    return tuple(writable(partial(x.index_select, 0, rows.to(x.device))) for x in held)
 
 
 def write_tokens(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:

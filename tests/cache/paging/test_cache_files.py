@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard import PagedCache, PagePool
-from regard.cache.files import TensorFile, write_tensors
+from regard.cache.files import open_tensors, write_tensors
 
 FILE = "cache.safetensors"
 STREAMS = {
@@ -112,7 +112,7 @@ def test_rows_of_a_kind_that_the_file_does_not_name_are_refused(tmp_path):
     cache = filled(pool_of(), "latent")
     cache.truncate(0)
     cache.save(tmp_path / FILE, weights="mine")
-    with TensorFile(tmp_path / FILE) as file:
+    with open_tensors(tmp_path / FILE) as file:
         caches, metadata = json.loads(file.metadata["caches"]), dict(file.metadata)
     caches[0]["state"]["groups"], caches[0]["streams"] = [], []
     write_tensors(tmp_path / FILE, {**metadata, "caches": json.dumps(caches)}, {})
@@ -187,7 +187,7 @@ WRONG = {
 def test_tables_that_are_wrong_are_refused(tmp_path, wrong):
     filled(pool_of(), "latent").save(tmp_path / FILE, weights="mine")
     change, says = WRONG[wrong]
-    with TensorFile(tmp_path / FILE) as file:
+    with open_tensors(tmp_path / FILE) as file:
         caches = json.loads(file.metadata["caches"])
         change(caches[0]["state"])
         tensors = {name: file.read(name) for name in file.entries}
@@ -201,7 +201,7 @@ def test_tables_that_are_wrong_are_refused(tmp_path, wrong):
 
 def test_codes_of_an_open_page_are_refused(tmp_path):
     filled(pool_of("K8V4"), "latent").save(tmp_path / FILE, weights="mine")
-    with TensorFile(tmp_path / FILE) as file:
+    with open_tensors(tmp_path / FILE) as file:
         caches = json.loads(file.metadata["caches"])
         tensors = {name: file.read(name) for name in file.entries}
         metadata = dict(file.metadata)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from regard import PagedCache, PagePool
-from regard.cache.files import TensorFile, write_tensors
+from regard.cache.files import open_tensors, write_tensors
 from regard.cache.paging.contexts import Context
 
 FILE = "pool.safetensors"
@@ -147,7 +147,7 @@ def test_pools_that_do_not_fit_refuse_and_are_as_before(tmp_path):
 
 def rewritten(path, change, numbers=None):
     """The file again with a change of its content."""
-    with TensorFile(path) as file:
+    with open_tensors(path) as file:
         content = json.loads(file.metadata["content"])
         tensors = {name: file.read(name) for name in file.entries}
         metadata = dict(file.metadata)

@@ -1,6 +1,6 @@
 """What a paged cache holds, for its file: the tables of its rows, and each page once."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from regard.cache.paging.changing import pages_of
 from regard.cache.paging.page_files import Group, Numbered, check_shapes, groups_from, taken
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.rows import Rows
-from regard.cache.saving import Record, checked_pieces
+from regard.cache.saving import Record, lengths_from, lengths_state, pieces_from
 from regard.cache.stored import Stored
-from regard.cache.streams import Lengths, lengths_of
-
-Cache = TypeVar("Cache", bound="Recorded")
+from regard.cache.streams import Lengths
 
 
 class Recorded(Stored):
@@ -32,12 +30,10 @@ class Recorded(Stored):
 
     @property
     def empty_streams(self) -> tuple[Tensor, ...]:
-        """Tensors of no tokens, with the other sizes and the dtypes of the streams."""
         return self._like
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the cache was constructed with, for its file."""
         pool = {"page_size": self.pool.page_size, "format": self.pool.format.name}
         return {**pool, "window": self.window, "rollback": self.rollback}
 
@@ -45,16 +41,14 @@ class Recorded(Stored):
         """What the cache holds, for its file: each page once, as it is stored."""
         self._check_usable()
         with self.pool.lock:
-            rows, pool = self._lengths.rows, self.pool
-            numbered = Numbered(pool, pages_of(self._rows.tables), self._kind)
+            numbered = Numbered(self.pool, pages_of(self._rows.tables), self._kind)
             state = {
-                "length": self._lengths.longest,
-                "rows": None if rows is None else rows.tolist(),
+                **lengths_state(self._lengths),
                 "tables": [_table_text(table, numbered) for table in self._rows.tables],
                 "groups": numbered.text(),
                 "pieces": None if self.pieces is None else list(self.pieces),
             }
-            return Record(type(self).__name__, self.arguments, state, numbered.streams())
+            return Record(state, numbered.streams())
 
     def fill(self, record: Record) -> None:
         """Take what a file holds, into this new cache and into new pages of its pool.
@@ -69,20 +63,12 @@ class Recorded(Stored):
         self._check_usable()
         with self.pool.lock:
             new = Filled(self, record)
+            self._rows.settle()
             self.pieces, self._kind, self._lengths = new.pieces, new.kind, new.lengths
             if new.kind is not None:
                 outlines = new.kind.open.outlines
                 self._like = tuple(each.empty(len(new.tables), 0) for each in outlines)
             self._rows.set(new.tables)
-
-    def become(self: Cache, other: Cache) -> None:
-        """Take the state of a cache that is not used any more."""
-        with self.pool.lock:
-            self._rows.settle()
-            self.pieces, self._kind, self._like = other.pieces, other._kind, other._like
-            self._lengths = other._lengths
-            self._rows.set(other._rows.tables)
-            other._rows.set([])
 
     def _check_usable(self) -> None:
         raise NotImplementedError
@@ -112,7 +98,7 @@ class Filled:
         if len(kinds) > 1 or (state.get("tables") and not kinds):
             raise ValueError(f"the rows of a cache have pages of one kind, got {len(kinds)} kinds")
         outlines = groups[0].outlines if groups else ()
-        self.pieces = checked_pieces(state.get("pieces"), [each.empty(0, 0) for each in outlines])
+        self.pieces = pieces_from(state.get("pieces"), [each.empty(0, 0) for each in outlines])
         self.lengths, numbers = _rows_of(state)
         _check_tables(cache, state["tables"], numbers, groups)
         pages = taken(pool, groups, iter(record.streams))
@@ -135,18 +121,14 @@ class Filled:
 
 def _rows_of(state: dict[str, Any]) -> tuple[Lengths, list[int]]:
     """The lengths of rows, and the same as a list."""
-    length, rows, tables = state.get("length"), state.get("rows"), state.get("tables")
-    if not is_naturals([length]) or not (rows is None or is_naturals(rows)):
-        raise ValueError(f"length and rows are whole numbers, got {length!r:.50}, {rows!r:.200}")
+    lengths, tables = lengths_from(state), state.get("tables")
     if not isinstance(tables, list) or not all(_is_table(each) for each in tables):
         raise ValueError(f"tables have a first page and pages, got {tables!r:.200}")
-    assert isinstance(length, int)
-    numbers = [length] * len(tables) if rows is None else rows
-    if len(numbers) != len(tables) or max(numbers, default=length) != length:
-        raise ValueError(f"rows have a length each, the longest of {length}, got {rows!r:.200}")
-    if rows is None:
-        return Lengths(length, length), numbers
-    return lengths_of(torch.tensor(rows, dtype=torch.int64, device="cpu")), numbers
+    rows = lengths.rows
+    numbers: list[int] = [lengths.longest] * len(tables) if rows is None else rows.tolist()
+    if len(numbers) != len(tables):
+        raise ValueError(f"rows have a length each, got {numbers!r:.200} of {len(tables)} rows")
+    return lengths, numbers
 
 
 def _is_table(value: Any) -> bool:

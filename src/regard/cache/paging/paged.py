@@ -233,12 +233,12 @@ class PagedCache(Recorded):
     def snapshot(self) -> object:
         """The present state."""
         tables = [table.copied() for table in self._rows.tables]
-        return tables, self._kind, self._lengths, self._like
+        return tables, self.pieces, self._kind, self._lengths, self._like
 
     def restore(self, snapshot: object) -> None:
         """Undo the updates since `snapshot` was called; nothing else may have happened."""
         assert isinstance(snapshot, tuple)
-        before, self._kind, self._lengths, self._like = snapshot
+        before, self.pieces, self._kind, self._lengths, self._like = snapshot
         with self.pool.lock:
             self._rows.go_back(before)
             for table, length in zip(before, self.row_lengths(), strict=True):

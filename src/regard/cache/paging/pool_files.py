@@ -10,14 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.cache.files import Stacked, TensorFile, is_naturals, parsed, refused, write_tensors
+from regard.cache.files import (
+    Stacked,
+    TensorFile,
+    file_error,
+    is_naturals,
+    open_tensors,
+    parse_json,
+    write_tensors,
+)
 from regard.cache.paging.bookkeeping import Pages
 from regard.cache.paging.contexts import Context, format_text
 from regard.cache.paging.nodes import Layer
 from regard.cache.paging.page_files import Group, Numbered, check_shapes, groups_from, taken
 from regard.cache.paging.pages import Page
 from regard.cache.paging.prefixes import Entry
-from regard.cache.saving import check_origin, library_version
+from regard.cache.saving import check_origin, origin
 
 FORMAT = "regard.pool"  # of a file of stored prefixes, in its metadata
 VERSION = "1"  # of the format, in its metadata
@@ -50,13 +58,7 @@ def save(pool: Pages, path: str | Path) -> int:
             "entries": [_entry_text(entry) for entry in entries],
             "groups": numbered.text(),
         }
-        metadata = {
-            "format": FORMAT,
-            "version": VERSION,
-            "regard": library_version(),
-            "weights": pool.weights,
-            "content": json.dumps(content),
-        }
+        metadata = origin(FORMAT, VERSION, pool.weights) | {"content": json.dumps(content)}
         tensors: dict[str, Tensor | Stacked] = {_TOKENS: _long(tokens), _PAGES: _long(numbers)}
         streams = enumerate(numbered.streams())
         write_tensors(path, metadata, tensors | {_name(index): each for index, each in streams})
@@ -70,7 +72,7 @@ def load(
     device: torch.device | str,
 ) -> int:
     """See `PagePool.load`."""
-    with TensorFile(path) as file, pool.lock:
+    with open_tensors(path) as file, pool.lock:
         pool.settle()
         expected = weights.weights if isinstance(weights, Context) else weights
         check_origin(file, FORMAT, VERSION, expected)
@@ -123,14 +125,14 @@ def _entry_text(entry: Entry) -> dict[str, Any]:
 
 
 def _content(file: TensorFile, pool: Pages) -> dict[str, Any]:
-    content = parsed(file.metadata.get("content", ""), file.path)
+    content = parse_json(file.metadata.get("content", ""), file.path)
     names = {"page_size", "pool_format", "entries", "groups"}
     if not isinstance(content, dict) or set(content) != names:
-        raise refused(file.path, f"its content has {', '.join(sorted(names))}", content)
+        raise file_error(file.path, f"its content has {', '.join(sorted(names))}", content)
     for name, own in (("page_size", pool.page_size), ("pool_format", pool.format.name)):
         if content[name] != own:
             out = f"make a PagePool with {name.removeprefix('pool_')}={content[name]!r:.50}"
-            raise refused(file.path, f"its {name} is {own!r}, the pool's", content[name], out)
+            raise file_error(file.path, f"its {name} is {own!r}, the pool's", content[name], out)
     return content
 
 
@@ -138,7 +140,7 @@ def _check_weights(pool: Pages, file: TensorFile) -> None:
     weights = file.metadata["weights"]
     if pool.weights is not None and pool.weights != weights:
         rule = f"its weights are the pool's, {pool.weights[:12]!r}"
-        raise refused(file.path, rule, weights[:12], "give each model a pool of its own")
+        raise file_error(file.path, rule, weights[:12], "give each model a pool of its own")
 
 
 def _stream_names(groups: Sequence[Group], file: TensorFile) -> list[str]:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from regard.cache import Cache, KVCache, Part, SlidingCache
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
-from regard.cache.streams import check_streams, check_whole, needs_derivatives
+from regard.cache.streams import Lengths, check_streams, check_whole, needs_derivatives
 from regard.distributed.decode.attending import attended_locally
 from regard.distributed.decode.heads import Heads, Rows, heads_of
 from regard.distributed.decode.slots import Piece, Slots
@@ -77,6 +77,11 @@ class ShardedCache(Stored, Attending):
     def length(self) -> int:
         """The number of tokens so far, of all ranks."""
         return self._slots.length
+
+    @property
+    def lengths(self) -> Lengths:
+        """The number of tokens of each row, of all ranks."""
+        return Lengths(self.length, self.length)
 
     @property
     def counts(self) -> tuple[int, ...]:

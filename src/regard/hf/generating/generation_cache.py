@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 
-from regard.cache import Part
-from regard.cache.saving import load_all, save_all, truncate_all
+from regard.cache import Part, load_all, save_all, truncate_all
 from regard.cache.streams import check_rows
 from regard.hf.generating.caches import CacheLayer, cropped
 from regard.hf.generating.watching import watch

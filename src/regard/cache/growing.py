@@ -28,6 +28,15 @@ class Contiguous(Stored):
         """The tensors that hold the tokens, some with room for more after them."""
         return self._held
 
+    @property
+    def first(self) -> int:
+        """The slot of the first token held; of a window, tokens before it were dropped."""
+        return self._first
+
+    def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Append `[B, G, L, W]` streams; return the tokens that the new ones may attend to."""
+        raise NotImplementedError
+
     def count(self, new: int) -> None:
         """Count tokens that have been written to `buffers`, after those held."""
         self._lengths = self._lengths.grown(new)

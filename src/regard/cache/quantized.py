@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
-from regard.cache.growing import KVCache
+from regard.cache.growing import Contiguous, KVCache
 from regard.cache.paging.formats import GROUP, PageFormat, format_of
 from regard.cache.parts import Part, Streams
 from regard.cache.quantizing import quantized
 from regard.cache.saving import Record, outlines_from, outlines_text, pieces_from
+from regard.cache.sliding import SlidingCache
 from regard.cache.streams import check_streams, check_whole, needs_gradients, select_rows
 from regard.tracing import is_forward_mode
 
@@ -27,46 +28,18 @@ class _Storage(NamedTuple):
     like: Tensor  # without tokens, of the stream's shape and dtype
 
 
-class QuantizedCache(KVCache):
-    """A cache of keys and values in 8, 6 or 4 bits; integer streams are stored unchanged.
-
-    Quantisation is asymmetric: `value = zero + scale * code`, with a bfloat16 scale and zero for
-    each `group` channels of a token and head. The error of a value is at most half a scale, and one
-    rounding. `update` returns the quantised values of all tokens, the new ones too, in their
-    original dtype. Decoding reads the codes; other calls dequantise them all.
-    Values must be finite, and below 1e38 in size; this is not checked. Buffers grow by doubling.
-
-    With a `format`, keys and values each have their own bits, and a stream of fewer than 8 bits is
-    rotated first: its channels are multiplied by a Hadamard matrix, which spreads outliers over all
-    of them (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456). Of an MLA layer's joined stream only
-    the latent is rotated.
+class Quantizing(Contiguous):
+    """Base class of caches of codes; the class after it in a list of bases says which tokens stay.
 
     Args:
-        bits: 8 or 4 (two codes a byte), of keys and values alike, without rotation.
-        group: channels with one scale, an even number; the last group may be smaller.
-        format: instead of `bits`, those of keys and of values: `"K8V4"`, or any other
-            `K{8|6|4}V{8|6|4}`.
-
-    Raises:
-        ValueError: if an argument is none of these.
-
-    Examples:
-        >>> import torch
-        >>> from regard import QuantizedCache
-        >>> cache = QuantizedCache()
-        >>> k = torch.randn(1, 2, 5, 64)
-        >>> (cache.update(k, k)[0].streams[0] - k).abs().max().item() < 0.05
-        True
-        >>> cache.nbytes == 5 * 2 * 2 * (64 + 2 * 2)
-        True
-        >>> low = QuantizedCache(format="K8V4")
-        >>> parts = low.update(k, k)
-        >>> low.nbytes == 5 * 2 * ((64 + 2 * 2) + (32 + 2 * 2))
-        True
+        bits: as of `QuantizedCache`.
+        group: as of `QuantizedCache`.
+        format: as of `QuantizedCache`.
+        **store: arguments of the other base class.
     """
 
     def __init__(
-        self, bits: int = 8, group: int = GROUP, *, format: str | PageFormat | None = None
+        self, bits: int, group: int, format: str | PageFormat | None, **store: int
     ) -> None:
         check_whole("bits", bits)
         check_whole("group", group)
@@ -74,7 +47,7 @@ class QuantizedCache(KVCache):
             raise ValueError(f"bits is 8 or 4, got {bits}; format='K6V6' has 6")
         if group < 1 or group % 2:
             raise ValueError(f"group is an even number of channels, got {group}")
-        super().__init__()
+        super().__init__(**store)
         named = PageFormat(f"int{bits}", bits, bits, group, rotates=False)
         self.format = named if format is None else format_of(format)._replace(group=group)
         if self.format.key_bits is None:
@@ -93,7 +66,7 @@ class QuantizedCache(KVCache):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"format": self.format.name, "group": self.group}
+        return {"format": self.format.name, "group": self.group, **super().arguments}
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
         """Append `[B, G, L, W]` streams; return all tokens, dequantised on indexing.
@@ -176,6 +149,89 @@ class QuantizedCache(KVCache):
                 joined.append(QuantizedStream(first, next(tensors), *sizes, like.dtype, rotation))
         return (Part(start, stop, Streams(joined)),)
 
-    def __repr__(self) -> str:
+    def _code(self) -> str:
+        """The arguments of this class as code."""
         kind = f"format={self.format.name!r}" if self.format.rotates else f"bits={self.bits}"
-        return f"QuantizedCache({kind}, group={self.group})"
+        return f"{kind}, group={self.group}"
+
+
+class QuantizedCache(Quantizing, KVCache):
+    """A cache of keys and values in 8, 6 or 4 bits; integer streams are stored unchanged.
+
+    Quantisation is asymmetric: `value = zero + scale * code`, with a bfloat16 scale and zero for
+    each `group` channels of a token and head. The error of a value is at most half a scale, and one
+    rounding. `update` returns the quantised values of all tokens, the new ones too, in their
+    original dtype. Decoding reads the codes; other calls dequantise them all.
+    Values must be finite, and below 1e38 in size; this is not checked. Buffers grow by doubling.
+
+    With a `format`, keys and values each have their own bits, and a stream of fewer than 8 bits is
+    rotated first: its channels are multiplied by a Hadamard matrix, which spreads outliers over all
+    of them (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456). Of an MLA layer's joined stream only
+    the latent is rotated.
+
+    Args:
+        bits: 8 or 4 (two codes a byte), of keys and values alike, without rotation.
+        group: channels with one scale, an even number; the last group may be smaller.
+        format: instead of `bits`, those of keys and of values: `"K8V4"`, or any other
+            `K{8|6|4}V{8|6|4}`.
+
+    Raises:
+        ValueError: if an argument is none of these.
+
+    Examples:
+        >>> import torch
+        >>> from regard import QuantizedCache
+        >>> cache = QuantizedCache()
+        >>> k = torch.randn(1, 2, 5, 64)
+        >>> (cache.update(k, k)[0].streams[0] - k).abs().max().item() < 0.05
+        True
+        >>> cache.nbytes == 5 * 2 * 2 * (64 + 2 * 2)
+        True
+        >>> low = QuantizedCache(format="K8V4")
+        >>> parts = low.update(k, k)
+        >>> low.nbytes == 5 * 2 * ((64 + 2 * 2) + (32 + 2 * 2))
+        True
+    """
+
+    def __init__(
+        self, bits: int = 8, group: int = GROUP, *, format: str | PageFormat | None = None
+    ) -> None:
+        super().__init__(bits, group, format)
+
+    def __repr__(self) -> str:
+        return f"QuantizedCache({self._code()})"
+
+
+class QuantizedWindow(Quantizing, SlidingCache):
+    """A `QuantizedCache` of the last `size` tokens, as `SlidingCache` holds them.
+
+    Args:
+        size: tokens of the window, the query's own counted.
+        rollback: tokens that `truncate` may remove.
+        bits: as of `QuantizedCache`.
+        group: as of `QuantizedCache`.
+        format: as of `QuantizedCache`.
+
+    Examples:
+        >>> import torch
+        >>> from regard.cache.quantized import QuantizedWindow
+        >>> cache, k = QuantizedWindow(4), torch.zeros(1, 2, 10, 8)
+        >>> _ = cache.update(k, k)
+        >>> cache.span(1).kv_start, cache.length
+        (7, 10)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        rollback: int = 0,
+        bits: int = 8,
+        group: int = GROUP,
+        *,
+        format: str | PageFormat | None = None,
+    ) -> None:
+        super().__init__(bits, group, format, size=size, rollback=rollback)
+
+    def __repr__(self) -> str:
+        rollback = f"rollback={self.rollback}, " if self.rollback else ""
+        return f"QuantizedWindow({self.size}, {rollback}{self._code()})"

@@ -83,7 +83,7 @@ def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> S
         >>> storage_of([QuantizedCache(bits=4, group=32)])
         Storage(name='int4', key_bits=4, value_bits=4, group=32, page_size=0)
     """
-    from regard.hf.generating.caches import QuantizedWindow
+    from regard.cache.quantized import QuantizedWindow
 
     found = set()
     for cache, window in zip(caches, windows or [None] * len(caches), strict=True):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.cache.stored import Stored
+from regard.cache.growing import Contiguous
 from regard.hf.generating.cache_of_model import cache as cache_for
 from regard.hf.generating.predicting import AT_ONCE, hidden_states, logits_of, losses_of, pieces
 from regard.ops.observed import backends_run, names
@@ -138,7 +138,7 @@ def measure(
     return Measured(perplexity, nbytes / window.shape[1], losses=every)
 
 
-def _bytes_in(cache: Stored, dtype: torch.dtype) -> int:
+def _bytes_in(cache: Contiguous, dtype: torch.dtype) -> int:
     """Bytes of the tokens that a plain cache of one row holds, if its numbers were of `dtype`."""
     token = 0
     for stream in cache.empty_streams:

@@ -11,8 +11,8 @@ import regard
 import regard.hf
 from covering import covering
 from regard.cache import KVCache, QuantizedCache, SlidingCache, StaticCache
+from regard.cache.quantized import QuantizedWindow
 from regard.compare.shapes import shape_of
-from regard.hf.generating.caches import QuantizedWindow
 from regard.plan import STORAGES, ModelShape, cost_of
 from session import LONG
 from zoo import WRITERS, ZOO, inputs, tokens

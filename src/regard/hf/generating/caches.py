@@ -2,14 +2,15 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, StaticCache
-from regard.cache.paging.formats import GROUP, PageFormat
+from regard.cache.paging.formats import GROUP
+from regard.cache.quantized import QuantizedWindow
 from regard.layers.attending import Attending
 from regard.ops.parts import concatenated
 from regard.span import Span
@@ -176,68 +177,6 @@ def cropped(length: int, tokens_to_remove: int | Tensor) -> int:
     if change > 0:
         raise ValueError(f"crop takes the tokens to remove as a negative number, got {change}")
     return max(0, length + change)
-
-
-class QuantizedWindow(QuantizedCache):
-    """A `QuantizedCache` of a layer with a window: codes of its tokens, in a `SlidingCache`.
-
-    Args:
-        size: tokens of the window, the query's own counted.
-        rollback: tokens that `truncate` may remove.
-        bits, group, format: as of `QuantizedCache`.
-
-    Examples:
-        >>> from regard.hf.generating.caches import QuantizedWindow
-        >>> cache, k = QuantizedWindow(4), torch.zeros(1, 2, 10, 8)
-        >>> _ = cache.update(k, k)
-        >>> cache.span(1).kv_start, cache.length
-        (7, 10)
-    """
-
-    def __init__(
-        self,
-        size: int,
-        rollback: int = 0,
-        bits: int = 8,
-        group: int = GROUP,
-        *,
-        format: str | PageFormat | None = None,
-    ) -> None:
-        super().__init__(bits, group, format=format)
-        self._store = SlidingCache(size, rollback)  # type: ignore[assignment]
-
-    @property
-    def _sliding(self) -> SlidingCache:
-        return cast(SlidingCache, self._store)
-
-    @property
-    def size(self) -> int:
-        """The tokens of the window."""
-        return self._sliding.size
-
-    @property
-    def rollback(self) -> int:
-        """The tokens that `truncate` may remove."""
-        return self._sliding.rollback
-
-    @rollback.setter
-    def rollback(self, tokens: int) -> None:
-        self._sliding.rollback = tokens
-
-    @property
-    def first(self) -> int:
-        """The slot of the first token held."""
-        return self._sliding.first
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What the cache was constructed with, for its file."""
-        return {**super().arguments, **self._sliding.arguments}
-
-    def __repr__(self) -> str:
-        rollback = f"rollback={self.rollback}, " if self.rollback else ""
-        given = super().__repr__().partition("(")[2]
-        return f"QuantizedWindow({self.size}, {rollback}{given}"
 
 
 def growing() -> Callable[[int | None], Cache]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from layers import CACHES, LAYERS, PAIRS, assert_same, inputs, make, run_in_pieces
+from layers import CACHES, LAYERS, PAIRS, assert_same, attention, inputs, make, run_in_pieces
 from regard import (
     Attention,
     Causal,
@@ -18,6 +18,7 @@ from regard import (
     Partial,
     QuantizedCache,
     Rotary,
+    SlidingCache,
     SlidingWindow,
     merge,
     prepare,
@@ -435,3 +436,18 @@ def test_a_layer_announces_the_pieces_of_its_stream():
 
 
 # ---- memories
+
+
+@pytest.mark.parametrize(
+    "cache", [SlidingCache(3), PagedCache(PagePool(9, page_size=2), window=3)], ids=type
+)
+@torch.no_grad()
+def test_a_window_that_the_mask_does_not_have_is_refused_at_the_first_call(cache):
+    x = inputs(1, 2)
+    with pytest.raises(ValueError, match=r"keeps the last 3: .* SlidingWindow\(3\)"):
+        make("MHA")(x, cache=cache)
+    with pytest.raises(ValueError, match="more than 3 tokens"):
+        attention(mask=Causal() & SlidingWindow(4)).double()(x, cache=cache)
+    assert cache.length == 0
+    attention(mask=Causal() & SlidingWindow(3)).double()(x, cache=cache)
+    assert cache.length == 2

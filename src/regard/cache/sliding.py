@@ -49,7 +49,8 @@ class SlidingCache(Contiguous):
         if size < 1:
             raise ValueError(f"size counts the query's own key and is at least 1, got {size}")
         super().__init__()
-        self.size, self.rollback, self._first = size, rollback, 0
+        self.size = self.window = size
+        self.rollback, self._first = rollback, 0
 
     def update(self, *new: Tensor) -> tuple[Part, ...]:
         """Append `[B, G, L, W]` streams; return the keys in the windows of the new tokens.

@@ -39,9 +39,11 @@ class Stored:
     Attributes:
         pieces: the widths of the pieces of a joined stream, which a layer announces before its
             first update; None of other streams.
+        window: how many tokens a query may attend to, its own counted; None: all of them.
     """
 
     pieces: Sequence[int] | None = None
+    window: int | None = None
     _first = 0  # the slot of the first token held
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from regard.cache import NO_CACHE, Cache
 from regard.cache.stored import Stored
 from regard.masks import AllOf, AnyOf, Mask, Padding, Span
+from regard.ops.check import check_window
 from regard.tracing import in_backward, is_concrete, is_transformed
 
 
@@ -48,8 +49,8 @@ def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
 
     Raises:
         ValueError: if another layer fills the cache, if this is a recomputation in a backward
-            pass, or if its padding cannot be about the tokens that the cache
-            holds.
+            pass, if the padding cannot be about the tokens that the cache holds, or if the mask
+            shows more tokens than the window of the cache.
     """
     if torch.compiler.is_compiling():
         return
@@ -59,7 +60,11 @@ def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
             "checkpointing recomputes it: its tokens would be appended twice; leave the cache out "
             "where activations are checkpointed"
         )
-    use = _use_of(cache) if cache.length else None
+    if not cache.length:
+        if isinstance(cache, Stored) and cache.window is not None:
+            check_window(mask, cache.window)
+        return
+    use = _use_of(cache)
     if use is None:
         return
     if use.layer() not in (layer, None):

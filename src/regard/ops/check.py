@@ -272,6 +272,20 @@ def check_decodable(mask: Mask, span: Span) -> None:
         )
 
 
+def check_window(mask: Mask, size: int) -> None:
+    """Refuse a rule of distances alone that shows a query more than the last `size` tokens, which
+    are all that a cache of this window keeps."""
+    query = 2 * size  # a slot whose window does not begin with the first token
+    low, _ = mask.reach(Span(query, query + 1, 0, query + 1))
+    far = low is None or low <= query - size
+    if far and mask.relative and _shows(mask, Span(query, query + 1, 0, query + 1), 0, size + 1):
+        raise ValueError(
+            f"under mask={mask!r} a query may attend to more than {size} tokens, but the cache "
+            f"keeps the last {size}: decoding would differ from one full forward once it is full; "
+            f"intersect the mask with SlidingWindow({size}), or use KVCache()"
+        )
+
+
 def _shows(mask: Mask, span: Span, start: int, stop: int) -> bool:
     """Whether any cell of keys start..stop is visible. Only opaque rules are evaluated: for others
     `reach` is exact."""

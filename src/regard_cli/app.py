@@ -40,7 +40,8 @@ def compare(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"A row; may be repeated: {ROWS}.", autocompletion=lambda: ROWS.split(", ")
+            help=f"A row; may be repeated. Six without it, twelve by `all`: {ROWS}.",
+            autocompletion=lambda: ROWS.split(", "),
         ),
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 1024,

@@ -12,7 +12,7 @@ import termios
 import pytest
 
 import regard.hf
-from regard.cli.terminal import stdout
+from regard.cli.terminal import progress_bar, stdout
 from tiny import VOCABULARY, tiny
 
 COLUMNS = 80
@@ -133,3 +133,17 @@ def test_an_error_ends_its_lines_between_words():
 
 def test_the_width_is_the_terminals_own():
     assert "62" in on_terminal(["-c", WIDE], columns=62).split()
+
+
+def test_a_pipe_gets_a_line_every_few_seconds(monkeypatch, capsys):
+    """A bar is drawn on a terminal only: a long `compare` in a pipe would say nothing."""
+    now = iter([0.0, 3.0, 10.0, 12.0, 25.5])
+    monkeypatch.setattr("regard.cli.terminal.time.monotonic", lambda: next(now))
+    with progress_bar() as progress:
+        for done, what in enumerate(("proving", "converting", "reading\x1b[2J", "timing")):
+            progress(what, done, 4 if done else 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "regard: 10 s, 1 of 4: converting",
+        "regard: 26 s, 3 of 4: timing",
+    ]

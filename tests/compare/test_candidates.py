@@ -15,6 +15,14 @@ def test_rows_are_chosen_by_their_keys():
         chosen(["nothing"])
 
 
+def test_a_few_rows_run_unless_all_are_named():
+    few = ["shipped", "int8", "k8v4", "mqa", "latent-50", "deepseek-50"]
+    assert [each.key for each in chosen([])] == few
+    every = [each.key for each in chosen(["all"])]
+    assert set(few) < set(every) and len(every) == 12
+    assert "gqa" not in every and len(chosen(["all", "gqa"])) == 13
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"), [("mla", "deepseek-50"), ("latent", "latent-50"), ("k8v5", "k8v4")]
 )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from regard_cli.sentences import printable, wrapped
 
 PIPED = 100  # columns of a table where stdout is a file or a pipe
 UNWRAPPED = 1_000_000  # columns where a file or a pipe gets each paragraph as one line
+EVERY = 10  # seconds between two lines of progress in a pipe; shorter work prints none
 WIDEST = 120  # columns at most: longer lines are hard to read
 
 
@@ -72,7 +74,13 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, erased when the work is done; a total of 0 means not known yet."""
+    """A bar on stderr, erased when the work is done; a total of 0 means not known yet.
+
+    Where stderr is a file or a pipe, a line every few seconds that says what is done next.
+    """
+    if not Console(stderr=True).is_terminal:
+        yield Lines()
+        return
     with _progress(BarColumn(bar_width=20)) as bar:
         task = bar.add_task("loading", total=None)
 
@@ -80,6 +88,22 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=printable(what), completed=done, total=total or None)
 
         yield progress
+
+
+class Lines:
+    """Progress in a file or a pipe: at most a line in `EVERY` seconds, on stderr."""
+
+    def __init__(self) -> None:
+        self._started = self._latest = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._latest < EVERY:
+            return
+        self._latest = now
+        share = f", {done} of {total}" if total else ""
+        line = f"regard: {now - self._started:.0f} s{share}: {what}"
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def _progress(*columns: ProgressColumn) -> Progress:

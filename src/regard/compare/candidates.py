@@ -28,7 +28,8 @@ class Candidate:
         cache: the name of a cache, as `regard.hf.cache` takes it, but for `"growing"`, `"static"`
             and `"paged"`; or a function that builds one layer's.
         exact: whether only rounding is lost.
-        usual: whether it is a row if the user chose none.
+        few: whether it is a row if the user names none.
+        usual: whether it is among the rows of `--attention all`.
 
     Examples:
         >>> from functools import partial
@@ -45,6 +46,7 @@ class Candidate:
     choose: Choose
     cache: str | Callable[[], Cache] = "auto"
     exact: bool = False
+    few: bool = False
     usual: bool = True
 
 
@@ -91,9 +93,10 @@ MEANT = {  # names that other commands have, or that are often written: the row 
     **{f"mla-{name}": f"deepseek-{name}" for name in ("75", "50", "25")},
 }
 
+ALL = "all"  # in `--attention`: every usual row
 CANDIDATES = (
-    Candidate("shipped", "{kind}, as shipped", _as_shipped, exact=True),
-    Candidate("int8", "{kind}, int8 cache", _as_shipped, cache="int8"),
+    Candidate("shipped", "{kind}, as shipped", _as_shipped, exact=True, few=True),
+    Candidate("int8", "{kind}, int8 cache", _as_shipped, cache="int8", few=True),
     Candidate("int4", "{kind}, int4 cache", _as_shipped, cache="int4"),
     *(
         Candidate(
@@ -101,19 +104,21 @@ CANDIDATES = (
             f"{{kind}}, {name} cache",
             _as_shipped,
             cache=name,
+            few=name == "K8V4",
             usual=name != "K4V4",
         )
         for name in ("K8V4", "K6V4", "K4V4")
     ),
     Candidate("mha", "MHA, spelled out", _mha, exact=True),
     Candidate("gqa", "GQA, half the key heads", _half_the_heads, usual=False),
-    Candidate("mqa", "MQA, aligned", _mqa),
+    Candidate("mqa", "MQA, aligned", _mqa, few=True),
     Candidate("latent-100", "joint latent, full rank", partial(LATENT, budget=1.0), exact=True),
     *(
         Candidate(
             f"latent-{name}",
             f"joint latent, {name} %",
             partial(LATENT, budget=share),
+            few=name == "50",
             usual=name != "25",
         )
         for name, share in _SHARES
@@ -123,6 +128,7 @@ CANDIDATES = (
             f"deepseek-{name}",
             f"DeepSeek's MLA, {name} %",
             partial(DEEPSEEK, budget=share),
+            few=name == "50",
             usual=name == "50",
         )
         for name, share in (("100", 1.0), *_SHARES[:2])
@@ -153,10 +159,10 @@ CANDIDATES = (
 
 
 def chosen(keys: Sequence[str]) -> tuple[Candidate, ...]:
-    """The candidates of these keys, the shipped one first; the usual ones if there are none.
+    """The candidates of these keys, the shipped one first; a few of them if there are none.
 
     Args:
-        keys: of `CANDIDATES`.
+        keys: of `CANDIDATES`; `"all"` stands for the usual ones.
 
     Raises:
         ValueError: if a key is unknown. Upper and lower case are one.
@@ -167,7 +173,9 @@ def chosen(keys: Sequence[str]) -> tuple[Candidate, ...]:
         ['{kind}, as shipped', 'MQA, aligned']
     """
     if not keys:
-        return tuple(each for each in CANDIDATES if each.usual)
-    known = [each.key for each in CANDIDATES]
+        return tuple(each for each in CANDIDATES if each.few)
+    known = [*(each.key for each in CANDIDATES), ALL]
     wanted = {"shipped", *(one_of("attention", key, known, MEANT) for key in keys)}
+    if ALL in wanted:
+        wanted |= {each.key for each in CANDIDATES if each.usual}
     return tuple(each for each in CANDIDATES if each.key in wanted)

@@ -1,5 +1,6 @@
 """The log-probability of a continuation, decoded token by token from a cache."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,10 +56,12 @@ def score(
         )
     prompt = list(context)[-(max_length + 1 - len(continuation)) :]
     held, device = cache(), model.device
+    takes = inspect.signature(model.forward).parameters
+    last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     total, greedy, new = 0.0, True, prompt
     for target in continuation:
         tokens = torch.tensor([new], device=device)
-        out = model(tokens, past_key_values=held, use_cache=True, logits_to_keep=1)
+        out = model(tokens, past_key_values=held, use_cache=True, **last)
         logits = out.logits[0, -1].float()
         total += float(logits.log_softmax(-1)[target])
         greedy = greedy and int(logits.argmax()) == target

@@ -29,14 +29,8 @@ class _Storage(NamedTuple):
 
 
 class Quantizing(Contiguous):
-    """Base class of caches of codes; the class after it in a list of bases says which tokens stay.
-
-    Args:
-        bits: as of `QuantizedCache`.
-        group: as of `QuantizedCache`.
-        format: as of `QuantizedCache`.
-        **store: arguments of the other base class.
-    """
+    """Base class of caches of codes; the class after it in a list of bases says which tokens stay,
+    and takes the arguments `store`. The others are those of `QuantizedCache`."""
 
     def __init__(
         self, bits: int, group: int, format: str | PageFormat | None, **store: int

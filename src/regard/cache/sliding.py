@@ -44,10 +44,8 @@ class SlidingCache(Contiguous):
     """
 
     def __init__(self, size: int, rollback: int = 0) -> None:
-        check_whole("size", size)
+        check_whole("size", size, least=1)  # with the query's own key
         check_whole("rollback", rollback, least=0)
-        if size < 1:
-            raise ValueError(f"size counts the query's own key and is at least 1, got {size}")
         super().__init__()
         self.size = self.window = size
         self.rollback, self._first = rollback, 0

@@ -88,10 +88,7 @@ class Stored:
         self._lengths = self._lengths.truncated(length, self._held)
 
     def can_truncate(self, length: int | Tensor) -> bool:
-        """Whether `truncate(length)` would not raise.
-
-        Args:
-            length: the number of tokens that would remain, or `[B]` numbers.
+        """Whether `truncate(length)`, to a number of tokens or to `[B]` numbers, would not raise.
 
         Examples:
             >>> from regard import SlidingCache

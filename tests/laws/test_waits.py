@@ -69,7 +69,7 @@ MASKS = {
 
 def on_device(layer):
     layer = copy.deepcopy(layer).to(DEVICE, torch.bfloat16).eval()
-    layer.mask = Causal() & layer.mask
+    layer.mask = Causal() & SlidingWindow(TOTAL) & layer.mask
     return layer
 
 

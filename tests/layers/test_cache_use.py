@@ -28,6 +28,7 @@ from regard.cache.codes import QuantizedStream
 from regard.cache.parts import TENSORS, Storage
 from regard.layers.attending import Attending
 from regard.layers.cache_use import requiring_grad
+from regard.masks import EVERYTHING
 from regard.ops.observed import calls_run
 
 KINDS = [*LAYERS]
@@ -444,8 +445,11 @@ def test_a_layer_announces_the_pieces_of_its_stream():
 @torch.no_grad()
 def test_a_window_that_the_mask_does_not_have_is_refused_at_the_first_call(cache):
     x = inputs(1, 2)
-    with pytest.raises(ValueError, match=r"keeps the last 3: .* SlidingWindow\(3\)"):
+    with pytest.raises(ValueError, match=r"keeps the last 3: .* SlidingWindow\(size\)"):
         make("MHA")(x, cache=cache)
+    for mask in (Causal() & Padding.from_lengths([2]), EVERYTHING):
+        with pytest.raises(ValueError, match="more than 3 tokens"):
+            make("MHA")(x, cache=cache, mask=mask)
     with pytest.raises(ValueError, match="more than 3 tokens"):
         attention(mask=Causal() & SlidingWindow(4)).double()(x, cache=cache)
     assert cache.length == 0

@@ -1,9 +1,13 @@
 """Checks of the arguments of `attend`. Errors state the rule, the values given, and a remedy."""
 
+from functools import reduce
+from operator import and_
+
 import torch
 from torch import Tensor
 
 from regard.masks import (
+    EVERYTHING,
     AllOf,
     AnyOf,
     BeyondData,
@@ -273,16 +277,21 @@ def check_decodable(mask: Mask, span: Span) -> None:
 
 
 def check_window(mask: Mask, size: int) -> None:
-    """Refuse a rule of distances alone that shows a query more than the last `size` tokens, which
-    are all that a cache of this window keeps."""
+    """Refuse a rule of distances that shows a query more than the last `size` tokens, which are all
+    that a cache of this window keeps."""
+    parts = mask.parts if isinstance(mask, AllOf) else (mask,)
+    lasting = [part for part in parts if not isinstance(part, Padding)]  # it hides few tokens
+    if not all(part.relative for part in lasting):
+        return  # documents, say, may all be shorter than the window
+    rule = reduce(and_, lasting, EVERYTHING)
     query = 2 * size  # a slot whose window does not begin with the first token
-    low, _ = mask.reach(Span(query, query + 1, 0, query + 1))
-    far = low is None or low <= query - size
-    if far and mask.relative and _shows(mask, Span(query, query + 1, 0, query + 1), 0, size + 1):
+    span = Span(query, query + 1, 0, query + 1)
+    low, _ = rule.reach(span)
+    if (low is None or low <= query - size) and _shows(rule, span, 0, size + 1):
         raise ValueError(
             f"under mask={mask!r} a query may attend to more than {size} tokens, but the cache "
             f"keeps the last {size}: decoding would differ from one full forward once it is full; "
-            f"intersect the mask with SlidingWindow({size}), or use KVCache()"
+            "intersect it with SlidingWindow(size) no wider than the cache's, or use KVCache()"
         )
 
 

@@ -113,7 +113,9 @@ MUTANTS = {
         "test_a_state_does_not_grow",
     ),
     "growth of the buffers ignored": caches(
-        "(_sliding() if slides else _growing())", "_needed(layer)", "test_buffers_double"
+        "_growing() if layer.window is None else _sliding()",
+        "_needed(layer)",
+        "test_buffers_double",
     ),
     "buffers doubled before they are full": caches(
         "minimum(2 * TOKENS, 2 * FIRST_CAPACITY * (TOKENS - (FIRST_CAPACITY - 1)))",
@@ -132,9 +134,6 @@ MUTANTS = {
         "ceil_div(WINDOW - 3, 4)",
         "ceil_div(WINDOW, 4)",
         "test_buffers_of_a_window_have_a_quarter_more",
-    ),
-    "codes dropped behind a window": caches(
-        " and storage.key_bits is None", "", "test_codes_of_a_window_are_never_dropped"
     ),
     "heads of a rank rounded down": Mutant(
         "sizes",

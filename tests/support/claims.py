@@ -38,8 +38,10 @@ CONTRIBUTORS = ("CONTRIBUTING.md", "docs/design.md", "docs/verify-details.md")  
 FOREIGN = {  # names that pages mention, by the library they come from
     "a heading of CHANGELOG.md": ["Unreleased"],
     "jaxtyping": ["Bool", "Float", "Int", "Shaped"],
+    "sentence-transformers": ["SentenceTransformer"],
     "sizes": ["Dk", "Dv"],
     "torchtune": ["Llama3ScaledRoPE", "RotaryPositionalEmbeddings"],
+    "trl": ["SFTConfig"],
     "xformers": [
         "BlockDiagonalCausalLocalAttentionMask",
         "BlockDiagonalCausalMask",

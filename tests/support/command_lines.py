@@ -59,7 +59,8 @@ def options() -> set[str]:
     found = {*FOREIGN_OPTIONS}.union(*(options_of(verb) for verb in ("", *verbs())))
     for folder in PROGRAMS:
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix == ".py" or (folder == "scripts" and path.is_file()):
+            program = path.parent.name == "scripts" and path.is_file()
+            if path.suffix == ".py" or program:
                 found |= set(OPTION.findall(path.read_text(encoding="utf-8")))
     return found
 

@@ -94,6 +94,13 @@ def test_after_the_limit_no_round_begins_once_there_are_enough(monkeypatch):
         return len(in_turns({"a": run}, 20, **options)["a"])
 
     assert (rounds(), rounds(limit=0.0), rounds(limit=8.5)) == (20, LEAST, 9)
+    assert rounds(until=lambda found: True) == LEAST
+    assert rounds(until=lambda found: len(found["a"]) == 11) == 11
+
+
+def test_an_interval_of_five_per_cent_is_narrow():
+    assert Ratio(0.5, 0.49, 0.514, LEAST).is_narrow
+    assert not Ratio(0.5, 0.487, 0.513, LEAST).is_narrow
 
 
 @pytest.mark.parametrize("pairs", range(1, 60))

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 LEAST = 6  # pairs: with fewer, chance alone puts all on one side of 1 in more than one of 20 runs
+NARROW = 0.05  # of a ratio: the width of an interval that more pairs need not narrow
 Name = TypeVar("Name")
 Result = TypeVar("Result")
 
@@ -42,6 +43,11 @@ class Ratio:
     pairs: int
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the ends of the interval are within 5 % of each other."""
+        return self.high - self.low <= NARROW * self.value
+
+    @property
     def differs(self) -> bool:
         """Whether a difference was measured: 1 is outside of the interval of enough pairs."""
         return self.pairs >= LEAST and not self.low <= 1.0 <= self.high
@@ -61,17 +67,36 @@ class Ratio:
             return f"at {self.value:.2f}x {speed} ({quartiles})"
         return f"with no measurable difference in speed ({quartiles} of {speed})"
 
+    @property
+    def brief(self) -> str:
+        """The ratio, and half of the width of its interval as a share of it.
+
+        Examples:
+            >>> from regard.turns import Ratio
+            >>> Ratio(0.92, 0.9, 0.95, pairs=16).brief
+            '0.92 ±3%'
+        """
+        return f"{self._value} ±{(self.high - self.low) / 2 / self.value:.0%}"
+
+    @property
+    def _value(self) -> str:
+        return f"{self.value:.2f}" if self.differs else "same"
+
     def __str__(self) -> str:
-        value = f"{self.value:.2f}" if self.differs else "same"
-        return f"{value} ({self.low:.2f}-{self.high:.2f})"
+        return f"{self._value} ({self.low:.2f}-{self.high:.2f})"
 
 
 def in_turns(
-    runs: Mapping[Name, Callable[[], Result]], rounds: int, *, limit: float = math.inf
+    runs: Mapping[Name, Callable[[], Result]],
+    rounds: int,
+    *,
+    limit: float = math.inf,
+    until: Callable[[Mapping[Name, list[Result]]], bool] = lambda found: False,
 ) -> dict[Name, list[Result]]:
     """The results of each run by round. Every second round runs in the opposite order.
 
-    After `limit` seconds no further round begins, once there are enough for an interval.
+    After `limit` seconds, or if `until` is true of the results so far, no further round begins,
+    once there are enough for an interval.
 
     Examples:
         >>> from regard.turns import in_turns
@@ -82,7 +107,7 @@ def in_turns(
     begun = time.perf_counter()
     found: dict[Name, list[Result]] = {name: [] for name in runs}
     for turn in range(rounds):
-        if turn >= LEAST and time.perf_counter() - begun > limit:
+        if turn >= LEAST and (time.perf_counter() - begun > limit or until(found)):
             break
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             found[name].append(runs[name]())

@@ -52,6 +52,9 @@ def compare(
     dtype: Dtype = None,
     device: Device = "cpu",
     threads: Threads = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every column; prefills are timed in turns, too.")
+    ] = False,
     html: Annotated[
         Path | None, typer.Option(help="Write the table and curves of the caches as a page.")
     ] = None,

@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -147,3 +148,40 @@ def test_a_pipe_gets_a_line_every_few_seconds(monkeypatch, capsys):
         "regard: 10 s, 1 of 4: converting",
         "regard: 26 s, 3 of 4: timing",
     ]
+
+
+def test_a_pipe_gets_a_line_for_each_finished_row(capsys):
+    with progress_bar() as progress:
+        progress.finished("MQA: 3 bytes a token\x1b[2J", lambda console: console.print("a table"))
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "regard: 0 s: MQA: 3 bytes a token\\x1b[2J\n")
+
+
+def test_finished_rows_stand_above_the_bar_and_are_printed_once_at_the_end(folder):
+    options = ["--context", "40", "--attention", "int8", "--attention", "mha"]
+    written = on_terminal(["-m", "regard", "compare", str(folder), *options])
+    names = ("GQA, as shipped", "GQA, int8 cache", "MHA, spelled out")
+    assert sorted(names, key=written.index) == list(names)
+    assert written.count(f"{names[0]} (exact)") > 2  # the table grew above the bar
+    lines = screen(written)
+    assert [sum(line.startswith(name) for line in lines) for name in names] == [1, 1, 1]
+    assert lines.index("rounding explains 5.1e-06.") < 6  # and nothing was left above
+
+
+def test_a_command_that_is_stopped_prints_the_rows_so_far(folder):
+    options = ["--context", "100", "--attention", "all", "--windows", "4"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "regard", "compare", str(folder), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        for line in command.stderr:
+            if "GQA, int8 cache" in line:
+                command.send_signal(signal.SIGINT)
+                break
+        out, err = command.stdout.read(), command.stderr.read()
+    assert command.returncode == 130
+    assert re.search(r"regard: stopped after \d of 12 rows\n", err)
+    assert "GQA, as shipped (exact)" in out and "GQA, int8 cache" in out
+    assert "DeepSeek's MLA, 50 %" not in out

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from regard.compare import CANDIDATES, Texts, chosen, compare
+from regard.compare.candidates import ALL
 from regard.compare.converted_cache import FOLDER
 from session import LONG
 from tiny import tiny, tokens
@@ -29,5 +30,5 @@ def result(texts, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(tmp_path_factory.mktemp("cache")))
         torch.set_num_threads(1)  # before the fixture that does so for every test
-        rows = CANDIDATES if LONG else chosen(())
+        rows = CANDIDATES if LONG else chosen([ALL])
         return compare(tiny("llama"), texts, name="tiny", memory=1 << 20, candidates=rows)

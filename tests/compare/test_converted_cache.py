@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-import regard.compare.comparing as comparing
+import regard.compare.runner as runner
 from full_disk import files_of_at_most
 from regard import GroupedQueryAttention
 from regard.compare import Texts, chosen, compare, converted_cache
@@ -48,9 +48,9 @@ def test_without_source_no_name_is_made(texts, tmp_path, monkeypatch):
 
 def test_converted_layers_are_stored_and_found_again(texts, monkeypatch):
     calls = []
-    convert = comparing.convert
+    convert = runner.convert
     monkeypatch.setattr(
-        comparing, "convert", lambda *given, **named: calls.append(1) or convert(*given, **named)
+        runner, "convert", lambda *given, **named: calls.append(1) or convert(*given, **named)
     )
     rows = chosen(["mqa", "latent-50", "deepseek-75"])
     first, second = (compare(tiny("llama"), texts, candidates=rows) for _ in range(2))

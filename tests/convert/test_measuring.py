@@ -12,7 +12,6 @@ from regard.compare import Runner
 from regard.convert import measuring
 from regard.convert.measuring import (
     PREFILLS,
-    STEPS,
     Timings,
     compare_logits,
     divergence,
@@ -23,8 +22,8 @@ from regard.convert.measuring import (
     take_turns,
 )
 from regard.hf import attention_modules, attention_of
-from regard.hf.generating.predicting import hidden_states
-from regard.turns import ratio_of
+from regard.hf.generating.predicting import hidden_states, losses_of
+from regard.turns import LEAST, ratio_of
 from students import pair
 from tiny import tiny, tokens
 
@@ -47,9 +46,11 @@ def test_logits_are_compared_over_all_pieces():
     other = tiny("llama")
     other.lm_head.weight.data *= 1.5
     reference, hidden = hidden_states(model, window[None]), hidden_states(model, window[None]) * 1.5
-    loss, difference, largest = compare_logits(model, window, hidden, reference)
+    losses, difference, largest = compare_logits(model, window, hidden, reference)
     wanted, logits = model(window[None]).logits, other(window[None]).logits
-    assert loss == pytest.approx(loss_of(other, window), rel=1e-5)
+    torch.testing.assert_close(
+        losses, losses_of(other, hidden_states(other, window[None])[0], window)
+    )
     assert difference == pytest.approx(float((wanted - logits).abs().max()), rel=1e-4)
     assert largest == pytest.approx(float(wanted.abs().max()), rel=1e-5)
     assert math.isnan(compare_logits(model, window, hidden * math.nan, reference)[1])
@@ -84,7 +85,7 @@ def test_a_machine_that_slows_down_changes_no_ratio(speed, monkeypatch):
         take_turns(phase, runs, count)
     (first, _), (other, _) = runs
     found = other.speeds(40)["decode_speed"]
-    assert found.differs == (speed != 1.0) and found.pairs == count // 3
+    assert found.differs == (speed != 1.0) and found.pairs == LEAST
     assert found.value == pytest.approx(speed, rel=0.01)
     assert first.speeds(40)["decode_speed"] is None
     assert other.speeds(40)["prefill_speed"].value == pytest.approx(speed, rel=0.01)
@@ -103,7 +104,7 @@ def test_a_step_that_is_interrupted_in_every_round_changes_no_ratio(monkeypatch)
     runs = [(Timings(), partial(run, cost)) for cost in (1.0, 1.25)]
     take_turns("decode", runs, 48)
     found = ratio_of(runs[1][0].first["decode"], runs[1][0].seconds["decode"])
-    assert (found.low, found.high, found.pairs) == (pytest.approx(0.8), pytest.approx(0.8), 16)
+    assert (found.low, found.high, found.pairs) == (pytest.approx(0.8), pytest.approx(0.8), LEAST)
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def test_models_take_turns_after_a_first_call_that_is_not_timed(monkeypatch):
         monkeypatch.setattr(model.base_model, "forward", forward)
     first, other = measure_speeds(models, window)
     assert first["decode_speed"] is None and first["decode_tokens_per_second"] == pytest.approx(1.0)
-    for phase, rounds in (("prefill", PREFILLS), ("decode", STEPS // 3)):
+    for phase, rounds in (("prefill", PREFILLS), ("decode", LEAST)):
         speed = other[f"{phase}_speed"]
         assert (speed.pairs, speed.value) == (rounds, pytest.approx(0.5))
         order = [at for what, at in calls if what == phase]

@@ -1,7 +1,8 @@
 """regard compare: a real model with each attention that it can have, side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
-from regard.compare.comparing import RATIOS
-from regard.compare.measure import cells
+from regard.compare.measure import SHORT, cells
+from regard.compare.result import explained
 from regard.hf import SMOLLM2, fetch_smollm2
 from regard.hf.packages import quiet
 from regard.ops.explain import kernel_objection
@@ -37,17 +38,29 @@ def run(
     dtype: str | None,
     device: str,
     threads: int | None,
+    full: bool,
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Load, compare, and print a table or JSON; write a page."""
+    """Load, compare, and print a table or JSON; write a page.
+
+    Raises:
+        KeyboardInterrupt: after the rows so far are printed, if the user stops the command.
+    """
     if html is not None:
         check_can_write(html)
     written = None if text is None else text.read_text(encoding="utf-8")
     if threads is not None:
         torch.set_num_threads(threads)
     rows = chosen(attention or ())
+    found: list[Comparison] = []
+    stopped = None
     with quiet(), progress_bar() as progress:
+
+        def on_row(so_far: Comparison) -> None:
+            found.append(so_far)
+            progress.finished(_line(so_far), partial(_print_table, so_far, full))
+
         if model is None:
             progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
             model = fetch_smollm2()
@@ -55,19 +68,34 @@ def run(
         texts = texts_for(
             loaded.tokenizer, context=context, text=written, name=str(text), windows=windows
         )
-        result = compare(
-            loaded.model,
-            texts,
-            name=model.name,
-            memory=int(memory * GIBIBYTE),
-            cache_dtype=loaded.stored,
-            candidates=rows,
-            progress=progress,
-        )
+        try:
+            result = compare(
+                loaded.model,
+                texts,
+                name=model.name,
+                memory=int(memory * GIBIBYTE),
+                cache_dtype=loaded.stored,
+                candidates=rows,
+                prefills=full,
+                on_row=on_row,
+                progress=progress,
+            )
+        except KeyboardInterrupt as interrupt:
+            if not found:
+                raise
+            result, stopped = found[-1], interrupt
+    _show_or_print(result, full=full, html=html, as_json=as_json)
+    if stopped is not None:
+        say(Console(stderr=True), f"regard: stopped after {len(result.rows)} of {len(rows)} rows")
+        raise stopped
+
+
+def _show_or_print(result: Comparison, *, full: bool, html: Path | None, as_json: bool) -> None:
+    """The table or JSON on stdout, and the page."""
     if as_json:
         print_json(as_data(result))
     else:
-        show(result, stdout())
+        show(result, stdout(), full=full)
         say(stdout(), stored_by_compare(), style="dim")
     if html is not None:  # last: an error of the disk then loses no result
         write_comparison(result, html)
@@ -83,8 +111,8 @@ def as_data(result: Comparison) -> dict[str, Any]:
     return data
 
 
-def show(result: Comparison, console: Console) -> None:
-    """Print a comparison as a table, as wide as the console."""
+def show(result: Comparison, console: Console, *, full: bool = True) -> None:
+    """Print a comparison as a table, as wide as the console; with a few columns unless `full`."""
     layers, threads = counted(result.num_layers, "layer"), counted(result.threads, "thread")
     say(
         console,
@@ -93,19 +121,14 @@ def show(result: Comparison, console: Console) -> None:
         bold=result.model,
     )
     say(console, f"Run by regard, {_proved(result.proof)}.")
-    say(
-        console,
-        f"Decode perplexity: the last {result.decoded:,} tokens of the windows, as predicted when "
-        "they are given one at a time.",
-    )
     console.print()
-    _print_table(result, console)
-    say(console, RATIOS, style="dim")
+    _print_table(result, full, console)
+    say(console, explained(result), style="dim")
     remarks(console, "Not run", {row.name: row.remark for row in result.rows if row.remark})
     console.print()
     say(console, result.verdict)
     console.print()
-    for sentence in backends_of(result.rows):
+    for sentence in backends_of(result.rows) if full else []:
         say(console, sentence, style="dim")
     say(console, f"Measured in {result.seconds:.0f} s.", style="dim")
 
@@ -140,13 +163,24 @@ def _shared(rows: Sequence[Row], name: str) -> str:
     return most[0] + "".join(f" (on {backend}: {'; '.join(rows)})" for backend, rows in others)
 
 
-def _print_table(result: Comparison, console: Console) -> None:
+def _print_table(result: Comparison, full: bool, console: Console) -> None:
+    chosen = {name: head for name, head in result.columns.items() if full or name in SHORT}
     columns = [Column("attention", words=True)]
-    columns += [Column(head, group=group) for head, group in result.columns.values()]
+    columns += [Column(head, group=group) for head, group in chosen.values()]
     ran = [row for row in result.rows if row.perplexity is not None]
-    tabulate(console, columns, [_cells(row, result) for row in ran])
+    tabulate(console, columns, [_cells(row, chosen) for row in ran])
 
 
-def _cells(row: Row, result: Comparison) -> list[str]:
+def _cells(row: Row, columns: Iterable[str]) -> list[str]:
     name = f"{row.name} (exact)" if row.exact else row.name
-    return [escape(name), *cells(row, result.columns)]
+    return [escape(name), *cells(row, columns)]
+
+
+def _line(result: Comparison) -> str:
+    """The latest row in one line, for a pipe."""
+    row = result.rows[-1]
+    if row.perplexity is None:
+        return f"{row.name}: not run: {row.remark}"
+    heads = (result.columns[name][0] for name in SHORT)
+    said = zip(heads, cells(row, SHORT), strict=True)
+    return f"{row.name}: " + ", ".join(f"{head} {cell}" for head, cell in said)

@@ -1,14 +1,22 @@
 """Output on a terminal: its width, wrapped sentences, and progress on stderr."""
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -73,7 +81,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator["Bar | Lines"]:
     """A bar on stderr, erased when the work is done; a total of 0 means not known yet.
 
     Where stderr is a file or a pipe, a line every few seconds that says what is done next.
@@ -81,37 +89,87 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     if not Console(stderr=True).is_terminal:
         yield Lines()
         return
-    with _progress(BarColumn(bar_width=20)) as bar:
-        task = bar.add_task("loading", total=None)
+    with _progress(BarColumn(bar_width=20)) as drawn, _notices_in(bar := Bar(drawn)):
+        yield bar
 
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=printable(what), completed=done, total=total or None)
 
-        yield progress
+class Bar:
+    """Progress on a terminal: a bar, and above it what is finished."""
+
+    def __init__(self, progress: "_Progress") -> None:
+        self._progress = progress
+        self._task = progress.add_task("loading", total=None)
+
+    def say(self, what: str) -> None:
+        """Name the present step otherwise, until the next one."""
+        self._progress.update(self._task, description=printable(what))
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._progress.update(
+            self._task, description=printable(what), completed=done, total=total or None
+        )
+
+    def finished(self, line: str, table: Callable[[Console], None]) -> None:
+        """Show a table of all that is finished, in place of the one before."""
+        console = Console(highlight=False, width=min(self._progress.console.width, WIDEST))
+        with console.capture() as drawn:
+            table(console)
+        self._progress.above = Text.from_ansi(drawn.get())
+        self._progress.refresh()
+
+
+@contextmanager
+def _notices_in(bar: Bar) -> Iterator[None]:
+    """Notices of the library, such as that it compiles, are shown in the bar, not above it."""
+    handler, logger = logging.Handler(), logging.getLogger("regard")
+    handler.emit = lambda record: bar.say(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 class Lines:
-    """Progress in a file or a pipe: at most a line in `EVERY` seconds, on stderr."""
+    """Progress in a file or a pipe, on stderr: a line for each finished row, and between them at
+    most one in `EVERY` seconds."""
 
     def __init__(self) -> None:
         self._started = self._latest = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._latest < EVERY:
-            return
+        if now - self._latest >= EVERY:
+            share = f", {done} of {total}" if total else ""
+            self._print(now, f"{share}: {what}")
+
+    def finished(self, line: str, table: Callable[[Console], None]) -> None:
+        """Print the line of a row that is finished."""
+        self._print(time.monotonic(), f": {line}")
+
+    def _print(self, now: float, line: str) -> None:
         self._latest = now
-        share = f", {done} of {total}" if total else ""
-        line = f"regard: {now - self._started:.0f} s{share}: {what}"
+        line = f"regard: {now - self._started:.0f} s{line}"
         print(printable(line), file=sys.stderr, flush=True)
 
 
-def _progress(*columns: ProgressColumn) -> Progress:
+class _Progress(Progress):
+    """A bar below something else."""
+
+    above: RenderableType = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """What stands above, if anything, and the bar."""
+        if self.above:
+            yield self.above
+        yield from super().get_renderables()
+
+
+def _progress(*columns: ProgressColumn) -> _Progress:
     """One line on stderr: the current step, shortened to fit, and the time so far."""
     console = Console(stderr=True)
     console.width = min(console.width, PIPED)
     whole = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     what = TextColumn("{task.description}", markup=False, table_column=whole)
-    return Progress(
-        what, *columns, TimeElapsedColumn(), console=console, transient=True, expand=True
-    )
+    times = (TimeElapsedColumn(), TimeRemainingColumn()) if columns else (TimeElapsedColumn(),)
+    return _Progress(what, *columns, *times, console=console, transient=True, expand=True)

@@ -9,9 +9,10 @@ Examples:
 """
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen
-from regard.compare.comparing import Comparison, compare
+from regard.compare.comparing import compare
 from regard.compare.measure import Row
 from regard.compare.proving import Proof, prove
+from regard.compare.result import Comparison
 from regard.compare.runner import Runner
 from regard.compare.texts import Texts, texts_for
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from regard.compare.runner import Runner
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
-from regard.convert.measuring import Timings, dtype_name, take_turns
+from regard.convert.measuring import Timings, compare_logits, dtype_name, take_turns
 from regard.hf.generating.predicting import logits_of
 from regard.plan.planning import largest
 from regard.plan.shapes import LayerShape, Storage
-from regard.turns import Ratio, perplexity_ratio
+from regard.turns import LEAST, Ratio, perplexity_ratio
 
 MEASURED = {  # attributes of Row: the heading and the subject; {..} are attributes of Comparison
     "cache_bytes_per_token": ("cache bytes a token", "memory"),
@@ -35,10 +35,18 @@ MEASURED = {  # attributes of Row: the heading and the subject; {..} are attribu
     "decode_speed": ("decode speed", "speed"),
 }
 
-# Runs of each row after each window, in turns with the first row's: prefills of one window, and
-# steps, of which the fastest of three counts. Two windows give 6 and 16 pairs.
-PREFILLS = 3
-STEPS = 24
+SHORT = (  # columns that fit 80 characters
+    "cache_bytes_per_token",
+    "context_in_memory",
+    "perplexity",
+    "decode_perplexity",
+    "decode_speed",
+)
+
+# Runs of each row after the last window, in turns with the first row's: prefills of the window, and
+# steps, of which the fastest of three counts. Steps end sooner once their ratio is known.
+PREFILLS = LEAST
+STEPS = 48
 
 # Tokens of a window that are decoded one at a time, each with those before it in the cache. A step
 # of a batch of 8 takes 2 to 3 times as long as one of 1, since most of its time goes into weights.
@@ -58,9 +66,11 @@ class Row:
             the model cannot have it.
         context_in_memory: the number of tokens whose cache, in the checkpoint's dtype, fits in the
             given memory; also None if any number fits, as of windows.
-        prefill_tokens_per_second: the median speed of the prefill of one window.
+        prefill_tokens_per_second: the speed of the prefill of one window: the median of those that
+            took turns, or the faster of two.
         decode_tokens_per_second: the median speed of single steps.
-        prefill_speed: the ratio to the first row's, with quartiles; None for the first row.
+        prefill_speed: the ratio to the first row's, with quartiles; None for the first row, and
+            unless prefills take turns.
         decode_speed: the same of single steps.
         perplexity: over the windows.
         decode_perplexity: over the last tokens of each window, given one at a time.
@@ -106,18 +116,16 @@ def cells(row: Row, columns: Iterable[str] = MEASURED) -> list[str]:
     """The cells of a row that ran, in these columns of `MEASURED`.
 
     Examples:
-        >>> from regard.compare.measure import Row, cells
+        >>> from regard.compare.measure import SHORT, Row, cells
         >>> from regard.turns import Ratio
         >>> row = Row("int8", False, 12_240.0, 87_724, 908.0, 21.8, Ratio(0.9, 0.8, 1.1, 6),
         ...     Ratio(0.85, 0.82, 0.88, 24), 13.55, 10.2, Ratio(1.001, 0.999, 1.003, 2046),
         ...     Ratio(1.008, 0.996, 1.02, 128), 0.91)
-        >>> cells(row, ["perplexity", "decode_perplexity", "decode_speed"])
-        ['13.550 ±0.2%', '10.200 ±1.2%', '0.85 (0.82-0.88)']
+        >>> cells(row, SHORT)
+        ['12,240', '87,724', '13.55 ±0.2%', '10.20 ±1.2%', '0.85 ±4%']
     """
     fitting = row.context_in_memory
     run = row.run_bytes_per_token
-    prefill = f"{row.prefill_tokens_per_second:,.0f} tokens/s"
-    decode = f"{row.decode_tokens_per_second:,.1f} tokens/s"
     texts = {
         "cache_bytes_per_token": f"{row.cache_bytes_per_token:,.0f}",
         "run_bytes_per_token": "" if run is None else f"{run:,.0f}",
@@ -125,14 +133,22 @@ def cells(row: Row, columns: Iterable[str] = MEASURED) -> list[str]:
         "perplexity": _perplexity(row.perplexity, row.perplexity_ratio),
         "decode_perplexity": _perplexity(row.decode_perplexity, row.decode_perplexity_ratio),
         "largest_logit_difference": f"{row.largest_logit_difference:.1e}",
-        "prefill_speed": str(row.prefill_speed or prefill),
-        "decode_speed": str(row.decode_speed or decode),
+        "prefill_speed": _speed(row.prefill_tokens_per_second, row.prefill_speed),
+        "decode_speed": _speed(row.decode_tokens_per_second, row.decode_speed),
     }
     return [texts[name] for name in columns]
 
 
 def _perplexity(value: float | None, ratio: Ratio | None) -> str:
-    return f"{value:,.3f}" + ("" if ratio is None else f" ±{ratio.high / ratio.value - 1:.1%}")
+    if ratio is None:
+        return f"{value:,.2f}"
+    error = ratio.high / ratio.value - 1
+    return f"{value:,.2f} ±{error:.1%}" if error < 0.1 else f"{value:,.2f} ±{error:.0%}"
+
+
+def _speed(tokens: float | None, ratio: Ratio | None) -> str:
+    """The ratio, or tokens a second of a row without one."""
+    return f"{tokens:,.1f}/s" if ratio is None else ratio.brief
 
 
 @dataclass
@@ -155,19 +171,17 @@ class Sample:
     difference: float = 0.0
     timings: Timings = field(default_factory=Timings)
 
-    def read(self, window: Int[Tensor, " L"]) -> Float[Tensor, "1 L E"]:
-        """Prefill one window, measure its cache, and decode its last tokens; nothing is timed.
+    def read(self, window: Int[Tensor, " L"], reference: Float[Tensor, "1 L E"]) -> None:
+        """Prefill one window, compare its logits with those of the reference's hidden states,
+        measure its cache, and decode its last tokens.
 
-        Returns the hidden states of the prefill; the caches hold the window without its last token.
+        The caches then hold the window without its last token.
         """
         self.runner.reset()
         hidden = self.timings.observe("prefill", partial(self.runner.hidden, window[None]))
         self.bytes_per_token = self.runner.cache_bytes / len(window)
         self.decode_losses.append(decode_losses(self.runner, window))
-        return hidden
-
-    def judge(self, losses: Float[Tensor, " T"], difference: float) -> None:
-        """Add the losses over one window, and the largest difference of a logit."""
+        losses, difference, _ = compare_logits(self.runner.model, window, hidden, reference)
         self.losses.append(losses)
         self.difference = max(self.difference, difference)
 

@@ -47,7 +47,9 @@ class Proof:
 
 
 @torch.no_grad()
-def prove(model: Any, window: Int[Tensor, " L"]) -> Proof:
+def prove(
+    model: Any, window: Int[Tensor, " L"], hidden: Float[Tensor, "1 L E"] | None = None
+) -> Proof:
     """Compare logits over a window with and without `regard.hf.install`; the model is not changed.
 
     If they differ by more than the bound, the model's own forward runs again, without regard. If it
@@ -61,6 +63,7 @@ def prove(model: Any, window: Int[Tensor, " L"]) -> Proof:
     Args:
         model: a transformers model of a family that `regard.hf` supports.
         window: tokens `[L]`.
+        hidden: the model's own last hidden states over the window, if they are known.
 
     Raises:
         ValueError: if they differ by more than rounding, or if the model's own logits change from
@@ -79,7 +82,7 @@ def prove(model: Any, window: Int[Tensor, " L"]) -> Proof:
     def own() -> Tensor:
         return hidden_states(model, window[None])
 
-    before, first = _fingerprint(model), own()
+    before, first = _fingerprint(model), own() if hidden is None else hidden
     install(model)
     try:
         under_regard = own()

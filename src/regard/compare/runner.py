@@ -1,17 +1,25 @@
-"""A transformers model run with given attention layers, each with its own cache."""
+"""A transformers model run with given attention layers, each with its own cache; and with those of
+each candidate, which are converted when a row first needs them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import Cache
+from regard.compare import converted_cache
+from regard.compare.candidates import Candidate
+from regard.compare.work import CONVERTING, Work
+from regard.convert.converting import convert
+from regard.convert.targets import Target
 from regard.hf.families.finding import attention_modules
 from regard.hf.generating.predicting import hidden_states
 from regard.hf.placing.placed import window_of
 from regard.hf.running.binding import all_bound, calling
+from regard.layers.attention import Attention
 
 
 class Runner:
@@ -102,3 +110,81 @@ def _makers(
 
     make = maker_of(cache, rollback=rollback)
     return [partial(make, window_of(layer)) for layer in layers]
+
+
+class Runners:
+    """A runner for each candidate, or the reason why the model cannot have that attention.
+
+    All conversions are made in one pass over the text, when the first of them is needed; those of
+    an earlier comparison are read from disk.
+
+    Args:
+        model: a transformers model.
+        shipped: its own attention layers.
+        candidates: the rows.
+        tokens: `[M, K]`, to calibrate on.
+        dtype: of the checkpoint.
+        rollback: tokens that can be taken back from windows.
+
+    Attributes:
+        missing: targets to which the layers are not converted yet.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shipped: list[Attention],
+        candidates: Sequence[Candidate],
+        tokens: Int[Tensor, "M K"],
+        dtype: torch.dtype,
+        rollback: int,
+    ) -> None:
+        self.model, self.shipped, self.tokens, self.rollback = model, shipped, tokens, rollback
+        self._targets = {each.name: _target(each, shipped, dtype) for each in candidates}
+        wanted = {each: None for each in self._targets.values() if isinstance(each, Target)}
+        self._names = {each: converted_cache.name_of(each, shipped, tokens) for each in wanted}
+        self._made: dict[Target, list[nn.Module] | str] = {}
+        for target, name in self._names.items():
+            if (layers := converted_cache.find(name, shipped)) is not None:
+                self._made[target] = layers
+
+    @property
+    def missing(self) -> list[Target]:
+        return [target for target in self._names if target not in self._made]
+
+    def of(self, candidate: Candidate, work: Work) -> Runner | str:
+        """The runner of a candidate, or why there is none."""
+        target = self._targets[candidate.name]
+        if isinstance(target, str):
+            return target
+        if target in self.missing:
+            self._convert(work)
+        layers = list(self.shipped) if target is None else self._made[target]
+        if isinstance(layers, str):
+            return layers
+        return Runner(self.model, layers, cache=candidate.cache, rollback=self.rollback)
+
+    def _convert(self, work: Work) -> None:
+        missing = self.missing
+        work.begin("converting", CONVERTING * len(missing))
+
+        def progress(what: str, done: int, total: int) -> None:
+            work.part(f"converting, {what}", done, total)
+
+        try:
+            converted = convert(self.model, missing, self.tokens, progress=progress)
+        except ValueError as objection:
+            self._made |= {target: str(objection) for target in missing}
+            return
+        for each in converted:
+            converted_cache.store(self._names[each.target], each.layers)
+            self._made[each.target] = each.layers
+
+
+def _target(
+    candidate: Candidate, shipped: Sequence[Attention], dtype: torch.dtype
+) -> Target | str | None:
+    try:
+        return candidate.choose(shipped, dtype)
+    except ValueError as objection:
+        return str(objection)

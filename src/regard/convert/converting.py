@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.convert.exact.expand import spell_out
 from regard.convert.lossy.allocating import allot, costs
-from regard.convert.lossy.calibrate import Make, Step, moments_of, refit_output, walk, watch
+from regard.convert.lossy.calibrate import Made, Make, Step, moments_of, refitted, walk, watch
 from regard.convert.lossy.decouple import common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, latentize
 from regard.convert.lossy.regroup import regroup
@@ -164,7 +164,7 @@ def _maker(
     shipped: Sequence[Attention],
     tokens: Tensor,
     progress: Progress,
-) -> Make:
+) -> Callable[[Step], nn.Module]:
     """The function that converts one layer, after choosing what all layers share."""
     if target.kind == "heads":
         return lambda step: (
@@ -231,18 +231,18 @@ def _counts(
     )
 
 
-def _appending(to: Converted, names: list[str], make: Make) -> Make:
+def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:
     """`make`, whose layers are refitted and appended to a conversion and its report."""
 
-    def made(step: Step) -> nn.Module:
+    def made(step: Step) -> Made:
         layer = make(step)
         before = layer.get_submodule("o_proj")
-        missed, still = refit_output(layer, step.x, step.target)
+        missed, still, inputs = refitted(layer, step.x, step.target)
         if not to.target.refit:
             layer.o_proj, still = before, missed
         rank = getattr(layer, "kv_lora_rank", None)
         to.report.append(LayerReport(names[step.index], missed, still, rank))
         to.layers.append(layer)
-        return layer
+        return Made(layer, layer.get_submodule("o_proj")(inputs))
 
     return made

@@ -53,27 +53,31 @@ class Measured:
 
 @dataclass
 class Timings:
-    """Seconds of one model's prefills and steps, those of the first model in the same rounds, and
-    the backends that ran."""
+    """Seconds of one model's prefills and steps, those of the first model in the same rounds, those
+    of runs that took no turns, and the backends that ran."""
 
     seconds: defaultdict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
     first: defaultdict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
+    alone: defaultdict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
     ran: defaultdict[Phase, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def observe(self, phase: Phase, run: Callable[[], Tensor]) -> Tensor:
-        """Run, without timing, and note the backends; returns the result."""
+        """Run, without turns, and note the backends; returns the result."""
+        started = time.perf_counter()
         with backends_run() as ran:
             result = run()
+        self.alone[phase].append(time.perf_counter() - started)
         self.ran[phase] += ran
         return result
 
     def speeds(self, length: int) -> dict[str, Any]:
-        """Median tokens a second of windows of `length` tokens and of steps, their ratios to the
-        first model's, and the backends."""
+        """Tokens a second of windows of `length` tokens and of steps, their ratios to the first
+        model's, and the backends: medians, or the fastest run if none took turns."""
         found: dict[str, Any] = {}
         tokens: dict[Phase, int] = {"prefill": length, "decode": 1}
         for phase, count in tokens.items():
-            own, first = self.seconds[phase], self.first[phase]
+            own = self.seconds[phase] or [min(self.alone[phase])]
+            first = self.first[phase]
             found[f"{phase}_tokens_per_second"] = count / statistics.median(own)
             found[f"{phase}_speed"] = ratio_of(first, own) if first else None
             found[f"{phase}_backend"] = names(self.ran[phase])
@@ -83,11 +87,16 @@ class Timings:
 def take_turns(
     phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], count: int
 ) -> None:
-    """Time each run so many times, `TRIES` in a round, of which the fastest counts, and note the
-    seconds beside those of the first run."""
+    """Time each run, `TRIES` in a round, of which the fastest counts, and note the seconds beside
+    those of the first run: so many times, or until the ratios to the first run are known."""
     tries = TRIES[phase]
     turns = {at: partial(_seconds, run, tries) for at, (_, run) in enumerate(runs)}
-    found = in_turns(turns, count // tries)
+
+    def known(found: Mapping[int, list[float]]) -> bool:
+        first, *others = found.values()
+        return all(ratio_of(first, each).is_narrow for each in others)
+
+    found = in_turns(turns, count // tries, until=known)
     for at, (timings, _) in enumerate(runs):
         timings.seconds[phase] += found[at]
         timings.first[phase] += found[0] if at else []
@@ -210,39 +219,22 @@ def compare_logits(
     window: Int[Tensor, " L"],
     hidden: Float[Tensor, "1 L E"],
     reference: Float[Tensor, "1 L E"],
-) -> tuple[float, float, float]:
-    """The mean loss over a window, the largest difference of a logit from that of the reference,
-    and the reference's largest logit; from hidden states.
+) -> tuple[Float[Tensor, " T"], float, float]:
+    """The loss of every token of a window but the first, the largest difference of a logit from
+    that of the reference, and the reference's largest logit; from hidden states.
 
     A logit that is not a number makes the difference not a number.
     """
-    ((losses, difference),), largest = compare_all_logits(model, window, [hidden], reference)
-    return float(losses.mean()), difference, largest
-
-
-def compare_all_logits(
-    model: Any,
-    window: Int[Tensor, " L"],
-    hiddens: Sequence[Float[Tensor, "1 L E"]],
-    reference: Float[Tensor, "1 L E"],
-) -> tuple[list[tuple[Float[Tensor, " T"], float]], float]:
-    """Of each of `hiddens` the loss of every token but the first and the difference that
-    `compare_logits` gives, and the reference's largest logit; the reference's logits are computed
-    once."""
-    losses: list[list[Tensor]] = [[] for _ in hiddens]
-    differences: list[list[Tensor]] = [[] for _ in hiddens]
-    sizes = []
+    losses, differences, sizes = [], [], []
     for start, stop in pieces(len(window)):
         wanted = _wide_logits(model, reference[:, start:stop])
+        logits = _wide_logits(model, hidden[:, start:stop])
         following = window[start + 1 : stop + 1]
+        losses.append(F.cross_entropy(logits[: len(following)], following, reduction="none"))
+        differences.append(_largest(wanted - logits))
         sizes.append(_largest(wanted))
-        for at, hidden in enumerate(hiddens):
-            logits = _wide_logits(model, hidden[:, start:stop])
-            differences[at].append(_largest(wanted - logits))
-            predicted = logits[: len(following)]
-            losses[at].append(F.cross_entropy(predicted, following, reduction="none"))
-    most = [float(torch.stack(each).max()) for each in (*differences, sizes)]
-    return list(zip(map(torch.cat, losses), most[:-1], strict=True)), most[-1]
+    difference, largest = (float(torch.stack(each).max()) for each in (differences, sizes))
+    return torch.cat(losses), difference, largest
 
 
 def _largest(values: Float[Tensor, "L V"]) -> Float[Tensor, ""]:

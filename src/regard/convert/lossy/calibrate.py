@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -160,7 +160,14 @@ class Step:
         return moments_of(self.x)
 
 
-Make = Callable[[Step], nn.Module]  # returns the layer that replaces an attention module
+class Made(NamedTuple):
+    """A layer, and its outputs over the inputs of its step, so that it need not run again."""
+
+    layer: nn.Module
+    out: Float[Tensor, "N L E"]
+
+
+Make = Callable[[Step], nn.Module | Made]  # the layer that replaces an attention module
 
 
 @torch.no_grad()
@@ -179,7 +186,8 @@ def walk(
     Args:
         model: a causal language model of transformers whose blocks follow one another.
         windows: tokens of calibration text, all windows of one length.
-        makes: each returns the layer for one `Step`; called block by block, in order.
+        makes: each returns the layer for one `Step`, alone or with its outputs as `Made`; called
+            block by block, in order.
         progress: called with the blocks done and their number.
 
     Raises:
@@ -211,9 +219,12 @@ def walk(
         for which, make in enumerate(makes):
             mine = converted[which]
             target = out + (hidden - mine) if added else out
-            layer = make(Step(index, module, run.inputs(mine), target))
-            converted[which] = run.with_layer(layer, mine)
-            layers[which].append(layer)
+            made = make(Step(index, module, run.inputs(mine), target))
+            if isinstance(made, Made):
+                converted[which] = run.with_output(made.out, mine)
+            else:
+                converted[which] = run.with_layer(made, mine)
+            layers[which].append(made.layer if isinstance(made, Made) else made)
         hidden = after
     progress(len(blocks), len(blocks))
     return layers
@@ -236,12 +247,14 @@ class _Block:
         Gemma 2 and 3 and OLMo 2 norm it first. Then twice the output has the same effect, and the
         output cannot correct errors that the residual stream already has.
         """
-        once, twice = (self._with_output(factor * out, hidden).double() for factor in (1.0, 2.0))
+        once, twice = (self.with_output(factor * out, hidden).double() for factor in (1.0, 2.0))
         change, whole = (twice - once).norm(), (once - hidden.double()).norm()
         return bool(change > CHANGED * whole)
 
-    def _with_output(self, out: Tensor, hidden: Tensor) -> Tensor:
-        with bound(self.module, lambda module, *args, **given: (out, None)):
+    def with_output(self, out: Tensor, hidden: Tensor) -> Tensor:
+        """The outputs of the block if those of its attention are `out`."""
+        parts = iter(out.split(AT_ONCE))
+        with bound(self.module, lambda module, *args, **given: (next(parts), None)):
             return self._run(hidden)
 
     def inputs(self, hidden: Tensor) -> Tensor:
@@ -315,14 +328,28 @@ def refit_output(
         >>> round(before, 3), after < before
         (0.25, True)
     """
+    before, after, _ = refitted(layer, x, target, ridge=ridge)
+    return before, after
+
+
+def refitted(
+    layer: nn.Module,
+    x: Float[Tensor, "N L E"],
+    target: Float[Tensor, "N L E"],
+    *,
+    ridge: float = RIDGE,
+) -> tuple[float, float, Float[Tensor, "N L M"]]:
+    """As `refit_output`, and the inputs of `layer.o_proj` over `x`."""
     old, offset = weight_and_bias(layer, "o_proj")
     weight = old.double()
     gram = weight.new_zeros(weight.shape[1], weight.shape[1])
     cross, missed, whole = torch.zeros_like(weight), 0.0, 0.0
+    inputs = []
     for window, wanted in zip(x, target, strict=True):
         with recording([layer.get_submodule("o_proj")]) as (calls,):
             error = wanted - layer(window[None])[0]
         merged = calls[0].x[0]
+        inputs.append(merged)
         gram += (merged.mT @ merged).double()
         cross += (error.mT @ merged).double()
         missed += float(error.double().square().sum())
@@ -331,4 +358,4 @@ def refit_output(
     change = torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), cross.mT).mT
     layer.o_proj = linear_of((weight + change).to(old.dtype), offset)
     gained = 2 * (change * cross).sum() - ((change @ gram) * change).sum()
-    return missed / whole, (missed - float(gained)) / whole
+    return missed / whole, (missed - float(gained)) / whole, torch.stack(inputs)

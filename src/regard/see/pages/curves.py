@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from regard.compare.comparing import Comparison
+from regard.compare.result import Comparison
 from regard.page.page import Section, table, write_page
 from regard.page.readable import readable_bytes
 from regard.plan.devices import DEVICES

@@ -1,0 +1,117 @@
+"""All that a comparison measured, as a table and a verdict."""
+
+from dataclasses import dataclass
+from html import escape
+
+from regard.compare.measure import MEASURED, Row, cells
+from regard.compare.proving import Proof
+from regard.page.page import table
+from regard.page.readable import readable_bytes
+from regard.words import counted
+
+RATIOS = (
+    "Speeds: tokens a second, then ratios to the first row's, taken in turns; same: no measurable "
+    "difference. ±: of a perplexity, two standard errors of its ratio to the first row's; of a "
+    "speed, half of the distance between its quartiles."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that `regard compare` measured, and the sentence it ends with.
+
+    Attributes:
+        model: the model's name.
+        kind: its own attention.
+        num_layers: its attention layers.
+        context: tokens of a window.
+        memory: bytes that `context_in_memory` of each row is about.
+        dtype: in which the model ran.
+        threads: threads of torch.
+        text: where the text is from.
+        proof: that regard computes what the model computes.
+        rows: the measurements of each attention.
+        verdict: which attention saves most memory, and what it costs.
+        seconds: in total.
+        decoded: tokens that `decode_perplexity` of each row is about, over all windows.
+        cache_dtype: of the checkpoint, in which `cache_bytes_per_token` and `context_in_memory`
+            count the numbers that are not codes; that of the model if empty.
+
+    Examples:
+        >>> from regard.compare import Comparison, Proof, Row
+        >>> proof = Proof(largest_difference=2e-6, tolerance=1e-4, largest_logit=9.0)
+        >>> rows = (Row("MHA, as shipped", exact=True, cache_bytes_per_token=512.0),)
+        >>> comparison = Comparison("tiny", "MHA", 2, 64, 1 << 30, "float32", 1, "my text", proof,
+        ...     rows, "Nothing to compare with.", 0.5)
+        >>> comparison.proof.holds, comparison.rows[0].cache_bytes_per_token
+        (True, 512.0)
+    """
+
+    model: str
+    kind: str
+    num_layers: int
+    context: int
+    memory: int
+    dtype: str
+    threads: int
+    text: str
+    proof: Proof
+    rows: tuple[Row, ...]
+    verdict: str
+    seconds: float
+    decoded: int = 0
+    cache_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_dtype", self.cache_dtype or self.dtype)
+
+    @property
+    def columns(self) -> dict[str, tuple[str, str]]:
+        """The columns of the table: attributes of `Row`, each with its heading and subject.
+
+        Bytes in the dtype in which the model ran are a column if it is not the checkpoint's.
+        """
+        heads = {"within": readable_bytes(self.memory), "dtype": self.dtype}
+        return {
+            name: (head.format(**heads), subject)
+            for name, (head, subject) in MEASURED.items()
+            if name != "run_bytes_per_token" or self.dtype != self.cache_dtype
+        }
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of the checkpoint and of the model, for a heading."""
+        if self.dtype == self.cache_dtype:
+            return self.dtype
+        return f"{self.cache_dtype} run in {self.dtype}"
+
+    def _repr_html_(self) -> str:
+        """The verdict and the table of what ran, for notebooks and pages."""
+        rows = [
+            [f"{row.name} (exact)" if row.exact else row.name, *cells(row, self.columns)]
+            for row in self.rows
+            if row.perplexity is not None
+        ]
+        heads = ["attention", *(head for head, _ in self.columns.values())]
+        return (
+            f"<p>{escape(self.verdict)}</p>\n{table(self._circumstances(), heads, rows)}"
+            f'<p class="aside">{explained(self)}</p>'
+            '<p class="aside">regard computes what the model computes: logits differ by '
+            f"{self.proof.largest_difference:.1e} at most, and rounding explains "
+            f"{self.proof.tolerance:.1e}.</p>\n"
+        )
+
+    def _circumstances(self) -> str:
+        layers, threads = counted(self.num_layers, "layer"), counted(self.threads, "thread")
+        return (
+            f"{layers} of {self.kind}, {self.dtypes}, {threads}; {self.context:,} tokens of "
+            f"{self.text}, {self.decoded:,} decoded one at a time, measured in {self.seconds:.0f} s"
+        )
+
+
+def explained(result: Comparison) -> str:
+    """The columns of a comparison in two or three sentences."""
+    return (
+        f"Decode perplexity: of the last {result.decoded:,} tokens of the windows, given one at a "
+        f"time. {RATIOS}"
+    )

@@ -43,7 +43,7 @@ class Contiguous(Stored):
 
     def span(self, new: int) -> Span:
         """The slots of the queries and keys of a call with `new` more tokens."""
-        return self._lengths.span(new, self._oldest())
+        return self._lengths.span(new, 0 if self.window is None else self._oldest())
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
@@ -89,16 +89,15 @@ class KVCache(Contiguous):
         if needs_derivatives(new, held):
             self._held = concatenated(held, new, lengths)
         else:
-            self._held = self._reserve(new, grown.longest)
+            if not held or held[0].shape[2] < grown.longest or requires_grad(held):
+                self._held = self._with_room(new, grown.longest)
             write_tokens(self._held, new, lengths)
         self._lengths = grown
         return (first_tokens(self._held, grown.longest),)
 
-    def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
+    def _with_room(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers with the tokens held and room for `total`."""
         present = self._held[0].shape[2] if self._held else 0
-        if present >= total > 0 and not requires_grad(self._held):
-            return self._held
         capacity = max(_FIRST_CAPACITY, total, 2 * present if total > present else 0)
         return with_room(self._held or new, self.length, capacity)
 

@@ -110,10 +110,6 @@ class SlidingCache(Contiguous):
     def arguments(self) -> dict[str, Any]:
         return {"size": self.size, "rollback": self.rollback}
 
-    def _oldest(self) -> int:
-        """The oldest slot in the window of the next token."""
-        return max(0, self.length - self.size + 1)
-
     def __repr__(self) -> str:
         rollback = f", rollback={self.rollback}" if self.rollback else ""
         return f"SlidingCache({self.size}{rollback})"

@@ -211,7 +211,7 @@ class Stored:
 
     def _oldest(self) -> int:
         """The oldest slot that the next token may attend to."""
-        return 0
+        return 0 if self.window is None else max(0, self.length - self.window + 1)
 
 
 def _without_stale(stream: Tensor, lengths: Tensor) -> Tensor:

@@ -25,20 +25,15 @@ from regard.layers.construct import (
     records_arguments,
     size_of_head,
 )
-from regard.layers.inputs import (
-    Arrival,
-    arrive,
-    check_positions,
-    check_rope,
-    check_width,
-    options_of,
-)
+from regard.layers.inputs import Arrival, arrive, check_rope, check_width, options_of
 from regard.layers.memory import Context, Memory, check_own, recorded_for
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope
+
+_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
 class Attention(nn.Module):
@@ -86,10 +81,11 @@ class Attention(nn.Module):
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     pieces: tuple[int, ...] = ()  # keys and values are separate streams
+    caches_positions, input_projection = False, "q_proj"
     options, weights, explain = options_of, weights, explain
-    check_positions = staticmethod(check_positions)
+    __repr__ = constructor_code
 
-    @records_arguments()
+    @records_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -123,12 +119,13 @@ class Attention(nn.Module):
         check_mask(mask)
         check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
         check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
-        biased = biased_projections(bias, out_bias)
+        biased = biased_projections(bias, _PROJECTIONS, usual=_PROJECTIONS)
+        out_bias = "o_proj" in biased if out_bias is None else out_bias
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias="q_proj" in biased)
         self.k_proj = nn.Linear(self.context_size, kv_width, bias="k_proj" in biased)
         self.v_proj = nn.Linear(self.context_size, kv_width, bias="v_proj" in biased)
-        self.o_proj: nn.Module = nn.Linear(width, hidden_size, bias="o_proj" in biased)
+        self.o_proj: nn.Module = nn.Linear(width, hidden_size, bias=out_bias)
         self.norm_width = qk_norm == "width"
         self.q_norm = build_norm(qk_norm, self.head_dim, width, norm_eps)
         self.k_norm = build_norm(qk_norm, self.head_dim, kv_width, norm_eps)
@@ -217,11 +214,6 @@ class Attention(nn.Module):
         """Key heads of the memory that `remember` makes."""
         return self.num_kv_heads
 
-    @property
-    def first_projection(self) -> nn.Module:
-        """The linear layer that reads `x`."""
-        return self.q_proj
-
     def check_context(self, x: Tensor, context: Context, cache: Cache) -> None:
         """Refuse another sequence that does not fit this layer or this call."""
         if context is None:
@@ -261,9 +253,6 @@ class Attention(nn.Module):
         gate = torch.sigmoid(self.gate_proj(x))
         return out * split_heads(gate, gate.shape[-1] // out.shape[1]).to(out.dtype)
 
-    def __repr__(self) -> str:
-        return constructor_code(self)
-
 
 class SelfAttention(Attention):
     """Self-attention with one head and no output projection, as textbooks introduce it.
@@ -282,7 +271,7 @@ class SelfAttention(Attention):
         torch.Size([2, 5, 16])
     """
 
-    @records_arguments("num_heads", "num_kv_heads")
+    @records_arguments
     def __init__(self, hidden_size: int, **options: Any) -> None:
         super().__init__(hidden_size, 1, num_kv_heads=1, **options)
         self.o_proj = nn.Identity()
@@ -306,7 +295,7 @@ class MultiHeadAttention(Attention):
         (torch.Size([2, 5, 64]), 'MHA')
     """
 
-    @records_arguments("num_kv_heads")
+    @records_arguments
     def __init__(self, hidden_size: int, num_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=num_heads, **options)
 
@@ -328,7 +317,7 @@ class MultiQueryAttention(Attention):
         ('MQA', 8)
     """
 
-    @records_arguments("num_kv_heads")
+    @records_arguments
     def __init__(self, hidden_size: int, num_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=1, **options)
 
@@ -351,6 +340,6 @@ class GroupedQueryAttention(Attention):
         ('GQA', 16)
     """
 
-    @records_arguments()
+    @records_arguments
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=num_kv_heads, **options)

@@ -12,28 +12,28 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
-from regard.layers.attending import Keys, attended, describe, weights
+from regard.layers.attending import Keys, attended, explain, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
-from regard.layers.construct import check_sizes, constructor_code, records_arguments
-from regard.layers.inputs import (
-    Arrival,
-    arrive,
-    check_positions,
-    check_rope,
-    options_of,
-    refuse_context,
+from regard.layers.construct import (
+    biased_projections,
+    check_sizes,
+    constructor_code,
+    records_arguments,
 )
-from regard.layers.latent_forms import Form, choose_form, project_latent
+from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
+from regard.layers.latent_forms import FORMS, Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
 from regard.layers.memory import Context
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
-from regard.ops.explain import explain
 from regard.rope import Rope
 
 __all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
+
+_USUAL = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "o_proj"})  # have a bias with bias=True
+_AFTER_QUERIES = frozenset({"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"})
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -87,14 +87,14 @@ class MultiHeadLatentAttention(nn.Module):
 
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
-    options, weights = options_of, weights
-    check_positions = staticmethod(check_positions)
-    check_context = staticmethod(refuse_context)
+    caches_positions, input_projection = False, "kv_a_proj_with_mqa"
+    options, weights, explain = options_of, weights, explain
+    __repr__, check_context = constructor_code, staticmethod(refuse_context)
     softcap: float | None = None  # MLA has neither softcap nor sinks
     sinks: Tensor | None = None
     pieces: tuple[int, ...]
 
-    @records_arguments()
+    @records_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -123,7 +123,8 @@ class MultiHeadLatentAttention(nn.Module):
         check_sizes(qk_rope_head_dim=qk_rope_head_dim)
         check_sizes(0, qk_nope_head_dim=qk_nope_head_dim)
         check_rope(rope, (0, qk_rope_head_dim), f"qk_rope_head_dim={qk_rope_head_dim}")
-        _check_form(form)
+        if form not in ("auto", *FORMS):
+            raise ValueError(f"form is 'auto', 'expanded' or 'absorbed', got {form!r}")
         mask = EVERYTHING if mask is None else mask
         check_mask(mask)
         check_options(dropout=dropout, softcap=None, precision=precision, scale=scale)
@@ -134,7 +135,9 @@ class MultiHeadLatentAttention(nn.Module):
         self.pieces = kv_lora_rank, qk_rope_head_dim
         self.v_head_dim = v_head_dim
         width = num_heads * self.qk_head_dim
-        biased = _biased(bias, q_lora_rank)
+        queries = {"q_proj"} if q_lora_rank is None else {"q_a_proj", "q_b_proj"}
+        projections = _AFTER_QUERIES | queries
+        biased = biased_projections(bias, projections, _USUAL, f"with q_lora_rank={q_lora_rank} ")
 
         def norm(size: int) -> nn.Module:
             return nn.RMSNorm(size, eps=norm_eps) if latent_norm else nn.Identity()
@@ -185,31 +188,9 @@ class MultiHeadLatentAttention(nn.Module):
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form = self.choose(at.span, at.cache)
-        parts = at.cache.peek(self.join(latent, k_rope))
-        return form.queries(q_nope, q_rope), form.keys(parts, at)
-
-    def explain(
-        self,
-        x: Float[Tensor, "B L E"],
-        *,
-        context: None = None,
-        mask: Mask | None = EVERYTHING,
-        cache: Cache | None = NO_CACHE,
-        positions: Int[Tensor, "*B L"] | None = None,
-    ) -> str:
-        """Which form and backend the same call would run on, and why; the cache does not change.
-
-        Examples:
-            >>> from regard import Rotary
-            >>> layer = MultiHeadLatentAttention(16, 2, kv_lora_rank=8, qk_nope_head_dim=4,
-            ...     qk_rope_head_dim=4, v_head_dim=4, rope=Rotary(4), form="absorbed")
-            >>> layer.explain(torch.randn(1, 1, 16)).split(":")[0]
-            'form     absorbed'
-        """
-        at = arrive(self, x, context, mask, cache, positions)
-        q, keys = self.queries_and_keys(x, context, at)
-        form = self.choose(at.span, at.cache)
-        return f"form     {form.name}: {form.why}\n{explain(describe(self, q, keys, at))}"
+        keys = form.keys(at.cache.peek(self.join(latent, k_rope)), at)
+        note = f"form     {form.name}: {form.why}\n"
+        return form.queries(q_nope, q_rope), keys._replace(note=note)
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries in two pieces, latents and rotary keys, before rotation.
@@ -227,11 +208,6 @@ class MultiHeadLatentAttention(nn.Module):
         """The stream that is cached: latents and rotary keys, concatenated."""
         return torch.cat([latent, k_rope], dim=-1)
 
-    @property
-    def first_projection(self) -> nn.Module:
-        """The linear layer that reads `x`."""
-        return self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj
-
     def choose(self, span: Span, cache: Cache = NO_CACHE) -> Form:
         """The form for these numbers of queries and keys, which says why.
 
@@ -243,28 +219,3 @@ class MultiHeadLatentAttention(nn.Module):
             ValueError: if the form is `"absorbed"` and `kv_b_proj` is not a plain linear map.
         """
         return choose_form(self, span, self.form)
-
-    def __repr__(self) -> str:
-        return constructor_code(self)
-
-
-_FIRST = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "o_proj"})  # what bias=True means
-
-
-def _biased(bias: bool | set[str] | frozenset[str], q_lora_rank: int | None) -> frozenset[str]:
-    """The projections that have a bias."""
-    if isinstance(bias, bool):
-        return _FIRST if bias else frozenset()
-    queries = {"q_proj"} if q_lora_rank is None else {"q_a_proj", "q_b_proj"}
-    there = queries | {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
-    if not bias <= there:
-        raise ValueError(
-            f"bias names {sorted(bias - there)}; with q_lora_rank={q_lora_rank} choose from "
-            f"{sorted(there)}"
-        )
-    return frozenset(bias)
-
-
-def _check_form(form: str) -> None:
-    if form not in ("auto", "expanded", "absorbed"):
-        raise ValueError(f"form is 'auto', 'expanded' or 'absorbed', got {form!r}")

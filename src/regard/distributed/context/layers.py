@@ -312,6 +312,6 @@ def _top(layer: Any, positions: Tensor | None) -> int:
 def _arguments(layer: Any, call: Call) -> dict[str, Any]:
     """The arguments of `attend_shards` that layers of all kinds have."""
     split: TokenSplit = layer.token_split
-    options = layer.options(Arrival(call.mask, call.span, call.positions))._asdict()
+    options = layer.options(Arrival(call.mask, call.span, call.positions))
     del options["dropout"]  # refused, unless it is 0
     return {"ranks": split.ranks, "shards": call.shards, "exchange": split.exchange, **options}

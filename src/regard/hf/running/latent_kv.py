@@ -25,7 +25,7 @@ from regard.hf.running.calls import (
     sharded_cache,
     visible_in,
 )
-from regard.layers.latent_kv import check_int32
+from regard.layers.inputs import check_int32
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:

@@ -8,7 +8,6 @@ from regard.cache.streams import (
     check_rows,
     check_streams,
     concatenated,
-    first_tokens,
     needs_derivatives,
     requires_grad,
     select_rows,
@@ -93,7 +92,8 @@ class KVCache(Contiguous):
                 self._held = self._with_room(new, grown.longest)
             write_tokens(self._held, new, lengths)
         self._lengths = grown
-        return (first_tokens(self._held, grown.longest),)
+        stop = grown.longest
+        return (Part(0, stop, tuple([each.narrow(2, 0, stop) for each in self._held])),)
 
     def _with_room(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers with the tokens held and room for `total`."""

@@ -86,9 +86,10 @@ class Streams(Sequence[Tensor]):
 
 def streams_of(stored: Sequence[AnyStream]) -> Sequence[Tensor]:
     """The streams of a part: tensors as they are."""
-    if all(isinstance(each, Tensor) for each in stored):
-        return tuple(stored)  # type: ignore[arg-type]
-    return Streams(stored)
+    for each in stored:
+        if not isinstance(each, Tensor):
+            return Streams(stored)
+    return tuple(stored)  # type: ignore[arg-type]
 
 
 def to_tensor(stream: AnyStream) -> Tensor:

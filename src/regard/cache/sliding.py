@@ -14,7 +14,7 @@ from regard.cache.streams import (
     needs_derivatives,
     requires_grad,
     with_room,
-    write_slots,
+    write_tokens,
 )
 
 _FIRST_CAPACITY = 256  # tokens; a short sequence does not need the window of a long one
@@ -72,7 +72,7 @@ class SlidingCache(Contiguous):
                 self._held = with_room(window, stop - keep, capacity)
             self._first = keep
         else:
-            write_slots(self._held, new, used)
+            write_tokens(self._held, new, Lengths(used, used))
             whole = Part(self._first, stop, self._held)
         self._lengths = self._lengths.grown(added)
         return (whole.narrow(start, stop),)

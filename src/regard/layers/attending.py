@@ -60,13 +60,10 @@ class Keys(NamedTuple):
     def outlines(self) -> tuple[Tensor, Tensor]:
         """Tensors with the dtypes and the shapes of keys and values, of any number of tokens."""
         streams = self.first.streams
-        if type(streams) is not tuple:
-            streams = self.first.outlines
-        elif len(streams) == 2:
-            return streams
-        k, *rest = (each[:, :, :1] for each in streams)
+        k, *rest = streams if type(streams) is tuple else self.first.outlines
         if rest:
             return k, rest[0]
+        k = k[:, :, :1]
         k = k if k.stride(-1) == 1 else k.contiguous()  # of codes: values lie among keys
         return k, k[..., : self.v_head_dim]
 
@@ -109,7 +106,8 @@ def describe(layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
     """
     if isinstance(at.cache, Attending):
         return at.cache.prepare(layer, q, keys, at)
-    k, v = keys.outlines
+    streams = keys.first.streams
+    k, v = streams if type(streams) is tuple and len(streams) == 2 else keys.outlines
     return prepare_call(Arguments(q, k, v, at.span, **layer.options(at)))
 
 

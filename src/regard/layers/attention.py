@@ -196,7 +196,8 @@ class Attention(nn.Module):
         """
         self._refuse_rope()
         check_width("context", context, self.context_size, self.k_proj)
-        return recorded_for(self, Memory(*self._keys_values(context)))
+        k = normed_heads(self.k_norm, self.k_proj(context), self.head_dim, width=self.norm_width)
+        return recorded_for(self, Memory(k, split_heads(self.v_proj(context), self.head_dim)))
 
     def project(
         self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
@@ -205,7 +206,9 @@ class Attention(nn.Module):
         q = normed_heads(self.q_norm, self.q_proj(x), self.head_dim, width=self.norm_width)
         if isinstance(context, Memory):
             return q, context.k, context.v
-        k, v = self._keys_values(x if context is None else context)
+        source = x if context is None else context
+        k = normed_heads(self.k_norm, self.k_proj(source), self.head_dim, width=self.norm_width)
+        v = split_heads(self.v_proj(source), self.head_dim)
         k, v = requiring_grad((q, self.sinks, self.score_bias), k, v)
         return q, k, v
 
@@ -214,10 +217,8 @@ class Attention(nn.Module):
         """Key heads of the memory that `remember` makes."""
         return self.num_kv_heads
 
-    def check_context(self, x: Tensor, context: Context, cache: Cache) -> None:
+    def check_context(self, x: Tensor, context: Tensor | Memory, cache: Cache) -> None:
         """Refuse another sequence that does not fit this layer or this call."""
-        if context is None:
-            return
         self._refuse_rope()
         if cache is not NO_CACHE:
             raise ValueError(
@@ -241,10 +242,6 @@ class Attention(nn.Module):
                 f"context does not share the positions of x, so rope={self.rope} has no meaning "
                 "for it; build the layer with rope=NO_ROPE"
             )
-
-    def _keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        k = normed_heads(self.k_norm, self.k_proj(source), self.head_dim, width=self.norm_width)
-        return k, split_heads(self.v_proj(source), self.head_dim)
 
     def gated(self, x: Tensor, out: Tensor) -> Tensor:
         """The output of the heads times the gate of the input, if the layer has one."""

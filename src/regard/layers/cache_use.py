@@ -55,6 +55,7 @@ def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
             "where activations are checkpointed"
         )
     if not cache.length:
+        _USES.pop(id(cache), None)
         if isinstance(cache, Stored) and cache.window is not None:
             check_window(mask, cache.window)
         return
@@ -67,8 +68,9 @@ def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
             "cache a layer: caches = [KVCache() for _ in layers] (a copy.deepcopy(cache) may go on "
             "in a layer with the same weights)"
         )
-    for padding in _paddings(mask):
-        _check_padding(padding, use.padding, span)
+    if not mask.relative:  # a rule of distances has no padding
+        for padding in _paddings(mask):
+            _check_padding(padding, use.padding, span)
 
 
 def restored_on_error(layer: object, cache: Cache, mask: Mask) -> AbstractContextManager[object]:
@@ -80,7 +82,7 @@ def restored_on_error(layer: object, cache: Cache, mask: Mask) -> AbstractContex
     if cache is NO_CACHE or torch.compiler.is_compiling():
         return _NOTHING_TO_RESTORE
     use = _USES.get(id(cache))
-    if use is None or use.layer() is not layer or not cache.length:
+    if use is None or use.layer() is not layer:
         _record(cache, layer, mask)
     return _RestoredOnError(cache)
 

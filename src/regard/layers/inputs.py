@@ -61,7 +61,7 @@ class Layer(Protocol):
     caches_positions: bool
     input_projection: str
 
-    def check_context(self, x: Tensor, context: Context, cache: Cache) -> None:
+    def check_context(self, x: Tensor, context: Tensor | Memory, cache: Cache) -> None:
         """Refuse another sequence that does not fit this layer or this call."""
 
     def options(self, at: Arrival) -> dict[str, Any]:
@@ -108,9 +108,12 @@ def arrive(
         check_positions(positions, x)
         if layer.caches_positions:
             check_int32(positions)
-    layer.check_context(x, context, cache)
-    length = x.shape[1]
-    span = cache.span(length) if context is None else Span(0, length, 0, _length_of(context))
+    if context is None:
+        span = cache.span(x.shape[1])
+    else:
+        layer.check_context(x, context, cache)
+        keys = context.k.shape[2] if isinstance(context, Memory) else context.shape[1]
+        span = Span(0, x.shape[1], 0, keys)
     if cache is not NO_CACHE:
         check_decodable(mask, span)
         check_use(layer, cache, mask, span)
@@ -118,10 +121,6 @@ def arrive(
             cache.pieces = layer.pieces  # of few bits, the first piece is rotated alone
     places = span.positions(x.device) if positions is None else positions
     return Arrival(mask, span, places, cache)
-
-
-def _length_of(context: "Tensor | Memory") -> int:
-    return context.k.shape[2] if isinstance(context, Memory) else context.shape[1]
 
 
 def check_width(name: str, x: object, width: int, projection: nn.Module) -> None:
@@ -142,10 +141,11 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
         )
     if x.layout is not torch.strided:
         raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
+    weight = projection._parameters.get("weight")
+    if weight is None or (weight.dtype == x.dtype and weight.device == x.device):
+        return
     if product_objection(projection) is not None:
         return  # such a module may cast or move its inputs itself
-    weight = projection.weight
-    assert isinstance(weight, Tensor)
     if weight.dtype != x.dtype and not _casts(x.device.type):
         raise ValueError(
             f"{name} is {x.dtype}, the layer's weights are {weight.dtype}; cast one with "
@@ -220,11 +220,10 @@ def check_int32(positions: Tensor | None) -> None:
 
 def refuse_context(x: Tensor, context: object, cache: Cache) -> None:
     """`check_context` of layers that rotate cached keys by the positions of x."""
-    if context is not None:
-        raise ValueError(
-            "context is another sequence, whose keys do not share the positions of x, and this "
-            "layer rotates its keys; use Attention(..., context_size=...) without a rope"
-        )
+    raise ValueError(
+        "context is another sequence, whose keys do not share the positions of x, and this layer "
+        "rotates its keys; use Attention(..., context_size=...) without a rope"
+    )
 
 
 def check_rope(rope: object, widths: tuple[int, ...] | range, what: str) -> None:

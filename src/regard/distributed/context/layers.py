@@ -20,7 +20,7 @@ from regard.distributed.shards import Layout, Shards
 from regard.distributed.tensor.heads import split_of
 from regard.heads import merge_heads
 from regard.layers.attending import describe
-from regard.layers.cache_use import restored_on_error
+from regard.layers.cache_use import check_use, restored_on_error
 from regard.layers.inputs import Arrival, arrive, check_cache
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.masks import EVERYTHING, AllOf, AnyOf, Documents, Mask, Not, Padding, Span
@@ -77,6 +77,8 @@ def forward(
     if cache is not NO_CACHE and getattr(cache, "length", None):
         return _decoded(layer, x, context, mask, cache, positions)
     call = arrive_shard(layer, x, context, mask, cache, positions)
+    if cache is not NO_CACHE:
+        check_use(layer, cache, call.mask, call.span)
     own = send(layer, x, call)
     with restored_on_error(layer, cache, call.mask):
         if cache is not NO_CACHE:

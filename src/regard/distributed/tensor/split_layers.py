@@ -33,16 +33,11 @@ class SplitLayer(Split):
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """As on one device: every rank gives the same input, and gets the same output."""
         own: Any = self
+        if isinstance(cache := options.get("cache"), ShardedCache):
+            cache.check_layer(self)  # before anything is sent
         with _compared(own, x, **options), _own_random_numbers(own):
             result: Tensor = own.one_device_class.forward(own, x, **options)
             return result
-
-    def check_context(self, x: Tensor, context: object, cache: Cache) -> None:
-        """Refuse a cache over ranks that was made for other heads, before anything is sent."""
-        own: Any = super()
-        own.check_context(x, context, cache)
-        if isinstance(cache, ShardedCache):
-            cache.check_layer(self)
 
     def options(self, at: Arrival) -> dict[str, Any]:
         """The settings of the layer for the heads of this rank; for those of all ranks, if the

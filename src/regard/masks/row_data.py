@@ -230,10 +230,8 @@ def last_true(rows: Tensor) -> int | None:
 
 def first_true(rows: Tensor) -> int | None:
     """The first column that is True in any row, else their number; None if it cannot be read."""
-    if not readable(rows):
-        return None
-    columns = rows.any(dim=0).nonzero()
-    return int(columns[0]) if len(columns) else rows.shape[1]
+    stop = last_true(rows.flip(1))
+    return None if stop is None else rows.shape[1] - stop
 
 
 def index(number: int) -> Tensor:

@@ -76,12 +76,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_autocast(kind: str) -> bool:
+    """Whether autocast is on for that type of device: it casts inputs and weights to one dtype."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context without autocast, which would round float32 products to half precision."""
     if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
         return _UNCHANGED
     kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if is_autocast(kind):
         return torch.autocast(kind, enabled=False)
     return _UNCHANGED
 

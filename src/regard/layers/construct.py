@@ -102,14 +102,8 @@ def biased_projections(
     usual: frozenset[str],
     condition: str = "",
 ) -> frozenset[str]:
-    """The projections that have a bias.
-
-    Args:
-        bias: True for the `usual` ones, False for none, or their names.
-        projections: names that there are.
-        usual: names of those that True means.
-        condition: on which the names depend, for the message of the error.
-    """
+    """The names of the projections that have a bias: `usual` are those that `bias=True` means, and
+    the sizes in `condition` say which `projections` there are."""
     if isinstance(bias, bool):
         return usual if bias else frozenset()
     if not bias <= projections:

@@ -16,7 +16,7 @@ from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_decodable, check_mask, refuse_jit_trace
 from regard.rope import Rope
-from regard.tracing import is_concrete, is_transformed
+from regard.tracing import is_autocast, is_concrete, is_transformed
 
 _NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16)
 
@@ -146,18 +146,13 @@ def check_width(name: str, x: object, width: int, projection: nn.Module) -> None
         return
     if product_objection(projection) is not None:
         return  # such a module may cast or move its inputs itself
-    if weight.dtype != x.dtype and not _casts(x.device.type):
+    if weight.dtype != x.dtype and not is_autocast(x.device.type):
         raise ValueError(
             f"{name} is {x.dtype}, the layer's weights are {weight.dtype}; cast one with "
             ".to(dtype), or use torch.autocast"
         )
     if weight.device != x.device:
         raise ValueError(f"{name} is on {x.device}, the layer on {weight.device}; move one of them")
-
-
-def _casts(device: str) -> bool:
-    """Whether autocast is on, which casts inputs and weights to one dtype."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def check_cache(cache: object) -> None:

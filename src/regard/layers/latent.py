@@ -142,21 +142,20 @@ class MultiHeadLatentAttention(nn.Module):
         def norm(size: int) -> nn.Module:
             return nn.RMSNorm(size, eps=norm_eps) if latent_norm else nn.Identity()
 
+        def linear(name: str, size: int, out_size: int) -> nn.Module:
+            return nn.Linear(size, out_size, bias=name in biased)
+
         if q_lora_rank is None:
-            self.q_proj: nn.Module = nn.Linear(hidden_size, width, bias="q_proj" in biased)
+            self.q_proj = linear("q_proj", hidden_size, width)
         else:
-            self.q_a_proj: nn.Module = nn.Linear(
-                hidden_size, q_lora_rank, bias="q_a_proj" in biased
-            )
+            self.q_a_proj = linear("q_a_proj", hidden_size, q_lora_rank)
             self.q_a_layernorm = norm(q_lora_rank)
-            self.q_b_proj: nn.Module = nn.Linear(q_lora_rank, width, bias="q_b_proj" in biased)
-        joined = kv_lora_rank + qk_rope_head_dim
-        down: nn.Module = nn.Linear(hidden_size, joined, bias="kv_a_proj_with_mqa" in biased)
-        self.kv_a_proj_with_mqa = down
+            self.q_b_proj = linear("q_b_proj", q_lora_rank, width)
+        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", hidden_size, sum(self.pieces))
         self.kv_a_layernorm = norm(kv_lora_rank)
         rebuilt = num_heads * (qk_nope_head_dim + v_head_dim)
-        self.kv_b_proj: nn.Module = nn.Linear(kv_lora_rank, rebuilt, bias="kv_b_proj" in biased)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in biased)
+        self.kv_b_proj = linear("kv_b_proj", kv_lora_rank, rebuilt)
+        self.o_proj = linear("o_proj", num_heads * v_head_dim, hidden_size)
         self.rope, self.mask, self.score_bias, self.dropout = rope, mask, score_bias, dropout
         self.scale = self.qk_head_dim**-0.5 * rope.softmax_factor if scale is None else scale
         self.form, self.backend, self.precision = form, backend, precision
@@ -209,11 +208,8 @@ class MultiHeadLatentAttention(nn.Module):
         return torch.cat([latent, k_rope], dim=-1)
 
     def choose(self, span: Span, cache: Cache = NO_CACHE) -> Form:
-        """The form for these numbers of queries and keys, which says why.
-
-        Args:
-            span: of a call.
-            cache: of the call; a subclass may choose by it.
+        """The form for the numbers of queries and keys of a call, which says why; a subclass may
+        choose by the cache, too.
 
         Raises:
             ValueError: if the form is `"absorbed"` and `kv_b_proj` is not a plain linear map.

@@ -26,6 +26,7 @@ from regard.layers.latent import MultiHeadLatentAttention
 from regard.masks import EVERYTHING, AllOf, AnyOf, Documents, Mask, Not, Padding, Span
 from regard.ops.check import check_bias, check_decodable, check_mask_sizes
 from regard.ops.explain import explain as explain_prepared
+from regard.tracing import is_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +250,7 @@ def _gradients(layer: nn.Module, x: Tensor) -> str:
 
 
 def _autocast_dtype(device: str) -> str:
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if is_autocast(device):
         return str(torch.get_autocast_dtype(device))
     return "off"
 

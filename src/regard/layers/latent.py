@@ -1,8 +1,4 @@
-"""Multi-head latent attention (MLA), computed in one of two forms from the same cache.
-
-Expanded, it is MHA. Absorbed, it is MQA with one wide key head, whose values are the first columns
-of its keys. The cache holds one latent and one rotary key for each token.
-"""
+"""Multi-head latent attention (MLA), computed in one of two forms from the same cache."""
 
 from typing import Any, Literal
 
@@ -208,8 +204,9 @@ class MultiHeadLatentAttention(nn.Module):
         return torch.cat([latent, k_rope], dim=-1)
 
     def choose(self, span: Span, cache: Cache = NO_CACHE) -> Form:
-        """The form for the numbers of queries and keys of a call, which says why; a subclass may
-        choose by the cache, too.
+        """The form for these numbers of queries and keys, which says why.
+
+        A subclass may choose by the cache, too.
 
         Raises:
             ValueError: if the form is `"absorbed"` and `kv_b_proj` is not a plain linear map.

@@ -1,8 +1,4 @@
-"""GQA whose cache holds one joint latent: keys are rebuilt, normed and rotated when they are read.
-
-For the smallest cache: rebuilding costs time at every step. Rotation is exact, because it is
-applied to the rebuilt keys. The idea is Palu's (arXiv:2407.21118).
-"""
+"""GQA whose cache holds one joint latent: keys are rebuilt, normed and rotated when they are read."""
 
 from typing import Any
 

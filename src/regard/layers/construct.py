@@ -106,11 +106,11 @@ def biased_projections(
     the sizes in `condition` say which `projections` there are."""
     if isinstance(bias, bool):
         return usual if bias else frozenset()
-    if not bias <= projections:
-        raise ValueError(
-            f"bias names {sorted(bias - projections)}; {condition}choose from {sorted(projections)}"
-        )
-    return frozenset(bias)
+    biased = frozenset(bias)
+    if not biased <= projections:
+        names = f"{condition}choose from {sorted(projections)}"
+        raise ValueError(f"bias names {sorted(biased - projections)}; {names}")
+    return biased
 
 
 def build_norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module | None:

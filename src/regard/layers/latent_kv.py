@@ -1,4 +1,4 @@
-"""GQA whose cache holds one joint latent: keys are rebuilt, normed and rotated when they are read."""
+"""GQA over one joint latent: its keys are rebuilt, normed and rotated when they are read."""
 
 from typing import Any
 

@@ -39,7 +39,6 @@ class QuantizedStream(NamedTuple):
     rotation: tuple[int, ...] = ()  # widths of the blocks of columns that are rotated
     run: int = 1  # tokens that share scales
     skipped: int = 0  # tokens of the first run that are left out
-    is_scattered = False
 
     @property
     def outline(self) -> Tensor:
@@ -60,6 +59,10 @@ class QuantizedStream(NamedTuple):
     @property
     def is_shared(self) -> bool:
         return self.codes.shape[0] > 1 and self.codes.stride(0) == 0
+
+    @property
+    def is_scattered(self) -> bool:
+        return False
 
     def rows(self, start: int, size: int) -> "QuantizedStream":
         codes, scales = self.codes.narrow(0, start, size), self.scales.narrow(0, start, size)

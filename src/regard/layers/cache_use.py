@@ -1,7 +1,8 @@
 """What layers check and record of the caches that they fill, and how a failed call is undone."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -84,20 +85,19 @@ def restored_on_error(layer: object, cache: Cache, mask: Mask) -> AbstractContex
     use = _USES.get(id(cache))
     if use is None or use.layer() is not layer:
         _record(cache, layer, mask)
-    return _RestoredOnError(cache)
+    try:
+        snapshot, restore = attrgetter("snapshot", "restore")(cache)
+    except AttributeError:
+        return _RestoredOnError(cache, partial(cache.truncate, cache.length))
+    return _RestoredOnError(cache, partial(restore, snapshot()))
 
 
+@dataclass
 class _RestoredOnError(AbstractContextManager[object]):
-    """A block that returns a cache to its present state when an error leaves it."""
+    """A block after which, if an error leaves it, a cache is restored."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
-        try:
-            snapshot, restore = attrgetter("snapshot", "restore")(cache)
-        except AttributeError:  # a cache of another library
-            self.restore = partial(cache.truncate, cache.length)
-        else:
-            self.restore = partial(restore, snapshot())
+    cache: Cache
+    restore: Callable[[], object]
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if error is None:

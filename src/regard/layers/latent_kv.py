@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
@@ -183,6 +183,6 @@ class LatentKVAttention(nn.Module):
         return q, latent
 
 
-def as_stream(positions: Int32[Tensor, "*B L"], batch: int) -> Int32[Tensor, "B 1 L 1"]:
+def as_stream(positions: Int[Tensor, "*B L"], batch: int) -> Int[Tensor, "B 1 L 1"]:
     """Positions as a stream for the cache."""
     return positions.expand(batch, positions.shape[-1])[:, None, :, None]

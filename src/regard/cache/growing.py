@@ -16,7 +16,7 @@ from regard.cache.streams import (
 )
 from regard.span import Span
 
-_FIRST_CAPACITY = 256  # tokens; short generations then never copy the buffers
+FIRST_CAPACITY = 256  # tokens; short generations then never copy the buffers
 
 
 class Contiguous(Stored):
@@ -98,7 +98,7 @@ class KVCache(Contiguous):
     def _with_room(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers with the tokens held and room for `total`."""
         present = self._held[0].shape[2] if self._held else 0
-        capacity = max(_FIRST_CAPACITY, total, 2 * present if total > present else 0)
+        capacity = max(FIRST_CAPACITY, total, 2 * present if total > present else 0)
         return with_room(self._held or new, self.length, capacity)
 
     def __repr__(self) -> str:

@@ -178,11 +178,7 @@ class Part(NamedTuple):
         return self if isinstance(self.streams, tuple) else self._replace(streams=self.streams[:])
 
     def pieces(self, most: int) -> "Iterator[Part]":
-        """The part in pieces whose tokens lie side by side.
-
-        Args:
-            most: tokens in a piece that is copied.
-        """
+        """The part in pieces whose tokens lie side by side; copies have `most` tokens or fewer."""
         scattered = next((x for x in self._others() if x.is_scattered), None)
         if scattered is None:
             yield self

@@ -29,10 +29,6 @@ def hadamard(x: Float[Tensor, "... W"], blocks: tuple[int, ...]) -> Float[Tensor
     Channels after the last block are unchanged. The matrix (Sylvester 1867) is symmetric, so the
     rotation is its own inverse. Products are in float32, or in float64 for float64.
 
-    Args:
-        x: numbers whose last dimension is rotated.
-        blocks: widths of consecutive blocks, powers of two.
-
     Raises:
         ValueError: if a width is not a power of two, or `x` has fewer channels.
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.cache.growing import Contiguous
+from regard.cache.growing import FIRST_CAPACITY, Contiguous
 from regard.cache.parts import Part
 from regard.cache.streams import (
     Lengths,
@@ -16,8 +16,6 @@ from regard.cache.streams import (
     with_room,
     write_tokens,
 )
-
-_FIRST_CAPACITY = 256  # tokens; a short sequence does not need the window of a long one
 
 
 class SlidingCache(Contiguous):
@@ -68,7 +66,7 @@ class SlidingCache(Contiguous):
                 self._held = tuple(each.clone() for each in window)
             else:
                 most = self.size + self.rollback + self.size // 4
-                capacity = min(most, max(_FIRST_CAPACITY, 2 * (stop - keep)))
+                capacity = min(most, max(FIRST_CAPACITY, 2 * (stop - keep)))
                 self._held = with_room(window, stop - keep, capacity)
             self._first = keep
         else:

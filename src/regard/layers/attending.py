@@ -41,15 +41,8 @@ class Keys(NamedTuple):
 
     @classmethod
     def made(cls, parts: tuple[Part, ...], make: Make, mask: Mask, span: Span) -> "Keys":
-        """Keys and values that are rebuilt from the streams of a cache; of pages, in pieces.
-
-        Args:
-            parts: as the cache returned them.
-            make: keys and values of some parts.
-            mask: of the call: hidden keys before the first or after the last visible one are not
-                rebuilt.
-            span: of the call.
-        """
+        """Keys and values that `make` rebuilds from the parts that a cache returned; of pages, in
+        pieces. Keys before the first or after the last visible one are not rebuilt."""
         if len(parts) == 1 and not parts[0].is_scattered and not parts[0].is_shared:
             return cls.of(make(parts))
         pieces = iter(rebuilt(narrowed(span, mask.within(span)), parts, make))
@@ -93,17 +86,8 @@ def rebuild(parts: tuple[Part, ...], at: Arrival, make: Make) -> Keys:
 
 
 def describe(layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
-    """The call of a layer, and the backend chosen for it if the keys are tensors in one part.
-
-    Args:
-        layer: its settings are options of the call.
-        q: queries, `[B, H, L, D]`.
-        keys: the keys that the cache returned, or that were rebuilt from what it returned.
-        at: the arguments of the layer.
-
-    Raises:
-        ValueError: for all that `arrive` cannot check.
-    """
+    """The call of a layer for queries `[B, H, L, D]`, and the backend chosen for it if the keys are
+    tensors in one part. Raises a ValueError for all that `arrive` cannot check."""
     if isinstance(at.cache, Attending):
         return at.cache.prepare(layer, q, keys, at)
     streams = keys.first.streams

@@ -114,13 +114,9 @@ class _RestoredOnError(AbstractContextManager[object]):
 def requiring_grad(others: Iterable[object], *streams: Tensor) -> tuple[Tensor, ...]:
     """The streams for the cache, one of which requires gradients if attention needs any.
 
-    Backward reads what a cache returns, also if only the queries have gradients (frozen key and
-    value projections, say). A cache recognises that by its streams: it then does not write in
-    place.
-
-    Args:
-        others: tensors and modules that attention reads besides: queries, sinks, a score bias.
-        *streams: of new tokens.
+    Backward reads what a cache returns, also if of all that attention reads only `others` have
+    gradients: queries, sinks, a score bias (key and value projections may be frozen). A cache
+    recognises that by its streams: it then does not write in place.
     """
     if not torch.is_grad_enabled() or any(each.requires_grad for each in streams):
         return streams

@@ -23,7 +23,6 @@ from regard.matrices import matrix_of, product_objection
 class Latent(Protocol):
     """The attributes of an MLA module that the forms read."""
 
-    num_heads: int
     kv_lora_rank: int
     q_lora_rank: int | None
     qk_nope_head_dim: int

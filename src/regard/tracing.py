@@ -40,9 +40,7 @@ def is_concrete(value: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`...) is active."""
-    if torch.compiler.is_compiling():
-        return False
-    return _peek_transform() is not None
+    return not torch.compiler.is_compiling() and _peek_transform() is not None
 
 
 def is_vmapped() -> bool:
@@ -71,19 +69,21 @@ def has_modes() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this runs inside a backward pass, as recomputed activations do; not for compiled
-    programs."""
+    """Whether this runs, uncompiled, inside a backward pass, as recomputed activations do."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_autocast(kind: str) -> bool:
+    """Whether autocast is on for that type of device: it casts inputs and weights to one dtype."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context without autocast, which would round float32 products to half precision."""
-    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+    is_off = not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled())
+    if is_off or not is_autocast(device.type):
         return _UNCHANGED
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return _UNCHANGED
+    return torch.autocast(device.type, enabled=False)
 
 
 def same_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:

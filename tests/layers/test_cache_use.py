@@ -345,7 +345,7 @@ class Itself(KVCache, Attending):
     """It computes the attention to what it holds, with the sinks that the call lacks."""
 
     def prepare(self, layer, q, keys, at):
-        options = layer.options(at)._replace(sinks=None)._asdict()
+        options = layer.options(at) | {"sinks": None}
         return prepare(q, *keys.outlines, span=at.span, partial=True, **options)
 
     def attend(self, prepared, q, parts, sinks):

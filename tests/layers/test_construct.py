@@ -6,7 +6,6 @@ from torch import nn
 
 from regard import Alibi, Attention, Causal, GroupedQueryAttention, MultiQueryAttention
 from regard.layers.construct import (
-    biased_projections,
     build_gate,
     build_norm,
     normed,
@@ -63,7 +62,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
 
 
 @pytest.mark.parametrize(
-    ("bias", "out_bias", "found"),
+    ("bias", "out_bias", "expected"),
     [
         (True, None, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         (True, False, {"q_proj", "k_proj", "v_proj"}),
@@ -72,13 +71,14 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
         ({"k_proj", "o_proj"}, False, {"k_proj"}),
     ],
 )
-def test_the_bias_of_the_output_overrules_that_of_all(bias, out_bias, found):
-    assert biased_projections(bias, out_bias) == found
+def test_the_bias_of_the_output_overrules_that_of_all(bias, out_bias, expected):
+    layer = Attention(24, 4, bias=bias, out_bias=out_bias)
+    assert {name for name, child in layer.named_children() if child.bias is not None} == expected
 
 
 def test_a_bias_of_no_projection_is_refused():
     with pytest.raises(ValueError, match=r"bias names \['w_proj'\]; choose from"):
-        biased_projections({"w_proj", "q_proj"}, None)
+        Attention(24, 4, bias={"w_proj", "q_proj"})
 
 
 def test_a_norm_is_of_a_head_of_the_width_or_user_defined(unchecked):

@@ -51,7 +51,6 @@ def test_what_is_no_cache_is_refused():
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 3)])
 def test_positions_are_of_the_new_tokens(shape):
     check_positions(torch.zeros(shape, dtype=torch.long), X)
-    check_positions(None, X)
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 3), (2, 4), (), (2, 3, 1)])

@@ -20,7 +20,6 @@ from regard.masks.row_data import (
     last_true,
     readable,
     row_masks,
-    same_fields,
 )
 from regard.versions import ChangedInPlace
 
@@ -85,10 +84,11 @@ def test_indices_are_clamped():
 
 
 def test_masks_with_the_same_tensors_are_equal():
-    valid = torch.tensor([[True, False]])
-    assert same_fields(Padding(valid), Padding(valid), ("valid",))
-    assert not same_fields(Padding(valid), Padding(valid.clone()), ("valid",))
-    assert not same_fields(Padding(valid), Causal(), ("valid",))
+    starts = torch.tensor([1, 0])
+    mask = Chunked(2, starts)
+    assert mask == Chunked(2, starts) and hash(mask) == hash(Chunked(2, starts))
+    others = Chunked(3, starts), Chunked(2, starts.clone()), Prefix(2, starts), Causal()
+    assert not any(mask == other for other in others)
 
 
 def test_data_written_in_place_is_refused():

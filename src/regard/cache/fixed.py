@@ -10,7 +10,6 @@ from regard.cache.saving import Record
 from regard.cache.streams import (
     check_whole,
     empty_like,
-    first_tokens,
     needs_gradients,
     with_room,
     write_tokens,
@@ -62,8 +61,9 @@ class StaticCache(Contiguous):
         if not self._held or not self._held[0].shape[2]:
             self._held = tuple(empty_like(each, self.max_length) for each in new)
         write_tokens(self._held, new, self._lengths)
-        self._lengths = lengths = self._lengths.grown(added)
-        return (first_tokens(self._held, lengths.longest),)
+        self._lengths = self._lengths.grown(added)
+        stop = self._lengths.longest
+        return (Part(0, stop, tuple([each.narrow(2, 0, stop) for each in self._held])),)
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these batch rows, in this order; in place if there are as many as before."""

@@ -8,7 +8,6 @@ from regard.cache.streams import (
     check_rows,
     check_streams,
     concatenated,
-    first_tokens,
     needs_derivatives,
     requires_grad,
     select_rows,
@@ -17,7 +16,7 @@ from regard.cache.streams import (
 )
 from regard.span import Span
 
-_FIRST_CAPACITY = 256  # tokens; short generations then never copy the buffers
+FIRST_CAPACITY = 256  # tokens; short generations then never copy the buffers
 
 
 class Contiguous(Stored):
@@ -43,7 +42,7 @@ class Contiguous(Stored):
 
     def span(self, new: int) -> Span:
         """The slots of the queries and keys of a call with `new` more tokens."""
-        return self._lengths.span(new, self._oldest())
+        return self._lengths.span(new, 0 if self.window is None else self._oldest())
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
@@ -89,17 +88,17 @@ class KVCache(Contiguous):
         if needs_derivatives(new, held):
             self._held = concatenated(held, new, lengths)
         else:
-            self._held = self._reserve(new, grown.longest)
+            if not held or held[0].shape[2] < grown.longest or requires_grad(held):
+                self._held = self._with_room(new, grown.longest)
             write_tokens(self._held, new, lengths)
         self._lengths = grown
-        return (first_tokens(self._held, grown.longest),)
+        stop = grown.longest
+        return (Part(0, stop, tuple([each.narrow(2, 0, stop) for each in self._held])),)
 
-    def _reserve(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
+    def _with_room(self, new: tuple[Tensor, ...], total: int) -> tuple[Tensor, ...]:
         """Buffers with the tokens held and room for `total`."""
         present = self._held[0].shape[2] if self._held else 0
-        if present >= total > 0 and not requires_grad(self._held):
-            return self._held
-        capacity = max(_FIRST_CAPACITY, total, 2 * present if total > present else 0)
+        capacity = max(FIRST_CAPACITY, total, 2 * present if total > present else 0)
         return with_room(self._held or new, self.length, capacity)
 
     def __repr__(self) -> str:

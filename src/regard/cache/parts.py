@@ -74,21 +74,13 @@ class Streams(Sequence[Tensor]):
             return tuple(map(to_tensor, self.stored[index]))
         return to_tensor(self.stored[index])
 
-    def narrow(self, start: int, size: int) -> "Streams":
-        """The tokens `start..start + size` of each stream."""
-        return Streams(
-            [
-                x.narrow(2, start, size) if isinstance(x, Tensor) else x.narrow(start, size)
-                for x in self.stored
-            ]
-        )
-
 
 def streams_of(stored: Sequence[AnyStream]) -> Sequence[Tensor]:
     """The streams of a part: tensors as they are."""
-    if all(isinstance(each, Tensor) for each in stored):
-        return tuple(stored)  # type: ignore[arg-type]
-    return Streams(stored)
+    for each in stored:
+        if not isinstance(each, Tensor):
+            return Streams(stored)
+    return tuple(stored)  # type: ignore[arg-type]
 
 
 def to_tensor(stream: AnyStream) -> Tensor:
@@ -160,9 +152,11 @@ class Part(NamedTuple):
     def narrow(self, start: int, stop: int) -> "Part":
         """The part with only the slots `start..stop`."""
         begin, size = start - self.kv_start, stop - start
-        if isinstance(self.streams, Streams):
-            return Part(start, stop, self.streams.narrow(begin, size))
-        return Part(start, stop, tuple(each.narrow(2, begin, size) for each in self.streams))
+        some = [
+            x.narrow(2, begin, size) if isinstance(x, Tensor) else x.narrow(begin, size)
+            for x in self.stored
+        ]
+        return Part(start, stop, streams_of(some))
 
     def rows(self, start: int, size: int) -> "Part":
         """The part with only the rows `start..start + size` of the batch."""
@@ -184,11 +178,7 @@ class Part(NamedTuple):
         return self if isinstance(self.streams, tuple) else self._replace(streams=self.streams[:])
 
     def pieces(self, most: int) -> "Iterator[Part]":
-        """The part in pieces whose tokens lie side by side.
-
-        Args:
-            most: tokens in a piece that is copied.
-        """
+        """The part in pieces whose tokens lie side by side; copies have `most` tokens or fewer."""
         scattered = next((x for x in self._others() if x.is_scattered), None)
         if scattered is None:
             yield self

@@ -57,11 +57,7 @@ class Cache(Protocol):
         """
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
-        """The result of `update`, without changing the cache.
-
-        Args:
-            *new: as for `update`.
-        """
+        """The result of `update` with the same streams, without changing the cache."""
 
     def truncate(self, length: int | Tensor) -> None:
         """Keep the first `length` tokens, or `[B]` lengths, one for each batch row.
@@ -71,11 +67,7 @@ class Cache(Protocol):
         """
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep these batch rows, in this order: for beams, selection and repetition.
-
-        Args:
-            rows: `[N]` integers.
-        """
+        """Keep these batch rows, `[N]` integers, in this order: for beams or selection."""
 
 
 class NoCache:

@@ -197,14 +197,9 @@ class QuantizedCache(Quantizing, KVCache):
 
 
 class QuantizedWindow(Quantizing, SlidingCache):
-    """A `QuantizedCache` of the last `size` tokens, as `SlidingCache` holds them.
+    """A `QuantizedCache` of the last `size` tokens: `SlidingCache` says how it holds them.
 
-    Args:
-        size: tokens of the window, the query's own counted.
-        rollback: tokens that `truncate` may remove.
-        bits: as of `QuantizedCache`.
-        group: as of `QuantizedCache`.
-        format: as of `QuantizedCache`.
+    The arguments are those of the two.
 
     Examples:
         >>> import torch

@@ -29,10 +29,6 @@ def hadamard(x: Float[Tensor, "... W"], blocks: tuple[int, ...]) -> Float[Tensor
     Channels after the last block are unchanged. The matrix (Sylvester 1867) is symmetric, so the
     rotation is its own inverse. Products are in float32, or in float64 for float64.
 
-    Args:
-        x: numbers whose last dimension is rotated.
-        blocks: widths of consecutive blocks, powers of two.
-
     Raises:
         ValueError: if a width is not a power of two, or `x` has fewer channels.
 
@@ -43,17 +39,20 @@ def hadamard(x: Float[Tensor, "... W"], blocks: tuple[int, ...]) -> Float[Tensor
     """
     if not blocks:
         return x
-    _check(x.shape[-1], blocks)
-    rest = x.shape[-1] - sum(blocks)
-    pieces = x.split([*blocks, rest] if rest else list(blocks), -1) if x.shape[-1] else ()
+    width, dtype = x.shape[-1], accumulating_dtype(x.dtype)
+    if any(block < 1 or block & (block - 1) for block in blocks) or sum(blocks) > width:
+        raise ValueError(
+            f"blocks are powers of two that add up to at most the {width} channels, got {blocks}; "
+            f"blocks_of({width}) is {blocks_of(width)}"
+        )
+    rest = width - sum(blocks)
+    pieces = x.split([*blocks, rest] if rest else list(blocks), -1) if width else ()
     with without_autocast(x.device):
-        mixed = [_rotated(piece) for piece in pieces[: len(blocks)]]
+        mixed = [
+            (piece.to(dtype) @ _matrix(piece.shape[-1], dtype, x.device)).to(x.dtype)
+            for piece in pieces[: len(blocks)]
+        ]
     return mixed[0] if len(pieces) == 1 else torch.cat([*mixed, *pieces[len(blocks) :]], -1)
-
-
-def _rotated(x: Float[Tensor, "... W"]) -> Float[Tensor, "... W"]:
-    dtype = accumulating_dtype(x.dtype)
-    return (x.to(dtype) @ _matrix(x.shape[-1], dtype, x.device)).to(x.dtype)
 
 
 @constant
@@ -64,11 +63,3 @@ def _matrix(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tenso
         upper = torch.cat([found, found], 1)
         found = torch.cat([upper, torch.cat([found, -found], 1)])
     return found * width**-0.5
-
-
-def _check(width: int, blocks: tuple[int, ...]) -> None:
-    if any(block < 1 or block & (block - 1) for block in blocks) or sum(blocks) > width:
-        raise ValueError(
-            f"blocks are powers of two that add up to at most the {width} channels, got {blocks}; "
-            f"blocks_of({width}) is {blocks_of(width)}"
-        )

@@ -52,8 +52,7 @@ def weights_text(weights: str | nn.Module) -> str:
 def origin(kind: str, version: str, weights: str | nn.Module) -> dict[str, str]:
     """The metadata of a file that `check_origin` compares, and the version of regard."""
     library: str = sys.modules["regard"].__version__  # importing it here would be a circle
-    texts = {"format": kind, "version": version, "regard": library}
-    return texts | {"weights": weights_text(weights)}
+    return {"format": kind, "version": version, "regard": library, "weights": weights_text(weights)}
 
 
 def check_origin(file: TensorFile, kind: str, version: str, weights: str | nn.Module) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.cache.growing import Contiguous
+from regard.cache.growing import FIRST_CAPACITY, Contiguous
 from regard.cache.parts import Part
 from regard.cache.streams import (
     Lengths,
@@ -14,10 +14,8 @@ from regard.cache.streams import (
     needs_derivatives,
     requires_grad,
     with_room,
-    write_slots,
+    write_tokens,
 )
-
-_FIRST_CAPACITY = 256  # tokens; a short sequence does not need the window of a long one
 
 
 class SlidingCache(Contiguous):
@@ -68,11 +66,11 @@ class SlidingCache(Contiguous):
                 self._held = tuple(each.clone() for each in window)
             else:
                 most = self.size + self.rollback + self.size // 4
-                capacity = min(most, max(_FIRST_CAPACITY, 2 * (stop - keep)))
+                capacity = min(most, max(FIRST_CAPACITY, 2 * (stop - keep)))
                 self._held = with_room(window, stop - keep, capacity)
             self._first = keep
         else:
-            write_slots(self._held, new, used)
+            write_tokens(self._held, new, Lengths(used, used))
             whole = Part(self._first, stop, self._held)
         self._lengths = self._lengths.grown(added)
         return (whole.narrow(start, stop),)
@@ -109,10 +107,6 @@ class SlidingCache(Contiguous):
     @property
     def arguments(self) -> dict[str, Any]:
         return {"size": self.size, "rollback": self.rollback}
-
-    def _oldest(self) -> int:
-        """The oldest slot in the window of the next token."""
-        return max(0, self.length - self.size + 1)
 
     def __repr__(self) -> str:
         rollback = f", rollback={self.rollback}" if self.rollback else ""

@@ -211,7 +211,7 @@ class Stored:
 
     def _oldest(self) -> int:
         """The oldest slot that the next token may attend to."""
-        return 0
+        return 0 if self.window is None else max(0, self.length - self.window + 1)
 
 
 def _without_stale(stream: Tensor, lengths: Tensor) -> Tensor:
@@ -305,7 +305,13 @@ def load_all(
         ValueError: the cache of layer 0 holds 5 tokens; load into an empty one
     """
     stored = _check_stored(caches, "loaded")
-    _check_empty(stored)
+    for layer, cache in enumerate(stored):
+        if cache.length:
+            raise ValueError(
+                f"the cache of layer {layer} holds {cache.length} tokens; load into an empty one"
+            )
+    if len({id(cache) for cache in stored}) != len(stored):
+        raise ValueError("a cache comes twice; each layer needs its own cache")
     before = [cache.snapshot() for cache in stored]
     with open_tensors(path) as file:
         check_origin(file, FORMAT, VERSION, weights)
@@ -373,14 +379,3 @@ def _check_stored(caches: Sequence[object], change: str) -> list[Stored]:
                 "regard; use KVCache(), say"
             )
     return cast(list[Stored], list(caches))
-
-
-def _check_empty(caches: Sequence[Stored]) -> None:
-    """Raise unless each is empty, and is there once."""
-    for layer, cache in enumerate(caches):
-        if cache.length:
-            raise ValueError(
-                f"the cache of layer {layer} holds {cache.length} tokens; load into an empty one"
-            )
-    if len({id(cache) for cache in caches}) != len(caches):
-        raise ValueError("a cache comes twice; each layer needs its own cache")

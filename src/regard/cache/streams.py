@@ -6,12 +6,12 @@ appended along dim 2. In a ragged batch the rows have different lengths.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.cache.parts import Part
 from regard.span import Span
 from regard.tracing import may_differentiate
 
@@ -160,7 +160,7 @@ def needs_gradients(new: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
 
 def requires_grad(streams: Sequence[Tensor]) -> bool:
     """Whether any of the streams requires a gradient."""
-    return any([stream.requires_grad for stream in streams])  # noqa: C419 - half the time
+    return any(map(attrgetter("requires_grad"), streams))
 
 
 def writable(make: Callable[[], Tensor]) -> Tensor:
@@ -180,7 +180,7 @@ def empty_like(stream: Tensor, capacity: int) -> Tensor:
 def with_room(streams: Sequence[Tensor], tokens: int, capacity: int) -> tuple[Tensor, ...]:
     """Buffers for `capacity` tokens that begin with the first `tokens` of the streams."""
     buffers = tuple(empty_like(each, capacity) for each in streams)
-    write_slots(buffers, [each.narrow(2, 0, tokens) for each in streams], 0)
+    write_tokens(buffers, [each.narrow(2, 0, tokens) for each in streams], Lengths())
     return buffers
 
 
@@ -190,26 +190,14 @@ def select_rows(held: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def write_tokens(buffers: Sequence[Tensor], new: Sequence[Tensor], lengths: Lengths) -> None:
-    """Write the new tokens to the buffers, after the tokens of each row."""
-    if lengths.rows is None:
-        write_slots(buffers, new, lengths.longest)
-        return
-    for buffer, each in zip(buffers, new, strict=True):
-        rows, slots = _ragged_slots(lengths.rows, each)
-        buffer[rows, :, slots] = each.detach().transpose(1, 2)
-
-
-def write_slots(buffers: Sequence[Tensor], new: Sequence[Tensor], start: int) -> None:
-    """Write the new tokens to the buffers at `start`, without a gradient."""
-    size = new[0].shape[2]
+    """Write the new tokens to the buffers, after the tokens of each row, without a gradient."""
     for buffer, each in zip(buffers, new, strict=True):
         source = each.detach() if each.requires_grad else each
-        buffer.narrow(2, start, size).copy_(source)
-
-
-def first_tokens(buffers: Sequence[Tensor], length: int) -> Part:
-    """The first `length` tokens of the buffers."""
-    return Part(0, length, tuple([each.narrow(2, 0, length) for each in buffers]))
+        if lengths.rows is None:
+            buffer.narrow(2, lengths.longest, each.shape[2]).copy_(source)
+        else:
+            rows, slots = _ragged_slots(lengths.rows, each)
+            buffer[rows, :, slots] = source.transpose(1, 2)
 
 
 def concatenated(

@@ -26,11 +26,13 @@ class Keys(NamedTuple):
         first: the first part; the others have the same widths and heads.
         parts: all of them. They may be made while they are read, and then only once.
         v_head_dim: the width of values that are the first columns of a single stream.
+        note: for `explain`: the form of the keys, and why the layer chose it.
     """
 
     first: Part
     parts: Iterable[Part]
     v_head_dim: int | None = None
+    note: str = ""
 
     @classmethod
     def of(cls, parts: tuple[Part, ...], v_head_dim: int | None = None) -> "Keys":
@@ -39,15 +41,8 @@ class Keys(NamedTuple):
 
     @classmethod
     def made(cls, parts: tuple[Part, ...], make: Make, mask: Mask, span: Span) -> "Keys":
-        """Keys and values that are rebuilt from the streams of a cache; of pages, in pieces.
-
-        Args:
-            parts: as the cache returned them.
-            make: keys and values of some parts.
-            mask: of the call: hidden keys before the first or after the last visible one are not
-                rebuilt.
-            span: of the call.
-        """
+        """Keys and values that `make` rebuilds from the parts that a cache returned; of pages, in
+        pieces. Keys before the first or after the last visible one are not rebuilt."""
         if len(parts) == 1 and not parts[0].is_scattered and not parts[0].is_shared:
             return cls.of(make(parts))
         pieces = iter(rebuilt(narrowed(span, mask.within(span)), parts, make))
@@ -58,13 +53,10 @@ class Keys(NamedTuple):
     def outlines(self) -> tuple[Tensor, Tensor]:
         """Tensors with the dtypes and the shapes of keys and values, of any number of tokens."""
         streams = self.first.streams
-        if type(streams) is not tuple:
-            streams = self.first.outlines
-        elif len(streams) == 2:
-            return streams
-        k, *rest = (each[:, :, :1] for each in streams)
+        k, *rest = streams if type(streams) is tuple else self.first.outlines
         if rest:
             return k, rest[0]
+        k = k[:, :, :1]
         k = k if k.stride(-1) == 1 else k.contiguous()  # of codes: values lie among keys
         return k, k[..., : self.v_head_dim]
 
@@ -93,56 +85,23 @@ def rebuild(parts: tuple[Part, ...], at: Arrival, make: Make) -> Keys:
     return Keys.made(parts, make, at.mask, at.span)
 
 
-def describe(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Prepared:
-    """The call of a layer over keys as they are stored, and the backend chosen for it.
-
-    Args:
-        layer: its settings are options of the call.
-        q: queries, `[B, H, L, D]`.
-        keys: the parts that the cache returned, or the keys rebuilt from them.
-        at: the arguments of the layer.
-
-    Raises:
-        ValueError: for all that `arrive` cannot check.
-    """
-    keys = keys if isinstance(keys, Keys) else Keys.of(keys)
-    call = _prepared(layer, q, keys, at)
-    if isinstance(at.cache, Attending):
-        return call
-    return call.over(tuple(islice(keys.parts, 2)))  # two tell how all are stored
-
-
-def _prepared(layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
+def describe(layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
+    """The call of a layer for queries `[B, H, L, D]`, and the backend chosen for it if the keys are
+    tensors in one part. Raises a ValueError for all that `arrive` cannot check."""
     if isinstance(at.cache, Attending):
         return at.cache.prepare(layer, q, keys, at)
-    k, v = keys.outlines
-    return prepare_call(Arguments(q, k, v, at.span, *layer.options(at)))
+    streams = keys.first.streams
+    k, v = streams if type(streams) is tuple and len(streams) == 2 else keys.outlines
+    return prepare_call(Arguments(q, k, v, at.span, **layer.options(at)))
 
 
 def attended(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Tensor:
     """Attention of `q` to the keys, `[B, H, L, Dv]`; arguments and errors of `describe`."""
     keys = keys if isinstance(keys, Keys) else Keys(keys[0], keys)
+    call = describe(layer, q, keys, at)
     if isinstance(at.cache, Attending):
-        call = at.cache.prepare(layer, q, keys, at)
-        return at.cache.attend(call, q, keys.parts, layer.options(at).sinks)
-    k, v = keys.outlines
-    call = prepare_call(Arguments(q, k, v, at.span, *layer.options(at)))
+        return at.cache.attend(call, q, keys.parts, layer.options(at)["sinks"])
     return call.run(q, keys.parts)
-
-
-def weights_over(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Tensor:
-    """The attention weights `[B, H, L, S]`; arguments and errors of `describe`.
-
-    Raises:
-        ValueError: if the cache has not all keys.
-    """
-    if isinstance(at.cache, Attending):
-        raise ValueError(
-            f"weights() reads all keys, of which {type(at.cache).__name__} has a share on each "
-            "rank; use KVCache() for it"
-        )
-    keys = keys if isinstance(keys, Keys) else Keys.of(keys)
-    return ops.weights_of(_prepared(layer, q, keys, at), q, keys.parts)
 
 
 @runtime_checkable
@@ -167,6 +126,9 @@ def weights(
     Returns:
         `[B, H, L, S]` in the dtype of `x`, over the cached and the new keys; hidden ones are 0.
 
+    Raises:
+        TypeError, ValueError: as `forward`, and if the cache has not all keys.
+
     Examples:
         >>> import torch
         >>> from regard import Attention, Causal
@@ -175,7 +137,13 @@ def weights(
         [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
     at = arrive(self, x, context, mask, cache, positions)
-    return weights_over(self, *self.queries_and_keys(x, context, at), at)
+    if isinstance(at.cache, Attending):
+        raise ValueError(
+            f"weights() reads all keys, of which {type(at.cache).__name__} has a share on each "
+            "rank; use KVCache() for it"
+        )
+    q, keys = self.queries_and_keys(x, context, at)
+    return ops.weights_of(describe(self, q, keys, at), q, keys.parts)
 
 
 def explain(
@@ -189,11 +157,21 @@ def explain(
 ) -> str:
     """Which backend the same call would run on, and why; the cache does not change.
 
+    Of `MultiHeadLatentAttention`, the first line says which form, and why.
+
     Examples:
         >>> import torch
-        >>> from regard import Attention
+        >>> from regard import Attention, MultiHeadLatentAttention, Rotary
         >>> print(Attention(8, 2).explain(torch.randn(1, 3, 8)).splitlines()[0])
         3 queries x 3 keys, 2 heads on 2, head dim 4, float32, cpu
+        >>> layer = MultiHeadLatentAttention(16, 2, kv_lora_rank=8, qk_nope_head_dim=4,
+        ...     qk_rope_head_dim=4, v_head_dim=4, rope=Rotary(4), form="absorbed")
+        >>> layer.explain(torch.randn(1, 1, 16)).splitlines()[0]
+        'form     absorbed: asked for'
     """
     at = arrive(self, x, context, mask, cache, positions)
-    return ops.explain(describe(self, *self.queries_and_keys(x, context, at), at))
+    q, keys = self.queries_and_keys(x, context, at)
+    call = describe(self, q, keys, at)
+    if not isinstance(at.cache, Attending):  # two parts tell how all are stored
+        call = call.over(tuple(islice(keys.parts, 2)))
+    return f"{keys.note}{ops.explain(call)}"

@@ -25,20 +25,15 @@ from regard.layers.construct import (
     records_arguments,
     size_of_head,
 )
-from regard.layers.inputs import (
-    Arrival,
-    arrive,
-    check_positions,
-    check_rope,
-    check_width,
-    options_of,
-)
+from regard.layers.inputs import Arrival, arrive, check_rope, check_width, options_of
 from regard.layers.memory import Context, Memory, check_own, recorded_for
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope
+
+_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
 class Attention(nn.Module):
@@ -86,10 +81,11 @@ class Attention(nn.Module):
 
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     pieces: tuple[int, ...] = ()  # keys and values are separate streams
+    caches_positions, input_projection = False, "q_proj"
     options, weights, explain = options_of, weights, explain
-    check_positions = staticmethod(check_positions)
+    __repr__ = constructor_code
 
-    @records_arguments()
+    @records_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -123,12 +119,13 @@ class Attention(nn.Module):
         check_mask(mask)
         check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
         check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
-        biased = biased_projections(bias, out_bias)
+        biased = biased_projections(bias, _PROJECTIONS, usual=_PROJECTIONS)
+        out_bias = "o_proj" in biased if out_bias is None else out_bias
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias="q_proj" in biased)
         self.k_proj = nn.Linear(self.context_size, kv_width, bias="k_proj" in biased)
         self.v_proj = nn.Linear(self.context_size, kv_width, bias="v_proj" in biased)
-        self.o_proj: nn.Module = nn.Linear(width, hidden_size, bias="o_proj" in biased)
+        self.o_proj: nn.Module = nn.Linear(width, hidden_size, bias=out_bias)
         self.norm_width = qk_norm == "width"
         self.q_norm = build_norm(qk_norm, self.head_dim, width, norm_eps)
         self.k_norm = build_norm(qk_norm, self.head_dim, kv_width, norm_eps)
@@ -199,7 +196,8 @@ class Attention(nn.Module):
         """
         self._refuse_rope()
         check_width("context", context, self.context_size, self.k_proj)
-        return recorded_for(self, Memory(*self._keys_values(context)))
+        k = normed_heads(self.k_norm, self.k_proj(context), self.head_dim, width=self.norm_width)
+        return recorded_for(self, Memory(k, split_heads(self.v_proj(context), self.head_dim)))
 
     def project(
         self, x: Float[Tensor, "B L E"], context: "Float[Tensor, 'B S C'] | Memory | None" = None
@@ -208,7 +206,9 @@ class Attention(nn.Module):
         q = normed_heads(self.q_norm, self.q_proj(x), self.head_dim, width=self.norm_width)
         if isinstance(context, Memory):
             return q, context.k, context.v
-        k, v = self._keys_values(x if context is None else context)
+        source = x if context is None else context
+        k = normed_heads(self.k_norm, self.k_proj(source), self.head_dim, width=self.norm_width)
+        v = split_heads(self.v_proj(source), self.head_dim)
         k, v = requiring_grad((q, self.sinks, self.score_bias), k, v)
         return q, k, v
 
@@ -217,15 +217,8 @@ class Attention(nn.Module):
         """Key heads of the memory that `remember` makes."""
         return self.num_kv_heads
 
-    @property
-    def first_projection(self) -> nn.Module:
-        """The linear layer that reads `x`."""
-        return self.q_proj
-
-    def check_context(self, x: Tensor, context: Context, cache: Cache) -> None:
+    def check_context(self, x: Tensor, context: Tensor | Memory, cache: Cache) -> None:
         """Refuse another sequence that does not fit this layer or this call."""
-        if context is None:
-            return
         self._refuse_rope()
         if cache is not NO_CACHE:
             raise ValueError(
@@ -250,19 +243,12 @@ class Attention(nn.Module):
                 "for it; build the layer with rope=NO_ROPE"
             )
 
-    def _keys_values(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        k = normed_heads(self.k_norm, self.k_proj(source), self.head_dim, width=self.norm_width)
-        return k, split_heads(self.v_proj(source), self.head_dim)
-
     def gated(self, x: Tensor, out: Tensor) -> Tensor:
         """The output of the heads times the gate of the input, if the layer has one."""
         if self.gate_proj is None:
             return out
         gate = torch.sigmoid(self.gate_proj(x))
         return out * split_heads(gate, gate.shape[-1] // out.shape[1]).to(out.dtype)
-
-    def __repr__(self) -> str:
-        return constructor_code(self)
 
 
 class SelfAttention(Attention):
@@ -282,7 +268,7 @@ class SelfAttention(Attention):
         torch.Size([2, 5, 16])
     """
 
-    @records_arguments("num_heads", "num_kv_heads")
+    @records_arguments
     def __init__(self, hidden_size: int, **options: Any) -> None:
         super().__init__(hidden_size, 1, num_kv_heads=1, **options)
         self.o_proj = nn.Identity()
@@ -306,7 +292,7 @@ class MultiHeadAttention(Attention):
         (torch.Size([2, 5, 64]), 'MHA')
     """
 
-    @records_arguments("num_kv_heads")
+    @records_arguments
     def __init__(self, hidden_size: int, num_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=num_heads, **options)
 
@@ -328,7 +314,7 @@ class MultiQueryAttention(Attention):
         ('MQA', 8)
     """
 
-    @records_arguments("num_kv_heads")
+    @records_arguments
     def __init__(self, hidden_size: int, num_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=1, **options)
 
@@ -351,6 +337,6 @@ class GroupedQueryAttention(Attention):
         ('GQA', 16)
     """
 
-    @records_arguments()
+    @records_arguments
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, num_kv_heads=num_kv_heads, **options)

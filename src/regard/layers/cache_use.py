@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from types import TracebackType
 from typing import NamedTuple
 from weakref import ref
 
@@ -28,11 +28,6 @@ class _Use(NamedTuple):
 
 _NOTHING_TO_RESTORE = nullcontext()
 _USES: dict[int, _Use] = {}  # by identity: user-defined caches may not be hashable
-
-
-def _use_of(cache: Cache) -> _Use | None:
-    use = _USES.get(id(cache))
-    return use if use is not None and use.cache() is cache else None
 
 
 def _record(cache: Cache, layer: object, mask: Mask) -> None:
@@ -61,10 +56,11 @@ def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
             "where activations are checkpointed"
         )
     if not cache.length:
+        _USES.pop(id(cache), None)
         if isinstance(cache, Stored) and cache.window is not None:
             check_window(mask, cache.window)
         return
-    use = _use_of(cache)
+    use = _USES.get(id(cache))
     if use is None:
         return
     if use.layer() not in (layer, None):
@@ -73,8 +69,9 @@ def check_use(layer: object, cache: Cache, mask: Mask, span: Span) -> None:
             "cache a layer: caches = [KVCache() for _ in layers] (a copy.deepcopy(cache) may go on "
             "in a layer with the same weights)"
         )
-    for padding in _paddings(mask):
-        _check_padding(padding, use.padding, span)
+    if not mask.relative:  # a rule of distances has no padding
+        for padding in _paddings(mask):
+            _check_padding(padding, use.padding, span)
 
 
 def restored_on_error(layer: object, cache: Cache, mask: Mask) -> AbstractContextManager[object]:
@@ -85,70 +82,41 @@ def restored_on_error(layer: object, cache: Cache, mask: Mask) -> AbstractContex
     """
     if cache is NO_CACHE or torch.compiler.is_compiling():
         return _NOTHING_TO_RESTORE
-    use = _use_of(cache)
-    if use is None or use.layer() is not layer or not cache.length:
+    use = _USES.get(id(cache))
+    if use is None or use.layer() is not layer:
         _record(cache, layer, mask)
-    return RestoredOnError(cache)
-
-
-class RestoredOnError:
-    """A block that returns a cache to its present state when an error leaves it."""
-
-    __slots__ = ("_cache", "_restore")
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        if isinstance(cache, Stored):
-            self._restore: Callable[[], object] = partial(cache.restore, cache.snapshot())
-        else:
-            self._restore = _restoring(cache)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        if error is None:
-            return
-        try:
-            self._restore()
-        except Exception as refusal:
-            error.add_note(
-                f"cache={type(self._cache).__name__} may hold the tokens of this call already "
-                f"({type(refusal).__name__}: {refusal}); use a new one"
-            )
-
-
-def _restoring(cache: Cache) -> Callable[[], object]:
-    """A function that returns the cache of another library to its present state."""
-    length = cache.length
     try:
         snapshot, restore = attrgetter("snapshot", "restore")(cache)
     except AttributeError:
-        return lambda: cache.truncate(length)
-    return partial(restore, snapshot())
+        return _RestoredOnError(cache, partial(cache.truncate, cache.length))
+    return _RestoredOnError(cache, partial(restore, snapshot()))
 
 
-def announce_pieces(cache: Cache, pieces: tuple[int, ...]) -> None:
-    """Tell a cache the widths of the pieces of the stream that it is about to get: a cache of few
-    bits rotates the first one only."""
-    if isinstance(cache, Stored):
-        cache.pieces = pieces
+@dataclass
+class _RestoredOnError(AbstractContextManager[object]):
+    """A block after which, if an error leaves it, a cache is restored."""
+
+    cache: Cache
+    restore: Callable[[], object]
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        if error is None:
+            return
+        try:
+            self.restore()
+        except Exception as refusal:
+            error.add_note(
+                f"cache={type(self.cache).__name__} may hold the tokens of this call already "
+                f"({type(refusal).__name__}: {refusal}); use a new one"
+            )
 
 
 def requiring_grad(others: Iterable[object], *streams: Tensor) -> tuple[Tensor, ...]:
     """The streams for the cache, one of which requires gradients if attention needs any.
 
-    Backward reads what a cache returns, also if only the queries have gradients (frozen key and
-    value projections, say). A cache recognises that by its streams: it then does not write in
-    place.
-
-    Args:
-        others: tensors and modules that attention reads besides: queries, sinks, a score bias.
-        *streams: of new tokens.
+    Backward reads what a cache returns, also if of all that attention reads only `others` have
+    gradients: queries, sinks, a score bias (key and value projections may be frozen). A cache
+    recognises that by its streams: it then does not write in place.
     """
     if not torch.is_grad_enabled() or any(each.requires_grad for each in streams):
         return streams
@@ -212,13 +180,10 @@ def _begins_with(padding: Padding, other: Padding) -> bool | Tensor:
 
 def _hides_new_tokens(padding: Padding, lengths: Tensor) -> bool | Tensor:
     """Whether some row's next slot is hidden."""
-    valid = padding.valid.to(lengths.device)
-    if not is_concrete(lengths) or valid.shape[1] == 0:
+    if not is_concrete(lengths):
         return False
-    inside = lengths < valid.shape[1]
-    at = lengths.clamp(max=valid.shape[1] - 1)[:, None]
-    next_valid = valid.expand(len(lengths), -1).gather(1, at).squeeze(1)
-    return (inside & ~next_valid).any()
+    rows = torch.arange(len(lengths), device=lengths.device)
+    return ~padding(rows, rows, lengths, lengths).all()
 
 
 def _refuse(refused: bool | Tensor, message: str) -> None:

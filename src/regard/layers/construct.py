@@ -16,38 +16,20 @@ P = ParamSpec("P")
 Constructor = Callable[P, None]
 
 
-def records_arguments(*decided: str) -> Callable[[Constructor[P]], Constructor[P]]:
-    """Decorate a layer's constructor so that `type(layer)(**layer.arguments)` builds it again.
+def records_arguments(construct: Constructor[P]) -> Constructor[P]:
+    """Decorate a layer's constructor so that `type(layer)(**layer.arguments)` builds it again."""
+    signature = inspect.signature(construct)
 
-    Args:
-        decided: arguments of the base class that this constructor chooses by itself, and so does
-            not take.
-    """
+    @wraps(construct)
+    def construct_and_record(*args: P.args, **kwargs: P.kwargs) -> None:
+        construct(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        (_, layer), *given = zip(signature.parameters, bound.args, strict=False)
+        layer.arguments = dict(given) | bound.kwargs
 
-    def decorate(construct: Constructor[P]) -> Constructor[P]:
-        @wraps(construct)
-        def construct_and_record(*args: P.args, **kwargs: P.kwargs) -> None:
-            construct(*args, **kwargs)
-            signature = inspect.signature(construct)
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            layer, *_ = args
-            given = {name: bound.arguments[name] for name in _named(signature)}
-            arguments = {**vars(layer).get("arguments", {}), **given}
-            for name in decided:
-                del arguments[name]
-            layer.arguments = arguments  # type: ignore[attr-defined]
-
-        construct_and_record.records = True  # type: ignore[attr-defined]
-        return construct_and_record
-
-    return decorate
-
-
-def _named(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
-    """The parameters of a constructor, without the object itself and without `**options`."""
-    _, *named = signature.parameters.values()
-    return {each.name: each for each in named if each.kind is not each.VAR_KEYWORD}
+    construct_and_record.records = True  # type: ignore[attr-defined]
+    return construct_and_record
 
 
 def constructor_code(layer: nn.Module) -> str:
@@ -58,19 +40,18 @@ def constructor_code(layer: nn.Module) -> str:
         >>> GroupedQueryAttention(64, 8, 2, softcap=50.0)
         GroupedQueryAttention(64, 8, 2, softcap=50.0)
     """
-    constructors = [vars(each).get("__init__") for each in type(layer).__mro__]
-    functions = [each for each in constructors if inspect.isfunction(each)]
-    recording = [each for each in functions if "records" in vars(each)]
     parameters: dict[str, inspect.Parameter] = {}
-    for constructor in reversed(recording):
-        parameters |= _named(inspect.signature(constructor))
-    own = _named(inspect.signature(recording[0]))
-    positional = [name for name, each in own.items() if each.kind is not each.KEYWORD_ONLY]
+    own: list[inspect.Parameter] = []
+    for constructor in [vars(each).get("__init__") for each in reversed(type(layer).__mro__)]:
+        if inspect.isfunction(constructor) and "records" in vars(constructor):
+            _, *own = inspect.signature(constructor).parameters.values()
+            parameters |= {each.name: each for each in own}
+    positional = [each.name for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
     arguments: dict[str, Any] = layer.arguments  # type: ignore[assignment]
     parts = [repr(arguments[name]) for name in positional]
-    for name, value in arguments.items():
-        if name not in positional and not _same(value, parameters[name].default):
-            parts.append(f"{name}={_code(value)}")
+    for name in [each for each in parameters if each in arguments and each not in positional]:
+        if not _same(arguments[name], parameters[name].default):
+            parts.append(f"{name}={_code(arguments[name])}")
     return f"{type(layer).__name__}({', '.join(parts)})"
 
 
@@ -97,21 +78,16 @@ def check_sizes(least: int = 1, **sizes: int | None) -> None:
             raise ValueError(f"{name} is a whole number, at least {least}, got {size!r}")
 
 
-def check_groups(num_heads: int, num_kv_heads: int) -> None:
-    """Raise unless every key head serves the same number of query heads."""
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; "
-            f"choose num_kv_heads from {divisors(num_heads)}"
-        )
-
-
 def size_of_head(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
     """The size of a head; raises if the sizes do not fit each other."""
     check_sizes(
         hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
     )
-    check_groups(num_heads, num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; "
+            f"choose num_kv_heads from {divisors(num_heads)}"
+        )
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
             f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}; choose "
@@ -120,24 +96,21 @@ def size_of_head(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: 
     return hidden_size // num_heads if head_dim is None else head_dim
 
 
-_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-
-
 def biased_projections(
-    bias: bool | set[str] | frozenset[str], out_bias: bool | None
+    bias: bool | set[str] | frozenset[str],
+    projections: frozenset[str],
+    usual: frozenset[str],
+    condition: str = "",
 ) -> frozenset[str]:
-    """The projections that have a bias."""
+    """The names of the projections that have a bias: `usual` are those that `bias=True` means, and
+    the sizes in `condition` say which `projections` there are."""
     if isinstance(bias, bool):
-        biased = _PROJECTIONS if bias else frozenset()
-    else:
-        biased = frozenset(bias)
-        if not biased <= _PROJECTIONS:
-            raise ValueError(
-                f"bias names {sorted(biased - _PROJECTIONS)}; choose from {sorted(_PROJECTIONS)}"
-            )
-    if out_bias is None:
-        return biased
-    return biased | {"o_proj"} if out_bias else biased - {"o_proj"}
+        return usual if bias else frozenset()
+    biased = frozenset(bias)
+    if not biased <= projections:
+        names = f"{condition}choose from {sorted(projections)}"
+        raise ValueError(f"bias names {sorted(biased - projections)}; {names}")
+    return biased
 
 
 def build_norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module | None:

@@ -1,8 +1,4 @@
-"""Multi-head latent attention (MLA), computed in one of two forms from the same cache.
-
-Expanded, it is MHA. Absorbed, it is MQA with one wide key head, whose values are the first columns
-of its keys. The cache holds one latent and one rotary key for each token.
-"""
+"""Multi-head latent attention (MLA), computed in one of two forms from the same cache."""
 
 from typing import Any, Literal
 
@@ -12,28 +8,28 @@ from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
 from regard.heads import merge_heads
-from regard.layers.attending import Keys, attended, describe, weights
+from regard.layers.attending import Keys, attended, explain, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
-from regard.layers.construct import check_sizes, constructor_code, records_arguments
-from regard.layers.inputs import (
-    Arrival,
-    arrive,
-    check_positions,
-    check_rope,
-    options_of,
-    refuse_context,
+from regard.layers.construct import (
+    biased_projections,
+    check_sizes,
+    constructor_code,
+    records_arguments,
 )
-from regard.layers.latent_forms import Form, choose_form, project_latent
+from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
+from regard.layers.latent_forms import FORMS, Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
 from regard.layers.memory import Context
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
-from regard.ops.explain import explain
 from regard.rope import Rope
 
 __all__ = ["LatentKVAttention", "MultiHeadLatentAttention"]
+
+_USUAL = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "o_proj"})  # have a bias with bias=True
+_AFTER_QUERIES = frozenset({"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"})
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -87,14 +83,14 @@ class MultiHeadLatentAttention(nn.Module):
 
     kind = "MLA"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
-    options, weights = options_of, weights
-    check_positions = staticmethod(check_positions)
-    check_context = staticmethod(refuse_context)
+    caches_positions, input_projection = False, "kv_a_proj_with_mqa"
+    options, weights, explain = options_of, weights, explain
+    __repr__, check_context = constructor_code, staticmethod(refuse_context)
     softcap: float | None = None  # MLA has neither softcap nor sinks
     sinks: Tensor | None = None
     pieces: tuple[int, ...]
 
-    @records_arguments()
+    @records_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -123,7 +119,8 @@ class MultiHeadLatentAttention(nn.Module):
         check_sizes(qk_rope_head_dim=qk_rope_head_dim)
         check_sizes(0, qk_nope_head_dim=qk_nope_head_dim)
         check_rope(rope, (0, qk_rope_head_dim), f"qk_rope_head_dim={qk_rope_head_dim}")
-        _check_form(form)
+        if form not in ("auto", *FORMS):
+            raise ValueError(f"form is 'auto', 'expanded' or 'absorbed', got {form!r}")
         mask = EVERYTHING if mask is None else mask
         check_mask(mask)
         check_options(dropout=dropout, softcap=None, precision=precision, scale=scale)
@@ -134,26 +131,27 @@ class MultiHeadLatentAttention(nn.Module):
         self.pieces = kv_lora_rank, qk_rope_head_dim
         self.v_head_dim = v_head_dim
         width = num_heads * self.qk_head_dim
-        biased = _biased(bias, q_lora_rank)
+        queries = {"q_proj"} if q_lora_rank is None else {"q_a_proj", "q_b_proj"}
+        projections = _AFTER_QUERIES | queries
+        biased = biased_projections(bias, projections, _USUAL, f"with q_lora_rank={q_lora_rank} ")
 
         def norm(size: int) -> nn.Module:
             return nn.RMSNorm(size, eps=norm_eps) if latent_norm else nn.Identity()
 
+        def linear(name: str, size: int, out_size: int) -> nn.Module:
+            return nn.Linear(size, out_size, bias=name in biased)
+
         if q_lora_rank is None:
-            self.q_proj: nn.Module = nn.Linear(hidden_size, width, bias="q_proj" in biased)
+            self.q_proj = linear("q_proj", hidden_size, width)
         else:
-            self.q_a_proj: nn.Module = nn.Linear(
-                hidden_size, q_lora_rank, bias="q_a_proj" in biased
-            )
+            self.q_a_proj = linear("q_a_proj", hidden_size, q_lora_rank)
             self.q_a_layernorm = norm(q_lora_rank)
-            self.q_b_proj: nn.Module = nn.Linear(q_lora_rank, width, bias="q_b_proj" in biased)
-        joined = kv_lora_rank + qk_rope_head_dim
-        down: nn.Module = nn.Linear(hidden_size, joined, bias="kv_a_proj_with_mqa" in biased)
-        self.kv_a_proj_with_mqa = down
+            self.q_b_proj = linear("q_b_proj", q_lora_rank, width)
+        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", hidden_size, sum(self.pieces))
         self.kv_a_layernorm = norm(kv_lora_rank)
         rebuilt = num_heads * (qk_nope_head_dim + v_head_dim)
-        self.kv_b_proj: nn.Module = nn.Linear(kv_lora_rank, rebuilt, bias="kv_b_proj" in biased)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias="o_proj" in biased)
+        self.kv_b_proj = linear("kv_b_proj", kv_lora_rank, rebuilt)
+        self.o_proj = linear("o_proj", num_heads * v_head_dim, hidden_size)
         self.rope, self.mask, self.score_bias, self.dropout = rope, mask, score_bias, dropout
         self.scale = self.qk_head_dim**-0.5 * rope.softmax_factor if scale is None else scale
         self.form, self.backend, self.precision = form, backend, precision
@@ -185,31 +183,9 @@ class MultiHeadLatentAttention(nn.Module):
         q_nope, q_rope, latent, k_rope = self.project(x)
         q_rope, k_rope = self.rope(q_rope, k_rope, at.positions)
         form = self.choose(at.span, at.cache)
-        parts = at.cache.peek(self.join(latent, k_rope))
-        return form.queries(q_nope, q_rope), form.keys(parts, at)
-
-    def explain(
-        self,
-        x: Float[Tensor, "B L E"],
-        *,
-        context: None = None,
-        mask: Mask | None = EVERYTHING,
-        cache: Cache | None = NO_CACHE,
-        positions: Int[Tensor, "*B L"] | None = None,
-    ) -> str:
-        """Which form and backend the same call would run on, and why; the cache does not change.
-
-        Examples:
-            >>> from regard import Rotary
-            >>> layer = MultiHeadLatentAttention(16, 2, kv_lora_rank=8, qk_nope_head_dim=4,
-            ...     qk_rope_head_dim=4, v_head_dim=4, rope=Rotary(4), form="absorbed")
-            >>> layer.explain(torch.randn(1, 1, 16)).split(":")[0]
-            'form     absorbed'
-        """
-        at = arrive(self, x, context, mask, cache, positions)
-        q, keys = self.queries_and_keys(x, context, at)
-        form = self.choose(at.span, at.cache)
-        return f"form     {form.name}: {form.why}\n{explain(describe(self, q, keys, at))}"
+        keys = form.keys(at.cache.peek(self.join(latent, k_rope)), at)
+        note = f"form     {form.name}: {form.why}\n"
+        return form.queries(q_nope, q_rope), keys._replace(note=note)
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries in two pieces, latents and rotary keys, before rotation.
@@ -227,44 +203,12 @@ class MultiHeadLatentAttention(nn.Module):
         """The stream that is cached: latents and rotary keys, concatenated."""
         return torch.cat([latent, k_rope], dim=-1)
 
-    @property
-    def first_projection(self) -> nn.Module:
-        """The linear layer that reads `x`."""
-        return self.kv_a_proj_with_mqa if self.q_lora_rank is None else self.q_a_proj
-
     def choose(self, span: Span, cache: Cache = NO_CACHE) -> Form:
         """The form for these numbers of queries and keys, which says why.
 
-        Args:
-            span: of a call.
-            cache: of the call; a subclass may choose by it.
+        A subclass may choose by the cache, too.
 
         Raises:
             ValueError: if the form is `"absorbed"` and `kv_b_proj` is not a plain linear map.
         """
         return choose_form(self, span, self.form)
-
-    def __repr__(self) -> str:
-        return constructor_code(self)
-
-
-_FIRST = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "o_proj"})  # what bias=True means
-
-
-def _biased(bias: bool | set[str] | frozenset[str], q_lora_rank: int | None) -> frozenset[str]:
-    """The projections that have a bias."""
-    if isinstance(bias, bool):
-        return _FIRST if bias else frozenset()
-    queries = {"q_proj"} if q_lora_rank is None else {"q_a_proj", "q_b_proj"}
-    there = queries | {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
-    if not bias <= there:
-        raise ValueError(
-            f"bias names {sorted(bias - there)}; with q_lora_rank={q_lora_rank} choose from "
-            f"{sorted(there)}"
-        )
-    return frozenset(bias)
-
-
-def _check_form(form: str) -> None:
-    if form not in ("auto", "expanded", "absorbed"):
-        raise ValueError(f"form is 'auto', 'expanded' or 'absorbed', got {form!r}")

@@ -4,8 +4,7 @@ A form belongs to any module with MLA's sizes and children under their usual nam
 regard, or transformers' modules.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -24,7 +23,6 @@ from regard.matrices import matrix_of, product_objection
 class Latent(Protocol):
     """The attributes of an MLA module that the forms read."""
 
-    num_heads: int
     kv_lora_rank: int
     q_lora_rank: int | None
     qk_nope_head_dim: int
@@ -46,18 +44,12 @@ class Projections(Latent, Protocol):
     kv_a_layernorm: nn.Module
 
 
-class Expanded:
-    """MLA as MHA: the keys and values of every head are rebuilt from the latents.
+class Expanded(NamedTuple):
+    """MLA as MHA: the keys and values of every head are rebuilt from the latents."""
 
-    Args:
-        layer: the module.
-        why: the reason for this form, in words.
-    """
-
-    name = "expanded"
-
-    def __init__(self, layer: Latent, why: str) -> None:
-        self.layer, self.why = layer, why
+    layer: Latent
+    why: str  # the reason for this form, in words
+    name: str = "expanded"
 
     def queries(self, q_nope: Tensor, q_rope: Tensor) -> Float[Tensor, "B H L D"]:
         """Queries of `qk_nope_head_dim + qk_rope_head_dim` channels."""
@@ -70,12 +62,13 @@ class Expanded:
     def rebuild(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """The keys and values of every head, of latents and rotary keys in one stream or two."""
         layer, found = self.layer, []
+        sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
         for start, stop, streams in parts:
-            latent, k_rope = separate(layer, streams)
-            heads = split_heads(
-                layer.kv_b_proj(latent.squeeze(1)), layer.qk_nope_head_dim + layer.v_head_dim
-            )
-            k_nope, v = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
+            if len(streams) == 1:
+                streams = streams[0].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+            latent, k_rope = streams
+            heads = split_heads(layer.kv_b_proj(latent.squeeze(1)), sum(sizes))
+            k_nope, v = heads.split(sizes, dim=-1)
             k_rope = k_rope.expand(-1, k_nope.shape[1], -1, -1).to(k_nope.dtype)
             found.append(Part(start, stop, (torch.cat([k_nope, k_rope], dim=-1), v)))
         return tuple(found)
@@ -85,18 +78,12 @@ class Expanded:
         return out
 
 
-class Absorbed:
-    """MLA as MQA: one wide key head, the latent and the rotary key, whose first columns are values.
+class Absorbed(NamedTuple):
+    """MLA as MQA: one wide key head of latent and rotary key; its first columns are the values."""
 
-    Args:
-        layer: the module.
-        why: the reason for this form, in words.
-    """
-
-    name = "absorbed"
-
-    def __init__(self, layer: Latent, why: str) -> None:
-        self.layer, self.why = layer, why
+    layer: Latent
+    why: str
+    name: str = "absorbed"
 
     def queries(self, q_nope: Tensor, q_rope: Tensor) -> Float[Tensor, "B H L RDr"]:
         """Queries whose products with latents are scores: `kv_b_proj` of the keys is applied."""
@@ -191,11 +178,3 @@ def up_weights(layer: Latent) -> tuple[Tensor, Tensor]:
     sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
     keys, values = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return keys, values
-
-
-def separate(layer: Latent, streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Latents and rotary keys, which may be stored in one stream or two."""
-    if len(streams) == 2:
-        return streams[0], streams[1]
-    latent, k_rope = streams[0].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
-    return latent, k_rope

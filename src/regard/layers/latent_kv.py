@@ -1,13 +1,9 @@
-"""GQA whose cache holds one joint latent: keys are rebuilt, normed and rotated when they are read.
-
-For the smallest cache: rebuilding costs time at every step. Rotation is exact, because it is
-applied to the rebuilt keys. The idea is Palu's (arXiv:2407.21118).
-"""
+"""GQA over one joint latent: its keys are rebuilt, normed and rotated when they are read."""
 
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache, Part
@@ -17,27 +13,19 @@ from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
     build_norm,
-    check_groups,
     check_sizes,
     constructor_code,
     normed_heads,
     records_arguments,
+    size_of_head,
 )
-from regard.layers.inputs import (
-    Arrival,
-    arrive,
-    check_positions,
-    check_rope,
-    options_of,
-    refuse_context,
-)
+from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
 from regard.layers.memory import Context
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope
-from regard.tracing import is_concrete, is_transformed
 
 
 class LatentKVAttention(nn.Module):
@@ -87,11 +75,12 @@ class LatentKVAttention(nn.Module):
     kind = "LatentKV"
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     pieces: tuple[int, ...] = ()  # latents and positions are separate streams
+    caches_positions, input_projection = True, "q_proj"
     options, weights, explain = options_of, weights, explain
-    check_context = staticmethod(refuse_context)
+    __repr__, check_context = constructor_code, staticmethod(refuse_context)
     sinks: Tensor | None = None
 
-    @records_arguments()
+    @records_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -114,9 +103,8 @@ class LatentKVAttention(nn.Module):
         precision: Precision = "strict",
     ) -> None:
         super().__init__()
-        check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        check_sizes(head_dim=head_dim, kv_lora_rank=kv_lora_rank)
-        check_groups(num_heads, num_kv_heads)
+        size_of_head(hidden_size, num_heads, num_kv_heads, head_dim)
+        check_sizes(kv_lora_rank=kv_lora_rank)
         mask = EVERYTHING if mask is None else mask
         check_mask(mask)
         check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
@@ -177,16 +165,14 @@ class LatentKVAttention(nn.Module):
         rebuilt = []
         for start, stop, (latent, stream) in parts:
             k, v = self.kv_b_proj(latent.squeeze(1)).chunk(2, dim=-1)
-            k = self.rope.rotate(self._heads(k, self.k_norm), stream[:, 0, :, 0])
+            k = normed_heads(self.k_norm, k, self.head_dim, width=self.norm_width)
+            k = self.rope.rotate(k, stream[:, 0, :, 0])
             rebuilt.append(Part(start, stop, (k, split_heads(v, self.head_dim))))
         return tuple(rebuilt)
 
     def queries(self, x: Float[Tensor, "B L E"]) -> Float[Tensor, "B H L D"]:
         """Queries of every head, normed, before rotation."""
-        return self._heads(self.q_proj(x), self.q_norm)
-
-    def _heads(self, flat: Tensor, norm: nn.Module | None) -> Tensor:
-        return normed_heads(norm, flat, self.head_dim, width=self.norm_width)
+        return normed_heads(self.q_norm, self.q_proj(x), self.head_dim, width=self.norm_width)
 
     def project(
         self, x: Float[Tensor, "B L E"]
@@ -196,54 +182,7 @@ class LatentKVAttention(nn.Module):
         (latent,) = requiring_grad((q, self.kv_b_proj, self.k_norm, self.score_bias), latent)
         return q, latent
 
-    def check_positions(self, positions: Tensor | None, x: Tensor) -> None:
-        """Refuse positions that do not fit the call, or int32, which the cache holds."""
-        check_positions(positions, x)
-        check_int32(positions)
 
-    @property
-    def first_projection(self) -> nn.Module:
-        """The linear layer that reads `x`."""
-        return self.q_proj
-
-    def __repr__(self) -> str:
-        return constructor_code(self)
-
-
-def as_stream(positions: Int32[Tensor, "*B L"], batch: int) -> Int32[Tensor, "B 1 L 1"]:
+def as_stream(positions: Int[Tensor, "*B L"], batch: int) -> Int[Tensor, "B 1 L 1"]:
     """Positions as a stream for the cache."""
     return positions.expand(batch, positions.shape[-1])[:, None, :, None]
-
-
-def check_int32(positions: Tensor | None) -> None:
-    """Refuse positions that int32 does not hold: keys are rotated at the positions in the cache,
-    and must be rotated as the queries are. On a GPU this is checked asynchronously.
-
-    Raises:
-        TypeError: unless they are integers.
-        ValueError: if one does not fit.
-    """
-    if positions is None or positions.dtype in _NARROW:
-        return
-    if positions.dtype not in (torch.int64, torch.uint32):
-        raise TypeError(
-            "positions of a layer that caches them must be integers: keys are rotated at positions "
-            f"read from the cache, which holds them in int32, got {positions.dtype}; use "
-            "torch.arange(length), or Attention, which rotates keys before they are cached"
-        )
-    wide = positions.to(torch.int64)
-    fit = ((wide >= -_INT32_END) & (wide < _INT32_END)).all()
-    if not is_concrete(positions) or positions.device.type != "cpu":
-        if not (positions.is_meta or is_transformed()):
-            torch._assert_async(fit, "positions of a layer that caches them fit int32")
-        return
-    if not bool(fit):
-        raise ValueError(
-            "positions of a layer that caches them fit int32, which the cache holds, got "
-            f"{int(wide.min())} to {int(wide.max())}; scores depend on distances alone: subtract "
-            "the same number from all"
-        )
-
-
-_INT32_END = 1 << 31  # the first integer above those that int32 holds
-_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16)

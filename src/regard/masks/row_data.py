@@ -72,11 +72,6 @@ class DataMask(Mask):
         tensors = (each for each in (*given, *copies) if isinstance(each, Tensor))
         self._set(given=tuple(given), versions=Versions(*tensors), rows={})
 
-    def _hash(self, *values: object) -> int:
-        """The hash of a rule that `same_fields` compares."""
-        given = (id(each) if isinstance(each, Tensor) else each for each in self.given)
-        return hash((type(self), *values, *given))
-
     def _check_unchanged(self) -> None:
         if self.versions.changed:
             raise ChangedInPlace(
@@ -86,6 +81,26 @@ class DataMask(Mask):
 
     def __repr__(self) -> str:
         return code_of(self)
+
+
+class EqualByData(DataMask):
+    """A rule that equals another of its type whose fields are equal numbers, or were read from the
+    same tensors, which had the same elements."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EqualByData) or type(self) is not type(other):
+            return False
+        for mine, theirs in zip(self.given, other.given, strict=True):
+            tensors = isinstance(mine, Tensor) or isinstance(theirs, Tensor)
+            if mine is not theirs and (tensors or mine != theirs):
+                return False
+        names = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
+        pairs = ((getattr(self, name), getattr(other, name)) for name in names)
+        return self.versions.numbers == other.versions.numbers and all(_same(*x) for x in pairs)
+
+    def __hash__(self) -> int:
+        given = (id(each) if isinstance(each, Tensor) else each for each in self.given)
+        return hash((type(self), *given))
 
 
 def row_masks(mask: Mask, batch: int) -> list[Mask]:
@@ -215,10 +230,8 @@ def last_true(rows: Tensor) -> int | None:
 
 def first_true(rows: Tensor) -> int | None:
     """The first column that is True in any row, else their number; None if it cannot be read."""
-    if not readable(rows):
-        return None
-    columns = rows.any(dim=0).nonzero()
-    return int(columns[0]) if len(columns) else rows.shape[1]
+    stop = last_true(rows.flip(1))
+    return None if stop is None else rows.shape[1] - stop
 
 
 def index(number: int) -> Tensor:
@@ -240,20 +253,6 @@ def at_row(data: Tensor, b: Tensor) -> Tensor:
 def clamped(index: Tensor, size: int) -> int | Tensor:
     """An index within an axis of that size."""
     return 0 if size == 1 else index.clamp(0, size - 1)
-
-
-def same_fields(mask: Mask, other: object, names: tuple[str, ...]) -> bool:
-    """Whether two rules are of one type, and their fields are equal numbers, or were read from the
-    same tensors, which had the same elements."""
-    if not isinstance(mask, DataMask) or type(mask) is not type(other):
-        return False
-    assert isinstance(other, DataMask)
-    for mine, theirs in zip(mask.given, other.given, strict=True):
-        tensors = isinstance(mine, Tensor) or isinstance(theirs, Tensor)
-        if mine is not theirs and (tensors or mine != theirs):
-            return False
-    fields = ((getattr(mask, name), getattr(other, name)) for name in names)
-    return mask.versions.numbers == other.versions.numbers and all(_same(*each) for each in fields)
 
 
 def _same(mine: object, theirs: object) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.masks.mask import EVERYTHING, NOTHING, Mask, Reach
 from regard.masks.row_data import (
-    DataMask,
+    EqualByData,
     at_row,
     bounds,
     check_size,
@@ -19,7 +19,6 @@ from regard.masks.row_data import (
     described,
     distinct,
     index,
-    same_fields,
 )
 from regard.masks.runs import FAR, NEAR, Shown, run, unknown
 from regard.span import Span
@@ -126,7 +125,7 @@ class SlidingWindow(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Chunked(DataMask):
+class Chunked(EqualByData):
     """A chunked mask: each query may attend to the keys of its own chunk of `size` slots.
 
     `Causal() & Chunked(size)` is the local attention of Llama 4.
@@ -157,7 +156,7 @@ class Chunked(DataMask):
     def __post_init__(self) -> None:
         check_size("Chunked", self.size, "it counts the keys of a chunk")
         check_vector("start", self.start)
-        (start,) = self._copies(self.start)
+        _, start = self._copies(self.size, self.start)
         self._set(start=start, starts=(0,) if start is None else distinct(start))
 
     @property
@@ -188,15 +187,9 @@ class Chunked(DataMask):
         mine, its = (q - start) // self.size, (k - start) // self.size
         return f"keys of other chunks (key in chunk {its}, query in {mine})"
 
-    def __eq__(self, other: object) -> bool:
-        return same_fields(self, other, ("size", "start"))
-
-    def __hash__(self) -> int:
-        return self._hash(self.size)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Prefix(DataMask):
+class Prefix(EqualByData):
     """A prefix mask: every query may attend to the first `lengths` keys.
 
     `Causal() | Prefix(n)` is the mask of a prefix language model.
@@ -279,12 +272,6 @@ class Prefix(DataMask):
             for x in (self.start, self.end)
         )
         return f"keys outside the prefix ({start} <= key < {end})"
-
-    def __eq__(self, other: object) -> bool:
-        return same_fields(self, other, ("lengths", "start"))
-
-    def __hash__(self) -> int:
-        return self._hash()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.constants import accumulating_dtype, constant
+from regard.constants import constant
 from regard.rope.frequencies import plain_frequencies, require_positive
 from regard.rope.scaling import Scaling
 from regard.rope.tables import read_row, read_table
@@ -126,16 +126,14 @@ class Rotary:
                 float64.
             ValueError: if D is below `dim`, or positions are not `[L]` or `[B, L]`.
         """
-        self._require_fit(positions, q, k)
         with without_autocast(q.device):
-            cos, sin = self._cos_sin(positions, accumulating_dtype(q.dtype, k.dtype))
+            cos, sin = self._cos_sin(positions, q, k)
             return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
 
     def rotate(self, x: Float[Tensor, "B H L D"], positions: Positions) -> Float[Tensor, "B H L D"]:
         """Rotate queries, or keys, at `positions`, `[L]` or `[B, L]`; raises as a call does."""
-        self._require_fit(positions, x)
         with without_autocast(x.device):
-            cos, sin = self._cos_sin(positions, accumulating_dtype(x.dtype))
+            cos, sin = self._cos_sin(positions, x)
             return self._rotated(x, cos, sin)
 
     def row(self, position: int) -> tuple[Float[Tensor, " dim"], Float[Tensor, " dim"]]:
@@ -173,14 +171,22 @@ class Rotary:
             self.dim, self.theta, length=length, device=positions.device
         )
 
-    def _cos_sin(self, positions: Positions, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions: Positions, *rotated: Tensor) -> tuple[Tensor, Tensor]:
         """For every channel, the cosine and the signed sine: `-sin` first in a pair, then `sin`.
 
-        Their shape broadcasts to `[B, H, L, dim]`.
+        Their shape broadcasts to `[B, H, L, dim]`. Raises if the positions do not fit the tensors.
         """
-        return read_table(self, self._computed, positions, dtype) or self._computed(
-            positions, dtype
-        )
+        plain = positions.dtype is torch.int64 and positions.dim() == 1  # in most calls
+        dtype = torch.float32
+        for x in rotated:
+            shape = x.shape
+            fits = x.is_floating_point() and shape[-1] >= self.dim
+            if not (plain and fits and shape[2] == positions.shape[0]):
+                self._explain(x, positions)
+            if x.dtype is torch.float64:
+                dtype = torch.float64
+        table = read_table(self, self._computed, positions, dtype)
+        return self._computed(positions, dtype) if table is None else table
 
     def _computed(self, positions: Positions, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = self.angles(positions, dtype).unsqueeze(-3)  # [1 or B, 1, L, dim/2]
@@ -213,14 +219,6 @@ class Rotary:
         if x.dtype != cos.dtype:
             rotated = rotated.to(x.dtype)
         return rotated if whole else torch.cat([rotated, x[..., self.dim :]], dim=-1)
-
-    def _require_fit(self, positions: Tensor, *rotated: Tensor) -> None:
-        plain = positions.dtype is torch.int64 and positions.dim() == 1  # in most calls
-        for x in rotated:
-            shape = x.shape
-            fits = x.is_floating_point() and shape[-1] >= self.dim
-            if not (plain and fits and shape[2] == positions.shape[0]):
-                self._explain(x, positions)
 
     def _explain(self, x: Tensor, positions: Tensor) -> None:
         """Raise for the first thing that does not fit, if anything does not."""

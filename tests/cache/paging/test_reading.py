@@ -35,20 +35,20 @@ def test_indexing_gathers_the_tokens_in_their_order(batch, scattered, start):
 @pytest.mark.parametrize(("first", "size"), [(0, 11), (0, 1), (1, 4), (2, 3), (5, 6), (10, 1)])
 def test_narrowing_leaves_a_range_of_tokens(first, size):
     k, v = streams()
-    paged = in_pages((k, v), RNG, start=1).narrow(first, size)
-    assert torch.equal(paged[0], k[:, :, first : first + size])
-    pages = paged.stored[0].table.shape[1]
+    part = part_of(in_pages((k, v), RNG, start=1)).narrow(first, first + size)
+    assert torch.equal(part.streams[0], k[:, :, first : first + size])
+    pages = part.stored[0].table.shape[1]
     assert pages == (1 + first + size - 1) // 3 - (1 + first) // 3 + 1
-    again = paged.narrow(0, 1)
-    assert torch.equal(again[1], v[:, :, first : first + 1])
+    again = part.narrow(first, first + 1)
+    assert torch.equal(again.streams[1], v[:, :, first : first + 1])
 
 
 def test_a_range_may_be_empty():
     k, v = streams()
-    nothing = in_pages((k, v), RNG, start=2).narrow(11, 0)
-    assert nothing[0].shape == (2, 2, 0, 4)
+    nothing = part_of(in_pages((k, v), RNG, start=2)).narrow(11, 11)
+    assert nothing.streams[0].shape == (2, 2, 0, 4)
     assert nothing.stored[0].viewed() is None
-    assert nothing.narrow(0, 0)[1].shape == (2, 2, 0, 5)
+    assert nothing.narrow(11, 11).streams[1].shape == (2, 2, 0, 5)
 
 
 def test_consecutive_pages_are_views():
@@ -146,4 +146,4 @@ def test_another_default_device_changes_nothing():
     paged = in_pages((k, v), RNG)
     with torch.device("meta"):
         assert torch.equal(paged[0], k)
-        assert torch.equal(paged.narrow(2, 4)[1], v[:, :, 2:6])
+        assert torch.equal(part_of(paged).narrow(2, 6).streams[1], v[:, :, 2:6])

@@ -1,6 +1,7 @@
 """Appending tokens to the pages of a batch: which pages are needed, and what is written to them."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class Append(NamedTuple):
     @property
     def needed(self) -> list[Slab]:
         """The slabs of all pages to take, those of sealed copies included."""
-        return [slab for row in self.slabs for slab in row]
+        return list(chain.from_iterable(self.slabs))
 
 
 def plan(
@@ -60,9 +61,9 @@ def _new_pages(
     kind: Kind, size: int, table: PageTable, length: int, added: int, spoilt: Sequence[int]
 ) -> list[Slab]:
     stop = length + added
-    if not added:
-        return []
     numbers = range(max(table.stop, length // size), -(-stop // size))
+    if not added or not numbers:
+        return []
     opened = {0, *(number for number in numbers if number * size < length)}
     opened |= {stop // size, *((length + token) // size for token in spoilt)}
     return [kind.open if number in opened else kind.sealed for number in numbers]

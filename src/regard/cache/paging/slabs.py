@@ -104,6 +104,8 @@ class Slab:
 
     def __init__(self, outlines: tuple[Outline, ...], page_size: int, *, sealed: bool) -> None:
         self.outlines, self.page_size, self.sealed = outlines, page_size, sealed
+        # whether the tokens of a page share scales: such codes stand for finite numbers alone
+        self.shares_scales = any(each.run > 1 for each in outlines)
         self.capacity = 0  # pages
         self.streams: tuple[Tensor | QuantizedStream, ...] = ()
         self._free: list[int] = []  # a heap, some of whose numbers are in use again
@@ -113,11 +115,6 @@ class Slab:
     def in_use(self) -> int:
         """The number of pages in use."""
         return self.capacity - len(self._is_free)
-
-    @property
-    def shares_scales(self) -> bool:
-        """Whether the tokens of a page share scales: such codes stand for finite numbers alone."""
-        return any(each.run > 1 for each in self.outlines)
 
     @property
     def page_bytes(self) -> int:

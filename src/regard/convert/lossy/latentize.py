@@ -154,7 +154,7 @@ def _build(layer: Attention, down: Tensor, up: Tensor) -> LatentKVAttention:
         "rope": layer.rope,
         "bias": biased,
         "out_bias": biases["o"] is not None,
-        "qk_norm": layer.arguments["qk_norm"],
+        "qk_norm": layer.arguments.get("qk_norm"),
         "norm_eps": getattr(norms.get("k_norm"), "eps", None) or 1e-6,
         "softcap": layer.softcap,
     }

@@ -20,12 +20,13 @@ from regard.distributed.shards import Layout, Shards
 from regard.distributed.tensor.heads import split_of
 from regard.heads import merge_heads
 from regard.layers.attending import describe
-from regard.layers.cache_use import restored_on_error
+from regard.layers.cache_use import check_use, restored_on_error
 from regard.layers.inputs import Arrival, arrive, check_cache
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.masks import EVERYTHING, AllOf, AnyOf, Documents, Mask, Not, Padding, Span
 from regard.ops.check import check_bias, check_decodable, check_mask_sizes
 from regard.ops.explain import explain as explain_prepared
+from regard.tracing import is_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,8 @@ def forward(
     if cache is not NO_CACHE and getattr(cache, "length", None):
         return _decoded(layer, x, context, mask, cache, positions)
     call = arrive_shard(layer, x, context, mask, cache, positions)
+    if cache is not NO_CACHE:
+        check_use(layer, cache, call.mask, call.span)
     own = send(layer, x, call)
     with restored_on_error(layer, cache, call.mask):
         if cache is not NO_CACHE:
@@ -247,7 +250,7 @@ def _gradients(layer: nn.Module, x: Tensor) -> str:
 
 
 def _autocast_dtype(device: str) -> str:
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if is_autocast(device):
         return str(torch.get_autocast_dtype(device))
     return "off"
 
@@ -312,6 +315,6 @@ def _top(layer: Any, positions: Tensor | None) -> int:
 def _arguments(layer: Any, call: Call) -> dict[str, Any]:
     """The arguments of `attend_shards` that layers of all kinds have."""
     split: TokenSplit = layer.token_split
-    options = layer.options(Arrival(call.mask, call.span, call.positions))._asdict()
+    options = layer.options(Arrival(call.mask, call.span, call.positions))
     del options["dropout"]  # refused, unless it is 0
     return {"ranks": split.ranks, "shards": call.shards, "exchange": split.exchange, **options}

@@ -132,8 +132,8 @@ class ShardedCache(Stored, Attending):
         """
         self.check_layer(layer)
         q, k, v = self._heads.outlines(layer, q, *keys.outlines)
-        options = layer.options(at)._replace(sinks=None)
-        return prepare(q, k, v, span=at.span, partial=True, **options._asdict())
+        options = layer.options(at) | {"sinks": None}
+        return prepare(q, k, v, span=at.span, partial=True, **options)
 
     def bytes_sent(self, layer: Any, batch: int, queries: int, dtype: torch.dtype) -> int:
         """Bytes that this rank sends in a call of a layer, whatever the number of tokens held.

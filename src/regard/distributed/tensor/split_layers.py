@@ -17,7 +17,7 @@ from regard.distributed.decode.sharded import ShardedCache
 from regard.distributed.ranks import expected
 from regard.distributed.tensor.sent import bytes_forward
 from regard.distributed.tensor.weights import Split
-from regard.layers.inputs import Arrival, Options
+from regard.layers.inputs import Arrival
 from regard.layers.latent_forms import Form, choose_form
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import Span
@@ -33,38 +33,32 @@ class SplitLayer(Split):
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """As on one device: every rank gives the same input, and gets the same output."""
         own: Any = self
+        if isinstance(cache := options.get("cache"), ShardedCache):
+            cache.check_layer(self)  # before anything is sent
         with _compared(own, x, **options), _own_random_numbers(own):
             result: Tensor = own.one_device_class.forward(own, x, **options)
             return result
 
-    def check_context(self, x: Tensor, context: object, cache: Cache) -> None:
-        """Refuse a cache over ranks that was made for other heads, before anything is sent."""
-        own: Any = super()
-        own.check_context(x, context, cache)
-        if isinstance(cache, ShardedCache):
-            cache.check_layer(self)
-
-    def options(self, at: Arrival) -> Options:
+    def options(self, at: Arrival) -> dict[str, Any]:
         """The settings of the layer for the heads of this rank; for those of all ranks, if the
         cache attends for them."""
         own: Any = self
-        options: Options = own.one_device_class.options(own, at)
+        options: dict[str, Any] = own.one_device_class.options(own, at)
         if not attends_for_all_heads(at.cache):
-            mask, score_bias = (
-                self.split.mask(options.mask),
-                self.split.score_bias(options.score_bias),
-            )
-            options = options._replace(mask=mask, score_bias=score_bias)
+            options["mask"] = self.split.mask(options["mask"])
+            options["score_bias"] = self.split.score_bias(options["score_bias"])
         return options
 
 
 class SplitAttention(SplitLayer):
     """`Attention` with the heads of this rank."""
 
-    def options(self, at: Arrival) -> Options:
+    def options(self, at: Arrival) -> dict[str, Any]:
         """The same, with the sinks of this rank's heads."""
         options = super().options(at)
-        return options if options.sinks is None else options._replace(sinks=self.local("sinks"))
+        if options["sinks"] is not None:
+            options["sinks"] = self.local("sinks")
+        return options
 
     def project(self, x: Tensor, context: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads."""

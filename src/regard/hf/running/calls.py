@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from regard.cache import Part
@@ -15,6 +14,7 @@ from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
 from regard.ops.parts import Make
 from regard.ops.prepared import Prepared
+from regard.tracing import is_autocast
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_table")
 FROM_THE_MODULE = ("softcap", "s_aux")  # read from the module: as arguments they would be ignored
@@ -206,7 +206,7 @@ def of_one_dtype(*heads: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values, rounded to the narrowest of their dtypes under autocast: norms with
     float32 weights widen queries and keys there, and torch's own attention rounds all three."""
     kind = heads[0].device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not is_autocast(kind):
         return heads
     narrow = min((each.dtype for each in heads), key=lambda dtype: dtype.itemsize)
     return tuple(each.to(narrow) for each in heads)

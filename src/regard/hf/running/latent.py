@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.cache import Part
+from regard.cache.stored import Stored
 from regard.constants import accumulating_dtype
 from regard.heads import merge_heads
 from regard.hf.running.calls import (
@@ -27,7 +28,6 @@ from regard.hf.running.calls import (
 )
 from regard.hf.running.masks import Visible
 from regard.layers.attending import Keys
-from regard.layers.cache_use import announce_pieces
 from regard.layers.latent_forms import Expanded, Form, choose_form, project_latent
 
 
@@ -63,7 +63,9 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
 def _stored(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Part, ...]:
     """All latents and rotary keys, with the new ones: joined in regard's caches, else apart."""
     if hasattr(cache, "append"):
-        announce_pieces(cache.layers[layer].cache, (latent.shape[-1], k_rope.shape[-1]))
+        held = cache.layers[layer].cache
+        if isinstance(held, Stored):
+            held.pieces = latent.shape[-1], k_rope.shape[-1]
         return appended(cache, layer, torch.cat([latent, k_rope], dim=-1))
     if cache is not None:
         return appended(cache, layer, latent, k_rope)

@@ -25,7 +25,8 @@ from regard.hf.running.calls import (
     sharded_cache,
     visible_in,
 )
-from regard.layers.latent_kv import check_int32
+from regard.layers.inputs import check_int32
+from regard.layers.latent_kv import as_stream
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
@@ -53,15 +54,11 @@ def _stored(
     """All latents and their positions, with those of these tokens."""
     latent = latent.unsqueeze(1)
     if hasattr(cache, "append"):
-        return appended(cache, layer, latent, _stream(positions.expand(latent.shape[0], -1)))
+        return appended(cache, layer, latent, as_stream(positions, latent.shape[0]))
     if cache is not None:
         positions = _positions_of_keys(positions, cache, layer)
         latent, _ = cache.update(latent, latent[..., :0], layer)
-    return one_part(latent, _stream(positions))
-
-
-def _stream(positions: Int[Tensor, "*B S"]) -> Int[Tensor, "*B 1 S 1"]:
-    return positions[:, None, :, None]
+    return one_part(latent, as_stream(positions, latent.shape[0]))
 
 
 def positions_of_queries(

@@ -43,7 +43,7 @@ from regard.layers.latent_forms import FORMS, choose_form
 from regard.masks import EVERYTHING
 from regard.ops.backends import BACKENDS
 from regard.ops.choose import objection_of
-from regard.ops.rates import read_speed
+from regard.rates import read_speed
 
 NEAR, MOST = 1.15, 1.5  # times the fastest
 LEAST = 1e-4  # seconds of the fastest: backends of shorter calls are microseconds apart

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from choosing import Shape
 
-import regard.ops.rates as speed_module
+import regard.rates as speed_module
 from regard import prepare
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Call
-from regard.ops.rates import SPEED, Speed, typical
+from regard.rates import SPEED, Speed, typical
 
 LEAST = 1e-4  # seconds: backends of shorter calls are microseconds apart
 NEAR, MOST = 1.15, 1.5  # times the fastest

@@ -39,9 +39,9 @@ from regard import (
     attend,
     prepare,
 )
+from regard.devices import rates_of
 from regard.ops.backends import BACKENDS
 from regard.ops.choose import objection_of
-from regard.ops.rates import rates_of
 
 FLUSH = 256 << 20  # bytes written before each cold call: more than any L2 cache
 SCORES = 1 << 29  # the most scores of a call that is given to kernels that store them all

@@ -13,7 +13,7 @@ from own_rates import own_rates
 from regard.bench import Tuning, measure_speed
 from regard.bench.load import Load
 from regard.bench.tuning import MEASURED
-from regard.ops.rates import SPEED, read_speed, speed_path, typical
+from regard.rates import SPEED, read_speed, speed_path, typical
 from regard_cli.app import run
 
 __all__ = ["own_rates"]

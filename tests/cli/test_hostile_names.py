@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from gguf_headers import plain_block, write_header
 from lettered import write_lettered
 from regard.cache_folder import FOLDER
-from regard.ops.rates import typical, write_speed
+from regard.rates import typical, write_speed
 from regard_cli.app import run
 from regard_cli.options import VERBS
 

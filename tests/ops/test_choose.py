@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-import regard.ops.rates as speed
+import regard.rates as speed
 from regard import Causal, Padding, SlidingWindow, Span, explain, prepare
 from regard.cache.codes import QuantizedStream
 from regard.cache.paging.reading import PagedStream
 from regard.cache.parts import TENSORS, Storage
 from regard.ops.backends import BACKENDS, fused, tiled
 from regard.ops.choose import objection_of, seconds_of
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 
 HALF_PREFILL = "tiled" if tiled._machine_objection() is None else "sdpa"
 

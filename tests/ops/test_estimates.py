@@ -8,6 +8,7 @@ import torch
 
 from interpreters import run_python
 from regard import EVERYTHING, Causal, SlidingWindow, Span, explain, prepare
+from regard.devices import UNKNOWN
 from regard.ops import estimates
 from regard.ops.backends import BACKENDS, fused
 from regard.ops.call import begins_with
@@ -19,7 +20,7 @@ from regard.ops.estimates import (
     rates_note,
     visible_share,
 )
-from regard.ops.rates import DEFAULT, SPEED, UNKNOWN, Speed
+from regard.rates import DEFAULT, SPEED, Speed
 
 # Measured on one core of an Intel Xeon with AMX: bfloat16 products are seven times as fast.
 AMX = Speed(

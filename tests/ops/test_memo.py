@@ -28,7 +28,7 @@ from regard import (
 from regard.masks import EVERYTHING
 from regard.ops.choose import rounded
 from regard.ops.observed import backends_run
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from own_rates import own_rates
-from regard.ops.rates import DATA_SHEETS, typical, write_speed
+from regard.devices import DATA_SHEETS
 from regard.plan.devices import (
     DEVICES,
     Device,
@@ -16,6 +16,7 @@ from regard.plan.devices import (
     this_machine,
 )
 from regard.plan.shapes import DTYPE_BYTES
+from regard.rates import typical, write_speed
 
 __all__ = ["own_rates"]
 

@@ -15,7 +15,7 @@ from regard.convert import measuring
 from regard.convert.report import Report as Conversion
 from regard.convert.targets import Target
 from regard.hf.generating.text import Written
-from regard.ops.rates import DEFAULT
+from regard.rates import DEFAULT
 from regard.turns import Ratio
 from regard.verify import LAWS, Outcome, Report
 from regard.verify.law import Counterexample

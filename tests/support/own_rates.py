@@ -2,8 +2,8 @@
 
 import pytest
 
-from regard.ops import rates
-from regard.ops.rates import SPEED
+from regard import rates
+from regard.rates import SPEED
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from regard.bench.load import Load, Watch
 from regard.bench.timing import COLD, Store, interleave
 from regard.ops.backends import fused
 from regard.ops.backends.common import NO_BFLOAT16
-from regard.ops.rates import Speed, typical
+from regard.rates import Speed, typical
 from regard.tracing import without_autocast
 
 ROUNDS = 15
@@ -43,7 +43,7 @@ class Tuning:
     Examples:
         >>> from regard.bench import Tuning
         >>> from regard.bench.load import Load
-        >>> from regard.ops.rates import DEFAULT
+        >>> from regard.rates import DEFAULT
         >>> Tuning(DEFAULT, {"call": 9.0}, {"call": 1.0}, Load(0.0, 0.0)).objection()
         'this machine is busy: the quartiles of call are 9.0-fold apart'
     """

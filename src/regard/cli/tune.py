@@ -10,7 +10,7 @@ from regard.cache_folder import check_can_store
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import UNWRAPPED, print_json, remarks, say, stdout, waiting
 from regard.ops.explain import kernel_objection
-from regard.ops.rates import SPEED, Speed, forget_speed, typical, write_speed
+from regard.rates import SPEED, Speed, forget_speed, typical, write_speed
 
 UNITS = {
     "call": ("to start an operator", 1e6, "us"),

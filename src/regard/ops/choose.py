@@ -8,7 +8,7 @@ import torch
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Backend, Call, is_everything
 from regard.ops.parts import GATHERED, reads_in_parts
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 
 _ANY_LENGTH = "sdpa", "eager"  # they object to no length, as one exported program serves them all
 _OPERATORS = 20  # operators that dequantise keys and values

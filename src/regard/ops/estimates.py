@@ -10,9 +10,10 @@ On a GPU nothing was measured: the shares of a device's rates that kernels reach
 
 import torch
 
+from regard.devices import UNKNOWN, rates_of
 from regard.masks import Nothing, Span
 from regard.ops.call import Call, is_everything, narrowed
-from regard.ops.rates import SPEED, UNKNOWN, rates_of
+from regard.rates import SPEED
 
 _SIDES = (768, 256), (192, 64), (0, 32)  # from so many queries on, so many a block (torch 2.13)
 _KEYS = 512  # keys in a block

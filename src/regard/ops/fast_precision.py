@@ -18,7 +18,7 @@ from regard.masks.runs import true_runs, without_gaps
 from regard.ops.backends.common import without_hidden
 from regard.ops.call import Call, is_everything
 from regard.ops.definition import scores_of, softmax
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 from regard.tracing import is_concrete
 
 Read = Callable[[], tuple[Tensor, Tensor]]  # returns the keys and values

@@ -16,7 +16,7 @@ from regard.ops.call import begins_with
 from regard.ops.choose import rounded
 from regard.ops.mask_tensors import holds_data, mask_key
 from regard.ops.prepared import Prepared
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 from regard.tracing import is_immediate
 
 Key = tuple[object, ...]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from regard.ops.rates import DATA_SHEETS, DeviceRates, read_speed, typical
+from regard.devices import DATA_SHEETS, DeviceRates
+from regard.rates import read_speed, typical
 
 GIGABYTE = 10**9  # bytes; manufacturers state sizes of memory in it
 HALF = ("float16", "bfloat16")

@@ -14,7 +14,7 @@ from regard.compare import converted_cache as kept
 from regard.hf.loading import checkpoints, gguf_copies
 from regard.hf.loading.checkpoints import load
 from regard.hf.loading.gguf_copies import SAMPLE
-from regard.ops.rates import speed_path
+from regard.rates import speed_path
 
 WORDS = 300
 

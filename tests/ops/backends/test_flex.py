@@ -30,9 +30,9 @@ from regard import (
     attend,
     prepare,
 )
+from regard.devices import rates_of
 from regard.ops.backends import BACKENDS, eager, flex
 from regard.ops.choose import choose
-from regard.ops.rates import rates_of
 from session import LONG
 
 

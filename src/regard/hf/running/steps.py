@@ -19,7 +19,7 @@ from regard.ops.backends import BACKENDS
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.observed import CALLS, report_backend
 from regard.ops.prepared import Prepared
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 from regard.tracing import in_backward, is_immediate
 
 FEW = 64  # keys: up to them, and up to twice as many as now, compiled code stays the choice: its

@@ -30,7 +30,7 @@ from regard.ops.blocks import plan as blocks_of
 from regard.ops.call import Call, is_empty
 from regard.ops.estimates import EFFICIENT, on_device, visible_share
 from regard.ops.partial import Partial, merge
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 from regard.tracing import has_modes, is_forward_mode, is_transformed
 from regard.versions import ChangedInPlace, Versions
 

@@ -10,7 +10,7 @@ from regard.ops.call import Call, is_everything
 from regard.ops.definition import log_sum_exp, scores, softmax
 from regard.ops.estimates import unfused
 from regard.ops.partial import Partial
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 
 _CACHED = 1 << 22  # scores that fit the last-level cache; more are read from memory in each pass
 

@@ -23,7 +23,7 @@ from regard.ops.block_masks import MaskMod, Slots, by_cell, lookup, planned
 from regard.ops.call import Call, is_empty, is_everything, shown
 from regard.ops.estimates import GENERATED, on_device, visible_share
 from regard.ops.partial import Partial, merge
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 
 KERNELS = 64  # programs for the lengths and strides of one kind of calls; torch's default is 8
 KINDS = 256  # kinds of calls that a process keeps programs of

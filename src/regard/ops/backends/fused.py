@@ -31,7 +31,7 @@ from regard.ops.call import Call, Reads, is_empty, is_everything, shown
 from regard.ops.estimates import mask_seconds
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import GATHERED
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; more are a prefill, which matrix products do faster
 _LEAST_PAGE = 16  # tokens: the kernel's shortest block

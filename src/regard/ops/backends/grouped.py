@@ -27,7 +27,7 @@ from regard.ops.call import Call, Reads, hides_nothing, is_empty, is_everything,
 from regard.ops.definition import log_sum_exp, scores_of, softmax
 from regard.ops.estimates import UNFUSED, kernel_seconds, mask_seconds, on_device
 from regard.ops.partial import Partial, merge
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 
 _MAX_ROWS = 256  # query rows of a key head; the scores of more exceed the L2 cache
 _UPCAST_KEYS = 512  # half-precision keys converted to float32 at a time: these fit the L2 cache

@@ -24,7 +24,7 @@ from regard.ops.call import Call, hides_nothing, is_empty, is_everything, shown
 from regard.ops.estimates import EFFICIENT, FLASH, kernel_seconds, on_device, visible_share
 from regard.ops.mask_tensors import mask_tensors
 from regard.ops.partial import Partial
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 from regard.tracing import has_modes, is_forward_mode, is_transformed, is_vmapped
 
 _KEYS = 512  # keys in a block of it: blocks on the causal diagonal are computed whole

@@ -19,7 +19,7 @@ from regard.ops.backends.common import columns_contiguous, run_and_check
 from regard.ops.call import Call, is_empty, shown
 from regard.ops.mask_tensors import intervals_of
 from regard.ops.partial import Partial
-from regard.ops.rates import SPEED
+from regard.rates import SPEED
 
 _MULTIPLE = 16  # elements: head dims are multiples of half a row of an AMX tile
 _WIDEST = 256  # elements: code is unrolled over a head's columns, so wider ones compile slowly

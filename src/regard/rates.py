@@ -1,5 +1,4 @@
-"""What machines do in a second: processors by their instructions or as `regard tune` measured
-them, GPUs by their data sheets.
+"""What a processor does in a second, by its instructions or as `regard tune` measured it.
 
 A processor belongs to a class by the instructions that it has. The constants of the classes were
 fitted by `benchmarks/fitting.py`: `AVX2` and `AVX512` to random calls on an AMD EPYC (Zen 4, then
@@ -21,7 +20,6 @@ import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
@@ -183,12 +181,12 @@ class Rates:
 
     @property
     def version(self) -> int:
-        return _current_version()
+        return current_version()
 
     def __getattr__(self, name: str) -> float:
         if name not in Speed.__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__} has no rate {name!r}")
-        _current_version()
+        current_version()
         return float(vars(self)[name])
 
     def load(self) -> Speed:
@@ -204,7 +202,7 @@ class Rates:
 
     def now(self) -> Speed:
         """The rates in use."""
-        _current_version()
+        current_version()
         return _known[self.threads]
 
 
@@ -212,7 +210,7 @@ SPEED = Rates()
 _known: dict[int, Speed] = {}  # by the number of threads
 
 
-def _current_version() -> int:
+def current_version() -> int:
     """The version of the rates, once these are those of the present number of threads."""
     threads = torch.get_num_threads()
     if SPEED.threads != threads:
@@ -225,7 +223,7 @@ def _current_version() -> int:
 
 # The compiler runs this while it traces and takes the result for a constant, as
 # `torch.compiler.assume_constant_result` says, which would import the compiler.
-_current_version._dynamo_marked_constant = True  # type: ignore[attr-defined]
+current_version._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _usual(threads: int) -> Speed:
@@ -299,80 +297,3 @@ def forget_speed() -> Path | None:
     exists = path.exists()
     path.unlink(missing_ok=True)
     return path if exists else None
-
-
-class DeviceRates(NamedTuple):
-    """What a device does in a second.
-
-    Attributes:
-        name: the start of the device's name, as torch gives it.
-        memory: bytes read from or written to its memory.
-        half: floating-point operations of matrix products in float16 and bfloat16, with sums in
-            float32, of dense matrices.
-        tf32: the same for float32 inputs rounded to TF32; for devices without TF32, as `single`.
-        single: floating-point operations in float32.
-        source: the document that states them.
-    """
-
-    name: str
-    memory: float
-    half: float
-    tf32: float
-    single: float
-    source: str
-
-
-# Longer names before those that they begin with. Figures "with sparsity" are halved.
-DATA_SHEETS = (
-    DeviceRates("NVIDIA B200", 8e12, 2250e12, 1125e12, 75e12, "NVIDIA HGX B200 data sheet"),
-    DeviceRates("NVIDIA H200 NVL", 4.8e12, 836e12, 418e12, 60e12, "NVIDIA H200 data sheet"),
-    DeviceRates("NVIDIA H200", 4.8e12, 989e12, 494e12, 67e12, "NVIDIA H200 data sheet"),
-    DeviceRates("NVIDIA H100 PCIe", 2.0e12, 756e12, 378e12, 51e12, "NVIDIA H100 data sheet"),
-    DeviceRates("NVIDIA H100 NVL", 3.9e12, 836e12, 418e12, 60e12, "NVIDIA H100 data sheet"),
-    DeviceRates("NVIDIA H100", 3.35e12, 989e12, 494e12, 67e12, "NVIDIA H100 data sheet"),
-    DeviceRates("NVIDIA A100-SXM4-80GB", 2.04e12, 312e12, 156e12, 19.5e12, "A100 80GB data sheet"),
-    DeviceRates("NVIDIA A100 80GB PCIe", 1.94e12, 312e12, 156e12, 19.5e12, "A100 80GB data sheet"),
-    DeviceRates("NVIDIA A100", 1.56e12, 312e12, 156e12, 19.5e12, "NVIDIA A100 data sheet"),
-    DeviceRates("NVIDIA L40S", 864e9, 362e12, 183e12, 91.6e12, "NVIDIA L40S data sheet"),
-    DeviceRates("NVIDIA L40", 864e9, 181e12, 90.5e12, 90.5e12, "NVIDIA L40 data sheet"),
-    DeviceRates("NVIDIA L4", 300e9, 121e12, 60e12, 30.3e12, "NVIDIA L4 data sheet"),
-    DeviceRates("NVIDIA A10", 600e9, 125e12, 62.5e12, 31.2e12, "NVIDIA A10 data sheet"),
-    DeviceRates("NVIDIA GeForce RTX 5090", 1.79e12, 209e12, 105e12, 105e12, "Blackwell whitepaper"),
-    DeviceRates("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 82.6e12, 82.6e12, "Ada whitepaper"),
-    DeviceRates("NVIDIA GeForce RTX 3090", 936e9, 71e12, 35.6e12, 35.6e12, "GA102 whitepaper"),
-    DeviceRates("Tesla V100", 900e9, 125e12, 15.7e12, 15.7e12, "NVIDIA V100 data sheet"),
-    DeviceRates("Tesla T4", 320e9, 65e12, 8.1e12, 8.1e12, "NVIDIA T4 data sheet"),
-)
-UNKNOWN = DeviceRates("a device of unknown rates", 1e12, 200e12, 100e12, 25e12, "none")
-
-
-# Floating-point operations of one multiprocessor in a cycle, by the major compute capability: dense
-# float16 products with float32 sums, and float32 (CUDA C++ Programming Guide, whitepapers).
-_CYCLE = {7: (1024, 128), 8: (1024, 256), 9: (4096, 256), 10: (8192, 256), 12: (1024, 256)}
-
-
-@functools.cache
-def rates_of(device: torch.device) -> DeviceRates:
-    """The rates of a device that is not a CPU. Asks its driver, once, and waits for no kernel."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return UNKNOWN
-    return rates_by_properties(torch.cuda.get_device_properties(device))
-
-
-def rates_by_properties(properties: Any) -> DeviceRates:
-    """The data sheet of a name; of an unknown name, estimates by clocks and numbers of units."""
-    for sheet in DATA_SHEETS:
-        if properties.name.startswith(sheet.name):
-            return sheet
-    unknown = UNKNOWN._replace(name=properties.name or UNKNOWN.name)
-    try:  # a driver or a version of torch may not know all of them
-        rate = properties.multi_processor_count * 1e3 * properties.clock_rate  # of kHz
-        transfers = 2e3 * properties.memory_clock_rate  # of kHz; two in a cycle
-        memory = transfers * properties.memory_bus_width / 8
-        half, single = _CYCLE.get(properties.major, (0, 0))
-    except AttributeError:
-        return unknown
-    if not all((memory, rate, half)):
-        return unknown
-    rates = memory, rate * half, rate * half / 2, rate * single
-    return DeviceRates(properties.name, *rates, "its clocks and units")

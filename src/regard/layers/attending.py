@@ -12,9 +12,8 @@ from regard.layers.inputs import Arrival, Layer, arrive
 from regard.layers.memory import Context, Memory
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops import explain as ops
-from regard.ops.attend import prepare_call
 from regard.ops.call import narrowed
-from regard.ops.memo import Arguments
+from regard.ops.memo import Arguments, prepare_call
 from regard.ops.parts import Make, rebuilt
 from regard.ops.prepared import Prepared
 

@@ -4,28 +4,15 @@ its backend, and then `run`.
 
 from typing import Literal
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.cache import Part
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.bias import ScoreBias
-from regard.ops.call import Call, begins_with, narrowed
-from regard.ops.check import (
-    check_bias,
-    check_mask,
-    check_mask_sizes,
-    check_options,
-    check_sinks,
-    check_tensors,
-    default_span,
-)
-from regard.ops.choose import choose
-from regard.ops.memo import Arguments, key_of, memoise, recall
+from regard.ops.memo import Arguments, prepare_call
 from regard.ops.partial import Partial
 from regard.ops.prepared import Prepared
-from regard.tracing import is_immediate
 
 Precision = Literal["strict", "fast"]
 
@@ -82,8 +69,7 @@ def attend(
     mask = EVERYTHING if mask is None else mask
     options = mask, scale, score_bias, softcap, sinks, dropout, backend, precision
     prepared = prepare_call(Arguments(q, k, v, span, *options))
-    _check_keys(k, prepared.call.given_span)
-    return prepared.run_whole(q, k, v)
+    return prepared.run(q, one_part(k, v, prepared.call.given_span))
 
 
 def attend_partial(
@@ -130,18 +116,17 @@ def attend_partial(
     mask = EVERYTHING if mask is None else mask
     options = mask, scale, score_bias, softcap
     prepared = prepare_call(Arguments(q, k, v, span, *options, backend=backend, partial=True))
-    whole = prepared.call.given_span
-    _check_keys(k, whole)
-    return Partial(*prepared.partial(q, (Part(whole.kv_start, whole.kv_stop, (k, v)),)))
+    return prepared.partial(q, one_part(k, v, prepared.call.given_span))
 
 
-def _check_keys(k: Tensor, whole: Span) -> None:
-    """Refuse another number of keys than the span has, where all keys are given at once."""
+def one_part(k: Tensor, v: Tensor, whole: Span) -> tuple[Part, ...]:
+    """All keys and values of a call; as many keys as its span has."""
     if k.shape[2] != whole.num_keys:
         raise ValueError(
             f"k has {k.shape[2]} keys where span={whole} holds {whole.num_keys}; "
             f"give Span(q_start, q_stop, kv_start, kv_start + {k.shape[2]})"
         )
+    return (Part(whole.kv_start, whole.kv_stop, (k, v)),)
 
 
 def prepare(
@@ -194,69 +179,3 @@ def prepare(
     mask = EVERYTHING if mask is None else mask
     options = mask, scale, score_bias, softcap, sinks, dropout, backend, precision
     return prepare_call(Arguments(q, k, v, span, *options, partial))
-
-
-def prepare_call(given: Arguments) -> Prepared:
-    """`prepare` of arguments in a tuple: the description of an equal call, or a new one."""
-    key = key_of(given)
-    return recall(key, given) or memoise(key, given, _described_anew(given))
-
-
-def _described_anew(given: Arguments) -> Prepared:
-    q, k, v, span, mask, scale, score_bias, softcap, sinks, *_ = given
-    check_options(dropout=given.dropout, softcap=softcap, precision=given.precision, scale=scale)
-    check_tensors(q, k, v)
-    check_mask(mask)
-    check_sinks(sinks, q)
-    whole = _span_of(q, k, mask, score_bias, span)
-    check_bias(score_bias, (*q.shape[:3], whole.num_keys), q.device)
-    check_mask_sizes(mask, q.shape[0], q.shape[1])
-    placed = mask.within(whole)
-    visible = narrowed(whole, placed)
-    tensors = _tensors_of(q, k, v, sinks, score_bias)
-    call = Call(
-        batch=q.shape[0],
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        dtype=q.dtype,
-        device=q.device,
-        given_mask=mask,
-        mask=placed.within(visible),
-        given_span=whole,
-        span=visible,
-        scale=q.shape[3] ** -0.5 if scale is None else scale,
-        score_bias=score_bias,
-        softcap=softcap,
-        sinks=sinks,
-        dropout=given.dropout,
-        precision=given.precision,
-        needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
-        immediate=is_immediate(*tensors),
-        joined=begins_with(k, v),
-        partial=given.partial,
-    )
-    return Prepared(call, choose(call, given.backend), given.backend, {})
-
-
-def _span_of(
-    q: Tensor, k: Tensor, mask: Mask, score_bias: Tensor | ScoreBias | None, span: Span | None
-) -> Span:
-    """The span as it was given, or the one that the shapes imply; it must hold the queries."""
-    whole = default_span(mask, score_bias, q.shape[2], k.shape[2]) if span is None else span
-    if whole.num_queries != q.shape[2]:
-        raise ValueError(
-            f"q has {q.shape[2]} queries where span={whole} holds {whole.num_queries}; "
-            f"give Span(past, past + {q.shape[2]}, 0, S)"
-        )
-    return whole
-
-
-def _tensors_of(*arguments: Tensor | ScoreBias | None) -> list[Tensor]:
-    """The tensors among the arguments, and the parameters of rules."""
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    for rule in arguments:
-        if isinstance(rule, nn.Module):
-            tensors += rule.parameters()
-    return tensors

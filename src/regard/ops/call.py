@@ -124,9 +124,7 @@ class Call:
 
     def at(self, span: Span) -> "Call":
         """This call, whose mask hides nothing, over another rectangle of as many queries."""
-        call = object.__new__(Call)
-        vars(call).update(vars(self), given_span=span, span=span)
-        return call
+        return self.but(given_span=span, span=span)
 
     def but(self, **fields: Any) -> "Call":
         """This call with other values of some fields, in a fifth of the time of `replace`."""
@@ -137,7 +135,7 @@ class Call:
     def over(self, part: Part) -> "Call":
         """This call over one part of the keys."""
         joined = len(part.streams) == 1
-        call = self if joined == self.joined else replace(self, joined=joined)
+        call = self if joined == self.joined else self.but(joined=joined)
         return call.of_keys(part.kv_start, part.kv_stop)
 
     def of_keys(self, kv_start: int, kv_stop: int) -> "Call":
@@ -145,7 +143,7 @@ class Call:
         if (kv_start, kv_stop) == (self.span.kv_start, self.span.kv_stop):
             return self
         span = replace(self.span, kv_start=kv_start, kv_stop=kv_stop)
-        return replace(self, span=span, mask=self.mask.within(span))
+        return self.but(span=span, mask=self.mask.within(span))
 
     def keys_and_values(self, part: Part) -> tuple[AnyStream, AnyStream]:
         """The keys and values of a part with two streams, or with one stream of both.

@@ -47,30 +47,6 @@ def refuse_jit_trace() -> None:
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse queries, keys and values whose shapes, dtypes or devices do not fit."""
     refuse_jit_trace()
-    if not _fit(q, k, v):
-        _explain_tensors(q, k, v)
-
-
-def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """All the conditions of `_explain_tensors` at once: this runs in every layer at every step."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        return False
-    a, b, c = q.shape, k.shape, v.shape
-    if not (len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and b[1:3] == c[1:3]):
-        return False
-    return (
-        a[3] == b[3] != 0
-        and b[1] != 0
-        and a[1] % b[1] == 0
-        and q.dtype == k.dtype == v.dtype
-        and q.dtype.is_floating_point
-        and q.device == k.device == v.device
-        and q.layout == k.layout == v.layout == torch.strided
-    )
-
-
-def _explain_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise for the first thing that does not fit."""
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor):
@@ -84,11 +60,11 @@ def _explain_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} is floating point, got {x.dtype}; cast it first")
         if x.layout != torch.strided:
             raise ValueError(f"{name} is a dense tensor, got {x.layout}; give {name}.to_dense()")
-    if len({x.dtype for x in named.values()}) > 1:
+    if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k and v have one dtype, got {_each(named, 'dtype')}; cast them to one"
         )
-    if len({x.device for x in named.values()}) > 1:
+    if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on one device, got {_each(named, 'device')}; move them")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.cache import Part
 from regard.masks import EVERYTHING, Dense, Mask, Span
-from regard.ops.attend import prepare
+from regard.ops.attend import one_part, prepare
 from regard.ops.backends import BACKENDS
 from regard.ops.backends.common import without_hidden
 from regard.ops.bias import ScoreBias
@@ -63,13 +63,7 @@ def kernel_objection() -> str | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a backend says of a call.
-
-    Args:
-        name: of the backend.
-        objection: why it cannot run the call; None if it can.
-        seconds: estimated; None if it cannot.
-    """
+    """The objection of a backend to a call, or the seconds that it is expected to take."""
 
     name: str
     objection: str | None
@@ -88,22 +82,15 @@ class Explanation:
     """What `explain` says, as data; `str()` of it are the lines.
 
     Args:
-        batch: rows of the call.
-        queries: of each row.
+        batch, queries, num_heads, num_kv_heads, head_dim, v_head_dim, dtype, device: of the call.
         keys: of the call, with those that are not read.
-        num_heads: query heads.
-        num_kv_heads: key heads.
-        head_dim: channels of a query or key.
-        v_head_dim: channels of a value.
-        dtype: of queries, keys and values.
-        device: where they are.
         asked: the mask as it was given.
         mask: the mask on these slots.
         kv_start: the slot of the first key that is read.
         kv_stop: one past the last one.
         runs: the backend that runs.
         backends: a verdict of each.
-        note: what the backend that runs has to say.
+        note: the precision that the backend gives up, in a sentence; None if it gives up none.
         rates: what the estimates rest on; None on a CPU.
         parts: how keys in several parts are read; None if they lie in one.
     """
@@ -148,17 +135,7 @@ class Explanation:
 
 
 def explanation(prepared: Prepared) -> Explanation:
-    """Which backend a prepared call gets, and why, as data.
-
-    Examples:
-        >>> import torch
-        >>> from regard import prepare
-        >>> from regard.ops.explain import explanation
-        >>> q = torch.zeros(1, 4, 2, 8)
-        >>> said = explanation(prepare(q, q, q, backend="eager"))
-        >>> said.runs, said.num_heads, [each.name for each in said.backends][0]
-        ('eager', 4, 'sdpa')
-    """
+    """Which backend a prepared call gets, and why, as data."""
     call, note = prepared.call, prepared.backend.note
     return Explanation(
         batch=call.batch,
@@ -233,10 +210,7 @@ def attention_weights(
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     options |= {"mask": mask, "span": span, "score_bias": score_bias, "backend": "eager"}
     call = prepare(q, k, k, **options).call
-    if k.shape[2] != call.given_span.num_keys:
-        raise ValueError(
-            f"k has {k.shape[2]} keys where span={call.given_span} holds {call.given_span.num_keys}"
-        )
+    one_part(k, k, call.given_span)  # refuses another number of keys
     whole = call.but(span=call.given_span, mask=call.given_mask.within(call.given_span))
     rows = [whole] if queries is None else [_row(whole, index) for index in queries]
     if not rows:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.heads import fold_heads, unfold_heads
+from regard.heads import fold_heads, group_heads, unfold_heads
 from regard.masks.runs import true_runs, without_gaps
-from regard.ops.backends.common import without_hidden
+from regard.ops.backends.common import addend, folded_rows, fully_masked, without_hidden
 from regard.ops.call import Call, is_everything
 from regard.ops.definition import scores_of, softmax
 from regard.rates import SPEED
@@ -130,19 +130,15 @@ def _edges(call: Call) -> tuple[list[Edge], Tensor | None]:
     if is_everything(call.mask):
         return [], None
     keep = call.keep()
-    hidden = ~keep.any(-1, keepdim=True)
-    keep = keep | hidden
+    masked = fully_masked(keep)
+    keep = keep | masked
     edge = ~keep.flatten(0, -2).all(0)
-    masked = hidden.expand(call.batch, call.num_heads, call.num_queries, 1)
     runs = [(0, call.num_keys)]
     if is_concrete(edge):
         runs = without_gaps(true_runs(edge), 64)
-    edges = [Edge(start, stop, _added(call, keep[..., start:stop])) for start, stop in runs]
-    return edges, fold_heads(masked, call.num_kv_heads)
-
-
-def _added(call: Call, keep: Bool[Tensor, "*some L W"]) -> Float[Tensor, "B G N L W"]:
-    nothing = torch.zeros((), dtype=call.dtype, device=call.device)
-    added = torch.where(keep, nothing, -torch.inf)
-    added = added.expand(call.batch, call.num_heads, -1, -1)
-    return added.unflatten(1, (call.num_kv_heads, call.group))
+    edges = []
+    for start, stop in runs:
+        added = addend(keep[..., start:stop], None, call.dtype)
+        added = added.expand(call.batch, call.num_heads, -1, -1)
+        edges.append(Edge(start, stop, group_heads(added, call.num_kv_heads)))
+    return edges, folded_rows(call, masked, 1)

@@ -1,4 +1,4 @@
-"""The memo of descriptions and of the backends chosen for them, by all that they depend on.
+"""Descriptions of calls and the backends chosen for them, memoised by all that they depend on.
 
 Describing a call takes as long as several operators, and the layers of a model repeat one another.
 The key of a call is made from every argument, and from the few facts around it that torch keeps. A
@@ -12,11 +12,20 @@ from torch import Tensor, nn
 
 from regard.masks import EVERYTHING, AllOf, Mask, Span
 from regard.ops.bias import Alibi, RelativeBias, ScoreBias
-from regard.ops.call import begins_with
-from regard.ops.choose import rounded
+from regard.ops.call import Call, begins_with, narrowed
+from regard.ops.check import (
+    check_bias,
+    check_mask,
+    check_mask_sizes,
+    check_options,
+    check_sinks,
+    check_tensors,
+    default_span,
+)
+from regard.ops.choose import choose, rounded
 from regard.ops.mask_tensors import holds_data, mask_key
 from regard.ops.prepared import Prepared
-from regard.rates import SPEED
+from regard.rates import current_version
 from regard.tracing import is_immediate
 
 Key = tuple[object, ...]
@@ -78,7 +87,7 @@ def key_of(given: Arguments) -> Key | None:
     slots = _slots(span, mask, given.score_bias, q.shape[2], keys)
     if slots is None:
         return None
-    around = torch.is_grad_enabled(), torch.get_float32_matmul_precision(), SPEED.version
+    around = torch.is_grad_enabled(), torch.get_float32_matmul_precision(), current_version()
     shapes = q.shape, batch, kv_heads, width, v.shape[:2], v.shape[3], keys == v.shape[2]
     of_q = q.dtype, q.device, q.layout, q.requires_grad
     of_k = k.dtype, k.device, k.layout, k.requires_grad
@@ -112,51 +121,52 @@ def _slots(
     q_start, q_stop, kv_start, kv_stop = span.q_start, span.q_stop, span.kv_start, span.kv_stop
     if type(q_start) is not int or q_stop - q_start != queries:
         return None
-    few = mask is EVERYTHING or queries == 1  # of more queries most rules hide something
-    plain = few and bias is None and queries and kv_start != kv_stop and not holds_data(mask)
-    if plain and mask.within(span) is EVERYTHING:
-        return rounded(kv_stop - kv_start)
+    if bias is None and queries and kv_start != kv_stop:
+        if queries == 1 and not holds_data(mask):  # from more queries most rules hide something
+            mask = mask.within(span)
+        if mask is EVERYTHING:
+            return rounded(kv_stop - kv_start)
     return q_start, q_stop, kv_start, kv_stop
 
 
-def recall(key: Key | None, given: Arguments) -> Prepared | None:
-    """The description of an equal call, as that of this one; None if there is none."""
-    if key is None or (entry := _ENTRIES.get(key)) is None:
-        return None
+def prepare_call(given: Arguments) -> Prepared:
+    """`prepare` of arguments in a tuple: the description of an equal call, or a new one."""
+    key = key_of(given)
+    entry = None if key is None else _ENTRIES.get(key)
+    if key is None or entry is None:
+        prepared = _describe(given)
+        _memoise(key, given, prepared)
+        return prepared
     prepared, parts, whole = entry
-    call = prepared.call
+    call, own = prepared.call, dict[str, object]()
     if type(key[1]) is int:  # no key is hidden, and there may be more or fewer
         span = given.span or Span(0, given.q.shape[2], 0, given.k.shape[2])
         if span != call.given_span:
-            call = call.at(span)
+            own = {"given_span": span, "span": span}
     if not whole:
         mask = call.mask if parts is None else _remaining(given.mask, parts)
-        tensors = {"sinks": given.sinks, "score_bias": given.score_bias}
-        call = call.but(given_mask=given.mask, mask=mask, **tensors)
-    if call is prepared.call:
-        return prepared
-    return Prepared(call, prepared.name, prepared.requested, prepared.choices)
+        own |= {"given_mask": given.mask, "mask": mask}
+        own |= {"sinks": given.sinks, "score_bias": given.score_bias}
+    return Prepared(call.but(**own), *prepared[1:]) if own else prepared
 
 
-def memoise(key: Key | None, given: Arguments, prepared: Prepared) -> Prepared:
-    """Store a description, if it may be; returns it."""
-    if key is None:
-        return prepared
+def _memoise(key: Key | None, given: Arguments, prepared: Prepared) -> None:
+    """Store a description that has a key, unless its mask was made for this call."""
     call, parts = prepared.call, None
+    if key is None:
+        return
     if holds_data(call.mask):
         parts = _parts_in(given.mask, call.mask)
-        if parts is None:  # a mask made for this call, such as one that was placed
-            return prepared
+        if parts is None:  # such as a mask that was placed
+            return
     if len(_ENTRIES) >= _MOST:
         _ENTRIES.clear()
     whole = not holds_data(call.given_mask) and call.sinks is None and call.score_bias is None
-    if whole:
-        _ENTRIES[key] = Entry(prepared, parts, whole)
-        return prepared
-    mask = EVERYTHING if parts is not None else call.mask
-    bare = call.but(given_mask=EVERYTHING, mask=mask, sinks=None, score_bias=None)
-    _ENTRIES[key] = Entry(prepared._replace(call=bare), parts, whole)
-    return prepared
+    if not whole:
+        mask = EVERYTHING if parts is not None else call.mask
+        bare = call.but(given_mask=EVERYTHING, mask=mask, sinks=None, score_bias=None)
+        prepared = prepared._replace(call=bare)
+    _ENTRIES[key] = Entry(prepared, parts, whole)
 
 
 def _pieces(mask: Mask) -> tuple[Mask, ...]:
@@ -166,8 +176,8 @@ def _pieces(mask: Mask) -> tuple[Mask, ...]:
 def _parts_in(given: Mask, mask: Mask) -> tuple[int, ...] | None:
     """Which parts of a mask make up the simplified one; None if some are others."""
     places = {id(part): index for index, part in enumerate(_pieces(given))}
-    found = [places.get(id(part)) for part in _pieces(mask)]
-    return None if None in found else tuple(index for index in found if index is not None)
+    pieces = [id(part) for part in _pieces(mask)]
+    return tuple(places[part] for part in pieces) if places.keys() >= {*pieces} else None
 
 
 def _remaining(mask: Mask, parts: tuple[int, ...]) -> Mask:
@@ -175,3 +185,64 @@ def _remaining(mask: Mask, parts: tuple[int, ...]) -> Mask:
     if len(parts) == len(pieces):
         return mask
     return pieces[parts[0]] if len(parts) == 1 else AllOf(tuple(pieces[at] for at in parts))
+
+
+def _describe(given: Arguments) -> Prepared:
+    """The description of a call that no other equals, and the backend chosen for it."""
+    q, k, v, span, mask, scale, score_bias, softcap, sinks, *_ = given
+    check_options(dropout=given.dropout, softcap=softcap, precision=given.precision, scale=scale)
+    check_tensors(q, k, v)
+    check_mask(mask)
+    check_sinks(sinks, q)
+    whole = _span_of(q, k, mask, score_bias, span)
+    check_bias(score_bias, (*q.shape[:3], whole.num_keys), q.device)
+    check_mask_sizes(mask, q.shape[0], q.shape[1])
+    placed = mask.within(whole)
+    visible = narrowed(whole, placed)
+    tensors = _tensors_of(q, k, v, sinks, score_bias)
+    call = Call(
+        batch=q.shape[0],
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        dtype=q.dtype,
+        device=q.device,
+        given_mask=mask,
+        mask=placed.within(visible),
+        given_span=whole,
+        span=visible,
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        score_bias=score_bias,
+        softcap=softcap,
+        sinks=sinks,
+        dropout=given.dropout,
+        precision=given.precision,
+        needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in tensors),
+        immediate=is_immediate(*tensors),
+        joined=begins_with(k, v),
+        partial=given.partial,
+    )
+    return Prepared(call, choose(call, given.backend), given.backend, {})
+
+
+def _span_of(
+    q: Tensor, k: Tensor, mask: Mask, score_bias: Tensor | ScoreBias | None, span: Span | None
+) -> Span:
+    """The span as it was given, or the one that the shapes imply; it must hold the queries."""
+    whole = default_span(mask, score_bias, q.shape[2], k.shape[2]) if span is None else span
+    if whole.num_queries != q.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} queries where span={whole} holds {whole.num_queries}; "
+            f"give Span(past, past + {q.shape[2]}, 0, S)"
+        )
+    return whole
+
+
+def _tensors_of(*arguments: Tensor | ScoreBias | None) -> list[Tensor]:
+    """The tensors among the arguments, and the parameters of rules."""
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    for rule in arguments:
+        if isinstance(rule, nn.Module):
+            tensors += rule.parameters()
+    return tensors

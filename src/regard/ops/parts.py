@@ -1,8 +1,15 @@
-"""Keys in several parts, read one at a time: what a call sees of them, and parts that lie in pages.
+"""Keys in parts: which parts a call sees, how a backend reads them, and attention to one of them.
 
-A part in pages is read in pieces: runs of consecutive pages as views, which copy nothing, and other
-pages gathered, so many tokens at a time that the copy stays in the processor's caches. So memory is
-bounded, however long the past is.
+Pages that a backend does not read as they lie are read in pieces: runs of consecutive pages as
+views, other pages copied, so many tokens at a time that the copy stays in the processor's caches.
+
+The queries of rotated codes are rotated alike, and the outputs back, which costs less than rotating
+every key: products of two vectors do not change where both are rotated (QuaRot, Ashkboos et al.
+2024, arXiv:2404.00456).
+
+Keys that the rows of a batch share, such as a system prompt's, are read once for all of them. Under
+a mask that hides nothing, the queries of all rows attend to one row's keys as the queries of one
+row (Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,12 +19,16 @@ import torch
 from torch import Tensor
 
 from regard.cache import Part
+from regard.cache.rotation import hadamard
+from regard.constants import accumulating_dtype
 from regard.masks import Span
-from regard.ops.call import Backend, Call
+from regard.ops.call import Backend, Call, hides_nothing
+from regard.ops.observed import BACKEND_RUNS, report_backend
 from regard.tracing import same_autocast
 
 GATHERED = 1024  # tokens of pages that are copied at a time: as many as of codes, see `codes.py`
 Make = Callable[[tuple[Part, ...]], tuple[Part, ...]]
+Results = tuple[Tensor, ...]  # the output, and the log-sum-exp where it is wanted
 
 
 def visible_parts(span: Span, parts: Iterable[Part]) -> Iterator[Part]:
@@ -79,6 +90,60 @@ def reads_in_parts(call: Call, backend: Backend) -> bool:
     return not call.dropout and backend.objection(call.but(partial=True)) is None
 
 
+def attend_part(
+    backend: Backend, call: Call, q: Tensor, part: Part, *, partial: bool = False
+) -> Results:
+    """Attention to one part, as the call over it says: the output, with `partial` in the dtype of
+    sums and with the log-sum-exp."""
+    if BACKEND_RUNS:
+        report_backend(backend.run)
+    k, v = call.keys_and_values(part if reads_stored(backend, part) else part.as_tensors())
+    of_keys, of_values = (() if isinstance(x, Tensor) else x.rotation for x in (k, v))
+    if not (of_keys or of_values):
+        return backend.partial(call, q, k, v) if partial else (backend.run(call, q, k, v),)
+    assert sum(of_values) <= call.v_head_dim, "of one stream, at most the values are rotated"
+    dtype = accumulating_dtype(call.dtype)  # so that rotated queries are not rounded
+    here, q = call.but(dtype=dtype), hadamard(q.to(dtype), of_keys)
+    if partial:
+        out, lse = backend.partial(here, q, k, v)
+        return hadamard(out, of_values), lse
+    return (hadamard(backend.run(here, q, k, v), of_values).to(call.dtype),)
+
+
+def attend_rows(
+    backend: Backend, call: Call, q: Tensor, part: Part, *, partial: bool = False
+) -> Results:
+    """`attend_part`, in which rows that share the keys of the part attend to them together."""
+    rows = rows_at_once(call, part, backend)
+    if rows == 1:
+        return attend_part(backend, call, q, part, partial=partial)
+    one, pieces = part.rows(0, 1), []
+    for some in q.split(rows):
+        together = some.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # [1, H, rows * L, D]
+        results = attend_part(backend, _of_rows(call, len(some)), together, one, partial=partial)
+        pieces.append([x[0].unflatten(1, (len(some), -1)).transpose(0, 1) for x in results])
+    return tuple(x[0] if len(x) == 1 else torch.cat(x) for x in zip(*pieces, strict=True))
+
+
+def rows_at_once(call: Call, part: Part, backend: Backend) -> int:
+    """How many rows of the call attend to the part together; 1 if each reads its own keys, or the
+    backend objects to the queries of two rows in one call."""
+    if call.batch == 1 or not part.is_shared:
+        return 1
+    if not call.immediate or call.needs_grad or call.dropout or not hides_nothing(call):
+        return 1
+    rows = call.batch
+    while rows > 1 and backend.objection(_of_rows(call, rows)) is not None:
+        rows = -(-rows // 2)
+    return rows
+
+
+def _of_rows(call: Call, rows: int) -> Call:
+    """The call over shared keys for one row, which has the queries of so many."""
+    span = Span(0, rows * call.num_queries, call.span.kv_start, call.span.kv_stop)
+    return call.but(batch=1, given_span=span, span=span)
+
+
 def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
     """Keys and values that are made of what a cache holds, when they are read.
 
@@ -90,8 +155,6 @@ def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
         parts: as the cache returned them.
         make: keys and values of some parts.
     """
-    if len(parts) == 1 and not parts[0].is_scattered and not parts[0].is_shared:
-        return make(parts)
     autocast = same_autocast(parts[0].outlines[0].device)
 
     def made() -> Iterator[Part]:
@@ -106,11 +169,10 @@ def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
 
 
 def _made(piece: Part, make: Make) -> Part:
-    """Keys and values of one piece."""
-    if not piece.is_shared:
-        (found,) = make((piece,))
+    """Keys and values of one piece; of rows that share it, of the first one."""
+    shared = piece.is_shared
+    (found,) = make((piece.rows(0, 1) if shared else piece,))
+    if not shared:
         return found
     batch = piece.outlines[0].shape[0]
-    (found,) = make((piece.rows(0, 1),))
-    streams = tuple(each.expand(batch, -1, -1, -1) for each in found.streams)
-    return Part(found.kv_start, found.kv_stop, streams)
+    return found._replace(streams=tuple(x.expand(batch, -1, -1, -1) for x in found.streams))

@@ -16,8 +16,13 @@ from regard.ops.call import Backend, Call
 from regard.ops.choose import choose
 from regard.ops.observed import BACKEND_RUNS, CALLS, report_call
 from regard.ops.partial import Partial, merge
-from regard.ops.parts import concatenated, readable, reads_in_parts, visible_parts
-from regard.ops.stored import folded, partial_of, rows_at_once, run_of, unfolded
+from regard.ops.parts import (
+    attend_rows,
+    concatenated,
+    readable,
+    reads_in_parts,
+    visible_parts,
+)
 from regard.tracing import without_autocast
 
 _MERGED = 16  # partial results merged at a time: more take memory, and gain nothing
@@ -82,8 +87,8 @@ class Prepared(NamedTuple):
         if CALLS:
             parts = tuple(parts)  # the hooks read the parts, too
         with without_autocast(self.call.device):
-            here, found = self._reading(parts)
-            out = here._run(q, found)
+            here, seen = self._reading(parts)
+            out = here._run(q, seen)
         if CALLS:
             report_call(here, q, tuple(parts))
         return out
@@ -92,25 +97,21 @@ class Prepared(NamedTuple):
         self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"]
     ) -> Float[Tensor, "B H L Dv"]:
         """`run` of all keys at once."""
-        return self.run(
-            q, (Part(self.call.given_span.kv_start, self.call.given_span.kv_stop, (k, v)),)
-        )
+        span = self.call.given_span
+        return self.run(q, (Part(span.kv_start, span.kv_stop, (k, v)),))
 
     def _plain(self, parts: Iterable[Part]) -> Sequence[Tensor] | None:
         """Keys and values for which nothing is to be done but to call the backend, or None: all of
         them in one part, tensors of which each row has its own, and no hook observes."""
-        call = self.call
+        call, span = self.call, self.call.span
         if type(parts) is not tuple or len(parts) != 1 or CALLS or BACKEND_RUNS:
             return None
         start, stop, streams = parts[0]
-        if call.span is not call.given_span or (start, stop) != (
-            call.span.kv_start,
-            call.span.kv_stop,
-        ):
+        if span is not call.given_span or (start, stop) != (span.kv_start, span.kv_stop):
             return None
         if type(streams) is not tuple or not call.immediate or torch._C._is_any_autocast_enabled():
             return None
-        if call.batch > 1 and all(x.stride(0) == 0 for x in streams):
+        if call.batch > 1 and streams[0].stride(0) == 0 and parts[0].is_shared:
             return None
         if call.joined != (len(streams) == 1):
             return None
@@ -119,8 +120,8 @@ class Prepared(NamedTuple):
     def partial(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
         """As `run`, with the log-sum-exp, to be merged with attention over other keys."""
         with without_autocast(self.call.device):
-            here, found = self._reading(parts)
-            return here._partial(q, found)
+            here, seen = self._reading(parts)
+            return here._partial(q, here._read(seen))
 
     def stored_as(self, storage: Storage) -> "Prepared":
         """This call over keys that are stored so, and the backend chosen for that.
@@ -147,26 +148,20 @@ class Prepared(NamedTuple):
         return self.stored_as(storage_of(tuple(visible_parts(self.span, parts))))
 
     def _reading(self, parts: Iterable[Part]) -> tuple["Prepared", Iterator[Part]]:
-        """This call as the keys of these parts are stored, and what it may see of them. Parts that
+        """This call as the keys of these parts are stored, and the keys that it sees. Parts that
         are made while they are read are all stored alike: the first two of them tell."""
-        found = visible_parts(self.span, parts)
-        if isinstance(parts, (tuple, list)):
-            some = tuple(found)
-            return self.stored_as(storage_of(some)), iter(some)
-        some = tuple(islice(found, 2))
-        return self.stored_as(storage_of(some)), chain(some, found)
+        seen = visible_parts(self.span, parts)
+        some = tuple(seen if isinstance(parts, (tuple, list)) else islice(seen, 2))
+        return self.stored_as(storage_of(some)), chain(some, seen)
 
     def _run(self, q: Float[Tensor, "B H L D"], parts: Iterator[Part]) -> Float[Tensor, "B H L Dv"]:
-        if not self.call.storage.several:
-            return self._attended(q, next(parts))
-        read = self._read(parts)
+        call, read = self.call, parts
+        if call.storage.several:
+            read = self._read(parts)
         first, second = next(read), next(read, None)
         if second is None:
-            return self._attended(q, first)
-        return self._partial_of(q, chain((first, second), read)).out.to(self.call.dtype)
-
-    def _partial(self, q: Float[Tensor, "B H L D"], parts: Iterator[Part]) -> Partial:
-        return self._partial_of(q, self._read(parts))
+            return attend_rows(self.backend, call.over(first), q, first)[0]
+        return self._partial(q, chain((first, second), read)).out.to(call.dtype)
 
     def _read(self, parts: Iterator[Part]) -> Iterator[Part]:
         """The parts as the backend reads them: as one, if it cannot merge several."""
@@ -176,26 +171,16 @@ class Prepared(NamedTuple):
         for part in parts:
             yield from readable(part, self.backend)
 
-    def _attended(self, q: Tensor, part: Part) -> Tensor:
-        """The output, of keys in one part."""
-        call, backend = self.call.over(part), self.backend
-        rows = rows_at_once(call, part, backend)
-        if rows == 1:
-            return run_of(backend, call, q, part)
-        found = [
-            unfolded(run_of(backend, each.call, each.q, each.part), each.rows)
-            for each in folded(call, q, part, rows)
-        ]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _partial_of(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Partial:
+    def _partial(self, q: Tensor, parts: Iterable[Part]) -> Partial:
+        """Attention to parts as the backend reads them, merged, with the sinks."""
         call = self.call if self.call.sinks is None else self.call.but(sinks=None)
         found: list[Partial] = []
         most = _most_held(call)
         for part in parts:
             if len(found) == most:
                 found = [merge(*found)]
-            found.append(self._attended_partial(call.over(part), q, part))
+            results = attend_rows(self.backend, call.over(part), q, part, partial=True)
+            found.append(Partial(*results))
         if self.call.sinks is not None:
             found.append(Partial.of_sinks(self.call.sinks))
         if len(found) == 1:
@@ -203,20 +188,6 @@ class Prepared(NamedTuple):
         out, lse = merge(*found)
         shape = (*q.shape[:3], self.call.v_head_dim)
         return Partial(out.expand(shape), lse.expand(shape[:3]))
-
-    def _attended_partial(self, call: Call, q: Tensor, part: Part) -> Partial:
-        """The partial result, of keys in one part."""
-        rows = rows_at_once(call, part, self.backend)
-        if rows == 1:
-            return partial_of(self.backend, call, q, part)
-        found = []
-        for each in folded(call, q, part, rows):
-            out, lse = partial_of(self.backend, each.call, each.q, each.part)
-            lse = unfolded(lse.unsqueeze(-1), each.rows).squeeze(-1)
-            found.append(Partial(unfolded(out, each.rows), lse))
-        if len(found) == 1:
-            return found[0]
-        return Partial(torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]))
 
 
 def _most_held(call: Call) -> int:

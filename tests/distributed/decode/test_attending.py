@@ -106,17 +106,17 @@ def calls_of(mask, held, *, page=2, queries=1, bias=None, batch=1):
     q, k = torch.randn(batch, 4, queries, 6), torch.randn(batch, 2, held, 6)
     span = Span(held - queries, held, 0, held)
     prepared = prepare(q, k, k, mask=mask, span=span, score_bias=bias, partial=True)
-    slots, calls, run = Slots(2, page), [], attending.partial_of
+    slots, calls, run = Slots(2, page), [], attending.attend_part
     slots.add(slots.following(held))
     mine = torch.cat([torch.arange(p.start, p.stop) for p in slots.pieces[1]])
     part = Part(0, len(mine), (k[:, :, mine], k[:, :, mine]))
 
-    def observed(backend, call, q, part):
+    def observed(backend, call, q, part, *, partial):
         calls.append((call.num_keys, call.mask))
-        return run(backend, call, q, part)
+        return run(backend, call, q, part, partial=partial)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attending, "partial_of", observed)
+        patch.setattr(attending, "attend_part", observed)
         attending.attended_locally(prepared, q, part, slots, 1)
     return calls
 

@@ -19,8 +19,8 @@ from regard.ops.backends import BACKENDS
 from regard.ops.call import Call, is_everything
 from regard.ops.choose import choose, objection_of
 from regard.ops.partial import Partial, merge
+from regard.ops.parts import attend_part
 from regard.ops.prepared import Prepared
-from regard.ops.stored import partial_of
 from regard.tracing import without_autocast
 
 _ROWS = 256  # query rows of a key head in a block: `grouped` takes so many, by torch's flash kernel
@@ -155,7 +155,7 @@ def _attended(name: str, call: Call, q: Tensor, part: Part) -> Partial:
         return nothing(call)
     if objection_of(call, name) is not None:
         name = choose(call)
-    return partial_of(BACKENDS[name], call, q, part)
+    return Partial(*attend_part(BACKENDS[name], call, q, part, partial=True))
 
 
 def nothing(call: Call) -> Partial:

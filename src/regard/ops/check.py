@@ -278,15 +278,10 @@ def _shows(mask: Mask, span: Span, start: int, stop: int) -> bool:
         return True
     if torch.compiler.is_compiling() or start >= stop:
         return False
-    try:
-        return _any_visible(mask, span, start, stop)
-    except BeyondData:  # the data of the rule ends among these keys: test those before its end
-        return stop - start > 1 and any(
-            _shows(mask, span, slot, slot + 1) for slot in range(start, stop)
-        )
-
-
-def _any_visible(mask: Mask, span: Span, start: int, stop: int) -> bool:
     outside = Span(span.first_query, span.last_query + 1, start, stop)
-    cells = mask.dense(outside, batch=mask.batch or 1, heads=mask.heads or 1, device="cpu")
+    try:
+        cells = mask.dense(outside, batch=mask.batch or 1, heads=mask.heads or 1, device="cpu")
+    except BeyondData:  # the data of the rule ends among these keys: test those before its end
+        slots = range(start, stop) if stop - start > 1 else ()
+        return any(_shows(mask, span, slot, slot + 1) for slot in slots)
     return is_concrete(cells) and bool(cells.any())

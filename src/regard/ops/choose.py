@@ -25,7 +25,8 @@ def choose(call: Call, backend: str = "auto") -> str:
     """
     if backend != "auto":
         if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r} is not one of 'auto', {_names()}")
+            names = ", ".join(map(repr, BACKENDS))
+            raise ValueError(f"backend={backend!r} is not one of 'auto', {names}")
         objection = BACKENDS[backend].objection(call)
         if objection is not None:
             raise ValueError(f"backend={backend!r} cannot run this call: {objection}; use 'auto'")
@@ -94,7 +95,3 @@ def _merged_seconds(call: Call, backend: Backend) -> float:
 def objection_of(call: Call, name: str) -> str | None:
     """Why a backend cannot run this call, in a sentence; None if it can."""
     return BACKENDS[name].objection(call)
-
-
-def _names() -> str:
-    return ", ".join(repr(name) for name in BACKENDS)

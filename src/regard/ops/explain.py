@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from regard.ops.call import Call, is_everything
 from regard.ops.choose import objection_of, seconds_of
 from regard.ops.definition import scores, softmax
 from regard.ops.estimates import rates_note
+from regard.ops.memo import Arguments, prepare_call
 from regard.ops.parts import concatenated, reading_of, visible_parts
 from regard.ops.prepared import Prepared
 from regard.tracing import without_autocast
@@ -207,9 +207,8 @@ def attention_weights(
         >>> attention_weights(q, q, mask=Causal(), heads=[2], queries=[0]).tolist()
         [[[[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]]]
     """
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    options |= {"mask": mask, "span": span, "score_bias": score_bias, "backend": "eager"}
-    call = prepare(q, k, k, **options).call
+    options = EVERYTHING if mask is None else mask, scale, score_bias, softcap, sinks
+    call = prepare_call(Arguments(q, k, k, span, *options, backend="eager")).call
     one_part(k, k, call.given_span)  # refuses another number of keys
     whole = call.but(span=call.given_span, mask=call.given_mask.within(call.given_span))
     rows = [whole] if queries is None else [_row(whole, index) for index in queries]

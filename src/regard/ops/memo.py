@@ -73,7 +73,7 @@ _ENTRIES: dict[Key, Entry] = {}
 def key_of(given: Arguments) -> Key | None:
     """All that the description of a call depends on; None for calls that are not memoised: traced
     ones, and those with rows at different slots or with rules of a user."""
-    q, k, v, span, mask, *rest = given
+    q, k, v, _, mask, *rest = given
     if not is_immediate(q, k, v):
         return None
     rule, options = mask_key(mask), tuple[object, ...](rest)
@@ -84,7 +84,7 @@ def key_of(given: Arguments) -> Key | None:
         if _UNKNOWN in options:
             return None
     batch, kv_heads, keys, width = k.shape
-    slots = _slots(span, mask, given.score_bias, q.shape[2], keys)
+    slots = _slots(given, rule, keys)
     if slots is None:
         return None
     around = torch.is_grad_enabled(), torch.get_float32_matmul_precision(), current_version()
@@ -92,7 +92,8 @@ def key_of(given: Arguments) -> Key | None:
     of_q = q.dtype, q.device, q.layout, q.requires_grad
     of_k = k.dtype, k.device, k.layout, k.requires_grad
     of_v = v.dtype, v.device, v.layout, v.requires_grad
-    return rule, slots, options, around, shapes, of_q, of_k, of_v, begins_with(k, v)
+    joined = v.shape[3] < width and begins_with(k, v)
+    return rule, slots, options, around, shapes, of_q, of_k, of_v, joined
 
 
 def _outline(value: object) -> object:
@@ -109,11 +110,10 @@ def _outline(value: object) -> object:
     return _UNKNOWN
 
 
-def _slots(
-    span: Span | None, mask: Mask, bias: Tensor | ScoreBias | None, queries: int, keys: int
-) -> object | None:
+def _slots(given: Arguments, rule: object, keys: int) -> object | None:
     """The span in a key. Where no key is hidden, only the number of keys counts, and rounded up, as
     choices are: so the next step of a growing cache is described as this one."""
+    span, mask, bias, queries = given.span, given.mask, given.score_bias, given.q.shape[2]
     if span is None:
         if mask is EVERYTHING and keys and queries and bias is None:
             return rounded(keys)
@@ -122,7 +122,7 @@ def _slots(
     if type(q_start) is not int or q_stop - q_start != queries:
         return None
     if bias is None and queries and kv_start != kv_stop:
-        if queries == 1 and not holds_data(mask):  # from more queries most rules hide something
+        if queries == 1 and (rule is mask or not holds_data(mask)):  # of more, most rules hide some
             mask = mask.within(span)
         if mask is EVERYTHING:
             return rounded(kv_stop - kv_start)

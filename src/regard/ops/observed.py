@@ -79,10 +79,5 @@ def report_backend(run: Callable[..., object]) -> None:
 
 
 def names(ran: Counter[str]) -> str:
-    """The backends, the most frequent first.
-
-    Examples:
-        >>> names(Counter(fused=2, sdpa=3))
-        'sdpa and fused'
-    """
+    """The backends in words, the most frequent first."""
     return " and ".join(name for name, _ in ran.most_common())

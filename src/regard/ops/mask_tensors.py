@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from regard.masks import (
     AllOf,
     AnyOf,
     Causal,
+    Documents,
     Everything,
     Mask,
     Not,
@@ -189,6 +191,8 @@ def _by_rows(mask: Mask, queries: Tensor, span: Span) -> Interval | None:
     """Of a rule with few data, row by row."""
     if not mask.lasting or mask.row(0) is None:
         return None
+    if isinstance(mask, Documents) and (found := _of_documents(mask.ids, queries)) is not None:
+        return found
     rows, firsts = row_masks(mask, mask.batch or 1), queries[:, 0].tolist()
     intervals = []
     for index in range(max(len(rows), len(firsts))):
@@ -199,6 +203,20 @@ def _by_rows(mask: Mask, queries: Tensor, span: Span) -> Interval | None:
         intervals.append(torch.stack(keys).repeat_interleave(counts, 1))
     low, high = torch.stack(intervals, 1)
     return low, high
+
+
+def _of_documents(ids: Tensor, queries: Tensor) -> Interval | None:
+    """Of thousands of documents at once; None if some document lies in several pieces."""
+    begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+    if not begins.sum(1).equal((ids.sort(1).values.diff(dim=1) != 0).sum(1)):
+        return None
+    slots = torch.arange(ids.shape[1], device="cpu")
+    low = slots.where(begins, NEAR).cummax(1).values
+    high = F.pad(slots.where(begins, FAR)[:, 1:], (0, 1), value=FAR)
+    high = high.flip(1).cummin(1).values.flip(1)
+    rows = max(len(ids), len(queries))
+    index = queries.clamp(max=len(slots) - 1).expand(rows, -1)
+    return low.expand(rows, -1).gather(1, index), high.expand(rows, -1).gather(1, index)
 
 
 def _limits(mask: Mask, first: int, span: Span) -> list[tuple[int, int, int]] | None:

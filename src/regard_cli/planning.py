@@ -104,12 +104,12 @@ def plan(
         ),
     ] = None,
     engine: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help=f"Whose reserved bytes stand beside the others: {', '.join(ENGINES)}.",
+            help=f"As --all, with the bytes that it reserves: {', '.join(ENGINES)}.",
             autocompletion=lambda: list(ENGINES),
         ),
-    ] = "vllm",
+    ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(help="A row: shipped, mha, gqa-4, mqa, mla-50, latent-50...; repeatable."),
@@ -126,6 +126,13 @@ def plan(
     ] = 0,
     formula: Annotated[
         bool, typer.Option("--formula", help="Each layer's formulas with the numbers put in.")
+    ] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Every way of storing the cache: what is allocated, reserved."),
+    ] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="How figures are counted, and why rows are missing.")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write curves as a page.")] = None,
     as_json: Json = False,
@@ -147,7 +154,7 @@ def plan(
         sizes
         | {"--context": context, "--batch": batch, "--tp": tp, "--cp": cp, "--page-size": page_size}
     )
-    if engine not in ENGINES:
+    if engine is not None and engine not in ENGINES:
         names = ", ".join(ENGINES)
         raise typer.BadParameter(f"{engine!r} is none of {names}", param_hint="--engine")
     for each in link or ():

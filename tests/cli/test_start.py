@@ -15,13 +15,15 @@ from regard.compare import CANDIDATES
 from regard.convert.job import Job
 from regard.convert.targets import GRAMMAR
 from regard.hf import SMOLLM2, write
+from regard.plan.from_sizes import model_from_sizes
 from regard.verify import check
 
 VERBS = list(options.VERBS)
 OTHERS = {"convert": [field.name for field in fields(Job)]} | {
     verb: list(inspect.signature(work).parameters)
-    for verb, work in (("generate", write), ("verify", check))
+    for verb, work in (("generate", write), ("verify", check), ("plan", model_from_sizes))
 }  # where further options go
+SPELLED = {"as_json": "json", "listed": "list", "every_law": "all", "every": "all"}
 RUN = """
 import sys
 from regard_cli import main
@@ -108,9 +110,7 @@ def test_help_breaks_no_option(verb, width, monkeypatch, capsys):
     assert app.run() == 0
     text = capsys.readouterr().out
     for name in inspect.signature(options.VERBS[verb]).parameters:
-        option = {"as_json": "json", "listed": "list", "every_law": "all"}.get(name, name).replace(
-            "_", "-"
-        )
+        option = SPELLED.get(name, name).replace("_", "-")
         assert option in text.split() or f"--{option}" in text.split()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

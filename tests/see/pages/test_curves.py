@@ -321,7 +321,7 @@ def test_a_comparison_shows_what_was_measured_and_draws_what_has_a_formula(open_
     assert picture.locator("circle").count() == picture.locator("li").count() == 4
     names = measured.locator("tbody th").all_text_contents()
     assert names == ["GQA, as shipped (exact)", "GQA, int8", HOSTILE, "another cache"]
-    assert "13.546" in measured.locator("tbody td").all_text_contents()
+    assert "13.55" in measured.locator("tbody td").all_text_contents()
     assert f"no place for {HOSTILE}" in missing.text_content()
     assert caches.locator("tbody [data-name]").all_text_contents() == [
         "GQA, as shipped",

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from regard_cli import planning, seeing  # noqa: F401  (their verbs join `app`)
-from regard_cli.options import Device, Dtype, Json, OptionalModel, Threads, app, verb
+from regard_cli.names import CACHES, PAGES, PLAIN
+from regard_cli.options import Device, Dtype, Json, OptionalModel, Threads, app, named, verb
 from regard_cli.sentences import printable, wrapped
 
 __all__ = ["app", "run"]
@@ -23,11 +24,11 @@ ROWS = (
     "latent-25, deepseek-100, deepseek-75, deepseek-50, portable-75, portable-50, latent-50-int8, "
     "deepseek-50-int8"
 )
-CACHES = (
-    *("auto", "growing", "static", "sliding", "quantized", "paged", "int8", "int4"),
-    *("K8V8", "K8V4", "K6V4", "K4V4", "transformers"),
+STORED = ("model", "gguf", "compare", "compiled", "rates", "all")
+TARGETS = (
+    "mha, gqa:N, mqa; latent-50, deepseek-50, portable-50 (rows of compare, of any percentage); "
+    "mla:RANK, mla:RANK+ROPE, or mla with a budget"
 )
-TARGETS = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
 
 
 @verb
@@ -120,16 +121,14 @@ def generate(
         str,
         typer.Option(
             metavar="<kind>",
-            help="auto (windows of layers that have one, else all tokens), growing (all tokens), "
-            "static, sliding, quantized, int8, int4, K8V8, K8V4 (keys in 8 bits, values in 4), "
-            "K6V4, K4V4, paged or transformers.",
-            autocompletion=lambda: list(CACHES),
+            help=f"{', '.join(CACHES)} or transformers. auto: windows of layers that have one, all "
+            "tokens of others. K8V4: keys in 8 bits, values in 4.",
+            autocompletion=lambda: [*CACHES, "transformers"],
         ),
     ] = "auto",
     format: Annotated[
-        Literal["plain", "K8V8", "K8V4", "K6V4", "K4V4"],
-        typer.Option(help="Of the pages of --cache paged.", case_sensitive=False),
-    ] = "plain",
+        str, named(PAGES, f"Of the pages of --cache paged: {', '.join(PAGES)}.")
+    ] = PLAIN,
     prefix_cache: Annotated[
         Path | None,
         typer.Option(
@@ -156,7 +155,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text with a transformers model on regard, with its time and memory."""
-    if cache.lower() != "paged" and (prefix_cache is not None or format != "plain"):
+    if cache.lower() != "paged" and (prefix_cache is not None or format != PLAIN):
         hint = "--format" if prefix_cache is None else "--prefix-cache"
         raise typer.BadParameter(f"it needs --cache paged, got --cache {cache}", param_hint=hint)
 
@@ -198,10 +197,7 @@ def tune(
 def cache(
     clear: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Remove model, gguf, compare, compiled, rates or all; may be repeated.",
-            autocompletion=lambda: ["model", "gguf", "compare", "compiled", "rates", "all"],
-        ),
+        named(STORED, f"Remove {', '.join(STORED)}; may be repeated."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -2,7 +2,8 @@
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -70,6 +71,24 @@ def _added(
     first_line = (options.__doc__ or "").partition("\n")[0]
     verbs.command(name, short_help=first_line)(run)
     return options
+
+
+def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:
+    """An option whose value is one of these names, in upper or lower case; `also` may be given, and
+    is not completed."""
+    spelled = {each.lower(): each for each in (*names, *also)}
+
+    def check(value: Any) -> Any:
+        given = [value] if isinstance(value, str) else value or []
+        for each in given:
+            if each.lower() not in spelled:
+                near = get_close_matches(each.lower(), spelled, 1)
+                meant = f"; did you mean {spelled[near[0]]!r}?" if near else ""
+                raise typer.BadParameter(f"{each!r} is none of {', '.join(names)}{meant}")
+        found = [spelled[each.lower()] for each in given]
+        return found[0] if isinstance(value, str) else found if value else value
+
+    return typer.Option(help=text, autocompletion=lambda: list(names), callback=check)
 
 
 def _imported(name: str) -> Any:

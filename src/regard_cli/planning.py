@@ -7,11 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from regard_cli.options import Json, verb
+from regard_cli.names import STORAGES, UNCHANGED
+from regard_cli.options import Json, named, verb
 
 ENGINES = ("vllm", "llama.cpp", "transformers", "transformers-static", "transformers-4")
-UNCHANGED = ("auto", "growing", "static", "sliding", "paged")  # other names of plain
-STORAGES = ("plain", "int8", "int4", "K8V8", "K8V4", "K6V4", "K4V4")
 LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
 MOST_OF = {"--context": 10**12, "--window": 10**12, "--batch": 10**9}  # tokens, tokens, rows
@@ -98,27 +97,22 @@ def plan(
     cp: Annotated[int, typer.Option(min=1, help="Ranks that share the tokens.")] = 1,
     link: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Between the ranks: {', '.join(LINKS)}. Repeatable.",
-            autocompletion=lambda: list(LINKS),
-        ),
+        named(LINKS, f"Between the ranks: {', '.join(LINKS)}. Repeatable."),
     ] = None,
     engine: Annotated[
-        str,
-        typer.Option(
-            help=f"Whose reserved bytes stand beside the others: {', '.join(ENGINES)}.",
-            autocompletion=lambda: list(ENGINES),
-        ),
-    ] = "vllm",
+        str | None,
+        named(ENGINES, f"As --all, with the bytes that it reserves: {', '.join(ENGINES)}."),
+    ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(help="A row: shipped, mha, gqa-4, mqa, mla-50, latent-50...; repeatable."),
     ] = None,
     storage: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"How caches store keys and values: {', '.join(STORAGES)}; repeatable.",
-            autocompletion=lambda: list(STORAGES),
+        named(
+            STORAGES,
+            f"How caches store keys and values: {', '.join(STORAGES)}; repeatable.",
+            also=UNCHANGED,
         ),
     ] = None,
     page_size: Annotated[
@@ -126,6 +120,13 @@ def plan(
     ] = 0,
     formula: Annotated[
         bool, typer.Option("--formula", help="Each layer's formulas with the numbers put in.")
+    ] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Every way of storing the cache: what is allocated, reserved."),
+    ] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="How figures are counted, and why rows are missing.")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write curves as a page.")] = None,
     as_json: Json = False,
@@ -147,17 +148,6 @@ def plan(
         sizes
         | {"--context": context, "--batch": batch, "--tp": tp, "--cp": cp, "--page-size": page_size}
     )
-    if engine not in ENGINES:
-        names = ", ".join(ENGINES)
-        raise typer.BadParameter(f"{engine!r} is none of {names}", param_hint="--engine")
-    for each in link or ():
-        if each not in LINKS:
-            names = ", ".join(LINKS)
-            raise typer.BadParameter(f"{each!r} is none of {names}", param_hint="--link")
-    for each in storage or ():
-        if each.lower() not in map(str.lower, (*STORAGES, *UNCHANGED)):
-            names = ", ".join(STORAGES)
-            raise typer.BadParameter(f"{each!r} is none of {names}", param_hint="--storage")
     given = [name for name, value in sizes.items() if value is not None]
     if model is not None and given:
         raise typer.BadParameter("a MODEL has its own sizes", param_hint=given[0])

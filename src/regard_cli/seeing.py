@@ -128,6 +128,9 @@ def explain(
     ] = None,
     device: Annotated[str, typer.Option(help="Where they are: cpu, cuda.")] = "cpu",
     threads: Threads = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Of a model: masks, and why other backends do not run.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Which backend runs a call, what its mask became, and why the others do not run."""

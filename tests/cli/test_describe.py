@@ -11,7 +11,7 @@ from rich.console import Console
 
 from interpreters import run_python
 from published_configs import PUBLISHED
-from regard.cli.describe import amount, as_data, cache_of, ranges, run, shortened, show
+from regard.cli.describe import as_data, cache_of, ranges, run, shortened, show
 from regard.plan.configured import described_values
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES, ModelShape
@@ -42,8 +42,9 @@ def test_lines_fit() -> None:
 def test_what_is_said_of_gemma_3() -> None:
     text = " ".join(printed(described("gemma-3-4b")).split())
     assert text.startswith("gemma-3-4b: 34 layers of gemma3, hidden size 2,560, bfloat16, made for")
-    assert "0-4, 6-10, 12-16, 18-22, 24-28, 30-33" in text
-    assert "GQA; window of 1,024;" in text and "15,729,152" in text
+    assert "0-4, 6-10, 12-16, 18-22, GQA; window" in text and "24-28, 30-33 5, 11" in text
+    assert "window of 1,024 8 on 4 256 15,729,152 4,096" in text
+    assert text.count("queries and keys normalised by head") == 1
     assert "Layers 5, 11, 17, 23, 29: Rotary(256, theta=1000000.0, scaling=LinearScal" in text
     assert "A token takes 139,264 bytes of cache, and 20,480 once 29 layers hold as many" in text
     assert "regard.hf.install runs it: Gemma3Attention" in text
@@ -54,7 +55,7 @@ def test_what_is_said_of_other_kinds() -> None:
     assert "MLA; latent of 512; 64 with RoPE; query latent of 1,536" in " ".join(
         printed(described("DeepSeek-V3"), 120).split()
     )
-    text = " ".join(printed(described("Qwen3-Next-80B-A3B")).split())
+    text = " ".join(printed(described("Qwen3-Next-80B-A3B"), 200).split())
     assert "linear; state of 557,056 numbers" in text and "gated by channel" in text
     assert "No layer of regard computes" in text and "regard has no linear attention" in text
     assert "States take" in text and "Attention has" not in text  # its parameters are not known
@@ -63,7 +64,7 @@ def test_what_is_said_of_other_kinds() -> None:
     text = " ".join(printed(described("Phi-3-mini-128k")).split())
     assert "LongRope((1.0, 1.01, ... 48 numbers), (1.0, 1.5, ... 48 numbers)" in text
     text = " ".join(printed(described("SmolLM3-3B")).split())
-    assert "Layers 3, 7, 11, 15, 19, 23, 27, 31, 35: no RoPE." in text
+    assert "Layers 3, 7, 11, ..., 35: no RoPE." in text
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
@@ -110,7 +111,4 @@ def test_names_are_printed_as_they_are_and_cannot_control_a_terminal(name: Any) 
 
 def test_words() -> None:
     assert ranges(()) == "" and ranges((3,)) == "3" and ranges((0, 1, 3)) == "0-1, 3"
-    assert (
-        amount(0) == "0 bytes" and amount(1 << 20) == "1 MiB" and amount(1500 << 30) == "1,500 GiB"
-    )
     assert shortened("Rotary(8)") == "Rotary(8)"

@@ -100,7 +100,7 @@ def test_layers_that_are_alike_are_explained_once(model, monkeypatch, capsys):
     plain, nope = LayerShape(**GQA, rope="Rotary(16)"), LayerShape(**GQA)
     window = LayerShape(**GQA, window=100)
     model(window, plain, nope, plain, window)
-    code, out, _ = said(monkeypatch, capsys, "a-model", "--context", 300)
+    code, out, _ = said(monkeypatch, capsys, "a-model", "--context", 300, "--why")
     assert code == 0
     headings = [line for line in out.splitlines() if " in layer" in line]
     assert headings == [
@@ -113,9 +113,22 @@ def test_layers_that_are_alike_are_explained_once(model, monkeypatch, capsys):
     assert "100 are read: slots 200..299" in out
 
 
+def test_a_model_has_a_line_for_each_call(model, monkeypatch, capsys):
+    model(LayerShape(**GQA, window=100), LayerShape(**GQA), LayerShape(**MLA))
+    code, out, _ = said(monkeypatch, capsys, "a-model", "--context", 300)
+    assert code == 0 and len(out.splitlines()) <= 24
+    assert out.startswith("m: 3 layers, float32; 300 tokens, 1 row\n")
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[-6:-3] for row in rows if row[:1] == ["Decoding"]] == [["0", "GQA", "100"]]
+    assert "MLA, absorbed" in out and "--why" in out
+    whole = said(monkeypatch, capsys, "a-model", "--context", 300, "--why")[1]
+    (line,) = [line for line in whole.splitlines() if line.startswith("m: ")]
+    assert out.startswith(line) and len(whole) > 2 * len(out)
+
+
 def test_a_model_decodes_as_many_tokens_as_asked_for(model, monkeypatch, capsys):
     model(LayerShape(**GQA))
-    _, out, _ = said(monkeypatch, capsys, "a-model", "--queries", 5, "--dtype", "bfloat16")
+    _, out, _ = said(monkeypatch, capsys, "a-model", "--queries", 5, "--dtype", "bfloat16", "--why")
     assert "Decoding 5 tokens at 4,096, GQA in layer 0" in out
     assert "5 queries x 4,096 keys, 4 heads on 2, head dim 16, bfloat16, cpu" in out
     assert "4,096 queries x 4,096 keys" in out
@@ -123,7 +136,7 @@ def test_a_model_decodes_as_many_tokens_as_asked_for(model, monkeypatch, capsys)
 
 def test_mla_is_expanded_for_a_prefill_and_absorbed_for_a_step(model, monkeypatch, capsys):
     model(LayerShape(**MLA))
-    _, out, _ = said(monkeypatch, capsys, "a-model")
+    _, out, _ = said(monkeypatch, capsys, "a-model", "--why")
     prefill, step = joined(out).split("Decoding")
     assert "form     expanded: for so many queries" in prefill
     assert "4 heads on 4, head dim 24 (values 16)" in prefill
@@ -138,7 +151,7 @@ def test_layers_that_are_not_computed_are_said(model, monkeypatch, capsys):
         LayerShape(**GQA, state_elements=256),
         LayerShape(**GQA, state_elements=256),
     )
-    _, out, _ = said(monkeypatch, capsys, "a-model")
+    _, out, _ = said(monkeypatch, capsys, "a-model", "--why")
     assert "regard does not compute layer 0: its scores have a bias by distance.\n" in out
     assert "regard does not compute layers 2-3: their state is no cache of keys" in out
     assert "in layer 1\n" in out
@@ -149,9 +162,9 @@ def test_layers_that_are_not_computed_are_said(model, monkeypatch, capsys):
 
 def test_sinks_and_softcap_reach_the_backends(model, monkeypatch, capsys):
     model(LayerShape(**GQA, softcap=50.0))
-    assert "sdpa     objects: " in joined(said(monkeypatch, capsys, "a-model")[1])
+    assert "sdpa     objects: " in joined(said(monkeypatch, capsys, "a-model", "--why")[1])
     model(LayerShape(**GQA, sinks=True))
-    assert "sdpa     objects: " in joined(said(monkeypatch, capsys, "a-model")[1])
+    assert "sdpa     objects: " in joined(said(monkeypatch, capsys, "a-model", "--why")[1])
 
 
 def test_the_mask_of_a_layer():

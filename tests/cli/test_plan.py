@@ -5,6 +5,8 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -59,13 +61,52 @@ def test_a_plan_by_sizes(monkeypatch, capsys):
         "a model of these sizes: 3 layers, float32; 100 tokens in 1 row; 1 GiB for the",
         "GQA-4, as shipped",
         "MLA(24+8), 50 %",
+        "K8V4,",
+        "Times: at least, on NVIDIA H100.",
+        "100 tokens in 1 row take 75 KiB as shipped; 1 GiB holds 1,398,101 tokens",
+        "The smallest conversion, ",
+        "Next: regard compare",
+    ):
+        assert text in " ".join(out.split()), text
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_reasons_and_every_storage_are_asked_for(monkeypatch, capsys):
+    given = (*SIZES, "--device", "h100")
+    _, short, _ = command(monkeypatch, capsys, *given)
+    assert "vLLM" not in short and "data sheet" not in short
+    _, out, _ = command(monkeypatch, capsys, *given, "--why", "--all")
+    flat = " ".join(out.split())
+    for text in (
         "Not in vLLM (2026)",
+        "MQA (K8V4): its format for K8V4 is not known here.",
         "whole blocks of 16 tokens",
         "NVIDIA H100 data sheet",
-        "Found by search.",
+        "decoding is bound by memory, prefill by ",
     ):
-        assert text in out
-    assert max(map(len, out.splitlines())) <= 80
+        assert text in flat, text
+    _, named, _ = command(monkeypatch, capsys, *given, "--engine", "llama.cpp")
+    assert "llama.cpp" in named and "llama.cpp" not in short
+
+
+def test_an_answer_fits_a_screen():
+    """24 lines of 80 columns: a model with all kinds of rows, and times on one device."""
+    layer = replace(
+        LAYER, num_heads=32, num_kv_heads=8, hidden_size=2048, head_dim=64, v_head_dim=64
+    )
+    model = replace(MODEL, layers=(layer,) * 30, hidden_size=2048, remarks=())
+    for devices in ([], ["h100"]):
+        for width in (80, 120):
+            lines = printed(plan(model, devices=devices), width).splitlines()
+            assert len(lines) <= 24, "\n".join(lines)
+
+
+def test_what_does_not_fit_is_said_with_what_does():
+    text = " ".join(printed(plan(MODEL, context=1024, memory=1 << 18)).split())
+    assert "take 512 KiB as shipped, more than 256 KiB. They fit with" in text
+    assert "or converted to MHA; GQA-2; MQA; MLA(24+8), 50 %;" in text
+    text = " ".join(printed(plan(MODEL, context=1024, memory=100)).split())
+    assert "more than 100 B. Nothing here fits." in text
 
 
 def test_a_plan_of_a_model(monkeypatch, capsys, tmp_path):
@@ -93,10 +134,13 @@ def test_the_row_as_shipped_by_hand():
     """2 layers x 1,024 tokens x 4 heads x 16 channels x 4 bytes are 512 KiB."""
     found = plan(MODEL, context=1024, memory=1 << 30, devices=["h100"])
     row = next(line for line in printed(found).splitlines() if line.startswith("GQA-4"))
-    assert row.split()[3:8] == ["plain", "0.0246", "512", "1,024", "512"]
+    assert row.split()[3] == "512"
     assert "2,097,152" in row  # tokens in 1 GiB
-    assert "the weights take 4.88 KiB" in printed(found)
-    assert "Layer 1 is odd." in printed(found)
+    text = printed(found, show=partial(cli.show, every=True, why=True))
+    row = next(line for line in text.splitlines() if line.startswith("GQA-4"))
+    assert row.split()[3:8] == ["plain", "0.0246", "512", "1,024", "512"]
+    assert "the weights take 4.88 KiB" in text
+    assert "Layer 1 is odd." in text
 
 
 def test_json_is_strict_and_whole(monkeypatch, capsys):
@@ -120,9 +164,11 @@ def test_what_ranks_send_is_printed(monkeypatch, capsys):
     assert code == 0
     # 3 layers: half of the tokens' outputs, added up in float32, and their 2 key heads of 8 + 8
     nbytes = 3 * (512 * 64 * 4 + 512 * 2 * 16 * 4 + 32)
-    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["prefill"])
-    assert row[:3] == ["prefill", f"{nbytes / 2**10:.0f}", "KiB"]
-    assert float(row[3]) == pytest.approx(1e3 * (nbytes / 450e9 + 3 * 4 * 3.4e-6), rel=0.01)
+    sent = [line.split() for line in out.splitlines() if line.startswith("GQA-4")][1:]
+    cells = [cell for line in sent for cell in line[3:]]
+    assert cells[2:4] == [f"{nbytes / 2**10:.0f}", "KiB"]
+    assert float(cells[7]) == pytest.approx(1e3 * (nbytes / 450e9 + 3 * 4 * 3.4e-6), rel=0.01)
+    _, out, _ = command(monkeypatch, capsys, *SIZES, *options, "--context", 1024, "--why")
     flat = re.sub(r"\s+", " ", out)
     assert "for its attention; rank 1, which sends most" in flat
     assert "NVLink 4 and nothing else, 450 GB/s a rank in each direction" in flat
@@ -159,8 +205,8 @@ def test_formulas_are_printed_with_numbers(monkeypatch, capsys):
 def test_without_rates_or_a_device_the_way_to_get_them_is_said(monkeypatch, capsys):
     code, out, _ = command(monkeypatch, capsys, *SIZES)
     assert code == 0
-    assert "--device this is this machine" in out
-    assert "decode ms" not in out
+    assert "--device h100 or this: times" in out and "decode, ms" not in out
+    assert "--device this is this machine" in command(monkeypatch, capsys, *SIZES, "--why")[1]
 
 
 def test_names_with_markup_are_text():

@@ -10,18 +10,25 @@ from importlib import import_module, metadata
 import pytest
 
 import regard_cli.app as app
+import regard_cli.names as names
 import regard_cli.options as options
+from regard.cache import format_of
+from regard.cli import cache as stored
 from regard.compare import CANDIDATES
 from regard.convert.job import Job
 from regard.convert.targets import GRAMMAR
 from regard.hf import SMOLLM2, write
+from regard.hf.generating.caches import NAMES
+from regard.plan.from_sizes import model_from_sizes
+from regard.plan.shapes import STORAGES
 from regard.verify import check
 
 VERBS = list(options.VERBS)
 OTHERS = {"convert": [field.name for field in fields(Job)]} | {
     verb: list(inspect.signature(work).parameters)
-    for verb, work in (("generate", write), ("verify", check))
+    for verb, work in (("generate", write), ("verify", check), ("plan", model_from_sizes))
 }  # where further options go
+SPELLED = {"as_json": "json", "listed": "list", "every_law": "all", "every": "all"}
 RUN = """
 import sys
 from regard_cli import main
@@ -97,6 +104,35 @@ def test_what_the_options_list_is_what_there_is():
     assert app.ROWS.split(", ") == [each.key for each in CANDIDATES]
     assert app.TARGETS == GRAMMAR
     assert options.DEFAULT_MODEL == SMOLLM2
+    assert (*stored.KINDS, stored.ALL) == app.STORED
+
+
+def test_caches_have_one_list_of_names():
+    assert (*NAMES,) == names.CACHES
+    assert (*STORAGES,) == names.STORAGES
+    assert {each.cache for each in CANDIDATES if isinstance(each.cache, str)} <= {*names.CACHES}
+    for each in names.PAGES:
+        assert format_of(each).name == each
+    for each in names.CODES:
+        assert str(STORAGES[each].key_bits) in each
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            ["plan", "--storage", "k8v5"],
+            "'k8v5' is none of plain, int8, int4, K8V8, K8V4, K6V4, K4V4",
+        ),
+        (["plan", "--engine", "vlm"], "'vlm' is none of vllm, .* did you mean 'vllm'?"),
+        (["generate", "--prompt", "a", "--format", "plane"], "did you mean 'plain'?"),
+        (["cache", "--clear", "compared"], "did you mean 'compare'?"),
+    ],
+)
+def test_names_that_are_spelt_wrong_are_refused_before_torch(typed, said):
+    done = start(*typed)
+    assert done.returncode == 2 and "<torch>" not in done.stderr
+    assert re.search(said, re.sub(r"[\s│╭╮╰╯─]+", " ", done.stderr))
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -108,9 +144,7 @@ def test_help_breaks_no_option(verb, width, monkeypatch, capsys):
     assert app.run() == 0
     text = capsys.readouterr().out
     for name in inspect.signature(options.VERBS[verb]).parameters:
-        option = {"as_json": "json", "listed": "list", "every_law": "all"}.get(name, name).replace(
-            "_", "-"
-        )
+        option = SPELLED.get(name, name).replace("_", "-")
         assert option in text.split() or f"--{option}" in text.split()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

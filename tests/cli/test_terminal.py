@@ -100,8 +100,8 @@ def test_generate_leaves_the_whole_text(folder):
     lines = screen(written)
     assert text.strip() in "".join(line.ljust(COLUMNS) for line in lines)
     assert not any("generating again" in line for line in lines)
-    assert any(line.startswith("transformers, transformers cache: prefill") for line in lines)
-    assert any(line.startswith("the same text; ") for line in lines)
+    assert any(line.startswith("transformers: prompt read on") for line in lines)
+    assert any(line.startswith("The same text; ") for line in lines)
 
 
 WIDE = "from regard.cli.terminal import stdout; print(stdout().width, flush=True)"

@@ -22,6 +22,7 @@ def shipped(**options):
     [
         ("mha", {}, Target("heads", num_kv_heads=8)),
         ("gqa:2", {}, Target("heads", num_kv_heads=2)),
+        ("GQA-2", {}, Target("heads", num_kv_heads=2)),  # as regard plan names it
         ("mqa", {}, Target("heads", num_kv_heads=1)),
         ("mla:7", {}, Target("exact-rope", rank=7)),
         ("mla:7", {"form": "deepseek"}, Target("deepseek", rank=7, rope_dim=6)),
@@ -63,7 +64,12 @@ def test_rows_of_compare_are_targets_of_the_same_name():
     ("to", "options", "message"),
     [
         ("mla:", {}, "is not one of mha, gqa:N"),
-        ("gqa", {}, "is not one of"),
+        ("gqa", {}, "is not one of .* did you mean 'gqa:2'?"),
+        ("mla-50", {}, "did you mean 'deepseek-50'?"),  # as regard plan names it
+        ("joint latent", {}, "did you mean 'latent-50'?"),
+        ("latent-75-int8", {}, "did you mean 'latent-75'?"),
+        ("deepsek", {}, "did you mean 'deepseek-50'?"),
+        ("K8V4", {}, "k8v4 is a cache of the model as it is: regard generate --cache k8v4"),
         ("gqa:3", {}, "the model has 4 for 8 query heads, and can have 1, 2, 4, 8"),
         ("gqa:16", {}, "can have 1, 2, 4, 8"),
         ("mqa", {"budget": 0.5}, "has no budget"),

@@ -68,8 +68,7 @@ def test_latents_keep_their_share_of_the_cache(layer, share):
 
 def test_rows_that_cannot_be_are_left_out_with_a_reason():
     mha = replace(GQA, num_kv_heads=16)
-    assert found(mha)[1] == {"MHA": "that is the attention as shipped"}
-    assert found(replace(GQA, num_kv_heads=1))[1]["MQA"] == "that is the attention as shipped"
+    assert "mha" not in found(mha)[0] and not found(mha)[1]  # it is the shipped one
     tiny = replace(GQA, num_kv_heads=1, head_dim=8, v_head_dim=8)
     assert "no more than the 32 beside a latent" in found(tiny)[1]["MLA, 25 %"]
     _, missing = found(replace(GQA, sinks=True, qk_norm="head"))

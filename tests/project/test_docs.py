@@ -80,7 +80,7 @@ def test_the_sample_of_generate_is_of_the_default_model():
     )
     written = regard.hf.write(model, tokenizer, prompt, chat=True, max_new_tokens=8)
     assert shown.startswith(written.text)
-    assert f"prefill {written.prompt_tokens} tokens" in shown
+    assert f"{written.prompt_tokens} tokens of prompt" in shown
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.stem)

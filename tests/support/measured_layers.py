@@ -20,7 +20,8 @@ from regard import (
     SlidingCache,
     SlidingWindow,
 )
-from regard.plan.shapes import IN_PAGES, STORAGES, LayerShape, Storage
+from regard.plan.shapes import STORAGES, LayerShape, Storage
+from regard_cli.names import PAGES
 
 # Storages whose FLOPs are counted: below 8 bits formats rotate, by products that are left out.
 UNROTATED = [STORAGES[name] for name in ("plain", "int8", "int4", "K8V8")]
@@ -168,7 +169,7 @@ def cache_of(shape: LayerShape, storage: Storage):
     if storage.page_size:
         pool = PagePool(1 << 14, storage.page_size, format=storage.name)
         return PagedCache(pool, window=shape.window)
-    if storage.name in IN_PAGES and storage.bits:
+    if storage.name in PAGES and storage.bits:
         return QuantizedCache(group=storage.group, format=storage.name)
     if storage.key_bits is not None:
         return QuantizedCache(storage.key_bits, storage.group)

@@ -1,7 +1,7 @@
 """regard describe: the layers of a model's attention, from its description alone."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -12,14 +12,16 @@ from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import print_json, remarks, say, stdout
+from regard.page.readable import readable_bytes
 from regard.plan.cost import cache_bytes, parameters, sizes, token_bytes
 from regard.plan.describing import describe
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard.words import counted
 
+NEXT = "Next: regard plan says what other attentions and caches cost, and what fits."
 PLAIN = STORAGES["plain"]
+SHOWN = 5  # runs of layers that are named again below the table, at most
 LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
-UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def run(*, model: Path, as_json: bool) -> None:
@@ -115,26 +117,34 @@ def show(model: ModelShape, console: Console) -> None:
     """
     say(console, f"{model.name}: {_summary(model)}", bold=model.name)
     console.print()
-    heads = ("heads", "key heads", "head size", "parameters", "cache bytes a token")
+    heads = ("heads", "head size", "parameters", "cache, bytes")
     columns = [Column("layers", words=True), Column("attention", words=True), *map(Column, heads)]
     distinct = model.distinct()
-    tabulate(console, columns, [_cells(model, each, at) for each, at in distinct.items()])
+    every = _common_traits(distinct)
+    cells = [_cells(model, layer, at, every) for layer, at in distinct.items()]
+    tabulate(console, columns, cells)
     console.print()
+    if every:
+        say(console, f"Every layer: {'; '.join(every)}.")
     for rope, indices in _by_rope(model).items():
-        say(console, f"Layers {ranges(indices)}: {shortened(rope) or 'no RoPE'}.")
-    console.print()
-    for sentence in _totals(model):
-        say(console, sentence)
+        say(console, f"Layers {_few(indices)}: {shortened(rope) or 'no RoPE'}.")
+    say(console, " ".join(_totals(model)))
     reasons = {
-        f"Layers {ranges(at)}": layer.unsupported
+        f"Layers {_few(at)}": layer.unsupported
         for layer, at in distinct.items()
         if layer.unsupported
     }
     remarks(console, "No layer of regard computes", reasons)
-    if model.remarks:
-        console.print()
-    for sentence in model.remarks:
+    console.print()
+    following = [NEXT] if any(layer.causal for layer in model.layers) else []
+    for sentence in (*model.remarks, *following):
         say(console, sentence, style="dim")
+
+
+def _common_traits(layers: Iterable[LayerShape]) -> list[str]:
+    """What distinguishes all layers alike, where there are several kinds of them."""
+    first, *others = (traits(layer) for layer in layers)
+    return [each for each in first if others and all(each in other for other in others)]
 
 
 def _summary(model: ModelShape) -> str:
@@ -146,23 +156,22 @@ def _summary(model: ModelShape) -> str:
     if model.max_positions is not None:
         parts.append(f"made for {counted(model.max_positions, 'token')}")
     if model.weight_bytes is not None:
-        parts.append(f"{amount(model.weight_bytes)} of weights")
+        parts.append(f"{readable_bytes(model.weight_bytes)} of weights")
     return ", ".join(parts)
 
 
-def _cells(model: ModelShape, layer: LayerShape, indices: tuple[int, ...]) -> list[str]:
-    held, held_by = _parameters(layer), _token_bytes(model, layer)
-    head = f"{layer.head_dim:,}"
-    if layer.v_head_dim != layer.head_dim:
-        head = f"{head} / {layer.v_head_dim:,}"
+def _cells(
+    model: ModelShape, layer: LayerShape, indices: tuple[int, ...], every: Sequence[str]
+) -> list[str]:
+    numbers, widths = _parameters(layer), dict.fromkeys((layer.head_dim, layer.v_head_dim))
+    own = [each for each in traits(layer) if each not in every]
     return [
         ranges(indices),
-        escape("; ".join((layer.kind, *traits(layer)))),
-        f"{layer.num_heads:,}",
-        f"{layer.num_kv_heads:,}",
-        head,
-        "-" if held is None else f"{held:,}",
-        f"{held_by:,}",
+        escape("; ".join((layer.kind, *own))),
+        f"{layer.num_heads:,} on {layer.num_kv_heads:,}",
+        " / ".join(f"{each:,}" for each in widths),
+        "-" if numbers is None else f"{numbers:,}",
+        f"{_token_bytes(model, layer):,}",
     ]
 
 
@@ -217,10 +226,10 @@ def _totals(model: ModelShape) -> list[str]:
     sentences.append(_growth(model))
     states = sum(_cache(model, layer, 1) for layer in model.layers if layer.kind == "linear")
     if states:
-        sentences.append(f"States take {amount(states)}, however many tokens there are.")
+        sentences.append(f"States take {readable_bytes(states)}, however many tokens there are.")
     context = model.max_positions
     if context is not None:
-        whole = amount(cache_of(model, context) or 0)
+        whole = readable_bytes(cache_of(model, context) or 0)
         sentences.append(f"{context:,} tokens take {whole} in all.")
     return sentences
 
@@ -255,6 +264,12 @@ def ranges(indices: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in listed)
 
 
+def _few(indices: Iterable[int]) -> str:
+    """Indices below the table that has all of them: of many runs the first three and the last."""
+    runs = ranges(indices).split(", ")
+    return ", ".join(runs if len(runs) <= SHOWN else [*runs[:3], "...", runs[-1]])
+
+
 def shortened(code: str) -> str:
     """Code with its long lists cut to their first two numbers.
 
@@ -271,23 +286,3 @@ def shortened(code: str) -> str:
         return f"{found[0][0]}{numbers[0]}, {numbers[1]}, ... {len(numbers)} numbers{found[0][-1]}"
 
     return LONG_LIST.sub(cut, code)
-
-
-def amount(nbytes: int) -> str:
-    """Bytes in a unit that is read easily.
-
-    Args:
-        nbytes: how many.
-
-    Examples:
-        >>> amount(1 << 30), amount(1536), amount(12)
-        ('1 GiB', '1.5 KiB', '12 bytes')
-    """
-    for unit, name in UNITS:
-        if nbytes >= unit:
-            return (
-                f"{nbytes / unit:.3g} {name}"
-                if nbytes < 1000 * unit
-                else (f"{nbytes / unit:,.0f} {name}")
-            )
-    return counted(nbytes, "byte")

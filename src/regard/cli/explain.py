@@ -10,6 +10,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from regard.cli.describe import ranges
+from regard.cli.layout import Column, tabulate
 from regard.cli.loading import device_named
 from regard.cli.terminal import print_json, say, stdout
 from regard.layers.latent_forms import Absorbed, choose_form
@@ -25,6 +27,18 @@ CONTEXT = 4096  # tokens, if none are given
 MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits
 NAME = 9  # columns of the names that lines begin with
 PIPED = 80  # columns where stdout is no terminal
+COLUMNS = (
+    Column("", left=True),
+    Column("layers", words=True),
+    Column("attention", words=True),
+    Column("keys read"),
+    Column("backend", left=True),
+    Column("estimate"),
+)
+NEXT = (
+    "The backend with the least estimated time runs. Next: --why says what each mask became, and "
+    "what every other backend would take or objects to."
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,7 @@ def run(
     dtype: str | None,
     device: str,
     threads: int | None,
+    why: bool,
     as_json: bool,
 ) -> None:
     """Explain the call of these sizes, or those of a model's layers."""
@@ -92,28 +107,61 @@ def run(
         listed = {"model": title, "calls": [asdict(each) for each in found], "refused": refused}
         print_json(listed)
     else:
-        show(title, found, refused, stdout(piped=PIPED))
+        tokens = f"; {counted(context or CONTEXT, 'token')}, {counted(batch, 'row')}"
+        show(title and title + tokens, found, refused, stdout(piped=PIPED), why=why)
 
 
 def show(
-    title: str, found: Sequence[Explained], refused: dict[str, list[int]], console: Console
+    title: str,
+    found: Sequence[Explained],
+    refused: dict[str, list[int]],
+    console: Console,
+    *,
+    why: bool = False,
 ) -> None:
-    """Print the lines of every call, as wide as the console."""
+    """Print a line for each call of a model; with `why`, or of sizes, all that is known of it."""
     if title:
         say(console, title, bold=title)
-    for each in found:
-        if each.phase:
-            console.print()
-            say(console, f"{each.phase}, {each.kind} in {_listed(each.layers)}", style="bold")
-        if each.form:
-            _say_line(console, f"{'form':<{NAME}}{each.form}")
-        first, *lines = str(each.call).splitlines()
-        say(console, first)
-        for line in lines:
-            _say_line(console, line)
-    for reason, layers in refused.items():
         console.print()
+    if title and not why:
+        tabulate(console, COLUMNS, [_cells(each) for each in found])
+        console.print()
+    else:
+        for each in found:
+            _show_call(each, console)
+    for reason, layers in refused.items():
         say(console, f"regard does not compute {_listed(layers)}: {reason.rstrip('.')}.")
+    if title and not why:
+        say(console, NEXT, style="dim")
+
+
+def _show_call(each: Explained, console: Console) -> None:
+    if each.phase:
+        say(console, f"{each.phase}, {each.kind} in {_listed(each.layers)}", style="bold")
+    if each.form:
+        _say_line(console, f"{'form':<{NAME}}{each.form}")
+    first, *lines = str(each.call).splitlines()
+    say(console, first)
+    for line in lines:
+        _say_line(console, line)
+    if each.phase:
+        console.print()
+
+
+def _cells(each: Explained) -> list[str]:
+    """The call of some layers in a line."""
+    form = f", {each.form.partition(':')[0]}" if each.form else ""
+    call = each.call
+    (runs,) = (verdict for verdict in call.backends if verdict.name == call.runs)
+    read, time = f"{call.kv_stop - call.kv_start:,}", str(runs).removeprefix("about ")
+    return [
+        each.phase.partition(" ")[0],
+        ranges(each.layers),
+        f"{each.kind}{form}",
+        read,
+        call.runs,
+        time,
+    ]
 
 
 def _say_line(console: Console, line: str) -> None:
@@ -125,19 +173,7 @@ def _say_line(console: Console, line: str) -> None:
 
 
 def _listed(layers: Sequence[int]) -> str:
-    """Indices of layers in words, runs of them by their ends.
-
-    Examples:
-        >>> _listed([0, 1, 2, 5]), _listed([7])
-        ('layers 0-2, 5', 'layer 7')
-    """
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1][1:] = [layer]
-        else:
-            runs.append([layer])
-    return f"layer{'s' * (len(layers) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+    return f"layer{'s' * (len(layers) > 1)} {ranges(layers)}"
 
 
 def _span(queries: int, keys: int) -> Span:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.hf import SMOLLM2, Written, fetch_smollm2, write
@@ -18,10 +19,18 @@ from regard.hf.generating.prefix_folder import prefixes_in
 from regard.hf.generating.text import cache_name
 from regard.hf.packages import quiet
 from regard.ops.explain import kernel_objection
+from regard.page.readable import readable_bytes
 from regard.turns import in_turns, ratio_of
-from regard.words import without_controls
+from regard.words import counted, without_controls
 
-TIMED = "Timed after a short text, in which kernels are compiled; decoding without its first step."
+COLUMNS = (
+    Column("", words=True),
+    Column("prompt, tokens/s"),
+    Column("first token, s"),
+    Column("text, tokens/s"),
+    Column("cache"),
+    Column("peak memory"),
+)
 TOKENS = 9  # of a text in a round: the prompt, then eight steps
 ROUNDS = 12
 SECONDS = 60.0  # after which no further round begins
@@ -91,12 +100,35 @@ def _pages(format: str, folder: Path | None, model: Any, stack: ExitStack) -> di
 
 def show(runs: list[Written], console: Console) -> None:
     """Print the time and memory of each run, and how two compare."""
-    for sentence in (*map(str, runs), *_compared(runs)):
+    first = runs[0]
+    found = f" ({first.prefix_tokens:,} of them found)" if first.prefix_tokens else ""
+    prompt, text = counted(first.prompt_tokens, "token"), counted(len(first.tokens), "token")
+    say(console, f"{prompt} of prompt{found}, {text} of text")
+    console.print()
+    tabulate(console, COLUMNS, [_cells(each) for each in runs])
+    console.print()
+    for sentence in (*map(_backends, runs), *_compared(runs)):
         say(console, sentence)
-    say(console, TIMED, style="dim")
     objection = kernel_objection()
     if objection is not None:
         say(console, f"fused did not run: {objection}.", style="dim")
+
+
+def _cells(written: Written) -> list[str]:
+    cache = "" if written.cache == written.attention else f", {written.cache} cache"
+    return [
+        f"{written.attention}{cache}",
+        f"{written.prefill_tokens_per_second:,.0f}",
+        f"{written.seconds_to_first_token:.2f}",
+        f"{written.decode_tokens_per_second:,.1f}",
+        readable_bytes(written.cache_bytes),
+        readable_bytes(written.peak_memory),
+    ]
+
+
+def _backends(written: Written) -> str:
+    decoding = f", decoding on {written.decode_backend}" if written.decode_backend else ""
+    return f"{written.attention}: prompt read on {written.prefill_backend}{decoding}."
 
 
 def _run(
@@ -146,8 +178,8 @@ def _compared(runs: list[Written]) -> list[str]:
         return []
     mine, theirs = runs
     same = mine.tokens == theirs.tokens
-    text = "the same text" if same else "another text (rounding, or a cache that rounds)"
+    text = "The same text" if same else "Another text (rounding, or a cache that rounds)"
     both = {"prefill": mine.prefill_speed, "decoding": mine.decode_speed}
     whose = f"{theirs.attention}' speed"
     speeds = [f"{what} {ratio.of(whose)}" for what, ratio in both.items() if ratio is not None]
-    return ["; ".join([text, *speeds])]
+    return ["; ".join([text, *speeds]) + "."]

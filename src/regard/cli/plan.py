@@ -10,62 +10,52 @@ from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import print_json, remarks, say, stdout
-from regard.plan.devices import Device
+from regard.page.readable import readable_bytes
+from regard.plan.devices import THIS
 from regard.plan.engines import ENGINES
 from regard.plan.from_sizes import model_from_sizes
 from regard.plan.planning import GIBIBYTE, formulas_of, plan
-from regard.plan.rows import Duration, Plan, Row
-from regard.plan.shapes import LayerShape, ModelShape
+from regard.plan.rows import Plan, Row
+from regard.plan.shapes import LayerShape
 from regard.words import counted
 
 TABLE = 80  # columns of a table where stdout is a file or a pipe
 UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
-SENT = {"decode": "decode a token", "prefill": "prefill", "training": "train"}
+SENT = {"decode": "a token", "prefill": "prefill", "training": "training"}
 MEASURE = "--device this is this machine, whose rates `regard tune` measures"
 
 
 def run(
     *,
     model: Path | None,
-    num_heads: int | None,
-    hidden_size: int | None,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    v_head_dim: int | None,
     num_layers: int | None,
-    kv_lora_rank: int | None,
-    q_lora_rank: int | None,
-    qk_rope_head_dim: int | None,
-    window: int | None,
-    context: int,
-    batch: int,
+    dtype: str | None,
     memory: float,
     device: Sequence[str] | None,
-    dtype: str | None,
-    tp: int,
-    cp: int,
     link: Sequence[str] | None,
-    engine: str,
+    engine: str | None,
     attention: Sequence[str] | None,
     storage: Sequence[str] | None,
-    page_size: int,
     formula: bool,
+    every: bool,
+    why: bool,
     html: Path | None,
     as_json: bool,
+    context: int,
+    batch: int,
+    tp: int,
+    cp: int,
+    page_size: int,
+    **sizes: int | None,
 ) -> None:
-    """Plan, and print a table or JSON; write a page."""
-    sizes = {
-        "num_heads": num_heads,
-        "hidden_size": hidden_size,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "v_head_dim": v_head_dim,
-        "kv_lora_rank": kv_lora_rank,
-        "q_lora_rank": q_lora_rank,
-        "qk_rope_head_dim": qk_rope_head_dim,
-        "window": window,
-    }
-    shape = _model(model, num_layers, dtype, sizes)
+    """Plan, and print a table or JSON; write a page. `sizes` are those of a layer."""
+    if model is None:
+        given: dict[str, Any] = sizes
+        shape = model_from_sizes(num_layers=num_layers or 1, dtype=dtype or "float32", **given)
+    else:
+        from regard.plan.describing import describe
+
+        shape = describe(model)
     found = plan(
         shape,
         context=context,
@@ -76,16 +66,11 @@ def run(
         tp=tp,
         cp=cp,
         links=link or (),
-        engine=engine,
+        engine=engine or "vllm",
         attentions=attention or (),
         storages=storage or (),
         page_size=page_size,
     )
-    _output(found, formula, html, as_json)
-
-
-def _output(found: Plan, formula: bool, html: Path | None, as_json: bool) -> None:
-    """Write the page, if one was asked for; print a table or JSON."""
     if html is not None:
         from regard.see.pages.curves import write_plan
 
@@ -94,31 +79,35 @@ def _output(found: Plan, formula: bool, html: Path | None, as_json: bool) -> Non
         print_json(as_data(found, formula))
         return
     console = stdout(TABLE)
-    show(found, console)
+    show(found, console, every=every or engine is not None, why=why)
     if formula:
         show_formulas(found, console)
     if html is not None:
         say(console, f"written to {html}")
 
 
-def _model(
-    path: Path | None, num_layers: int | None, dtype: str | None, sizes: dict[str, Any]
-) -> ModelShape:
-    if path is not None:
-        from regard.plan.describing import describe
+def show(found: Plan, console: Console, *, every: bool = False, why: bool = False) -> None:
+    """Print a plan as wide as the console: a table, what fits, and what to ask next.
 
-        return describe(path)
-    return model_from_sizes(num_layers=num_layers or 1, dtype=dtype or "float32", **sizes)
-
-
-def show(found: Plan, console: Console) -> None:
-    """Print a plan as a table, as wide as the console."""
+    Args:
+        found: the plan.
+        console: as wide as the table may be.
+        every: whether each way of storing the cache has a line, with the bytes that regard
+            allocates and the plan's engine reserves.
+        why: whether sentences say how figures are counted, and why attentions are missing.
+    """
     say(console, _heading(found), bold=found.model.name)
     console.print()
-    _print_table(found, console)
+    (_print_every if every else _print_table)(found, console)
     if found.tp * found.cp > 1:
         console.print()
         _print_sent(found, console)
+    console.print()
+    for sentence in _verdict(found):
+        say(console, sentence)
+    if not why:
+        say(console, _next(found, every), style="dim")
+        return
     remarks(console, "Left out", dict(found.left_out))
     remarks(console, f"Not in {ENGINES[found.engine].name}", _objections(found))
     console.print()
@@ -127,119 +116,179 @@ def show(found: Plan, console: Console) -> None:
 
 
 def _heading(found: Plan) -> str:
-    model = found.model
+    model, memory = found.model, readable_bytes(found.memory)
     layers = counted(len(model.layers), "layer")
-    parts = [
-        f"{model.name}: {layers}, {found.dtype}; {counted(found.context, 'token')} in "
-        f"{counted(found.batch, 'row')}"
-    ]
+    tokens = f"{counted(found.context, 'token')} in {counted(found.batch, 'row')}"
+    parts = [f"{model.name}: {layers}, {found.dtype}; {tokens}"]
     if found.tp > 1 or found.cp > 1:
         parts.append(f"of one rank of {found.tp} x {found.cp}")
-    weights = (
-        "" if model.weight_bytes is None else f" (the weights take {_size(model.weight_bytes)})"
-    )
-    parts.append(f"{_size(found.memory)} for the cache alone{weights}")
-    return "; ".join(parts) + "."
+    weights = model.weight_bytes
+    taken = "" if weights is None else f" (the weights take {readable_bytes(weights)})"
+    return "; ".join([*parts, f"{memory} for the cache alone{taken}"]) + "."
 
 
 def _print_table(found: Plan, console: Console) -> None:
+    """A line for each attention: its cache by storage; what fits, and times, with the first."""
+    unit, scale = _unit(min(row.cost.cache_bytes for row in found.rows))
+    by_attention: dict[str, list[Row]] = {}
+    for row in found.rows:
+        by_attention.setdefault(row.key, []).append(row)
+    storages = list(dict.fromkeys(row.storage.name for row in found.rows))
+    columns = [Column("attention", words=True)]
+    columns += [*(Column(f"{storage}, {unit}") for storage in storages), *_measures(found)]
+    cells = [
+        [
+            escape(rows[0].attention),
+            *(_short(row.cost.cache_bytes / scale) for row in rows),
+            *_measured(rows[0]),
+        ]
+        for rows in by_attention.values()
+    ]
+    tabulate(console, columns, cells)
+    notes = []
+    if len(storages) > 1:
+        what = "Tokens and times are" if found.devices else "Tokens are"
+        notes.append(f"{what} those of the {storages[0]} cache.")
+    if found.devices:
+        bounds = (f"{_bound(key)} on {each.name}" for key, each in found.devices.items())
+        notes.append(f"Times: {'; '.join(bounds)}.")
+    say(console, " ".join(notes), style="dim")
+
+
+def _bound(device: str) -> str:
+    return "about, as measured," if device == THIS else "at least,"
+
+
+def _print_every(found: Plan, console: Console) -> None:
+    """A line for each attention and storage: ideal bytes, allocated and reserved ones."""
     unit, scale = _unit(min(row.cost.cache_bytes for row in found.rows))
     engine = found.engine.partition("-")[0]
-    heads = [
-        f"ideal {unit}",
-        f"regard {unit}",
-        f"{engine} {unit}",
-        f"tokens in {_size(found.memory)}",
-    ]
-    columns = [Column("attention", words=True), Column("cache", left=True)]
-    columns += [Column("params M"), *map(Column, heads)]
-    columns += [Column(f"decode ms {key}") for key in found.devices]
-    tabulate(console, columns, [_cells(found, row, scale) for row in found.rows])
+    columns = [Column("attention", words=True), Column("cache", left=True), Column("weights, M")]
+    columns += [Column(f"{what}, {unit}") for what in ("ideal", "regard", engine)]
+    cells = []
+    for row in found.rows:
+        reserved = row.reserved_by(found.engine).bytes
+        sizes = (row.cost.cache_bytes, row.cost.allocated_bytes, reserved)
+        figures = ["-" if size is None else _short(size / scale) for size in sizes]
+        weights = _short(row.cost.parameters / 1e6)
+        named = [escape(row.attention), row.storage.name, weights]
+        cells.append([*named, *figures, *_measured(row)])
+    tabulate(console, [*columns, *_measures(found)], cells)
 
 
-def _cells(found: Plan, row: Row, scale: int) -> list[str]:
-    reserved = row.reserved_by(found.engine).bytes
-    sizes = (row.cost.cache_bytes, row.cost.allocated_bytes, reserved)
-    return [
-        escape(row.attention),
-        row.storage.name,
-        _short(row.cost.parameters / 1e6),
-        *("-" if size is None else _short(size / scale) for size in sizes),
-        _count(row.largest_context.ideal),
-        *(_short(1e3 * each.seconds) for each in row.decode),
-    ]
+def _measures(found: Plan) -> list[Column]:
+    """The columns of what fits, and of times on each device."""
+    several = len(found.devices) > 1
+    fits = Column(f"tokens in {readable_bytes(found.memory)}")
+    return [fits, *(Column(f"decode{several * f' on {key}'}, ms") for key in found.devices)]
+
+
+def _measured(row: Row) -> list[str]:
+    return [_count(row.largest_context.ideal), *(_short(1e3 * each.seconds) for each in row.decode)]
 
 
 def _print_sent(found: Plan, console: Console) -> None:
-    """What a rank sends, whatever the storage of its cache."""
-    columns = [Column("attention", words=True), Column("to", left=True), Column("a rank sends")]
-    columns += [Column(f"ms {key}") for key in found.links]
+    """What a rank sends, whatever the storage of its cache, and the times of each link."""
+    columns = [Column("attention", words=True)]
+    columns += [Column(f"sent: {work}", group="sent") for work in SENT.values()]
+    for key in found.links:
+        columns += [Column(f"{key}: {work}, ms", group=key) for work in SENT.values()]
     rows = list({row.key: row for row in found.rows}.values())
     cells = [
-        [escape(row.attention), work, _size(getattr(row.sent, name))]
-        + [_short(1e3 * getattr(each, name)) for each in row.transfers]
+        [escape(row.attention), *(readable_bytes(getattr(row.sent, name)) for name in SENT)]
+        + [_short(1e3 * getattr(each, name)) for each in row.transfers for name in SENT]
         for row in rows
-        for name, work in SENT.items()
     ]
     tabulate(console, columns, cells)
 
 
 def _objections(found: Plan) -> dict[str, str]:
-    """Why the plan's engine cannot hold some rows' caches, by attention and storages."""
-    names: dict[tuple[str, str], list[str]] = {}
+    """Why the plan's engine cannot hold some rows' caches, by attentions and storages."""
+    rows: dict[str, list[Row]] = {}
     for row in found.rows:
-        objection = row.reserved_by(found.engine).objection
-        if objection:
-            names.setdefault((row.attention, objection), []).append(row.storage.name)
-    return {
-        f"{attention} ({', '.join(storages)})": objection
-        for (attention, objection), storages in names.items()
-    }
+        rows.setdefault(row.reserved_by(found.engine).objection, []).append(row)
+    every = {row.attention for row in found.rows}
+    reasons = {}
+    for objection, without in rows.items():
+        names = dict.fromkeys(row.attention for row in without)
+        attentions = "every attention" if {*names} == every else "; ".join(names)
+        storages = ", ".join(dict.fromkeys(row.storage.name for row in without))
+        reasons[f"{attentions} ({storages})"] = objection
+    return {names: objection for names, objection in reasons.items() if objection}
+
+
+def _verdict(found: Plan) -> list[str]:
+    """What the first row takes; what fits with other storages, and with other attentions."""
+    first, memory = found.rows[0], readable_bytes(found.memory)
+    own = [row for row in found.rows if row.key == first.key]
+    others = [row for row in found.rows if row.key != first.key]
+    named = "as shipped" if first.key == "shipped" else f"with {first.attention}"
+    tokens = f"{counted(found.context, 'token')} in {counted(found.batch, 'row')}"
+    size = f"{tokens} take {readable_bytes(first.cost.cache_bytes)} {named}"
+    if first.cost.cache_bytes > found.memory:
+        storages = dict.fromkeys(row.storage.name for row in own if _fits(found, row))
+        names = dict.fromkeys(row.attention for row in others if _fits(found, row))
+        fitting = [f"with {', '.join(storages)}"] * bool(storages)
+        fitting += [f"converted to {'; '.join(names)}"] * bool(names)
+        what = f"They fit {', or '.join(fitting)}" if fitting else "Nothing here fits"
+        return [f"{size}, more than {memory}. {what}."]
+    sentence = f"{size}; {memory} holds {_count(first.largest_context.ideal)} tokens"
+    least = min(own, key=_bytes)
+    if least is not first:
+        tokens = _count(least.largest_context.ideal)
+        sentence += f", or {tokens} with {least.storage.name}, which needs no conversion"
+    sentences = [f"{sentence}."]
+    if others:
+        least = min(others, key=_bytes)
+        sentences.append(
+            f"The smallest conversion, {least.attention} with {least.storage.name}, holds "
+            f"{_count(least.largest_context.ideal)}."
+        )
+    if any(row.cost.uncounted for row in found.rows):
+        sentences.append("Linear attention: its state is counted, its work and parameters are not.")
+    return sentences
+
+
+def _fits(found: Plan, row: Row) -> bool:
+    return row.cost.cache_bytes <= found.memory
+
+
+def _bytes(row: Row) -> int:
+    return row.cost.cache_bytes
+
+
+def _next(found: Plan, every: bool) -> str:
+    """The options and the command that say more."""
+    parts = ["regard compare measures the quality and speed of each"]
+    if not every:
+        parts.append("--all: what regard allocates and an engine reserves")
+    if not found.devices:
+        parts.append("--device h100 or this: times")
+    missing = f", and why {'; '.join(found.left_out)} are missing" if found.left_out else ""
+    parts.append(f"--why: how it is counted{missing}")
+    return f"Next: {'. '.join(parts)}."
 
 
 def _explained(found: Plan) -> list[str]:
-    """What the columns are, and what fits."""
+    """How bytes and times are counted."""
     engine = ENGINES[found.engine]
     sentences = [
         "ideal: the tokens that are needed, and no more. regard: the buffers of its caches, which "
-        f"double when they are full. {engine.name}: {engine.rule} ({engine.source}).",
-        _fitting(found),
+        f"double when they are full. {engine.name}: {engine.rule} ({engine.source})."
     ]
     if not found.devices:
         sentences.append(f"Times: no device was named. {MEASURE}; --device h100 names another.")
-    sentences += [_device(found, key, device) for key, device in found.devices.items()]
+    for at, (key, device) in enumerate(found.devices.items()):
+        row, rate = found.rows[0], device.flops[found.dtype]
+        sentences.append(
+            f"decode, ms: {_bound(key)} the attention of one step on {device.name}, "
+            f"{device.memory_bandwidth / 1e9:,.0f} GB/s and {rate / 1e12:,.3g} TFLOP/s in "
+            f"{found.dtype} ({device.source}). Of {row.attention}, decoding is bound by "
+            f"{row.decode[at].bound}, prefill by {row.prefill[at].bound}."
+        )
     if found.tp * found.cp > 1:
         sentences += _sent(found)
-    if any(row.cost.uncounted for row in found.rows):
-        sentences.append("Linear attention: its state is counted, its work and parameters are not.")
     return sentences + list(found.model.remarks)
-
-
-def _fitting(found: Plan) -> str:
-    row, engine = found.rows[0], ENGINES[found.engine].name
-    contexts, batches = row.largest_context, row.largest_batch
-    held = row.reserved_by(found.engine).bytes is not None
-    named = f"{row.attention}, {row.storage.name}"
-    return (
-        f"{_size(found.memory)} holds, of {named}: {_count(contexts.ideal)} tokens ideally, "
-        f"{_count(contexts.allocated)} in regard's cache"
-        + (f", {_count(contexts.reserved)} in {engine}" if held else "")
-        + f"; rows of {found.context:,} tokens: {_count(batches.ideal)} ideally, "
-        f"{_count(batches.allocated)} in regard's cache"
-        + (f", {_count(batches.reserved)} in {engine}" if held else "")
-        + ". Found by search."
-    )
-
-
-def _device(found: Plan, key: str, device: Device) -> str:
-    rate = device.flops[found.dtype]
-    measured = key == "this"
-    return (
-        f"decode ms {key}: {'about' if measured else 'at least'}, the attention of one step on "
-        f"{device.name}, {device.memory_bandwidth / 1e9:,.0f} GB/s and {rate / 1e12:,.3g} TFLOP/s "
-        f"in {found.dtype} ({device.source}). Decoding is bound by "
-        f"{_bounds(found, 'decode', key)}; prefill by {_bounds(found, 'prefill', key)}."
-    )
 
 
 def _sent(found: Plan) -> list[str]:
@@ -257,20 +306,6 @@ def _sent(found: Plan) -> list[str]:
         f"({link.source})."
         for key, link in found.links.items()
     ]
-
-
-def _bounds(found: Plan, phase: str, key: str) -> str:
-    """What bounds most rows, then the others with their attentions."""
-    by_bound: dict[str, list[str]] = {}
-    for row in found.rows:
-        by_bound.setdefault(_of(getattr(row, phase), key).bound, []).append(row.attention)
-    most, *others = sorted(by_bound.items(), key=lambda each: -len(each[1]))
-    named = (f" (by {bound}: {'; '.join(dict.fromkeys(rows))})" for bound, rows in others)
-    return most[0] + "".join(named)
-
-
-def _of(durations: Sequence[Duration], key: str) -> Duration:
-    return next(each for each in durations if each.device == key)
 
 
 def show_formulas(found: Plan, console: Console) -> None:
@@ -292,13 +327,6 @@ def _kind(layer: LayerShape) -> str:
 def _unit(size: int) -> tuple[str, int]:
     """The largest unit of which there is at least one."""
     return next((unit for unit in reversed(UNITS) if size >= unit[1]), UNITS[0])
-
-
-def _size(size: int) -> str:
-    if size < UNITS[0][1]:
-        return counted(size, "byte")
-    unit, scale = _unit(size)
-    return f"{_short(size / scale)} {unit}"
 
 
 def _short(value: float) -> str:

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from regard.cli.describe import ranges
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import print_json, say, stdout, waiting
 from regard.hf import SMOLLM2, fetch_smollm2, load
@@ -24,6 +25,7 @@ PAGE = 2**25  # numbers in a page at most, if no maps are chosen: 30 x 9 maps of
 AROUND = 16  # tokens before and after a word that was searched
 PRINTED = 4  # maps that are printed at most
 LEAST = 0.005  # weight of a key that is named: less is 0 %
+LINES = 8  # of the table of layers, at most
 TOP = 5  # keys of a query, and heads of a statistic, that are named
 STANDING_OUT = {  # a row of the table: the statistic, and whether the smallest values are listed
     "on the previous token": ("previous_share", False),
@@ -304,17 +306,21 @@ def show(
     word: str | None = None,
     found: Sequence[int] = (),
 ) -> None:
-    """Print the layers, the heads that stand out, and the maps that are asked for."""
-    console.print()
-    _show_layers(maps, console)
-    console.print()
-    _show_heads(maps, console)
+    """Print the maps that are asked for; if none are, the layers and the heads that stand out."""
     if found:
         console.print()
         say(console, f"{word!r} is in the tokens {', '.join(map(str, found))}.")
     if not asked.anything:
         console.print()
-        say(console, "Maps: --layers 0,3 --heads 1, --heads 3.1, --find WORD, --html FILE.")
+        _show_layers(maps, console)
+        console.print()
+        _show_heads(maps, console)
+        console.print()
+        say(
+            console,
+            "Next: maps, by --heads 3.1, --layers 0,3, --find WORD or --html FILE.",
+            style="dim",
+        )
         return
     shown = printed(maps, asked)
     for layer, head in shown[:PRINTED]:
@@ -326,10 +332,10 @@ def show(
 
 
 def _show_layers(maps: AttentionMaps, console: Console) -> None:
-    """Means over the heads of each layer."""
+    """Means over the heads of each layer, or of a few layers where there are many."""
     learned = bool(maps.learned_sink.any())
     columns = [
-        Column("layer"),
+        Column("layers"),
         Column("on the first token", left=True),
         *([Column("learned sink")] if learned else []),
         Column("previous token"),
@@ -338,19 +344,21 @@ def _show_layers(maps: AttentionMaps, console: Console) -> None:
         Column("entropy, nats"),
         Column("kernel", left=True),
     ]
-    rows = []
-    for at, backend in enumerate(maps.backends):
-        sink = maps.sink_share[at].mean().item()
+    rows, layers = [], len(maps.backends)
+    together = -(-layers // LINES)
+    for first in range(0, layers, together):
+        some = slice(first, min(first + together, layers))
+        sink = maps.sink_share[some].mean().item()
         rows.append(
             [
-                str(at),
+                ranges(range(some.start, some.stop)),
                 f"{sink:4.0%} {bar(sink)}",
-                *([f"{maps.learned_sink[at].mean():.0%}"] if learned else []),
-                f"{maps.previous_share[at].mean():.0%}",
-                f"{maps.self_share[at].mean():.0%}",
-                f"{maps.distance[at].mean():.1f}",
-                f"{maps.entropy[at].mean():.2f}",
-                backend,
+                *([f"{maps.learned_sink[some].mean():.0%}"] if learned else []),
+                f"{maps.previous_share[some].mean():.0%}",
+                f"{maps.self_share[some].mean():.0%}",
+                f"{maps.distance[some].mean():.1f}",
+                f"{maps.entropy[some].mean():.2f}",
+                ", ".join(dict.fromkeys(maps.backends[some])),
             ]
         )
     tabulate(console, columns, rows)

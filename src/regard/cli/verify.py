@@ -14,7 +14,7 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import UNWRAPPED, progress_bar, say, stdout
 from regard.verify import LAWS, Conventions, Outcome, Report, check
 from regard.verify.report.html import WORDS, page
-from regard.verify.report.report import DECLARE
+from regard.verify.report.report import DECLARE, LETTERS
 from regard.verify.subject.conventions import conventions_from
 from regard.whole_file import check_can_write, write_whole
 
@@ -113,6 +113,10 @@ def _outcomes(report: Report, console: Console, every_law: bool) -> None:
         tabulate(console, CHECKED, [_row(each) for each in report.asked])
     else:
         say(console, f"{_laws(len(report.having('passed')))} kept.", style=COLOURS["kept"])
+    if any(each.example and "B=" in each.example.shape for each in report.unexplained):
+        say(console, f"Cases: {LETTERS}", style="dim")
+    if any(each.example and each.example.actual_grid for each in report.unexplained):
+        say(console, "Keys: ■ visible, · hidden; wrong: X visible, □ hidden.", style="dim")
     for each in report.unexplained:
         following = report.following(each.law)
         _cause(each, following, console)
@@ -201,12 +205,12 @@ def _draw(expected: list[list[bool]], actual: list[list[bool]], console: Console
 
 
 def _grids(expected: list[list[bool]], actual: list[list[bool]]) -> str:
-    """The visible keys, expected and actual side by side; wrong cells are red."""
+    """The visible keys, expected and actual side by side; wrong cells have signs of their own."""
     lines = ["  [dim]expected" + " " * max(2 * len(expected[0]) - 6, 2) + "actual[/dim]"]
     for right, got in zip(expected, actual, strict=True):
         first = " ".join("■" if cell else "·" for cell in right)
         second = " ".join(
-            f"[red]{'■' if cell else '·'}[/red]" if cell != want else ("■" if cell else "·")
+            f"[red]{'X' if cell else '□'}[/red]" if cell != want else ("■" if cell else "·")
             for want, cell in zip(right, got, strict=True)
         )
         lines.append(f"  {first}{' ' * max(10 - len(first), 3)}{second}")

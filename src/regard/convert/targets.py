@@ -4,11 +4,14 @@ mha          a key head for every query head                      exact
 gqa:N, mqa   fewer key heads, aligned and merged                  lossy
 mla:R        a joint latent of R elements, RoPE after it          lossy below full rank
 mla:R+P      DeepSeek's form: a latent of R, P channels with RoPE  lossy
+latent-50    as mla:R, in half of the cache, as `regard compare` names it
+deepseek-50  as mla:R+P, in half of the cache; portable-50 as a stock checkpoint
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 import torch
@@ -19,7 +22,20 @@ from regard.layers.attention import Attention
 from regard.masks import Causal
 
 Form = Literal["exact-rope", "deepseek"]
-GRAMMAR = "mha, gqa:N, mqa, mla:RANK, mla:RANK+ROPE, or mla with a budget"
+GRAMMAR = (
+    "mha, gqa:N, mqa; latent-50, deepseek-50, portable-50 (rows of compare, of any percentage); "
+    "mla:RANK, mla:RANK+ROPE, or mla with a budget"
+)
+MEANT = {  # patterns of names that other commands have, or that are often written: what is meant
+    "gqa": "gqa:2",
+    r"(?:joint )?latent": "latent-50",
+    r"deepseek": "deepseek-50",
+    r"portable": "portable-50",
+    r"mla-(\d+)": r"deepseek-\1",
+    r"(latent|deepseek)-(\d+)-int8": r"\1-\2",
+}
+NAMES = ("mha", "mqa", "gqa:2", "latent-50", "deepseek-50", "portable-50", "mla:128")
+OF_CACHES = r"shipped|int8|int4|k\dv\d"  # names of rows of compare that no checkpoint can have
 SHARES: dict[
     str, tuple[Form, bool]
 ] = {  # the rows of `regard compare` by the beginnings of their names: form, and portable
@@ -92,7 +108,8 @@ def target_of(
 
     Args:
         to: `mha`, `gqa:N`, `mqa`, `mla:RANK`, `mla:RANK+ROPE`, or `mla` with a budget; or the name
-            of a row of `regard compare`, as `latent-50`, `deepseek-50` or `portable-50`.
+            of a row of `regard compare`, as `latent-50`, `deepseek-50` or `portable-50`. Upper and
+            lower case are one.
         shipped: the model's layers, from `regard.hf.attention_of`.
         form: of MLA; if None, DeepSeek's if `to` has rotary channels or `portable` is set, else
             `"exact-rope"`.
@@ -112,15 +129,16 @@ def target_of(
         >>> print(target_of("mla", [gqa], budget=0.5))  # 31 numbers and a position: 128 of 256
         mla:31 exact-rope
     """
+    to = to.lower()
     named = re.fullmatch(r"(latent|deepseek|portable)-(\d+)", to)
     if named is not None:
         _refuse_latent(to, form, portable, budget)
         to, budget = "mla", int(named[2]) / 100
         form, portable = SHARES[named[1]]
     first = shipped[0]
-    found = re.fullmatch(r"(mha|mqa|gqa:(\d+)|mla(?::(\d+)(?:\+(\d+))?)?)", to)
+    found = re.fullmatch(r"(mha|mqa|gqa[:-](\d+)|mla(?::(\d+)(?:\+(\d+))?)?)", to)
     if found is None:
-        raise ValueError(f"to={to!r} is not one of {GRAMMAR}")
+        raise ValueError(f"to={to!r} is not one of {GRAMMAR}{_meant(to)}")
     if to.startswith("mla"):
         rank, rope_dim = (int(part) if part else 0 for part in found.group(3, 4))
         kind = form or ("deepseek" if rope_dim or portable else "exact-rope")
@@ -139,6 +157,17 @@ def target_of(
     for layer in shipped:
         check_fits(target, layer)
     return target
+
+
+def _meant(to: str) -> str:
+    """The end of a sentence that refuses a target: what was probably meant."""
+    if re.fullmatch(OF_CACHES, to):
+        return f"; {to} is a cache of the model as it is: regard generate --cache {to}"
+    meant = [
+        re.sub(pattern, name, to) for pattern, name in MEANT.items() if re.fullmatch(pattern, to)
+    ]
+    meant += get_close_matches(to, NAMES, 1)
+    return f"; did you mean {meant[0]!r}?" if meant else ""
 
 
 def _check_latent(

@@ -230,7 +230,7 @@ regard.define("heads", (section, data) => {
     });
     listen();
     regard.onTheme(() => { colours = regard.shades(256); refresh(); });
-    open(0, 0);
+    open(...(data.pairs.length ? stored(...data.pairs[0]) : [0, 0]));
   }
 
   function shade(row, column) {

@@ -84,6 +84,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
     scripts = list(_scripts(sections))
     policy = POLICY.format(scripts=" ".join(map(_digest, scripts)))
     title = escape(without_controls(title))
+    breakable = re.sub(r"([:/])(?=\S)", r"\1<wbr>", title)  # names of files, on phones
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -91,7 +92,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
         f"<title>{title}</title>\n<style>\n{file_beside('page.css')}</style>\n</head>\n"
     )
     body = (
-        f'<body>\n<header>\n<h1>{title}</h1>\n<button type="button" id="theme" hidden>'
+        f'<body>\n<header>\n<h1>{breakable}</h1>\n<button type="button" id="theme" hidden>'
         f"Dark</button>\n</header>\n<main>\n{''.join(map(_section, sections))}</main>\n"
         f"{''.join(f'<script>{script}</script>{chr(10)}' for script in scripts)}</body>\n</html>\n"
     )

@@ -58,9 +58,7 @@ def choices(model: ModelShape) -> tuple[tuple[Choice, ...], Mapping[str, str]]:
         except ValueError as objection:
             missing[form + kept] = str(objection)
             continue
-        if layers == model.layers:
-            missing[form + kept] = "that is the attention as shipped"
-        else:
+        if layers != model.layers:
             found.append(Choice(key, f"{_named(layers) if share else form}{kept}", layers))
     return tuple(found), missing
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from regard.cache.paging.formats import PageFormat
 from regard.words import one_of
+from regard_cli.names import PAGES, UNCHANGED
 
 Kind = Literal["MHA", "GQA", "MQA", "MLA", "LatentKV", "linear"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -137,14 +138,6 @@ STORAGES = {
     )
 }
 USUAL = ("plain", "int8", "K8V4", "K6V4", "int4")  # K8V8 has the bytes of int8
-UNCHANGED = (
-    "auto",
-    "growing",
-    "static",
-    "sliding",
-    "paged",
-)  # caches whose numbers keep the dtype's own bits
-IN_PAGES = ("plain", "K8V8", "K8V4", "K6V4", "K4V4")  # the formats of a pool
 
 
 def storages_of(names: Sequence[str] = (), page_size: int = 0) -> tuple[Storage, ...]:
@@ -162,11 +155,11 @@ def storages_of(names: Sequence[str] = (), page_size: int = 0) -> tuple[Storage,
         >>> [each.name for each in storages_of()], storages_of(["K4V4"], page_size=64)[0].page_size
         (['plain', 'int8', 'K8V4', 'K6V4', 'int4'], 64)
     """
-    known = IN_PAGES if page_size else tuple(STORAGES)
+    known = PAGES if page_size else tuple(STORAGES)
     kind = "format of pages" if page_size else "storage"
     named = [one_of(kind, name, (*known, *UNCHANGED)) for name in names]
     chosen = ["plain" if name in UNCHANGED else name for name in named]
-    chosen = [*dict.fromkeys(chosen or (IN_PAGES if page_size else USUAL))]
+    chosen = [*dict.fromkeys(chosen or (PAGES if page_size else USUAL))]
     return tuple(replace(STORAGES[name], page_size=page_size) for name in chosen)
 
 

@@ -171,19 +171,13 @@ def command(monkeypatch, *arguments):
     return run()
 
 
-def test_the_command_ends_with_a_line(folder, monkeypatch, capsys):
+def test_the_command_ends_with_a_table(folder, monkeypatch, capsys):
     assert command(monkeypatch, folder, "--prompt", PROMPT, "--max-new-tokens", 8) == 0
-    text, cost = capsys.readouterr().out.rsplit("\n\n", 1)
-    assert text
-    assert cost.startswith("regard, auto cache: prefill 18 tokens at ")
-    *lines, timed = cost.splitlines()
-    assert len(lines) <= 2 and timed == generate.TIMED
-
-
-def sentences(out):
-    """What a run ends with, each sentence on one line again."""
-    last = " ".join(out.rsplit("\n\n", 1)[1].split())
-    return re.split(r" (?=transformers, |the same text)", last)
+    text, size, cost, backends = capsys.readouterr().out.rsplit("\n\n", 3)
+    assert text and size == "18 tokens of prompt, 8 tokens of text"
+    *heads, figures = cost.splitlines()
+    assert len(heads) == 2 and re.match(r"regard, auto cache +[\d,]+  ", figures)
+    assert backends.startswith("regard: prompt read on ")
 
 
 def test_the_first_calls_are_not_timed(loaded, monkeypatch):
@@ -242,14 +236,16 @@ def test_warming_up_leaves_no_pages_in_a_pool_and_draws_no_numbers(loaded, cache
 def test_the_command_runs_transformers_too(folder, monkeypatch, capsys):
     options = ["--prompt", PROMPT, "--max-new-tokens", 8, "--against", "transformers"]
     assert command(monkeypatch, folder, *options, "--no-stream", "--chat") == 0
-    mine, theirs, same = sentences(capsys.readouterr().out.replace(f"{generate.TIMED}\n", ""))
-    assert mine.startswith("regard, auto cache: prefill 19 tokens")
-    assert theirs.startswith("transformers, transformers cache: prefill 19 tokens")
+    out = capsys.readouterr().out
+    assert "19 tokens of prompt" in out
+    rows = [line.split("  ")[0] for line in out.split("\n\n")[-2].splitlines()]
+    assert rows[2:] == ["regard, auto cache", "transformers"]
+    same = " ".join(out[out.rindex("The same text") :].split())
     form = (
         r"(at \d\.\d\dx transformers' speed|with no measurable difference in speed) "
         r"\(quartiles \d\.\d\d to \d\.\d\d[^;]*\)"
     )
-    assert re.fullmatch(f"the same text; prefill {form}; decoding {form}", same)
+    assert re.fullmatch(f"The same text; prefill {form}; decoding {form}.", same)
 
 
 class Slowing:

@@ -287,16 +287,14 @@ def test_a_model_whose_layers_differ_keeps_its_heads():
     assert len(found.lines) > 3
 
 
-def test_key_heads_without_a_divisor_have_a_slider_all_the_same():
-    three = replace(FULL, num_heads=9, num_kv_heads=3)
-    given = planned(replace(MODEL, layers=(three, three)))
-    assert not [row for row in given.rows if row.key.startswith("gqa")]
-    found = curves_of_plan(given)
-    assert [each.named(found.start) for each in found.lines][:4] == [
-        "GQA-3, as shipped", "MHA", "GQA-3", "MQA",
-    ]  # fmt: skip
-    slider = next(each for each in found.sliders if each.name == "key_heads")
-    assert slider.fitting(found.start) == [1, 3, 9]
+@pytest.mark.parametrize(("heads", "key_heads", "third"), [(9, 3, "MQA"), (8, 2, "GQA-4")])
+def test_no_line_of_key_heads_covers_another(heads, key_heads, third):
+    layer = replace(FULL, num_heads=heads, num_kv_heads=key_heads)
+    found = curves_of_plan(planned(replace(MODEL, layers=(layer, layer))))
+    names = [each.named(found.start) for each in found.lines]
+    assert names[:3] == [f"GQA-{key_heads}, as shipped", "MHA", third]
+    bytes_of_heads = [each.total("cache_bytes", found.start) for each in found.lines[:3]]
+    assert len({*bytes_of_heads}) == 3
 
 
 def test_a_plan_of_one_attention_has_its_line_and_the_shipped_one():
@@ -319,10 +317,11 @@ def test_what_the_model_cannot_have_is_told():
 def test_a_comparison_shows_what_was_measured_and_draws_what_has_a_formula(open_page, tmp_path):
     write_comparison(compared(), tmp_path / "compare.html")
     opened = drawn(open_page((tmp_path / "compare.html").read_text()))
-    measured, missing, caches = opened.page.locator("section").all()
+    picture, measured, missing, caches = opened.page.locator("section").all()
+    assert picture.locator("circle").count() == picture.locator("li").count() == 4
     names = measured.locator("tbody th").all_text_contents()
     assert names == ["GQA, as shipped (exact)", "GQA, int8", HOSTILE, "another cache"]
-    assert "19.7/s" in measured.locator("tbody td").all_text_contents()
+    assert "13.55" in measured.locator("tbody td").all_text_contents()
     assert f"no place for {HOSTILE}" in missing.text_content()
     assert caches.locator("tbody [data-name]").all_text_contents() == [
         "GQA, as shipped",
@@ -345,6 +344,7 @@ def test_the_curves_of_a_comparison_are_the_costs_of_its_layers(open_page, tmp_p
 def test_a_comparison_without_formulas_has_its_table_alone():
     rows = tuple(replace(row, storage=None) for row in compared().rows)
     assert [each.id for each in sections_of_comparison(compared(rows=rows))] == [
+        "picture",
         "measured",
         "not-run",
     ]

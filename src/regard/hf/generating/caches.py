@@ -14,6 +14,7 @@ from regard.cache.quantized import QuantizedWindow
 from regard.layers.attending import Attending
 from regard.ops.parts import concatenated
 from regard.span import Span
+from regard_cli.names import FORMATS
 
 ASSISTED_ROLLBACK = 256  # tokens: more than an assistant model proposes in one step
 
@@ -217,7 +218,6 @@ def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:
 
 
 AUTO, PAGED = "auto", "paged"
-FORMATS = ("K8V8", "K8V4", "K6V4", "K4V4")
 KINDS: dict[str, Callable[..., Callable[[int | None], Cache]]] = {
     AUTO: sliding,
     "growing": growing,

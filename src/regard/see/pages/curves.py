@@ -1,6 +1,7 @@
 """Pages to explore a plan or a comparison: curves of its attentions over context lengths."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from regard.plan.rows import Plan
 from regard.plan.shapes import DTYPE_BYTES, LayerShape, Storage
 from regard.see.pages.curves_html import Curves, curves
 from regard.see.pages.lines import Line, Slider, line_of
+from regard.see.pages.scatter import scatter
 from regard.words import counted
 
 CONTEXTS = tuple(1 << power for power in range(8, 21))  # tokens: 256 to 1,048,576
@@ -71,7 +73,9 @@ def write_comparison(result: Comparison, path: Path) -> None:
 
 def sections_of_comparison(result: Comparison) -> list[Section]:
     """The sections of the page of a comparison. Speeds are measured, and not in the curves."""
-    sections = [Section("measured", "Measured", html=result._repr_html_())]
+    drawn = scatter(result.rows)
+    sections = [Section("picture", "Cache against perplexity", html=drawn)] if drawn else []
+    sections.append(Section("measured", "Measured", html=result._repr_html_()))
     missing = [(row.name, row.remark) for row in result.rows if row.remark]
     if missing:
         not_run = table("Attentions that did not run", ["attention", "reason"], missing)
@@ -146,8 +150,8 @@ def _introduction(plan: Plan) -> str:
 def _families(plan: Plan) -> dict[str, tuple[str, tuple[LayerShape, ...]]]:
     """The name and the layers of the first row of each family, in the order of `FAMILIES`.
 
-    A GQA model whose key heads have no divisor has no row of fewer of them; its own layers make
-    the line whose key heads a slider replaces.
+    A GQA model whose key heads have no divisor has no row of fewer of them; it has a line of
+    another number if some number divides the query heads and belongs to no other line.
     """
     found: dict[str, tuple[str, tuple[LayerShape, ...]]] = {}
     for row in plan.rows:
@@ -155,7 +159,11 @@ def _families(plan: Plan) -> dict[str, tuple[str, tuple[LayerShape, ...]]]:
     own = plan.model.layers
     alike = {(each.kind, each.num_heads, each.num_kv_heads) for each in own}
     if "mha" in found and len(alike) == 1 and own[0].kind == "GQA":
-        found.setdefault("gqa", ("GQA", own))
+        heads, now = own[0].num_heads, own[0].num_kv_heads
+        others = [n for n in range(heads - 1, 1, -1) if heads % n == 0 and n != now]
+        for each in others[:1]:
+            layers = tuple(replace(layer, num_kv_heads=each) for layer in own)
+            found.setdefault("gqa", ("GQA", layers))
     order = ["shipped", *FAMILIES]
     return dict(sorted(found.items(), key=lambda each: order.index(each[0])))
 

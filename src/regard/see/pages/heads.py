@@ -79,7 +79,7 @@ def sections(maps: AttentionMaps, pairs: Sequence[tuple[int, int]] = ()) -> list
     html = f"<style>\n{file_beside('heads.css')}</style>\n{_said(maps, data['steps'], pairs)}"
     html += file_beside("heads.html") + _statistics(maps)
     uses = ("cells.js", "token_lines.js", "overview.js")
-    return [Section("heads", "All heads", html, data, "heads.js", uses)]
+    return [Section("heads", "Heads", html, data, "heads.js", uses)]
 
 
 def data_of(maps: AttentionMaps, pairs: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from regard.verify.report.report import DECLARE, Outcome, Report, Status
+from regard.verify.report.report import DECLARE, LETTERS, Outcome, Report, Status
 
 STYLE = """<style>
 .example{border-left:3px solid var(--bad);padding:.3rem .8rem;margin:.8rem 0}
@@ -12,9 +12,19 @@ STYLE = """<style>
 .laws td,.laws th{text-align:left;min-width:6rem}
 .laws td:first-child{min-width:9rem}
 figure{display:inline-block;margin:.5rem 1.5rem .5rem 0}
-svg{display:inline-block;margin-right:1rem;max-width:100%}
+svg{display:inline-block;max-width:100%;vertical-align:-.15em}
+.seen{fill:light-dark(#3f6fd8,#6aaeff)}
+.unseen{fill:light-dark(#dfe3e8,#3a424b)}
+.excess{fill:light-dark(#b42318,#ff6f61)}
+.missing{fill:light-dark(#f3b4ae,#8c3a33)}
 </style>
 """
+KEY = {  # of pictures: what a cell's class means
+    "seen": "visible",
+    "unseen": "hidden",
+    "excess": "wrong: visible, must be hidden",
+    "missing": "wrong: hidden, must be visible",
+}
 WORDS: dict[Status, str] = {
     "passed": "kept",
     "failed": "broken",
@@ -53,7 +63,9 @@ def _parts(report: Report) -> Iterator[tuple[str, str]]:
     """Headings, and what stands under them; a heading without anything is left out."""
     examples = "".join(_example(each, _following(report, each)) for each in report.unexplained)
     summary = f"<p class={CLASSES[report.verdict]}>{escape(report.summary())}</p>"
-    yield "Verdict", f"{STYLE}{summary}{_unjudged(report)}{examples}"
+    letters = f"<p class=aside>{LETTERS}</p>" if "<code>B=" in examples else ""
+    key = _key() if "<svg" in examples else ""
+    yield "Verdict", f"{STYLE}{summary}{_unjudged(report)}{letters}{key}{examples}"
     advice = "".join(_example(each) for each in report.having("advice"))
     yield "Advice (changes no verdict)", advice
     yield "Not decided in time (changes no verdict)", _by_reason(report.reasons("undecided"))
@@ -85,30 +97,40 @@ def _inferred(report: Report) -> str:
 
 
 def _pictures(report: Report) -> str:
-    return "".join(
-        f"<figure>{_both(each.expected, each.actual)}<figcaption>{escape(each.title)}: "
-        f"expected and measured</figcaption></figure>"
+    drawn = "".join(
+        f"<figure>{_both(each.expected, each.actual)}<figcaption>{escape(each.title)}"
+        f"</figcaption></figure>"
         for each in report.pictures
     )
+    return drawn and f"{_key()}{drawn}"
+
+
+def _key() -> str:
+    """What the colours of cells mean."""
+    swatch = f"<svg width={CELL} height={CELL}><rect width={CELL} height={CELL} class={{}} /></svg>"
+    colours = "; ".join(f"{swatch.format(each)} {words}" for each, words in KEY.items())
+    return f"<p class=aside>Queries down, keys across: {colours}.</p>"
 
 
 def _both(expected: list[list[bool]], actual: list[list[bool]]) -> str:
-    return _grid(expected, expected) + _grid(actual, expected)
+    """Two pictures beside each other, each with its name."""
+    return "".join(
+        f"<figure>{_grid(cells, expected)}<figcaption>{name}</figcaption></figure>"
+        for name, cells in (("expected", expected), ("actual", actual))
+    )
 
 
 def _grid(cells: list[list[bool]], right: list[list[bool]]) -> str:
-    """Queries down, keys across; a wrong cell is red."""
+    """Queries down, keys across; a cell that is wrong has a colour of its own."""
     height, width = len(cells), len(cells[0]) if cells else 0
     drawn = []
     for i, row in enumerate(cells):
         for j, cell in enumerate(row):
-            colour = ("#3f6fd8" if cell else "#dfe3e8") if cell == right[i][j] else (
-                "#b42318" if cell else "#f3b4ae"
-            )  # fmt: skip
+            kinds = ("seen", "excess") if cell else ("unseen", "missing")
             title = f"query {i}, key {j}: {'visible' if cell else 'hidden'}"
             drawn.append(
                 f"<rect x={j * CELL} y={i * CELL} width={CELL - 1} height={CELL - 1} "
-                f"fill='{colour}'><title>{title}</title></rect>"
+                f"class={kinds[cell != right[i][j]]}><title>{title}</title></rect>"
             )
     size = f"width={width * CELL} height={height * CELL}"
     return f"<svg {size} role=img aria-label='visibility'>{''.join(drawn)}</svg>"
@@ -135,7 +157,7 @@ def _example(each: Outcome, following: str = "") -> str:
         lines.append(f"expected {escape(example.expected)}, got {escape(example.got)}")
         lines.append(escape(example.cause))
         if example.expected_grid and example.actual_grid:
-            drawn = f"<p>{_both(example.expected_grid, example.actual_grid)}</p>"
+            drawn = f"<div>{_both(example.expected_grid, example.actual_grid)}</div>"
     if each.line:
         lines.append(f"line <code>{escape(each.line)}</code>")
     if each.because:

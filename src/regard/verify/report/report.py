@@ -13,6 +13,9 @@ DECLARE = (
     "Declare with --like NAME=VALUE, with check(subject, {NAME: VALUE}), or with "
     "regard_conventions = {NAME: VALUE} in its file."
 )
+LETTERS = (  # of the sizes of a case
+    "B rows, H query heads, G key heads, L queries, S keys, D channels of a key, V of a value."
+)
 Verdict = Literal["kept", "broken", "not understood", "partly judged"]
 EXIT_CODES: dict[Verdict, int] = {
     "kept": 0, "broken": 1, "not understood": 2, "partly judged": 3,

@@ -190,7 +190,7 @@ class Call:
         if not isinstance(bias, Tensor):
             raise TypeError(f"score_bias={rule!r} returned {type(bias).__name__}, not a tensor")
         shape = (self.batch, self.num_heads, self.num_queries, self.num_keys)
-        check_broadcasts(f"score_bias={rule!r}", bias, shape)
+        check_broadcasts(bias, shape, rule)
         return bias.to(dtype)
 
 

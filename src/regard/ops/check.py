@@ -184,14 +184,17 @@ def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.dev
         )
     if bias.device != device and bias.dim():
         raise ValueError(f"score_bias is on {bias.device}, q is on {device}; move one of them")
-    check_broadcasts("score_bias", bias, shape)
+    check_broadcasts(bias, shape)
 
 
-def check_broadcasts(name: str, bias: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """Refuse a bias that does not broadcast to `[B, H, L, S]`."""
+def check_broadcasts(
+    bias: Tensor, shape: tuple[int, int, int, int], rule: object | None = None
+) -> None:
+    """Refuse a bias, of a rule or given, that does not broadcast to `[B, H, L, S]`."""
     sizes = tuple(bias.shape)
     target = shape[4 - len(sizes) :] if len(sizes) <= 4 else ()
     if len(sizes) > 4 or not all(map(_serves, sizes, target)):
+        name = "score_bias" if rule is None else f"score_bias={rule!r}"
         raise ValueError(
             f"{name} broadcasts to [B, H, L, S] = {list(shape)}, got shape {list(sizes)}; "
             "its last axis is the keys, the one before the queries"

@@ -52,7 +52,7 @@ def test_every_verb_and_function_has_the_same_names_of_caches():
     from regard.plan import STORAGES
     from regard_cli import app, planning
 
-    assert {*app.CACHES} == {*NAMES, "transformers"}
+    assert {*app.CACHES} == {*NAMES}
     assert {*planning.STORAGES} == {*STORAGES} == {*NAMES} & {*STORAGES} | {"plain"}
     compared = {each.key for each in CANDIDATES} & {each.lower() for each in STORAGES}
     assert compared == {each.lower() for each in STORAGES} - {"plain", "k8v8"}  # which is int8

@@ -175,6 +175,7 @@ def test_a_command_that_is_stopped_prints_the_rows_so_far(folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job may ignore it
     ) as command:
         for line in command.stderr:
             if "GQA, int8 cache" in line:

@@ -12,6 +12,8 @@ from common import AMBER, BLUE, FAINT, GREEN, INK, VIOLET, WIDTH, program, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from regard.see.pages.scatter import front
+
 MEASURED = Path(__file__).parents[1] / "docs" / "compare.json"
 HIGH = 5.6  # inches
 TEXT = 15.0  # points: this picture stands on the first page
@@ -41,15 +43,6 @@ def points() -> dict[str, Point]:
         for row in rows
         if row["perplexity"] is not None
     }
-
-
-def front(found: dict[str, Point]) -> list[str]:
-    """The rows than which no other has both a smaller cache and a lower perplexity."""
-    best: list[str] = []
-    for name in sorted(found, key=found.__getitem__):
-        if not best or found[name][1] < found[best[-1]][1]:
-            best.append(name)
-    return best
 
 
 def dress(axes: Axes) -> None:

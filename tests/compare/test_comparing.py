@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import regard
+from regard.cli import compare as cli
 from regard.compare import CANDIDATES, Runner, Texts, chosen, compare
 from regard.compare.candidates import ALL
 from regard.compare.measure import PREFILLS, STEPS
@@ -228,6 +229,32 @@ def test_json_alone_on_stdout(folder, monkeypatch, capsys):
     assert all(set(row) == COLUMNS | ran | {"name", "exact", "remark"} for row in result["rows"])
     assert result["context"] == 20
     assert result["decoded"] == 2 * 16
+
+
+def test_a_command_that_is_stopped_prints_the_rows_so_far(folder, monkeypatch, capsys):
+    whole = cli.compare
+
+    def stopping(*given, on_row, **named):
+        def stop(so_far):
+            on_row(so_far)
+            if len(so_far.rows) == 2:
+                raise KeyboardInterrupt
+
+        return whole(*given, on_row=stop, **named)
+
+    monkeypatch.setattr(cli, "compare", stopping)
+    assert command(monkeypatch, "compare", folder, "--context", 20, *FEW) == 130
+    out, err = capsys.readouterr()
+    assert "GQA, as shipped (exact)" in out and "GQA, int8 cache" in out
+    assert "joint latent" not in out
+    assert "regard: stopped after 2 of 3 rows\n" in err
+    monkeypatch.setattr(cli, "compare", interrupted)
+    assert command(monkeypatch, "compare", folder, "--context", 20, *FEW) == 130
+    assert capsys.readouterr().out == ""
+
+
+def interrupted(*given, **named):
+    raise KeyboardInterrupt
 
 
 def test_own_text(folder, monkeypatch, capsys, tmp_path):

@@ -186,6 +186,15 @@ class Gpu:
         self.call = replace(call, device=torch.device("cuda", 0))
 
 
+def test_without_gradients_a_leaf_that_needs_them_is_read():
+    """Also a view of a leaf: Dynamo takes it for one that needs gradients."""
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8, requires_grad=True)
+    with torch.no_grad():
+        for keys in (k, k[:, :, :3]):
+            out = attend(q, keys, keys, mask=Causal(), backend="flex")
+            torch.testing.assert_close(out, attend(q, keys, keys, mask=Causal(), backend="eager"))
+
+
 def test_on_a_gpu_it_takes_gradients_and_head_dims_of_its_kernels(monkeypatch):
     assert flex.objection(Gpu(call(grad=True), monkeypatch).call) is None
     assert "head dims of 16 to 256" in flex.objection(Gpu(call(dim=8), monkeypatch).call)

@@ -227,7 +227,9 @@ def draw_stored(seed, dtype):
     v = k[..., :v_width] if joined else part.streams[1]
     given = {"span": cases.Span(keys - queries, keys, 0, keys), "mask": Causal()}
     if rng.random() < 0.4:
-        given["mask"] &= Padding(torch.rand(batch, keys) < 0.6)
+        valid = torch.rand(batch, keys) < 0.6
+        valid[0, 0] = True  # the kernels refuse a call in which no key is visible
+        given["mask"] &= Padding(valid)
     if rng.random() < 0.4:
         given["score_bias"] = torch.randn(group * kv_heads, 1, keys)
     if rng.random() < 0.4:
@@ -346,7 +348,9 @@ def draw_pages(seed, dtype, bits):
         stored.append(PagedStream(slab, table, size, start, keys))
     given = {"span": cases.Span(keys - 1, keys, 0, keys), "mask": Causal()}
     if padded:
-        given["mask"] &= Padding(torch.rand(batch, keys) < 0.6)
+        valid = torch.rand(batch, keys) < 0.6
+        valid[0, 0] = True  # the kernels refuse a call in which no key is visible
+        given["mask"] &= Padding(valid)
     if biased:
         given["score_bias"] = torch.randn(group * kv_heads, 1, keys)
     if rng.random() < 0.3:

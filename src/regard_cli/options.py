@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import os
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -38,6 +39,11 @@ app = typer.Typer(
 )
 
 
+# Turns of a loop in which a thread of GNU's OpenMP waits before it sleeps: 30 microseconds, about
+# the time between two operators. The default of 300,000 takes the cores from other programs.
+SPINS = 10_000
+TIMERS = ("bench", "tune")  # verbs that time calls as they run in the user's own programs
+
 VERBS: dict[str, Callable[..., None]] = {}  # each verb's options, by what is typed: "show mask"
 
 
@@ -65,6 +71,8 @@ def _added(
     @functools.wraps(options)
     def run(**given: Any) -> None:
         options(**given)
+        if options.__name__ not in TIMERS and "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))  # read when torch is imported
         _imported(f"regard.cli.{options.__name__}").run(**given)
 
     VERBS[typed] = options

@@ -1,6 +1,7 @@
 """The command line before a verb runs: help, version and errors need no torch."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -162,3 +163,31 @@ def test_a_mistake_in_the_work_is_a_sentence(monkeypatch, capsys):
 
 def _raise(error):
     raise error
+
+
+def test_waiting_threads_sleep_soon_unless_the_user_decides(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # undone afterwards, also if the verb sets it
+        monkeypatch.delenv(name)
+    seen = []
+    monkeypatch.setattr(options, "_imported", lambda name: seen.append(dict(os.environ)) or Verb)
+
+    def environment_of(*typed):
+        options.app(list(typed), standalone_mode=False)
+        return seen[-1].get("GOMP_SPINCOUNT")
+
+    assert environment_of("tune") is None
+    assert environment_of("cache") == "10000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert environment_of("cache") == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert environment_of("cache") is None
+
+
+class Verb:
+    """A verb that does nothing."""
+
+    @staticmethod
+    def run(**given):
+        assert given

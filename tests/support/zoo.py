@@ -261,13 +261,18 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
+def _random(*shape: int) -> torch.Tensor:
+    """The same values in every process, however often it drew before."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 def inputs(name: str, *, batch: int = 2, length: int = 13, padding: str = "") -> dict[str, Any]:
     """What a model of the zoo is fed; `padding` is "", "left" or "right", for all rows but one."""
     fed = ZOO[name].fed
     if fed == "images":
-        return {"pixel_values": torch.randn(batch, 3, 12, 12)}
+        return {"pixel_values": _random(batch, 3, 12, 12)}
     if fed == "speech":
-        features = torch.randn(batch, 8, 20)
+        features = _random(batch, 8, 20)
         return {"input_features": features, "decoder_input_ids": tokens(batch, length)}
     ids = tokens(batch, length)
     mask = torch.ones_like(ids)

@@ -120,8 +120,8 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, **wanted: Any) -> Any:
         blocks, visible = planned(call)
         if visible is not None:
             k, v = zero_hidden(call, k, v, visible)
-    # New tensors: for one given twice Dynamo compiles again, and may fail to compare it with others.
-    # Detached without gradients: Dynamo takes a view of a leaf for one that needs them.
+    # Each a new tensor: for one given twice Dynamo compiles again, and may fail to compare it with
+    # others. Detached without gradients: Dynamo takes a view of a leaf for one that needs them.
     q, k, v = (x.view_as(x) if call.needs_grad else x.detach() for x in (q, k, v))
     added = score_mod(call)
     kind = _kind_of(call, added, None if blocks is None else blocks.mask_mod, tuple(wanted))

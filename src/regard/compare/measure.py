@@ -46,7 +46,7 @@ SHORT = (  # columns that fit 80 characters
 # Runs of each row after the last window, in turns with the first row's: prefills of the window, and
 # steps, of which the fastest of three counts. Steps end sooner once their ratio is known.
 PREFILLS = LEAST
-STEPS = 48
+STEPS = 30
 
 # Tokens of a window that are decoded one at a time, each with those before it in the cache. A step
 # of a batch of 8 takes 2 to 3 times as long as one of 1, since most of its time goes into weights.

@@ -77,7 +77,11 @@ def backward_elsewhere(program: Program) -> Found:
     return found[0]
 
 
-@caller("gradients of gradients", refusals=(NO_GRADIENTS,), torch_refuses="_backward is not impl")
+@caller(
+    "gradients of gradients",
+    refusals=(NO_GRADIENTS, "no second derivative"),
+    torch_refuses="_backward is not impl",
+)
 def twice_differentiated(program: Program) -> Found:
     leaves = {name: leaf.requires_grad_() for name, leaf in program.leaves().items()}
     out = program(*program.inputs)

@@ -120,7 +120,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Tensor:
-        raise RuntimeError(
+        raise ValueError(
             "backend='blocked' has no second derivative, because torch's kernel has none; "
             "backend='eager' has every derivative"
         )

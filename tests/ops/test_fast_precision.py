@@ -109,3 +109,12 @@ def call(length=8192, heads=8, kv_heads=8, dim=64, dtype=torch.float32, grad=Fal
     q = torch.empty(1, heads, length, dim, dtype=dtype, requires_grad=grad)
     k = torch.empty(1, kv_heads, length, dim, dtype=dtype)
     return prepare(q, k, k, **options)
+
+
+def test_a_second_derivative_is_refused():
+    """Also where the gradient of the output is a constant."""
+    q, k, v = (x.bfloat16().requires_grad_() for x in tensors())
+    out = attend(q, k, v, mask=WINDOW, precision="fast", backend="blocked")
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(ValueError, match="no second derivative"):
+        grad.sum().backward()

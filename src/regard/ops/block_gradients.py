@@ -88,8 +88,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         ctx.check()
-        read = slope, *ctx.saved_tensors[:3]
-        grads = _Gradients.apply(_gradients(ctx, slope), *read)  # type: ignore[no-untyped-call]
+        grads = without_derivative(_gradients(ctx, slope), slope, *ctx.saved_tensors[:3])
         return *grads, None, None, None
 
 
@@ -111,9 +110,13 @@ def _gradients(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-class _Gradients(torch.autograd.Function):
-    """Gradients as they are, recorded as an operation without a derivative."""
+def without_derivative(grads: tuple[Tensor, ...], *read: Tensor) -> tuple[Tensor, ...]:
+    """Gradients as they are, which were computed from `read`, recorded as an operation that refuses
+    to be differentiated: their derivative would be 0 without it."""
+    return tuple(_Gradients.apply(grads, *read))  # type: ignore[no-untyped-call]
 
+
+class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: tuple[Tensor, ...], *read: Tensor) -> tuple[Tensor, ...]:
         return grads

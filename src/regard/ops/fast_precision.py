@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.heads import fold_heads, group_heads, unfold_heads
 from regard.masks.runs import true_runs, without_gaps
 from regard.ops.backends.common import addend, folded_rows, fully_masked, without_hidden
+from regard.ops.block_gradients import without_derivative
 from regard.ops.call import Call, is_everything
 from regard.ops.definition import scores_of, softmax
 from regard.rates import SPEED
@@ -106,13 +106,18 @@ class _Recomputed(torch.autograd.Function):
         return _weights(call, rows, k, edges) @ v
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        k, v = without_hidden(ctx.call, *ctx.read())
-        weights = _weights(ctx.call, rows, k, ctx.edges)
-        scores = torch.ops.aten._softmax_backward_data(slope @ v.mT, weights, -1, weights.dtype)
-        return scores @ k, scores.mT @ rows, weights.mT @ slope, None, None, None
+        (rows,), (k, v) = ctx.saved_tensors, ctx.read()
+        grads = _gradients(ctx, slope, rows, k, v)
+        return *without_derivative(grads, slope, rows, k, v), None, None, None
+
+
+@torch.no_grad()
+def _gradients(ctx: Any, slope: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    k, v = without_hidden(ctx.call, k, v)
+    weights = _weights(ctx.call, rows, k, ctx.edges)
+    scores = torch.ops.aten._softmax_backward_data(slope @ v.mT, weights, -1, weights.dtype)
+    return scores @ k, scores.mT @ rows, weights.mT @ slope
 
 
 def _weights(

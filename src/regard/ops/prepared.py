@@ -69,11 +69,6 @@ class Prepared(NamedTuple):
         """Which queries meet which keys, without keys that are hidden from all of them."""
         return self.call.span
 
-    @property
-    def needs_grad(self) -> bool:
-        """Whether gradients are wanted of anything that this call reads."""
-        return self.call.needs_grad
-
     def run(self, q: Float[Tensor, "B H L D"], parts: Iterable[Part]) -> Float[Tensor, "B H L Dv"]:
         """Attend to keys in one or several parts, as caches return them.
 
@@ -92,13 +87,6 @@ class Prepared(NamedTuple):
         if CALLS:
             report_call(here, q, tuple(parts))
         return out
-
-    def run_whole(
-        self, q: Float[Tensor, "B H L D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"]
-    ) -> Float[Tensor, "B H L Dv"]:
-        """`run` of all keys at once."""
-        span = self.call.given_span
-        return self.run(q, (Part(span.kv_start, span.kv_stop, (k, v)),))
 
     def _plain(self, parts: Iterable[Part]) -> Sequence[Tensor] | None:
         """Keys and values for which nothing is to be done but to call the backend, or None: all of

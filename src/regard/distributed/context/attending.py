@@ -150,7 +150,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> Tensor:
-        raise RuntimeError(
+        raise ValueError(
             "attend_shards has no second derivative, because its backward pass computes the scores "
             "again without recording them; attend of the whole sequence on one device has"
         )

@@ -39,6 +39,15 @@ def verify(
     limit: Annotated[float, typer.Option(min=1.0, help="Seconds for one law.")] = 30.0,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB the subject may take.")] = 4.0,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
+    sarif: Annotated[
+        Path | None, typer.Option(help="Write what is wrong as SARIF, for code scanning.")
+    ] = None,
+    badge: Annotated[
+        Path | None, typer.Option(help="Write a badge as JSON, for shields.io.")
+    ] = None,
+    annotate: Annotated[
+        bool, typer.Option("--annotate", help="Print what is wrong for GitHub's pull requests.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout.")] = False,
     every_law: Annotated[
         bool, typer.Option("--all", help="Show laws that are kept or do not apply, too.")
@@ -61,7 +70,8 @@ def verify(
     from regard_verify import terminal  # it brings torch
 
     code = terminal.verify(
-        subject, like=like or (), html=html, as_json=as_json, every_law=every_law, listed=listed,
+        subject, like=like or (), files={"html": html, "sarif": sarif, "badge": badge},
+        as_json=as_json, annotate=annotate, every_law=every_law, listed=listed,
         only=only, quick=quick, seed=seed, limit=limit, memory=memory,
     )  # fmt: skip
     if code:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from regard_verify.laws import LAWS
+from regard_verify.report.ci import annotations, badge, sarif
 from regard_verify.report.html import WORDS, page
 from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report
 from regard_verify.run.check import check
@@ -25,6 +26,7 @@ STATUS_COLOURS = {
 NO_BADGE = "The badge for a README is wider than this terminal: --html and --json contain it."
 REASONS = 4  # reasons why laws do not apply, at most; the others are counted together
 GRID = 8  # the most queries of a counter-example that is drawn
+FORMS = {"html": page, "sarif": sarif, "badge": badge}  # of files
 PAUSE = 10.0  # seconds between two lines of progress in a file or a pipe
 
 
@@ -32,31 +34,36 @@ def verify(
     subject: str | None,
     *,
     like: Sequence[str],
-    html: Path | None,
+    files: Mapping[str, Path | None],
     as_json: bool,
+    annotate: bool,
     every_law: bool,
     listed: bool,
     **options: Any,
 ) -> int:
     """Check the laws, and print for people or programs; returns the exit code.
 
-    `options` are arguments of `check`; the others are those of the command.
+    `options` are arguments of `check`; the others are those of the command. `files` are written in
+    the form that their names say.
     """
     console = console_of()
     if listed:
         for law in LAWS.values():
             say(console, f"{law.name} ({law.kind}): {law.statement}", bold=law.name)
         return 0
-    if html is not None:
-        check_can_write(html)
+    asked = {form: path for form, path in files.items() if path is not None}
+    for path in asked.values():
+        check_can_write(path)
     with progress() as step:
         report = check(subject, conventions_of(like), progress=step, **options)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:
         show(report, console, every_law=every_law)
-    if html is not None:  # last: an error of the disk then loses no result
-        write_whole(html, page(report).encode())
+    for line in annotations(report) if annotate else ():
+        sys.stdout.write(f"{line}\n")
+    for form, path in asked.items():  # last: an error of the disk then loses no result
+        write_whole(path, FORMS[form](report).encode())
     return report.exit_code
 
 

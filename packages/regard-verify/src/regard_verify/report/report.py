@@ -293,13 +293,15 @@ class Report:
 
     def badge(self) -> str:
         """A line of Markdown for a README; green only where the exit code is 0."""
-        text: str = self.verdict
-        if self.verdict in ("kept", "broken"):
-            laws = _counted(len(self.asked), "law")
-            text = f"{len(self.failed) or 'none'} of {laws} broken"
+        text, colour = self.counts(), COLOURS[self.verdict]
         name = text.replace(" ", "_")
-        colour = COLOURS[self.verdict]
         return f"![attention: {text}](https://img.shields.io/badge/attention-{name}-{colour})"
+
+    def counts(self) -> str:
+        """How many of the laws that were asked are broken; else the verdict."""
+        if self.verdict not in ("kept", "broken"):
+            return self.verdict
+        return f"{len(self.failed) or 'none'} of {_counted(len(self.asked), 'law')} broken"
 
     def to_json(self) -> str:
         """The report as JSON; `Report.from_json` reads it."""

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from regard.verify import check
+from regard_verify import check
 
 LAW = "mask_and_causal"
 

@@ -38,7 +38,7 @@ def members(value: type) -> dict[str, object]:
     """Public methods and properties that the library defines for a class."""
     found: dict[str, object] = {}
     for base in reversed(value.__mro__):
-        if base.__module__.partition(".")[0] == "regard":
+        if base.__module__.partition(".")[0] in ("regard", "regard_verify"):
             found |= {name: each for name, each in vars(base).items() if not name.startswith("_")}
     kinds = (property, staticmethod, classmethod)
     return {n: x for n, x in found.items() if inspect.isfunction(x) or isinstance(x, kinds)}

@@ -13,17 +13,18 @@ from pathlib import Path
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 PACKAGES = [
     *("masks", "cache", "rope", "hf", "convert", "compare", "plan", "see"),
-    *("distributed", "verify", "bench"),
+    *("distributed", "bench"),
 ]
-PAGES = ["layers", "attend", *PACKAGES]
+PAGES = ["layers", "attend", *PACKAGES, "verify"]
 # a name, its options, and a paragraph of the page itself below them
 DIRECTIVE = re.compile(r"^::: (\S+)\n(?: {4}.*\n)*\n?((?:(?!:::|#|```).+\n)*)", re.MULTILINE)
 SENTENCE = re.compile(r"(.+?)\.(?:\s|$)", re.DOTALL)
 HEAD = """# Reference
 
 All public names of `regard`: `attend` is `from regard import attend`, and `hf.load` is
-`from regard.hf import load`. Each page begins with what is on it; each name has its arguments, its
-errors and an example there. [`regard` on the command line](command-line.md) has a page of its own.
+`from regard.hf import load`. Those of `regard_verify` begin with it. Each page begins with what is
+on it; each name has its arguments, its errors and an example there.
+[`regard` on the command line](command-line.md) has a page of its own.
 """
 
 
@@ -41,7 +42,8 @@ def public() -> set[str]:
         for name in module.__all__:
             if name not in top.__all__ or getattr(module, name) is not getattr(top, name):
                 found.add(f"regard.{package}.{name}")
-    return found
+    verify = importlib.import_module("regard_verify")
+    return found | {f"regard_verify.{name}" for name in verify.__all__}
 
 
 def first_sentence(path: str, on_page: str) -> str:

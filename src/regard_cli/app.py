@@ -16,6 +16,7 @@ from regard_cli import planning, seeing  # noqa: F401  (their verbs join `app`)
 from regard_cli.names import CACHES, PAGES, PLAIN
 from regard_cli.options import Device, Dtype, Json, OptionalModel, Threads, app, named, verb
 from regard_cli.sentences import printable, wrapped
+from regard_cli.verifying import add_verify
 
 __all__ = ["app", "run"]
 
@@ -204,40 +205,7 @@ def cache(
     """What regard stores on this disk, where and how much; and its removal."""
 
 
-@verb
-def verify(
-    subject: Annotated[
-        str | None,
-        typer.Argument(
-            help="PATH.py:NAME, package.module:NAME, or a folder with a transformers model.",
-            show_default=False,
-        ),
-    ] = None,
-    like: Annotated[
-        list[str] | None,
-        typer.Option("--like", help="A convention, name=value; may be repeated. Values are JSON."),
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", help="A law to check; may be repeated.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, no torch.compile.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    limit: Annotated[float, typer.Option(min=1.0, help="Seconds for one law.")] = 30.0,
-    memory: Annotated[float, typer.Option(min=0.1, help="GiB the subject may take.")] = 4.0,
-    html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
-    as_json: Json = False,
-    every_law: Annotated[
-        bool, typer.Option("--all", help="Show laws that are kept or do not apply, too.")
-    ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="List the laws and stop.")] = False,
-) -> None:
-    """Check an attention of any origin: which laws it breaks, with the smallest case of each.
-
-    Exit codes: 0 if no law is broken, 1 if one is, 2 if the subject could not be understood or
-    the options are wrong, 3 if no law is broken but not all could be judged.
-    """
-    if subject is None and not listed:
-        raise typer.BadParameter("give PATH.py:NAME, or --list", param_hint="SUBJECT")
+add_verify()
 
 
 def _version(wanted: bool | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pages import read
-from regard.verify import check
+from regard_verify import check
 from tutorial_blocks import (
     CACHED,
     EDITS,

@@ -22,12 +22,11 @@ from regard.hf import SMOLLM2, write
 from regard.hf.generating.caches import NAMES
 from regard.plan.from_sizes import model_from_sizes
 from regard.plan.shapes import STORAGES
-from regard.verify import check
 
 VERBS = list(options.VERBS)
 OTHERS = {"convert": [field.name for field in fields(Job)]} | {
     verb: list(inspect.signature(work).parameters)
-    for verb, work in (("generate", write), ("verify", check), ("plan", model_from_sizes))
+    for verb, work in (("generate", write), ("plan", model_from_sizes))
 }  # where further options go
 SPELLED = {"as_json": "json", "listed": "list", "every_law": "all", "every": "all"}
 RUN = """
@@ -92,7 +91,7 @@ def test_the_source_tells_its_version_where_nothing_is_installed(monkeypatch):
     assert re.fullmatch(r"\d+\.\d+\.\d+", app._installed())
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"verify"}))  # of another distribution
 def test_every_option_is_taken_by_the_work(verb):
     given = inspect.signature(options.VERBS[verb]).parameters
     taken = inspect.signature(import_module(f"regard.cli.{verb.replace(' ', '_')}").run)

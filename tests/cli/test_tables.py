@@ -11,7 +11,7 @@ from rich.console import Console
 
 import regard.cli.terminal as terminal
 from invented import BENCH, COMPARISON, PRINTED, REFUSAL, ROWS, TUNING, WRITTEN
-from regard.cli import bench, compare, generate, tune, verify
+from regard.cli import bench, compare, generate, tune
 from regard.cli.layout import Column, tabulate
 
 WIDTHS = (60, 80, 120)
@@ -31,9 +31,8 @@ def sentences(text):
 
 
 def words(text):
-    """How often each word comes, but for the badge, which is printed only where it fits."""
-    lines = [line for line in text.splitlines() if not line.startswith("![")]
-    return Counter(sentences("\n".join(lines)).replace(verify.NO_BADGE, "").split())
+    """How often each word comes."""
+    return Counter(text.split())
 
 
 @pytest.mark.parametrize("width", WIDTHS)

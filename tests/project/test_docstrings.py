@@ -15,15 +15,23 @@ from pathlib import Path
 import griffe
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src"
-PACKAGES = ["regard"] + [
-    f"regard.{name}"
-    for name in (
-        *("masks", "cache", "rope", "hf", "convert", "verify", "compare", "bench"),
-        *("plan", "see", "distributed"),
-    )
-]
-LIBRARY = griffe.load("regard", search_paths=[SOURCE], docstring_parser="google")
+ROOT = Path(__file__).parents[2]
+SOURCES = [ROOT / "src", ROOT / "packages/regard-verify/src"]
+PACKAGES = (
+    ["regard"]
+    + [
+        f"regard.{name}"
+        for name in (
+            *("masks", "cache", "rope", "hf", "convert", "compare", "bench"),
+            *("plan", "see", "distributed"),
+        )
+    ]
+    + ["regard_verify"]
+)
+LIBRARIES = {
+    name: griffe.load(name, search_paths=SOURCES, docstring_parser="google")
+    for name in ("regard", "regard_verify")
+}
 
 
 def public_names() -> dict[str, str]:
@@ -37,7 +45,8 @@ def public_names() -> dict[str, str]:
 
 
 def named(path: str) -> griffe.Object:
-    thing = LIBRARY[path.removeprefix("regard.")]
+    library, _, inside = path.partition(".")
+    thing = LIBRARIES[library][inside] if inside else LIBRARIES[library]
     return thing.final_target if thing.is_alias else thing
 
 
@@ -219,7 +228,7 @@ def faults_of_package(
 def test_every_package_and_its_constants_are_documented(caplog):
     found = {}
     for package in PACKAGES:
-        thing = LIBRARY if package == "regard" else LIBRARY[package.removeprefix("regard.")]
+        thing = named(package)
         exported = importlib.import_module(package).__all__
         constants = [name for name in exported if named(f"{package}.{name}").is_attribute]
         found[package] = faults_of_package(thing, constants, caplog)
@@ -229,7 +238,8 @@ def test_every_package_and_its_constants_are_documented(caplog):
 def test_examples_have_one_style():
     """Those of private functions too, so that any of them can become public."""
     kinds = ast.FunctionDef | ast.ClassDef | ast.Module
-    for path in sorted((SOURCE / "regard").rglob("*.py")):
+    homes = [source / name for source in SOURCES for name in LIBRARIES]
+    for path in sorted(path for home in homes for path in home.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             text = ast.get_docstring(node) if isinstance(node, kinds) else None
             assert not re.search(r"(?m)^>>> ", text or ""), f"{path}: Examples: above {text}"
@@ -338,5 +348,5 @@ def test_broken_classes_and_packages_are_found(caplog):
     assert found(CLASS.replace('"""A number."""', "...")) == ["there is no docstring"]
     assert found(CLASS.replace('"""Both together."""', "...")) == ["there is no docstring"]
 
-    package = LIBRARY["rope"]
+    package = named("regard.rope")
     assert faults_of_package(package, ["MISSING"], caplog) == ["no example shows MISSING"]

@@ -37,11 +37,6 @@ MIRRORED = [  # folders whose every module has its file of tests
 FOLDERS = [  # of these, the folder alone
     "cli",
     "hf",
-    "verify",
-    "verify/laws",
-    "verify/report",
-    "verify/run",
-    "verify/subject",
 ]
 TOGETHER = {  # folders whose tests are in the folder above
     f"hf/{name}"
@@ -51,9 +46,7 @@ WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
     "against": "comparisons with transformers, torch, and the documents of the source systems",
     "callers": "what users wrap around a call: tables, and the programs that run them",
     "laws": "what holds of all layers, caches, masks or backends, across modules",
-    "mutants": "attentions with one fault each, which the laws of regard.verify must notice",
     "project": "the repository: documents, package, scripts, structure",
-    "strangers": "attentions as strangers write them, drawn at random, right or with one fault",
     "support": "what tests share, and no tests",
 }
 OTHER = {  # files of tests in mirrored folders that are about no module of their name
@@ -70,7 +63,7 @@ TESTLESS = {  # modules without tests of their own
     "quantizing_kernel.py": "one loop; test_quantizing.py compares its codes",
     "vectors.py": "instructions, one or two in each intrinsic; test_intrinsics.py runs them all",
 }
-PROGRAMS = ("callers", "mutants", "strangers")  # tables that the tests beside them run
+PROGRAMS = ("callers",)  # tables that the tests beside them run
 
 
 def modules(folder):

@@ -24,7 +24,7 @@ from pages import (
 
 SNIPPETS = snippets()
 TRANSLATED = [page for page in pages() if page.startswith("docs/zh/")]
-# Pages whose snippets need files beside them: tests/verify/test_docs_verify.py runs these.
+# Pages whose snippets need files beside them: tests of packages/regard-verify run these.
 ELSEWHERE = ("docs/guides/verify.md", "docs/zh/guides/verify.md", "docs/verify-details.md")
 
 

@@ -40,10 +40,8 @@ KNOWS["auto"] = {"hf"}
 KNOWS["convert"] = {*KNOWS}
 KNOWS["plan"] = {*KNOWS}
 KNOWS["compare"] = KNOWS["bench"] = {*KNOWS}
-KNOWS["verify"] = {".", "regard", "hf"}
 KNOWS["see"] = {*KNOWS}
 KNOWS["compare"] = {*KNOWS["compare"], "page"}
-KNOWS["verify"] = {*KNOWS["verify"], "page"}
 KNOWS["distributed"] = {*KNOWS["hf"], "hf"}
 KNOWS["cli"] = {*KNOWS}
 
@@ -91,7 +89,6 @@ def test_imports_point_one_way():
 INSIDE = {  # folders of a folder, each of which may import from those before it
     "hf": ["families", "running", "placing", "loading", "generating", "evaluating"],
     "convert": ["exact", "lossy", "healing"],
-    "verify": ["subject", "laws", "report", "run"],
 }
 
 

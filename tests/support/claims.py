@@ -25,14 +25,15 @@ from torch.nn.attention import flex_attention
 import regard
 import regard.convert.report
 import regard.hf
+import regard_verify
 from command_lines import FOLDERS, OPTION, commands, faults_of_command, options, verbs
 from pages import ROOT, fences, inline_codes
 from regard.hf.generating.generation_cache import GenerationCache
-from regard.verify import Report
+from regard_verify import Report
 
 PACKAGES = (
     "masks", "cache", "rope", "hf", "convert", "compare", "plan", "see",
-    "distributed", "verify", "bench",
+    "distributed", "bench",
 )  # fmt: skip
 CONTRIBUTORS = ("CONTRIBUTING.md", "docs/design.md", "docs/verify-details.md")  # know the inside
 FOREIGN = {  # names that pages mention, by the library they come from
@@ -62,7 +63,8 @@ INSIDE = tuple(path.name for path in (ROOT / "src/regard").iterdir() if path.is_
 def public() -> dict[str, list[Any]]:
     """What is public in regard, by its name."""
     found: dict[str, list[Any]] = {}
-    for module in (regard, *(importlib.import_module(f"regard.{name}") for name in PACKAGES)):
+    packages = [importlib.import_module(f"regard.{name}") for name in PACKAGES]
+    for module in (regard, regard_verify, *packages):
         for name in module.__all__:
             found.setdefault(name, []).append(getattr(module, name))
     return found

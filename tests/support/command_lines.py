@@ -12,11 +12,11 @@ import typer
 from pages import ROOT
 from regard.compare import chosen
 from regard.hf.generating.text import cache_name
-from regard.verify import LAWS, Conventions
 from regard_cli.app import app
+from regard_verify import LAWS, Conventions
 
-FOLDERS = ("src", "benchmarks", "docs", "scripts", "tests", "drawings", "examples")
-PROGRAMS = ("src", "benchmarks", "scripts", "drawings", "examples", "tests/mutants")
+FOLDERS = ("src", "benchmarks", "docs", "scripts", "tests", "drawings", "examples", "packages")
+PROGRAMS = ("src", "benchmarks", "scripts", "drawings", "examples", "packages/regard-verify")
 FOREIGN_OPTIONS = {
     "--collect-only": "pytest",
     "--deselect": "pytest",
@@ -82,6 +82,8 @@ def faults_of_command(line: str, *, whole: bool) -> list[str]:
     first, *rest = words
     if first == "regard":
         return faults_of_verb(line, rest, whole=whole)
+    if first == "regard-verify":
+        return faults_of_verb(line, ["verify", *rest], whole=whole)
     if first.startswith("./"):
         return faults_of_program(line, first.removeprefix("./"), rest)
     if first == "python" and rest and rest[0] == "-m":

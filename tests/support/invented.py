@@ -7,8 +7,7 @@ from pathlib import Path
 from regard.bench.load import Load
 from regard.bench.short import Bench, Entry, Measured, Shape
 from regard.bench.tuning import Tuning
-from regard.cli import bench, compare, convert, generate, tune, verify
-from regard.cli.layout import tabulate
+from regard.cli import bench, compare, convert, generate, tune
 from regard.compare import Comparison, Proof, Row
 from regard.compare.verdict import verdict
 from regard.convert import measuring
@@ -17,8 +16,6 @@ from regard.convert.targets import Target
 from regard.hf.generating.text import Written
 from regard.rates import DEFAULT
 from regard.turns import Ratio
-from regard.verify import LAWS, Outcome, Report
-from regard.verify.law import Counterexample
 
 REFUSAL = "this attention has no place for qk_norm; a cache of fewer bits keeps the model as it is"
 
@@ -99,41 +96,6 @@ CONVERSION = Conversion(
     ),
     seconds=99.0,
 )  # fmt: skip
-STATUSES = (
-    "passed", "failed", "advice", "not applicable", "follows", "undecided", "defect",
-)  # fmt: skip
-WHY = {
-    "not applicable": "it has no past that was found",
-    "undecided": "it did not come back within 30 s",
-    "defect": "AttributeError: no such thing (laws/caches.py:12)",
-}
-EXAMPLE = Counterexample(
-    "B=1 H=4 L=4 S=4", "[0, 2, 1, 0]", "0.818", "nan",
-    "a weight of 0 was multiplied by what is hidden, and 0 times nan is nan",
-    [[True, False], [True, True]], [[True, True], [True, True]],
-)  # fmt: skip
-JUDGED = Report(
-    "my_attention.py:MultiHeadAttention",
-    kind="module",
-    inferred={"mask": "mask= bool BHLS, true or 1 may look, as in scaled_dot_product_attention"},
-    notes=["torch.float16 is refused: it raised RuntimeError: value cannot be converted to Half"],
-    outcomes=[
-        Outcome(
-            each.name,
-            status,
-            each.statement,
-            each.kind,
-            each.catches,
-            reason=WHY.get(status, ""),
-            example=EXAMPLE if status in ("failed", "advice", "follows") else None,
-            because=list(LAWS)[at - 3] if status == "follows" else "",
-            line="my_attention.py:35: scores = q @ k.mT" if status == "failed" else "",
-        )
-        for at, each in enumerate(LAWS.values())
-        for status in [STATUSES[at % len(STATUSES)]]
-    ],
-    unjudged="Its heads were not found, so the scale was not judged. Declare heads: --like heads=4",
-)  # fmt: skip
 WRITTEN = [
     Written(
         name,
@@ -154,9 +116,6 @@ WRITTEN = [
 
 PRINTED = {
     "compare": partial(compare.show, COMPARISON),
-    "verify": partial(verify.show, JUDGED),
-    "verify --all": partial(verify.show, JUDGED, every_law=True),
-    "verify --list": lambda console: tabulate(console, verify.LISTED, verify.listed_laws()),
     "bench": partial(bench.show, BENCH),
     "convert": partial(convert.show, CONVERSION, Path("a folder/of mine")),
     "tune": partial(tune.show, replace(DEFAULT, call=2e-6, products=320e9), TUNING),

@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
 def pages() -> list[str]:
     """Every page that users read, as paths from the root of the repository."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = [*ROOT.glob("*.md"), *ROOT.glob("packages/*/*.md"), *(ROOT / "docs").rglob("*.md")]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
@@ -119,7 +119,8 @@ def fences(text: str, *languages: str) -> list[str]:
 MEASURED = re.compile(r"\d\s?(?:[x\u00d7\u500d]|ms|µs|s|tokens/s|/s)(?!\w)|\d\.\d")
 ARXIV = re.compile(r"arXiv[ :]\d+\.\d+")
 COMMAND = re.compile(
-    r"python (?:benchmarks|drawings|examples|tests)/\w|\bregard (?:compare|convert|bench|verify) "
+    r"python (?:benchmarks|drawings|examples|packages|tests)/\w"
+    r"|\bregard (?:compare|convert|bench|verify) "
     r"|`regard \w+`|\.json\b|^```python",
     re.MULTILINE,
 )

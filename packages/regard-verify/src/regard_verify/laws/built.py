@@ -1,0 +1,152 @@
+"""Laws of how a subject is built: it runs, it is a module, dropout runs in training only."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
+from regard_verify.laws.cases import ODD, random_mask
+from regard_verify.oracle import pattern
+from regard_verify.subject.guesses import role_of
+from regard_verify.subject.subject import Subject
+
+HALF = 0.5  # the probability with which dropout cannot be overlooked
+_DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d)
+
+
+@law(
+    "It runs on the input that it documents.",
+    "exact",
+    "shapes that do not fit each other, names that are not defined",
+    "heads|layer",
+)
+def runs(subject: Subject, trial: Trial) -> None:
+    for sizes in (Sizes(1, 1, 1, 2, 2, 4, 4), ODD):
+        for call in subject.calls(sizes, trial):
+            call()
+
+
+@law(
+    "Its __init__ calls super().__init__() before it stores anything.",
+    "exact",
+    "a module that cannot be built: nn.Module raises when the first layer is stored",
+    "heads|layer",
+)
+def super_init(subject: Subject, trial: Trial) -> None:
+    if subject.another is None and not subject.forgot_super:
+        raise NotApplicable("it is no class of modules, or was given as an object")
+    if subject.forgot_super:
+        cause = (
+            "its __init__ does not call super().__init__(), so that it cannot be built at all; all "
+            "other laws were checked on one for which it was called"
+        )
+        fail("building it", "", "a module", "an AttributeError of nn.Module", cause)
+
+
+@law(
+    "Dropout runs in training only: in eval mode a module with dropout gives what the same weights "
+    "give without.",
+    "exact",
+    "dropout that is called without the training flag, or scaled in eval mode",
+    "heads|layer",
+)
+def dropout_in_eval(subject: Subject, trial: Trial) -> None:
+    module = subject.module
+    if module is None and isinstance(subject.thing, nn.Module):
+        module = subject.thing  # of q, k and v, without weights
+    if module is None:
+        raise NotApplicable("it is a function: its dropout is an argument of the call")
+    none, half = (with_dropout(subject, module, p) for p in (0.0, HALF))
+    for label, given in _inputs(subject, trial):
+        right, first, second = (_run(subject, twin, given) for twin in (none, half, half))
+        if not torch.equal(torch.nan_to_num(right), torch.nan_to_num(_run(subject, module, given))):
+            raise NotApplicable("another of its class, with the same state dict, differs from it")
+        label = f"{label}, every probability of dropout {HALF:g}, eval mode"
+        cause = "dropout runs in eval mode"
+        require(f"{label}, two calls", second, first, 0.0, cause)
+        allowed = tolerance(torch.nan_to_num(right), 1e-5)
+        cause = "in eval mode the probability of dropout changes the output"
+        require(f"{label}, and without dropout", first, right, allowed, cause)
+
+
+def with_dropout(subject: Subject, module: nn.Module, p: float) -> nn.Module:
+    """A module with the same weights, in which every probability of dropout is `p`."""
+    try:
+        twin = _built_anew(subject, module, p) or copy.deepcopy(module)
+    except Exception as error:
+        raise NotApplicable(f"it cannot be copied: {type(error).__name__}") from error
+    found = [*_set_dropout(twin, p), *(subject.dropouts if subject.another else ())]
+    if not found:
+        raise NotApplicable("it has no dropout")
+    return twin.eval()
+
+
+def _built_anew(subject: Subject, module: nn.Module, p: float) -> nn.Module | None:
+    """Another of the same class with the same weights, if its dropout is an argument."""
+    if subject.another is None or not subject.dropouts:
+        return None
+    try:
+        twin = subject.another(dropout=p)
+        twin.load_state_dict(module.state_dict())
+    except Exception:
+        return None
+    return twin
+
+
+def _set_dropout(module: nn.Module, p: float) -> list[str]:
+    """Set each probability in a module; the names of those that it has."""
+    found = []
+    for name, each in module.named_modules():
+        if isinstance(each, _DROPOUTS):
+            each.p = p
+            found.append(name)
+        for attribute, value in list(vars(each).items()):
+            if _is_probability(attribute, value):
+                setattr(each, attribute, p)
+                found.append(f"{name}.{attribute}")
+    return found
+
+
+def declares_dropout(module: nn.Module) -> bool:
+    """Whether it has a submodule of dropout, or a probability above 0."""
+    return any(
+        isinstance(each, _DROPOUTS)
+        or any(_is_probability(name, value) and value > 0 for name, value in vars(each).items())
+        for each in module.modules()
+    )
+
+
+def _is_probability(name: str, value: object) -> bool:
+    """Whether an attribute is a probability of dropout, by its name and its value."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+    return number and role_of(name) == "dropout" and not {"keep", "path"} & set(name.split("_"))
+
+
+def _inputs(subject: Subject, trial: Trial) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Inputs without a mask, and with one."""
+    if subject.module is None:
+        sizes = subject.fit(ODD)
+        given = dict(zip("qkv", subject.inputs(sizes, trial), strict=True))
+        masked, keep = subject.has.padding, random_mask(subject, sizes, trial)
+    else:
+        sizes = ODD
+        given = {"x": subject.tokens(sizes.B, sizes.L, trial)}
+        masked, keep = subject.has.mask, pattern(sizes.L, sizes.L, causal=True)[None, None]
+    yield str(sizes), given
+    if masked:
+        yield f"{sizes}, a mask", {**given, "keep": keep}
+
+
+def _run(subject: Subject, twin: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    """The output of another module for the same inputs."""
+    ours = {name: x.clone() for name, x in given.items()}
+    with torch.no_grad():
+        if subject.module is not None:
+            return subject.layer_of(twin)(ours.pop("x"), **ours)
+        q, k, v = (ours.pop(name) for name in "qkv")
+        return subject.attend_of(twin)(q, k, v, **ours)
+
+
+LAWS = (runs, super_init, dropout_in_eval)

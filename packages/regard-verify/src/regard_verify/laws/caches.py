@@ -1,0 +1,312 @@
+"""Laws of caches: pieces against the whole sequence, truncation, reordering, copies, and bytes."""
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from regard_verify.law import Broken, NotApplicable, Trial, fail, law, require, tolerance
+from regard_verify.subject.caches import DIM, HEADS, Store, new_store, new_tokens, storage_bytes
+from regard_verify.subject.decoding import at_once, in_steps
+from regard_verify.subject.subject import Subject, SubjectError
+
+LENGTH = 9
+
+
+def _whole(subject: Subject, trial: Trial, batch: int = 2) -> tuple[Tensor, Tensor]:
+    """x, and its output without a cache."""
+    if subject.stepper is None:
+        fail("L=3 in pieces of [2, 1]", "", "an output", "an error", subject.inferred["cache"])
+    if not subject.conventions.causal and not subject.has.mask:
+        raise NotApplicable("it is not causal: with a cache it cannot give what it gives at once")
+    x = subject.tokens(batch, LENGTH, trial)
+    return x, at_once(subject, x)
+
+
+def _cause(got: Tensor, whole: Tensor, cuts: list[int]) -> str:
+    """The likely mistake, by the first token that is wrong."""
+    error = (got - whole).abs().amax(-1).amax(0)
+    wrong = int((error > tolerance(whole, 1e-3)).float().argmax())
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    if wrong not in starts[1:] and cuts[-1] > 1:
+        return f"first wrong at token {wrong}, inside a piece: the mask of a piece after others"
+    return f"first wrong at token {wrong}: positions, mask or cache start again with each piece"
+
+
+def _pieces(subject: Subject, trial: Trial, ways: list[list[int]]) -> None:
+    x, whole = _whole(subject, trial)
+    for cuts in ways:
+        got = in_steps(subject, x, cuts)
+        try:
+            require(f"B=2 L={LENGTH} in pieces of {cuts}", got, whole, tolerance(whole), "")
+        except Broken as broken:
+            raise Broken(replace(broken.example, cause=_cause(got, whole, cuts))) from None
+
+
+@law(
+    "A sequence in pieces gives what it gives at once, however it is cut.",
+    "bounded",
+    "a mask without the cache's offset, a causal rule skipped with a cache, positions that restart",
+    "cache|unusable_cache",
+)
+def chunked_prefill(subject: Subject, trial: Trial) -> None:
+    _pieces(subject, trial, [[LENGTH], [5, 4], [1, 5, 3], [3, 1, 1, 4]])
+
+
+@law(
+    "Token by token gives what the whole sequence gives, at every position.",
+    "bounded",
+    "a cache appended on the wrong axis, positions that do not advance, a window off by one",
+    "cache|unusable_cache",
+)
+def decode_equals_full(subject: Subject, trial: Trial) -> None:
+    _pieces(subject, trial, [[1] * LENGTH, [4] + [1] * (LENGTH - 4)])
+
+
+@law(
+    "Two caches are independent.",
+    "exact",
+    "a cache shared by layers, requests or instances",
+    "cache|cache_object",
+)
+def cache_isolation(subject: Subject, trial: Trial) -> None:
+    if subject.stepper is None:
+        stores = [new_store(subject) for _ in range(2)]
+        given = [new_tokens(trial, 2) for _ in range(2)]
+        stores[0].append(*given[0])
+        k, _ = stores[1].append(*given[1])
+        cause = "a new cache holds tokens that were given to another"
+        return same_tokens(subject, "two caches", k, given[1][0], cause)
+    if subject.stepper.style == "internal":
+        raise NotApplicable("its cache is in the layer: there is one")
+    x, whole = _whole(subject, trial)
+    y = subject.tokens(2, LENGTH, trial)
+    one, other = subject.stepper.new(), subject.stepper.new()
+    pieces = []
+    for a, b in zip(x.split(3, 1), y.split(3, 1), strict=True):
+        first, one = subject.stepper.step(a, one)
+        second, other = subject.stepper.step(b, other)
+        pieces.append(torch.cat([first, second]))
+    expected = torch.cat([whole, at_once(subject, y)])
+    label, cause = f"B=2 L={LENGTH}, two sequences in turns", "one cache leaks into the other"
+    return require(label, torch.cat(pieces, 1), expected, tolerance(whole), cause)
+
+
+def same_tokens(subject: Subject, label: str, got: Tensor, expected: Tensor, cause: str) -> None:
+    """Raise if cached values differ, by more than its rounding for a cache that rounds."""
+    rounds = subject.rounding > 0 and expected.numel() > 0
+    allowed = subject.rounding * float(expected.abs().max()) if rounds else 0.0
+    require(label, got, expected, allowed, cause)
+
+
+@law(
+    "After any operations in any order a cache holds what a plain list would.",
+    "exact",
+    "a truncation that keeps too much, a reorder that leaves out a buffer, a wrong length",
+    "cache_object",
+)
+def cache_state_machine(subject: Subject, trial: Trial) -> None:
+    runs, steps = (5, 10) if trial.quick else (40, 15)
+    for _ in range(runs):
+        _random_operations(subject, trial, steps)
+
+
+def _random_operations(subject: Subject, trial: Trial, steps: int) -> None:
+    store, batch, done = new_store(subject), 2, list[str]()
+    model = new_tokens(trial, 0, batch)
+    verbs = ["append", *(["cut"] * subject.has.cache_truncate)]
+    verbs += ["reorder"] * subject.has.cache_reorder
+    most = subject.conventions.capacity or 10_000
+    for _ in range(steps):
+        verb = verbs[int(trial.integers(0, len(verbs), 1))]
+        new = int(trial.integers(1, 4, 1))
+        length = model[0].shape[2]
+        if verb == "append" and length + new <= most:
+            done.append(f"append {new}")
+            given = new_tokens(trial, new, batch)
+            model = [torch.cat([held, x], 2) for held, x in zip(model, given, strict=True)]
+            _holds(subject, store.append(*given), model, done)
+        elif verb == "cut" and length > 1:
+            keep = int(trial.integers(1, length, 1))
+            if _truncated(subject, store, keep):
+                done.append(f"truncate to {keep}")
+                model = [held[:, :, :keep] for held in model]
+        elif verb == "reorder" and length:
+            rows = trial.integers(0, batch, batch)
+            done.append(f"reorder {rows.tolist()}")
+            store.reorder(rows)
+            model = [held[rows] for held in model]
+        length = model[0].shape[2]
+        if subject.has.cache_length and length and store.length != length:
+            cause = f"after {done[-1]!r} it counts its tokens wrongly"
+            fail("; ".join(done), "its length", length, store.length, cause)
+
+
+def _truncated(subject: Subject, store: Store, keep: int) -> bool:
+    """Whether it was truncated: a windowed cache may refuse if it has dropped what is needed."""
+    try:
+        store.truncate(keep)
+    except SubjectError:
+        if not subject.conventions.window:
+            raise
+        return False
+    return True
+
+
+def _holds(
+    subject: Subject, got: tuple[Tensor, Tensor], model: list[Tensor], done: list[str]
+) -> None:
+    window = subject.conventions.window or 0
+    for name, mine, right in zip(("keys", "values"), got, model, strict=True):
+        if window:  # the newest tokens must be there, older ones may be
+            right = right[:, :, -min(window, right.shape[2]) :]
+            mine = mine[:, :, -right.shape[2] :]
+        cause = f"after {done[-1]!r} the {name} are not those that were stored"
+        same_tokens(subject, "; ".join(done), mine.to(right.dtype), right, cause)
+
+
+@law(
+    "Beyond its capacity a cache refuses before it changes anything; a window holds no more memory "
+    "than it declares.",
+    "resource",
+    "a silent wrap, a length that advances although it raised, memory held by a view",
+    "cache_object",
+)
+def cache_bounds(subject: Subject, trial: Trial) -> None:
+    capacity, window = subject.conventions.capacity, subject.conventions.window
+    if not capacity and not window:
+        raise NotApplicable("it declares no capacity and no window")
+    if capacity:
+        _overflow(subject, trial, capacity)
+    if window:
+        store = new_store(subject)
+        most = 2 * HEADS * DIM * 4 * (2 * window + 16)
+        for new in (8 * window + 40, 1, 1):
+            store.append(*new_tokens(trial, new))
+            if store.storage() > most:
+                fail(f"window={window}, after {new} tokens", "bytes held", f"at most {most}",
+                     store.storage(), "tokens outside the window are still in memory")  # fmt: skip
+
+
+def _overflow(subject: Subject, trial: Trial, capacity: int) -> None:
+    store = new_store(subject)
+    first, last = new_tokens(trial, capacity - 1), new_tokens(trial, 1)
+    store.append(*first)
+    label = f"capacity={capacity}, {capacity - 1} tokens and 2 more"
+    try:
+        store.append(*new_tokens(trial, 2))
+    except SubjectError:
+        if subject.has.cache_length and store.length != capacity - 1:
+            fail(label, "its length", capacity - 1, store.length,
+                 "it raised, but counted the tokens first")  # fmt: skip
+        k, _ = store.append(*last)
+        whole = torch.cat([first[0], last[0]], 2)
+        cause = "it raised, but had written already"
+        return same_tokens(subject, label, k[:, :, : whole.shape[2]], whole, cause)
+    fail(label, "", "an error", "none", "tokens that do not fit are lost or overwrite the first")
+
+
+@law(
+    "A token costs at most the declared bytes.",
+    "resource",
+    "an MLA cache that holds keys and values instead of the latent, heads stored repeatedly",
+    "cache_object|cache",
+)
+def cache_bytes(subject: Subject, trial: Trial) -> None:
+    declared = subject.conventions.cache_bytes
+    if declared is None:
+        raise NotApplicable("it declares no bytes for a token")
+    tokens = 256
+    if subject.kind == "cache":
+        store = new_store(subject)
+        store.append(*new_tokens(trial, tokens))
+        held = store.storage()
+    else:
+        assert subject.stepper is not None
+        state = subject.stepper.new()
+        for x in subject.tokens(1, tokens, trial).split(64, 1):
+            _, state = subject.stepper.step(x, state)
+        held = storage_bytes(state.held)
+    if held > 1.3 * declared * tokens:
+        cause = (
+            "it holds more than it declares: repeated heads, or keys and values where a latent "
+            "would be enough"
+        )
+        fail(f"{tokens} tokens", "bytes for each", f"{declared:g}", f"{held / tokens:.1f}", cause)
+
+
+@law(
+    "A cache that rounds is as exact for late tokens as for early ones, after an outlier, "
+    "and beside any other rows.",
+    "bounded",
+    "a scale fixed by the first tokens, shared by the batch, or applied twice",
+    "cache_object",
+)
+def quant_drift(subject: Subject, trial: Trial) -> None:
+    if subject.conventions.capacity or subject.conventions.window:
+        raise NotApplicable("it holds too few tokens")
+    k = trial.randn(2, HEADS, 40, DIM) * 0.05
+    k[:, :, 20:] *= 200.0  # later tokens are far larger than the first
+    k[1] *= 1e3
+    store = new_store(subject)
+    got = k[:, :, :0]
+    for piece in k.split(5, 2):
+        got, _ = store.append(piece, piece)
+    if torch.equal(got, k):
+        return
+    error = (got - k).abs()
+    size = k.abs().amax(-1, keepdim=True)
+    relative = (error / (size + 1e-12)).amax(-1).amax(1)
+    if float(relative.max()) > 0.2:
+        row, token = (int(i) for i in (relative == relative.max()).nonzero()[0])
+        fail("40 tokens, the last 20 200 times larger, row 1 1000 times", f"row {row}, "
+             f"token {token}", "an error below 20 % of the token", f"{float(relative.max()):.0%}",
+             "the scale is fixed by the first tokens, or shared with larger tokens or rows",
+             )  # fmt: skip
+
+
+@law(
+    "A deep copy of a cache is independent of it.",
+    "exact",
+    "a copy that shares storage, a deepcopy that fails",
+    "cache_object",
+)
+def serialise_cache(subject: Subject, trial: Trial) -> None:
+    store = new_store(subject)
+    first = new_tokens(trial, 3)
+    store.append(*first)
+    try:
+        twin = replace(store, held=copy.deepcopy(store.held))
+    except Exception as error:
+        fail("3 tokens", "deepcopy", "a copy", f"{type(error).__name__}", str(error))
+    one, other, last = (new_tokens(trial, 1) for _ in range(3))
+    store.append(*one)
+    twin.append(*other)
+    got = store.append(*last)[0][:, :, -5:-1]  # a window may hold less
+    expected = torch.cat([first[0], one[0]], 2)[:, :, -got.shape[2] :]
+    label, cause = "3 tokens, a copy and one token each", "its copy writes into it"
+    same_tokens(subject, label, got, expected, cause)
+
+
+@law(
+    "A cache copies its inputs: what the caller does to them later changes nothing.",
+    "exact",
+    "a cache that holds a view of the caller's tensor",
+    "cache_object",
+)
+def cache_no_alias(subject: Subject, trial: Trial) -> None:
+    store = new_store(subject)
+    k, v = new_tokens(trial, 3)
+    before = k.clone()
+    store.append(k, v, copied=False)
+    k.fill_(99.0)
+    got, _ = store.append(*new_tokens(trial, 1))
+    cause = "it holds a view of its input"
+    same_tokens(subject, "3 tokens, then the caller writes", got[:, :, -4:-1], before, cause)
+
+
+LAWS = (
+    chunked_prefill, decode_equals_full, cache_isolation, cache_state_machine, cache_bounds,
+    cache_bytes, quant_drift, serialise_cache, cache_no_alias,
+)  # fmt: skip

@@ -1,0 +1,327 @@
+"""Laws of how a call runs: memory layout, mutation, dropout, repeatability, dtypes, autocast."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from regard_verify.law import (
+    NotApplicable,
+    Sizes,
+    Trial,
+    fail,
+    law,
+    require,
+    where_finite,
+)
+from regard_verify.laws.built import declares_dropout, with_dropout
+from regard_verify.laws.cases import ODD, random_mask
+from regard_verify.oracle import bound
+from regard_verify.subject.subject import Call, Subject, SubjectError, called
+
+
+def _strided(x: Tensor) -> dict[str, Tensor]:
+    """The same values in other memory layouts."""
+    last = x.ndim - 1
+    found = {
+        "transposed": x.transpose(1, last).contiguous().transpose(1, last),
+        "every second of a longer one": torch.stack([x, x], -1).flatten(-2)[..., ::2],
+        "with an offset": torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+        "batch innermost": x.movedim(0, -1).contiguous().movedim(-1, 0),
+    }
+    if x.ndim == 4:
+        found["heads inside"] = x.transpose(1, 2).contiguous().transpose(1, 2)
+    return found
+
+
+@law(
+    "The memory layout of inputs does not matter: strides, offsets, a gradient that is expanded.",
+    "bounded",
+    "strides that are assumed, a view where a copy is needed",
+    "heads|layer",
+)
+def strides(subject: Subject, trial: Trial) -> None:
+    for call in subject.calls(ODD, trial):
+        base = call()
+        for name, x in call.given.items():
+            for layout, other in _strided(x).items():
+                assert torch.equal(other, x)
+                with torch.no_grad():
+                    got = call.target(**{**call.given, name: other})
+                cause = "it reads memory as if it were contiguous"
+                require(f"{ODD}, {name} {layout}", got, base, 1e-5, cause)
+        _expanded_gradient(call)
+
+
+def differentiable(call: Call) -> bool:
+    """Whether its output has a gradient, and inputs that require one are not refused."""
+    try:
+        return call.with_gradients()[0].requires_grad
+    except SubjectError as error:
+        if isinstance(error.__cause__, NotImplementedError):
+            return False
+        raise
+
+
+def _expanded_gradient(call: Call) -> None:
+    if not differentiable(call):
+        return
+    grads = []
+    for expanded in (True, False):
+        out, given = call.with_gradients()
+        # The gradient of a sum is one value, expanded; backward(gradient) would import sympy.
+        called((out if expanded else out * torch.ones_like(out)).sum().backward)
+        grads.append([x.grad for x in given.values()])
+    for name, one, other in zip(call.given, *grads, strict=True):
+        if one is not None and other is not None:
+            cause = "the backward pass reads its gradient as if it were contiguous"
+            require(f"{ODD}, gradient expanded from one value, d{name}", one, other, 1e-5, cause)
+
+
+@law(
+    "No input is changed: queries, keys, values, x, mask.",
+    "exact",
+    "in-place scaling, in-place edits of the mask",
+    "heads|layer",
+)
+def no_mutation(subject: Subject, trial: Trial) -> None:
+    for call in subject.calls(ODD, trial):
+        ours = {n: x.clone() for n, x in call.given.items()}
+        with torch.no_grad():
+            call.target(**ours)
+        for name, x in call.given.items():
+            cause = f"it writes into {name}"
+            require(f"{ODD}, {name} after the call", ours[name], x, 0.0, cause)
+    if subject.attend is not None and subject.has.padding:
+        sizes = subject.fit(ODD)
+        q, k, v = subject.inputs(sizes, trial)
+        mask = subject.form.encode(random_mask(subject, sizes, trial), (sizes.B, sizes.H), q.dtype)
+        before = mask.clone()
+        subject.run(q, k, v, raw=mask)
+        if not torch.equal(mask, before):
+            cause = "it writes into the mask"
+            fail(f"{sizes}, the mask after the call", "", "unchanged", "changed", cause)
+
+
+@law(
+    "The output shares no memory with the inputs or with a later output.",
+    "exact",
+    "an output that is a view of a value or a buffer",
+    "heads|layer",
+)
+def no_alias(subject: Subject, trial: Trial) -> None:
+    for sizes in (ODD, Sizes(1, 1, 1, 1, 1, 4, 4)):
+        for call in subject.calls(sizes, trial):
+            with torch.no_grad():
+                first = call.target(**call.given)
+                copied = first.clone()
+                call.target(**{n: -x for n, x in call.given.items()})
+            cause = "a second call wrote into the first output"
+            held, before = torch.nan_to_num(first), torch.nan_to_num(copied)  # other laws judge NaN
+            require(f"{sizes}, after a second call", held, before, 0.0, cause)
+            for name, x in call.given.items():
+                if first.numel() and first.untyped_storage().data_ptr() == x.data_ptr():
+                    cause = f"the output is a view of {name}"
+                    fail(sizes, "", "its own memory", f"memory of {name}", cause)
+
+
+@law(
+    "In eval mode, or without dropout, two calls give the same bits.",
+    "exact",
+    "dropout that runs in eval mode",
+    "heads|layer",
+)
+def eval_determinism(subject: Subject, trial: Trial) -> None:
+    for call in subject.calls(ODD, trial):
+        base = call()
+        torch.rand(3)  # changes the global random state
+        got = call()
+        if not torch.equal(torch.nan_to_num(base), torch.nan_to_num(got)):
+            cause = (
+                "two calls in eval mode differ: dropout runs, something is stored from call to "
+                "call, or memory is read before it is written"
+            )
+            require(ODD, got, base, 0.0, cause)
+
+
+@law(
+    "Dropout drops the declared share of weights, scales the others by 1 / (1 - p), and runs again "
+    "after eval.",
+    "statistical",
+    "a wrong share or scaling, dropout on scores, dropout that never runs again after eval",
+    "dropout|module",
+)
+def dropout_stats(subject: Subject, trial: Trial) -> None:
+    if subject.module is not None:
+        return _dropout_after_eval(subject, subject.module, trial)
+    p, keys = 0.25, 64
+    sizes = subject.fit(Sizes(2, 2, 2, keys, keys, 4, keys))
+    if keys > sizes.V:
+        raise NotApplicable("its values cannot be wide enough to read single weights")
+    q, k, v = subject.inputs(sizes, trial)
+    v = torch.eye(keys).expand(sizes.B, sizes.G, keys, keys)
+    weights = subject.run(q, k, v)
+    torch.manual_seed(trial.seed)
+    out = subject.run(q, k, v, dropout=p)
+    visible, label = weights > 0, f"{sizes}, p={p}"
+    dropped = (out == 0) & visible
+    count = int(visible.sum())
+    share = float(dropped.sum()) / count
+    spread = math.sqrt(p * (1 - p) / count)
+    if not abs(share - p) < 5 * spread:
+        fail(label, "share of dropped weights", f"{p} +- {5 * spread:.3f}", f"{share:.3f}",
+             "another share of the weights is dropped")  # fmt: skip
+    many = visible.sum(-1) >= keys // 2  # of few visible keys, none or all may be dropped by chance
+    by_query = (dropped.sum(-1) / visible.sum(-1).clamp(min=1))[many]
+    if bool(((by_query == 0) | (by_query == 1)).any()):
+        fail(label, "the weights of a query", "dropped one by one", "dropped together",
+             "whole rows are dropped")  # fmt: skip
+    cause = "weights that are not dropped are not scaled by 1 / (1 - p)"
+    require(label, out, torch.where(dropped, 0.0, weights / (1 - p)), 1e-5, cause)
+    return None
+
+
+def _dropout_after_eval(subject: Subject, module: nn.Module, trial: Trial) -> None:
+    """On a copy with dropout: it runs in train mode, and does so again after eval mode."""
+    twin = with_dropout(subject, module, 0.5)
+    call, x = subject.layer_of(twin), subject.tokens(2, 6, trial)
+    try:
+        differs = _differs(call, x, twin)
+    except SubjectError as error:
+        if isinstance(error.__cause__, (ValueError, NotImplementedError)):
+            raise NotApplicable(f"it refuses dropout: {error}") from error
+        raise
+    if not differs:
+        if not declares_dropout(module):
+            raise NotApplicable("no dropout runs in a call in train mode")
+        cause = "dropout does not run, or ended with the first eval"
+        fail("train mode", "two calls", "different", "the same", cause)
+    with torch.no_grad():
+        twin.eval()
+        call(x.clone())
+    if not _differs(call, x, twin):
+        cause = "dropout was set to 0 in eval mode, and stays so"
+        fail("train mode, after eval", "two calls", "different", "the same", cause)
+
+
+def _differs(call: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> bool:
+    """Whether two calls in train mode differ."""
+    module.train()
+    with torch.no_grad():
+        return not torch.equal(call(x.clone()), call(x.clone()))
+
+
+@law(
+    "The same call gives the same bits every time, in the backward pass too.",
+    "exact",
+    "races, memory read before it is written",
+    "heads|layer",
+)
+def repeatability(subject: Subject, trial: Trial) -> None:
+    for call in subject.calls(Sizes(2, 4, 4, 33, 33, 8, 8), trial):
+        base: list[Tensor] = []
+        required = differentiable(call)
+        for number in range(5 if trial.quick else 50):
+            out, given = call.with_gradients(required)
+            found = [out.detach().clone()]
+            if out.requires_grad:
+                called(out.sum().backward)
+                found += [x.grad for x in given.values() if x.grad is not None]
+            base = base or found
+            for one, other in zip(base, found, strict=True):
+                one, other = torch.nan_to_num(one), torch.nan_to_num(other)
+                require(f"call {number}", other, one, 0.0, "the same call gave other values")
+
+
+@law(
+    "In float32, bfloat16 and float16 the error is what rounding explains: 4 u vmax (1 + S).",
+    "bounded",
+    "scores or weights in half precision, accumulation in half precision",
+    "heads|layer",
+)
+def dtype_bound(subject: Subject, trial: Trial) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if subject.attend is not None and subject.module is None:
+            for peak in (0.3, 2.0, 6.0):
+                _heads_in(subject, trial, dtype, peak)
+        if subject.layer is not None and subject.module is not None:
+            _layer_in(subject, subject.module, trial, dtype)
+
+
+def _unless_refused(subject: Subject, call: Call, dtype: torch.dtype) -> Tensor | None:
+    """The output; None, and a note, if the subject raises."""
+    try:
+        return call()
+    except SubjectError as error:
+        subject.notes.append(f"{dtype} is refused: {error}.")
+        return None
+
+
+def _heads_in(subject: Subject, trial: Trial, dtype: torch.dtype, peak: float) -> None:
+    if subject.has.unknown_positions:
+        return
+    sizes = subject.fit(Sizes(1, 4, 2, 33, 65, 16, 16))
+    q, k, v = subject.inputs(sizes, trial, dtype=dtype, peak=peak)
+    assert subject.attend is not None
+    out = _unless_refused(subject, Call("", subject.attend, {"q": q, "k": k, "v": v}), dtype)
+    if out is None:
+        return
+    right = subject.expected(q, k, v)
+    attends = subject.visible(sizes.L, sizes.S).any(-1)[:, None]
+    if out.dtype != dtype:
+        subject.notes.append(f"From {dtype} it returns {out.dtype}.")
+    cause = "more is lost than rounding inputs and output explains"
+    expected = torch.where(attends, right.out, out)
+    require(f"{sizes}, {dtype}", out.double(), expected, bound(right, v, dtype), cause)
+
+
+def _layer_in(subject: Subject, module: nn.Module, trial: Trial, dtype: torch.dtype) -> None:
+    x = subject.tokens(2, 9, trial)
+    expected = subject.run_layer(x).double()
+    call = Call("", subject.layer_of(copy.deepcopy(module).to(dtype)), {"x": x.to(dtype)})
+    out = _unless_refused(subject, call, dtype)
+    if out is None:
+        return
+    size = float(torch.nan_to_num(expected).abs().max()) + 1e-3
+    allowed = 64 * torch.finfo(dtype).eps * size
+    cause = "the layer in this dtype is far from the layer in float32"
+    expected = where_finite(expected, out.double())
+    require(f"B=2 L=9, {dtype}", out.double(), expected, allowed, cause)
+
+
+@law(
+    "Under autocast to bfloat16 the output is the same, up to bfloat16's rounding.",
+    "bounded",
+    "positions and tables that collapse under autocast",
+    "heads|layer",
+)
+def autocast_invariance(subject: Subject, trial: Trial) -> None:
+    for call in subject.calls(Sizes(1, 2, 2, 9, 9, 8, 8), trial):
+        base = call().double()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = call().double()
+        size = float(torch.nan_to_num(base).abs().max())
+        cause = "something that must not be rounded to bfloat16 is"
+        require("L=9, autocast", got, where_finite(base, got), 0.08 * (size + 1e-3), cause)
+
+
+@law(
+    "The output is the same whether the weights are returned or not.",
+    "bounded",
+    "a fast path that ignores an argument, weights returned after dropout",
+    "weights",
+)
+def needs_weights_agree(subject: Subject, trial: Trial) -> None:
+    call = subject.calls(ODD, trial)[-1 if subject.module else 0]
+    with torch.no_grad():
+        with_weights, without = (call.target(**call.given, weights=x) for x in (True, False))
+    cause = "returning the weights changes the output"
+    require(f"{ODD}, weights", with_weights, without, 1e-5, cause)
+
+
+LAWS = (
+    strides, no_mutation, no_alias, eval_determinism, dropout_stats, repeatability, dtype_bound,
+    autocast_invariance, needs_weights_agree,
+)  # fmt: skip

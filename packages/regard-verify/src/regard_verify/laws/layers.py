@@ -1,0 +1,186 @@
+"""Laws of layers: absorbed MLA, cross-attention, state dicts, references, memory, train mode."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard_verify.law import NotApplicable, Trial, fail, law, require, tolerance, worst
+from regard_verify.laws.cases import ODD
+from regard_verify.subject.caches import storage_bytes
+from regard_verify.subject.mask_forms import parameters_of
+from regard_verify.subject.subject import Subject, SubjectError, called
+
+SWITCHES: dict[str, tuple[Any, Any]] = {  # by name: the values for expanded and for absorbed
+    "form": ("expanded", "absorbed"),
+    "absorb": (False, True),
+    "absorbed": (False, True),
+    "use_absorb": (False, True),
+    "attn_impl": ("naive", "absorb"),
+}
+
+
+@law(
+    "Absorbed and expanded MLA give the same, at all positions.",
+    "bounded",
+    "the scale of the wrong width, a norm that is missed, a wrong split or transposition",
+    "layer",
+)
+def mla_absorbed(subject: Subject, trial: Trial) -> None:
+    module = subject.module
+    inner = getattr(module, "inner", module)
+    names = parameters_of(module.forward) if module is not None else {}
+    found = [n for n in SWITCHES if n in names or _has_switch(inner, n)]
+    if not found:
+        raise NotApplicable("it has no absorbed form")
+    name = found[0]
+    x = subject.tokens(2, 7, trial)
+    outs = []
+    for value in SWITCHES[name]:
+        if name in names:
+            outs.append(subject.run_layer(x, **{name: value}))
+            continue
+        before = getattr(inner, name)
+        setattr(inner, name, value)
+        try:
+            outs.append(subject.run_layer(x))
+        finally:
+            setattr(inner, name, before)
+    allowed = tolerance(outs[0])
+    cause = "the absorbed form computes something else"
+    if float((outs[1] - outs[0]).abs()[:, 0].max()) <= allowed:
+        cause += "; position 0 agrees, so the scale, the rotation or the mask is wrong"
+    require(f"B=2 L=7, {name}={SWITCHES[name][1]!r}", outs[1], outs[0], allowed, cause)
+
+
+def _has_switch(inner: Any, name: str) -> bool:
+    return getattr(inner, name, None) in (*SWITCHES[name], "auto") and hasattr(inner, name)
+
+
+@law(
+    "Cross-attention depends on the other sequence, but not on the order of its tokens.",
+    "exact",
+    "a stale memory, keys made from the wrong sequence",
+    "context",
+)
+def cross_attention(subject: Subject, trial: Trial) -> None:
+    x, context = subject.tokens(2, 3, trial), subject.tokens(2, 5, trial)
+    try:
+        base = subject.run_layer(x, context=context)
+        again = subject.run_layer(x, context=context.flip(0) + 1)
+        fresh = subject.run_layer(x, context=context)
+    except SubjectError as error:
+        raise NotApplicable(f"it could not be given another sequence: {error}") from error
+    if torch.equal(base, again):
+        cause = "the other sequence is not read, or an older one is still stored"
+        fail("L=3 S=5", "", "another output", "the same", cause)
+    cause = "the context of an earlier call changes the output"
+    require("L=3 S=5, the first context again", fresh, base, 0.0, cause)
+    if subject.conventions.causal or subject.conventions.window:
+        return  # its own pattern depends on the order of these keys
+    got = subject.run_layer(x, context=context[:, torch.tensor([4, 2, 0, 1, 3])])
+    cause = "the order of the context matters"
+    require("L=3 S=5, context in another order", got, base, tolerance(base), cause)
+
+
+@law(
+    "Its state dict, loaded into a copy with other weights, makes the same layer.",
+    "exact",
+    "parameters outside the state dict, names that collide, a layer that depends on more",
+    "module",
+)
+def state_dict(subject: Subject, trial: Trial) -> None:
+    module = subject.module
+    assert module is not None
+    try:
+        twin = copy.deepcopy(module)
+    except Exception as error:
+        raise NotApplicable(f"it cannot be copied: {type(error).__name__}") from error
+    if not list(twin.parameters()):
+        if any(isinstance(x, nn.Module) for x in vars(module).values()):
+            fail("state_dict()", "", "its weights", "none", "modules are stored outside nn.Module")
+        raise NotApplicable("it has no parameters")
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.normal_()
+    missing = called(twin.load_state_dict, state, strict=False)
+    if missing.missing_keys or missing.unexpected_keys:
+        fail(
+            "load_state_dict",
+            "",
+            "no names left over",
+            missing,
+            "its names do not match themselves",
+        )
+    x = subject.tokens(2, 4, trial)
+    with torch.no_grad():
+        got, right = subject.layer_of(twin)(x).nan_to_num(), subject.run_layer(x).nan_to_num()
+    cause = "it depends on weights that its state dict does not hold"
+    require("B=2 L=4, after loading", got, right, 0.0, cause)
+
+
+@law(
+    "The output is that of the declared reference.",
+    "bounded",
+    "a conversion that is wrong but consistent: layout, bias, norms",
+    "reference",
+)
+def reference_parity(subject: Subject, trial: Trial) -> None:
+    assert subject.reference is not None
+    on_tokens = subject.layer is not None
+    sizes = subject.fit(ODD)
+    given = (subject.tokens(2, 6, trial),) if on_tokens else subject.inputs(sizes, trial)
+    with torch.no_grad():
+        expected = called(subject.reference, *given)
+    expected = expected[0] if on_tokens and isinstance(expected, tuple) else expected
+    got = subject.run_layer(*given) if on_tokens else subject.run(*given)
+    require("B=2", got, expected, tolerance(expected), "the output is not that of its reference")
+
+
+@law(
+    "The cache grows by one token a step, and no faster.",
+    "resource",
+    "a cache that is concatenated twice, or holds every intermediate",
+    "cache",
+    quick=False,
+)
+def memory_law(subject: Subject, trial: Trial) -> None:
+    assert subject.stepper is not None
+    if subject.stepper.style == "internal":
+        raise NotApplicable("its cache is in the layer")
+    state, held = subject.stepper.new(), []
+    for x in subject.tokens(1, 64, trial).split(1, 1):
+        _, state = subject.stepper.step(x, state)
+        held.append(storage_bytes(state.held))
+    if held[-1] > 3.2 * held[15] * (64 / 16) / 2:
+        fail("64 steps", "bytes after 64 tokens", f"about {4 * held[15]}", held[-1],
+             "the cache grows faster than the tokens")  # fmt: skip
+
+
+@law(
+    "Without dropout, train mode gives what eval mode gives.",
+    "bounded",
+    "a fast path in eval mode that computes something else",
+    "module",
+)
+def train_eval_agree(subject: Subject, trial: Trial) -> None:
+    module = subject.module
+    assert module is not None
+    if subject.has.dropout:
+        raise NotApplicable("it has dropout in train mode")
+    call = subject.calls(ODD, trial)[-1]
+    with torch.no_grad():
+        base = call.target(**call.given)
+        module.train()
+        try:
+            got = call.target(**call.given)
+        finally:
+            module.eval()
+    if worst(got, base)[1] > 0:
+        cause = "train and eval mode compute different things"
+        require(f"{ODD}, in train mode", got, base, 1e-5, cause)
+
+
+LAWS = (mla_absorbed, cross_attention, state_dict, reference_parity, memory_law, train_eval_agree)

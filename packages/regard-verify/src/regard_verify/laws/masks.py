@@ -1,0 +1,255 @@
+"""Laws of masks: what they hide, in which dtype and shape, and together with the causal rule."""
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from regard_verify.law import (
+    Broken,
+    NotApplicable,
+    Sizes,
+    Trial,
+    fail,
+    law,
+    require,
+)
+from regard_verify.laws.cases import FOUR, needs_heads, random_mask
+from regard_verify.laws.visibility import (
+    first_attends,
+    layer_visibility,
+    same_visibility,
+    visible_under,
+)
+from regard_verify.oracle import bound
+from regard_verify.subject.other_masks import argument_forms, with_causal, with_form
+from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.visibility import read_dependence
+
+
+@law(
+    "Hiding one key hides that key, and only that.",
+    "exact",
+    "a mask read the wrong way round, added to the scores as a number, or ignored",
+    "mask|padding|unusable_mask",
+)
+def mask_polarity(subject: Subject, trial: Trial) -> None:
+    if not subject.has.padding:
+        cause = subject.inferred.get("mask", "")
+        fail("B=1 L=4 S=4", "key 1", "hidden", "visible, or others are hidden with it", cause)
+    sizes = subject.fit(FOUR)
+    x = subject.tokens(2, 4, trial) if subject.attend is None else None
+    for key in range(1, sizes.S):
+        keep, label = sizes.mask(key), f", key {key} hidden"
+        if x is not None:
+            layer_visibility(subject, label, 4, x, keep=keep)
+        else:
+            expected = subject.visible(sizes.L, sizes.S) & keep
+            attended = subject.attended(sizes, trial, keep=keep)
+            same_visibility(f"{sizes}{label}", expected, attended, keep)
+
+
+@law(
+    "A boolean mask, and a mask of 0 and -inf or of 0 and the least finite value, have one effect.",
+    "bounded",
+    "conversions: a fill too small, a sum of two fills that overflows",
+    "mask",
+)
+def mask_float_bool_agree(subject: Subject, trial: Trial) -> None:
+    needs_heads(subject)
+    if subject.form.polarity != "additive" and not _also_additive(subject, trial):
+        raise NotApplicable("it takes one type of mask")
+    sizes = subject.fit(Sizes(1, 2, 2, 5, 5, 4, 4))
+    form = subject.form._replace(polarity="additive", dtype="float")
+    for _ in range(4):
+        keep = random_mask(subject, sizes, trial)
+        q, k, v = subject.inputs(sizes, trial)
+        k = k * 1024.0  # with large scores too small a fill does not hide
+        right = subject.expected(q, k, v, keep=keep)
+        allowed = bound(right, v, torch.float32)
+        for low in (float("-inf"), torch.finfo(torch.float32).min, -1e9):
+            mask = form.encode(keep, (sizes.B, sizes.H), torch.float32)
+            mask = mask.masked_fill(mask < 0, low)
+            got = subject.run(q, k, v, raw=mask).double()
+            cause = f"a mask of 0 and {low:g} does not hide what a boolean mask hides"
+            require(f"{sizes}, fill {low:g}", got, right.out, allowed, cause)
+
+
+def _also_additive(subject: Subject, trial: Trial) -> bool:
+    """Whether a function of boolean masks takes additive ones too: -inf hides key 1."""
+    if subject.form.dtype == "int":
+        return False
+    sizes = subject.fit(FOUR)
+    keep = sizes.mask(1)
+    form = subject.form._replace(polarity="additive", dtype="float")
+    mask = form.encode(keep, (sizes.B, sizes.H), torch.float32)
+    try:
+        attended = subject.attended(sizes, trial, raw=mask)
+    except SubjectError:
+        return False
+    return bool((attended == (subject.visible(4, 4) & keep)).all())
+
+
+@law(
+    "A mask of another dtype is obeyed or refused, never misread.",
+    "exact",
+    "0 and 1 added to scores, a float32 mask reinterpreted beside half queries",
+    "mask|padding",
+    advised=True,
+)
+def mask_dtype(subject: Subject, trial: Trial) -> None:
+    needs_heads(subject)
+    sizes = subject.fit(FOUR)
+    keep = sizes.mask(1)
+    mask = subject.form.encode(keep, (sizes.B, sizes.H), torch.float32)
+    expected = subject.visible(sizes.L, sizes.S) & keep
+    dtypes = [torch.float64, torch.float32, torch.float16]
+    if subject.form.polarity != "additive":
+        dtypes = [torch.bool, torch.uint8, torch.int64]
+    for dtype in dtypes:
+        try:
+            attended = subject.attended(sizes, trial, raw=mask.to(dtype))
+        except SubjectError:
+            continue
+        try:
+            same_visibility(f"{sizes}, a mask of {dtype}", expected, attended)
+        except Broken as broken:
+            cause = f"a mask of {dtype} is neither obeyed nor refused. {broken.example.cause}"
+            raise Broken(replace(broken.example, cause=cause)) from broken
+
+
+@law(
+    "A mask means the same however it is broadcast, and each row of the batch has its own.",
+    "exact",
+    "a mask on the wrong axis, tiled where it should be interleaved, a neighbour's mask",
+    "mask|padding",
+)
+def mask_broadcast(subject: Subject, trial: Trial) -> None:
+    if subject.attend is None:
+        return _layer_rows(subject, trial)
+    for sizes in (Sizes(2, 2, 2, 3, 3, 4, 4), Sizes(4, 4, 4, 4, 4, 4, 4), Sizes(3, 2, 2, 5, 4, 4)):
+        sizes = subject.fit(sizes)
+        keep = random_mask(subject, sizes, trial)
+        visible_under(subject, sizes, trial, ", a mask for each row", keep=keep)
+        call = getattr(subject.attend, "call", subject.layer)
+        known = getattr(call, "heads", sizes.H) == sizes.H
+        if subject.form.shape == "BHLS" and known:
+            keep = keep | (trial.rand(sizes.B, sizes.H, sizes.L, sizes.S) < 0.6)
+            visible_under(subject, sizes, trial, ", a mask for each head", keep=keep)
+    return None
+
+
+def _layer_rows(subject: Subject, trial: Trial) -> None:
+    """Each row of a batch, with its own mask, gives what it gives alone."""
+    batch, length = 4, 4
+    x = subject.tokens(batch, length, trial)
+    keep = trial.rand(batch, 1, 1, length) < 0.6
+    keep[..., 0] = True
+    keep = keep.expand(-1, -1, length, -1)
+    whole = subject.run_layer(x, keep=keep).double()
+    for row in range(batch):
+        one = slice(row, row + 1)
+        alone = subject.run_layer(x[one], keep=keep[one]).double()
+        alone = torch.where(alone.isnan(), whole[one], alone)
+        cause = f"row {row} of the batch is not masked by its own mask"
+        require(f"B={batch} L={length}", whole[one], alone, 1e-4, cause)
+
+
+@law(
+    "A mask and the causal rule together hide what either hides, or are refused.",
+    "exact",
+    "a mask switches the causal rule off, or the causal rule the mask",
+    "heads|layer",
+)
+def mask_and_causal(subject: Subject, trial: Trial) -> None:
+    if not subject.has.padding:
+        raise NotApplicable("it takes no mask")
+    if not subject.conventions.causal and not subject.has.causal:
+        raise NotApplicable("it has no causal rule of its own")
+    options = {} if subject.conventions.causal else {"causal": True}
+    sizes = subject.fit(Sizes(2, 2, 2, 5, 5, 4, 5))
+    keep = random_mask(subject, sizes, trial)
+    keep[..., 0] = True
+    try:
+        if subject.attend is None:
+            label = ", a mask and causal"
+            layer_visibility(subject, label, 5, subject.tokens(2, 5, trial), keep=keep, **options)
+            return
+        attended = subject.attended(sizes, trial, keep=keep, **options)
+    except SubjectError:
+        return  # refused
+    expected = subject.visible(sizes.L, sizes.S, causal=True) & keep
+    same_visibility(f"{sizes}, a mask and causal", expected, attended, keep)
+
+
+@law(
+    "A switch for the causal rule, in its constructor or in a call, hides later keys, with a mask "
+    "as well.",
+    "exact",
+    "a switch that is accepted and ignored, or that a mask turns off",
+    "module",
+)
+def causal_option(subject: Subject, trial: Trial) -> None:
+    if subject.conventions.causal:
+        raise NotApplicable("it is causal without a switch")
+    switched = list(with_causal(subject))
+    if not switched:
+        raise NotApplicable("it has no switch for the causal rule that could be turned on")
+    length = 5
+    x, keep = subject.tokens(2, length, trial), trial.rand(1, 1, length, length) < 0.6
+    for label, other in switched:
+        layer_visibility(other, f", {label}", length, x)
+        first_attends(other, label, x)
+        if other.has.mask:
+            with suppress(SubjectError):  # a mask may be refused
+                layer_visibility(other, f", {label}, a mask", length, x, keep=keep)
+
+
+@law(
+    "Every argument that is documented as a mask hides keys, and two together hide what either "
+    "hides.",
+    "exact",
+    "a mask that is accepted and ignored, a second mask that replaces the first",
+    "mask|padding|unusable_mask",
+)
+def every_mask_argument(subject: Subject, trial: Trial) -> None:
+    found = argument_forms(subject)
+    if len(found) < 2:
+        raise NotApplicable("it has one mask argument, which other laws check")
+    for name, form in found.items():
+        if form is None:
+            cause = f"no form of {name} hides a key and nothing else: documented masks are accepted"
+            fail("B=2 L=4", f"a mask given as {name}", "key 1 hidden", "otherwise", cause)
+    usable = [form for form in found.values() if form is not None]
+    first, sizes = usable[0], subject.fit(Sizes(2, 2, 2, 4, 4, 4, 4))
+    one, other = sizes.mask(1), sizes.mask(2)
+    for second in usable[1:]:
+        both = with_form(subject, first, {second: other})
+        label = f", key 1 hidden by {first.argument}, key 2 by {second.argument}"
+        try:
+            if subject.attend is None or subject.module is not None:
+                x = subject.tokens(2, 4, trial)
+                _both_hide(both, label, x, one, other)
+                continue
+            attended = both.attended(sizes, trial, keep=one)
+        except SubjectError:
+            continue  # both together are refused
+        expected = subject.visible(sizes.L, sizes.S) & one & other
+        same_visibility(f"{sizes}{label}", expected, attended, one & other)
+
+
+def _both_hide(subject: Subject, label: str, x: Tensor, one: Tensor, other: Tensor) -> None:
+    """Raise unless the outputs of the layer depend on what both masks leave visible."""
+    eye = torch.eye(4, dtype=torch.bool)
+    both = (one & other)[:1]
+    expected = subject.visible(4, 4) & both | eye
+    depends = read_dependence(partial(subject.run_layer, keep=one), x)
+    same_visibility(f"L=4{label}", expected, depends[None, None], both | eye)
+
+
+LAWS = (
+    mask_polarity, mask_float_bool_agree, mask_dtype, mask_broadcast, mask_and_causal,
+    causal_option, every_mask_argument,
+)  # fmt: skip

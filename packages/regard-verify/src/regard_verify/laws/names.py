@@ -1,0 +1,88 @@
+"""The law of names: the heads and projections of a module are what it calls them."""
+
+import re
+
+from regard_verify.law import NotApplicable, Trial, fail, law
+from regard_verify.subject.modules import size_of
+from regard_verify.subject.projected_heads import ProjectedHeads
+from regard_verify.subject.subject import Subject
+
+WORDS = {"q": "queries", "k": "keys", "v": "values"}
+FILLERS = re.compile(
+    r"weights?|w|to|fc|c|lin|linear|proj|projection|layer|matrix|net|dense|up|expand|b|all|in|\d+"
+)
+LETTER = {
+    **dict.fromkeys(("q", "query", "queries", "qs", "wq"), "q"),
+    **dict.fromkeys(("k", "key", "keys", "ks", "wk"), "k"),
+    **dict.fromkeys(("v", "value", "values", "vs", "wv"), "v"),
+}
+
+
+CUTS = {"blocked": ("part", "head", "channel"), "by head": ("head", "part", "channel")}
+
+
+@law(
+    "It has as many heads as it names, its projections make what they are named after, and they "
+    "are cut as declared.",
+    "exact",
+    "one head of the whole width, the projection of keys used for queries",
+    "module",
+)
+def named_heads(subject: Subject, trial: Trial) -> None:
+    attend, module = subject.attend, subject.module
+    if not isinstance(attend, ProjectedHeads) or module is None:
+        raise NotApplicable("its heads were not reached")
+    named, heads = size_of(module, "heads"), subject.fixed["H"]
+    if named is not None and named != heads:
+        fail("its projections", "number of heads", named, heads,
+             f"it names {named} heads, and its query channels change the output as those of "
+             f"{heads} would")  # fmt: skip
+    _cut_as_declared(subject, attend)
+    if copied := attend.copied_queries():
+        fail(copied, "heads", "each its own queries", "copies of one",
+             f"the projection {copied!r} makes the queries of several heads")  # fmt: skip
+    found = attend.named_roles()
+    letters = {name: _letter(name) for name in found}
+    if set(found.values()) != set(WORDS) or sorted(x or "" for x in letters.values()) != [
+        "k",
+        "q",
+        "v",
+    ]:
+        return
+    for name, letter in letters.items():
+        assert letter is not None
+        if letter != found[name]:
+            fail(name, "what it makes", WORDS[letter], WORDS[found[name]],
+                 f"the projection {name!r} makes {WORDS[found[name]]}")  # fmt: skip
+
+
+def _cut_as_declared(subject: Subject, attend: ProjectedHeads) -> None:
+    """Raise if `fused` is declared, and projections or merged heads have another order of axes."""
+    declared = subject.conventions.fused
+    if declared is None:
+        return
+    cut = attend.roles.cut
+    right = ", ".join(axis for axis in CUTS[declared] if axis in cut.split(", "))
+    first = attend.roles.outputs[0]
+    merged = "head, channel" if first == list(range(len(first))) else "channel, head"
+    if cut != right:
+        fail("its projections", "order of axes", right, cut,
+             f"{declared!r} is declared, and the projections are cut in another order")  # fmt: skip
+    if merged != "head, channel":
+        fail("its merged heads", "order of axes", "head, channel", merged,
+             "the heads are merged channel by channel, and split head by head")  # fmt: skip
+
+
+def _letter(name: str) -> str | None:
+    """The one of "qkv" that the name of a parameter says; None if it says none.
+
+    Examples:
+        >>> _letter("attn.W_query.weight"), _letter("k_proj"), _letter("qkv.weight")
+        ('q', 'k', None)
+    """
+    last = name.removesuffix(".weight").rpartition(".")[2].lower()
+    words = [word for word in last.split("_") if word and not FILLERS.fullmatch(word)]
+    return LETTER.get(words[0]) if len(words) == 1 else None
+
+
+LAWS = (named_heads,)

@@ -1,0 +1,281 @@
+"""Laws of the values: the output is softmax attention, however it is computed."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard_verify.law import (
+    NotApplicable,
+    Sizes,
+    Trial,
+    fail,
+    law,
+    require,
+    tolerance,
+    where_finite,
+    worst,
+)
+from regard_verify.laws.cases import (
+    attending,
+    modes,
+    needs_the_definition,
+    on_sizes,
+    sizes_for,
+)
+from regard_verify.mistakes import heads_of, mistakes
+from regard_verify.oracle import bound, variants
+from regard_verify.subject.probe_functions import read_scale
+from regard_verify.subject.subject import Subject
+
+ROUNDED = 4e-3  # half of the spacing of bfloat16 below 1: what rounding changes in a sum of weights
+
+
+@law(
+    "The output is softmax(scale q k + mask) v in every shape, up to rounding in float32.",
+    "bounded",
+    "everything gross: scale, softmax axis, head order, softcap that is ignored, lost keys",
+    "heads",
+)
+def oracle_forward(subject: Subject, trial: Trial) -> None:
+    needs_the_definition(subject)
+
+    def attempt(sizes: Sizes) -> None:
+        for peak in (0.3, 4.0):
+            for label, options in modes(subject, sizes, trial):
+                q, k, v = subject.inputs(sizes, trial, peak=peak)
+                out = subject.run(q, k, v, **options).double()
+                right = subject.expected(q, k, v, **options)
+                expected = torch.where(attending(subject, sizes, **options), right.out, out)
+                allowed = bound(right, v, torch.float32)
+                if not out.isfinite().all() or worst(out, expected)[1] > allowed:
+                    causes = _causes(subject, q, k, v, options)
+                    require(label, out, expected, allowed, causes)
+
+    on_sizes(subject, trial, attempt)
+
+
+def _causes(
+    subject: Subject, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The output that each common mistake gives."""
+    own = subject.conventions
+    width = own.width or q.shape[1] * q.shape[3]
+    right = partial(subject.expected, q, k, v, **options)
+    found = {mistake: right(**changes).out for mistake, changes in variants(q, v, width).items()}
+    many = q.shape[1] // v.shape[1]
+    mean = v.double().mean(2, keepdim=True).repeat_interleave(many, 1)
+    return {
+        **found,
+        "the mask is ignored": subject.expected(q, k, v).out,
+        "queries and keys do not matter: it is the mean of the values": mean.expand_as(right().out),
+        "the softcap is ignored": right(softcap=0.0).out,
+        "the sinks are ignored": right(sinks=None).out,
+        **_structural(subject, q, k, v, options),
+    }
+
+
+def _structural(
+    subject: Subject, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The output that each mistake of axes, heads, keys, values and rotation gives."""
+    own = subject.conventions
+    if own.softcap or subject.sinks is not None or not {"keep", "causal"} >= set(options):
+        return {}
+    keep = subject.visible(q.shape[2], k.shape[2], causal="causal" in options)[None, None]
+    keep = keep & options["keep"] if "keep" in options else keep
+    scale = q.shape[-1] ** -0.5 if own.scale is None else own.scale
+    plain = heads_of(q, k, v, keep, scale, tiled=own.head_order == "tiled")
+    return dict(mistakes(plain, own.pairing or "none", own.theta))
+
+
+@law(
+    "Two keys whose scores differ by 1 before scaling have weights in the ratio exp(scale).",
+    "bounded",
+    "a scale that is missing, doubled, or of the wrong size",
+    "heads",
+)
+def scale_closed_form(subject: Subject, trial: Trial) -> None:
+    needs_the_definition(subject)
+    if subject.conventions.pairing in ("halves", "pairs"):
+        raise NotApplicable("rotation changes the scores; oracle_forward tests the scale")
+    for dim in (4,) if subject.fixed.get("D") else (1, 4, 9, 64):
+        dim = subject.fixed.get("D", dim)
+        right = subject.conventions.scale or dim**-0.5
+        if subject.conventions.softcap:
+            right = subject.conventions.softcap * math.tanh(right / subject.conventions.softcap)
+        got = read_scale(subject, trial, dim)
+        if got is None:
+            raise NotApplicable("key 0 or key 1 is hidden from query 1")
+        if not abs(got - right) <= 1e-5 * (1 + abs(right)):
+            cause = _scale_cause(got, dim, subject)
+            fail(f"D={dim}", "log odds of two keys", f"{right:.6g}", f"{got:.6g}", cause)
+
+
+def _scale_cause(got: float, dim: int, subject: Subject) -> str:
+    width = subject.conventions.width or dim
+    usual = {
+        "the scores are not scaled": 1.0,
+        "the scores are divided by the head size without its root": 1 / dim,
+        "the scores are multiplied by the root of the head size": dim**0.5,
+        f"the scores are scaled by the root of the whole width {width}": width**-0.5,
+        "the scores are scaled by the root of the number of keys": 2**-0.5,
+        "the scores have no effect": 0.0,
+    }
+    for mistake, would in usual.items():
+        if abs(got - would) <= 1e-5 * (1 + abs(would)):
+            return mistake
+    return f"the scale is {got * dim**0.5:.4g} times what it should be"
+
+
+@law(
+    "Weights sum to 1: where all values are 1, so is the output.",
+    "bounded",
+    "a mask after the softmax, dropout that runs, a softmax over the wrong axis",
+    "heads",
+)
+def convexity(subject: Subject, trial: Trial) -> None:
+    if subject.sinks is not None:
+        raise NotApplicable("sinks take a part of the weight")
+
+    def attempt(sizes: Sizes) -> None:
+        for label, options in modes(subject, sizes, trial):
+            q, k, v = subject.inputs(sizes, trial, peak=2.0)
+            out = subject.run(q, k, torch.ones_like(v), **options).double()
+            expected = torch.where(attending(subject, sizes, **options), torch.ones_like(out), out)
+            cause = "the weights of a query do not sum to 1: they were changed after the softmax"
+            if worst(out, expected)[1] < ROUNDED:
+                cause = "the weights of a query are rounded, as in half precision"
+            require(label, out, expected, 1e-5, cause)
+
+    on_sizes(subject, trial, attempt, most=7)
+
+
+@law(
+    "The output is linear in the values.",
+    "bounded",
+    "values that enter the scores, rounding or clipping of values",
+    "heads",
+)
+def value_linearity(subject: Subject, trial: Trial) -> None:
+    def attempt(sizes: Sizes) -> None:
+        q, k, v = subject.inputs(sizes, trial)
+        other = trial.randn(*v.shape)
+        parts = [subject.run(q, k, each).double() for each in (v, other)]
+        both = subject.run(q, k, 2.0 * v - 0.5 * other).double()
+        expected = 2.0 * parts[0] - 0.5 * parts[1]
+        allowed = tolerance(torch.nan_to_num(expected))
+        cause = "the output is not a weighted mean of the values"
+        require(sizes, both, where_finite(expected, both), allowed, cause)
+
+    on_sizes(subject, trial, attempt, most=7)
+
+
+@law(
+    "A constant added to all scores of a query changes nothing.",
+    "bounded",
+    "a softmax that does not subtract the largest score, and overflows",
+    "heads",
+)
+def score_shift(subject: Subject, trial: Trial) -> None:
+    if subject.conventions.pairing != "none" or subject.conventions.softcap:
+        raise NotApplicable("with a rotation or a softcap the scores do not shift by a constant")
+    if subject.sinks is not None:
+        raise NotApplicable("the scores of sinks are not shifted")
+
+    def attempt(sizes: Sizes) -> None:
+        q, k, v = subject.inputs(sizes, trial)
+        q[..., 0] = 1.0
+        scale = subject.conventions.scale or sizes.D**-0.5
+        expected = subject.run(q, k, v).double()
+        for shift in (100.0, -100.0, 300.0):
+            shifted = k.clone()
+            shifted[..., 0] += shift / scale
+            got = subject.run(q, shifted, v).double()
+            expected = where_finite(expected, got)
+            cause = f"all scores of a query are {shift:g} higher: exp overflows or vanishes"
+            require(sizes, got, expected, tolerance(v, 1e-3), cause)
+
+    on_sizes(subject, trial, attempt, most=6)
+
+
+@law(
+    "The only visible key gets all the weight, however low its score; and of very different scores "
+    "the highest does.",
+    "exact",
+    "a finite fill that is mistaken for a score, overflow",
+    "heads",
+    advised=True,
+)
+def extreme_scores(subject: Subject, trial: Trial) -> None:
+    needs_the_definition(subject)
+    if subject.conventions.softcap or subject.sinks is not None:
+        raise NotApplicable("with a softcap or sinks other keys keep some weight")
+    if subject.conventions.pairing != "none":
+        raise NotApplicable("rotation changes the scores")
+    sizes = subject.fit(Sizes(1, 1, 1, 3, 3, 4, 3))
+    q, k, v = subject.inputs(sizes, trial)
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0] = 1.0
+    k[:, :, :, 0] = -5e5 / (subject.conventions.scale or sizes.D**-0.5)
+
+    def only_key_0(cause: str, **options: Any) -> None:
+        got = subject.run(q, k, v, **options).double()
+        value = v.double()[:, :, :1].repeat_interleave(got.shape[1] // v.shape[1], 1)
+        require("scores of -5e5", got, value.expand_as(got), 0.0, cause)
+
+    if subject.has.padding:
+        hidden = "a hidden key gets the weight of a visible one whose score is very low"
+        only_key_0(hidden, keep=sizes.mask(*range(1, sizes.S)))
+    k[:, :, 0, 0] = -k[:, :, 0, 0]
+    only_key_0("scores of 5e5 and -5e5 overflow")
+
+
+@law(
+    "The weights measured from outside are those of the definition.",
+    "bounded",
+    "a softmax over the wrong axis, lost precision in the scores",
+    "heads",
+    quick=False,
+)
+def weights_probe(subject: Subject, trial: Trial) -> None:
+    needs_the_definition(subject)
+    for sizes in sizes_for(subject, trial, most=6):
+        q, k, _ = subject.inputs(sizes, trial, peak=3.0)
+        weights = subject.read_weights(q, k).double()
+        right = subject.expected(q, k, torch.zeros(*k.shape[:3], 1))
+        expected = torch.where(attending(subject, sizes), right.weights, weights)
+        cause = "the weights are not the softmax of the scaled scores"
+        require(sizes, weights, expected, bound(right, torch.ones(1), torch.float32), cause)
+
+
+@law(
+    "The scale, softcap and bias of a call are applied, with a mask and without.",
+    "bounded",
+    "an argument that is accepted and ignored, a bias that is scaled, a cap over the mask",
+    "scale|softcap|bias",
+)
+def options_obeyed(subject: Subject, trial: Trial) -> None:
+    needs_the_definition(subject)
+    if subject.module is not None:
+        raise NotApplicable("the options of a module are set when it is built")
+    sizes = subject.fit(Sizes(2, 2, 2, 4, 4, 4, 4))
+    bias = trial.randn(sizes.B, sizes.H, sizes.L, sizes.S, times=2.0)
+    values: dict[str, Any] = {"scale": 0.9, "softcap": 1.5, "bias": bias}
+    for name in (name for name in values if subject.has.any_of(name)):
+        for label, options in modes(subject, sizes, trial):
+            q, k, v = subject.inputs(sizes, trial, peak=2.0)
+            attends = attending(subject, sizes, **options)
+            ignored = subject.expected(q, k, v, **options).out
+            options[name] = values[name]
+            out = subject.run(q, k, v, **options).double()
+            expected = torch.where(attends, subject.expected(q, k, v, **options).out, out)
+            require(f"{label}, {name}", out, expected, 1e-4, {f"{name} is ignored": ignored})
+
+
+LAWS = (
+    oracle_forward, scale_closed_form, convexity, value_linearity, score_shift, extreme_scores,
+    weights_probe, options_obeyed,
+)  # fmt: skip

@@ -1,0 +1,258 @@
+"""Laws of fully masked queries, of padding, of rows of the batch, and of empty inputs."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from regard_verify.law import (
+    NotApplicable,
+    Sizes,
+    Trial,
+    fail,
+    law,
+    require,
+    tolerance,
+    worst,
+)
+from regard_verify.laws.cases import FOUR, causal_layer_call, needs_heads, random_mask
+from regard_verify.subject.subject import Call, Subject, SubjectError, called
+
+SOME = Sizes(2, 2, 2, 3, 3, 4, 4)
+
+
+def _masking_queries(subject: Subject, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """A mask that fully masks some queries, and which [B, 1, L, 1] are fully masked."""
+    keep = sizes.mask()
+    if subject.form.shape in ("BS", "B11S"):
+        keep[0] = False
+    else:
+        keep[..., 1, :] = False
+    visible = subject.visible(sizes.L, sizes.S)[None, None] & keep
+    return keep, ~visible.any(-1, keepdim=True)
+
+
+@law(
+    "A fully masked query gives what is declared, by default zeros, and changes no other output.",
+    "exact",
+    "NaN from a softmax over nothing, the mean of hidden values",
+    "mask|padding",
+)
+def fully_masked_forward(subject: Subject, trial: Trial) -> None:
+    if subject.attend is None:
+        return _fully_masked_row(subject, trial)
+    for sizes in dict.fromkeys(subject.fit(each) for each in (SOME, SOME._replace(H=4, G=1))):
+        q, k, v = subject.inputs(sizes, trial)
+        keep, masked = _masking_queries(subject, sizes)
+        out = subject.run(q, k, v, keep=keep)
+        shape, masked = f"{sizes}, query 1 fully masked", masked.expand_as(out)
+        if not bool(out[masked].isfinite().all()):
+            fail(shape, "query 1", "zeros", "NaN", "a softmax over nothing divides 0 by 0")
+        right = subject.expected(q, k, v, keep=keep).out
+        cause = f"a fully masked query must give {subject.conventions.fully_masked or 'zeros'}"
+        require(shape, out.double(), torch.where(masked, right, out.double()), 1e-4, cause)
+        base = torch.where(masked, out, subject.run(q, k, v))
+        require(shape, out, base, 1e-5, "a fully masked query changed another query's output")
+    return None
+
+
+def _fully_masked_row(subject: Subject, trial: Trial) -> None:
+    x = subject.tokens(2, 4, trial)
+    keep = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    keep[0] = False
+    out, shape = subject.run_layer(x, keep=keep), "B=2 L=4, row 0 fully masked"
+    if not bool(out.isfinite().all()):
+        fail(shape, "row 0", "finite values", "NaN", "a softmax over nothing divides 0 by 0")
+    cause = "a fully masked row changed another row"
+    require(shape, out[1:], subject.run_layer(x)[1:], 1e-5, cause)
+
+
+@law(
+    "With a fully masked query all gradients are finite, and its own is 0.",
+    "exact",
+    "NaN gradients that spread from one padded row to all weights",
+    "mask|padding",
+)
+def fully_masked_backward(subject: Subject, trial: Trial) -> None:
+    needs_heads(subject)
+    assert subject.attend is not None
+    sizes = subject.fit(SOME)
+    keep, masked = _masking_queries(subject, sizes)
+    given = [x.requires_grad_() for x in subject.inputs(sizes, trial)]
+    out = subject.attend(*given, keep=keep)
+    if not out.requires_grad:
+        raise NotApplicable("its output has no gradient")
+    called(out.square().sum().backward)
+    shape = f"{sizes}, query 1 fully masked"
+    for name, x in zip("qkv", given, strict=True):
+        if x.grad is not None and not bool(x.grad.isfinite().all()):
+            bad = f"{int((~x.grad.isfinite()).sum())} NaN or infinite"
+            cause = "0 times NaN in the backward pass of the softmax"
+            fail(shape, f"d{name}", "finite values", bad, cause)
+    zeros = subject.conventions.fully_masked != "mean" and subject.sinks is None
+    if zeros and given[0].grad is not None:
+        found = torch.where(masked, given[0].grad, 0.0)
+        cause = "a fully masked query has a gradient"
+        require(shape, found, torch.zeros_like(found), 0.0, cause)
+
+
+@law(
+    "NaN or infinity in a key or value that is hidden from all queries has no effect.",
+    "exact",
+    "0 times NaN: stale memory and padding that spread to visible rows",
+    "mask|padding",
+    advised=True,
+)
+def masked_poison(subject: Subject, trial: Trial) -> None:
+    needs_heads(subject)
+    sizes = subject.fit(FOUR)
+    keep = sizes.mask(2)
+    q, k, v = subject.inputs(sizes, trial)
+    base = subject.run(q, k, v, keep=keep)
+    for name, value in (("value", float("nan")), ("value", float("inf")), ("key", float("nan"))):
+        keys, values = k.clone(), v.clone()
+        (keys if name == "key" else values)[:, :, 2] = value
+        got = subject.run(q, keys, values, keep=keep)
+        cause = "a weight of 0 was multiplied by it"
+        require(f"{sizes}, {name} 2 hidden and {value}", got, base, 0.0, cause)
+
+
+@law(
+    "The content of padded tokens changes nothing, not even the last bit.",
+    "exact",
+    "a padding mask that is ignored, or hides with a value too small",
+    "mask|padding",
+)
+def padding_content(subject: Subject, trial: Trial) -> None:
+    for length in (3, 6):
+        real = length - 1 - length // 4
+        keep = (torch.arange(length) < real).expand(2, 1, length, length)
+        if subject.attend is not None:
+            sizes = subject.fit(Sizes(2, 2, 2, length, length, 4, 4))
+            q, k, v = subject.inputs(sizes, trial)
+            base = subject.run(q, k, v, keep=keep[: sizes.B])
+            others = [torch.cat([x[:, :, :real], x[:, :, real:] * 50 + 9], 2) for x in (k, v)]
+            _unchanged(sizes, subject.run(q, *others, keep=keep[: sizes.B]), base)
+        if subject.layer is not None:
+            x = subject.tokens(2, length, trial)
+            base = subject.run_layer(x, keep=keep)[:, :real]
+            other = torch.cat([x[:, :real], x[:, real:] * 3 + 9], 1)
+            got = subject.run_layer(other, keep=keep)[:, :real]
+            _unchanged(f"B=2 L={length}", got, base)
+
+
+def _unchanged(shape: object, got: Tensor, base: Tensor) -> None:
+    cause = "the content of padded, hidden tokens reached the output"
+    require(f"{shape}, padded", torch.nan_to_num(got), torch.nan_to_num(base), 0.0, cause)
+
+
+@law(
+    "A sequence gives the same whether it is padded on the left, on the right, or not at all.",
+    "bounded",
+    "positions that count padding, one position vector for the whole batch",
+    "layer",
+)
+def padding_side(subject: Subject, trial: Trial) -> None:
+    if not subject.has.padding:
+        raise NotApplicable("it takes no mask")
+    if subject.has.unknown_positions:
+        raise NotApplicable("its positions may be absolute, and padding shifts those")
+    real, pad = 4, 3
+    x = subject.tokens(1, real, trial)
+    causal = causal_layer_call(subject, real) or {}
+    alone = subject.run_layer(x, **causal).double()
+    filler = subject.tokens(1, pad, trial)
+    for side in ("right", "left"):
+        whole = torch.cat([x, filler] if side == "right" else [filler, x], 1)
+        first = 0 if side == "right" else pad
+        token = torch.arange(real + pad)
+        keep = ((token >= first) & (token < first + real)).expand(1, 1, real + pad, real + pad)
+        if "keep" in causal:
+            keep = keep & subject.visible(real + pad, real + pad, causal=True)
+        got = subject.run_layer(whole, **{**causal, "keep": keep})
+        got = got[:, first : first + real].double()
+        cause = f"padding on the {side} shifts positions, or is attended to"
+        require(f"L={real} and {pad} of padding", got, alone, tolerance(alone, 1e-3), cause)
+
+
+@law(
+    "A row of the batch gives what it gives alone, whatever other rows there are, in any order.",
+    "exact",
+    "rows that mix, a mask tiled over the batch, statistics shared by rows",
+    "heads|layer",
+)
+def batch_invariance(subject: Subject, trial: Trial) -> None:
+    for sizes in (SOME, Sizes(5, 4, 4, 5, 5, 4, 4)):
+        if subject.fixed.get("B") == 1:
+            raise NotApplicable("it has no batch")
+        for call in subject.calls(sizes, trial):
+            _independent_rows(call)
+        if subject.attend is not None and subject.has.padding:
+            _masked_rows(subject, subject.fit(sizes), trial)
+
+
+def _independent_rows(call: Call) -> None:
+    base, label = call(), call.label
+    others = {n: torch.cat([x[:1], x[1:] * 3 - 1]) for n, x in call.given.items()}
+    cause = "the content of another row of the batch changed this one"
+    require(label, call(**others)[:1], base[:1], 0.0, cause)
+    flipped = call(**{n: x.flip(0).contiguous() for n, x in call.given.items()}).flip(0)
+    allowed = tolerance(torch.nan_to_num(base))
+    require(label, flipped, base, allowed, "the order of the batch's rows matters")
+    for row in range(base.shape[0]):
+        one = slice(row, row + 1)
+        alone = call(**{n: x[one] for n, x in call.given.items()})
+        require(label, base[one], alone, allowed, f"row {row} gives something else alone")
+
+
+def _masked_rows(subject: Subject, sizes: Sizes, trial: Trial) -> None:
+    keep = random_mask(subject, sizes, trial)
+    q, k, v = subject.inputs(sizes, trial)
+    base = subject.run(q, k, v, keep=keep)
+    for row in range(sizes.B):
+        one = slice(row, row + 1)
+        alone = subject.run(q[one], k[one], v[one], keep=keep[one])
+        alone = torch.where(alone.isnan(), base[one], alone)
+        if worst(base[one], alone)[1] > tolerance(v):
+            cause = f"row {row} is masked by another row's mask"
+            require(f"{sizes}, each row its own mask", base[one], alone, 1e-4, cause)
+
+
+@law(
+    "No queries, no keys, no rows, one channel: the output has its shape and nothing is raised.",
+    "exact",
+    "a crash or NaN where a sequence is empty",
+    "heads|layer",
+    advised=True,
+)
+def zero_sizes(subject: Subject, trial: Trial) -> None:
+    changes: list[dict[str, int]] = [{"D": 1, "V": 1}, {"L": 1, "S": 1}, {"B": 0}]
+    if subject.attend is not None:
+        if subject.has.cross:
+            changes += [{"L": 0}, {"S": 0}]
+        changes.append({"L": 0, "S": 0})
+        for change in changes:
+            sizes = subject.fit(SOME._replace(**change))
+            run = partial(subject.run, *subject.inputs(sizes, trial))
+            _has_shape(str(sizes), run, (sizes.B, sizes.H, sizes.L, sizes.V))
+    if subject.layer is not None:
+        for batch, length in ((2, 1), (0, 3), (2, 0)):
+            x = subject.tokens(batch, length, trial)
+            _has_shape(f"B={batch} L={length}", partial(subject.run_layer, x), (batch, length))
+
+
+def _has_shape(label: str, run: "partial[Tensor]", shape: tuple[int, ...]) -> None:
+    try:
+        out = run()
+    except SubjectError as error:
+        fail(label, "", f"shape {list(shape)}", "an error", str(error))
+    finite = bool(out.isfinite().all())
+    if tuple(out.shape[: len(shape)]) != shape or not finite:
+        fail(label, "", f"finite values of shape {list(shape)}",
+             f"shape {list(out.shape)}, finite: {finite}", "an empty softmax")  # fmt: skip
+
+
+LAWS = (
+    fully_masked_forward, fully_masked_backward, masked_poison, padding_content, padding_side,
+    batch_invariance, zero_sizes,
+)  # fmt: skip

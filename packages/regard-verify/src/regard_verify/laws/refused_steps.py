@@ -1,0 +1,265 @@
+"""Laws of caches after mistakes: one cache in two layers, steps that are refused or interrupted."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from regard_verify.law import NotApplicable, Trial, law, require, tolerance
+from regard_verify.laws.caches import same_tokens
+from regard_verify.subject.adapters import TransformersModel
+from regard_verify.subject.caches import new_store, new_tokens
+from regard_verify.subject.decoding import CacheState
+from regard_verify.subject.subject import Stepper, Subject, SubjectError
+
+Wrong = Callable[[CacheState], bool]  # makes a mistake; returns whether that raised an error
+INDICES = ("layer_idx", "layer_id", "layer_index", "layer_num", "idx")
+
+
+@law(
+    "If two layers are given one cache, the second refuses it, or each reads its own tokens.",
+    "exact",
+    "one cache for all layers of a model, a cache stored in the class and not in the layer",
+    "cache",
+)
+def one_past_two_layers(subject: Subject, trial: Trial) -> None:
+    assert subject.stepper is not None
+    if subject.stepper.style == "tuple":
+        raise NotApplicable("its cache is a returned value, which is not shared")
+    steppers = [subject.stepper, subject.stepper.of(_another_layer(subject))]
+    inputs = [subject.tokens(2, 6, trial) for _ in steppers]
+    alone = [
+        _in_turns([each], [x], [each.new()])[0] for each, x in zip(steppers, inputs, strict=True)
+    ]
+    if min(x.shape[1] for x in alone) < 6:
+        raise NotApplicable("it could not be run in pieces of 3")
+    states = [each.new() for each in steppers]
+    if subject.stepper.style == "object":
+        states[1] = states[0]
+    together = _in_turns(steppers, inputs, states)
+    for order, mine, right in zip(("first", "second"), together, alone, strict=True):
+        label = f"B=2, two layers in turns, pieces of 3, the {order} layer"
+        cause = "two layers share one cache without an error: each reads the other's tokens"
+        require(label, mine, right[:, : mine.shape[1]], tolerance(right), cause)
+
+
+def _in_turns(
+    steppers: list[Stepper], inputs: list[Tensor], caches: list[CacheState]
+) -> list[Tensor]:
+    """The outputs of all layers, in turns and in pieces of 3; a layer that refuses is left out."""
+    states, over = list(caches), set[int]()
+    outs: list[list[Tensor]] = [[] for _ in inputs]
+    for piece in range(2):
+        for layer, stepper in enumerate(steppers):
+            if layer in over:
+                continue
+            try:
+                x = inputs[layer].split(3, 1)[piece]
+                out, states[layer] = stepper.step(x, states[layer])
+                outs[layer].append(out)
+            except SubjectError:
+                over.add(layer)
+    return [_joined(each, x) for each, x in zip(outs, inputs, strict=True)]
+
+
+def _joined(pieces: list[Tensor], x: Tensor) -> Tensor:
+    """The outputs one after the other; none if the first piece was refused."""
+    return torch.cat(pieces, 1) if pieces else x[:, :0]
+
+
+def _another_layer(subject: Subject) -> nn.Module:
+    """A second layer as in a model: built anew if that is possible, with the next layer index."""
+    module = subject.module
+    assert module is not None
+    indices = [value for each in module.modules() for value in _indices(each).values()]
+    if isinstance(module, TransformersModel) or len(set(indices)) > 1:
+        raise NotApplicable("it has several layers, which share a cache by their indices")
+    try:
+        twin = subject.another() if subject.another is not None else copy.deepcopy(module)
+    except Exception as error:
+        raise NotApplicable(f"no second layer could be built: {type(error).__name__}") from error
+    for each in twin.modules():
+        for name, value in _indices(each).items():
+            setattr(each, name, value + (value in indices))
+    return twin.eval()
+
+
+def _indices(module: nn.Module) -> dict[str, int]:
+    """The attributes of a module that hold its index in a model."""
+    given = {name: getattr(module, name, None) for name in INDICES}
+    return {n: v for n, v in given.items() if isinstance(v, int) and not isinstance(v, bool)}
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "of another width": lambda x: torch.cat([x, x[..., :1]], -1),
+    "with a row too many": lambda x: torch.cat([x, x[:1]]),
+    "in float64": lambda x: x.double(),
+}
+
+
+@law(
+    "A refused step leaves the cache as it was: the right token then gives its usual output.",
+    "exact",
+    "a token that is counted or stored before it is checked",
+    "cache|cache_object",
+)
+def refused_step(subject: Subject, trial: Trial) -> None:
+    if subject.stepper is None:
+        _refused_update(subject, trial)
+        return
+    stepper, x = subject.stepper, subject.tokens(2, 6, trial)
+    tries: dict[str, Wrong] = {
+        f"a token {mistake}": partial(_try_token, stepper, change(x[:, 4:5]))
+        for mistake, change in WRONG.items()
+    }
+    if subject.has.mask:
+        tries["a mask for 2 keys too many"] = partial(_try_mask, stepper, x[:, 4:5])
+    _leave_the_cache(stepper, x, tries)
+
+
+@law(
+    "A step that ends in an error leaves the cache as it was, or the cache is refused afterwards.",
+    "exact",
+    "a cache that grew by a token whose output was never returned: a retry reads it twice",
+    "cache",
+    advised=True,
+)
+def interrupted_step(subject: Subject, trial: Trial) -> None:
+    if subject.stepper is None or subject.module is None:
+        raise NotApplicable("no cache of it was found")
+    stepper, x = subject.stepper, subject.tokens(2, 6, trial)
+    points: list[str] = []
+    _, state = stepper.step(x[:, :4], stepper.new())
+    with _interrupted(subject.module, points, None):
+        stepper.step(x[:, 4:5], state)
+    last = list(enumerate(points))[-6 if trial.quick else -30 :]
+    _leave_the_cache(stepper, x, {
+        f"an error in {point}": partial(_try_interrupted, stepper, subject.module, x[:, 4:5], at)
+        for at, point in last
+    })  # fmt: skip
+
+
+def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None:
+    """The outputs of tokens 4 and 5 after the mistake `wrong`; None if that raised no error."""
+    _, state = stepper.step(x[:, :4], stepper.new())
+    if wrong is not None and not wrong(state):
+        return None
+    pieces: list[Tensor] = []
+    for token in x[:, 4:].split(1, 1):
+        try:
+            out, state = stepper.step(token, state)
+        except SubjectError:
+            if wrong is None:
+                raise
+            break  # the cache is refused
+        pieces.append(out)
+    return _joined(pieces, x)
+
+
+def _leave_the_cache(stepper: Stepper, x: Tensor, tries: dict[str, Wrong]) -> None:
+    """After each mistake that raises an error, two more tokens give their usual outputs."""
+    right = _two_more(stepper, x, None)
+    assert right is not None
+    checked = False
+    for mistake, wrong in tries.items():
+        got = _two_more(stepper, x, wrong)
+        if got is None:
+            continue
+        checked = True
+        cause = "the step raised an error and has changed the cache: a retry is silently wrong"
+        label = f"B=2, 4 tokens, {mistake}, 2 tokens"
+        require(label, got, right[:, : got.shape[1]], tolerance(right), cause)
+    if not checked:
+        raise NotApplicable("none of the steps raises an error")
+
+
+def _try_token(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
+    """Whether the subject raised an error of any kind."""
+    try:
+        stepper.step(token, state)
+    except SubjectError as error:
+        return error.__cause__ is not None
+    return False
+
+
+def _try_mask(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
+    """Whether the subject refused; errors of torch are accidents, see `interrupted_step`."""
+    try:
+        with torch.no_grad():
+            stepper.follow(token, state, columns=2)
+    except SubjectError as error:
+        return isinstance(error.__cause__, (ValueError, TypeError, AssertionError))
+    return False
+
+
+def _try_interrupted(
+    stepper: Stepper, module: nn.Module, token: Tensor, at: int, state: CacheState
+) -> bool:
+    with _interrupted(module, [], at):
+        return _try_token(stepper, token, state)
+
+
+PRODUCTS = {
+    torch.softmax, torch.Tensor.softmax, nn.functional.softmax, torch.matmul, torch.Tensor.matmul,
+    torch.Tensor.__matmul__, torch.bmm, torch.baddbmm, torch.einsum,
+    nn.functional.scaled_dot_product_attention,
+}  # fmt: skip
+
+
+class _Watched(TorchFunctionMode):
+    """Calls `before` with the name of each product or softmax that is about to run."""
+
+    def __init__(self, before: Callable[[str], None]) -> None:
+        super().__init__()
+        self.before = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            self.before(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _interrupted(module: nn.Module, points: list[str], at: int | None) -> Iterator[None]:
+    """Record in `points` each submodule, product and softmax that runs; raise at number `at`."""
+
+    def before(point: str) -> None:
+        points.append(point)
+        if at == len(points) - 1:
+            raise RuntimeError("an error in the middle of a step")
+
+    with ExitStack() as stack:
+        for name, each in module.named_modules():
+            if not list(each.children()):
+                handle = each.register_forward_pre_hook(lambda *_, name=name: before(name))
+                stack.callback(handle.remove)
+        stack.enter_context(_Watched(before))
+        yield
+
+
+def _refused_update(subject: Subject, trial: Trial) -> None:
+    checked = False
+    for mistake, change in WRONG.items():
+        store = new_store(subject)
+        first, last = (new_tokens(trial, n) for n in (3, 1))
+        store.append(*first)
+        try:
+            store.append(*(change(x) for x in last))
+            continue
+        except SubjectError:
+            checked = True
+        with suppress(SubjectError):  # the cache may be refused from now on
+            for got, *put in zip(store.append(*last), first, last, strict=True):
+                cause = "it has stored a part of the tokens that it refused"
+                label = f"3 tokens, one {mistake}, one more"
+                same_tokens(subject, label, got[:, :, -4:], torch.cat(put, 2), cause)
+    if not checked:
+        raise NotApplicable("it refuses nothing")
+
+
+LAWS = (one_past_two_layers, refused_step, interrupted_step)

@@ -1,0 +1,194 @@
+"""Laws of rotary positions, of a function (x [B, H, L, D], positions [L]) or of an attention."""
+
+import torch
+from torch import Tensor
+
+from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, worst
+from regard_verify.mistakes import heads_of, mistakes, turned
+from regard_verify.oracle import attention, bound, rotated
+from regard_verify.subject.projected_heads import ProjectedHeads
+from regard_verify.subject.rotation import THETAS
+from regard_verify.subject.subject import Subject, SubjectError, called
+
+DIM = 8
+
+
+def rotate(subject: Subject, x: Tensor, positions: Tensor) -> Tensor:
+    """x [B, H, L, D], rotated by the subject."""
+    with torch.no_grad():
+        out = called(subject.thing, x.clone(), positions.clone())
+    if not isinstance(out, Tensor) or out.shape != x.shape:
+        raise SubjectError("it did not return x, rotated, in the same shape")
+    return out
+
+
+def _mixed_with_channel_0(subject: Subject) -> list[int]:
+    """The channels that a vector with channel 0 alone has after rotation."""
+    x = torch.zeros(1, 1, 2, DIM)
+    x[..., 0] = 1.0
+    out = rotate(subject, x, torch.tensor([0, 1]))[0, 0, 1]
+    return [i for i in range(DIM) if abs(float(out[i])) > 1e-6]
+
+
+PAIRINGS = {"pairs": [0, 1], "halves": [0, DIM // 2]}  # what channel 0 is mixed with
+
+
+def pairing_of(subject: Subject) -> str | None:
+    """Which channels are rotated together."""
+    channels = _mixed_with_channel_0(subject)
+    return next((name for name, found in PAIRINGS.items() if found == channels), None)
+
+
+@law(
+    "Scores of rotated queries and keys depend on their distance alone, near and far.",
+    "bounded",
+    "absolute positions that leak, wrong tables, values that are rotated too",
+    "rope|rotation",
+)
+def rope_relative(subject: Subject, trial: Trial) -> None:
+    if subject.kind != "rope":
+        return _weights_by_distance(subject, trial)
+    q, k = (trial.randn(1, 1, 1, DIM).expand(1, 1, 6, DIM) for _ in "qk")
+    base = torch.zeros(1, 1, 6, 6)
+    for shift in (0, 1, 1_000, 100_000):
+        positions = torch.arange(6) + shift
+        scores = rotate(subject, q, positions).double() @ rotate(subject, k, positions).double().mT
+        base = scores if shift == 0 else base
+        allowed = max(2e-6 * (10 + shift) ** 0.75 * float(1 + base.abs().max()), 2e-5)
+        cause = "scores depend on the positions themselves, not on their distance alone"
+        require(f"L=6, positions from {shift}", scores, base, allowed, cause)
+    for distance in range(1, 5):
+        _all_equal(f"L=6, distance {distance}", base[0, 0].diagonal(-distance), 1e-4)
+    return None
+
+
+def _all_equal(label: str, row: Tensor, allowed: float) -> None:
+    require(label, row, row[:1].expand_as(row), allowed, "equal distances give unequal scores")
+
+
+def _weights_by_distance(subject: Subject, trial: Trial) -> None:
+    length = 8
+    sizes = subject.fit(Sizes(1, 1, 1, length, length, 8, length))
+    q, k, _ = subject.inputs(sizes._replace(L=1, S=1), trial)
+    q, k = q.expand(-1, -1, length, -1), k.expand(-1, -1, length, -1)
+    weights = subject.read_weights(q, k).double()
+    odds = torch.log(weights[0, 0] / weights[0, 0].diagonal()[:, None])
+    for distance in range(1, length - 1):
+        row = odds.diagonal(-distance)
+        _all_equal(f"{sizes}, distance {distance}", row[row.isfinite()], 1e-3)
+
+
+@law(
+    "Channels are rotated in the declared pairs, (i, i + D/2) or (2i, 2i + 1), by decreasing "
+    "frequencies.",
+    "exact",
+    "halves mixed up with pairs, frequencies in another order",
+    "rotation|rope",
+)
+def rope_layout(subject: Subject, trial: Trial) -> None:
+    declared = subject.conventions.pairing
+    if subject.kind != "rope":
+        return  # probing has matched its scores to one of the two
+    found = pairing_of(subject)
+    if found is None or (declared not in (None, found)):
+        right = PAIRINGS.get(declared or "halves")
+        channels = _mixed_with_channel_0(subject)
+        fail(f"D={DIM}", "channels that are rotated with channel 0", right, channels,
+             f"the pairing is {found or 'neither halves nor pairs'}")  # fmt: skip
+    x, positions = trial.randn(1, 2, 5, DIM), torch.arange(5)
+    theta = subject.conventions.theta
+    expected = rotated(x, positions, found, theta)
+    causes = {
+        "it rotates in the other direction": rotated(x, -positions, found, theta),
+        "position 0 is counted as 1": rotated(x, positions + 1, found, theta),
+        f"theta is not {theta:g}": rotated(x, positions, found, 500_000.0),
+    }
+    require(f"L=5 D={DIM}", rotate(subject, x, positions), expected, 1e-4, causes)
+
+
+@law(
+    "Rotation keeps lengths, and is right at positions up to a million, in half precision too.",
+    "bounded",
+    "tables in half precision, positions that overflow or run past a table",
+    "rotation",
+)
+def rope_norm_and_long(subject: Subject, trial: Trial) -> None:
+    pairing = pairing_of(subject)
+    if pairing is None:
+        raise NotApplicable("its pairing is not known")
+    for at in (0, 1_000, 70_000, 1_000_000):
+        positions = torch.arange(at, at + 3)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = trial.randn(1, 1, 3, DIM, dtype=dtype)
+            try:
+                got = rotate(subject, x, positions).double()
+            except SubjectError:
+                if at >= 1_000:
+                    continue  # refused beyond its table
+                raise
+            label = f"positions from {at}, {dtype}"
+            size, step = float(x.double().abs().max()), torch.finfo(dtype).eps
+            norms = [y.double().square().sum(-1).sqrt() for y in (x, got)]
+            allowed = 8 * step * (1 + size) + 1e-5
+            require(label, norms[1], norms[0], allowed, "rotation changes lengths")
+            expected = rotated(x, positions, pairing, subject.conventions.theta)
+            allowed = (4 * step + 2.0**-23 * (8 + at)) * (1 + size)
+            cause = "angles are computed or stored with too little precision"
+            require(label, got, expected, allowed, cause)
+
+
+@law(
+    "Positions are not rounded under autocast.",
+    "exact",
+    "angles computed in half precision because autocast is on",
+    "rotation",
+)
+def rope_autocast(subject: Subject, trial: Trial) -> None:
+    x, positions = trial.randn(1, 1, 3, DIM), torch.arange(70_000, 70_003)
+    try:
+        base = rotate(subject, x, positions)
+    except SubjectError as error:
+        raise NotApplicable(f"large positions are refused: {error}") from error
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = rotate(subject, x, positions)
+    cause = "angles are rounded to bfloat16 under autocast"
+    require("positions from 70000, autocast", got.double(), base.double(), 1e-6, cause)
+
+
+@law(
+    "In latent attention, the channels that carry positions are attention to one shared key head.",
+    "bounded",
+    "a rotation of the queries or of the keys alone, of the latent, of a position too many",
+    "heads",
+)
+def latent_positions(subject: Subject, trial: Trial) -> None:
+    attend = subject.attend.shared_keys() if isinstance(subject.attend, ProjectedHeads) else None
+    if attend is None:
+        raise NotApplicable("it has no keys that all heads share beside keys of each head")
+    heads, _, dim, width = attend.roles.sizes
+    length = 6
+    q, k = trial.randn(2, heads, length, dim, times=2.0), trial.randn(2, 1, length, dim)
+    v = trial.randn(2, subject.fixed["G"], length, width)
+    with torch.no_grad():
+        out = attend(q, k, v).double()
+    scale = subject.conventions.scale or (subject.fixed["D"] + dim) ** -0.5
+    many = heads // subject.fixed["G"]
+    shared = k.expand(-1, heads, -1, -1)
+    keep = subject.visible(length, length)
+    plain = heads_of(q, shared, v.repeat_interleave(many, 1), keep, scale)
+    thetas = dict.fromkeys((subject.conventions.theta, *THETAS))
+    rotations = [(p, t) for t in thetas for p in ("none", "halves", "pairs") if dim % 2 == 0]
+    label = f"B=2 L={length}, {dim} shared channels"
+    largest = attention(q, shared, plain.v, keep=keep[None, None], scale=scale)
+    allowed = bound(largest, v, torch.float32)
+    if any(worst(out, turned(plain, *each).out())[1] <= allowed for each in rotations):
+        return
+    for pairing, theta in rotations[1:]:
+        for sentence, would in mistakes(plain, pairing, theta):
+            if worst(out, would)[1] <= allowed:
+                right = turned(plain, pairing, theta).out()
+                require(label, out, right, allowed, {sentence: would})
+    raise NotApplicable("its positions enter the shared channels in a way that is not known")
+
+
+LAWS = (rope_relative, rope_layout, rope_norm_and_long, rope_autocast, latent_positions)

@@ -1,0 +1,124 @@
+"""The public function: a subject and its conventions in, a report out."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from regard_verify.laws import LAWS
+from regard_verify.report.report import Report
+from regard_verify.run.causes import settled
+from regard_verify.run.crashes import crash
+from regard_verify.run.in_process import (
+    describe,
+    end_early,
+    pictures_of,
+    problem_of,
+    run_laws,
+    undisturbed,
+)
+from regard_verify.run.judged import unjudged
+from regard_verify.run.separate_process import Progress, Request, run_separately
+from regard_verify.subject.conventions import Conventions, conventions_from
+from regard_verify.subject.understand import understand
+
+
+def check(
+    subject: Any,
+    like: Conventions | Mapping[str, Any] | None = None,
+    *,
+    only: Sequence[str] | None = None,
+    quick: bool = False,
+    seed: int = 0,
+    limit: float = 30.0,
+    memory: float = 4.0,
+    progress: Progress = lambda law, done, total: None,
+) -> Report:
+    """Check the laws of attention on a subject.
+
+    Args:
+        subject: a name (`"PATH.py:NAME"`, `"package.module:NAME"`, a folder with a transformers
+            model), which is run in a separate process; or an object (a function of q, k and v, an
+            `nn.Module` from x to output, a class), which is run in this one.
+        like: its conventions; those that are left out are found out.
+        only: names of laws; all if None.
+        quick: fewer sizes and no compiler.
+        seed: of the random inputs: the same seed gives the same report.
+        limit: seconds for one law, in a separate process.
+        memory: GiB of memory there.
+        progress: called with the law that is checked, how many are done, and how many there are.
+
+    Returns:
+        The report; it is true if no law is broken and all could be judged.
+
+    Raises:
+        ValueError: for conventions or laws that do not exist.
+        OSError: if the disk of temporary files, by which a separate process answers, is full.
+
+    Examples:
+        >>> from regard_verify import check
+        >>> def attention(q, k, v):
+        ...     return (q @ k.mT).softmax(-1) @ v
+        >>> report = check(attention, only=["scale_closed_form", "convexity"])
+        >>> report.failed
+        ['scale_closed_form']
+        >>> print(report.having("failed")[0].example)
+        D=4 at log odds of two keys: expected 0.5, got 1. the scores are not scaled
+    """
+    own = like if isinstance(like, Conventions) else conventions_from(like or {})
+    for name in only or ():
+        if name not in LAWS:
+            raise ValueError(f"no law is called {name!r}; see regard-verify --list")
+    if isinstance(subject, str):
+        _require_plain(own)
+        request = Request(subject, own.declared(), only, quick, seed, memory=memory)
+        report = run_separately(request, limit, progress)
+    else:
+        report = _here(subject, own, only, quick, seed, progress)
+    place = {name: at for at, name in enumerate(LAWS)}
+    report.outcomes.sort(key=lambda each: place[each.law])
+    report.outcomes = settled(report.outcomes)
+    report.unjudged = unjudged(report) if only is None else ""
+    return report
+
+
+def _require_plain(own: Conventions) -> None:
+    """Conventions are passed to the other process as JSON."""
+    try:
+        json.dumps(own.declared())
+    except TypeError as error:
+        raise ValueError(
+            f"a named subject's conventions are numbers and texts, and {error}; give the object "
+            "itself, or name a function that builds it"
+        ) from error
+
+
+def _here(
+    subject: Any,
+    own: Conventions,
+    only: Sequence[str] | None,
+    quick: bool,
+    seed: int,
+    progress: Progress,
+) -> Report:
+    start = time.perf_counter()
+    try:
+        with undisturbed(seed):
+            understood = understand(subject, own, seed=seed)
+    except Exception as error:
+        name = getattr(subject, "__name__", type(subject).__name__)
+        report = Report(name, declared=own.declared(), seed=seed)
+        with undisturbed(seed):
+            end_early(report, crash(subject, own, error), problem_of(error), only)
+        return report
+    report = describe(understood, seed)
+    total = len(LAWS if only is None else only)
+    for law, outcome in run_laws(understood, only=only, quick=quick, seed=seed):
+        if outcome is None:
+            progress(law.name, len(report.outcomes), total)
+        else:
+            report.outcomes.append(outcome)
+    report.pictures = pictures_of(understood) if only is None else []
+    report.notes = list(understood.notes)
+    report.seconds = round(time.perf_counter() - start, 2)
+    return report

@@ -1,0 +1,284 @@
+"""Checking every law that applies to a subject, in this process."""
+
+import contextlib
+import io
+import time
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from regard_verify.blame import files_of, line_of, own_error, said
+from regard_verify.law import (
+    Broken,
+    Counterexample,
+    Law,
+    NotApplicable,
+    OwnError,
+    Sizes,
+    Trial,
+    Undecided,
+)
+from regard_verify.laws import LAWS
+from regard_verify.report.report import Outcome, Picture, Report, outcome
+from regard_verify.run.causes import TOPICS
+from regard_verify.run.lines import lines_of
+from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.visibility import read_dependence
+
+LACKS = {  # why a law does not apply, by the ability that it needs
+    "heads": "its heads were not reached",
+    "layer": "it is not a layer from x to output",
+    "several_heads": "it has one head, or its heads were not reached",
+    "gqa": "it has as many key heads as query heads",
+    "cross": "it needs as many queries as keys",
+    "mask": "it takes no mask of queries by keys",
+    "padding": "it takes no mask",
+    "dropout": "it has no dropout",
+    "cache": "no cache of it was found",
+    "context": "it reads no other sequence",
+    "module": "it is not a module",
+    "weights": "it returns no weights",
+    "scale": "its calls take no scale, softcap or bias",
+    "rope": "it has no rotation",
+    "reference": "no reference is declared",
+}
+THINGS = {  # abilities of a subject that is not attention
+    "cache_object": "cache",
+    "paged": "paged attention",
+    "allocator": "block allocator",
+    "prefix": "prefix cache",
+    "rotation": "rotation",
+}
+FIRST = "eval_determinism"
+KNOWN = {  # defects of torch, and where they are reported
+    ("MultiheadAttention", "fully_masked_forward"): "pytorch#41508",
+    ("MultiheadAttention", "fully_masked_backward"): "pytorch#41508",
+    ("MultiheadAttention", "mask_and_causal"): "pytorch#99282",
+    ("MultiheadAttention", "causal_option"): "pytorch#99282",
+    ("MultiheadAttention", "needs_weights_agree"): "pytorch#99282",
+    ("scaled_dot_product_attention", "masked_poison"): "pytorch#103963",
+}
+
+
+def lacking(law: Law, subject: Subject) -> str | None:
+    """Why a law does not apply; None if it does."""
+    needed = {name for need in law.needs for name in need.split("|")}
+    thing = next((name for name in THINGS if subject.has.any_of(name)), None)
+    if thing is not None:
+        return None if thing in needed else f"it is not about a {THINGS[thing]}"
+    if needed <= set(THINGS):
+        return "it is about caches, pages, allocators, prefixes or rotations alone"
+    for need in law.needs:
+        if not subject.has.any_of(need):
+            return next(LACKS[name] for name in need.split("|") if name in LACKS)
+    return None
+
+
+def run_laws(
+    subject: Subject,
+    *,
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    quick: bool = False,
+    seed: int = 0,
+) -> Iterator[tuple[Law, Outcome | None]]:
+    """Each law, first without and then with its outcome; the first is `FIRST`.
+
+    If that is broken no other law is asked: what differs from call to call breaks them all.
+    """
+    wanted = set(LAWS if only is None else only) - set(skip)
+    differs = False
+    for law in sorted(LAWS.values(), key=lambda each: each.name != FIRST):
+        if law.name not in wanted:
+            continue
+        yield law, None
+        if differs:
+            found = outcome(law, "not applicable", reason="not asked: two calls of it differ")
+        else:
+            found = run_law(law, subject, quick=quick, seed=seed)
+        differs = differs or (law.name == FIRST and found.status == "failed")
+        yield law, found
+
+
+def run_law(law: Law, subject: Subject, *, quick: bool = False, seed: int = 0) -> Outcome:
+    """The outcome of one law."""
+    reason = lacking(law, subject)
+    if reason is None and quick and not law.quick:
+        reason = "left out by --quick"
+    if reason is not None:
+        return outcome(law, "not applicable", reason=reason)
+    start = time.perf_counter()
+    found = _outcome(law, subject, Trial(law.name, seed=seed, quick=quick), seed)
+    if subject.module is not None:  # as it was: in eval mode, without gradients
+        with contextlib.suppress(Exception):
+            subject.module.eval()
+            subject.module.zero_grad(set_to_none=True)
+    return replace(found, seconds=round(time.perf_counter() - start, 4))
+
+
+def _outcome(law: Law, subject: Subject, trial: Trial, seed: int) -> Outcome:
+    try:
+        with undisturbed(seed):
+            law.run(subject, trial)
+        return outcome(law, "passed")
+    except NotApplicable as error:
+        return outcome(law, "not applicable", reason=str(error))
+    except Undecided as error:
+        return outcome(law, "undecided", reason=str(error))
+    except OwnError as error:
+        return outcome(law, "defect", reason=str(error))
+    except Broken as error:
+        found = outcome(law, "failed", example=error.example, known=_known(subject, law))
+        return replace(found, line=_line(law, subject))
+    except Exception as error:
+        return _of_an_error(law, subject, error)
+
+
+def _of_an_error(law: Law, subject: Subject, error: Exception) -> Outcome:
+    """The outcome of a law that ended in an error: of the subject, or of this suite."""
+    files = files_of(subject.thing, subject.module)
+    if defect := defect_in(error, files):
+        return outcome(law, "defect", reason=defect)
+    if isinstance(error, SubjectError):
+        if isinstance(error.__cause__, NotImplementedError):
+            return outcome(law, "not applicable", reason=f"it refuses: {error}")
+        cause = str(error)
+    else:
+        cause = f"the call ended in {said(error, line_of(error, files))}"
+    example = Counterexample("", "", "an output", "an error", cause)
+    return located(outcome(law, "failed", example=example), error, files)
+
+
+def located(found: Outcome, error: Exception, files: Collection[str] = ()) -> Outcome:
+    """The same outcome with the line of the subject in which an error was raised."""
+    told = error.line if isinstance(error, SubjectError) else ""
+    return replace(found, line=told or line_of(error, files))
+
+
+def defect_in(error: BaseException, files: Collection[str] = ()) -> str:
+    """An error of this suite, in words; "" if the subject raised it or caused it."""
+    raised = error.__cause__ if isinstance(error, SubjectError) else error
+    return "" if raised is None else own_error(raised, files)
+
+
+def _line(law: Law, subject: Subject) -> str:
+    """The line of the subject that does what the law is about, where it can be told."""
+    if law.name == "super_init":
+        return subject.forgot_super
+    topic = TOPICS.get(law.name)
+    if topic is None:
+        return ""
+    with contextlib.suppress(Exception), undisturbed():  # without a line the outcome is complete
+        return lines_of(subject).get(topic, "")
+    return ""
+
+
+def _known(subject: Subject, law: Law) -> str:
+    inner = type(subject.module).__name__ if subject.module is not None else ""
+    names = (inner, getattr(subject.thing, "__name__", ""))
+    return next((KNOWN[n, law.name] for n in names if (n, law.name) in KNOWN), "")
+
+
+@contextlib.contextmanager
+def undisturbed(seed: int = 0) -> Iterator[None]:
+    """One thread, float32 without autocast, a seeded generator, no warnings and no prints.
+
+    All settings are restored.
+    """
+    threads, dtype, grad = (
+        torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)  # for building a subject; some laws set others
+    try:
+        with (
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+
+
+def problem_of(error: Exception) -> str:
+    """Why a subject could not be understood, by the error in which that ended."""
+    if defect := defect_in(error):
+        return (
+            f"this is an error of regard-verify, which says nothing about the subject: {defect}; "
+            "declare its conventions, so that less is found out by probing, and report the error"
+        )
+    if isinstance(error, SubjectError):
+        text = " ".join(str(error).split())
+    elif isinstance(error, (ValueError, ImportError, OSError)):
+        text = " ".join(str(error).split()) or said(error)
+    else:
+        text = f"it raised {said(error)}"
+    line = line_of(error)
+    return text if not line or line in text else f"{text} ({line})"
+
+
+def end_early(
+    report: Report, crash: Outcome | None, problem: str, only: Iterable[str] | None = None
+) -> None:
+    """Complete the report on a subject that could not be understood, or does not run at all."""
+    if crash is None:
+        report.problem = problem
+        return
+    reason = "not asked: it raises an error for every input"
+    wanted = set(LAWS if only is None else only) - {crash.law}
+    others = [law for law in LAWS.values() if law.name in wanted]
+    report.outcomes = [crash, *(outcome(law, "not applicable", reason=reason) for law in others)]
+
+
+def describe(subject: Subject, seed: int) -> Report:
+    """A report without outcomes."""
+    return Report(
+        subject.name,
+        subject.kind,
+        inferred=dict(subject.inferred),
+        declared=subject.conventions.declared(),
+        notes=list(subject.notes),
+        seed=seed,
+    )
+
+
+def pictures_of(subject: Subject) -> list[Picture]:
+    """Which keys each query attends to: by default, causal, with fewer queries, with a mask."""
+    found: list[Picture] = []
+    trial = Trial("picture")
+    with contextlib.suppress(SubjectError), undisturbed():
+        if subject.attend is not None:
+            found.extend(_heads_pictures(subject, trial))
+        elif subject.layer is not None:
+            depends = read_dependence(subject.run_layer, subject.tokens(1, 6, trial))
+            expected = subject.visible(6, 6) | torch.eye(6, dtype=torch.bool)
+            found.append(Picture("no mask", expected.tolist(), depends.tolist()))
+    return found
+
+
+def _heads_pictures(subject: Subject, trial: Trial) -> Iterator[Picture]:
+    def picture(title: str, queries: int, keys: int, **options: Any) -> Picture:
+        sizes = subject.fit(Sizes(1, 1, 1, queries, keys, 4, keys))
+        attended = subject.attended(sizes, trial, **options)[0, 0]
+        expected = subject.visible(queries, keys, causal="causal" in options)
+        if "keep" in options:
+            expected = expected & options["keep"][0, 0]
+        title = f"{title}, {queries} queries, {keys} keys"
+        return Picture(title, expected.tolist(), attended.tolist())
+
+    for queries, keys in [(6, 6), (3, 6)] if subject.has.cross else [(6, 6)]:
+        yield picture("no mask", queries, keys)
+        if options := subject.causal_options():
+            yield picture("causal", queries, keys, **options)
+    if subject.has.mask:
+        keep = torch.rand(1, 1, 6, 6, generator=trial.generator) < 0.6
+        yield picture("a mask", 6, 6, keep=keep | torch.eye(6, dtype=torch.bool))

@@ -1,0 +1,142 @@
+"""Conventions: what one attention may do otherwise than another, and both be right."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+Kind = Literal["function", "module", "cache", "paged", "allocator", "prefix", "rope"]
+
+DECLARED = "regard_conventions"  # the name of a dictionary of conventions in the subject's file
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kind": ("function", "module", "cache", "paged", "allocator", "prefix", "rope"),
+    "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE", "THD"),
+    "returns": ("BHLD", "BLHD", "BLE", "BLD", "LD", "THD"),
+    "polarity": ("keep", "drop", "additive"),
+    "mask_shape": ("B1LS", "BHLS", "NLS", "BLS", "LS", "B11S", "BS"),
+    "mask_dtype": ("bool", "int", "float"),
+    "alignment": ("top-left", "bottom-right"),
+    "head_order": ("grouped", "tiled"),
+    "pairing": ("none", "halves", "pairs"),
+    "fully_masked": ("zeros", "mean"),
+    "cache_style": ("object", "single", "tuple", "internal"),
+    "fused": ("blocked", "by head"),
+}
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """The conventions of one attention. What is left `None` is found out by probing.
+
+    A declared convention is a law: a subject that deviates from it fails. One that was found out is
+    reported.
+
+    Args:
+        kind: `"function"` of (q, k, v), `"module"` from x, `"cache"`, `"paged"` function,
+            `"allocator"` of blocks, `"prefix"` cache, or `"rope"`, a function of (x, positions).
+        arguments: of the class or of the factory.
+        options: further arguments of every call.
+        layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLE"` (heads side by side),
+            `"BLD"`, `"LD"`, or `"THD"` (sequences packed one after another); of a module `"BLE"` or
+            `"LBE"`.
+        returns: the layout of a function's output; `"BLE"` has the heads side by side.
+        mask: name of the mask argument; `""` for none.
+        polarity: `"keep"` (true or 1 may attend), `"drop"`, or `"additive"` (added to the scores).
+        mask_shape: the axes of a mask; `N` is batch times heads.
+        mask_dtype: `"bool"`, `"int"` or `"float"`.
+        causal: whether later keys are hidden by default.
+        alignment: the corner of the causal rule where queries and keys differ in number.
+        window: keys visible to a query by default, its own included; 0 for all.
+        scale: factor of the scores.
+        softcap: bound of the scores; 0 for none.
+        heads: query heads of a module.
+        kv_heads: key heads of a module.
+        head_dim: channels of one head of a module.
+        width: channels of a module's input.
+        head_order: `"grouped"`, neighbours share a key head, or `"tiled"`.
+        fused: how a module's one projection for all three is laid out.
+        pairing: which channels RoPE rotates together; `"none"` without RoPE.
+        theta: the base of RoPE.
+        fully_masked: the output of a fully masked query.
+        cache: name of the cache argument; `""` for none.
+        cache_style: `"object"` of all layers or `"single"` of one, changed in place; `"tuple"`,
+            returned; `"internal"`, in the module.
+        new_cache: name of a function or class in the subject's file that makes a cache.
+        cache_bytes: bytes for one token and one row of the batch, at most.
+        window_argument: name of the argument for a window.
+        capacity: tokens of a cache, or blocks of an allocator.
+        reference: name of a function or module in the subject's file that returns the right output.
+
+    Raises:
+        ValueError: if a value is none of those.
+
+    Examples:
+        >>> from regard_verify import Conventions
+        >>> Conventions(polarity="drop").declared()
+        {'polarity': 'drop'}
+    """
+
+    kind: Kind | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layout: str | None = None
+    returns: str | None = None
+    mask: str | None = None
+    polarity: str | None = None
+    mask_shape: str | None = None
+    mask_dtype: str | None = None
+    causal: bool | None = None
+    alignment: str | None = None
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    width: int | None = None
+    head_order: str | None = None
+    fused: str | None = None
+    pairing: str | None = None
+    theta: float = 10_000.0
+    fully_masked: str | None = None
+    cache: str | None = None
+    cache_style: str | None = None
+    new_cache: str | None = None
+    cache_bytes: float | None = None
+    window_argument: str | None = None
+    capacity: int | None = None
+    reference: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}")
+
+    def declared(self) -> dict[str, Any]:
+        """The conventions that differ from the defaults, as a dictionary for JSON."""
+        default = Conventions()
+        return {
+            name: value for name, value in asdict(self).items() if value != getattr(default, name)
+        }
+
+    def found(self, **values: Any) -> "Conventions":
+        """These conventions, completed by `values` where nothing was declared."""
+        return replace(self, **{n: v for n, v in values.items() if getattr(self, n) is None})
+
+
+def conventions_from(given: Mapping[str, Any]) -> Conventions:
+    """Conventions from a dictionary: of JSON, or of the subject's file.
+
+    Raises:
+        ValueError: for names and values that no convention has.
+
+    Examples:
+        >>> conventions_from({"heads": 4}).heads
+        4
+    """
+    known = {each.name for each in fields(Conventions)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"no convention is called {unknown[0]!r}; there are {sorted(known)}")
+    return Conventions(**given)

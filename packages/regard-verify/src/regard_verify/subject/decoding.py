@@ -1,0 +1,269 @@
+"""Calling a layer piece by piece, with a cache: an object, a returned tuple, or in the layer."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard_verify.law import Trial
+from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.cache_makers import is_annotated, makers_of
+from regard_verify.subject.caches import content_of
+from regard_verify.subject.modules import ModuleCall
+from regard_verify.subject.signatures import parameters_of
+from regard_verify.subject.subject import Stepper, Subject, SubjectError, called
+
+STARTS = ("start_pos", "offset", "past_length", "past", "position_offset")
+POSITIONS = ("input_pos", "positions", "position_ids", "cache_position")
+RESETS = ("reset_cache", "reset_kv_cache", "clear_cache", "reset")
+
+
+class CacheState(NamedTuple):
+    """The cache of a layer, and how many tokens it holds."""
+
+    held: Any
+    length: int
+
+
+@dataclass
+class Steps:
+    """One way of passing a cache to a layer.
+
+    Attributes:
+        argument: the name of the cache argument.
+        style: `object`, `single`, `tuple` or `internal`, as in `Conventions.cache_style`.
+        new_cache: makes an empty cache, where it is an object.
+        empty: the tensors, numbers and None that the module held before the first call.
+    """
+
+    call: ModuleCall
+    subject: Subject
+    argument: str
+    style: str
+    new_cache: Any = None
+    empty: dict[str, Any] = field(default_factory=dict)
+
+    def new(self) -> CacheState:
+        """An empty cache."""
+        if self.style == "internal":
+            _clear(self.call.module, self.empty)
+            return CacheState(None, 0)
+        return CacheState(called(self.new_cache) if self.new_cache is not None else None, 0)
+
+    def step(self, x: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
+        """The output for x, whose tokens follow those in `state`, and the cache after it."""
+        with torch.no_grad():
+            return self.follow(x.clone(), state)
+
+    def follow(
+        self, x: Tensor, state: CacheState, *, columns: int = 0
+    ) -> tuple[Tensor, CacheState]:
+        """`step` with gradients and without a copy; the mask is `columns` keys too wide."""
+        length = state.length + x.shape[1]
+        given = self._positions(state.length, x.shape[1])
+        if self.argument:
+            given[self.argument] = state.held
+        if "use_cache" in parameters_of(self.call.module.forward):
+            given["use_cache"] = True
+        keep = self.keep(state.length, x.shape[1])
+        if columns:
+            keep = self.subject.visible(x.shape[1], length + columns, causal=True)[None, None]
+        result = self.call.result(x, keep=keep, before=state.length, **given)
+        held = state.held if self.style != "tuple" else _returned_cache(result)
+        return self.call.out(result, x), CacheState(held, length)
+
+    def stepper(self) -> Stepper:
+        """The same for the laws, without what it is made of."""
+        return Stepper(self.new, self.step, self.style, self.follow, self.of)
+
+    def of(self, module: nn.Module) -> Stepper:
+        """The same way of passing a cache, with another module of the same kind."""
+        return replace(self, call=replace(self.call, module=module)).stepper()
+
+    def keep(self, before: int, new: int) -> Tensor | None:
+        """The causal mask of a step, where the layer is not causal by itself."""
+        if self.subject.conventions.causal or not self.subject.has.mask:
+            return None
+        return self.subject.visible(new, before + new, causal=True)[None, None]
+
+    def _positions(self, before: int, new: int) -> dict[str, Any]:
+        names = parameters_of(self.call.module.forward)
+        given: dict[str, Any] = dict.fromkeys(_starts(names), before)
+        given.update({n: torch.arange(before, before + new) for n in POSITIONS if n in names})
+        return given
+
+
+def _returned_cache(result: Any) -> Any:
+    """What follows the output: a tuple, list, single or object, or all keys and values."""
+    if isinstance(result, (tuple, list)):
+        for each in result[1:][::-1]:
+            if isinstance(each, (tuple, list, dict)) or not isinstance(each, (Tensor, type(None))):
+                return each
+            if isinstance(each, Tensor) and each.ndim == 5:  # [2, B, G, S, D]
+                return each
+    raise SubjectError("it returned no cache beside its output")
+
+
+def _inner(module: Any) -> Any:
+    return module.inner if isinstance(module, Adapter) else module
+
+
+def _clear(module: Any, empty: dict[str, Any]) -> None:
+    """Make the cache in a layer empty: by its own method, or as it was before the first call."""
+    inner = _inner(module)
+    reset = next((name for name in RESETS if hasattr(inner, name)), None)
+    if reset is not None:
+        called(getattr(inner, reset))
+        return
+    for name, value in empty.items():
+        setattr(inner, name, value.clone() if isinstance(value, Tensor) else value)
+
+
+def _held(module: Any) -> dict[str, Any]:
+    """The tensors, numbers and None that a layer holds beside its weights."""
+    inner = _inner(module)
+    held = {**inner._buffers, **{n: x for n, x in vars(inner).items() if not n.startswith("_")}}
+    return {
+        name: x.detach().clone() if isinstance(x, Tensor) else x
+        for name, x in held.items()
+        if (x is None or isinstance(x, (Tensor, int))) and name != "training"
+    }
+
+
+def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
+    """Find out how a cache is passed; if there is a way, the subject gets a stepper.
+
+    Of several ways that work, it is the first that gives what one call on all tokens gives.
+    """
+    call = subject.layer
+    assert isinstance(call, ModuleCall)
+    own = subject.conventions
+    declared = bool(own.cache or own.new_cache or own.cache_style)
+    working: list[Steps] = []
+    for steps in ways_of(call, subject, beside):
+        state, before = None, None
+        try:
+            state = steps.new()
+            before = content_of(state.held)
+            for x in subject.tokens(1, 3, trial).split([2, 1], dim=1):
+                _, state = steps.step(x, state)
+        except (SubjectError, StopIteration) as error:
+            filled = steps.new_cache is not None and state and content_of(state.held) != before
+            if declared or filled:  # a class of its own file, in which the first tokens were put
+                subject.has.unusable_cache = True
+                subject.inferred["cache"] = f"{steps.argument} could not be used: {error}"
+            continue
+        unused = steps.new_cache is not None and content_of(state.held) == before
+        if not declared and unused:
+            continue  # it takes the argument and does not use it
+        if _agrees(steps, subject, trial):
+            return _use(steps, subject)
+        working.append(steps)
+    working = [each for each in working if declared or _is_certain(each)]
+    if working:
+        return _use(working[0], subject)
+    subject.inferred.setdefault("cache", "none")
+    return None
+
+
+def _use(steps: Steps, subject: Subject) -> None:
+    found = {"cache": steps.argument, "cache_style": steps.style}
+    subject.conventions = subject.conventions.found(**found)
+    subject.stepper = steps.stepper()
+    subject.has.unusable_cache, subject.has.cache = False, True
+    subject.inferred["cache"] = f"{steps.argument or 'in the layer'}, {steps.style}"
+
+
+def _agrees(steps: Steps, subject: Subject, trial: Trial) -> bool:
+    """Whether pieces give what one call gives; it may hold where that cannot be asked."""
+    if not subject.conventions.causal and not subject.has.mask:
+        return steps.style != "internal" or _is_certain(steps)
+    x = subject.tokens(2, 5, trial)
+    try:
+        whole = at_once(subject, x)
+        state, pieces = steps.new(), []
+        for piece in x.split([3, 1, 1], dim=1):
+            out, state = steps.step(piece, state)
+            pieces.append(out)
+    except SubjectError:
+        return False
+    return bool(torch.allclose(torch.cat(pieces, 1), whole, atol=1e-3))
+
+
+def _is_certain(steps: Steps) -> bool:
+    """Whether a way that gives other outputs is a fault of the cache, and not a wrong guess."""
+    if steps.style != "internal":
+        return True
+    inner = _inner(steps.call.module)
+    return any(hasattr(inner, name) for name in RESETS) or any(
+        _STORED.search(name) for name in steps.empty
+    )
+
+
+_STORED = re.compile(r"^_?(cache_?[kv]|[kv]_?cache|kv_?cache|past_?[kv])(ey|alue)?s?$", re.I)
+_ARGUMENTS = re.compile(r"cache|past|prev_?k|^kvs?$|incremental_state|^memory$|^state$", re.I)
+
+
+def ways_of(call: ModuleCall, subject: Subject, beside: Any) -> list[Steps]:
+    """The ways in which its cache may be passed, the likeliest first."""
+    own = subject.conventions
+    module = call.module
+    if own.cache == "":
+        return []
+    taken = parameters_of(module.forward)
+    names = [
+        name
+        for name, each in taken.items()
+        if (_ARGUMENTS.search(name) or is_annotated(module, name))
+        and not isinstance(each.default, (bool, int))
+        and name not in ("use_cache", call.context, *POSITIONS, *_starts(taken))
+    ]
+    found = []
+    for name in [own.cache] if own.cache else names:
+        makers = makers_of(module, name, own.new_cache, beside)
+        objects = [
+            Steps(call, subject, name, "object" if of_layers else "single", each)
+            for each, of_layers in makers
+        ]
+        plain = [Steps(call, subject, name, "single", dict)] if own.new_cache is None else []
+        found += [*objects, Steps(call, subject, name, "tuple"), *plain]
+    either = {**parameters_of(_inner(module).forward), **taken}
+    started = either.keys() & {*_starts(either), *POSITIONS, "use_cache"}
+    if any(hasattr(_inner(module), name) for name in RESETS) or started:
+        found.append(Steps(call, subject, "", "internal", empty=_held(module)))
+    alike = {"object": ("object", "single")}.get(own.cache_style or "", (own.cache_style,))
+    return [each for each in found if own.cache_style is None or each.style in alike]
+
+
+def _starts(taken: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The arguments that count earlier tokens. `past` is one of them unless it may be None: then it
+    is a cache."""
+    return [
+        name
+        for name in STARTS
+        if name in taken and (name != "past" or taken[name].default is not None)
+    ]
+
+
+def in_steps(subject: Subject, x: Tensor, cuts: list[int]) -> Tensor:
+    """The output for x, computed in pieces of these lengths with a cache."""
+    assert subject.stepper is not None
+    state, pieces = subject.stepper.new(), []
+    for piece in x.split(cuts, dim=1):
+        out, state = subject.stepper.step(piece, state)
+        pieces.append(out)
+    return torch.cat(pieces, dim=1)
+
+
+def at_once(subject: Subject, x: Tensor) -> Tensor:
+    """The output for x in one call with the same masks, without a cache."""
+    causal = subject.conventions.causal
+    if causal or not subject.has.mask:
+        return subject.run_layer(x)
+    length = x.shape[1]
+    keep = subject.visible(length, length, causal=True)[None, None]
+    return subject.run_layer(x, keep=keep)

@@ -1,0 +1,287 @@
+"""A function of (q, k, v) behind the canonical call: layouts, masks, names of options."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.guesses import role_of
+from regard_verify.subject.mask_forms import NO_MASK, MaskForm
+from regard_verify.subject.signatures import (
+    EMPTY,
+    call_by_name,
+    is_required,
+    order_of,
+    parameters_of,
+    required_of,
+)
+from regard_verify.subject.subject import SubjectError, called, output_of
+
+OPTIONS: dict[str, tuple[str, ...]] = {  # options by ability, and the usual names of the argument
+    "causal": ("is_causal", "causal", "use_causal", "use_causal_mask", "apply_causal_mask",
+               "causal_mask", "autoregressive", "mask", "masked"),
+    "window": ("window", "window_size", "sliding_window", "attention_window"),
+    "scale": ("scale", "scaling", "softmax_scale", "sm_scale", "scale_factor", "attn_scale"),
+    "softcap": ("softcap", "soft_cap", "logit_cap", "logits_soft_cap", "logit_soft_cap"),
+    "bias": ("bias", "score_bias", "attn_bias", "position_bias"),
+    "dropout": ("dropout_p", "dropout", "p_dropout", "attn_dropout", "p", "dropout_prob"),
+    "gqa": ("enable_gqa",),
+    "weights": ("need_weights", "return_weights", "output_attentions", "return_attention",
+                "return_attn", "return_attention_weights"),
+}  # fmt: skip
+_PACKED = ("cu_seq", "cu_len", "cumulative")  # the first letters of lengths of packed sequences
+ONE_HEAD = ("BLD", "LD")  # layouts without an axis of heads
+
+
+def options_of(target: Any, own: Conventions) -> dict[str, str]:
+    """The options that a function takes, each with the name of its argument."""
+    names = parameters_of(target)
+    found = {
+        option: next(name for name in usual if name in names)
+        for option, usual in OPTIONS.items()
+        if any(name in names for name in usual)
+    }
+    switch = found.pop("causal", "")
+    switches = [name for name in OPTIONS["causal"] if name in names and _is_switch(names[name])]
+    if switches or switch in ("is_causal", "causal"):
+        found["causal"] = (switches or [switch])[0]
+    for role, option in (("heads", "heads"), ("key heads", "key heads")):
+        counts = [n for n in list(names)[3:] if role_of(n) == role and _is_a_count(names[n], n)]
+        found.update({option: counts[0]} if counts else {})
+    if own.window_argument:
+        found["window"] = own.window_argument
+    return found
+
+
+def _is_switch(parameter: Any) -> bool:
+    return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool")
+
+
+def _is_a_count(parameter: Any, name: str) -> bool:
+    if "mask" in name or "group" in name or isinstance(parameter.default, bool):
+        return False
+    return parameter.default in (EMPTY, None) or isinstance(parameter.default, int)
+
+
+def layouts_of(target: Any, names: dict[str, str], own: Conventions) -> list[str]:
+    """The layouts that a function may take, the likeliest first."""
+    if any(name.startswith(_PACKED) for name in parameters_of(target)):
+        return ["THD"]
+    merged = ["BLE"] if "heads" in names or heads_in(target, own) else []
+    return ["BHLD", "BLHD", *merged, *ONE_HEAD]
+
+
+def heads_in(target: Any, own: Conventions) -> dict[str, int]:
+    """The numbers of heads that are declared, or that an object holds: H and G."""
+    held = {role_of(n): x for n, x in getattr(target, "__dict__", {}).items() if type(x) is int}
+    heads = own.heads or held.get("heads", 0)
+    return {"H": heads, "G": own.kv_heads or held.get("key heads", heads)} if heads > 1 else {}
+
+
+@dataclass
+class FunctionCall:
+    """The canonical call, translated into the arguments of the function, and its output back.
+
+    Attributes:
+        target: the function, or an object that is called as one.
+        own: its conventions; their options are given in every call.
+        form: of its masks.
+        layout: of its inputs.
+        returns: the layout of its output.
+        names: its arguments for options.
+        dropout_is_a_module: whether its dropout is an `nn.Dropout` and no probability.
+        forward_only: whether it has no backward pass.
+        spare: masks that it requires and that are None in every call.
+    """
+
+    target: Callable[..., Any]
+    own: Conventions
+    form: MaskForm = NO_MASK
+    layout: str = "BHLD"
+    returns: str = "BHLD"
+    names: dict[str, str] = field(default_factory=dict)
+    dropout_is_a_module: bool = False
+    forward_only: bool = False
+    spare: tuple[str, ...] = ()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        shape = (*q.shape[:3], v.shape[3])
+        result = self.result(q, k, v, **options)
+        returned = self.layout if self.layout in (*ONE_HEAD, "THD") else self.returns
+        return canonical(output_of(result, torch.Size(shape).numel()), returned, shape)
+
+    def result(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        keep: Tensor | None = None,
+        raw: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """All that the function returns; `raw` is a mask already in its own form."""
+        if (
+            self.forward_only
+            and torch.is_grad_enabled()
+            and any(x.requires_grad for x in (q, k, v))
+        ):
+            raise SubjectError("it has no backward pass") from NotImplementedError()
+        given = self.arguments(q, k, options)
+        if keep is None and raw is None and self.requires_a_mask():
+            keep = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool)
+        if keep is not None:
+            raw = self.form.encode(keep, (q.shape[0], q.shape[1]), q.dtype)
+        if raw is not None:
+            added = given.get(self.form.argument) if self.form.polarity == "additive" else None
+            given[self.form.argument] = raw if added is None else raw + added
+        inputs = called(self._inputs, q, k, v)
+        return called(call_by_name, self.target, inputs, given)
+
+    def _inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The inputs in the function's order; k and v, or all three, may be one tensor."""
+        named = {n: laid_out(x, self.layout) for n, x in (("q", q), ("k", k), ("v", v))}
+        first = list(parameters_of(self.target))[:2]
+        axis = named["q"].ndim - 2  # before the heads
+        if first[:1] in (["qkv"], ["QKV"]):
+            return (torch.stack([named["q"], named["k"], named["v"]], axis),)
+        if first[1:] in (["kv"], ["KV"]):
+            return (named["q"], torch.stack([named["k"], named["v"]], axis))
+        order = order_of(self.target) or "qkv"
+        return tuple(named[each] for each in order)
+
+    def arguments(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """The function's own arguments for these options."""
+        given = {**dict.fromkeys(self.spare), **self._sizes(q, k), **self._neutral(q)}
+        given |= self.own.options
+        if "gqa" in self.names and k.shape[1] != q.shape[1]:
+            given[self.names["gqa"]] = True
+        for option, value in options.items():
+            if value is None or value is False or (option == "dropout" and value == 0.0):
+                continue
+            if option not in self.names:
+                raise SubjectError(f"it has no argument for {option}")
+            if option == "dropout" and self.dropout_is_a_module:
+                value = nn.Dropout(value)
+            if option == "dropout" and "training" in parameters_of(self.target):
+                given["training"] = True
+            if option == "window" and self._window_is_a_pair():
+                value = (value - 1, 0)  # earlier keys, and later ones, beside its own
+            given[self.names[option]] = value
+        return given
+
+    def _sizes(self, q: Tensor, k: Tensor) -> dict[str, Any]:
+        """Numbers of heads and lengths of packed sequences, where it takes them."""
+        given: dict[str, Any] = {}
+        for option, count in (("heads", q.shape[1]), ("key heads", k.shape[1])):
+            if option in self.names:
+                given[self.names[option]] = count
+        for name in required_of(self.target):
+            if role_of(name) == "head width":
+                given[name] = q.shape[-1]
+        for name in parameters_of(self.target) if self.layout == "THD" else ():
+            x = k if "k" in name.split("_")[-1] else q
+            if name.startswith(_PACKED):
+                steps = torch.arange(x.shape[0] + 1, dtype=torch.int32)
+                given[name] = steps * x.shape[2]
+            elif name.startswith("max_") and role_of(name) == "length":
+                given[name] = x.shape[2]
+        return given
+
+    def _neutral(self, q: Tensor) -> dict[str, Any]:
+        """Values for options that are required, or that are not neutral by default."""
+        taken, given = parameters_of(self.target), dict[str, Any]()
+        values = {"scale": q.shape[-1] ** -0.5, "causal": False, "weights": False}
+        for option, name in self.names.items():
+            default = taken[name].default if name in taken else None
+            if option == "dropout" and (default is EMPTY or isinstance(default, float)):
+                given[name] = None if self.dropout_is_a_module else 0.0
+            elif default is EMPTY and option not in ("heads", "key heads"):
+                given[name] = values.get(option)
+        if "training" in taken:
+            given["training"] = False
+        return given
+
+    def _window_is_a_pair(self) -> bool:
+        parameter = parameters_of(self.target).get(self.names.get("window", ""))
+        return parameter is not None and (
+            isinstance(parameter.default, (tuple, list)) or "uple" in str(parameter.annotation)
+        )
+
+    def requires_a_mask(self) -> bool:
+        """Whether its mask argument has no default."""
+        return is_required(self.target, self.form.argument)
+
+
+class OfModule:
+    """A function that takes a module before (query, key, value), as transformers calls it.
+
+    It reads from the module whether it trains, and how many query heads share a key head.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "__name__", "attention")
+
+    @property
+    def signature_of_call(self) -> dict[str, Any]:
+        """The arguments after the module."""
+        return dict(list(parameters_of(self.function).items())[1:])
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        """The function with a module of these heads, which trains where there is dropout."""
+        module = nn.Module()
+        shared = {"num_key_value_groups": query.shape[1] // key.shape[1]}
+        for name, held in {**shared, "is_causal": False, "layer_idx": 0}.items():
+            setattr(module, name, held)
+        module.train(bool(given.get("dropout")))
+        return self.function(module, query, key, value, **given)
+
+
+def takes_module(target: Any) -> bool:
+    """Whether it takes a module, and queries, keys and values after it."""
+    names = list(parameters_of(target))
+    return names[:1] == ["module"] and [n[:1] for n in names[1:4]] == ["q", "k", "v"]
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """x [B, H, L, D] in the function's layout."""
+    if layout == "BLHD":
+        return x.transpose(1, 2)
+    if layout == "BLE":
+        return x.transpose(1, 2).flatten(-2)
+    if layout == "THD":
+        return x.transpose(1, 2).flatten(0, 1)
+    if layout == "BLD":
+        return x[:, 0]
+    return x[0, 0] if layout == "LD" else x
+
+
+def shape_in(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape [B, H, L, D] in a layout."""
+    batch, heads, length, dim = shape
+    return {
+        "BHLD": (batch, heads, length, dim),
+        "BLHD": (batch, length, heads, dim),
+        "BLE": (batch, length, heads * dim),
+        "THD": (batch * length, heads, dim),
+        "BLD": (batch, length, dim),
+        "LD": (length, dim),
+    }[layout]
+
+
+def canonical(out: Tensor, layout: str, shape: tuple[int, ...]) -> Tensor:
+    """An output of the function as [B, H, L, Dv].
+
+    Raises:
+        SubjectError: if it has another shape.
+    """
+    wanted = shape_in(layout, shape)
+    if tuple(out.shape) != wanted:
+        raise SubjectError(f"it returned shape {list(out.shape)} instead of {list(wanted)}")
+    if layout in ("BLHD", "BLE", "THD"):
+        return out.reshape(shape_in("BLHD", shape)).transpose(1, 2)
+    return out.reshape(shape)

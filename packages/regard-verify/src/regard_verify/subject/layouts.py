@@ -1,0 +1,128 @@
+"""The usual layouts of one, two or three projections: which channel belongs to which head."""
+
+from collections.abc import Iterator
+from itertools import permutations
+
+import torch
+
+from regard_verify.subject.channels import Roles
+
+HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+Channels = list[list[int]]  # of each head, in order
+
+
+def usual_layouts(
+    parts: list[list[int]], width: int, declared: int | None = None
+) -> Iterator[Roles]:
+    """Layouts in which these projections may hold queries, keys and values.
+
+    Args:
+        parts: the channels of each projection, in the order in which they run.
+        width: channels of the merged heads.
+        declared: the number of heads that the module names; then only that number, and one head of
+            the whole width, are tried.
+
+    Examples:
+        >>> first = next(usual_layouts([[0, 1], [2, 3], [4, 5]], width=2, declared=1))
+        >>> first.queries, first.keys, first.values
+        ([[0, 1]], [[2, 3]], [[4, 5]])
+    """
+    for heads in dict.fromkeys((declared, 1) if declared else HEADS):
+        if width % heads:
+            continue
+        dim = width // heads
+        outputs = _split(list(range(width)), heads)
+        for queries, keys, values in _heads(_joined(parts, heads), heads, dim):
+            sizes = {len(head) for head in (*queries, *keys)}
+            if len(sizes) == 1 and heads % len(keys) == 0 and len(values[0]) == dim:
+                yield Roles(queries, keys, values, outputs, [])
+            elif len(keys[0]) < len(queries[0]) and len(values[0]) == dim:
+                others = len(queries[0]) - len(keys[0])  # read by keys that all heads share
+                cut = [head[: len(keys[0])] for head in queries]
+                rest = [head[len(keys[0]) :] for head in queries]
+                yield Roles(cut, keys, values, outputs, [], others=others, other_queries=rest)
+
+
+def _joined(parts: list[list[int]], heads: int) -> list[list[int]]:
+    """Where each head has three projections of its own, those of all heads together."""
+    if heads > 1 and len(parts) == 3 * heads and len({len(part) for part in parts}) == 1:
+        return [[c for part in parts[at::3] for c in part] for at in range(3)]
+    return parts
+
+
+def _heads(
+    parts: list[list[int]], heads: int, dim: int
+) -> Iterator[tuple[Channels, Channels, Channels]]:
+    if len(parts) == 3:
+        for q, k, v in permutations(parts):
+            groups, rest = divmod(len(v), dim)
+            if groups and not rest and not len(q) % heads and not len(k) % groups:
+                for split in (_split, _tiled):
+                    yield split(q, heads), split(k, groups), split(v, groups)
+    elif len(parts) == 2:
+        for q, both in (parts, parts[::-1]):
+            for groups in (n for n in range(heads, 0, -1) if heads % n == 0):
+                if len(q) % heads == 0 and len(both) % groups == 0:
+                    for keys, values in _pairs(both, groups, dim):
+                        yield _split(q, heads), keys, values
+                        yield _tiled(q, heads), keys, values
+    elif len(parts) == 1:
+        yield from _fused(parts[0], heads, dim)
+
+
+def _pairs(both: list[int], groups: int, dim: int) -> Iterator[tuple[Channels, Channels]]:
+    """Keys and values of one projection: by head, or all keys before all values."""
+    size = len(both) // groups - dim  # channels of a key head
+    if size < 1:
+        return
+    for own in (_split(both, groups), _tiled(both, groups)):
+        yield [head[:size] for head in own], [head[size:] for head in own]
+        yield [head[dim:] for head in own], [head[:dim] for head in own]
+        if size == dim:
+            yield [head[::2] for head in own], [head[1::2] for head in own]
+    for split in (_split, _tiled):
+        yield split(both[: groups * size], groups), split(both[groups * size :], groups)
+        yield split(both[groups * dim :], groups), split(both[: groups * dim], groups)
+
+
+def _fused(
+    channels: list[int], heads: int, dim: int
+) -> Iterator[tuple[Channels, Channels, Channels]]:
+    """One projection for all three: its axes in any order, or grouped by key heads."""
+    if len(channels) == 3 * heads * dim:
+        sizes = {"part": 3, "head": heads, "dim": dim}
+        for axes in permutations(sizes):
+            cube = torch.tensor(channels).view([sizes[axis] for axis in axes])
+            cube = cube.permute([axes.index(axis) for axis in sizes])
+            for order in permutations(range(3)):
+                first, second, third = (cube[at].tolist() for at in order)
+                yield first, second, third
+    groups, rest = divmod(len(channels) - heads * dim, 2 * dim)
+    if rest or not 0 < groups < heads or heads % groups:
+        return
+    start, end = heads * dim, heads * dim + groups * dim  # of the keys
+    for split in (_split, _tiled):
+        yield (
+            split(channels[:start], heads), split(channels[start:end], groups),
+            split(channels[end:], groups),
+        )  # fmt: skip
+    many = heads // groups
+    for by_group in (_split(channels, groups), _tiled(channels, groups)):
+        cut = [_split(group, many + 2) for group in by_group]
+        yield (
+            [head for group in cut for head in group[:many]],
+            [g[-2] for g in cut],
+            [g[-1] for g in cut],
+        )
+
+
+def _split(channels: list[int], heads: int) -> Channels:
+    """The channels of a head one after the other."""
+    dim = len(channels) // heads
+    return [channels[head * dim : (head + 1) * dim] for head in range(heads)]
+
+
+def _tiled(channels: list[int], heads: int) -> Channels:
+    """Every head's first channel, then every head's second, and so on."""
+    return [channels[head::heads] for head in range(heads)]

@@ -1,0 +1,270 @@
+"""Finding an object by its name: `PATH.py:NAME`, `package.module:NAME`, `package.module.NAME`."""
+
+import builtins
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard_verify.subject.lines import line_of_subject
+from regard_verify.subject.signatures import order_of
+from regard_verify.subject.subject import SubjectError
+
+NEEDED = "give PATH.py:NAME, package.module:NAME, or a folder with a transformers model"
+_ATTENTION = re.compile(r"att(entio)?n|mha|mqa|gqa|mla|sdpa", re.I)
+
+
+class Found(NamedTuple):
+    """An object that was named.
+
+    Attributes:
+        thing: the object.
+        home: the module that holds it.
+        chosen: its name, where only its file was named; else "".
+        owner: the class of which it is a method; None if it can be called as it is.
+    """
+
+    thing: Any
+    home: Any
+    chosen: str = ""
+    owner: type | None = None
+
+
+def find(name: str) -> Found:
+    """The object of a name. Only its file is run, and what that imports.
+
+    Raises:
+        SubjectError: if there is no such file or name, or the file cannot be run.
+
+    Examples:
+        >>> find("torch.nn.MultiheadAttention").thing.__name__
+        'MultiheadAttention'
+    """
+    where, attribute = _parts(name)
+    module = _file(Path(where).expanduser()) if where.endswith(".py") else _module(where)
+    if not attribute:
+        chosen = _only_candidate(module, where)
+        return Found(getattr(module, chosen), module, chosen)
+    found, owner = module, None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            whole = _submodule(f"{where}.{attribute}") if ":" not in name else None
+            if whole is not None:
+                chosen = _only_candidate(whole, name)
+                return Found(getattr(whole, chosen), whole, chosen)
+            raise SubjectError(f"{where} has no {attribute!r}; {_instead(found, part)}")
+        static = inspect.getattr_static(found, part, None)
+        owner = found if isinstance(found, type) and inspect.isfunction(static) else None
+        found = getattr(found, part)
+    if inspect.ismodule(found):
+        chosen = _only_candidate(found, name)
+        return Found(getattr(found, chosen), found, chosen)
+    return Found(_with_a_signature(found), module, owner=owner)
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """The file or module in a name, and what follows."""
+    if name.endswith(".py"):
+        return name, ""
+    where, colon, attribute = name.rpartition(":")
+    if not colon and "/" not in name:
+        where, _, attribute = name.rpartition(".")
+    if not where:
+        raise SubjectError(f"{name!r} names nothing that exists: {NEEDED}")
+    return where, attribute
+
+
+def _submodule(name: str) -> Any:
+    """The module of a dotted name; None if there is none."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and name.startswith(error.name):
+            return None
+        raise SubjectError(_while_run(name, error)) from error
+    except Exception as error:
+        raise SubjectError(_while_run(name, error)) from error
+
+
+def _instead(holder: Any, missing: str) -> str:
+    """Which names there are: those that are alike, or what can be verified, or all."""
+    names = _names(holder)
+    close = difflib.get_close_matches(missing, names, 3, 0.6)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    known = candidates(holder) if inspect.ismodule(holder) else []
+    return f"it has {', '.join((known or names)[:12]) or 'nothing that can be called'}"
+
+
+def _names(holder: Any) -> list[str]:
+    held = vars(holder) if hasattr(holder, "__dict__") else {}
+    return [name for name, each in held.items() if not name.startswith("_") and callable(each)]
+
+
+def candidates(module: Any) -> list[str]:
+    """Names of what a file defines and can be verified: classes with forward, functions of q, k, v.
+
+    Where some are called attention, only those.
+    """
+    found = [
+        name
+        for name, each in vars(module).items()
+        if getattr(each, "__module__", None) == module.__name__
+        and name == getattr(each, "__name__", name)
+        and _may_be_attention(each)
+    ]
+    return [name for name in found if _ATTENTION.search(name)] or found
+
+
+def _may_be_attention(each: Any) -> bool:
+    if isinstance(each, type):
+        forward = getattr(each, "forward", nn.Module.forward)
+        return callable(forward) and forward is not nn.Module.forward
+    return takes_heads(each)
+
+
+def takes_heads(target: Any) -> bool:
+    """Whether it is called with q, k and v first, in any order, by the names of its arguments."""
+    return callable(target) and bool(order_of(target))
+
+
+def _only_candidate(module: Any, where: str) -> str:
+    found = candidates(module)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise SubjectError(
+            f"{where} defines no class with forward and no function of (q, k, v); {NEEDED}"
+        )
+    raise SubjectError(
+        f"{where} defines {len(found)} subjects: name one, as in {where}:{found[0]} "
+        f"(there are {', '.join(found[:12])})"
+    )
+
+
+def require_model(folder: Path) -> None:
+    """Raise unless a folder holds a model.
+
+    Raises:
+        SubjectError: with the files in it that can be named.
+    """
+    if (folder / "config.json").is_file():
+        return
+    files = sorted(str(each) for each in folder.glob("*.py") if each.name != "__init__.py")
+    instead = f"name one of {', '.join(files[:8])}" if files else NEEDED
+    raise SubjectError(f"the folder {folder} holds no model, as it has no config.json: {instead}")
+
+
+def _file(path: Path) -> Any:
+    if not path.is_file():
+        beside = [each.name for each in path.parent.glob("*.py")]
+        close = difflib.get_close_matches(path.name, beside, 1)
+        instead = f"did you mean {path.parent / close[0]}?" if close else NEEDED
+        raise SubjectError(f"there is no file {path}: {instead}")
+    spec = importlib.util.spec_from_file_location(f"regard_subject_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent.resolve()))  # as when the file is run as a program
+    arguments, sys.argv = sys.argv, [str(path)]  # for files that read a command line
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise SubjectError(f"running {path} ended the program, exit code {error.code}") from error
+    except ImportError as error:
+        if "relative import" not in str(error):
+            raise SubjectError(_while_run(path, error)) from error
+        return _in_package(path)
+    except Exception as error:
+        raise SubjectError(_while_run(path, error)) from error
+    finally:
+        sys.argv = arguments
+    return module
+
+
+def _while_run(name: Any, error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return f"{name} cannot be run: {type(error).__name__}: {text} ({line_of_subject(error)})"
+
+
+def _in_package(path: Path) -> Any:
+    """The file as a part of the package that it stands in: it imports its neighbours."""
+    top = path.resolve().parent
+    while (top.parent / "__init__.py").is_file():
+        top = top.parent
+    sys.path.insert(0, str(top.parent))
+    parts = path.resolve().with_suffix("").relative_to(top.parent).parts
+    held = sys.modules.get(parts[0])
+    if held is not None and str(top) not in _paths(held):
+        raise SubjectError(f"{path} is in a package that is called {parts[0]!r}, as another is")
+    name = ".".join(parts)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise SubjectError(_while_run(path, error)) from error
+
+
+def _paths(package: Any) -> Iterable[str]:
+    return [str(Path(each).resolve()) for each in getattr(package, "__path__", [])]
+
+
+def _module(name: str) -> Any:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise SubjectError(f"ModuleNotFoundError: {error}; {NEEDED}") from error
+    except Exception as error:
+        raise SubjectError(_while_run(name, error)) from error
+
+
+def _with_a_signature(found: Any) -> Any:
+    """The same function with a signature, for torch's, which has none."""
+    if found is torch.nn.functional.scaled_dot_product_attention:
+        return scaled_dot_product_attention
+    return found
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, with a signature."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def is_function(found: Any) -> bool:
+    """Whether it is called as it is, and neither a class nor a module."""
+    return callable(found) and not isinstance(found, (type, nn.Module))
+
+
+def named_beside(module: Any, name: str) -> Callable[..., Any]:
+    """The object of another name in the subject's file, or of a dotted name.
+
+    Raises:
+        SubjectError: if there is none.
+    """
+    found = getattr(module, name, None) or getattr(builtins, name, None)
+    if found is None and "." in name:
+        found = find(name).thing
+    if found is None:
+        raise SubjectError(f"{getattr(module, '__name__', 'its file')} has no {name!r}")
+    return found

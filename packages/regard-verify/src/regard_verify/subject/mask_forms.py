@@ -1,0 +1,112 @@
+"""The forms in which functions and modules take a mask, and masks written in them."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.signatures import is_required as is_required
+from regard_verify.subject.signatures import parameters_of as parameters_of
+
+
+class MaskForm(NamedTuple):
+    """The name of a mask argument, the meaning of its entries, its axes, and its dtype.
+
+    `hidden` is what an additive mask adds where a key is hidden: -inf, or the least finite value.
+    """
+
+    argument: str
+    polarity: str = "keep"
+    shape: str = "B1LS"
+    dtype: str = "bool"
+    hidden: str = "-inf"
+
+    def __str__(self) -> str:
+        meaning = {
+            "keep": "true or 1 may attend",
+            "drop": "true or 1 is hidden",
+            "additive": f"added to the scores, {self.hidden} where hidden",
+        }[self.polarity]
+        return f"{self.argument}= {self.dtype} {self.shape}, {meaning}"
+
+    def encode(self, keep: Tensor, sizes: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """`keep` [B | 1, H | 1, L, S] in this form, for `sizes` (B, H)."""
+        batch, heads = sizes
+        whole = keep.expand(batch, heads, *keep.shape[-2:])
+        shaped = {
+            "BHLS": whole,
+            "B1LS": whole[:, :1],
+            "NLS": whole.flatten(0, 1),
+            "BLS": whole[:, 0],
+            "LS": keep[0, 0],
+            "B11S": whole[:, :1, :1],
+            "BS": whole[:, 0, 0] if keep.shape[-2] else whole.new_ones(batch, keep.shape[-1]),
+        }[self.shape]
+        return self._values(shaped, dtype).clone()
+
+    def _values(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.polarity == "additive":
+            low = float("-inf") if self.hidden == "-inf" else torch.finfo(dtype).min
+            return torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, low)
+        entries = keep if self.polarity == "keep" else ~keep
+        return entries.to({"bool": torch.bool, "int": torch.int64, "float": dtype}[self.dtype])
+
+
+NO_MASK = MaskForm("")
+BIASES = ("attn_bias", "attention_bias")  # what is added to the scores: a mask of -inf as well
+
+
+def forms(names: list[str], known: Conventions) -> Iterator[MaskForm]:
+    """All forms that agree with the declared conventions `known`, the most common first."""
+    for name in names:
+        for dtype, polarity in (
+            ("bool", "keep"), ("bool", "drop"), ("float", "drop"), ("float", "additive"),
+            ("int", "keep"), ("int", "drop"), ("float", "keep"),
+        ):  # fmt: skip
+            if name in BIASES and polarity != "additive":
+                continue
+            for shape in _shapes(name):
+                form = MaskForm(name, polarity, shape, dtype)
+                declared = {
+                    "mask": name, "polarity": polarity, "mask_shape": shape, "mask_dtype": dtype,
+                }  # fmt: skip
+                if all(getattr(known, n) in (None, value) for n, value in declared.items()):
+                    yield form
+
+
+def _shapes(name: str) -> tuple[str, ...]:
+    general = ("BHLS", "B1LS", "NLS", "BLS", "LS", "B11S", "BS")
+    return ("BS", *general[:-1]) if "pad" in name else general
+
+
+def mask_arguments(target: Any) -> list[str]:
+    """Names of arguments that may be a mask, the likeliest first.
+
+    Examples:
+        >>> def attention(q, k, v, key_padding_mask=None, attn_mask=None, masked=None): ...
+        >>> mask_arguments(attention)
+        ['attn_mask', 'masked', 'key_padding_mask']
+    """
+    names = [
+        name
+        for name, each in parameters_of(target).items()
+        if ("mask" in name.lower() and "head_mask" not in name and "masked_" not in name)
+        or name in BIASES
+        if not isinstance(each.default, bool) and _may_be_a_tensor(name, each.annotation)
+    ]
+    return sorted(
+        names, key=lambda name: (name in BIASES, "pad" in name, "mask" not in name.split("_")[-1:])
+    )
+
+
+def _may_be_a_tensor(name: str, annotation: Any) -> bool:
+    """Whether an argument that is called a mask takes a tensor, and no switch and no object."""
+    if name == "block_mask" or annotation in (bool, "bool"):  # the first is of flex_attention
+        return False
+    own_class = isinstance(annotation, type) and annotation.__module__ not in (
+        "builtins",
+        "inspect",
+    )
+    return not own_class or issubclass(annotation, Tensor)

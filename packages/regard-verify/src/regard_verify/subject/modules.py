@@ -1,0 +1,193 @@
+"""A module from x to output behind two canonical calls: on x, and on queries, keys and values.
+
+For the second, hooks replace the outputs of its projections while it runs, and read the input of
+its output projection. So any module of linear projections can be called as a function of (q, k, v).
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.mask_forms import (
+    NO_MASK,
+    MaskForm,
+    is_required,
+    mask_arguments,
+    parameters_of,
+)
+from regard_verify.subject.subject import SubjectError, called, output_of
+
+SIZES = {
+    "width": ("hidden_size", "embed_dim", "d_model", "n_embd", "dim", "d_in", "emb_dim", "d_out"),
+    "heads": ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "h"),
+    "kv_heads": ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "kv_heads",
+                 "num_kv_groups", "n_kv_groups"),
+    "head_dim": ("head_dim", "d_k", "attention_head_size", "d_head", "head_size", "dim_head"),
+}  # fmt: skip
+
+
+def size_of(module: nn.Module, what: str) -> int | None:
+    """A size of the module, by one of its usual names on the module or its configuration."""
+    inner = module.inner if isinstance(module, Adapter) else module
+    for holder in (inner, getattr(inner, "config", None)):
+        for name in SIZES[what]:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+@dataclass
+class ModuleCall:
+    """The module's own call, on x, or on the same x as queries, keys and values.
+
+    Attributes:
+        order: what its forward takes first: "x", or queries, keys and values in this order.
+        context: the argument for another sequence, or "".
+        names: the names of its arguments for options.
+    """
+
+    module: Any
+    own: Conventions
+    form: MaskForm = NO_MASK
+    layout: str = "BLE"
+    order: str = "x"
+    context: str = ""
+    heads: int = 1
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> int:
+        """How many sequences its forward takes first: 1, or 3."""
+        return 1 if self.order == "x" else 3
+
+    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+        return self.out(self.result(x, **options), x)
+
+    def result(
+        self,
+        x: Tensor,
+        *,
+        keep: Tensor | None = None,
+        raw: Tensor | None = None,
+        context: Tensor | None = None,
+        before: int = 0,
+        others: tuple[Tensor, ...] = (),
+        **options: Any,
+    ) -> Any:
+        """All that the module returns; `before` is the number of cached tokens."""
+        given = dict(self.own.options)
+        given |= {self.names.get(name, name): value for name, value in options.items()}
+        if keep is None and raw is None and self.requires_a_mask():
+            keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
+        if keep is not None:
+            raw = self.form.encode(keep, (x.shape[0], max(self.heads, keep.shape[1])), x.dtype)
+        if raw is not None:
+            given[self.form.argument] = raw
+        if context is None and is_required(forward_of(self.module), self.context):
+            context = x  # it must be given another sequence: here, its own
+        if context is not None:
+            given[self.context] = self.laid_out(context)
+        by_letter = dict(zip("qkv", (x, *others) if others else (x, x, x), strict=True))
+        inputs = [by_letter[letter] for letter in self.order] if self.inputs == 3 else [x]
+        return called(self.module, *(self.laid_out(each) for each in inputs), **given)
+
+    def out(self, result: Any, x: Tensor) -> Tensor:
+        """The output [B, L, E] in what the module returned."""
+        out = output_of(result, x.numel())
+        batch, length = x.shape[:2]
+        wanted = (length, batch) if self.layout == "LBE" else (batch, length)
+        if out.ndim != 3 or tuple(out.shape[:2]) != wanted:
+            raise SubjectError(f"from {list(x.shape)} it returned shape {list(out.shape)}")
+        return self.laid_out(out)
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """x [B, L, E] in the module's layout, and back."""
+        return x.transpose(0, 1) if self.layout == "LBE" else x
+
+    def requires_a_mask(self) -> bool:
+        """Whether its mask argument has no default."""
+        return is_required(forward_of(self.module), self.form.argument)
+
+
+def forward_of(module: Any) -> Any:
+    """The function whose arguments are those of a call."""
+    return getattr(module, "forward", module)
+
+
+CONTEXT_WORDS = ("context", "encoder", "memory", "cross", "source", "key_value", "condition")
+CONTEXT_NAMES = {"y", "z", "kv", "ctx", "enc", "src", "other", "mem", "cond", "x_kv", "kv_input"}
+NO_CONTEXT = ("mask", "cache", "past", "pos", "freq", "cos", "sin", "bias", "causal", "len", "rope")
+
+
+class Inputs(NamedTuple):
+    """What a module's forward takes first: x, or queries, keys and values in some order.
+
+    `order` is "x" or an order of "qkv"; `context` is the argument for another sequence, or "".
+    """
+
+    order: str
+    context: str
+
+
+def inputs_of(module: Any) -> Inputs:
+    """How its forward takes its sequences, by the names of its arguments.
+
+    Examples:
+        >>> class Tutorial(nn.Module):
+        ...     def forward(self, values, keys, query, mask=None): ...
+        >>> inputs_of(Tutorial())
+        Inputs(order='vkq', context='')
+    """
+    arguments = {
+        name: each
+        for name, each in parameters_of(forward_of(module)).items()
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+    names = list(arguments)
+    order = "".join(_letter(name) for name in names[:3])
+    if sorted(order) == ["k", "q", "v"]:
+        return Inputs(order, "")
+    return Inputs("x", next((n for n in names[1:] if _is_context(n, arguments[n])), ""))
+
+
+def _letter(name: str) -> str:
+    """The letter of "qkv" that a name begins or ends with; `x_q` is as good as `query`."""
+    words = name.lower().split("_")
+    return next((word[0] for word in words if word[:1] in ("q", "k", "v")), "-")
+
+
+def _is_context(name: str, argument: inspect.Parameter) -> bool:
+    """Whether an argument is another sequence: by its name, or because it must be given."""
+    lower = name.lower()
+    if any(word in lower for word in NO_CONTEXT):
+        return False
+    named = lower in CONTEXT_NAMES or any(word in lower for word in CONTEXT_WORDS)
+    plain = argument.annotation in (argument.empty, Tensor, "Tensor", "torch.Tensor")
+    return named or (argument.default is argument.empty and plain)
+
+
+def made_identity(module: nn.Module, width: int) -> bool:
+    """Make every matrix of `width` columns identities, every bias 0; whether that is possible."""
+    done = False
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim == 1:
+                parameter.zero_()
+            elif parameter.ndim == 2 and parameter.shape[1] == width:
+                times, rest = divmod(parameter.shape[0], width)
+                if rest:
+                    return False
+                parameter.copy_(torch.eye(width, dtype=parameter.dtype).repeat(times, 1))
+                done = True
+    return done
+
+
+def masks_of(module: Any) -> list[str]:
+    """Arguments of its forward that may be a mask."""
+    return mask_arguments(forward_of(module))

@@ -1,0 +1,286 @@
+"""Modules whose forward takes positions or rotary tables beside x, as modules from x alone.
+
+The tables are made by what stands in the file, a class of rotary embeddings or a function that
+computes them, or else for the width of a head that the module accepts.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard_verify.subject.adapters import Adapter
+from regard_verify.subject.construct import build
+from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.guesses import CONTEXT, role_of
+from regard_verify.subject.mask_forms import mask_arguments
+from regard_verify.subject.signatures import parameters_of, required_of
+from regard_verify.subject.subject import SubjectError, called, output_of
+
+PAIRS = ("position_embeddings", "position_embedding", "rotary_emb", "rotary_pos_emb", "rope",
+         "rope_emb", "rotary_embeddings", "cos_sin", "rotary", "rope_cache")  # fmt: skip
+COSINES, SINES = ("cos", "rope_cos", "rotary_cos", "cos_emb"), ("sin", "rope_sin", "rotary_sin",
+                                                               "sin_emb")  # fmt: skip
+COMPLEX = ("freqs_cis", "freqs_complex", "rotary_freqs", "freqs", "pos_cis", "freq_cis")
+STARTS = ("start_pos", "past_length", "position_offset", "offset", "start_position", "cache_len")
+IDS = ("position_ids", "positions", "input_pos", "cache_position", "pos_ids", "pos")
+KNOWN = (*PAIRS, *COSINES, *SINES, *COMPLEX, *STARTS, *IDS)
+_CLASS, _FUNCTION = re.compile(r"rotary|rope", re.I), re.compile(r"precompute|freqs|rope|rotary")
+SHAPES = ("BLD", "LD", "1LD", "11LD", "1L1D")  # axes of cosines and sines, in the order of trials
+WIDTHS = (8, 4, 16, 32, 64, 128, 2)  # of a head, in the order of trials
+
+Tables = Callable[[Tensor, torch.dtype], Any]  # from positions [B, L], the dtype of x, to tables
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Cosines and sines, or complex numbers, for positions [B, L].
+
+    Attributes:
+        dim: channels of a head that are rotated.
+        shape: the axes of the tables; "complex" for complex numbers [L, D / 2].
+        width: how often each angle stands in a row of D channels: 2 in halves, 1 for D / 2 columns.
+    """
+
+    dim: int
+    shape: str = "BLD"
+    width: int = 2
+    theta: float = 10_000.0
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        steps = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
+        angles = positions[..., None].float() * self.theta**-steps  # [B, L, D / 2]
+        if self.shape == "complex":
+            return torch.polar(torch.ones_like(angles[0]), angles[0])
+        angles = torch.cat([angles] * self.width, -1)
+        index: dict[str, Any] = {
+            "LD": 0, "1LD": slice(1), "11LD": (slice(1), None),
+            "1L1D": (slice(1), slice(None), None),
+        }  # fmt: skip
+        angles = angles[index[self.shape]] if self.shape in index else angles
+        return angles.cos(), angles.sin()
+
+
+@dataclass(frozen=True)
+class FromModule:
+    """Tables of the file's rotary embedding, which is called with x and positions."""
+
+    rotary: nn.Module
+    width: int
+    by_length: bool = False
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        x = torch.zeros(*positions.shape, self.width, dtype=dtype)
+        if not self.by_length:
+            return self.rotary(x, positions)
+        found = self.rotary(int(positions.max()) + 1)
+        return _rows(found, positions)
+
+
+@dataclass(frozen=True)
+class FromTable:
+    """Rows of a table that the file computes once for all positions."""
+
+    table: Any
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        return _rows(self.table, positions)
+
+
+def _rows(table: Any, positions: Tensor) -> Any:
+    """The rows of these positions, in one table or in several."""
+    if isinstance(table, (tuple, list)):
+        return tuple(_rows(each, positions) for each in table)
+    axis = next(i for i, size in enumerate(table.shape) if size > 1)
+    return table.index_select(axis, positions[0].to(table.device))
+
+
+class Positioned(Adapter):
+    """A module as one from x alone: tables and positions follow from `past`, the tokens before x.
+
+    While `rotating` is False nothing is rotated: cosines are 1, sines 0, and all positions 0.
+    """
+
+    def __init__(self, inner: Any, tables: Tables | None, flat: bool = True) -> None:
+        super().__init__(inner)
+        self.known = {}
+        copied = any(name in PAIRS for name in parameters_of(inner.forward))
+        self.hidden = "min" if copied else "-inf"  # as transformers hides keys
+        self.makes_tables, self.flat, self.rotating = tables, flat, True
+
+    @property
+    def signature_of_forward(self) -> dict[str, inspect.Parameter]:
+        """The arguments that are left to the caller."""
+        left = {n: p for n, p in parameters_of(self.inner.forward).items() if n not in KNOWN}
+        past = inspect.Parameter("past", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int)
+        return {**left, "past": past}
+
+    def forward(self, x: Tensor, *rest: Any, past: int = 0, **given: Any) -> Any:
+        """What the module returns, with the positions of x."""
+        return self.inner(x, *rest, **given, **self.positions(x, past))
+
+    def positions(self, x: Tensor, past: int) -> dict[str, Any]:
+        """Its arguments for positions, by name."""
+        batch, length = x.shape[:2]
+        names = [name for name in parameters_of(self.inner.forward) if name in KNOWN]
+        ids = torch.arange(past, past + length)[None].expand(batch, -1)
+        tables = self._tables(ids, x.dtype) if self.makes_tables else None
+        given: dict[str, Any] = {}
+        for name in names:
+            if name in STARTS:
+                given[name] = past
+            elif name in IDS:
+                shown = ids if self.rotating else torch.zeros_like(ids)
+                given[name] = shown[0] if self.flat else shown
+            elif tables is not None:
+                at = 0 if name in COSINES else 1 if name in SINES else None
+                given[name] = tables if at is None else tables[at]
+        return given
+
+    def _tables(self, ids: Tensor, dtype: torch.dtype) -> Any:
+        assert self.makes_tables is not None
+        found = self.makes_tables(ids, dtype)
+        if isinstance(found, Tensor):
+            return found if self.rotating else torch.ones_like(found)
+        cos, sin = (each.to(dtype) for each in found)
+        return (cos, sin) if self.rotating else (torch.ones_like(cos), torch.zeros_like(sin))
+
+
+def positioned(module: nn.Module, beside: Any, own: Conventions) -> nn.Module:
+    """The module in its adapter, if its forward takes positions and cannot do without.
+
+    Raises:
+        SubjectError: if it takes tables, and none of the usual ones fit.
+    """
+    if isinstance(module, Adapter) or not hasattr(module, "forward"):
+        return module
+    names = [name for name in parameters_of(module.forward) if name in KNOWN]
+    required = [name for name in names if name in required_of(module.forward)]
+    if not required and (not names or not _failure(module, own)):
+        return module
+    failures: list[str] = []
+    for tables in _ways(module, names, beside, own):
+        for flat in (True, False) if any(name in IDS for name in names) else (True,):
+            tried = Positioned(module, tables, flat)
+            failure = _failure(tried, own)
+            if not failure:
+                return tried
+            failures.append(failure)
+    if not required:
+        return module
+    raise SubjectError(
+        f"it needs {' and '.join(required)}, and none of the usual tables fit: {failures[-1]}; "
+        "name a module or function that calls it with x alone"
+    )
+
+
+def moved(like: nn.Module, inner: nn.Module) -> nn.Module:
+    """Another module of the same kind in the adapter of the first."""
+    if not isinstance(like, Positioned):
+        return inner
+    return Positioned(inner, like.makes_tables, like.flat).train(inner.training)
+
+
+def _ways(module: Any, names: list[str], beside: Any, own: Conventions) -> Iterator[Tables | None]:
+    """Makers of tables, those of the file first."""
+    if all(name in (*STARTS, *IDS) for name in names):
+        yield None
+        return
+    dims = _dims(module, own)
+    yield from _of_classes(module, beside, dims)
+    yield from _of_functions(beside, dims)
+    if any(name in COMPLEX for name in names):
+        yield from (Angles(dim, "complex") for dim in dims)
+    for dim in dims:
+        for width in (2, 1):
+            yield from (Angles(dim, shape, width) for shape in SHAPES)
+
+
+def _dims(module: Any, own: Conventions) -> list[int]:
+    """Widths of a head that are likely, those first that the module or its configuration holds."""
+    held = [own.head_dim] if own.head_dim else []
+    for holder in (module, getattr(module, "config", None)):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if role_of(name) == "head width" and type(value) is int:
+                held.append(value)
+    return list(dict.fromkeys([*held, *WIDTHS]))
+
+
+def _members(beside: Any, rule: re.Pattern[str]) -> list[Any]:
+    home = getattr(beside, "__name__", "")
+    return [
+        each
+        for name, each in vars(beside).items()
+        if rule.search(name) and getattr(each, "__module__", "") == home
+    ] if beside is not None else []  # fmt: skip
+
+
+def _of_classes(module: Any, beside: Any, dims: list[int]) -> Iterator[Tables]:
+    settings = getattr(module, "config", None)
+    for made_by in _members(beside, _CLASS):
+        if not (isinstance(made_by, type) and issubclass(made_by, nn.Module)):
+            continue
+        for dim in dims[:3]:
+            try:
+                given = _arguments(made_by, settings, dim)
+                rotary = build(made_by, Conventions(arguments=given)).made.eval()
+            except SubjectError:
+                continue
+            yield FromModule(rotary, dim)
+            yield FromModule(rotary, dim, by_length=True)
+
+
+def _arguments(made_by: Any, settings: Any, dim: int) -> dict[str, Any]:
+    """The arguments of a rotary class or function: a configuration, or the width and a length."""
+    given: dict[str, Any] = {}
+    for name in parameters_of(made_by):
+        role = role_of(name)
+        if settings is not None and name in ("config", "cfg", "args"):
+            given[name] = settings
+        elif role in ("width", "head width", "rotated width", "key width"):
+            given[name] = dim
+        elif role == "length" or name == "end":
+            given[name] = 4 * CONTEXT
+    return given
+
+
+def _of_functions(beside: Any, dims: list[int]) -> Iterator[Tables]:
+    for function in _members(beside, _FUNCTION):
+        if isinstance(function, type) or not callable(function):
+            continue
+        for dim in dims[:3]:
+            given = _arguments(function, None, dim)
+            if not set(required_of(function)) <= given.keys():
+                continue
+            try:
+                table = called(function, **given)
+            except SubjectError:
+                continue
+            if isinstance(table, Tensor) or (isinstance(table, tuple) and len(table) == 2):
+                yield FromTable(table)
+
+
+def _failure(module: Any, own: Conventions) -> str:
+    """Why a call on x of two sizes fails; "" if it does not."""
+    names = required_of(module)
+    masks = [name for name in mask_arguments(module) if name in names]
+    width = own.width or _width(module)
+    for batch, length in ((3, 7), (2, 3)):
+        x = torch.randn(batch, length, width)
+        try:
+            with torch.no_grad():
+                given = {**dict.fromkeys(masks), **own.options}
+                out = output_of(called(module, x, **given), x.numel())
+        except SubjectError as error:
+            return str(error)
+        if tuple(out.shape[:2]) != (batch, length):
+            return f"from {list(x.shape)} it returned shape {list(out.shape)}"
+    return ""
+
+
+def _width(module: nn.Module) -> int:
+    return next((int(p.shape[1]) for p in module.parameters() if p.ndim == 2), 32)

@@ -1,0 +1,363 @@
+"""Probing a function of (q, k, v): what was not declared is found out by small calls.
+
+What is declared is not probed. What is found goes into conventions, abilities and report.
+The probes of masks, patterns, rotation and scale also serve modules, once they have heads.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from regard_verify.law import Sizes, Trial
+from regard_verify.oracle import key_heads, pattern
+from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.functions import (
+    ONE_HEAD,
+    FunctionCall,
+    canonical,
+    heads_in,
+    laid_out,
+    layouts_of,
+    options_of,
+    shape_in,
+)
+from regard_verify.subject.lines import with_line
+from regard_verify.subject.mask_forms import (
+    MaskForm,
+    forms,
+    is_required,
+    mask_arguments,
+    parameters_of,
+)
+from regard_verify.subject.rotation import probe_rotation
+from regard_verify.subject.subject import Subject, SubjectError, called, output_of
+from regard_verify.visibility import nearest_pattern
+
+LENGTH = 6  # tokens of a probe: enough to tell off-by-one and off-by-two patterns apart
+
+
+def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -> None:
+    """Find out what a function of (q, k, v) takes and returns; the subject is changed."""
+    own = subject.conventions
+    names = options_of(target, own)
+    call = _first_call(target, subject, names, trial)
+    layout, returns = call.layout, call.returns
+    own = own.found(layout=layout, returns=returns, scale=_default_scale(target, names))
+    call = replace(call, own=own)
+    subject.fixed = {"BLD": {"H": 1, "G": 1}, "LD": {"B": 1, "H": 1, "G": 1}}.get(layout, {})
+    if layout == "BLE" and "heads" not in names:
+        subject.fixed = heads_in(target, own)
+    subject.conventions = own
+    has = subject.has
+    has.heads = True
+    has.causal, has.window, has.scale = "causal" in names, "window" in names, "scale" in names
+    has.softcap, has.bias, has.weights = "softcap" in names, "bias" in names, "weights" in names
+    subject.inferred["layout"] = layout if layout == returns else f"{layout}, returns {returns}"
+    call = subject.attend = _probe_dropout(call, subject, trial)
+    call = subject.attend = _probe_backward(call, subject, trial)
+    _probe_sizes(subject, trial)
+    probe_pattern(subject, trial)
+    form = _probe_mask(subject, _mask_names(own.mask, target), trial)
+    if form is not None:
+        subject.attend = replace(call, own=subject.conventions, form=form)
+        subject.form = form
+    probe_alignment(subject, trial)
+    probe_scores(subject, trial)
+
+
+def _default_scale(target: Any, names: dict[str, str]) -> float | None:
+    """The scale that its signature declares, as in `scale=1.0`."""
+    parameter = parameters_of(target).get(names.get("scale", ""))
+    given = parameter is not None and type(parameter.default) is float and parameter.default > 0
+    return float(parameter.default) if parameter is not None and given else None
+
+
+def _probe_dropout(call: FunctionCall, subject: Subject, trial: Trial) -> FunctionCall:
+    """Whether its dropout argument takes a probability, or a module."""
+    if "dropout" in call.names:
+        given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial)
+        for tried in (call, replace(call, dropout_is_a_module=True)):
+            try:
+                tried(*given, dropout=0.5)
+            except SubjectError:
+                continue
+            subject.has.dropout = True
+            return tried
+    return call
+
+
+def _probe_backward(call: FunctionCall, subject: Subject, trial: Trial) -> FunctionCall:
+    """Whether it is an operator that has no backward pass, and says so when it is asked."""
+    given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2)), trial)
+    try:
+        with torch.enable_grad():
+            called(call(*(x.requires_grad_() for x in given)).sum().backward)
+    except SubjectError as error:
+        cause = error.__cause__
+        if isinstance(cause, NotImplementedError) or "no autograd formula" in str(cause):
+            subject.notes.append("It has no backward pass: laws of gradients do not apply.")
+            return replace(call, forward_only=True)
+    except RuntimeError:  # its output does not depend on its inputs: laws report that
+        pass
+    return call
+
+
+def _mask_names(declared: str | None, target: Any) -> list[str]:
+    if declared is not None:
+        return [declared] if declared else []
+    return mask_arguments(target)
+
+
+def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Trial) -> FunctionCall:
+    """The call in the first layout that the function accepts and in which heads do not mix."""
+    own = subject.conventions
+    failures: list[str] = []
+    mixed: list[FunctionCall] = []
+    for layout in [own.layout] if own.layout else layouts_of(target, names, own):
+        for form, spare in _first_masks(target, own):
+            call = FunctionCall(target, own, form, layout, layout, names, spare=spare)
+            try:
+                found = replace(call, returns=own.returns or _returns(call, trial))
+                if own.layout or layout in ONE_HEAD or _heads_are_apart(found, trial):
+                    return found
+            except SubjectError as error:
+                failures.append(f"{layout}: {with_line(error)}")
+                continue
+            mixed.append(found)
+    if mixed:  # in every layout: take the most common one, and the laws report what is wrong
+        return mixed[0]
+    raise SubjectError(f"it could not be called with (q, k, v): {summary(failures)}")
+
+
+def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tuple[str, ...]]]:
+    """Masks to call it with before anything is known of them: None, and all keys visible."""
+    names = _mask_names(own.mask, target)
+    required = tuple(name for name in names if is_required(target, name))
+    yield MaskForm(""), required
+    for name in required:
+        spare = tuple(each for each in required if each != name)
+        yield MaskForm(name), spare
+        yield MaskForm(name, "drop"), spare
+        yield MaskForm(name, "additive", dtype="float"), spare
+
+
+def summary(failures: list[str]) -> str:
+    """The failures in all layouts, without the layout if they are the same."""
+    reasons = dict.fromkeys(failure.split(": ", 1)[1] for failure in failures)
+    return next(iter(reasons)) if len(reasons) == 1 else "; ".join(dict.fromkeys(failures))
+
+
+def _returns(call: FunctionCall, trial: Trial) -> str:
+    """The layout of the output."""
+    sizes = _sizes_for(call, Sizes(2, 3, 3, 5, 5, 4, 4))
+    q, k, v = Subject("", "function", call.own).inputs(sizes, trial)
+    with torch.no_grad():
+        out = output_of(call.result(q, k, v), q.numel())
+    shape = tuple(q.shape)
+    if call.layout in (*ONE_HEAD, "THD"):
+        canonical(out, call.layout, shape)
+        return call.layout
+    for returns in ("BHLD", "BLHD", "BLE"):
+        if tuple(out.shape) == shape_in(returns, shape):
+            return returns
+    raise SubjectError(f"from q, k and v of shape {list(laid_out(q, call.layout).shape)} it "
+                       f"returned shape {list(out.shape)}")  # fmt: skip
+
+
+def _sizes_for(call: FunctionCall, sizes: Sizes) -> Sizes:
+    """These sizes, with the heads that the layout and the function allow."""
+    if call.layout in ONE_HEAD:
+        return sizes._replace(H=1, G=1, B=sizes.B if call.layout == "BLD" else 1)
+    if call.layout == "BLE" and "heads" not in call.names:
+        return sizes._replace(**heads_in(call.target, call.own))
+    return sizes
+
+
+def _heads_are_apart(call: FunctionCall, trial: Trial) -> bool:
+    """Whether a value of one head changes that head alone, and more than one of its rows."""
+    sizes = _sizes_for(call, Sizes(1, 3, 3, 5, 5, 4, 4))
+    q, k, v = Subject("", "function", call.own).inputs(sizes, trial)
+    with torch.no_grad():
+        base = call(q, k, v)
+        other = v.clone()
+        other[:, 1 % sizes.G, 0] += 1.0
+        moved = (call(q, k, other) != base).any(-1)[0]
+    rows = moved.any(-1)
+    share = sizes.H // sizes.G
+    return bool(rows.any()) and int(rows.sum()) <= share and int(moved.sum()) > share
+
+
+def _probe_sizes(subject: Subject, trial: Trial) -> None:
+    """Whether it accepts fewer key heads, values of other width, other numbers of keys."""
+
+    def accepts(sizes: Sizes) -> bool:
+        try:
+            subject.run(*subject.inputs(subject.fit(sizes), trial))
+        except SubjectError:
+            return False
+        return True
+
+    has = subject.has
+    if not subject.fixed:
+        has.gqa = True  # or `fit` would change the sizes
+        has.gqa = accepts(Sizes(2, 6, 2, 5, 5, 4, 4))
+    has.wide = True
+    has.wide = accepts(Sizes(2, 2, 2, 5, 5, 4, 3))
+    has.cross = True
+    has.cross = accepts(Sizes(2, 2, 2, 3, 5, 4, 4))
+    heads = subject.fixed.get("H", 2)
+    has.several_heads = heads > 1
+    has.gqa |= subject.fixed.get("G", heads) != heads
+    if heads == 1:
+        subject.notes.append("It has one head: laws of several heads do not apply.")
+
+
+def probe_pattern(subject: Subject, trial: Trial) -> None:
+    """Which keys it hides by default."""
+    own = subject.conventions
+    if own.causal is not None and own.window is not None:
+        return
+    attended = subject.attended(subject.fit(Sizes(1, 1, 1, LENGTH, LENGTH, 4, LENGTH)), trial)
+    pattern, subject.inferred["attends to"] = nearest_pattern(attended[0].any(0))
+    subject.conventions = own.found(**pattern)
+
+
+def _probe_mask(subject: Subject, names: list[str], trial: Trial) -> MaskForm | None:
+    """The form of mask that hides a key, and only that key."""
+    call, own = subject.attend, subject.conventions
+    assert isinstance(call, FunctionCall)
+
+    def hides(form: MaskForm) -> bool:
+        subject.attend = replace(call, own=subject.conventions, form=form)
+        return hides_one_key(subject, trial)
+
+    try:
+        return choose_form(subject, list(forms(names, own)), hides, names)
+    finally:
+        subject.attend = call
+
+
+def choose_form(
+    subject: Subject, tried: list[MaskForm], hides: Callable[[MaskForm], bool], names: list[str]
+) -> MaskForm | None:
+    """The first form that works; a form that is declared in full is taken, so that laws test it."""
+    own = subject.conventions
+    working = []
+    for form in tried:
+        try:
+            if hides(form):
+                working.append(form)
+                if form.shape in ("BHLS", "B1LS", "NLS", "BLS") or len(working) > 3:
+                    break
+        except SubjectError:
+            continue
+    if not working and own.mask and own.polarity:
+        shape, dtype = own.mask_shape or "BHLS", own.mask_dtype
+        dtype = dtype or ("float" if own.polarity == "additive" else "bool")
+        working = [MaskForm(own.mask, own.polarity, shape, dtype)]
+    if working:
+        form = working[0]
+        subject.conventions = own.found(
+            mask=form.argument, polarity=form.polarity, mask_shape=form.shape, mask_dtype=form.dtype
+        )
+        subject.has.mask, subject.has.padding = form.shape not in ("BS", "B11S"), True
+        subject.inferred["mask"] = str(form)
+        return form
+    subject.has.unusable_mask = bool(names)
+    unusable = f"{', '.join(names)}: no form hides a key and nothing else"
+    subject.inferred["mask"] = unusable if names else "none"
+    return None
+
+
+def hides_one_key(subject: Subject, trial: Trial) -> bool:
+    """Whether a mask that hides key 1 hides key 1, beside what its own pattern hides.
+
+    One that switches its own pattern off is a mask too: a law reports that.
+    """
+    sizes = subject.fit(Sizes(2, 3, 3, 5, 5, 4, 4))  # no two alike: axes cannot be confused
+    keep = sizes.mask(1)
+    expected = subject.visible(sizes.L, sizes.S) & keep
+    attended = subject.attended(sizes, trial, keep=keep)
+    if tuple(attended.shape) != (sizes.B, sizes.H, sizes.L, sizes.S):
+        return False  # a form whose axes were taken for others
+    return any(bool((attended == right).all()) for right in (expected, keep))
+
+
+def probe_alignment(subject: Subject, trial: Trial) -> None:
+    """From which corner its causal rule is counted, where there are more keys than queries."""
+    own, has = subject.conventions, subject.has
+    if own.alignment is not None or not has.cross or not (own.causal or has.causal):
+        return
+    options = {} if own.causal else {"causal": True}
+    sizes = subject.fit(Sizes(1, 1, 1, 2, 5, 4, 5))
+    try:
+        attended = subject.attended(sizes, trial, **options)[0, 0]
+    except SubjectError:
+        return
+    wrong = {
+        corner: int((attended != pattern(2, 5, causal=True, alignment=corner)).sum())
+        for corner in ("bottom-right", "top-left")
+    }
+    corner = min(wrong, key=lambda each: wrong[each])
+    subject.conventions = own.found(alignment=corner)
+    subject.inferred["causal alignment"] = f"{corner} corner"
+
+
+def probe_scores(subject: Subject, trial: Trial) -> None:
+    """Rotation, scale, order of the heads, and the output of a fully masked query."""
+    probe_rotation(subject, trial)
+    if subject.conventions.pairing == "none" and not subject.has.unknown_positions:
+        scale = read_scale(subject, trial)
+        if scale is not None:
+            dim = subject.fit(Sizes(D=4)).D
+            subject.inferred["scale"] = f"{scale:.6g} where 1/sqrt(D) is {dim**-0.5:.6g}"
+    if subject.conventions.head_order is None and subject.has.gqa:
+        groups, sizes = read_head_order(subject, trial), subject.fit(Sizes(1, 6, 2))
+        grouped = groups == key_heads(sizes.H, sizes.G)
+        order = "neighbours share a key head" if grouped else f"reads key heads {groups}"
+        subject.inferred["head order"] = order
+    if subject.conventions.fully_masked is None and subject.has.padding:
+        _probe_fully_masked(subject, trial)
+
+
+def read_scale(subject: Subject, trial: Trial, dim: int = 4) -> float | None:
+    """The scale, from the odds of two keys whose scores differ by 1; None if one is hidden."""
+    sizes = subject.fit(Sizes(1, 1, 1, 2, 2, dim, 2))
+    q, k, _ = subject.inputs(sizes, trial)
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[..., 0], k[:, :, 1, 0] = 1.0, 1.0
+    row = subject.read_weights(q, k).double()[0, 0, 1]
+    if not bool((row > 0).all()):
+        return None
+    return float(torch.log(row[1] / row[0]))
+
+
+def read_head_order(subject: Subject, trial: Trial) -> list[int]:
+    """The key head that each query head reads: the values of each key head are its index."""
+    sizes = subject.fit(Sizes(1, 6, 2, 3, 3, 4, 4))
+    q, k, v = subject.inputs(sizes, trial)
+    for group in range(sizes.G):
+        v[:, group] = float(group)
+    read = subject.run(q, k, v)[0, :, -1, 0]
+    return [int(x) for x in read.nan_to_num(-1.0).round()]
+
+
+def _probe_fully_masked(subject: Subject, trial: Trial) -> None:
+    """Whether a fully masked query gives zeros, the mean of all values, or NaN."""
+    sizes = subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2))
+    q, k, v = subject.inputs(sizes, trial)
+    try:
+        out = subject.run(q, k, v, keep=sizes.mask(*range(sizes.S))).double()
+    except SubjectError:
+        return
+    mean = v.double().mean(2, keepdim=True)[:, :1]
+    if not bool(out.isfinite().all()):
+        gives = "NaN"
+    elif float((out[:, :1] - mean).abs().max()) < 1e-3:
+        subject.conventions = subject.conventions.found(fully_masked="mean")
+        gives = "the mean of all values"
+    else:
+        gives = "zeros"
+    subject.inferred["a fully masked query"] = f"gives {gives}"

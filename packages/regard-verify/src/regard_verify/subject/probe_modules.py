@@ -1,0 +1,283 @@
+"""Probing a module from x to output: its layout, mask, pattern and heads."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard_verify.law import Sizes, Trial
+from regard_verify.subject.adapters import Adapter, neutral
+from regard_verify.subject.conventions import Conventions
+from regard_verify.subject.lines import with_line
+from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
+from regard_verify.subject.modules import (
+    ModuleCall,
+    inputs_of,
+    made_identity,
+    masks_of,
+    size_of,
+)
+from regard_verify.subject.other_masks import causal_works
+from regard_verify.subject.probe_functions import (
+    LENGTH,
+    choose_form,
+    hides_one_key,
+    probe_alignment,
+    probe_pattern,
+    probe_scores,
+    summary,
+)
+from regard_verify.subject.projected_heads import ProjectedHeads
+from regard_verify.subject.reach import reach, reach_by_layout, reach_inputs
+from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.visibility import nearest_pattern, read_dependence
+
+UNREACHED = "Its queries, keys and values were not found in it: only laws of whole layers apply."
+MOST_WIDTHS = 6  # that are tried where nothing names the width
+OPTIONS = {  # by ability, the usual names of the argument
+    "weights": ("need_weights", "output_attentions", "return_weights", "return_attention"),
+    "causal": ("is_causal", "causal"),
+}
+
+
+def probe_module(module: nn.Module, subject: Subject, trial: Trial) -> None:
+    """Find out what a module takes and returns; the subject is changed."""
+    subject.module = module
+    declared = subject.conventions
+    call = _first_call(module, subject, trial)
+    subject.layer = call
+    subject.has.layer = subject.has.module = True
+    _pattern_of_layer(subject, trial)
+    heads = _heads(call, subject, declared, trial)
+    own = replace(subject.conventions, options=call.own.options)
+    call = replace(call, own=own, heads=own.heads or call.heads)
+    required = call.requires_a_mask()
+    call = _mask_of_layer(call, heads, subject, trial)
+    subject.layer = call
+    if heads is None and required:  # now its mask has the meaning that it expects
+        heads = _heads(call, subject, declared, trial)
+    if heads is None:
+        subject.notes.append(UNREACHED)
+    subject.has.causal_alone = causal_works(subject)
+    if heads is not None:
+        _use_heads(heads.masked(call.form, call.own), subject, trial)
+    subject.has.dropout = _drops(call, subject, trial)
+
+
+def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall:
+    """The call in the width and the layout that the module takes.
+
+    Raises:
+        SubjectError: if it takes none that is known; tells why it refuses the likeliest.
+    """
+    declared, refusals = subject.conventions, []
+    for width in _widths(module, declared.width):
+        subject.conventions = declared.found(width=width)
+        try:
+            return _layout(_call(module, subject), subject, trial)
+        except SubjectError as error:
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    raise SubjectError("the width of its input could not be found out; declare --like width=NUMBER")
+
+
+def _widths(module: nn.Module, declared: int | None) -> list[int]:
+    """Widths that its input may have: the declared one alone, or those of names and weights."""
+    if declared is not None:
+        return [declared]
+    named = size_of(module, "width")
+    sizes = [size for each in module.parameters() if each.ndim >= 2 for size in each.shape[:0:-1]]
+    first = [each.shape[0] for each in module.parameters() if each.ndim >= 2]
+    return list(dict.fromkeys([*([named] if named else []), *sizes, *first]))[:MOST_WIDTHS]
+
+
+def _call(module: nn.Module, subject: Subject) -> ModuleCall:
+    order, context = inputs_of(module)
+    heads = subject.conventions.heads or size_of(module, "heads") or 1
+    names = parameters_of(module.forward)
+    options = {option: name for option, usual in OPTIONS.items() for name in usual if name in names}
+    has, masks = subject.has, masks_of(module)
+    has.context, has.weights = bool(context), "weights" in options
+    has.causal = "causal" in options
+    form = MaskForm(masks[0] if masks else "")
+    return ModuleCall(
+        module, subject.conventions, form, order=order, context=context, heads=heads,
+        names=options,
+    )  # fmt: skip
+
+
+def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
+    """Whether batch or length comes first: rows of the batch do not mix."""
+    declared = subject.conventions.layout
+    failures = []
+    width = subject.conventions.width or 1
+    for layout in [declared] if declared else ["BLE", "LBE"]:
+        for tried in _first_forms(call, subject):
+            found = replace(tried, layout=layout)
+            try:
+                x = trial.randn(2, 3, width)
+                with torch.no_grad():
+                    base = found(x)
+                    other = x.clone()
+                    other[0, 0] += 1.0
+                    moved = (found(other) != base).any(-1)
+            except SubjectError as error:
+                failures.append(f"{layout}: {with_line(error)}")
+                continue
+            if declared or (not bool(moved[1].any()) and int(moved.sum()) > 1):
+                return _with_layout(found, layout, subject)
+            failures.append(f"{layout}: rows of the batch are mixed")
+    if any(failure.endswith("mixed") for failure in failures):
+        return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
+    raise SubjectError(f"it could not be called: {summary(failures)}")
+
+
+def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:
+    subject.conventions = subject.conventions.found(layout=layout)
+    subject.inferred["layout"] = layout
+    return replace(call, own=replace(subject.conventions, options=call.own.options))
+
+
+def _first_forms(call: ModuleCall, subject: Subject) -> list[ModuleCall]:
+    """The call without a mask; where a mask is required, then with each form of mask."""
+    names = masks_of(call.module)
+    if not names or not call.requires_a_mask():
+        return [replace(call, form=MaskForm(names[0] if names else ""))]
+    made = [replace(call, form=form) for form in forms(names, subject.conventions)]
+    return [_without_a_mask(call), *made]
+
+
+def _without_a_mask(call: ModuleCall) -> ModuleCall:
+    """A required mask is None: most code tests `if mask is not None`."""
+    own = replace(call.own, options={**call.own.options, call.form.argument: None})
+    return replace(call, own=own, form=MaskForm(""))
+
+
+def _pattern_of_layer(subject: Subject, trial: Trial) -> None:
+    own = subject.conventions
+    if own.causal is not None and own.window is not None:
+        return
+    depends = read_dependence(subject.run_layer, subject.tokens(1, LENGTH, trial))
+    pattern, subject.inferred["attends to"] = nearest_pattern(depends, diagonal=False)
+    subject.conventions = own.found(**pattern)
+
+
+def _mask_of_layer(
+    call: ModuleCall, heads: ProjectedHeads | None, subject: Subject, trial: Trial
+) -> ModuleCall:
+    """The call with the form of mask that hides a key: from its head, or from its output."""
+    declared = subject.conventions.mask
+    names = ([declared] if declared else []) if declared is not None else masks_of(call.module)
+
+    def hides(form: MaskForm) -> bool:
+        own = replace(subject.conventions, options=call.own.options)
+        if heads is not None:
+            subject.attend = heads.masked(form, own)
+            if _mask_reaches_heads(subject, trial):
+                return True
+        return _hides_in_output(replace(call, own=own, form=form), subject, trial)
+
+    hidden = call.module.hidden if isinstance(call.module, Adapter) else "-inf"
+    tried = [form._replace(hidden=hidden) for form in forms(names, subject.conventions)]
+    form = choose_form(subject, tried, hides, names)
+    subject.attend = None
+    if form is None:
+        return replace(call, own=replace(subject.conventions, options=call.own.options))
+    subject.layer_form = form
+    options = {n: v for n, v in call.own.options.items() if n != form.argument}
+    return replace(call, own=replace(subject.conventions, options=options), form=form)
+
+
+def _hides_in_output(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
+    """Whether outputs no longer depend on key 1 where it is hidden, and on all others as before."""
+    keep = Sizes(L=5, S=5).mask(1)
+    with torch.no_grad():
+        depends = read_dependence(partial(call, keep=keep), subject.tokens(2, 5, trial))
+    eye = torch.eye(5).bool()  # a mask that switches its own pattern off is one too
+    rights = (subject.visible(5, 5) & keep[0, 0] | eye, keep[0, 0] | eye)
+    return any(torch.equal(depends, right) for right in rights)
+
+
+def _heads(
+    call: ModuleCall, subject: Subject, declared: Conventions, trial: Trial
+) -> ProjectedHeads | None:
+    """The module as a function of heads: as its channels show, or as a usual layout gives it."""
+    plain = replace(call, module=neutral(call.module))
+    found = reach(plain, trial) or _of_inputs(plain, trial)
+    if found is None:
+        found = reach_by_layout(plain, size_of(call.module, "heads"), trial)
+    if found is None:
+        return None
+    heads, groups, dim, width = found.roles.sizes
+    subject.fixed = {"H": heads, "G": groups, "D": dim, "V": width}
+    own = subject.conventions
+    if found.roles.others:
+        own = own.found(scale=(dim + found.roles.others) ** -0.5)
+    known = {n: x for n, x in found.known.items() if getattr(declared, n) is None}
+    own = own.found(heads=heads, kv_heads=groups, head_dim=dim)
+    subject.conventions = replace(own, **known)
+    return found
+
+
+def _of_inputs(call: ModuleCall, trial: Trial) -> ProjectedHeads | None:
+    """A module of (q, k, v) whose square matrices become identities, so that it only attends."""
+    width = call.own.width or 1
+    if call.inputs != 3:
+        return None
+    try:
+        twin = copy.deepcopy(call.module)
+    except Exception:
+        return None
+    if not made_identity(twin, width):
+        return None
+    return reach_inputs(replace(call, module=twin), width, trial)
+
+
+def _use_heads(attend: Any, subject: Subject, trial: Trial) -> None:
+    subject.attend = attend
+    try:
+        subject.run(*subject.inputs(Sizes(2, L=3, S=3)._replace(**subject.fixed), trial))
+    except SubjectError as error:
+        subject.attend = None
+        subject.fixed = {}
+        subject.notes.append(f"Its heads could not be reached: {error}.")
+        return
+    subject.form = subject.layer_form
+    if subject.form.argument and not _mask_reaches_heads(subject, trial):
+        subject.notes.append("Its mask hides other keys when its heads are called directly.")
+    subject.has.heads = True
+    subject.has.several_heads = subject.fixed["H"] > 1
+    subject.has.gqa = subject.fixed["G"] != subject.fixed["H"]
+    subject.has.cross = attend.attention.cross
+    subject.inferred["heads"] = "{H} query heads, {G} key heads, {D} channels each".format(
+        **subject.fixed
+    )
+    subject.inferred["projections"] = f"cut as ({attend.roles.cut})"
+    probe_pattern(subject, trial)
+    probe_alignment(subject, trial)
+    probe_scores(subject, trial)
+
+
+def _mask_reaches_heads(subject: Subject, trial: Trial) -> bool:
+    try:
+        return hides_one_key(subject, trial)
+    except SubjectError:
+        return False
+
+
+def _drops(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
+    """Whether two calls in train mode differ: it has dropout that is not 0."""
+    x = subject.tokens(4, 9, trial)
+    module = call.module
+    module.train()
+    try:
+        with torch.no_grad():
+            return not torch.equal(*(torch.nan_to_num(call(x)) for _ in range(2)))
+    except SubjectError:
+        return any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
+    finally:
+        module.eval()

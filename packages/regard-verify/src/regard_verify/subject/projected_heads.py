@@ -1,0 +1,130 @@
+"""A module as a function of heads: chosen queries, keys and values in place of its projections."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard_verify.subject.channels import Roles
+from regard_verify.subject.projections import Attention, InputAttention
+from regard_verify.subject.subject import SubjectError
+
+
+@dataclass
+class ProjectedHeads:
+    """The module as a function of heads: chosen values replace the outputs of its projections.
+
+    Attributes:
+        attention: the module between its projections.
+        roles: what each channel is.
+        known: conventions that were found together with the roles.
+        pools: for each source, the place of its channels in the pool of all values.
+    """
+
+    attention: Attention | InputAttention
+    roles: Roles
+    known: dict[str, Any] = field(default_factory=dict)
+    pools: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pools = self._indices()
+
+    @property
+    def call(self) -> Any:
+        """The call of the module."""
+        return self.attention.call
+
+    def masked(self, form: Any, own: Any) -> "ProjectedHeads":
+        """The same with a form of mask and with conventions."""
+        call = replace(self.call, form=form, own=own, heads=self.roles.sizes[0])
+        return replace(self, attention=replace(self.attention, call=call))
+
+    def named_roles(self) -> dict[str, str]:
+        """Which of "qkv" each projection makes, by the name of its parameter; only where it is one.
+
+        A projection that makes several, or a gate, is left out.
+        """
+        names = {id(x): name for name, x in self.call.module.named_parameters()}
+        parts = {"q": self.roles.queries, "k": self.roles.keys, "v": self.roles.values}
+        letters = {c: letter for letter, part in parts.items() for head in part for c in head}
+        found, first = {}, 0
+        for place in self.attention.sources:
+            made = {letters.get(first + at) for at in range(place.channels)}
+            first += place.channels
+            if len(made) == 1 and None not in made and place.key[0] in names:
+                found[names[place.key[0]]] = str(made.pop())
+        return found
+
+    def copied_queries(self) -> str:
+        """The parameter that makes the queries of several heads, each time anew; or ""."""
+        queries = {c for head in self.roles.queries for c in head}
+        first, makers = 0, []
+        for place in self.attention.sources:
+            if queries & set(range(first, first + place.channels)):
+                makers.append(place.key[0])
+            first += place.channels
+        names = {id(x): name for name, x in self.call.module.named_parameters()}
+        return next((names.get(each, "?") for each in makers if makers.count(each) > 1), "")
+
+    def shared_keys(self) -> "ProjectedHeads | None":
+        """The same for the channels that were left out: keys that all heads share; None if none."""
+        roles = self.roles
+        if not (roles.other_queries and roles.other_keys):
+            return None
+        used = [c for part in (*roles.queries, *roles.keys) for c in part]
+        others = replace(roles, queries=roles.other_queries, keys=[roles.other_keys], left_out=used)
+        return replace(self, roles=others)
+
+    def _indices(self) -> list[Tensor]:
+        """For each source, where each of its channels is in the pool of q, k, v, 0 and open."""
+        heads, groups, dim, width = self.roles.sizes
+        values = len(self.roles.values) * width
+        flat = [
+            [c for head in part for c in head]
+            for part in (self.roles.queries, self.roles.keys, self.roles.values)
+        ]
+        starts = (0, heads * dim, heads * dim + groups * dim)
+        zero = heads * dim + groups * dim + values
+        place = dict.fromkeys(self.roles.gates, zero + 1)
+        for start, channels in zip(starts, flat, strict=True):
+            place.update({c: start + at for at, c in enumerate(channels)})
+        found, first = [], 0
+        for size in self.attention.channels():
+            found.append(torch.tensor([place.get(first + at, zero) for at in range(size)]))
+            first += size
+        return found
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
+        heads, _, _, width = self.roles.sizes
+        self._refuse_other_dtypes(q.dtype)
+        if keys != length and not self.attention.cross:
+            raise SubjectError("it has as many keys as queries")
+        parts = [x.transpose(1, 2).flatten(-2) for x in (q, k, v)]
+        values = []
+        for place, index in zip(self.attention.sources, self.pools, strict=True):
+            tokens = length if place.tokens == "L" else keys
+            pool = [
+                x if x.shape[1] == tokens else x.new_zeros(batch, tokens, x.shape[2]) for x in parts
+            ]
+            constants = torch.tensor([0.0, self.roles.opened], dtype=q.dtype)
+            pool.append(constants.expand(batch, tokens, 2))
+            values.append(torch.cat(pool, -1)[..., index])
+        merged = self.attention(values, **options)
+        order = torch.tensor([c for head in self.roles.outputs for c in head])
+        return merged[..., order].unflatten(-1, (heads, width)).transpose(1, 2)
+
+    def _refuse_other_dtypes(self, dtype: torch.dtype) -> None:
+        """The products with weights are left out here, and would refuse another dtype."""
+        known = {x.dtype for x in self.call.module.parameters() if x.is_floating_point()}
+        if known and dtype not in known:
+            raise SubjectError(
+                f"its weights are {known.pop()}, and it is called in {dtype}"
+            ) from NotImplementedError("another dtype")
+
+
+def run_channels(attention: Attention | InputAttention, values: Tensor) -> Tensor:
+    """Merged heads from the channels of all sources side by side [B, L, C]."""
+    with torch.no_grad():
+        return attention(values.split(attention.channels(), -1))

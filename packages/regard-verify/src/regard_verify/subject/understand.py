@@ -1,0 +1,279 @@
+"""From an object and declared conventions to a subject: found, built, called and probed."""
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard_verify.law import Trial
+from regard_verify.subject.adapters import (
+    Adapter,
+    adapted,
+    is_of,
+    model_folder,
+    transformers_module,
+)
+from regard_verify.subject.caches import DIM, HEADS, probe_store, update_of
+from regard_verify.subject.configurations import TINY
+from regard_verify.subject.construct import Built, build
+from regard_verify.subject.conventions import DECLARED, Conventions, conventions_from
+from regard_verify.subject.decoding import find_stepper
+from regard_verify.subject.functions import OfModule, takes_module
+from regard_verify.subject.guesses import role_of
+from regard_verify.subject.lookup import find, is_function, named_beside, require_model, takes_heads
+from regard_verify.subject.positions import moved, positioned
+from regard_verify.subject.probe_functions import probe_function, read_scale
+from regard_verify.subject.probe_modules import probe_module
+from regard_verify.subject.signatures import parameters_of, required_of
+from regard_verify.subject.subject import Abilities, Subject, SubjectError, called
+
+
+def understand(
+    target: Any, own: Conventions | None = None, *, seed: int = 0, name: str | None = None
+) -> Subject:
+    """The subject behind a name or an object: found, built, called, and its conventions probed.
+
+    Args:
+        target: `PATH:NAME`, a dotted name, a folder with a model, or the object itself.
+        own: what is declared.
+        seed: of the random inputs.
+        name: of the subject in the report.
+
+    Raises:
+        SubjectError: if it cannot be found, built, called or understood.
+
+    Examples:
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> from regard_verify import understand
+        >>> understand(scaled_dot_product_attention).inferred["mask"]
+        'attn_mask= bool BHLS, true or 1 may attend'
+    """
+    own = Conventions() if own is None else own
+    trial = Trial("probe", seed=seed)
+    if isinstance(target, str) and Path(target).is_dir():
+        require_model(Path(target))
+        return _module(model_folder(Path(target)), own, name or target, None, trial)
+    beside, chosen, given = None, "", target
+    if isinstance(given, str):
+        target, beside, chosen, owner = find(given)
+        name = name or (f"{given}:{chosen}" if chosen else given)
+        own = _declared_beside(own, beside)
+        if owner is not None:  # a method: of an object that is built
+            target = getattr(build(owner, own).made, target.__name__)
+            own = replace(own, arguments={})
+    elif target is torch.nn.functional.scaled_dot_product_attention:
+        target = find("torch.nn.functional:scaled_dot_product_attention").thing
+    name = str(name or getattr(target, "__name__", type(target).__name__))
+    if beside is None:
+        owner = target if hasattr(target, "__module__") else type(target)
+        beside = sys.modules.get(getattr(owner, "__module__", "") or "")
+    torch.manual_seed(seed)
+    subject = _understood(target, own, name, beside, trial)
+    if chosen:
+        subject.notes.append(f"{given} names no object: {chosen} was taken, the only one in it.")
+    if own.reference is not None:
+        subject.reference = named_beside(beside, own.reference)
+        subject.has.reference = True
+    return subject
+
+
+def _declared_beside(own: Conventions, beside: Any) -> Conventions:
+    """The conventions of the caller, completed by those in the subject's file."""
+    given = getattr(beside, DECLARED, None)
+    if not isinstance(given, dict):
+        return own
+    try:
+        return replace(conventions_from(given), **own.declared())
+    except ValueError as error:
+        raise SubjectError(f"{DECLARED}: {error}") from error
+
+
+def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
+    if own.kind in ("cache", "paged", "allocator", "prefix", "rope") or _is_cache(target):
+        return _thing(target, own, name)
+    if isinstance(target, nn.Module):
+        return _object(adapted(target, own.arguments), own, name, beside, trial)
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        target = target.apply
+    if takes_module(target):
+        target = OfModule(target)
+    if isinstance(target, type):
+        return _from_class(target, own, name, beside, trial)
+    if not is_function(target):
+        raise SubjectError(f"it is of type {type(target).__name__}, which cannot be called")
+    if own.kind != "function" and _is_factory(target):
+        built = build(target, own, dropout=0.0)
+        subject = _understood(built.made, replace(own, arguments={}), name, beside, trial)
+        _remember(subject, built, target, own)
+        return subject
+    return _function(target, own, name, trial)
+
+
+def _function(target: Any, own: Conventions, name: str, trial: Trial) -> Subject:
+    subject = Subject(name, "function", replace(own, kind="function", arguments={}), thing=target)
+    probe_function(target, subject, trial)
+    return subject
+
+
+def _object(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
+    """A module from x, or one of (q, k, v) without weights, which is a function of these."""
+    weights = any(each.numel() for each in module.parameters())
+    plain = takes_heads(module) and not weights and not isinstance(module, Adapter)
+    if own.kind == "function" or (own.kind is None and plain):
+        return _function(module.eval(), own, name, trial)
+    return _module(positioned(module.eval(), beside, own), own, name, beside, trial)
+
+
+def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
+    if is_of("transformers", target):
+        subject = _module(transformers_module(target, own.arguments), own, name, beside, trial)
+        subject.another = lambda **changes: transformers_module(
+            target, {**own.arguments, **_of_transformers(changes)}
+        )
+        return subject
+    built = build(target, own, dropout=0.0)  # a law builds another with dropout
+    if isinstance(built.made, nn.Module):
+        module = adapted(built.made, own.arguments)
+        subject = _of_likely_width(module, own, built, name, beside, trial)
+    elif callable(built.made):
+        subject = _understood(built.made, replace(own, kind="function"), name, beside, trial)
+    else:
+        raise SubjectError(f"a {target.__name__} is not a module and cannot be called")
+    _remember(subject, built, target, own)
+    if subject.kind == "function":
+        _given_scale(subject, built, trial)
+    return subject
+
+
+def _of_likely_width(
+    module: nn.Module, own: Conventions, built: Built, name: str, beside: Any, trial: Trial
+) -> Subject:
+    """The module's subject; if x of the width that it seems to have is refused, of another one."""
+    try:
+        return _object(module, own, name, beside, trial)
+    except SubjectError as error:
+        for width in built.widths if own.width is None else ():
+            with suppress(SubjectError):
+                return _object(module, replace(own, width=width), name, beside, trial)
+        raise error
+
+
+def _given_scale(subject: Subject, built: Built, trial: Trial) -> None:
+    """Its scale, where that follows from an argument of its class, as a temperature."""
+    for name, value in built.arguments.items():
+        if role_of(name) == "scale" and subject.conventions.scale is None and value:
+            found = read_scale(subject, trial) or 0.0
+            likely = [x for x in (value, 1 / value) if abs(found - x) < 1e-3 * x]
+            subject.conventions = subject.conventions.found(scale=next(iter(likely), None))
+
+
+def _of_transformers(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes of a configuration; `dropout` is every probability."""
+    rest = {name: value for name, value in changes.items() if name != "dropout"}
+    probabilities = [name for name in TINY if "dropout" in name and "dropout" in changes]
+    return {**dict.fromkeys(probabilities, changes.get("dropout")), **rest}
+
+
+def _remember(subject: Subject, built: Built, made_by: Any, own: Conventions) -> None:
+    """What is known of how it was built, and how to build another."""
+    if isinstance(built.made, nn.Module):
+        like = subject.thing
+        subject.another = lambda **changes: moved(
+            like, adapted(build(made_by, own, **changes).made, own.arguments)
+        )
+    subject.dropouts, subject.switches = built.dropouts, built.switches
+    subject.forgot_super = built.forgot_super
+    if built.forgot_super:
+        subject.notes.append(
+            f"{subject.name}.__init__ does not call super().__init__(); it was called for it."
+        )
+    if built.arguments:
+        subject.inferred["built with"] = ", ".join(f"{n}={v!r}" for n, v in built.arguments.items())
+
+
+def _in_float32(module: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The module, or a copy in float32 if its weights have another dtype, and a remark on it."""
+    kinds = {x.dtype for x in module.parameters() if x.is_floating_point()}
+    if not kinds or kinds == {torch.float32}:
+        return module, []
+    try:
+        twin = copy.deepcopy(module).float()
+    except Exception:
+        return module, []
+    names = ", ".join(sorted(str(kind) for kind in kinds))
+    return twin, [f"Its weights are {names}: a copy of it in float32 is judged."]
+
+
+def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
+    """A module in eval mode."""
+    module, remark = _in_float32(module)
+    module.eval()
+    own = replace(own, kind="module", arguments={})
+    own = own.found(**module.known) if isinstance(module, Adapter) else own
+    subject = Subject(name, "module", own, thing=module)
+    subject.notes += remark
+    sinks = getattr(module, "sinks", None)
+    subject.sinks = sinks if isinstance(sinks, torch.Tensor) else None
+    probe_module(module, subject, trial)
+    find_stepper(subject, beside, trial)
+    return subject
+
+
+def _thing(target: Any, own: Conventions, name: str) -> Subject:
+    """A cache, paged function, allocator, prefix cache or rotation; each law makes it anew."""
+    kind = own.kind or "cache"
+    make: Callable[[], Any] = target
+    plain = kind in ("paged", "rope")
+    if not plain and not isinstance(target, type) and not _is_factory(target):
+        raise SubjectError(
+            f"each law needs a new {kind}; name its class or a function that makes one"
+        )
+    if isinstance(target, type) or own.arguments:
+        make = _maker(target, own)
+    subject = Subject(name, kind, replace(own, kind=kind), thing=make)
+    subject.has = Abilities(
+        cache_object=kind == "cache",
+        paged=kind == "paged",
+        allocator=kind == "allocator",
+        prefix=kind == "prefix",
+        rotation=kind == "rope",
+    )
+    if kind == "cache":
+        probe_store(subject)
+    elif not plain:
+        called(make)
+    return subject
+
+
+def _maker(target: Any, own: Conventions) -> Callable[[], Any]:
+    """Builds it for the keys and values that laws store in caches."""
+    sizes = {"heads": HEADS, "key heads": HEADS, "head width": DIM, "width": HEADS * DIM}
+    roles = {name: role_of(name) for name in required_of(target)}
+    given = {name: sizes[role] for name, role in roles.items() if role in sizes}
+    own = replace(own, arguments={**given, **own.arguments})
+    return lambda: build(target, own).made
+
+
+def _is_cache(target: Any) -> bool:
+    """Whether it is a class that stores keys and values: called a cache, or with such a method."""
+    forward = getattr(target, "forward", nn.Module.forward)
+    if not isinstance(target, type) or forward is not nn.Module.forward:
+        return False
+    return bool(update_of(target)) or (hasattr(target, "update") and "Cache" in target.__name__)
+
+
+def _is_factory(target: Any) -> bool:
+    required = [
+        each
+        for each in parameters_of(target).values()
+        if each.default is inspect.Parameter.empty
+        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    return not required and bool(inspect.isroutine(target)) and not takes_heads(target)

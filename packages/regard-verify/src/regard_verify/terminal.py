@@ -1,0 +1,248 @@
+"""The report on a terminal, as JSON and as a page, and the progress of a run on stderr."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from regard_verify.laws import LAWS
+from regard_verify.report.ci import annotations, badge, sarif
+from regard_verify.report.html import WORDS, page
+from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report
+from regard_verify.run.check import check
+from regard_verify.subject.conventions import Conventions, conventions_from
+from regard_verify.writing import check_can_write, console_of, printable, say, write_whole
+
+COLOURS = {"kept": "green", "broken": "red", "not understood": "red", "partly judged": "yellow"}
+STATUS_COLOURS = {
+    "passed": "green", "failed": "red", "follows": "red", "advice": "yellow", "undecided": "yellow",
+}  # fmt: skip
+NO_BADGE = "The badge for a README is wider than this terminal: --html and --json contain it."
+REASONS = 4  # reasons why laws do not apply, at most; the others are counted together
+GRID = 8  # the most queries of a counter-example that is drawn
+FORMS = {"html": page, "sarif": sarif, "badge": badge}  # of files
+PAUSE = 10.0  # seconds between two lines of progress in a file or a pipe
+
+
+def verify(
+    subject: str | None,
+    *,
+    like: Sequence[str],
+    files: Mapping[str, Path | None],
+    as_json: bool,
+    annotate: bool,
+    every_law: bool,
+    listed: bool,
+    **options: Any,
+) -> int:
+    """Check the laws, and print for people or programs; returns the exit code.
+
+    `options` are arguments of `check`; the others are those of the command. `files` are written in
+    the form that their names say.
+    """
+    console = console_of()
+    if listed:
+        for law in LAWS.values():
+            say(console, f"{law.name} ({law.kind}): {law.statement}", bold=law.name)
+        return 0
+    asked = {form: path for form, path in files.items() if path is not None}
+    for path in asked.values():
+        check_can_write(path)
+    with progress() as step:
+        report = check(subject, conventions_of(like), progress=step, **options)
+    if as_json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        show(report, console, every_law=every_law)
+    for line in annotations(report) if annotate else ():
+        sys.stdout.write(f"{line}\n")
+    for form, path in asked.items():  # last: an error of the disk then loses no result
+        write_whole(path, FORMS[form](report).encode())
+    return report.exit_code
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function that shows the law being checked: a bar on stderr, or lines in a pipe."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines()
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def step(law: str, done: int, total: int) -> None:
+            bar.update(task, description=printable(law), completed=done, total=total or None)
+
+        yield step
+
+
+def _lines() -> Callable[[str, int, int], None]:
+    """Prints a line on stderr when `PAUSE` seconds have passed since the last one."""
+    started = latest = time.monotonic()
+
+    def step(law: str, done: int, total: int) -> None:
+        nonlocal latest
+        now = time.monotonic()
+        if now - latest >= PAUSE:
+            latest = now
+            line = f"regard-verify: {now - started:.0f} s, {done} of {total}: {law}"
+            print(printable(line), file=sys.stderr, flush=True)
+
+    return step
+
+
+def conventions_of(given: Sequence[str]) -> Conventions:
+    """Conventions from `name=value`, where the value is JSON or a word.
+
+    Raises:
+        ValueError: for another form, or a convention that does not exist.
+
+    Examples:
+        >>> conventions_of(["polarity=drop", 'arguments={"dim": 32}']).declared()
+        {'arguments': {'dim': 32}, 'polarity': 'drop'}
+    """
+    found: dict[str, Any] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise ValueError(f"a convention is given as name=value, got {each!r}")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError as error:
+            if value[:1] in ("{", "["):
+                raise ValueError(f"{name} is not JSON: {error}; got {value!r}") from error
+            found[name] = value
+    return conventions_from(found)
+
+
+def show(report: Report, console: Console, *, every_law: bool = False) -> None:
+    """Print a report for people, as wide as the console: what is wrong first, the verdict last.
+
+    Laws that are kept are counted; `every_law` lists them, and those that do not apply.
+    """
+    what = f"{report.subject} {report.kind}".rstrip()
+    say(console, f"{what}, {report.seconds:.0f} s", bold=report.subject)
+    if not report.problem:
+        _outcomes(report, console, every_law)
+    if report.inferred or report.notes:
+        _heading("Found out", console)
+    for name, found in report.inferred.items():
+        say(console, f"{name}: {found}", style="dim", indent=2)
+    for note in report.notes:
+        say(console, note, style="dim", indent=2)
+    _verdict(report, console)
+
+
+def _outcomes(report: Report, console: Console, every_law: bool) -> None:
+    if every_law:
+        console.print()
+        for each in report.asked:
+            line = f"{WORDS[each.status]} {each.law}: {each.statement}"
+            say(console, line, bold=WORDS[each.status], colour=STATUS_COLOURS[each.status])
+    else:
+        say(console, f"{_laws(len(report.having('passed')))} kept.", style=COLOURS["kept"])
+    if any(each.example and "B=" in each.example.shape for each in report.unexplained):
+        say(console, f"Cases: {LETTERS}", style="dim")
+    if any(each.example and each.example.actual_grid for each in report.unexplained):
+        say(console, "Keys: ■ visible, · hidden; wrong: X visible, □ hidden.", style="dim")
+    for each in report.unexplained:
+        following = report.following(each.law)
+        _cause(each, following, console)
+        for law in following if every_law else ():
+            _cause(report.named(law), [], console)
+    if report.advice:
+        more = "" if every_law else "; --all shows the cases"
+        _heading(f"Advice (changes no verdict{more})", console)
+    for each in report.having("advice"):
+        case = f" {each.example}" if every_law and each.example else ""
+        say(console, f"{each.law}: {each.statement}{case}", bold=f"{each.law}:", indent=2)
+    if undecided := report.reasons("undecided"):
+        _heading("Not decided in time (changes no verdict)", console)
+        _by_reason(undecided, console)
+    if defects := report.reasons("defect"):
+        _heading("An error of regard-verify itself: nothing is counted, please report it", console)
+        _by_reason(defects, console)
+    if aside := report.reasons("not applicable"):
+        _not_applicable(aside, console, every_law)
+
+
+def _heading(text: str, console: Console) -> None:
+    console.print()
+    say(console, text, style="bold")
+
+
+def _by_reason(reasons: Mapping[str, list[str]], console: Console) -> None:
+    """A line for each reason, after the names of the laws."""
+    for reason, laws in reasons.items():
+        say(console, f"{', '.join(laws)}: {reason.rstrip('.')}.", indent=2)
+
+
+def _not_applicable(reasons: Mapping[str, list[str]], console: Console, every_law: bool) -> None:
+    """The laws that do not apply: counted by reason, most first, or listed."""
+    if every_law:
+        _heading("Not applicable", console)
+        return _by_reason(reasons, console)
+    most_first = sorted(((len(laws), reason) for reason, laws in reasons.items()), reverse=True)
+    number = sum(many for many, _ in most_first)
+    counted = [f"{reason.rstrip('.')} ({many})" for many, reason in most_first[:REASONS]]
+    if others := sum(many for many, _ in most_first[REASONS:]):
+        counted.append(f"other reasons ({others}), which --all lists")
+    what = f"{_laws(number)} {'does' if number == 1 else 'do'} not apply:"
+    console.print()
+    say(console, f"{what} {'; '.join(counted)}.", bold=what)
+    return None
+
+
+def _laws(number: int) -> str:
+    return f"{number} law{'s' * (number != 1)}"
+
+
+def _cause(each: Outcome, following: Sequence[str], console: Console) -> None:
+    """A broken law: its sentence, its smallest case, the likely mistake, the subject's line."""
+    known = f" (known: {each.known})" if each.known else ""
+    console.print()
+    say(console, f"broken {each.law}{known}", bold=f"broken {each.law}", style=COLOURS["broken"])
+    for sentence in each.sentences(following):
+        say(console, sentence, indent=2)
+    example = each.example
+    if example is not None and example.expected_grid and example.actual_grid:
+        _draw(example.expected_grid, example.actual_grid, console)
+
+
+def _verdict(report: Report, console: Console) -> None:
+    """What is not judged, the verdict and the badge."""
+    if report.unjudged:
+        _heading("Not judged", console)
+        say(console, report.unjudged, indent=2)
+        say(console, DECLARE, indent=2)
+    console.print()
+    say(console, report.summary(), style=f"bold {COLOURS[report.verdict]}")
+    fits = len(report.badge()) <= console.width
+    say(console, report.badge() if fits else NO_BADGE, style="dim")
+
+
+def _draw(expected: list[list[bool]], actual: list[list[bool]], console: Console) -> None:
+    """The visible keys, where they are few enough."""
+    if len(expected) <= GRID and 4 * len(expected[0]) < console.width - 4:
+        console.print(_grids(expected, actual))
+
+
+def _grids(expected: list[list[bool]], actual: list[list[bool]]) -> str:
+    """The visible keys, expected and actual side by side; wrong cells have signs of their own."""
+    lines = ["  [dim]expected" + " " * max(2 * len(expected[0]) - 6, 2) + "actual[/dim]"]
+    for right, got in zip(expected, actual, strict=True):
+        first = " ".join("■" if cell else "·" for cell in right)
+        second = " ".join(
+            f"[red]{'X' if cell else '□'}[/red]" if cell != want else ("■" if cell else "·")
+            for want, cell in zip(right, got, strict=True)
+        )
+        lines.append(f"  {first}{' ' * max(10 - len(first), 3)}{second}")
+    return "\n".join(lines)

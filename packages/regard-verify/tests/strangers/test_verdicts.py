@@ -1,0 +1,59 @@
+"""Verdicts on drawn attentions: no false alarm. benchmarks/strangers.py measures the rest."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from interpreters import run_python
+from regard_verify import check
+from session import LONG
+from strangers.calls import load
+from strangers.draw import draw
+from strangers.faults import FAULTS, declared
+from strangers.write import write
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("index", range(200 if LONG else 4))
+def test_no_false_alarm(index):
+    drawing = draw(0, index)
+    source = write(drawing)
+    report = check(load(source), quick=True)
+    alarms = [f"{each.law}: {each.example}" for each in report.causes]
+    assert not report.failed, f"{source.text}\n{report.failed}\n" + "\n".join(alarms)
+    assert not report.having("defect"), report.having("defect")
+
+
+@pytest.mark.parametrize("index", range(40 if LONG else 2))
+@pytest.mark.parametrize("fault", ["scale_missing", "softmax_over_queries", "keys_as_values"])
+def test_a_fault_is_named_first(index, fault):
+    drawing = draw(0, index)
+    if fault not in write(drawing).offered:
+        pytest.skip("not offered by this drawing")
+    report = check(load(write(drawing, fault)), declared(drawing, fault), quick=True)
+    first = report.causes[0]
+    assert FAULTS[fault].named_by(first.law, str(first.example)), first
+
+
+def measure(*arguments):
+    """The last line of the benchmark."""
+    done = run_python("benchmarks/strangers.py", *arguments, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_benchmark_measures_both_kinds(tmp_path):
+    text, found = measure(
+        "--inside", "--quick", "--count", 2, "--faults", 1, "--keep", tmp_path, "--verbose"
+    )
+    assert found["right"] == 2 and found["faults"] == 2
+    assert 0 <= found["right_sentence_first"] <= found["noticed"] <= 1
+    assert 0 < found["laws_asked"] <= 1
+    assert "0:0" in text and "0:1" in text
+
+
+def test_the_benchmark_shows_a_source():
+    done = run_python("benchmarks/strangers.py", "--show", "0:0:scale_missing", cwd=ROOT)
+    assert write(draw(0, 0), "scale_missing").text in done.stdout

@@ -1,0 +1,103 @@
+"""Functions with the signatures of other libraries are called as these libraries are."""
+
+import pytest
+import torch
+
+import foreign
+from covering import few
+from regard_verify import Conventions, check, understand
+
+
+def broken(report):
+    assert not report.problem
+    return report.failed
+
+
+ABILITIES = {
+    foreign.flash_attn_func: ("BLHD", "causal window scale softcap dropout gqa cross"),
+    foreign.flash_attn_varlen_func: ("THD", "causal window scale dropout gqa cross"),
+    foreign.memory_efficient_attention: ("BLHD", "bias scale dropout mask cross"),
+    foreign.side_by_side: ("BLE", "mask cross several_heads"),
+    foreign.values_first: ("BHLD", "mask cross wide"),
+    foreign.of_a_module: ("BHLD", "mask scale gqa cross"),
+    foreign.required_mask: ("BHLD", "mask cross"),
+    foreign.Temperature: ("BHLD", "cross"),
+    foreign.packed: ("BLHD", "causal"),
+    foreign.keys_packed: ("BLHD", "causal gqa cross"),
+    foreign.unscaled: ("BHLD", "scale cross"),
+    foreign.eager: ("BHLD", "causal scale dropout cross"),
+    foreign.DotProduct: ("BHLD", "mask cross several_heads"),
+    foreign.InHeads: ("BLE", "gqa cross several_heads"),
+    foreign.partial: ("BLHD", "causal window softcap dropout gqa"),
+    foreign.holder.attend: ("BHLD", "causal"),
+    foreign.Holder: ("BHLD", "cross"),
+    foreign.compiled: ("BHLD", "causal cross"),
+    foreign.operator: ("BHLD", "causal scale"),
+    foreign.packet: ("BHLD", "causal scale"),
+    foreign.scripted: ("BHLD", "causal cross"),
+    foreign.Applied: ("BHLD", "causal cross"),
+}
+
+
+@pytest.mark.parametrize(
+    "target", few(ABILITIES, 3), ids=lambda each: getattr(each, "__name__", type(each).__name__)
+)
+def test_what_a_function_can_do_is_found_out(target):
+    subject = understand(target)
+    layout, abilities = ABILITIES[target]
+    assert subject.kind == "function"
+    assert subject.conventions.layout == layout
+    missing = [name for name in abilities.split() if not getattr(subject.has, name)]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize(
+    "target", few(ABILITIES, 3), ids=lambda each: getattr(each, "__name__", type(each).__name__)
+)
+def test_right_functions_break_no_law(target):
+    report = check(target, quick=True)
+    assert broken(report) == []
+    assert len(report.having("passed")) > 15
+
+
+def test_a_wrong_window_and_a_wrong_cut_are_noticed():
+    def one_too_wide(q, k, v, causal=False, window_size=(-1, -1)):
+        left, right = window_size
+        window = (left + 1 if left >= 0 else left, right)
+        return foreign.flash_attn_func(q, k, v, causal=causal, window_size=window)
+
+    assert "window_edges" in broken(check(one_too_wide, only=["window_edges"]))
+
+    def in_one_piece(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        return foreign.flash_attn_func(q[None], k[None], v[None])[0]
+
+    assert "oracle_forward" in broken(check(in_one_piece, only=["oracle_forward"]))
+
+
+def test_a_module_without_weights_is_called_in_eval_mode():
+    subject = understand(foreign.DotProduct)
+    assert subject.module is None
+    assert not subject.thing.training
+    twin = subject.another(dropout=0.5)
+    assert twin.drop.p == 0.5
+    q, k, v = torch.randn(3, 1, 2, 3, 4).unbind()
+    twin.eval()
+    assert torch.equal(subject.attend_of(twin)(q, k, v), subject.attend(q, k, v))
+
+
+def test_a_kind_that_is_declared_is_honoured():
+    class WithWeights(foreign.DotProduct):
+        def __init__(self):
+            super().__init__()
+            self.temperature = torch.nn.Parameter(torch.ones(1))
+
+    assert understand(WithWeights, Conventions(kind="function")).kind == "function"
+
+
+@pytest.mark.parametrize(
+    "path", ["holder.attend", "Holder.attend", "layers.plain", "packet.default"]
+)
+def test_attributes_of_objects_and_methods_of_classes_are_named(path):
+    subject = understand(f"{foreign.__file__}:{path}")
+    assert subject.kind == "function"
+    assert subject.conventions.layout == "BHLD"

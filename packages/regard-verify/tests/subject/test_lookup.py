@@ -1,0 +1,117 @@
+"""Objects by name: one is taken, or a sentence tells what can be named and where the file fails."""
+
+from pathlib import Path
+
+import pytest
+
+import subjects
+from regard_verify import SubjectError, understand
+
+HERE = Path(subjects.__file__)
+CLASS = """
+import torch
+from torch import nn
+
+
+class {name}(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in "qkv")
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+"""
+MAIN = """
+def helper(x):
+    return x
+
+
+if __name__ == "__main__":
+    raise RuntimeError("this is run as a program only")
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Writes a file into an empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nowhere.py:attention", "there is no file nowhere.py"),
+        ("nowhere.py", "there is no file nowhere.py"),
+        (f"{HERE.with_name('subject.py')}", "did you mean .*subjects.py"),
+        (f"{HERE}:missing", "has no 'missing'; it has"),
+        (f"{HERE}:Tutorrial", "has no 'Tutorrial'; did you mean Tutorial"),
+        (f"{HERE}", r"defines \d+ subjects: name one, as in .*subjects.py:CausalSelfAttention"),
+        ("no.such.module", "ModuleNotFoundError"),
+        ("nothing", "names nothing"),
+        ("no/such/folder", "names nothing"),
+        ("torch.nn.MultiheadAtention", "did you mean MultiheadAttention"),
+    ],
+)
+def test_a_name_that_cannot_be_found_gets_a_sentence(name, problem):
+    with pytest.raises(SubjectError, match=problem):
+        understand(name)
+
+
+def test_the_only_subject_of_a_file_is_taken(file):
+    subject = understand(file("one.py", CLASS.format(name="Mixer") + MAIN))
+    assert subject.name == "one.py:Mixer"
+    assert "one.py names no object: Mixer was taken, the only one in it." in subject.notes
+
+
+def test_the_only_attention_among_other_modules_is_taken(file):
+    both = CLASS.format(name="Mixer") + CLASS.format(name="SelfAttention")
+    assert understand(file("two.py", both)).name == "two.py:SelfAttention"
+
+
+def test_a_file_with_neighbours_is_run_in_its_package(file):
+    file("pack/__init__.py", "")
+    file("pack/base.py", CLASS.format(name="Base"))
+    name = file("pack/derived.py", "from .base import Base\n\n\nclass Attention(Base):\n    pass\n")
+    assert understand(name).name == "pack/derived.py:Attention"
+    file("loose/near.py", CLASS.format(name="Near"))
+    name = file("loose/far.py", "from .near import Near\n\n\nclass Attention(Near):\n    pass\n")
+    assert understand(f"{name}:Attention").kind == "module"
+
+
+def test_a_module_is_named_without_an_object(file):
+    file("packed/__init__.py", "")
+    file("packed/inside.py", CLASS.format(name="Attention"))
+    assert understand("packed.inside").name == "packed.inside:Attention"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("import torch\nimport no_such_thing\n", r"\(bad.py:2: import no_such_thing\)"),
+        ("x = 1\ny = x.missing\n", r"AttributeError: .*\(bad.py:2: y = x.missing\)"),
+        ("def f():\n    return [][0]\n\n\nx = f()\n", r"\(bad.py:2: return \[\]\[0\]\)"),
+        ("def f(:\n", r"SyntaxError: .*\(.*bad.py:1: def f\("),
+        ("raise SystemExit(2)\n", "ended the program, exit code 2"),
+        ("from .missing import x\n", "ModuleNotFoundError"),
+        ("x = 1\n", "defines no class with forward and no function of"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_told_by_its_line(file, text, problem):
+    with pytest.raises(SubjectError, match=problem):
+        understand(file("bad.py", text))
+
+
+def test_a_folder_without_a_model_gets_a_sentence(file):
+    file("plain/attention.py", CLASS.format(name="Attention"))
+    with pytest.raises(SubjectError, match=r"no config.json.*plain/attention.py"):
+        understand("plain")

@@ -111,6 +111,15 @@ def test_every_cache_holds_less_or_the_same_text(tmp_path):
         assert line.endswith("True")
 
 
+def test_a_model_of_litgpt_decodes_as_its_full_forward(tmp_path):
+    pytest.importorskip("litgpt", reason="tried with litgpt 0.5.13")
+    _, *lines = printed("litgpt_attention", tmp_path)
+    assert len(lines) == 4
+    for line in lines:
+        assert float(line.split()[1]) < 1e-5
+        assert line.endswith("True")
+
+
 @pytest.mark.long
 def test_packed_documents_train_as_separate_ones(tmp_path):
     lines = printed("packed_documents", tmp_path)

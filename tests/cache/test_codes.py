@@ -66,6 +66,18 @@ def test_narrow_takes_some_of_the_tokens(group):
     assert len(both[:]) == 2
 
 
+def test_narrow_compiles_with_lengths_that_are_not_constants():
+    cache = QuantizedCache(8, 4)
+    (part,) = cache.update(torch.randn(1, 1, 9, 8), torch.randn(1, 1, 9, 8))
+
+    def values(start):
+        return part.stored[0].narrow(start, 3).to_tensor()
+
+    compiled = torch.compile(values, backend="eager", fullgraph=True, dynamic=True)
+    for start in (2, 5, 6):
+        assert compiled(start).equal(values(start))
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": True}, {"bias": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_over_codes_is_attention_over_the_values(options, dtype):

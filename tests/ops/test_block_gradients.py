@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from blocks import MASKS, tensors
 from regard import NOTHING, Causal, Padding, SlidingWindow, attend
@@ -60,6 +62,20 @@ def test_keys_must_not_be_written_before_the_backward_pass():
     k += 1
     with pytest.raises(ChangedInPlace, match="written in place between"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("precision", ["strict", "fast"])
+def test_a_checkpoint_computes_the_blocks_again(reentrant, precision):
+    inputs = [x.bfloat16() for x in tensors()]
+    run = partial(attend, mask=WINDOW, backend="blocked", precision=precision)
+    found = []
+    for each in (run, partial(checkpoint, run, use_reentrant=reentrant)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        each(*leaves).sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)
 
 
 def test_a_second_derivative_is_refused():

@@ -75,7 +75,8 @@ class QuantizedStream(NamedTuple):
         yield 0, self.codes.shape[2]
 
     def narrow(self, start: int, size: int) -> "QuantizedStream":
-        first, skipped = divmod(self.skipped + start, self.run)
+        first = (self.skipped + start) // self.run  # no divmod: Dynamo has none of symbolic sizes
+        skipped = (self.skipped + start) % self.run
         runs = -(-(skipped + size) // self.run)
         return self._replace(
             codes=self.codes.narrow(2, start, size),

@@ -88,13 +88,15 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         ctx.check()
-        grads = without_derivative(_gradients(ctx, slope), slope, *ctx.saved_tensors[:3])
+        saved = ctx.saved_tensors  # read once: a checkpoint that is not reentrant allows no more
+        grads = without_derivative(_gradients(ctx, slope, *saved), slope, *saved[:3])
         return *grads, None, None, None
 
 
 @torch.no_grad()
-def _gradients(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, *lses = ctx.saved_tensors
+def _gradients(
+    ctx: Any, slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lses: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     keys, values = Gathered(k, ctx.blocks), Gathered(v, ctx.blocks)
     dtype = accumulating_dtype(q.dtype)  # blocks that share keys add up their gradients
     grad_q, grad_k = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=dtype)

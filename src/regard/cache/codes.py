@@ -77,10 +77,9 @@ class QuantizedStream(NamedTuple):
     def narrow(self, start: int, size: int) -> "QuantizedStream":
         first = (self.skipped + start) // self.run  # no divmod: Dynamo has none of symbolic sizes
         skipped = (self.skipped + start) % self.run
-        runs = -(-(skipped + size) // self.run)
         return self._replace(
             codes=self.codes.narrow(2, start, size),
-            scales=self.scales.narrow(2, first, runs),
+            scales=self.scales.narrow(2, first, -(-(skipped + size) // self.run)),
             skipped=skipped,
         )
 

@@ -94,9 +94,8 @@ class _Blocks(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _gradients(
-    ctx: Any, slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *lses: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(ctx: Any, slope: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, *lses = saved
     keys, values = Gathered(k, ctx.blocks), Gathered(v, ctx.blocks)
     dtype = accumulating_dtype(q.dtype)  # blocks that share keys add up their gradients
     grad_q, grad_k = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=dtype)

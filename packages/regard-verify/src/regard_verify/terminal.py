@@ -15,7 +15,7 @@ from regard_verify.laws import LAWS
 from regard_verify.report.ci import annotations, badge, sarif
 from regard_verify.report.html import WORDS, page
 from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report
-from regard_verify.run.check import check
+from regard_verify.run.check import check_in_fork
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.writing import check_can_write, console_of, printable, say, write_whole
 
@@ -47,7 +47,7 @@ def verify(
     the form that their names say.
     """
     console = console_of()
-    if listed:
+    if subject is None or listed:
         for law in LAWS.values():
             say(console, f"{law.name} ({law.kind}): {law.statement}", bold=law.name)
         return 0
@@ -55,7 +55,7 @@ def verify(
     for path in asked.values():
         check_can_write(path)
     with progress() as step:
-        report = check(subject, conventions_of(like), progress=step, **options)
+        report = check_in_fork(subject, conventions_of(like), progress=step, **options)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
     else:
@@ -75,11 +75,12 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
         yield _lines()
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("loading", total=None)
 
         def step(law: str, done: int, total: int) -> None:
             bar.update(task, description=printable(law), completed=done, total=total or None)
+            bar.refresh()  # by this thread: a second one could not be forked
 
         yield step
 

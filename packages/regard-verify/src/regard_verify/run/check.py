@@ -66,15 +66,42 @@ def check(
         D=4 at log odds of two keys: expected 0.5, got 1. the scores are not scaled
     """
     own = like if isinstance(like, Conventions) else conventions_from(like or {})
-    for name in only or ():
+    _require_laws(only)
+    if not isinstance(subject, str):
+        return _completed(_here(subject, own, only, quick, seed, progress), only)
+    _require_plain(own)
+    request = Request(subject, own.declared(), only, quick, seed, memory=memory)
+    return _completed(run_separately(request, limit, progress), only)
+
+
+def check_in_fork(
+    subject: str,
+    own: Conventions,
+    *,
+    only: Sequence[str] | None,
+    quick: bool,
+    seed: int,
+    limit: float,
+    memory: float,
+    progress: Progress,
+) -> Report:
+    """`check` of a named subject in a fork of this process, which must have computed nothing yet.
+
+    A fork has imported torch already, which takes a new process longer than all laws of `quick`.
+    """
+    _require_laws(only)
+    request = Request(subject, own.declared(), only, quick, seed, memory=memory)
+    return _completed(run_separately(request, limit, progress, fork=True), only)
+
+
+def _require_laws(names: Sequence[str] | None) -> None:
+    for name in names or ():
         if name not in LAWS:
             raise ValueError(f"no law is called {name!r}; see regard-verify --list")
-    if isinstance(subject, str):
-        _require_plain(own)
-        request = Request(subject, own.declared(), only, quick, seed, memory=memory)
-        report = run_separately(request, limit, progress)
-    else:
-        report = _here(subject, own, only, quick, seed, progress)
+
+
+def _completed(report: Report, only: Sequence[str] | None) -> Report:
+    """The report with its outcomes in order, causes first, and what could not be judged."""
     place = {name: at for at, name in enumerate(LAWS)}
     report.outcomes.sort(key=lambda each: place[each.law])
     report.outcomes = settled(report.outcomes)

@@ -6,18 +6,22 @@ A new process then checks the rest.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 from regard_verify.laws import LAWS
 from regard_verify.report.report import Picture, Report, ended, outcome, outcome_from
+from regard_verify.run import worker
 from regard_verify.run.clock import Clock
 from regard_verify.run.in_process import end_early
 
@@ -26,6 +30,24 @@ DEATHS = 3  # processes that may end early or hang; after that the remaining law
 SHORT = 10.0  # seconds for a law, at most, once another has hung
 
 Progress = Callable[[str, int, int], None]  # the law, how many are done, how many there are
+
+
+class Worker(Protocol):
+    """A process that runs the worker, with the members of `subprocess.Popen` that are used."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[str, str, BinaryIO], Worker]  # the request, the answers, what it prints
 
 
 @dataclass
@@ -58,13 +80,26 @@ class Run:
     deaths: int = 0
 
 
-def run_separately(request: Request, limit: float, progress: Progress) -> Report:
-    """The report on a named subject; `limit` is in seconds for one law, as `Clock` counts them."""
+def run_separately(
+    request: Request, limit: float, progress: Progress, *, fork: bool = False
+) -> Report:
+    """The report on a named subject.
+
+    Args:
+        request: what the other process is to do.
+        limit: seconds for one law, as `Clock` counts them.
+        progress: called with each law.
+        fork: whether the other process may be a fork of this one, which saves an import of torch:
+            if nothing was computed here, as by the command. With further threads it is none.
+    """
+    alone = sys.platform == "linux" and threading.active_count() == 1
+    start_worker: Start = ForkedWorker if fork and alone else _spawn_worker
     start = time.perf_counter()
     run = Run(Report(request.subject, declared=request.conventions, seed=request.seed))
     while not run.finished and run.deaths < DEATHS and not run.report.problem:
         request.skip = sorted(run.done)
-        _one_process(run, request, limit if run.deaths == 0 else min(limit, SHORT), progress)
+        short = limit if run.deaths == 0 else min(limit, SHORT)
+        _one_process(run, request, short, progress, start_worker)
     if run.deaths >= DEATHS:
         reason = f"not checked: the subject hung or ended its process in {DEATHS} laws before"
         for law in LAWS.values():
@@ -74,7 +109,9 @@ def run_separately(request: Request, limit: float, progress: Progress) -> Report
     return run.report
 
 
-def _one_process(run: Run, request: Request, limit: float, progress: Progress) -> None:
+def _one_process(
+    run: Run, request: Request, limit: float, progress: Progress, start_worker: Start
+) -> None:
     run.current = ""
     with tempfile.TemporaryDirectory(prefix="regard-verify-") as folder:
         requested, answers = Path(folder, "request.json"), Path(folder, "answers.jsonl")
@@ -82,14 +119,7 @@ def _one_process(run: Run, request: Request, limit: float, progress: Progress) -
         requested.write_text(json.dumps(asdict(request)), encoding="utf-8")
         answers.touch()
         with Path(folder, "printed.txt").open("wb") as printed:
-            worker = [sys.executable, "-m", "regard_verify.run.worker"]
-            process = subprocess.Popen(
-                [*worker, str(requested), str(answers)],
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                env=_variables(),
-            )
+            process = start_worker(str(requested), str(answers), printed)
             try:
                 too_long = _follow(run, process, answers, limit, progress)
             finally:
@@ -98,7 +128,68 @@ def _one_process(run: Run, request: Request, limit: float, progress: Progress) -
                 process.wait()
         if not run.finished and not run.report.problem:
             _check_room(Path(folder))  # or the other process ended since it could not answer
-            _ended(run, process.returncode, too_long, _last_line(Path(folder, "printed.txt")))
+            _ended(run, process.wait(), too_long, _last_line(Path(folder, "printed.txt")))
+
+
+def _spawn_worker(request: str, answers: str, printed: BinaryIO) -> "subprocess.Popen[bytes]":
+    """A new Python that runs the worker."""
+    command = [sys.executable, "-m", "regard_verify.run.worker", request, answers]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=_variables()
+    )
+
+
+class ForkedWorker:
+    """A fork of this process that runs the worker, with the methods of `Popen` that are used."""
+
+    returncode: int | None = None
+
+    def __init__(self, request: str, answers: str, printed: BinaryIO) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._work(request, answers, printed)
+
+    @staticmethod
+    def _work(request: str, answers: str, printed: BinaryIO) -> NoReturn:
+        """Run the worker as a new Python would, and end this process."""
+        code = 1
+        try:
+            sys.path.insert(0, str(Path.cwd()))  # as of `python -m`
+            empty = os.open(os.devnull, os.O_RDONLY)
+            for descriptor, source in ((0, empty), (1, printed.fileno()), (2, printed.fileno())):
+                os.dup2(source, descriptor)
+            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+            sys.argv = [sys.argv[0], request, answers]
+            worker.main(request, answers)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait until it has ended; the exit code."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it, if it runs."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def _check_room(folder: Path) -> None:
@@ -119,9 +210,7 @@ def _variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "0"}
 
 
-def _follow(
-    run: Run, process: "subprocess.Popen[bytes]", answers: Path, limit: float, progress: Progress
-) -> str:
+def _follow(run: Run, process: "Worker", answers: Path, limit: float, progress: Progress) -> str:
     """Read events until the process ends or takes too long: then what it took, in words."""
     count, clock = 0, Clock(process.pid)
     while True:

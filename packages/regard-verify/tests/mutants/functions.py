@@ -123,7 +123,6 @@ SCALES = [
         "scale one percent off",
         "scale_closed_form",
         "oracle_forward",
-        "weights_probe",
         scale=lambda q, k, v: 1.01 * q.shape[-1] ** -0.5,
     ),
     mutant("scale of whole dozens", "scale_closed_form", scale=lambda q, k, v: 12**-0.5),
@@ -696,13 +695,11 @@ RUNS = [
     mutant(
         "scores detached",
         "oracle_gradient",
-        "gradcheck_tiny",
         scores=lambda q, k, f: good.scores(q, k, f).detach(),
     ),
     mutant(
         "gradient one tenth too large",
         "oracle_gradient",
-        "gradcheck_tiny",
         before=lambda q, k, v, m: (q, WrongBackward.apply(k), v, m),
     ),
     mutant(
@@ -714,7 +711,6 @@ RUNS = [
     mutant(
         "gradient lost behind a mask",
         "oracle_gradient",
-        "gradcheck_tiny",
         before=lambda q, k, v, m: (q if m is None else q.detach(), k, v, m),
         after="pytorch#109517",
     ),

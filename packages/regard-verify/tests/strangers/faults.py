@@ -42,18 +42,18 @@ def fault(words: str, laws: str, text: str = "", declare: str = "") -> Fault:
 
 
 SCALE = ("scale_closed_form", r"[Ss]cores are (scaled|not scaled|divided|multiplied)|the scale is")
-SUM = "convexity weights_probe"
-HEADS = "head_permutation gqa_order shards_agree gqa_limits weights_probe"
+SUM = "convexity"
+HEADS = "head_permutation gqa_order shards_agree gqa_limits"
 SPLIT = (
-    "query_permutation key_permutation head_permutation weights_probe oracle_forward "
+    "query_permutation key_permutation head_permutation oracle_forward "
     "visible_set_probe causality_exact shards_agree cross_attention"
 )
-SEEN = "visible_set_probe mask_polarity weights_probe"
+SEEN = "visible_set_probe mask_polarity"
 ROWS = "mask_broadcast batch_invariance"
 CAUSAL = "causality_exact self_visible alignment_probe visible_set_probe window_edges"
 STEPS = "decode_equals_full chunked_prefill"
 BOTH = "mask_and_causal"
-VALUES = "oracle_forward value_linearity weights_probe convexity"
+VALUES = "oracle_forward value_linearity convexity"
 ROTATION = "rope_relative rope_layout oracle_forward"
 DTYPES = (
     "dtype_bound default_dtype autocast_dtype autocast_invariance autocast_precision mask_dtype"
@@ -69,7 +69,7 @@ FAULTS = {
     "softmax_over_heads": fault("the softmax sums over heads", SUM, "over the heads"),
     "softmax_half": fault(
         "the softmax rounds to float16",
-        "dtype_bound oracle_forward weights_probe",
+        "dtype_bound oracle_forward",
         "float16|half precision|rounded",
     ),
     "softmax_unshifted": fault("exp overflows", "extreme_scores score_shift dtype_bound"),
@@ -77,9 +77,7 @@ FAULTS = {
         "weights are divided by their sum over queries", SUM + " oracle_forward", "over the queries"
     ),
     "weights_with_epsilon": fault("weights sum to less than 1", SUM),
-    "weights_detached": fault(
-        "no gradient passes the weights", "oracle_gradient gradcheck_tiny forward_mode"
-    ),
+    "weights_detached": fault("no gradient passes the weights", "oracle_gradient forward_mode"),
     "scores_rolled": fault("a head gets the scores of its neighbour", HEADS, HEADS_TEXT),
     "key_heads_swapped": fault("key heads are swapped", HEADS, HEADS_TEXT),
     "groups_tiled": fault("key heads are repeated in tiles", HEADS, "tiled", "head_order"),
@@ -91,7 +89,7 @@ FAULTS = {
     "keys_as_values": fault("keys serve as values", VALUES),
     "queries_as_keys": fault(
         "queries serve as keys",
-        "oracle_forward weights_probe key_permutation query_permutation cross_attention",
+        "oracle_forward key_permutation query_permutation cross_attention",
     ),
     "last_key_dropped": fault(
         "the last key has no weight", SEEN + " self_visible key_permutation", "last key"

@@ -23,7 +23,6 @@ from regard_verify.laws.cases import (
     modes,
     needs_the_definition,
     on_sizes,
-    sizes_for,
 )
 from regard_verify.mistakes import heads_of, mistakes
 from regard_verify.oracle import bound, variants
@@ -234,24 +233,6 @@ def extreme_scores(subject: Subject, trial: Trial) -> None:
 
 
 @law(
-    "The weights measured from outside are those of the definition.",
-    "bounded",
-    "a softmax over the wrong axis, lost precision in the scores",
-    "heads",
-    quick=False,
-)
-def weights_probe(subject: Subject, trial: Trial) -> None:
-    needs_the_definition(subject)
-    for sizes in sizes_for(subject, trial, most=6):
-        q, k, _ = subject.inputs(sizes, trial, peak=3.0)
-        weights = subject.read_weights(q, k).double()
-        right = subject.expected(q, k, torch.zeros(*k.shape[:3], 1))
-        expected = torch.where(attending(subject, sizes), right.weights, weights)
-        cause = "the weights are not the softmax of the scaled scores"
-        require(sizes, weights, expected, bound(right, torch.ones(1), torch.float32), cause)
-
-
-@law(
     "The scale, softcap and bias of a call are applied, with a mask and without.",
     "bounded",
     "an argument that is accepted and ignored, a bias that is scaled, a cap over the mask",
@@ -277,5 +258,5 @@ def options_obeyed(subject: Subject, trial: Trial) -> None:
 
 LAWS = (
     oracle_forward, scale_closed_form, convexity, value_linearity, score_shift, extreme_scores,
-    weights_probe, options_obeyed,
+    options_obeyed,
 )  # fmt: skip

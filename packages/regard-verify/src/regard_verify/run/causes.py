@@ -16,7 +16,7 @@ from dataclasses import replace
 from regard_verify.mistakes import SENTENCES
 from regard_verify.report.report import Outcome
 
-_GRADIENTS = ("oracle_gradient", "gradcheck_tiny", "fully_masked_backward")
+_GRADIENTS = ("oracle_gradient", "fully_masked_backward")
 _RUNS = (  # the same code run in another way, or in another dtype
     "dtype_bound", "strides", "repeatability", "train_eval_agree", "needs_weights_agree",
     "autocast_invariance", "autocast_precision", "autocast_dtype", "default_dtype",
@@ -27,7 +27,7 @@ _STEPS = (
     "decode_equals_full", "chunked_prefill", "cache_isolation", "refused_step",
     "interrupted_step", "one_past_two_layers",
 )  # fmt: skip
-_DEFINITION = ("weights_probe", "options_obeyed", "mask_float_bool_agree", "extreme_scores",
+_DEFINITION = ("options_obeyed", "mask_float_bool_agree", "extreme_scores",
                "rope_relative", "padding_side", "shards_agree", "score_shift", *_GRADIENTS,
                *_RUNS, *_STEPS)  # fmt: skip
 _VALUES = ("oracle_forward", *_DEFINITION)
@@ -84,7 +84,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "every_mask_argument": ("mask_dtype",),
     "score_shift": (
         "fully_masked_forward", "fully_masked_backward", "extreme_scores", "mask_float_bool_agree",
-        "gradcheck_tiny", "dtype_bound",
+        "dtype_bound",
     ),
     "fully_masked_forward": ("fully_masked_backward", "oracle_gradient", "zero_sizes"),
     "padding_content": ("padding_side", "masked_poison"),
@@ -210,8 +210,8 @@ def _reads_wrongly(broken: Mapping[str, Outcome]) -> bool:
 
 
 def _rounds(broken: Mapping[str, Outcome]) -> bool:
-    """Whether the errors are as small as those of half precision, or small steps are lost."""
-    return "gradcheck_tiny" in broken or any(
+    """Whether the errors are as small as those of half precision."""
+    return any(
         _relative(broken[law]) < HALF for law in ("convexity", "scale_closed_form") if law in broken
     )
 
@@ -253,7 +253,7 @@ def _under_a_mask(law: str, broken: Mapping[str, Outcome]) -> bool:
 
 
 _PLAIN = (  # laws that are checked without a mask first
-    "oracle_forward", "oracle_gradient", "gradcheck_tiny", "convexity", "options_obeyed",
+    "oracle_forward", "oracle_gradient", "convexity", "options_obeyed",
     "visible_set_probe",
 )  # fmt: skip
 

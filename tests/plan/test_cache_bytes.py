@@ -274,3 +274,23 @@ def test_the_layers_cache_what_the_formulas_say_in_pages(layer, cost):
         with torch.no_grad():
             layer_of(layer)(torch.zeros(2, tokens, 64), cache=cache)
         assert needed(cost, layer, storage, context=tokens, batch=2) == cache.nbytes
+
+
+def test_blocks_are_those_that_the_needed_slots_touch(cost):
+    """The most blocks that the slots in use have touched after each number of tokens."""
+    token = needed(cost, GQA)
+    for block in (1, 3, 4, 16):
+        for window in (None, 1, 2, 5, 9, 16, 17):
+            most = 0
+            for tokens in range(1, 60):
+                first = 0 if window is None else max(0, tokens - window)
+                most = max(most, len({slot // block for slot in range(first, tokens)}))
+                layer = replace(GQA, window=window)
+                formula = cost.block_bytes(layer, PLAIN)
+                found = evaluated(cost, formula, layer, context=tokens, block=block, batch=2)
+                assert found == 2 * most * block * token, (block, window, tokens)
+    chunked = replace(GQA, chunk=6)
+    formula = cost.block_bytes(chunked, PLAIN)
+    assert evaluated(cost, formula, chunked, context=50, block=4) == 8 * token
+    with pytest.raises(ValueError, match="give block or page_size"):
+        cost.block_bytes(GQA, replace(PLAIN, page_size=64))

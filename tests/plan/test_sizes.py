@@ -33,6 +33,7 @@ def test_every_size_of_the_layer_and_the_call_has_a_name():
         "rank": 4,
         "replicas": 1,
         "capacity": 10,
+        "block": 1,
     }
 
 

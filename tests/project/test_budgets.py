@@ -23,7 +23,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "hf": (4800, 6175),
     "convert": (4600, 5307),
     "compare": (1100, 1761),
-    "plan": (2600, 5886),
+    "plan": (2600, 5562),
     "see": (2600, 3526),
     "distributed": (4800, 6520),
     "bench": (600, 820),

@@ -8,6 +8,7 @@ from regard.plan.pages import PAGE, coded_tokens, pages
 from regard.plan.shapes import STORAGES, LayerShape, Storage
 from regard.plan.sizes import (
     BATCH,
+    BLOCK,
     CHUNK,
     HEAD,
     ITEMSIZE,
@@ -142,6 +143,40 @@ def allocated_bytes(layer: LayerShape, storage: Storage) -> Formula:
         return BATCH * bytes_in_pages(layer, storage, plain + coded, coded)
     tokens = _growing() if layer.window is None else _sliding()
     return BATCH * tokens * token_bytes(layer, storage)
+
+
+def block_bytes(layer: LayerShape, storage: Storage) -> Formula:
+    """Bytes of whole blocks of `block` tokens, as serving engines reserve them.
+
+    Of a window, the blocks that it can touch while decoding; of chunks, those of one chunk.
+
+    Args:
+        layer: of any kind.
+        storage: of its cache.
+
+    Raises:
+        ValueError: if the storage is in pages, which are blocks of their own size.
+
+    Examples:
+        >>> from regard.plan.cost import block_bytes, sizes
+        >>> from regard.plan.shapes import STORAGES, LayerShape
+        >>> mqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=1, head_dim=8, v_head_dim=8)
+        >>> numbers = sizes(mqa, STORAGES["plain"], context=17, dtype="bfloat16", block=16)
+        >>> block_bytes(mqa, STORAGES["plain"]).evaluate(**numbers)
+        1024
+    """
+    if storage.page_size:
+        raise ValueError(
+            f"pages of {storage.page_size} tokens are blocks of their own; give block or page_size"
+        )
+    if layer.keys_of is not None or layer.kind == "linear":
+        return cache_bytes(layer, storage)
+    blocks = ceil_div(TOKENS, BLOCK)
+    if layer.window is not None:
+        blocks = minimum(blocks, ceil_div(WINDOW - 1, BLOCK) + 1)
+    if layer.chunk is not None:
+        blocks = minimum(blocks, ceil_div(CHUNK, BLOCK))
+    return BATCH * BLOCK * blocks * token_bytes(layer, storage)
 
 
 def static_bytes(layer: LayerShape, storage: Storage) -> Formula:

@@ -9,7 +9,13 @@ from functools import cache, reduce
 from operator import add
 from types import MappingProxyType
 
-from regard.plan.cache_bytes import allocated_bytes, cache_bytes, static_bytes, token_bytes
+from regard.plan.cache_bytes import (
+    allocated_bytes,
+    block_bytes,
+    cache_bytes,
+    static_bytes,
+    token_bytes,
+)
 from regard.plan.flops import (
     Form,
     attention_flops,
@@ -30,6 +36,7 @@ __all__ = [
     "Cost",
     "allocated_bytes",
     "attention_flops",
+    "block_bytes",
     "cache_bytes",
     "cost_of",
     "decode_bytes",

@@ -7,10 +7,9 @@ from typing import Any
 
 from regard.plan.candidates import Choice, choices
 from regard.plan.communication import Sent, sent_formulas, sent_of
-from regard.plan.cost import Cost, cost_of, formulas, total_of
+from regard.plan.cost import Cost, block_bytes, cost_of, formulas, total_of
 from regard.plan.devices import THIS, Device, device_of, is_measured, roofline_seconds
-from regard.plan.engines import ENGINES, Part, parts_of, reserved
-from regard.plan.formula import Number
+from regard.plan.formula import Formula, Number
 from regard.plan.links import link_of, link_seconds
 from regard.plan.rows import Duration, Largest, Plan, Row, Transfer
 from regard.plan.sent_tokens import layout_of
@@ -25,6 +24,7 @@ MOST = {  # the largest numbers that are accepted: sums of bytes stay below 2**6
     "cp": 10**6,
     "memory": 10**18,
 }
+Parts = Sequence[tuple[int, Formula, dict[str, Number]]]  # layers alike, their cost, its numbers
 TIMED = {"prefill": "visible_prefill_flops", "decode": "visible_decode_flops"}
 
 
@@ -39,7 +39,7 @@ def plan(
     dtype: str | None = None,
     tp: int = 1,
     cp: int = 1,
-    engine: str = "vllm",
+    block: int = 0,
     attentions: Sequence[str] = (),
     storages: Sequence[str] = (),
     page_size: int = 0,
@@ -57,7 +57,8 @@ def plan(
         dtype: of weights, activations and plain caches; the model's own if None.
         tp: ranks that the heads are divided among.
         cp: ranks that the tokens are divided among.
-        engine: a key of `ENGINES`, whose figures stand beside the two others.
+        block: tokens of a block: what whole blocks take stands beside the two other figures, as
+            serving engines reserve them; 0 for no blocks.
         attentions: keys of rows, as `"gqa-4"`; all if there are none.
         storages: names of `STORAGES`, as `"K8V4"`; the usual ones if there are none.
         page_size: tokens of a page of the caches; 0 for caches that are not in pages.
@@ -88,10 +89,13 @@ def plan(
     chosen = dtype or model.dtype
     if chosen not in DTYPE_BYTES:
         raise ValueError(f"dtype={chosen!r} is not one of {', '.join(DTYPE_BYTES)}")
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is not one of {', '.join(ENGINES)}")
-    if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 0:
-        raise ValueError(f"page_size is a whole number, 0 or more tokens, got {page_size!r}")
+    for name, value in {"page_size": page_size, "block": block}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} is a whole number, 0 or more tokens, got {value!r}")
+    if page_size and block:
+        raise ValueError(
+            f"pages are blocks of their own: give page_size={page_size} or block={block}, not both"
+        )
     stored = storages_of(storages, page_size)
     found, missing = choices(replace(model, dtype=chosen))
     settings = Plan(
@@ -104,7 +108,7 @@ def plan(
         cp=cp,
         devices=_devices(devices, chosen),
         links={key: link_of(key) for key in links},
-        engine=engine,
+        block=block,
         rows=(),
         left_out={} if attentions else missing,
     )
@@ -153,7 +157,7 @@ def largest(taken: Callable[[int], int], memory: int, most: int = MOST["context"
 
 def formulas_of(plan: Plan, row: Row) -> list[tuple[LayerShape, tuple[int, ...], dict[str, str]]]:
     """Of each different layer of a row: the indices of those like it, and each cost's formula with
-    the numbers put in; `reserved_bytes` is that of the plan's engine, and `sent_prefill` and others
+    the numbers put in; `block_bytes` is there if the plan has blocks, and `sent_prefill` and others
     are of the rank that sends most."""
     alike = ModelShape(
         name=row.key, architecture="", layers=row.layers, hidden_size=plan.model.hidden_size
@@ -165,9 +169,8 @@ def formulas_of(plan: Plan, row: Row) -> list[tuple[LayerShape, tuple[int, ...],
             name: formula.with_numbers(**numbers)
             for name, formula in formulas(layer, row.storage).items()
         }
-        if layer.keys_of is None and row.reserved_by(plan.engine).bytes is not None:
-            formula = ENGINES[plan.engine].layer_bytes(layer, row.storage)
-            written["reserved_bytes"] = formula.with_numbers(**numbers)
+        if plan.block:
+            written["block_bytes"] = block_bytes(layer, row.storage).with_numbers(**numbers)
         if plan.tp * plan.cp > 1:
             numbers |= {"rank": row.sent.rank}
             sent = sent_formulas(layer, layout)
@@ -219,7 +222,11 @@ def _row(plan: Plan, choice: Choice, storage: Storage) -> Row:
         storage=storage,
         layers=choice.layers,
         cost=total_of(costs),
-        reserved=tuple(reserved(engine, choice.layers, storage, **call) for engine in ENGINES),
+        block_bytes=(
+            _taken(_in_blocks(plan, model, storage), "context", plan.context)
+            if plan.block
+            else None
+        ),
         sent=sent,
         transfers=_transfers(plan, sent),
         prefill=_durations(plan, costs, "prefill"),
@@ -256,35 +263,36 @@ def _transfers(plan: Plan, sent: Sent) -> tuple[Transfer, ...]:
 def _largest(plan: Plan, model: ModelShape, storage: Storage) -> tuple[Largest, Largest]:
     """The largest context at the plan's batch, and the largest batch at its context."""
     alike = model.distinct()
-    figures: dict[str, tuple[Part, ...] | None] = {
-        name: tuple(
-            Part(layer, len(indices), formulas(layer, storage)[name])
+    figures: list[Parts | None] = [
+        [
+            (len(indices), formulas(layer, storage)[name], _numbers(plan, layer, storage))
             for layer, indices in alike.items()
-        )
+        ]
         for name in ("cache_bytes", "allocated_bytes")
-    }
-    ranks = {"tp": plan.tp, "cp": plan.cp}
-    try:
-        figures["reserved"] = parts_of(
-            plan.engine, model.layers, storage, dtype=plan.dtype, **ranks
-        )
-    except ValueError:  # its objection stands in `Row.reserved`
-        figures["reserved"] = None
+    ]
+    figures.append(_in_blocks(plan, model, storage) if plan.block else None)
     contexts, batches = [], []
-    for parts in figures.values():
-        known = [(part, _numbers(plan, part.layer, storage)) for part in parts or ()]
-        of_context = partial(_taken, known, "context")
-        of_batch = partial(_taken, known, "batch")
+    for parts in figures:
+        of_context = partial(_taken, parts or (), "context")
+        of_batch = partial(_taken, parts or (), "batch")
         contexts.append(None if parts is None else largest(of_context, plan.memory))
         batches.append(None if parts is None else largest(of_batch, plan.memory, MOST["batch"]))
     return Largest(*contexts), Largest(*batches)
 
 
-def _taken(known: Sequence[tuple[Part, dict[str, Number]]], name: str, value: int) -> int:
+def _in_blocks(plan: Plan, model: ModelShape, storage: Storage) -> Parts:
+    """For each different layer: how many there are, the formula of its blocks, and its numbers."""
+    return [
+        (len(indices), block_bytes(layer, storage), _numbers(plan, layer, storage))
+        for layer, indices in model.distinct().items()
+    ]
+
+
+def _taken(parts: Parts, name: str, value: int) -> int:
     """The bytes of all parts, with one of their sizes replaced."""
     return sum(
-        part.layers * int(part.formula.evaluate(**(numbers | {name: value})))
-        for part, numbers in known
+        count * int(formula.evaluate(**(numbers | {name: value})))
+        for count, formula, numbers in parts
     )
 
 
@@ -297,4 +305,5 @@ def _numbers(plan: Plan, layer: LayerShape, storage: Storage) -> dict[str, Numbe
         dtype=plan.dtype,
         tp=plan.tp,
         cp=plan.cp,
+        block=plan.block or 1,
     )

@@ -20,7 +20,7 @@ KEY_HEADS = ceil_div(size("num_kv_heads"), size("tp"))  # of a rank
 GROUP = ceil_div(size("num_heads"), size("num_kv_heads"))  # query heads that a key head serves
 QUERY_HEADS = KEY_HEADS * ceil_div(GROUP, size("replicas"))  # of a rank
 BATCH, CONTEXT, ITEMSIZE = size("batch"), size("context"), size("itemsize")
-WINDOW, CHUNK = size("window"), size("chunk")
+WINDOW, CHUNK, BLOCK = size("window"), size("chunk"), size("block")
 TOKENS = ceil_div(CONTEXT, size("cp"))  # of a rank
 
 LAYER_SIZES = tuple(
@@ -62,6 +62,7 @@ def sizes(
     tp: int = 1,
     cp: int = 1,
     capacity: int | None = None,
+    block: int = 1,
 ) -> dict[str, Number]:
     """The numbers for every name in the formulas of a layer's costs.
 
@@ -74,6 +75,7 @@ def sizes(
         tp: ranks of tensor parallelism.
         cp: ranks of context parallelism.
         capacity: tokens of a cache of a fixed size; the context and one more if None.
+        block: tokens of a block, of which an engine reserves whole ones.
 
     Raises:
         ValueError: if a number is not a whole one in its range, or the dtype is not known.
@@ -95,6 +97,7 @@ def sizes(
         ("tp", tp, 1),
         ("cp", cp, 1),
         ("capacity", capacity, 1),
+        ("block", block, 1),
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} is a whole number, at least {least}, got {value!r}")
@@ -114,4 +117,5 @@ def sizes(
         "rank": cp - 1,
         "replicas": replicas(layer.num_kv_heads, tp),
         "capacity": capacity,
+        "block": block,
     }

@@ -117,9 +117,6 @@ def plan(
     page_size: Annotated[
         int, typer.Option(min=0, help="Tokens of a page of a PagePool; 0: caches without pages.")
     ] = 0,
-    formula: Annotated[
-        bool, typer.Option("--formula", help="Each layer's formulas with the numbers put in.")
-    ] = False,
     every: Annotated[
         bool,
         typer.Option("--all", help="Every way of storing the cache: what is allocated."),

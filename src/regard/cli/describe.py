@@ -13,7 +13,7 @@ from rich.markup import escape
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.page.readable import readable_bytes
-from regard.plan.cost import cache_bytes, parameters, sizes, token_bytes
+from regard.plan.cost import Workload, cache_bytes, parameters, token_bytes
 from regard.plan.describing import describe
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard.words import counted
@@ -64,7 +64,7 @@ def _costs(model: ModelShape, layer: LayerShape) -> dict[str, int | None]:
 def _parameters(layer: LayerShape) -> int | None:
     if layer.kind == "linear":
         return None
-    return int(parameters(layer).evaluate(**sizes(layer, PLAIN, context=1)))
+    return parameters(layer, Workload(context=1))
 
 
 def _all_parameters(model: ModelShape) -> int | None:
@@ -83,16 +83,14 @@ def _token_bytes(model: ModelShape, layer: LayerShape) -> int:
     """Bytes that a token adds to the layer's cache."""
     if not _caches(layer) or layer.kind == "linear":
         return 0
-    numbers = sizes(layer, PLAIN, context=1, dtype=model.dtype)
-    return int(token_bytes(layer, PLAIN).evaluate(**numbers))
+    return token_bytes(layer, PLAIN, Workload(context=1, dtype=model.dtype))
 
 
 def _cache(model: ModelShape, layer: LayerShape, context: int) -> int:
     """Bytes of the layer's cache for so many tokens."""
     if not _caches(layer):
         return 0
-    numbers = sizes(layer, PLAIN, context=context, dtype=model.dtype)
-    return int(cache_bytes(layer, PLAIN).evaluate(**numbers))
+    return cache_bytes(layer, PLAIN, Workload(context=context, dtype=model.dtype))
 
 
 def cache_of(model: ModelShape, context: int | None) -> int | None:

@@ -13,9 +13,9 @@ from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.page.readable import readable_bytes
 from regard.plan.devices import THIS
 from regard.plan.from_sizes import model_from_sizes
-from regard.plan.planning import GIBIBYTE, formulas_of, plan
+from regard.plan.planning import GIBIBYTE, plan
 from regard.plan.rows import Plan, Row
-from regard.plan.shapes import LayerShape
+from regard.plan.shapes import distinct
 from regard.words import counted
 
 TABLE = 80  # columns of a table where stdout is a file or a pipe
@@ -35,7 +35,6 @@ def run(
     block: int,
     attention: Sequence[str] | None,
     storage: Sequence[str] | None,
-    formula: bool,
     every: bool,
     why: bool,
     html: Path | None,
@@ -75,12 +74,10 @@ def run(
 
         write_plan(found, html)
     if as_json:
-        print_json(as_data(found, formula))
+        print_json(as_data(found))
         return
     console = stdout(TABLE)
     show(found, console, every=every or block > 0, why=why)
-    if formula:
-        show_formulas(found, console)
     if html is not None:
         say(console, f"written to {html}")
 
@@ -294,22 +291,6 @@ def _sent(found: Plan) -> list[str]:
     ]
 
 
-def show_formulas(found: Plan, console: Console) -> None:
-    """Print the formulas of each row's different layers, with the numbers put in."""
-    for row in found.rows:
-        console.print()
-        say(console, f"{row.attention}, {row.storage.name}", style="bold")
-        for layer, indices, written in formulas_of(found, row):
-            say(console, f"{_kind(layer)}: {counted(len(indices), 'layer')}", indent=2)
-            for name, text in written.items():
-                say(console, f"{name.replace('_', ' ')} = {text}", indent=4)
-
-
-def _kind(layer: LayerShape) -> str:
-    extra = [f"{name} {value:,}" for name in ("window", "chunk") if (value := getattr(layer, name))]
-    return ", ".join([layer.kind, *extra])
-
-
 def _unit(size: int) -> tuple[str, int]:
     """The largest unit of which there is at least one."""
     return next((unit for unit in reversed(UNITS) if size >= unit[1]), UNITS[0])
@@ -326,7 +307,7 @@ def _count(value: int | None) -> str:
     return "any" if value is None else f"{value:,}"
 
 
-def as_data(found: Plan, formula: bool = False) -> dict[str, Any]:
+def as_data(found: Plan) -> dict[str, Any]:
     """A plan as data for JSON: layers that are alike are listed once."""
     model = asdict(found.model)
     del model["layers"]
@@ -336,12 +317,12 @@ def as_data(found: Plan, formula: bool = False) -> dict[str, Any]:
         **{name: getattr(found, name) for name in ("tp", "cp", "block")},
         "devices": {key: asdict(device) for key, device in found.devices.items()},
         "links": {key: asdict(link) for key, link in found.links.items()},
-        "rows": [_row_data(found, row, formula) for row in found.rows],
+        "rows": [_row_data(row) for row in found.rows],
         "left_out": dict(found.left_out),
     }
 
 
-def _row_data(found: Plan, row: Row, formula: bool) -> dict[str, Any]:
+def _row_data(row: Row) -> dict[str, Any]:
     data = {name: value for name, value in asdict(row).items() if name != "layers"}
     data["cost"] |= {
         "prefill_intensity": row.cost.prefill_intensity,
@@ -349,7 +330,6 @@ def _row_data(found: Plan, row: Row, formula: bool) -> dict[str, Any]:
     }
     data["layers"] = [
         {"indices": list(indices), "kind": layer.kind, **asdict(layer)}
-        | ({"formulas": written} if formula else {})
-        for layer, indices, written in formulas_of(found, row)
+        for layer, indices in distinct(row.layers).items()
     ]
     return data

@@ -11,7 +11,7 @@ from regard.cache.quantized import QuantizedCache
 from regard.hf.placing.placed import window_of
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.masks import AllOf, Causal
-from regard.plan.cost import cache_bytes, sizes
+from regard.plan.cost import Workload, cache_bytes
 from regard.plan.shapes import STORAGES, LayerShape, Storage
 
 PROJECTIONS = (
@@ -104,7 +104,7 @@ def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> S
 def bytes_of_caches(
     layers: Sequence[LayerShape], storage: Storage, *, context: int, dtype: str
 ) -> int:
-    """Bytes in the caches of all layers, by the formulas of `regard.plan`.
+    """Bytes in the caches of all layers, as `regard.plan` counts them.
 
     Args:
         layers: of a model.
@@ -120,11 +120,9 @@ def bytes_of_caches(
         >>> bytes_of_caches(layers, STORAGES["plain"], context=10, dtype="float16")
         1920
     """
-    total = 0
-    for layer, count in Counter(layers).items():
-        numbers = sizes(layer, storage, context=context, dtype=dtype)
-        total += count * int(cache_bytes(layer, storage).evaluate(**numbers))
-    return total
+    work = Workload(context=context, dtype=dtype)
+    counts = Counter(layers).items()
+    return sum(cache_bytes(layer, storage, work) * count for layer, count in counts)
 
 
 def _has_bias(layer: nn.Module, name: str) -> bool:

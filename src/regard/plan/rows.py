@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from regard.plan.communication import Sent
 from regard.plan.cost import Cost
 from regard.plan.devices import Device
 from regard.plan.links import Link
+from regard.plan.sent import Sent
 from regard.plan.shapes import LayerShape, ModelShape, Storage
 
 

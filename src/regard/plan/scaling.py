@@ -9,15 +9,14 @@ import math
 from dataclasses import dataclass
 
 from regard.ops.estimates import FLASH, READ
-from regard.plan.communication import Sent, sent_of, sharded_decode_sent
 from regard.plan.cost import attention_flops, cost_of, visible_pairs
 from regard.plan.devices import Device
-from regard.plan.formula import Number
 from regard.plan.links import Link
-from regard.plan.shapes import STORAGES, LayerShape, ModelShape
-from regard.plan.sizes import sizes
+from regard.plan.sent import Sent, sent_of, sharded_decode_sent
+from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Workload
 
 SENDS = 0.82  # share of a link's rate that messages reach: NCCL counts 20.6 of NVLink 4's 25 GB/s
+Number = int | float
 NODE = 8  # ranks that NVLink connects: of an HGX H100 or H200
 BACKWARD = 2  # products of a backward pass for each of the forward pass: two gradients
 BACKWARD_SCORES = 2.5  # the same of scores, which are computed again (Dao 2023, arXiv:2307.08691)
@@ -332,11 +331,9 @@ def _sent(model: Model, tokens: int, tp: int = 1, cp: int = 1) -> Sent:
 
 def _together(model: Model, tokens: int, ranks: int) -> Number:
     """Bytes of a token where the ranks that share the heads share the tokens."""
+    work = Workload(context=tokens, dtype="bfloat16", tp=ranks)
     return sum(
-        len(same)
-        * sharded_decode_sent(layer).evaluate(
-            **sizes(layer, PLAIN, context=tokens, dtype="bfloat16", tp=ranks)
-        )
+        len(same) * sharded_decode_sent(layer, work)
         for layer, same in model.shape.distinct().items()
     )
 
@@ -357,8 +354,7 @@ def _prefill_flops(model: Model, tokens: int, tp: int, cp: int) -> tuple[float, 
 
 
 def _score_flops(layer: LayerShape, tokens: int) -> float:
-    formula = attention_flops(layer, visible_pairs(layer))
-    return float(formula.evaluate(**sizes(layer, PLAIN, context=tokens)))
+    return attention_flops(layer, Workload(context=tokens), visible_pairs(layer, tokens))
 
 
 def _cache(model: Model, tokens: int, *, cp: int, tp: int = 1) -> Number:

@@ -1,10 +1,10 @@
 """Tokens whose keys and values a rank of context parallelism sends to others, and receives.
 
 A rank is sent the tokens that some query of its own may attend to, each once
-(`regard.distributed.context`). The size `rank` is the number of the rank that is counted, from 0.
+(`regard.distributed.context`). `rank` is a rank's number among those that share the tokens.
 
-Derivation. The sequence is cut into pieces of nearly one length; a rank holds one (`"contiguous"`),
-or, of twice as many, the pieces `rank` and `2 cp - 1 - rank` (`"zigzag"`,
+Derivation. The sequence is cut into pieces of nearly one length; a rank holds one
+(`"contiguous"`), or, of twice as many, the pieces `rank` and `2 cp - 1 - rank` (`"zigzag"`,
 `regard.distributed.Shards`). A token of piece p is needed by every rank that holds a later piece
 within reach: all later pieces under a causal mask, those that begin at most `window - 1` tokens
 after it under a window. Two pieces of one rank need a token once.
@@ -13,12 +13,9 @@ after it under a window. Two pieces of one rank need a token once.
 from collections.abc import Iterable
 from typing import Literal
 
-from regard.plan.formula import Formula, floor_div, minimum, size
 from regard.plan.shapes import LayerShape
-from regard.plan.sizes import CHUNK, CONTEXT, WINDOW
 
 Layout = Literal["zigzag", "contiguous"]
-RANKS, RANK = size("cp"), size("rank")
 
 
 def layout_of(layers: Iterable[LayerShape]) -> Layout:
@@ -42,8 +39,8 @@ def layout_of(layers: Iterable[LayerShape]) -> Layout:
     return "contiguous" if even else "zigzag"
 
 
-def sent_tokens(layer: LayerShape, layout: Layout) -> Formula:
-    """Tokens of one row that the rank sends, those for several ranks as often, for a prefill.
+def sent_tokens(layer: LayerShape, layout: Layout, context: int, ranks: int, rank: int) -> int:
+    """Tokens of one row that a rank sends, those for several ranks as often, for a prefill.
 
     Exact from two tokens for each piece on; with a window or chunks if it is not longer than a
     piece, or pieces are of one length, otherwise to within a token for each rank. Of chunks it is
@@ -52,6 +49,9 @@ def sent_tokens(layer: LayerShape, layout: Layout) -> Formula:
     Args:
         layer: causal, or without a window and chunks.
         layout: of the tokens.
+        context: tokens of the sequence.
+        ranks: that share the tokens.
+        rank: the sender.
 
     Raises:
         ValueError: for a window or chunks of a layer that is not causal.
@@ -60,34 +60,37 @@ def sent_tokens(layer: LayerShape, layout: Layout) -> Formula:
         >>> from regard.plan.sent_tokens import sent_tokens
         >>> from regard.plan.shapes import LayerShape
         >>> layer = LayerShape(hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=4)
-        >>> count = sent_tokens(layer, "zigzag")
-        >>> [count.evaluate(context=8000, cp=4, rank=rank) for rank in range(4)]
+        >>> [sent_tokens(layer, "zigzag", 8000, ranks=4, rank=rank) for rank in range(4)]
         [3000, 4000, 5000, 6000]
     """
     _check_causal(layer)
-    reach = _reach(layer)
+    reach, later = _reach(layer), ranks - 1 - rank
     if not layer.causal:  # every other rank needs every token
-        return (RANKS - 1) * _held(layout)
+        return (ranks - 1) * _held(layout, context, ranks, rank)
     if layout == "contiguous":
         if reach is None:
-            return (RANKS - 1 - RANK) * _held(layout)
-        return _within(reach, RANKS - 1 - RANK, RANKS)
-    pieces = 2 * RANKS
+            return later * _held(layout, context, ranks, rank)
+        return min(reach, _cut(later, ranks, context))
+    pieces = 2 * ranks
+    late = pieces - 1 - rank
     if reach is None:  # the early piece by every other rank, the late one by those before
-        return (RANKS - 1) * _piece(RANK, pieces) + RANK * _piece(pieces - 1 - RANK, pieces)
-    early = _within(reach, RANKS - 1 - RANK, pieces)  # by early pieces
-    early += _within(reach, pieces - 1 - RANK, pieces) - _within(
-        reach, pieces - 1 - 2 * RANK, pieces
-    )  # by late pieces of the ranks before, which lie beyond the late piece of this rank
-    return early + _within(reach, RANK, pieces)
+        every = (ranks - 1) * _piece(rank, pieces, context)
+        return every + rank * _piece(late, pieces, context)
+    early = min(reach, _cut(later, pieces, context))  # by early pieces
+    early += min(reach, _cut(late, pieces, context))  # by late pieces of the ranks before,
+    early -= min(reach, _cut(late - rank, pieces, context))  # which lie beyond this rank's late one
+    return early + min(reach, _cut(rank, pieces, context))
 
 
-def received_tokens(layer: LayerShape, layout: Layout) -> Formula:
-    """Tokens of one row that the rank receives for a prefill, each once.
+def received_tokens(layer: LayerShape, layout: Layout, context: int, ranks: int, rank: int) -> int:
+    """Tokens of one row that a rank receives for a prefill, each once.
 
     Args:
         layer: as for `sent_tokens`.
         layout: of the tokens.
+        context: tokens of the sequence.
+        ranks: that share the tokens.
+        rank: the receiver.
 
     Raises:
         ValueError: for a window or chunks of a layer that is not causal.
@@ -96,30 +99,30 @@ def received_tokens(layer: LayerShape, layout: Layout) -> Formula:
         >>> from regard.plan.sent_tokens import received_tokens
         >>> from regard.plan.shapes import LayerShape
         >>> layer = LayerShape(hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=4)
-        >>> count = received_tokens(layer, "zigzag")
-        >>> [count.evaluate(context=8000, cp=4, rank=rank) for rank in range(4)]
+        >>> [received_tokens(layer, "zigzag", 8000, ranks=4, rank=rank) for rank in range(4)]
         [6000, 5000, 4000, 3000]
     """
     _check_causal(layer)
     reach = _reach(layer)
     if not layer.causal:
-        return CONTEXT - _held(layout)
+        return context - _held(layout, context, ranks, rank)
     if layout == "contiguous":  # the tokens before its own
-        before = _cut(RANK, RANKS)
-        return before if reach is None else minimum(reach, before)
-    pieces = 2 * RANKS
+        before = _cut(rank, ranks, context)
+        return before if reach is None else min(reach, before)
+    pieces = 2 * ranks
+    late = pieces - 1 - rank
     if reach is None:  # the tokens before its late piece, but for its early one
-        return _cut(pieces - 1 - RANK, pieces) - _piece(RANK, pieces)
-    between = pieces - 2 - 2 * RANK  # pieces, between its two
-    return _within(reach, RANK, pieces) + _within(reach, between, pieces)
+        return _cut(late, pieces, context) - _piece(rank, pieces, context)
+    between = late - rank - 1  # pieces, between its two
+    return min(reach, _cut(rank, pieces, context)) + min(reach, _cut(between, pieces, context))
 
 
 def counted_ranks(ranks: int) -> tuple[int, ...]:
     """The first two ranks, the middle and the last: one of them sends most, but for rounding.
 
-    By the formulas of `sent_tokens` what a rank sends grows with its number under a causal mask in
-    a zig-zag, falls with it where tokens are contiguous, and is the same for all but the outer
-    ranks under a window shorter than a piece.
+    By `sent_tokens` what a rank sends grows with its number under a causal mask in a zig-zag, falls
+    with it where tokens are contiguous, and is the same for all but the outer ranks under a window
+    shorter than a piece.
 
     Args:
         ranks: that the tokens are divided among.
@@ -132,11 +135,10 @@ def counted_ranks(ranks: int) -> tuple[int, ...]:
     return tuple(sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}))
 
 
-def _reach(layer: LayerShape) -> Formula | None:
+def _reach(layer: LayerShape) -> int | None:
     """Tokens before its own that a query can see at most; None for all."""
-    limits = [WINDOW] if layer.window is not None else []
-    limits += [CHUNK] if layer.chunk is not None else []
-    return minimum(*limits) - 1 if limits else None
+    limits = [each for each in (layer.window, layer.chunk) if each is not None]
+    return min(limits) - 1 if limits else None
 
 
 def _check_causal(layer: LayerShape) -> None:
@@ -147,27 +149,19 @@ def _check_causal(layer: LayerShape) -> None:
         )
 
 
-def _cut(piece: Formula, pieces: Formula) -> Formula:
-    """The slot at which a piece begins."""
-    return floor_div(piece * CONTEXT, pieces)
+def _cut(piece: int, pieces: int, context: int) -> int:
+    """The slot at which a piece begins; the tokens of as many pieces."""
+    return piece * context // pieces
 
 
-def _piece(index: Formula, pieces: Formula) -> Formula:
+def _piece(index: int, pieces: int, context: int) -> int:
     """The tokens of a piece."""
-    return _cut(index + 1, pieces) - _cut(index, pieces)
+    return _cut(index + 1, pieces, context) - _cut(index, pieces, context)
 
 
-def _held(layout: Layout) -> Formula:
+def _held(layout: Layout, context: int, ranks: int, rank: int) -> int:
     """The tokens of the rank."""
     if layout == "contiguous":
-        return _piece(RANK, RANKS)
-    return _piece(RANK, 2 * RANKS) + _piece(2 * RANKS - 1 - RANK, 2 * RANKS)
-
-
-def _within(reach: Formula, count: Formula, pieces: Formula) -> Formula:
-    """The tokens of as many pieces, or those in reach if they are fewer.
-
-    The sum over d = 1, ..., count of what the piece at distance d needs, which is what the reach
-    has left beyond d - 1 pieces, and one piece at most.
-    """
-    return minimum(reach, floor_div(count * CONTEXT, pieces))
+        return _piece(rank, ranks, context)
+    late = 2 * ranks - 1 - rank
+    return _piece(rank, 2 * ranks, context) + _piece(late, 2 * ranks, context)

@@ -13,21 +13,18 @@ from regard import KVCache
 from regard.distributed import ShardedCache, context_parallel, counted, tensor_parallel
 from regard.distributed.ranks import sum_bytes
 from regard.plan.cache_bytes import cache_bytes
-from regard.plan.communication import (
+from regard.plan.sent import (
     AGREED,
     Sent,
     decode_sent,
     prefill_sent,
-    sent_formulas,
     sent_of,
     sharded_decode_sent,
     sum_sent,
     training_sent,
 )
-from regard.plan.formula import size
 from regard.plan.sent_tokens import layout_of, received_tokens, sent_tokens
-from regard.plan.shapes import STORAGES, LayerShape
-from regard.plan.sizes import sizes
+from regard.plan.shapes import STORAGES, LayerShape, Workload
 from regard.plan.weights import parameters
 
 GQA = LayerShape(hidden_size=24, num_heads=6, num_kv_heads=2, head_dim=5, v_head_dim=3)
@@ -41,16 +38,17 @@ STREAMS = {  # numbers of a token that others attend to, and other bytes of it
 }
 
 
-def count(formula, layer, **call):
-    return formula.evaluate(**sizes(layer, STORAGES["plain"], **{"context": 24, **call}))
+def count(sent, layer, *layout, **call):
+    """Bytes of the last rank."""
+    work = Workload(**{"context": 24, **call})
+    return sent(layer, work, *layout, *([work.cp - 1] if layout else []))
 
 
 def test_sums_are_those_of_ranks():
     for elements in (1, 2, 7, 24, 1000):
         for tp in (1, 2, 3, 4, 7):
             for dtype, itemsize in (("bfloat16", 4), ("float32", 4), ("float64", 8)):
-                numbers = {"elements": elements, "tp": tp, "itemsize": ITEMSIZES[dtype]}
-                found = sum_sent(size("elements")).evaluate(**numbers)
+                found = sum_sent(elements, tp, ITEMSIZES[dtype])
                 assert found == sum_bytes(elements * itemsize, tp)
 
 
@@ -61,13 +59,13 @@ def test_tokens_by_hand(layer, dtype):
     single = max(4, ITEMSIZES[dtype])
     for layout in ("zigzag", "contiguous"):
         call = {"dtype": dtype, "cp": 3, "batch": 2}
-        sent = count(sent_tokens(layer, layout), layer, **call)
-        received = count(received_tokens(layer, layout), layer, **call)
+        sent = sent_tokens(layer, layout, 24, 3, 2)
+        received = received_tokens(layer, layout, 24, 3, 2)
         streams = 2 * (numbers * ITEMSIZES[dtype] + others)
         agreed = 2 * AGREED
-        assert count(prefill_sent(layer, layout), layer, **call) == sent * streams + agreed
+        assert count(prefill_sent, layer, layout, **call) == sent * streams + agreed
         back = received * 2 * numbers * single + agreed
-        assert count(training_sent(layer, layout), layer, **call) == 2 * sent * streams + back
+        assert count(training_sent, layer, layout, **call) == 2 * sent * streams + back
 
 
 def test_heads_by_hand():
@@ -75,24 +73,24 @@ def test_heads_by_hand():
         single = max(4, ITEMSIZES[dtype])
         outputs = sum_bytes(2 * 24 * 24 * single, 3)  # rows x tokens x channels
         call = {"dtype": dtype, "tp": 3, "batch": 2}
-        assert count(prefill_sent(GQA, "zigzag"), GQA, **call) == outputs
-        assert count(training_sent(GQA, "zigzag"), GQA, **call) == 2 * outputs
-        assert count(decode_sent(GQA), GQA, **call) == sum_bytes(2 * 24 * single, 3)
+        assert count(prefill_sent, GQA, "zigzag", **call) == outputs
+        assert count(training_sent, GQA, "zigzag", **call) == 2 * outputs
+        assert count(decode_sent, GQA, **call) == sum_bytes(2 * 24 * single, 3)
 
 
 def test_both_by_hand():
     """Half of the tokens, of half of the heads: a key head of the two, and 3 query heads."""
     call = {"tp": 2, "cp": 2}
     sums = sum_bytes(12 * 24 * 4, 2)
-    assert count(prefill_sent(GQA, "zigzag"), GQA, **call) == sums + 12 * (5 + 3) * 4 + AGREED
-    assert count(decode_sent(GQA), GQA, **call) == sum_bytes(24 * 4, 2) + 3 * (3 + 1) * 4
+    assert count(prefill_sent, GQA, "zigzag", **call) == sums + 12 * (5 + 3) * 4 + AGREED
+    assert count(decode_sent, GQA, **call) == sum_bytes(24 * 4, 2) + 3 * (3 + 1) * 4
 
 
 def test_partial_outputs_by_hand():
     for layer, width in ((GQA, 3), (MLA, 7), (LATENT_KV, 3)):
         for dtype in ITEMSIZES:
             single = max(4, ITEMSIZES[dtype])
-            found = count(decode_sent(layer), layer, dtype=dtype, cp=3, batch=2)
+            found = count(decode_sent, layer, dtype=dtype, cp=3, batch=2)
             assert found == 2 * (3 - 1) * 6 * (width + 1) * single
 
 
@@ -100,24 +98,22 @@ def test_heads_and_tokens_of_the_same_ranks_by_hand():
     """Two of 6 heads on each of 3 ranks, and of MLA its latents on all; 5 channels of a query."""
     layers = ((replace(GQA, num_kv_heads=3), 2 * 5 + 1 * (5 + 3), 3), (MLA, 2 * (7 + 2), 7))
     for layer, gathered, width in layers:
-        found = count(sharded_decode_sent(layer), layer, tp=3, batch=2, dtype="bfloat16")
+        found = count(sharded_decode_sent, layer, tp=3, batch=2, dtype="bfloat16")
         outputs = 4 * (width + 1) * 4
         assert found == 2 * (2 * gathered * 2 + outputs) + sum_bytes(2 * 24 * 4, 3)
 
 
 def test_one_rank_sends_nothing():
     for layer in (*STREAMS, replace(GQA, window=5), replace(GQA, causal=False)):
-        for formula in sent_formulas(layer, "zigzag").values():
-            assert count(formula, layer) == 0
+        assert sent_of([layer], context=24) == Sent()
 
 
 def test_linear_attention_has_no_plan():
     linear = replace(GQA, state_elements=5)
-    assert sent_formulas(linear, "zigzag") == {}
     assert sent_of([linear], context=24, cp=2) == Sent(rank=0)
     for formula in (prefill_sent, training_sent):
         with pytest.raises(ValueError, match="do not follow from its sizes"):
-            formula(linear, "zigzag")
+            count(formula, linear, "zigzag")
 
 
 def test_layers_of_a_model_add_up():
@@ -125,9 +121,7 @@ def test_layers_of_a_model_add_up():
     one = sent_of([GQA], context=96, cp=4, dtype="bfloat16")
     both = sent_of([GQA, windowed, GQA], context=96, cp=4, dtype="bfloat16")
     assert one.rank == both.rank == 3
-    of_window = count(
-        prefill_sent(windowed, "zigzag"), windowed, context=96, cp=4, dtype="bfloat16"
-    )
+    of_window = count(prefill_sent, windowed, "zigzag", context=96, cp=4, dtype="bfloat16")
     assert both.prefill == 2 * one.prefill + of_window
     assert both.decode == 3 * one.decode
 
@@ -201,21 +195,26 @@ def test_the_formulas_count_what_layers_send_and_hold(plan, ranks):
     for rank, counts in enumerate(on_ranks(ranks, _runs, plan)):
         for (shape, dtype), real in zip(CASES, counts, strict=True):
             call = {"context": TOKENS, "batch": 2, "dtype": dtype, **share}
-            numbers = sizes(shape, STORAGES["plain"], **call)
-            numbers["rank"] = rank if plan == "tokens" else 0
-            found = sent_formulas(shape, layout_of([shape])) | {"parameters": parameters(shape)}
-            for name in ("prefill", "training", "decode", "parameters"):
-                assert found[name].evaluate(**numbers) == real[name], (name, shape, dtype, rank)
-            check_cache(shape, plan, numbers, real["cache"])
+            work, sharer = Workload(**call), rank if plan == "tokens" else 0
+            layout = layout_of([shape])
+            found = {
+                "prefill": prefill_sent(shape, work, layout, sharer),
+                "training": training_sent(shape, work, layout, sharer),
+                "decode": decode_sent(shape, work),
+                "parameters": parameters(shape, work),
+            }
+            for name, value in found.items():
+                assert value == real[name], (name, shape, dtype, rank)
+            check_cache(shape, plan, work, real["cache"])
 
 
-def check_cache(shape, plan, numbers, nbytes):
+def check_cache(shape, plan, work, nbytes):
     """Bytes after one more token; a window's cache of all tokens has them all. Of pages the fullest
     rank may have one more than its share."""
     whole = replace(shape, window=None)
-    held = cache_bytes(whole, STORAGES["plain"]).evaluate(**(numbers | {"context": TOKENS + 1}))
+    held = cache_bytes(whole, STORAGES["plain"], replace(work, context=TOKENS + 1))
     if plan == "heads":
         assert nbytes == held
     else:
-        one = held // -(-(TOKENS + 1) // numbers["cp"])
+        one = held // -(-(TOKENS + 1) // work.cp)
         assert abs(nbytes - held) <= PAGE * one

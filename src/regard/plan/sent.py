@@ -1,0 +1,327 @@
+"""Bytes that a rank sends for a layer of attention: with heads split, with tokens sharded, or both.
+
+Of one layer, in all rows of the batch, as `regard.distributed` sends them and `counted` counts
+them. `rank` is a rank's number among those that share the tokens.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from regard.plan.cache_bytes import token_bytes
+from regard.plan.sent_tokens import (
+    Layout,
+    counted_ranks,
+    layout_of,
+    received_tokens,
+    sent_tokens,
+)
+from regard.plan.shapes import STORAGES, LayerShape, Workload, replicas
+from regard.plan.weights import check_known
+
+SINGLE = 4  # bytes of a float32: sums, partial outputs and log-sum-exps are sent in it at least
+AGREED = 32  # bytes with which a rank tells another that it makes the same call
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the rank sends that sends most in a prefill, for all layers.
+
+    A step is a message, or an exchange of messages at the same time, that waits for the one before.
+
+    Attributes:
+        rank: of those that share the tokens.
+        prefill: bytes of the prefill of the context.
+        training: bytes of a forward and a backward pass over it, without the sums of parameters'
+            gradients over ranks that share the tokens (`sum_gradients`, FSDP2).
+        decode: bytes of one more token of each row.
+        prefill_steps: of the prefill: in a ring, one for each other rank, for a sum two, and one
+            for agreeing on the call.
+        training_steps: the same of a forward and a backward pass, which has a ring of keys and
+            values and one of their gradients.
+        decode_steps: the same of one more token.
+
+    Examples:
+        >>> from regard.plan import LayerShape, Sent, sent_of
+        >>> mqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=1, head_dim=8, v_head_dim=8)
+        >>> sent_of([mqa], context=100) == Sent()  # one rank sends nothing
+        True
+    """
+
+    rank: int = 0
+    prefill: int = 0
+    training: int = 0
+    decode: int = 0
+    prefill_steps: int = 0
+    training_steps: int = 0
+    decode_steps: int = 0
+
+
+def sent_of(
+    layers: Sequence[LayerShape],
+    *,
+    context: int,
+    batch: int = 1,
+    dtype: str = "float32",
+    tp: int = 1,
+    cp: int = 1,
+) -> Sent:
+    """What the layers of a model send together, of the rank that sends most in a prefill.
+
+    Counted as `regard.distributed` sends it; sums are those of a ring (Patarasuk and Yuan 2009,
+    doi:10.1016/j.jpdc.2008.09.002).
+
+    Args:
+        layers: in order, or in any other; linear attention is not counted.
+        context: tokens of the prefill and of a training step.
+        batch: rows.
+        dtype: of activations, as `"bfloat16"`.
+        tp: ranks that the heads are divided among.
+        cp: ranks that the tokens are divided among.
+
+    Returns:
+        Bytes and steps of a prefill, a training step and a decoded token.
+
+    Examples:
+        >>> from regard.plan import LayerShape, sent_of
+        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+        >>> sent_of([gqa, gqa], context=80, cp=2).prefill == 2 * (40 * 2 * (8 + 8) * 4 + 32)
+        True
+    """
+    layout = layout_of(layers)
+    counts = Counter(layer for layer in layers if layer.kind != "linear")
+    work = Workload(context=context, batch=batch, dtype=dtype, tp=tp, cp=cp)
+
+    def prefill(rank: int) -> int:
+        return sum(prefill_sent(each, work, layout, rank) * n for each, n in counts.items())
+
+    rank = max(counted_ranks(cp), key=prefill)
+    ring, summing, total = cp - 1, 2 * (tp - 1), counts.total()
+    agreeing = min(ring, 1)
+    return Sent(
+        rank=rank,
+        prefill=prefill(rank),
+        training=sum(training_sent(each, work, layout, rank) * n for each, n in counts.items()),
+        decode=sum(decode_sent(each, work) * n for each, n in counts.items()),
+        prefill_steps=total * (summing + ring + agreeing),
+        training_steps=total * (2 * summing + 3 * ring + agreeing),
+        decode_steps=total * (summing + agreeing),
+    )
+
+
+def prefill_sent(layer: LayerShape, work: Workload, layout: Layout, rank: int) -> int:
+    """Bytes for the prefill of `context` tokens.
+
+    With heads split: one sum of the outputs, which each rank has of its own heads (Shoeybi et al.
+    2019, arXiv:1909.08053). With tokens sharded: keys and values of `sent_tokens`, as a plain cache
+    holds them: of MLA the latent and the key with RoPE, of `LatentKVAttention` the latent and its
+    position. Before that the ranks tell each other that they make the same call.
+
+    Args:
+        layer: of any kind but linear attention.
+        work: tokens, rows, dtype and ranks.
+        layout: of the tokens, from `layout_of`.
+        rank: the sender.
+
+    Raises:
+        ValueError: for linear attention, or a mask that `sent_tokens` refuses.
+
+    Examples:
+        >>> from regard.plan.sent import prefill_sent
+        >>> from regard.plan.shapes import LayerShape, Workload
+        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+        >>> work = Workload(context=80, dtype="bfloat16", cp=2)
+        >>> prefill_sent(gqa, work, "zigzag", rank=1) == 40 * 2 * (8 + 8) * 2 + 32
+        True
+    """
+    check_known(layer)
+    tokens = sent_tokens(layer, layout, work.context, work.cp, rank)
+    streamed = work.batch * tokens * _token(layer, work)
+    return forward_sums(layer, work, work.tokens) + streamed + (work.cp - 1) * AGREED
+
+
+def training_sent(layer: LayerShape, work: Workload, layout: Layout, rank: int) -> int:
+    """Bytes for a forward pass over `context` tokens and a backward pass.
+
+    Forward: as `prefill_sent`. Backward, with heads split: `backward_sums`. With tokens sharded:
+    keys and values are sent again, and the gradients of those that were received go back, in
+    float32. A forward pass that is computed again for the backward pass, as by activation
+    checkpointing, sends its bytes again.
+
+    Args:
+        layer: as for `prefill_sent`.
+        work: tokens, rows, dtype and ranks.
+        layout: of the tokens.
+        rank: the sender.
+
+    Raises:
+        ValueError: as `prefill_sent`.
+    """
+    check_known(layer)
+    again = sent_tokens(layer, layout, work.context, work.cp, rank) * _token(layer, work)
+    back = received_tokens(layer, layout, work.context, work.cp, rank) * _gradient(layer, work)
+    forward = prefill_sent(layer, work, layout, rank)
+    return forward + backward_sums(layer, work) + work.batch * (again + back)
+
+
+def decode_sent(layer: LayerShape, work: Workload) -> int:
+    """Bytes for one more token of each row.
+
+    With heads split: the sum of the outputs. With a cache that is sharded over ranks: the output of
+    each query head and its log-sum-exp, of the keys that the rank holds, in float32 to each other
+    rank. Queries of MLA attend to the latents, so that their outputs are as wide as these.
+
+    Args:
+        layer: of any kind but linear attention.
+        work: rows, dtype and ranks.
+
+    Raises:
+        ValueError: for linear attention.
+
+    Examples:
+        >>> from regard.plan.sent import decode_sent
+        >>> from regard.plan.shapes import LayerShape, Workload
+        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+        >>> decode_sent(gqa, Workload(context=80, cp=3)) == (3 - 1) * 8 * (8 + 1) * 4
+        True
+    """
+    check_known(layer)
+    partial = work.batch * work.query_heads(layer) * (_partial(layer) + 1) * _summed(work)
+    return forward_sums(layer, work, 1) + (work.cp - 1) * partial
+
+
+def sharded_decode_sent(layer: LayerShape, work: Workload) -> int:
+    """Bytes for one more token of each row, where the ranks that share the heads share the tokens,
+    too (Helix parallelism: Bhatia et al. 2025, arXiv:2507.07120).
+
+    Each rank attends to its tokens for the heads of all ranks: it sends its queries, and its key
+    heads' new keys and values, to each other rank, and gets the outputs and log-sum-exps of its own
+    heads from each; then the sum of the outputs. Exact where the heads divide.
+
+    Args:
+        layer: of any kind but linear attention and `LatentKVAttention`, which has no such plan.
+        work: rows, dtype and ranks.
+
+    Raises:
+        ValueError: for linear attention.
+
+    Examples:
+        >>> from regard.plan.sent import sharded_decode_sent
+        >>> from regard.plan.shapes import LayerShape, Workload
+        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
+        >>> gathered, outputs, summed = (4 + 1 + 1) * 8 * 4, 4 * (8 + 1) * 4, 64 * 4
+        >>> sent = sharded_decode_sent(gqa, Workload(context=80, tp=2))
+        >>> sent == gathered + outputs + summed
+        True
+    """
+    check_known(layer)
+    heads = work.query_heads(layer)
+    gathered = heads * layer.head_dim
+    gathered += work.key_heads(layer) * (layer.head_dim + layer.v_head_dim)
+    if layer.kind == "MLA":
+        gathered = heads * (layer.latent + layer.qk_rope_head_dim)
+    outputs = (layer.num_heads - heads) * (_partial(layer) + 1) * _summed(work)
+    exchanged = (work.tp - 1) * work.batch * gathered * work.itemsize + work.batch * outputs
+    return exchanged + forward_sums(layer, work, 1)
+
+
+def sum_sent(elements: int, ranks: int, itemsize: int) -> int:
+    """Bytes that a rank sends for the sum of a tensor over ranks.
+
+    In a ring each rank sends each share of 1/ranks to all ranks but one, twice: once for adding up,
+    once for handing out the result (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). Half
+    precision is added up, and so sent, in float32.
+
+    Args:
+        elements: of the tensor.
+        ranks: that have a term of the sum.
+        itemsize: bytes of a number.
+
+    Examples:
+        >>> from regard.plan.sent import sum_sent
+        >>> sum_sent(4096, ranks=4, itemsize=2)
+        24576
+    """
+    return 2 * (ranks - 1) * elements * max(itemsize, SINGLE) // ranks
+
+
+def forward_sums(layer: LayerShape, work: Workload, tokens: int) -> int:
+    """Bytes of the sum of the outputs, and of the squares that a norm over all heads needs.
+
+    Args:
+        layer: of any kind but linear attention.
+        work: rows, dtype and ranks.
+        tokens: of each row.
+    """
+    outputs = sum_sent(work.batch * tokens * layer.hidden_size, work.tp, work.itemsize)
+    return outputs + _sums_of_squares(layer, work, tokens)
+
+
+def backward_sums(layer: LayerShape, work: Workload) -> int:
+    """Bytes of the sums of gradients of what every rank reads for its own heads: the input or the
+    latents, squares, norms of heads; and of key heads that several ranks have, their weights.
+
+    Args:
+        layer: of any kind but linear attention.
+        work: tokens, rows, dtype and ranks.
+    """
+    read = [work.batch * work.tokens * channels for channels in _read(layer)]
+    if layer.qk_norm == "head":
+        read += [layer.head_dim] * (1 if layer.keys_of is not None else 2)
+    sums = sum(sum_sent(elements, work.tp, work.itemsize) for elements in read)
+    same = replicas(layer.num_kv_heads, work.tp)
+    shared = sum(sum_sent(each, same, work.itemsize) for each in _of_shared_heads(layer))
+    return sums + shared + _sums_of_squares(layer, work, work.tokens)
+
+
+def _sums_of_squares(layer: LayerShape, work: Workload, tokens: int) -> int:
+    if layer.qk_norm != "width":
+        return 0
+    norms = 1 if layer.keys_of is not None else 2
+    return norms * sum_sent(work.batch * tokens, work.tp, work.itemsize)
+
+
+def _read(layer: LayerShape) -> list[int]:
+    """Channels of what every rank reads for its own heads, each with a sum of its own."""
+    hidden = layer.hidden_size
+    if layer.kind == "MLA":
+        queries = hidden if layer.q_lora_rank is None else layer.q_lora_rank
+        return [layer.latent + layer.qk_rope_head_dim, queries]
+    if layer.kind == "LatentKV":
+        return [layer.latent, hidden]
+    return [hidden] if layer.gate is None else [hidden, hidden]
+
+
+def _of_shared_heads(layer: LayerShape) -> list[int]:
+    """Elements of the weights, biases and norms of a key head, which several ranks may have."""
+    if layer.kind == "MLA" or layer.keys_of is not None:
+        return []
+    rows, inputs = {"k_proj": layer.head_dim, "v_proj": layer.v_head_dim}, layer.hidden_size
+    if layer.kind == "LatentKV":
+        rows, inputs = {"kv_b_proj": layer.head_dim + layer.v_head_dim}, layer.latent
+    weights = [channels * inputs for channels in rows.values()]
+    biases = [channels for name, channels in rows.items() if name in layer.bias]
+    return weights + biases + ([layer.head_dim] if layer.qk_norm == "width" else [])
+
+
+def _token(layer: LayerShape, work: Workload) -> int:
+    """Bytes of one token that another rank attends to."""
+    return token_bytes(layer, STORAGES["plain"], work)
+
+
+def _gradient(layer: LayerShape, work: Workload) -> int:
+    """Bytes of the gradients of one token's streams. A position has none."""
+    elements = work.key_heads(layer) * (layer.head_dim + layer.v_head_dim)
+    if layer.kv_lora_rank is not None:
+        elements = layer.latent + (layer.qk_rope_head_dim if layer.kind == "MLA" else 0)
+    return elements * _summed(work)
+
+
+def _summed(work: Workload) -> int:
+    """Bytes of a number of a sum."""
+    return max(work.itemsize, SINGLE)
+
+
+def _partial(layer: LayerShape) -> int:
+    """Channels of a head's output before it is merged."""
+    return layer.latent if layer.kind == "MLA" else layer.v_head_dim

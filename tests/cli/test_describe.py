@@ -12,14 +12,14 @@ from rich.console import Console
 from interpreters import run_python
 from published_configs import PUBLISHED
 from regard.cli.describe import as_data, cache_of, ranges, run, shortened, show
-from regard.plan.configured import described_values
+from regard.plan.building import describe_config
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES, ModelShape
 from regard_cli.sentences import printable
 
 
 def described(name: str, shown: str = "") -> ModelShape:
-    return described_values(PUBLISHED[name], Path("config.json"), shown or name, 5 << 30)
+    return describe_config(PUBLISHED[name], Path("config.json"), shown or name, 5 << 30)
 
 
 def printed(model: ModelShape, width: int = 80) -> str:

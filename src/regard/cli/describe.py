@@ -1,7 +1,7 @@
 """regard describe: the layers of a model's attention, from its description alone."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ from regard.words import counted
 
 NEXT = "Next: regard plan says what other attentions and caches cost, and what fits."
 PLAIN = STORAGES["plain"]
-SHOWN = 5  # runs of layers that are named again below the table, at most
+SHOWN = 5  # runs of layers that are listed, at most
 LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
 
 
@@ -124,19 +124,24 @@ def show(model: ModelShape, console: Console) -> None:
     console.print()
     if every:
         say(console, f"Every layer: {'; '.join(every)}.")
-    for rope, indices in _by_rope(model).items():
-        say(console, f"Layers {_few(indices)}: {shortened(rope) or 'no RoPE'}.")
+    for rope, indices in _by(model, lambda layer: layer.rope).items():
+        say(console, f"Layers {_few(indices)}: {shortened(rope)}.")
     say(console, " ".join(_totals(model)))
-    reasons = {
-        f"Layers {_few(at)}": layer.unsupported
-        for layer, at in distinct.items()
-        if layer.unsupported
-    }
-    remarks(console, "No layer of regard computes", reasons)
+    _print_reasons(model, console)
     console.print()
     following = [NEXT] if any(layer.causal for layer in model.layers) else []
     for sentence in (*model.remarks, *following):
         say(console, sentence, style="dim")
+
+
+def _print_reasons(model: ModelShape, console: Console) -> None:
+    """Why no layer of regard computes some layers."""
+    reasons = _by(model, lambda layer: layer.unsupported)
+    if [len(indices) for indices in reasons.values()] == [len(model.layers)]:
+        say(console, f"No layer of regard computes them: {', '.join(reasons)}.")
+        return
+    by_layers = {f"Layers {_few(indices)}": reason for reason, indices in reasons.items()}
+    remarks(console, "No layer of regard computes", by_layers)
 
 
 def _common_traits(layers: Iterable[LayerShape]) -> list[str]:
@@ -164,7 +169,7 @@ def _cells(
     numbers, widths = _parameters(layer), dict.fromkeys((layer.head_dim, layer.v_head_dim))
     own = [each for each in traits(layer) if each not in every]
     return [
-        ranges(indices),
+        _few(indices),
         escape("; ".join((layer.kind, *own))),
         f"{layer.num_heads:,} on {layer.num_kv_heads:,}",
         " / ".join(f"{each:,}" for each in widths),
@@ -204,13 +209,13 @@ def traits(layer: LayerShape) -> list[str]:
     return [words for holds, words in found if holds]
 
 
-def _by_rope(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The layers of each rotary embedding, in order."""
-    found: dict[str, tuple[int, ...]] = {}
-    for layer, indices in model.distinct().items():
-        if layer.kind != "linear":
-            found[layer.rope] = (*found.get(layer.rope, ()), *indices)
-    return {rope: tuple(sorted(indices)) for rope, indices in found.items()}
+def _by(model: ModelShape, words: Callable[[LayerShape], str]) -> dict[str, list[int]]:
+    """The indices of the layers that have the same words, without those that have none."""
+    indices: dict[str, list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        if words(layer):
+            indices.setdefault(words(layer), []).append(index)
+    return indices
 
 
 def _totals(model: ModelShape) -> list[str]:
@@ -263,7 +268,7 @@ def ranges(indices: Iterable[int]) -> str:
 
 
 def _few(indices: Iterable[int]) -> str:
-    """Indices below the table that has all of them: of many runs the first three and the last."""
+    """Indices as text: of many runs the first three and the last; `--json` has all of them."""
     runs = ranges(indices).split(", ")
     return ", ".join(runs if len(runs) <= SHOWN else [*runs[:3], "...", runs[-1]])
 

@@ -283,6 +283,6 @@ def _about_running(classes: Mapping[str, None]) -> tuple[str, ...]:
     if all(name in FAMILIES for name in names):
         return (f"regard.hf.install runs it: {names[0]} is in regard.hf.FAMILIES.",)
     return (
-        f"regard.hf.install does not run it: {names[0]} is not in regard.hf.FAMILIES; "
-        "regard.hf.register() runs what goes through transformers' attention interface.",
+        f"regard.hf.install does not run {names[0]}; regard.hf.register() runs what goes through "
+        "transformers' attention interface.",
     )

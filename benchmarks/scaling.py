@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scaling_model import BACKWARD, BACKWARD_SCORES, Machine, ring_seconds
+
 from regard.plan.cost import Workload, attention_flops, cost_of, visible_pairs
-from regard.plan.scaling import BACKWARD, BACKWARD_SCORES, Machine, ring_seconds
 from regard.plan.sent import sent_of, sum_sent
 from regard.plan.shapes import STORAGES, LayerShape
 

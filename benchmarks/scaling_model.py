@@ -1,17 +1,22 @@
 """How time and memory grow with ranks and tokens: a model of arithmetic, not a measurement.
 
+`python benchmarks/scaling_model.py prefill`, `decode` or `published` prints a table of
+docs/scaling.md, which lists the assumptions.
+
 A rank computes at a share of its device's rate, reads its memory at a share of its bandwidth, and
 sends at a share of its link's rate; what can go on at the same time costs the longer of the two.
-`docs/scaling.md` lists the assumptions and compares the model with what was measured.
+`python benchmarks/scaling.py` compares the model with what was measured.
 """
 
+import argparse
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from regard.ops.estimates import FLASH, READ
 from regard.plan.cost import attention_flops, cost_of, visible_pairs
-from regard.plan.devices import Device
-from regard.plan.links import Link
+from regard.plan.devices import Device, device_of
+from regard.plan.links import Link, link_of
 from regard.plan.sent import Sent, sent_of, sharded_decode_sent
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Workload
 
@@ -34,14 +39,6 @@ class Machine:
         bandwidth: bytes a second of its memory.
         sends: bytes a second to other ranks.
         latency: seconds of a step of messages.
-
-    Examples:
-        >>> from regard.plan.scaling import Machine, ring_seconds
-        >>> toy = Machine(flops=10.0, bandwidth=10.0, sends=1.0, latency=0.0)
-        >>> ring_seconds(8.0, 3.0, 4), ring_seconds(8.0, 30.0, 4)  # hidden, and not
-        (8.0, 32.0)
-        >>> toy.sending(6, 2)
-        6.0
     """
 
     flops: Number
@@ -209,15 +206,6 @@ def prefill(model: Model, cluster: Cluster, tokens: int, ranks: int, tp: int = 1
         tokens: of the prompt.
         ranks: in all.
         tp: of tensor parallelism, within a node; a divisor of `ranks`.
-
-    Examples:
-        >>> from regard.plan.devices import device_of
-        >>> from regard.plan.links import link_of
-        >>> from regard.plan.scaling import GQA, Cluster, prefill
-        >>> h200 = Cluster(device_of("h200"), link_of("nvlink-4"), link_of("infiniband-ndr"))
-        >>> one, eight = [prefill(GQA, h200, 1 << 20, ranks).seconds for ranks in (1, 8)]
-        >>> 7.5 < one / eight <= 8
-        True
     """
     machine, node, cp = cluster.machine(ranks), cluster.machine(tp), ranks // tp
     products, scores = _prefill_flops(model, tokens, tp, cp)
@@ -367,3 +355,51 @@ def _working(model: Model, tokens: int, cp: int, tp: int = 1) -> float:
     the two factors of its inner product. Attention of a layer needs less."""
     channels = 2 * model.shape.hidden_size + 2 * model.intermediate / tp
     return HALF * tokens / cp * channels
+
+
+def cluster_of(device: str) -> Cluster:
+    """Nodes of 8 of a device behind NVLink 4, and InfiniBand NDR between them."""
+    return Cluster(device_of(device), link_of("nvlink-4"), link_of("infiniband-ndr"))
+
+
+def prefill_table() -> Iterator[str]:
+    """Prefills of GQA on H200: seconds, and gigabytes of a rank."""
+    yield "ranks   128K tokens      1M tokens     10M tokens"
+    for ranks in (1, 8, 64, 1024):
+        row = f"{ranks:5,}"
+        for tokens in (131_072, 1 << 20, 10_000_000):
+            step = prefill(GQA, cluster_of("h200"), tokens, ranks, tp=min(ranks, 8))
+            row += f"{step.seconds:9,.3g} s{step.memory / 1e9:6,.0f} GB"
+        yield row
+
+
+def decode_table() -> Iterator[str]:
+    """A token after a million, with heads alone split and with tokens, too."""
+    h200 = cluster_of("h200")
+    for model in (GQA, MLA):
+        for ranks in (1, 8, 64, 1024):
+            alone = decode(model, h200, 1 << 20, ranks, tp=ranks, sharded=False)
+            both = fastest_decode(model, h200, 1 << 20, ranks)
+            times = f"{1e3 * alone.seconds:5.1f} ms heads alone, {1e3 * both.seconds:4.1f} ms"
+            caches = f"{alone.cache / 1e9:6.1f} GB and {both.cache / 1e9:6.1f} GB"
+            yield f"{model.shape.name:20} {ranks:5,} ranks: {times} with tokens; {caches}"
+
+
+def published_table() -> Iterator[str]:
+    """Llama 3 405B on 128 H100 in 16 nodes (Yang et al. 2024, arXiv:2411.01783)."""
+    for tokens, published in ((1_000_000, 77), (128 * 1024, 3.8)):
+        modelled = prefill(LARGE, cluster_of("h100"), tokens, ranks=128, tp=8).seconds
+        yield f"{tokens:,} tokens: {modelled:.1f} s modelled, {published} s published"
+
+
+TABLES = {"prefill": prefill_table, "decode": decode_table, "published": published_table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=TABLES)
+    print("\n".join(TABLES[parser.parse_args().table]()))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from regard.ops.estimates import FLASH, READ
 from regard.plan.cost import attention_flops, cost_of, visible_pairs
-from regard.plan.devices import Device, device_of
-from regard.plan.links import Link, link_of
-from regard.plan.sent import Sent, sent_of, sharded_decode_sent
+from regard.plan.devices import Device, Link, device_of, link_of
+from regard.plan.sent import SINGLE, Sent, forward_sums, sent_of
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Workload
 
 SENDS = 0.82  # share of a link's rate that messages reach: NCCL counts 20.6 of NVLink 4's 25 GB/s
@@ -315,6 +314,29 @@ def fastest_decode(model: Model, cluster: Cluster, tokens: int, ranks: int) -> S
 
 def _sent(model: Model, tokens: int, tp: int = 1, cp: int = 1) -> Sent:
     return sent_of(model.shape.layers, context=tokens, dtype="bfloat16", tp=tp, cp=cp)
+
+
+def sharded_decode_sent(layer: LayerShape, work: Workload) -> int:
+    """Bytes for one more token of each row, where the ranks that share the heads share the tokens,
+    too (Helix parallelism: Bhatia et al. 2025, arXiv:2507.07120).
+
+    Each rank attends to its tokens for the heads of all ranks: it sends its queries, and its key
+    heads' new keys and values, to each other rank, and gets the outputs and log-sum-exps of its own
+    heads from each; then the sum of the outputs. Exact where the heads divide.
+
+    Args:
+        layer: of any kind but linear attention and `LatentKVAttention`, which has no such plan.
+        work: rows, dtype and ranks.
+    """
+    heads = work.query_heads(layer)
+    width = layer.latent if layer.kind == "MLA" else layer.v_head_dim  # of a partial output
+    gathered = heads * layer.head_dim
+    gathered += work.key_heads(layer) * (layer.head_dim + layer.v_head_dim)
+    if layer.kind == "MLA":
+        gathered = heads * (layer.latent + layer.qk_rope_head_dim)
+    outputs = (layer.num_heads - heads) * (width + 1) * max(work.itemsize, SINGLE)
+    exchanged = (work.tp - 1) * work.batch * gathered * work.itemsize + work.batch * outputs
+    return exchanged + forward_sums(layer, work, 1)
 
 
 def _together(model: Model, tokens: int, ranks: int) -> Number:

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from pages import ROOT, blocks, read
+from regard.distributed.ranks import sum_bytes
 from regard.plan.cost import cost_of
-from regard.plan.devices import device_of
-from regard.plan.links import Link, link_of
-from regard.plan.shapes import STORAGES
+from regard.plan.devices import Link, device_of, link_of
+from regard.plan.shapes import STORAGES, LayerShape, Workload
 
 with pytest.MonkeyPatch.context() as _patched:
     _patched.syspath_prepend(str(ROOT / "benchmarks"))
@@ -150,3 +150,16 @@ def test_the_page_shows_what_is_printed(table, page):
         after.code for before, after in pairwise(blocks(page)) if before.code.strip() == command
     )
     assert shown.rstrip() == "\n".join(model.TABLES[table]())
+
+
+def test_heads_and_tokens_of_the_same_ranks_by_hand():
+    """Two of 6 heads on each of 3 ranks, and of MLA its latents on all; 5 channels of a query."""
+    sizes = {"hidden_size": 24, "num_heads": 6, "head_dim": 5, "v_head_dim": 3}
+    gqa = LayerShape(**sizes, num_kv_heads=3)
+    mla = LayerShape(**sizes, num_kv_heads=6, kv_lora_rank=7, qk_rope_head_dim=2)
+    work = Workload(context=24, tp=3, batch=2, dtype="bfloat16")
+    layers = ((gqa, 2 * 5 + 1 * (5 + 3), 3), (mla, 2 * (7 + 2), 7))
+    for layer, gathered, width in layers:
+        found = model.sharded_decode_sent(layer, work)
+        outputs = 4 * (width + 1) * 4
+        assert found == 2 * (2 * gathered * 2 + outputs) + sum_bytes(2 * 24 * 4, 3)

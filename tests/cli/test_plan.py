@@ -14,8 +14,7 @@ from rich.console import Console
 
 import regard.cli.plan as cli
 from pages import PRINTS, blocks, read
-from regard.plan.devices import DEVICES
-from regard.plan.links import LINKS
+from regard.plan.devices import DEVICES, LINKS
 from regard.plan.planning import plan
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard_cli.app import run

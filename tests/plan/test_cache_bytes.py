@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from measured_layers import cache_of, layer_of
-from regard import KVCache, SlidingCache, StaticCache
+from regard import KVCache, SlidingCache
 from regard.hf.generating.caches import maker_of
 from regard.plan import cost as real_cost
 from regard.plan.cache_bytes import coded_keys, coded_tokens, pages
@@ -121,7 +121,6 @@ def test_a_chunk_holds_its_size(cost):
 def test_shared_keys_are_cached_once(cost):
     shared = replace(GQA, keys_of=3)
     assert needed(cost, shared, context=9) == allocated(cost, shared, context=9) == 0
-    assert cost.static_bytes(shared, PLAIN, cost.Workload(context=9), 10) == 0
 
 
 def test_a_state_does_not_grow(cost):
@@ -186,15 +185,6 @@ def test_codes_of_a_window_are_dropped_as_its_numbers_are(cost):
             found = allocated(cost, layer, STORAGES[name], context=300, batch=2)
             assert found == grown(cache, 300, 8, 8)
             assert cache.nbytes == needed(cost, layer, STORAGES[name], context=301, batch=2)
-
-
-def test_static_buffers_have_room_for_the_capacity(cost):
-    cache = StaticCache(77)
-    work = cost.Workload(context=5, batch=2)
-    assert cost.static_bytes(GQA, PLAIN, work, 77) == grown(cache, 5, 8, 8)
-    for storage in (INT8, replace(PLAIN, page_size=4)):
-        with pytest.raises(ValueError, match="StaticCache stores no codes and has no pages"):
-            cost.static_bytes(GQA, storage, work, 77)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from regard.plan.sent import (
     decode_sent,
     prefill_sent,
     sent_of,
-    sharded_decode_sent,
     sum_sent,
     training_sent,
 )
@@ -92,15 +91,6 @@ def test_partial_outputs_by_hand():
             single = max(4, ITEMSIZES[dtype])
             found = count(decode_sent, layer, dtype=dtype, cp=3, batch=2)
             assert found == 2 * (3 - 1) * 6 * (width + 1) * single
-
-
-def test_heads_and_tokens_of_the_same_ranks_by_hand():
-    """Two of 6 heads on each of 3 ranks, and of MLA its latents on all; 5 channels of a query."""
-    layers = ((replace(GQA, num_kv_heads=3), 2 * 5 + 1 * (5 + 3), 3), (MLA, 2 * (7 + 2), 7))
-    for layer, gathered, width in layers:
-        found = count(sharded_decode_sent, layer, tp=3, batch=2, dtype="bfloat16")
-        outputs = 4 * (width + 1) * 4
-        assert found == 2 * (2 * gathered * 2 + outputs) + sum_bytes(2 * 24 * 4, 3)
 
 
 def test_one_rank_sends_nothing():

@@ -265,27 +265,6 @@ def block_bytes(layer: LayerShape, storage: Storage, work: Workload, block: int)
     return work.batch * block * blocks * token_bytes(layer, storage, work)
 
 
-def static_bytes(layer: LayerShape, storage: Storage, work: Workload, capacity: int) -> int:
-    """Bytes of the buffers of a `StaticCache`.
-
-    Args:
-        layer: of any kind.
-        storage: of its cache, which is plain.
-        work: rows, dtype and ranks.
-        capacity: tokens that the buffers have room for.
-
-    Raises:
-        ValueError: if the storage is not plain.
-    """
-    if storage.bits or storage.page_size:
-        raise ValueError(
-            f"StaticCache stores no codes and has no pages, got {storage}; use STORAGES['plain']"
-        )
-    if layer.keys_of is not None or layer.kind == "linear":
-        return cache_bytes(layer, storage, work)
-    return work.batch * capacity * token_bytes(layer, storage, work)
-
-
 def _check_quantized(storage: Storage) -> None:
     known = storage.bits == () or (
         len(storage.bits) == 2

@@ -13,7 +13,6 @@ from regard.plan.cache_bytes import (
     allocated_bytes,
     block_bytes,
     cache_bytes,
-    static_bytes,
     token_bytes,
 )
 from regard.plan.flops import (
@@ -43,7 +42,6 @@ __all__ = [
     "parameters",
     "prefill_bytes",
     "prefill_flops",
-    "static_bytes",
     "token_bytes",
     "visible_decode_flops",
     "visible_keys",

@@ -9,8 +9,15 @@ from typing import Any
 from regard.plan.cache_bytes import allocated_bytes, block_bytes, cache_bytes
 from regard.plan.candidates import Choice, choices
 from regard.plan.cost import Cost, cost_of, total_of
-from regard.plan.devices import THIS, Device, device_of, is_measured, roofline_seconds
-from regard.plan.links import link_of, link_seconds
+from regard.plan.devices import (
+    THIS,
+    Device,
+    device_of,
+    is_measured,
+    link_of,
+    link_seconds,
+    roofline_seconds,
+)
 from regard.plan.rows import Duration, Largest, Plan, Row, Transfer
 from regard.plan.sent import Sent, sent_of
 from regard.plan.shapes import (

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from regard.plan.cost import Cost
-from regard.plan.devices import Device
-from regard.plan.links import Link
+from regard.plan.devices import Device, Link
 from regard.plan.sent import Sent
 from regard.plan.shapes import LayerShape, ModelShape, Storage
 
@@ -31,7 +30,7 @@ class Transfer:
     """The least time that a link needs for what a rank sends, and it alone.
 
     Args:
-        link: its key in `regard.plan.links.LINKS`.
+        link: its key in `regard.plan.devices.LINKS`.
         prefill: seconds of the prefill.
         training: seconds of a forward and a backward pass.
         decode: seconds of one more token.

@@ -190,41 +190,6 @@ def decode_sent(layer: LayerShape, work: Workload) -> int:
     return forward_sums(layer, work, 1) + (work.cp - 1) * partial
 
 
-def sharded_decode_sent(layer: LayerShape, work: Workload) -> int:
-    """Bytes for one more token of each row, where the ranks that share the heads share the tokens,
-    too (Helix parallelism: Bhatia et al. 2025, arXiv:2507.07120).
-
-    Each rank attends to its tokens for the heads of all ranks: it sends its queries, and its key
-    heads' new keys and values, to each other rank, and gets the outputs and log-sum-exps of its own
-    heads from each; then the sum of the outputs. Exact where the heads divide.
-
-    Args:
-        layer: of any kind but linear attention and `LatentKVAttention`, which has no such plan.
-        work: rows, dtype and ranks.
-
-    Raises:
-        ValueError: for linear attention.
-
-    Examples:
-        >>> from regard.plan.sent import sharded_decode_sent
-        >>> from regard.plan.shapes import LayerShape, Workload
-        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
-        >>> gathered, outputs, summed = (4 + 1 + 1) * 8 * 4, 4 * (8 + 1) * 4, 64 * 4
-        >>> sent = sharded_decode_sent(gqa, Workload(context=80, tp=2))
-        >>> sent == gathered + outputs + summed
-        True
-    """
-    check_known(layer)
-    heads = work.query_heads(layer)
-    gathered = heads * layer.head_dim
-    gathered += work.key_heads(layer) * (layer.head_dim + layer.v_head_dim)
-    if layer.kind == "MLA":
-        gathered = heads * (layer.latent + layer.qk_rope_head_dim)
-    outputs = (layer.num_heads - heads) * (_partial(layer) + 1) * _summed(work)
-    exchanged = (work.tp - 1) * work.batch * gathered * work.itemsize + work.batch * outputs
-    return exchanged + forward_sums(layer, work, 1)
-
-
 def sum_sent(elements: int, ranks: int, itemsize: int) -> int:
     """Bytes that a rank sends for the sum of a tensor over ranks.
 

@@ -207,43 +207,57 @@ def sum_sent(elements: int, ranks: int, itemsize: int) -> int:
         >>> sum_sent(4096, ranks=4, itemsize=2)
         24576
     """
-    return 2 * (ranks - 1) * elements * max(itemsize, SINGLE) // ranks
+    return sum_bytes(elements * max(itemsize, SINGLE), ranks)
 
 
-def forward_sums(layer: LayerShape, work: Workload, tokens: int) -> int:
+def sum_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that each rank sends for the sum of `nbytes` over ranks, which are sent as they are."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+def forward_sums(layer: LayerShape, work: Workload, tokens: int, keys: int | None = None) -> int:
     """Bytes of the sum of the outputs, and of the squares that a norm over all heads needs.
 
     Args:
         layer: of any kind but linear attention.
         work: rows, dtype and ranks.
         tokens: of each row.
+        keys: that are projected; None for as many as tokens.
     """
     outputs = sum_sent(work.batch * tokens * layer.hidden_size, work.tp, work.itemsize)
-    return outputs + _sums_of_squares(layer, work, tokens)
+    return outputs + _sums_of_squares(layer, work, tokens, keys)
 
 
-def backward_sums(layer: LayerShape, work: Workload) -> int:
+def backward_sums(
+    layer: LayerShape, work: Workload, keys: int | None = None, key_channels: int | None = None
+) -> int:
     """Bytes of the sums of gradients of what every rank reads for its own heads: the input or the
     latents, squares, norms of heads; and of key heads that several ranks have, their weights.
 
     Args:
         layer: of any kind but linear attention.
         work: tokens, rows, dtype and ranks.
+        keys: that are projected; None for as many as tokens.
+        key_channels: of what keys and values are projected from; None for the hidden states'.
     """
     read = [work.batch * work.tokens * channels for channels in _read(layer)]
     if layer.qk_norm == "head":
         read += [layer.head_dim] * (1 if layer.keys_of is not None else 2)
     sums = sum(sum_sent(elements, work.tp, work.itemsize) for elements in read)
     same = replicas(layer.num_kv_heads, work.tp)
-    shared = sum(sum_sent(each, same, work.itemsize) for each in _of_shared_heads(layer))
-    return sums + shared + _sums_of_squares(layer, work, work.tokens)
+    shared = sum(
+        sum_sent(each, same, work.itemsize) for each in _of_shared_heads(layer, key_channels)
+    )
+    return sums + shared + _sums_of_squares(layer, work, work.tokens, keys)
 
 
-def _sums_of_squares(layer: LayerShape, work: Workload, tokens: int) -> int:
+def _sums_of_squares(layer: LayerShape, work: Workload, tokens: int, keys: int | None) -> int:
     if layer.qk_norm != "width":
         return 0
-    norms = 1 if layer.keys_of is not None else 2
-    return norms * sum_sent(work.batch * tokens, work.tp, work.itemsize)
+    normed = [tokens, tokens if keys is None else keys]
+    if layer.keys_of is not None:
+        normed.pop()
+    return sum(sum_sent(work.batch * each, work.tp, work.itemsize) for each in normed)
 
 
 def _read(layer: LayerShape) -> list[int]:
@@ -257,11 +271,12 @@ def _read(layer: LayerShape) -> list[int]:
     return [hidden] if layer.gate is None else [hidden, hidden]
 
 
-def _of_shared_heads(layer: LayerShape) -> list[int]:
+def _of_shared_heads(layer: LayerShape, key_channels: int | None) -> list[int]:
     """Elements of the weights, biases and norms of a key head, which several ranks may have."""
     if layer.kind == "MLA" or layer.keys_of is not None:
         return []
-    rows, inputs = {"k_proj": layer.head_dim, "v_proj": layer.v_head_dim}, layer.hidden_size
+    rows = {"k_proj": layer.head_dim, "v_proj": layer.v_head_dim}
+    inputs = layer.hidden_size if key_channels is None else key_channels
     if layer.kind == "LatentKV":
         rows, inputs = {"kv_b_proj": layer.head_dim + layer.v_head_dim}, layer.latent
     weights = [channels * inputs for channels in rows.values()]

@@ -6,6 +6,7 @@ built on the meta device, where weights take no memory, and their modules are co
 
 import copy
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -137,7 +138,9 @@ def _errors(file: Path, what: str) -> Iterator[None]:
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except CheckpointError:
         raise
     except Exception as error:  # of entries that are wrong in any way

@@ -1,6 +1,7 @@
 """Bytes of a layer's cache: those that tokens need, and those that regard's caches allocate.
 
-Of one layer, on one rank, in all rows of the batch.
+Of one layer of any kind, on one rank, in all rows of the batch. Each function takes the layer, the
+storage of its cache, and the workload whose tokens, rows, dtype and ranks count.
 """
 
 from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload, ceil_div
@@ -13,20 +14,8 @@ FIRST_CAPACITY = 256  # tokens of the first buffers of KVCache and SlidingCache
 def token_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     """Bytes of one token of one row in the cache that a layer reads; of pages, in one of codes.
 
-    Args:
-        layer: with keys and values, or with a latent.
-        storage: of the cache.
-        work: whose dtype and ranks of heads count.
-
     Raises:
         ValueError: for linear attention, which stores no tokens.
-
-    Examples:
-        >>> from regard.plan.cache_bytes import token_bytes
-        >>> from regard.plan.shapes import STORAGES, LayerShape, Workload
-        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
-        >>> token_bytes(gqa, STORAGES["plain"], Workload(context=1, dtype="bfloat16"))
-        64
     """
     if layer.kind == "linear":
         raise ValueError("linear attention stores a state and no tokens; use cache_bytes")
@@ -73,11 +62,6 @@ def cache_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     is the most that is needed at a time. A layer with `keys_of` caches nothing. The state of linear
     attention does not depend on the context, and is on every rank.
 
-    Args:
-        layer: of any kind.
-        storage: of its cache.
-        work: tokens, rows, dtype and ranks.
-
     Examples:
         >>> from regard.plan.cost import cache_bytes
         >>> from regard.plan.shapes import STORAGES, LayerShape, Workload
@@ -108,9 +92,6 @@ def bytes_in_pages(
     """Bytes of so many tokens of one row, `coded` of which are codes if the storage has any.
 
     Args:
-        layer: with keys and values, or with a latent.
-        storage: of its pages.
-        work: whose dtype and ranks of heads count.
         tokens: all of them.
         coded: those in full pages after the first.
     """
@@ -124,8 +105,6 @@ def coded_tokens(storage: Storage, work: Workload, needed: int) -> int:
     """How many of the `needed` latest of all tokens lie in full pages after the first.
 
     Args:
-        storage: in pages.
-        work: tokens and ranks.
         needed: tokens.
     """
     return _coded(storage, work, work.tokens - needed)
@@ -135,16 +114,7 @@ def coded_keys(storage: Storage, work: Workload, visible: int) -> int:
     """How many of the `visible` latest keys of the next token, its own included, are codes.
 
     Args:
-        storage: in pages.
-        work: tokens and ranks.
         visible: keys.
-
-    Examples:
-        >>> from regard.plan.cache_bytes import coded_keys
-        >>> from regard.plan.shapes import Workload, storages_of
-        >>> (pages,) = storages_of(["K8V4"], page_size=4)
-        >>> [coded_keys(pages, Workload(context=n), n + 1) for n in (4, 7, 8, 13)]
-        [0, 0, 4, 8]
     """
     return _coded(storage, work, work.tokens + 1 - visible)
 
@@ -164,16 +134,7 @@ def pages(layer: LayerShape, page: int, work: Workload) -> tuple[int, int]:
     Pages that lie wholly before a window are released.
 
     Args:
-        layer: with a window or without.
         page: tokens of a page.
-        work: tokens and ranks.
-
-    Examples:
-        >>> from regard.plan.cache_bytes import pages
-        >>> from regard.plan.shapes import LayerShape, Workload
-        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
-        >>> pages(gqa, 64, Workload(context=256))
-        (2, 3)
     """
     tokens = work.tokens + 1
     released = 0 if layer.window is None else max(0, tokens + 1 - layer.window) // page
@@ -189,20 +150,8 @@ def allocated_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     have room for 256 tokens at first and double when they are full. Buffers of codes grow alike.
     Of a `PagedCache`, its pages: the pool may hold more of them, which are free.
 
-    Args:
-        layer: of any kind.
-        storage: of its cache.
-        work: tokens, rows, dtype and ranks.
-
     Raises:
         ValueError: if no cache of regard stores keys and values like this.
-
-    Examples:
-        >>> from regard.plan.cost import allocated_bytes
-        >>> from regard.plan.shapes import STORAGES, LayerShape, Workload
-        >>> mqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=1, head_dim=8, v_head_dim=8)
-        >>> [allocated_bytes(mqa, STORAGES["plain"], Workload(context=n)) for n in (255, 256)]
-        [16384, 32768]
     """
     if layer.keys_of is not None or layer.kind == "linear":
         return cache_bytes(layer, storage, work)
@@ -236,20 +185,10 @@ def block_bytes(layer: LayerShape, storage: Storage, work: Workload, block: int)
     Of a window, the blocks that it can touch while decoding; of chunks, those of one chunk.
 
     Args:
-        layer: of any kind.
-        storage: of its cache.
-        work: tokens, rows, dtype and ranks.
         block: tokens of a block.
 
     Raises:
         ValueError: if the storage is in pages, which are blocks of their own size.
-
-    Examples:
-        >>> from regard.plan.cost import block_bytes
-        >>> from regard.plan.shapes import STORAGES, LayerShape, Workload
-        >>> mqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=1, head_dim=8, v_head_dim=8)
-        >>> block_bytes(mqa, STORAGES["plain"], Workload(context=17, dtype="bfloat16"), block=16)
-        1024
     """
     if storage.page_size:
         raise ValueError(

@@ -1,7 +1,8 @@
 """Floating-point operations of a layer of attention on one rank, a multiply-add counted as 2.
 
 As `torch.utils.flop_counter` counts them: matrix products alone. Softmax, norms and rotation are
-not counted, nor is the Hadamard rotation of low-bit caches.
+not counted, nor is the Hadamard rotation of low-bit caches. Each function takes a layer of any kind
+but linear attention, and the workload whose tokens, rows and ranks count.
 """
 
 from typing import Literal
@@ -20,21 +21,11 @@ def prefill_flops(layer: LayerShape, work: Workload, form: Form = "expanded") ->
     `visible_prefill_flops` leaves hidden keys out.
 
     Args:
-        layer: of any kind but linear attention.
-        work: tokens, rows and ranks.
         form: of MLA, whether the keys of every head are computed (`"expanded"`, as prefills are
             run) or queries attend to the latents (`"absorbed"`). Other layers have one form.
 
     Raises:
         ValueError: for linear attention, or another form.
-
-    Examples:
-        >>> from regard.plan.cost import prefill_flops
-        >>> from regard.plan.shapes import LayerShape, Workload
-        >>> mha = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=8, v_head_dim=8)
-        >>> count = prefill_flops(mha, Workload(context=10))
-        >>> count == 2 * 10 * 4 * 64 * 64 + 2 * 10 * 10 * 8 * (8 + 8)  # projections and scores
-        True
     """
     return _flops(layer, work, form, work.tokens, work.context, work.tokens * work.context)
 
@@ -43,8 +34,6 @@ def decode_flops(layer: LayerShape, work: Workload, form: Form = "absorbed") -> 
     """FLOPs of one more token after `context` tokens; of a window, with the keys in it.
 
     Args:
-        layer: of any kind but linear attention.
-        work: tokens, rows and ranks.
         form: as for `prefill_flops`; steps of MLA are usually absorbed.
 
     Raises:
@@ -58,8 +47,6 @@ def visible_prefill_flops(layer: LayerShape, work: Workload, form: Form = "expan
     """FLOPs of a prefill that computes the scores of visible keys only.
 
     Args:
-        layer: of any kind but linear attention.
-        work: tokens, rows and ranks.
         form: as for `prefill_flops`.
 
     Raises:
@@ -73,8 +60,6 @@ def visible_decode_flops(layer: LayerShape, work: Workload, form: Form = "absorb
     """FLOPs of one more token that reads visible keys only.
 
     Args:
-        layer: of any kind but linear attention.
-        work: tokens, rows and ranks.
         form: as for `decode_flops`.
 
     Raises:
@@ -88,19 +73,10 @@ def visible_pairs(layer: LayerShape, context: int) -> int:
     """The number of queries and keys of a prefill that the mask leaves visible, of one head.
 
     Args:
-        layer: causal, with a window or chunks or neither; or not causal, with neither.
         context: tokens of the prefill.
 
     Raises:
         ValueError: for a window and chunks together, or one of them in a layer that is not causal.
-
-    Examples:
-        >>> from regard.plan.flops import visible_pairs
-        >>> from regard.plan.shapes import LayerShape
-        >>> windowed = LayerShape(
-        ...     hidden_size=8, num_heads=1, num_kv_heads=1, head_dim=8, v_head_dim=8, window=2)
-        >>> visible_pairs(windowed, 4)  # 1 + 2 + 2 + 2
-        7
     """
     limited = layer.window is not None or layer.chunk is not None
     if layer.window is not None and layer.chunk is not None:
@@ -117,12 +93,7 @@ def visible_pairs(layer: LayerShape, context: int) -> int:
 
 
 def visible_keys(layer: LayerShape, work: Workload) -> int:
-    """The number of keys, its own included, that the token after `context` tokens may attend to.
-
-    Args:
-        layer: of any kind.
-        work: tokens and ranks.
-    """
+    """The number of keys, its own included, that the token after `context` tokens may attend to."""
     keys = work.context + 1
     if layer.chunk is not None:
         keys = work.context % layer.chunk + 1
@@ -133,8 +104,6 @@ def attention_flops(layer: LayerShape, work: Workload, pairs: int, form: Form = 
     """FLOPs of the scores and the weighted sums of values, without projections.
 
     Args:
-        layer: of any kind but linear attention.
-        work: rows and ranks of heads.
         pairs: of a query and a key, of one head and one row.
         form: of MLA; absorbed queries and sums are as wide as the latents.
 

@@ -1,7 +1,8 @@
 """Bytes that a rank sends for a layer of attention: with heads split, with tokens sharded, or both.
 
 Of one layer, in all rows of the batch, as `regard.distributed` sends them and `counted` counts
-them. `rank` is a rank's number among those that share the tokens.
+them. `rank` is the sender's number among the ranks that share the tokens. Linear attention is not
+counted.
 """
 
 from collections import Counter
@@ -118,21 +119,11 @@ def prefill_sent(layer: LayerShape, work: Workload, layout: Layout, rank: int) -
     position. Before that the ranks tell each other that they make the same call.
 
     Args:
-        layer: of any kind but linear attention.
-        work: tokens, rows, dtype and ranks.
         layout: of the tokens, from `layout_of`.
         rank: the sender.
 
     Raises:
         ValueError: for linear attention, or a mask that `sent_tokens` refuses.
-
-    Examples:
-        >>> from regard.plan.sent import prefill_sent
-        >>> from regard.plan.shapes import LayerShape, Workload
-        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
-        >>> work = Workload(context=80, dtype="bfloat16", cp=2)
-        >>> prefill_sent(gqa, work, "zigzag", rank=1) == 40 * 2 * (8 + 8) * 2 + 32
-        True
     """
     check_known(layer)
     tokens = sent_tokens(layer, layout, work.context, work.cp, rank)
@@ -149,8 +140,6 @@ def training_sent(layer: LayerShape, work: Workload, layout: Layout, rank: int) 
     checkpointing, sends its bytes again.
 
     Args:
-        layer: as for `prefill_sent`.
-        work: tokens, rows, dtype and ranks.
         layout: of the tokens.
         rank: the sender.
 
@@ -171,19 +160,8 @@ def decode_sent(layer: LayerShape, work: Workload) -> int:
     each query head and its log-sum-exp, of the keys that the rank holds, in float32 to each other
     rank. Queries of MLA attend to the latents, so that their outputs are as wide as these.
 
-    Args:
-        layer: of any kind but linear attention.
-        work: rows, dtype and ranks.
-
     Raises:
         ValueError: for linear attention.
-
-    Examples:
-        >>> from regard.plan.sent import decode_sent
-        >>> from regard.plan.shapes import LayerShape, Workload
-        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
-        >>> decode_sent(gqa, Workload(context=80, cp=3)) == (3 - 1) * 8 * (8 + 1) * 4
-        True
     """
     check_known(layer)
     partial = work.batch * work.query_heads(layer) * (_partial(layer) + 1) * _summed(work)
@@ -201,11 +179,6 @@ def sum_sent(elements: int, ranks: int, itemsize: int) -> int:
         elements: of the tensor.
         ranks: that have a term of the sum.
         itemsize: bytes of a number.
-
-    Examples:
-        >>> from regard.plan.sent import sum_sent
-        >>> sum_sent(4096, ranks=4, itemsize=2)
-        24576
     """
     return sum_bytes(elements * max(itemsize, SINGLE), ranks)
 
@@ -219,8 +192,6 @@ def forward_sums(layer: LayerShape, work: Workload, tokens: int, keys: int | Non
     """Bytes of the sum of the outputs, and of the squares that a norm over all heads needs.
 
     Args:
-        layer: of any kind but linear attention.
-        work: rows, dtype and ranks.
         tokens: of each row.
         keys: that are projected; None for as many as tokens.
     """
@@ -235,8 +206,6 @@ def backward_sums(
     latents, squares, norms of heads; and of key heads that several ranks have, their weights.
 
     Args:
-        layer: of any kind but linear attention.
-        work: tokens, rows, dtype and ranks.
         keys: that are projected; None for as many as tokens.
         key_channels: of what keys and values are projected from; None for the hidden states'.
     """

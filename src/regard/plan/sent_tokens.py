@@ -26,14 +26,6 @@ def layout_of(layers: Iterable[LayerShape]) -> Layout:
 
     Args:
         layers: of the model.
-
-    Examples:
-        >>> from regard.plan.sent_tokens import layout_of
-        >>> from regard.plan.shapes import LayerShape
-        >>> sizes = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
-        >>> full, windowed = [LayerShape(**sizes, v_head_dim=4, window=w) for w in (None, 9)]
-        >>> layout_of([full, windowed]), layout_of([windowed])
-        ('zigzag', 'contiguous')
     """
     even = all(_reach(layer) is not None or not layer.causal for layer in layers)
     return "contiguous" if even else "zigzag"
@@ -47,7 +39,6 @@ def sent_tokens(layer: LayerShape, layout: Layout, context: int, ranks: int, ran
     the most, as of a window of their size: chunks that end where pieces end need nothing sent.
 
     Args:
-        layer: causal, or without a window and chunks.
         layout: of the tokens.
         context: tokens of the sequence.
         ranks: that share the tokens.
@@ -55,13 +46,6 @@ def sent_tokens(layer: LayerShape, layout: Layout, context: int, ranks: int, ran
 
     Raises:
         ValueError: for a window or chunks of a layer that is not causal.
-
-    Examples:
-        >>> from regard.plan.sent_tokens import sent_tokens
-        >>> from regard.plan.shapes import LayerShape
-        >>> layer = LayerShape(hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=4)
-        >>> [sent_tokens(layer, "zigzag", 8000, ranks=4, rank=rank) for rank in range(4)]
-        [3000, 4000, 5000, 6000]
     """
     _check_causal(layer)
     reach, later = _reach(layer), ranks - 1 - rank
@@ -86,7 +70,6 @@ def received_tokens(layer: LayerShape, layout: Layout, context: int, ranks: int,
     """Tokens of one row that a rank receives for a prefill, each once.
 
     Args:
-        layer: as for `sent_tokens`.
         layout: of the tokens.
         context: tokens of the sequence.
         ranks: that share the tokens.
@@ -94,13 +77,6 @@ def received_tokens(layer: LayerShape, layout: Layout, context: int, ranks: int,
 
     Raises:
         ValueError: for a window or chunks of a layer that is not causal.
-
-    Examples:
-        >>> from regard.plan.sent_tokens import received_tokens
-        >>> from regard.plan.shapes import LayerShape
-        >>> layer = LayerShape(hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=4)
-        >>> [received_tokens(layer, "zigzag", 8000, ranks=4, rank=rank) for rank in range(4)]
-        [6000, 5000, 4000, 3000]
     """
     _check_causal(layer)
     reach = _reach(layer)
@@ -126,11 +102,6 @@ def counted_ranks(ranks: int) -> tuple[int, ...]:
 
     Args:
         ranks: that the tokens are divided among.
-
-    Examples:
-        >>> from regard.plan.sent_tokens import counted_ranks
-        >>> counted_ranks(1), counted_ranks(8)
-        ((0,), (0, 1, 4, 7))
     """
     return tuple(sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}))
 

@@ -2,7 +2,7 @@
 
 Counted are, each once: the parameters, the hidden states in and out, and the cache as it is stored,
 read and written. What a kernel may leave in registers and caches of the processor is not counted:
-queries, scores, keys computed from latents, outputs of the heads.
+queries, scores, keys computed from latents, outputs of the heads. Linear attention is refused.
 """
 
 from regard.plan.cache_bytes import bytes_in_pages, coded_keys, coded_tokens, token_bytes
@@ -17,11 +17,6 @@ def prefill_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     Keys and values of all tokens are written once and read once, as the cache stores them, also
     where a window drops them later. A layer with `keys_of` only reads them. In pages they are read
     in the dtype's own bits.
-
-    Args:
-        layer: of any kind but linear attention.
-        storage: of its cache.
-        work: tokens, rows, dtype and ranks.
 
     Raises:
         ValueError: for linear attention.
@@ -42,22 +37,8 @@ def decode_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
     The visible keys and values are read, those of the new token too; the latter are also written.
     Sealing a page, once in `page_size` tokens, is left out.
 
-    Args:
-        layer: of any kind but linear attention.
-        storage: of its cache.
-        work: tokens, rows, dtype and ranks.
-
     Raises:
         ValueError: for linear attention.
-
-    Examples:
-        >>> from regard.plan.cost import decode_bytes
-        >>> from regard.plan.shapes import STORAGES, LayerShape, Workload
-        >>> mqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=1, head_dim=8, v_head_dim=8)
-        >>> weights, hidden, keys = 64 * (64 + 8 + 8 + 64), 2 * 64, (100 + 1) * (8 + 8)
-        >>> moved = decode_bytes(mqa, STORAGES["plain"], Workload(context=99))
-        >>> moved == 4 * (weights + hidden + keys)
-        True
     """
     check_known(layer)
     keys = visible_keys(layer, work)

@@ -1,4 +1,7 @@
-"""Parameters of a layer of attention on one rank, as matrices and vectors by their names."""
+"""Parameters of a layer of attention on one rank, as matrices and vectors by their names.
+
+Of a layer of any kind but linear attention, on the ranks of a workload.
+"""
 
 from regard.plan.shapes import LayerShape, Workload
 
@@ -16,31 +19,14 @@ def parameters(layer: LayerShape, work: Workload) -> int:
     these are the parameters of one rank; projections to latents, and what is added to the hidden
     states, are on each of them.
 
-    Args:
-        layer: of any kind but linear attention.
-        work: whose ranks of heads count.
-
     Raises:
         ValueError: for linear attention, or if `bias` names no projection of the layer.
-
-    Examples:
-        >>> from regard import GroupedQueryAttention
-        >>> from regard.plan.cost import parameters
-        >>> from regard.plan.shapes import LayerShape, Workload
-        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
-        >>> count = parameters(gqa, Workload(context=0))
-        >>> count == sum(each.numel() for each in GroupedQueryAttention(64, 8, 2).parameters())
-        True
     """
     return sum(matrices(layer, work).values()) + sum(vectors(layer, work).values())
 
 
 def matrices(layer: LayerShape, work: Workload) -> dict[str, int]:
     """The elements of the weight of each projection, inputs times outputs.
-
-    Args:
-        layer: of any kind but linear attention.
-        work: whose ranks of heads count.
 
     Raises:
         ValueError: for linear attention.
@@ -58,10 +44,6 @@ def matrices(layer: LayerShape, work: Workload) -> dict[str, int]:
 
 def vectors(layer: LayerShape, work: Workload) -> dict[str, int]:
     """The elements of biases, norms and sinks.
-
-    Args:
-        layer: of any kind but linear attention.
-        work: whose ranks of heads count.
 
     Raises:
         ValueError: for linear attention, or if `bias` names no projection of the layer.

@@ -26,7 +26,7 @@ VALUES: list[Any] = [
     *([1] * 5, [None], ["full_attention"] * 3, ["no_attention"] * 32, [0.5] * 48),
 ]
 NAMES = ("num_kv_cache_heads", "sliding_window", "kv_lora_rank", "layer_types", "rope_scaling")
-SECONDS = 2.0  # for one file, on a loaded machine; most take a millisecond
+SECONDS = 4.0  # of this process for one file, with the import of its model; most take 0.1
 
 
 def folder_of(tmp_path: Path, config: Any, name: str = "model") -> Path:
@@ -205,11 +205,12 @@ def outcome(path: Path) -> ModelShape | str:
 def test_500_damaged_configurations(tmp_path: Path, part: int) -> None:
     """Each is described, or refused in one clear error, in little time."""
     described = 0
+    describe(folder_of(tmp_path, LLAMA_3_1_8B))  # imports transformers
     for seed in range(100 * part, 100 * part + 100):
         draw = random.Random(seed)
         config = damaged(draw.choice(list(PUBLISHED.values())), draw)
         folder = folder_of(tmp_path, config)
-        start = time.perf_counter()
+        start = time.process_time()
         found = outcome(folder)
         if isinstance(found, str):
             assert found.startswith(str(folder)) and ", got " in found, (seed, found)
@@ -217,7 +218,7 @@ def test_500_damaged_configurations(tmp_path: Path, part: int) -> None:
         else:
             described += 1
             assert 1 <= len(found.layers) <= 10_000, seed
-        assert time.perf_counter() - start < SECONDS, seed
+        assert time.process_time() - start < SECONDS, seed
     assert 5 < described < 95  # the mutations are neither all harmless nor all fatal
 
 
@@ -242,7 +243,7 @@ def test_many_layers_take_little_time(tmp_path: Path) -> None:
     count = 500
     config = PUBLISHED["gemma-3-1b"] | {"num_hidden_layers": count}
     config |= {"layer_types": ["sliding_attention", "full_attention"] * (count // 2)}
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(describe(folder_of(tmp_path, config)).layers) == count
     config = PUBLISHED["SmolLM3-3B"] | {"num_hidden_layers": count}
     config |= {"layer_types": None, "no_rope_layers": [1, 0] * (count // 2)}
@@ -250,7 +251,7 @@ def test_many_layers_take_little_time(tmp_path: Path) -> None:
     config = PUBLISHED["gpt2"] | {"n_layer": count, "scale_attn_by_inverse_layer_idx": True}
     model = describe(folder_of(tmp_path, config))
     assert len(model.distinct()) == count
-    assert time.perf_counter() - start < 12 * SECONDS
+    assert time.process_time() - start < 6 * SECONDS
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 from regard.hf.loading.descriptions import layer_from
 from regard.hf.loading.latent_layers import ENTRIES, FORMAT
 from regard.hf.loading.untrusted import check_config, check_files, read_json, refused
+from regard.hf.packages import require
 from regard.plan.building import describe_config
 from regard.plan.modules import shape_of
 from regard.plan.shapes import ModelShape
@@ -111,6 +112,7 @@ def _describe_converted(
 
 def _describe_gguf(file: Path) -> ModelShape:
     """The shapes that transformers reads from the header of a GGUF."""
+    require("transformers", "gguf")
     from regard.hf.loading.reading_gguf import read_once
     from regard.hf.loading.untrusted_gguf import check_gguf
 

@@ -23,7 +23,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "hf": (4800, 6175),
     "convert": (4600, 5307),
     "compare": (1100, 1697),
-    "plan": (2600, 3163),
+    "plan": (2600, 3149),
     "see": (2600, 3362),
     "distributed": (4800, 6467),
     "bench": (600, 817),

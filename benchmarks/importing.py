@@ -24,6 +24,7 @@ CONFIG = {
     "num_key_value_heads": 8,
     "torch_dtype": "bfloat16",
 }
+SIZES = ("--num-heads", "32", "--hidden-size", "4096", "--num-kv-heads", "8")
 
 
 def seconds(*arguments: str) -> float:
@@ -38,8 +39,8 @@ def programs(model: str) -> dict[str, tuple[tuple[str, ...], int]]:
     command = ("-m", "regard")
     return {
         "import regard": (("-c", "import regard"), 50),
-        "regard describe": ((*command, "describe", model), 300),
-        "regard plan": ((*command, "plan", model, "--device", "h100"), 300),
+        "regard describe": ((*command, "describe", model), 3_000),  # imports transformers
+        "regard plan": ((*command, "plan", *SIZES, "--device", "h100"), 300),
     }
 
 

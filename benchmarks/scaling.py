@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regard.plan.communication import sent_of, sum_sent
-from regard.plan.cost import attention_flops, cost_of, sizes, visible_pairs
-from regard.plan.formula import number
-from regard.plan.scaling import BACKWARD, BACKWARD_SCORES, Machine, ring_seconds
+from scaling_model import BACKWARD, BACKWARD_SCORES, Machine, ring_seconds
+
+from regard.plan.cost import Workload, attention_flops, cost_of, visible_pairs
+from regard.plan.sent import sent_of, sum_sent
 from regard.plan.shapes import STORAGES, LayerShape
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -117,9 +117,8 @@ def modelled(
     gradients = 0.0
     if case.startswith("training"):
         nbytes, steps = sent.training, sent.training_steps
-        numbers = sizes(LAYER, PLAIN, **call, tp=RANKS)
-        weights = cost_of(LAYER, PLAIN, context=0).parameters
-        gradients = machine.sending(sum_sent(number(weights)).evaluate(**numbers), 4 * RANKS)
+        weights, itemsize = cost_of(LAYER, PLAIN, context=0).parameters, Workload(**call).itemsize
+        gradients = machine.sending(sum_sent(weights, RANKS, itemsize), 4 * RANKS)
     sending = machine.sending(nbytes, steps)
     if "gather" in what:
         return half + sending
@@ -131,8 +130,7 @@ def _share_of_scores(case: str, tokens: int) -> float:
     """The share of the operations that a ring hides its messages behind."""
     if case == "prefill: causal attention":
         return 1.0
-    numbers = sizes(LAYER, PLAIN, context=tokens)
-    scores = attention_flops(LAYER, visible_pairs(LAYER)).evaluate(**numbers)
+    scores = attention_flops(LAYER, Workload(context=tokens), visible_pairs(LAYER, tokens))
     products = cost_of(LAYER, PLAIN, context=tokens).visible_prefill_flops - scores
     if case.startswith("training"):
         scores, products = (1 + BACKWARD_SCORES) * scores, (1 + BACKWARD) * products

@@ -1,18 +1,19 @@
 """Draw docs/pictures/plan.svg: figures of one cache. `python drawings/plan.py`
 
-The ideal, what regard's caches allocate and what engines reserve, for the sizes of DeepSeek-V3 and
-of Gemma 3 27B, as `regard.plan` computes them.
+The ideal, what regard's caches allocate, whole blocks, and keys and values of every head, for the
+sizes of DeepSeek-V3 and of Gemma 3 27B, as `regard.plan` computes them.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from common import AMBER, BLUE, GREEN, INK, RED, SMALL, WIDTH, program, save
+from common import BLUE, GREEN, INK, RED, SMALL, WIDTH, program, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from regard.plan.cost import cost_of
 from regard.plan.planning import plan
-from regard.plan.shapes import LayerShape, ModelShape
+from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 
 CONTEXTS = [1 << n for n in range(9, 18)]  # tokens
 GIBIBYTE = 1 << 30
@@ -35,9 +36,8 @@ MODELS = {
 LINES = {
     "ideal": (INK, "-"),
     "regard": (BLUE, "-"),
-    "vllm": (GREEN, "--"),
-    "llama.cpp": (AMBER, ":"),
-    "transformers-4": (RED, "-."),
+    "blocks of 64": (GREEN, "--"),
+    "every head": (RED, "-."),
 }
 
 
@@ -50,10 +50,15 @@ def figures(layers: tuple[LayerShape, ...], context: int) -> dict[str, float]:
         hidden_size=layers[0].hidden_size,
         dtype="bfloat16",
     )
-    row = plan(model, context=context, devices=["h200"], attentions=["shipped"]).rows[0]
-    found = {"ideal": row.cost.cache_bytes, "regard": row.cost.allocated_bytes}
-    found |= {name: row.reserved_by(name).bytes or 0 for name in LINES if name not in found}
-    return {name: size / GIBIBYTE for name, size in found.items()}
+    row = plan(model, context=context, attentions=["shipped"], block=64).rows[0]
+    expanded = replace(model, layers=tuple(replace(each, kv_lora_rank=None) for each in layers))
+    sizes = {
+        "ideal": row.cost.cache_bytes,
+        "regard": row.cost.allocated_bytes,
+        "blocks of 64": row.block_bytes or 0,
+        "every head": cost_of(expanded, STORAGES["plain"], context=context).cache_bytes,
+    }
+    return {name: size / GIBIBYTE for name, size in sizes.items()}
 
 
 def panel(axes: Axes, title: str, layers: tuple[LayerShape, ...]) -> None:
@@ -77,7 +82,7 @@ def draw(folder: Path) -> list[Path]:
     for axes, (title, layers) in zip((left, right), MODELS.items(), strict=True):
         panel(axes, title, layers)
     left.set_ylabel("GiB of cache")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return [save(figure, folder, "plan")]
 
 

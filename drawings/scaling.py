@@ -1,22 +1,23 @@
 """Draw docs/pictures/scaling.svg: time and memory over ranks. `python drawings/scaling.py`
 
-By the model of `regard.plan.scaling`, for H200 in nodes of 8 behind NVLink 4, nodes behind
+By the model of `benchmarks/scaling_model.py`, for H200 in nodes of 8 behind NVLink 4, nodes behind
 InfiniBand NDR.
 """
 
+import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common import AMBER, BLUE, GREEN, INK, RED, SMALL, WIDTH, program, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from regard.plan.devices import device_of
-from regard.plan.links import link_of
-from regard.plan.scaling import GQA, MLA, Cluster, Model, Step, decode, fastest_decode, prefill
-
-H200 = Cluster(device_of("h200"), link_of("nvlink-4"), link_of("infiniband-ndr"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+model = importlib.import_module("scaling_model")
+H200 = model.cluster_of("h200")
 RANKS = [1 << n for n in range(11)]
 LENGTHS = {"8K": 8192, "128K": 131072, "1M": 1 << 20, "10M": 10_000_000}  # tokens
 SIZES = {1: BLUE, 8: GREEN, 64: AMBER, 1024: RED}  # ranks, and their colours
@@ -42,9 +43,9 @@ def over_ranks(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=SMALL)
 
 
-def split(tokens: int, ranks: int) -> Step:
+def split(tokens: int, ranks: int) -> Any:
     """A prefill with heads split in a node and tokens over nodes."""
-    return prefill(GQA, H200, tokens, ranks, min(ranks, H200.node))
+    return model.prefill(model.GQA, H200, tokens, ranks, min(ranks, H200.node))
 
 
 def prefills(axes: Axes) -> None:
@@ -75,11 +76,13 @@ def memory(axes: Axes) -> None:
     axes.set_ylim(top=2e5)
 
 
-def decoding(axes: Axes, title: str, model: Model) -> None:
+def decoding(axes: Axes, title: str, sizes: Any) -> None:
     """Milliseconds of a token after a million, with the tokens shared by the ranks and not."""
-    plans: dict[str, Callable[[int], Step]] = {
-        "heads and tokens": partial(fastest_decode, model, H200, MILLION),
-        "heads alone": lambda ranks: decode(model, H200, MILLION, ranks, ranks, sharded=False),
+    plans: dict[str, Callable[[int], Any]] = {
+        "heads and tokens": partial(model.fastest_decode, sizes, H200, MILLION),
+        "heads alone": lambda ranks: model.decode(
+            sizes, H200, MILLION, ranks, ranks, sharded=False
+        ),
     }
     curves = {name: [1e3 * plan(ranks).seconds for ranks in RANKS] for name, plan in plans.items()}
     lines(axes, curves, RANKS, (BLUE, RED))
@@ -95,8 +98,8 @@ def draw(folder: Path) -> list[Path]:
     above, below = figure.subplots(2, 2)
     prefills(above[0])
     memory(above[1])
-    decoding(below[0], "ms of a token after 1M, GQA", GQA)
-    decoding(below[1], "ms of a token after 1M, MLA", MLA)
+    decoding(below[0], "ms of a token after 1M, GQA", model.GQA)
+    decoding(below[1], "ms of a token after 1M, MLA", model.MLA)
     return [save(figure, folder, "scaling")]
 
 

@@ -10,7 +10,6 @@ import typer
 from regard_cli.names import STORAGES, UNCHANGED
 from regard_cli.options import Json, named, verb
 
-ENGINES = ("vllm", "llama.cpp", "transformers", "transformers-static", "transformers-4")
 LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
 MOST_OF = {"--context": 10**12, "--window": 10**12, "--batch": 10**9}  # tokens, tokens, rows
@@ -99,10 +98,10 @@ def plan(
         list[str] | None,
         named(LINKS, f"Between the ranks: {', '.join(LINKS)}. Repeatable."),
     ] = None,
-    engine: Annotated[
-        str | None,
-        named(ENGINES, f"As --all, with the bytes that it reserves: {', '.join(ENGINES)}."),
-    ] = None,
+    block: Annotated[
+        int,
+        typer.Option(min=0, help="As --all, with whole blocks of so many tokens; 16 in vLLM."),
+    ] = 0,
     attention: Annotated[
         list[str] | None,
         typer.Option(help="A row: shipped, mha, gqa-4, mqa, mla-50, latent-50...; repeatable."),
@@ -118,12 +117,9 @@ def plan(
     page_size: Annotated[
         int, typer.Option(min=0, help="Tokens of a page of a PagePool; 0: caches without pages.")
     ] = 0,
-    formula: Annotated[
-        bool, typer.Option("--formula", help="Each layer's formulas with the numbers put in.")
-    ] = False,
     every: Annotated[
         bool,
-        typer.Option("--all", help="Every way of storing the cache: what is allocated, reserved."),
+        typer.Option("--all", help="Every way of storing the cache: what is allocated."),
     ] = False,
     why: Annotated[
         bool, typer.Option("--why", help="How figures are counted, and why rows are missing.")
@@ -147,6 +143,7 @@ def plan(
     _check_most(
         sizes
         | {"--context": context, "--batch": batch, "--tp": tp, "--cp": cp, "--page-size": page_size}
+        | {"--block": block}
     )
     given = [name for name, value in sizes.items() if value is not None]
     if model is not None and given:

@@ -12,14 +12,14 @@ from rich.console import Console
 from interpreters import run_python
 from published_configs import PUBLISHED
 from regard.cli.describe import as_data, cache_of, ranges, run, shortened, show
-from regard.plan.configured import described_values
+from regard.plan.building import describe_config
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES, ModelShape
 from regard_cli.sentences import printable
 
 
 def described(name: str, shown: str = "") -> ModelShape:
-    return described_values(PUBLISHED[name], Path("config.json"), shown or name, 5 << 30)
+    return describe_config(PUBLISHED[name], Path("config.json"), shown or name, 5 << 30)
 
 
 def printed(model: ModelShape, width: int = 80) -> str:
@@ -39,10 +39,16 @@ def test_lines_fit() -> None:
     assert faults == []
 
 
+def test_a_description_fits_a_screen() -> None:
+    """24 lines of 80 columns."""
+    lines = {name: len(printed(described(name)).splitlines()) for name in PUBLISHED}
+    assert {name: count for name, count in lines.items() if count > 24} == {}
+
+
 def test_what_is_said_of_gemma_3() -> None:
     text = " ".join(printed(described("gemma-3-4b")).split())
     assert text.startswith("gemma-3-4b: 34 layers of gemma3, hidden size 2,560, bfloat16, made for")
-    assert "0-4, 6-10, 12-16, 18-22, GQA; window" in text and "24-28, 30-33 5, 11" in text
+    assert "0-4, 6-10, 12-16, ..., GQA; window" in text and "5, 11, 17, 23, 29 GQA" in text
     assert "window of 1,024 8 on 4 256 15,729,152 4,096" in text
     assert text.count("queries and keys normalised by head") == 1
     assert "Layers 5, 11, 17, 23, 29: Rotary(256, theta=1000000.0, scaling=LinearScal" in text
@@ -64,7 +70,7 @@ def test_what_is_said_of_other_kinds() -> None:
     text = " ".join(printed(described("Phi-3-mini-128k")).split())
     assert "LongRope((1.0, 1.01, ... 48 numbers), (1.0, 1.5, ... 48 numbers)" in text
     text = " ".join(printed(described("SmolLM3-3B")).split())
-    assert "Layers 3, 7, 11, ..., 35: no RoPE." in text
+    assert "3, 7, 11, ..., 35 GQA; no RoPE" in text
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))

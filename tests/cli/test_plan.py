@@ -1,4 +1,4 @@
-"""regard plan: its table, JSON and formulas, and what it refuses."""
+"""regard plan: its table and JSON, and what it refuses."""
 
 import io
 import json
@@ -14,9 +14,7 @@ from rich.console import Console
 
 import regard.cli.plan as cli
 from pages import PRINTS, blocks, read
-from regard.plan.devices import DEVICES
-from regard.plan.engines import ENGINES
-from regard.plan.links import LINKS
+from regard.plan.devices import DEVICES, LINKS
 from regard.plan.planning import plan
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard_cli.app import run
@@ -74,19 +72,17 @@ def test_a_plan_by_sizes(monkeypatch, capsys):
 def test_reasons_and_every_storage_are_asked_for(monkeypatch, capsys):
     given = (*SIZES, "--device", "h100")
     _, short, _ = command(monkeypatch, capsys, *given)
-    assert "vLLM" not in short and "data sheet" not in short
+    assert "blocks" not in short.partition("Next:")[0] and "data sheet" not in short
     _, out, _ = command(monkeypatch, capsys, *given, "--why", "--all")
     flat = " ".join(out.split())
     for text in (
-        "Not in vLLM (2026)",
-        "MQA (K8V4): its format for K8V4 is not known here.",
-        "whole blocks of 16 tokens",
+        "the buffers of its caches, which double when they are full",
         "NVIDIA H100 data sheet",
         "decoding is bound by memory, prefill by ",
     ):
         assert text in flat, text
-    _, named, _ = command(monkeypatch, capsys, *given, "--engine", "llama.cpp")
-    assert "llama.cpp" in named and "llama.cpp" not in short
+    _, blocks, _ = command(monkeypatch, capsys, *given, "--block", "32", "--why")
+    assert "blocks of 32, as serving engines" in blocks.replace(":", ",")
 
 
 def test_an_answer_fits_a_screen():
@@ -138,13 +134,13 @@ def test_the_row_as_shipped_by_hand():
     assert "2,097,152" in row  # tokens in 1 GiB
     text = printed(found, show=partial(cli.show, every=True, why=True))
     row = next(line for line in text.splitlines() if line.startswith("GQA-4"))
-    assert row.split()[3:8] == ["plain", "0.0246", "512", "1,024", "512"]
+    assert row.split()[3:7] == ["plain", "0.0246", "512", "1,024"]
     assert "the weights take 4.88 KiB" in text
     assert "Layer 1 is odd." in text
 
 
 def test_json_is_strict_and_whole(monkeypatch, capsys):
-    code, out, _ = command(monkeypatch, capsys, *SIZES, "--json", "--device", "h100", "--formula")
+    code, out, _ = command(monkeypatch, capsys, *SIZES, "--json", "--device", "h100")
     assert code == 0
     data = json.loads(out, parse_constant=pytest.fail)
     row = data["rows"][0]
@@ -152,8 +148,7 @@ def test_json_is_strict_and_whole(monkeypatch, capsys):
     assert row["cost"]["decode_intensity"] > 0
     assert row["storage"]["name"] == "plain"
     assert row["layers"][0]["indices"] == [0, 1, 2]
-    assert "4096" in row["layers"][0]["formulas"]["cache_bytes"]
-    assert {each["engine"] for each in row["reserved"]} == set(data["engines"])
+    assert (data["block"], row["block_bytes"]) == (0, None)
     assert data["devices"]["h100"]["source"] == "NVIDIA H100 data sheet"
     assert row["decode"][0]["bound"] == "memory"
 
@@ -181,25 +176,13 @@ def test_one_rank_sends_nothing(monkeypatch, capsys):
 
 
 def test_what_ranks_send_is_in_json(monkeypatch, capsys):
-    options = ("--json", "--formula", "--device", "h100", "--cp", 4, "--link", "ethernet-100")
+    options = ("--json", "--device", "h100", "--cp", 4, "--link", "ethernet-100")
     _, out, _ = command(monkeypatch, capsys, *SIZES, *options)
     data = json.loads(out, parse_constant=pytest.fail)
     row = data["rows"][0]
     assert row["sent"]["prefill"] == 3 * (3072 * 64 * 4 + 3 * 32)
     assert row["transfers"][0]["link"] == "ethernet-100"
     assert data["links"]["ethernet-100"]["source"].startswith("IEEE 802.3")
-    assert row["layers"][0]["formulas"]["sent_decode"].endswith("x (8 + 1) x max(4, 4)")
-
-
-def test_formulas_are_printed_with_numbers(monkeypatch, capsys):
-    options = ("--device", "h100", "--formula", "--attention", "shipped", "--window", 100)
-    code, out, _ = command(monkeypatch, capsys, *SIZES, *options)
-    assert code == 0
-    flat = re.sub(r"\s+", " ", out)
-    assert "GQA, window 100: 3 layers" in flat
-    assert "cache bytes = 1 x min(4096, 100) x 4 x (8 x 4 + 8 x 4)" in flat
-    assert "reserved bytes = 1 x 16 x min(ceil(4096 / 16), ceil((100 - 1) / 16) + 1) x 4" in flat
-    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_without_rates_or_a_device_the_way_to_get_them_is_said(monkeypatch, capsys):
@@ -231,7 +214,8 @@ def test_names_with_markup_are_text():
         ([*SIZES, "--memory", -1], "-1.0 GiB is not above 0"),
         ([*SIZES, "--tp", 0], "should be greater than or equal to 1"),
         ([*SIZES, "--dtype", "int8"], "is not one of"),
-        ([*SIZES, "--engine", "x"], "is none of vllm"),
+        ([*SIZES, "--block", -1], "should be greater than or equal to 0"),
+        ([*SIZES, "--block", 16, "--page-size", 64], "give page_size=64 or block=16, not both"),
         ([*SIZES, "--device", "x"], "device='x' is not one of this, b200"),
         ([*SIZES, "--device", "t4", "--dtype", "bfloat16"], "no rate of Tesla T4 in bfloat16"),
         ([*SIZES, "--attention", "x"], "x: this model's attentions are shipped, mha"),
@@ -255,9 +239,9 @@ def test_refusals_of_options_need_no_torch():
 
 
 @pytest.mark.parametrize("page", GUIDES)
-def test_the_guide_names_every_device_and_engine(page):
+def test_the_guide_names_every_device(page):
     text = read(page)
-    assert [name for name in (*DEVICES, *ENGINES) if f"`{name}`" not in text] == []
+    assert [name for name in DEVICES if f"`{name}`" not in text] == []
 
 
 def shown_commands(page):
@@ -283,12 +267,10 @@ def test_the_guide_shows_what_is_printed(page, monkeypatch, capsys, tmp_path):
         assert capsys.readouterr().out.rstrip() == shown.rstrip()
 
 
-def test_the_options_name_every_engine():
-    from regard_cli.planning import ENGINES as offered
+def test_the_options_name_every_link_and_storage():
     from regard_cli.planning import LINKS as links
     from regard_cli.planning import STORAGES as storages
 
-    assert set(offered) == set(ENGINES)
     assert set(links) == set(LINKS)
     assert list(storages) == list(STORAGES)
 

@@ -124,7 +124,7 @@ def test_caches_have_one_list_of_names():
             ["plan", "--storage", "k8v5"],
             "'k8v5' is none of plain, int8, int4, K8V8, K8V4, K6V4, K4V4",
         ),
-        (["plan", "--engine", "vlm"], "'vlm' is none of vllm, .* did you mean 'vllm'?"),
+        (["plan", "--link", "pcie"], "'pcie' is none of nvlink-4, .* did you mean 'pcie-5'?"),
         (["generate", "--prompt", "a", "--format", "plane"], "did you mean 'plain'?"),
         (["cache", "--clear", "compared"], "did you mean 'compare'?"),
     ],

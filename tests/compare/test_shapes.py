@@ -1,13 +1,8 @@
 """Sizes read from layers: a layer built from them is the same, its cache takes those bytes."""
 
-import random
-from dataclasses import replace
-
-import pytest
 import torch
 
-from measured_layers import KINDS, drawn, layer_of
-from regard import Attention, Causal, KVCache, QuantizedCache, SlidingCache, StaticCache
+from regard import KVCache, QuantizedCache, SlidingCache, StaticCache
 from regard.compare import CANDIDATES, Runner
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
 from regard.convert import as_latent
@@ -15,20 +10,6 @@ from regard.hf import attention_modules, attention_of
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES
 from tiny import tiny, tokens
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(8))
-def test_a_layer_built_from_a_shape_has_that_shape(kind, seed):
-    shape = drawn(random.Random(seed), kind)
-    found = shape_of(layer_of(shape))
-    assert found == replace(shape, bias=found.bias)
-    assert set(found.bias) == set(shape.bias)
-
-
-def test_a_layer_that_is_not_causal():
-    assert not shape_of(Attention(8, 2)).causal
-    assert shape_of(Attention(8, 2, mask=Causal())).causal
 
 
 def test_storages_of_caches():

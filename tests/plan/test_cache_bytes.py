@@ -1,15 +1,17 @@
 """Bytes of caches: figures of papers, arithmetic by hand, and the caches themselves."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from measured_layers import cache_of, layer_of
-from regard import KVCache, SlidingCache, StaticCache
+from regard import KVCache, SlidingCache
 from regard.hf.generating.caches import maker_of
 from regard.plan import cost as real_cost
-from regard.plan.shapes import STORAGES, LayerShape, Storage, storages_of
+from regard.plan.cache_bytes import coded_keys, coded_tokens, pages
+from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload, storages_of
 
 PLAIN, INT8, INT4, *FORMATS = STORAGES.values()
 GQA = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
@@ -26,17 +28,12 @@ def cost():
     return real_cost
 
 
-def evaluated(cost, formula, layer, storage=PLAIN, **call):
-    call = {"context": 1, **call}
-    return formula.evaluate(**cost.sizes(layer, storage, **call))
-
-
 def needed(cost, layer, storage=PLAIN, **call):
-    return evaluated(cost, cost.cache_bytes(layer, storage), layer, storage, **call)
+    return cost.cache_bytes(layer, storage, cost.Workload(**{"context": 1, **call}))
 
 
 def allocated(cost, layer, storage=PLAIN, **call):
-    return evaluated(cost, cost.allocated_bytes(layer, storage), layer, storage, **call)
+    return cost.allocated_bytes(layer, storage, cost.Workload(**{"context": 1, **call}))
 
 
 def test_bytes_of_a_token_in_papers(cost):
@@ -124,7 +121,6 @@ def test_a_chunk_holds_its_size(cost):
 def test_shared_keys_are_cached_once(cost):
     shared = replace(GQA, keys_of=3)
     assert needed(cost, shared, context=9) == allocated(cost, shared, context=9) == 0
-    assert evaluated(cost, cost.static_bytes(shared, PLAIN), shared) == 0
 
 
 def test_a_state_does_not_grow(cost):
@@ -135,7 +131,7 @@ def test_a_state_does_not_grow(cost):
             assert needed(cost, layer, storage, **call) == 2 * 1000 * 2
             assert allocated(cost, layer, storage, **call) == 2 * 1000 * 2
     with pytest.raises(ValueError, match="stores a state and no tokens"):
-        cost.token_bytes(layer, PLAIN)
+        cost.token_bytes(layer, PLAIN, cost.Workload(context=1))
 
 
 def test_ranks_share_heads_rounded_up(cost):
@@ -191,15 +187,6 @@ def test_codes_of_a_window_are_dropped_as_its_numbers_are(cost):
             assert cache.nbytes == needed(cost, layer, STORAGES[name], context=301, batch=2)
 
 
-def test_static_buffers_have_room_for_the_capacity(cost):
-    cache = StaticCache(77)
-    found = evaluated(cost, cost.static_bytes(GQA, PLAIN), GQA, context=5, batch=2, capacity=77)
-    assert found == grown(cache, 5, 8, 8)
-    for storage in (INT8, replace(PLAIN, page_size=4)):
-        with pytest.raises(ValueError, match="StaticCache stores no codes and has no pages"):
-            cost.static_bytes(GQA, storage)
-
-
 @pytest.mark.parametrize(
     "storage",
     [Storage("keys alone", 8, None, 32), Storage("k3", 3, 3, 32), Storage("odd", 8, 8, 7)],
@@ -208,7 +195,7 @@ def test_static_buffers_have_room_for_the_capacity(cost):
 def test_a_storage_that_no_cache_has_is_refused(storage, cost):
     assert needed(cost, GQA, storage) > 0
     with pytest.raises(ValueError, match="choose from STORAGES"):
-        cost.allocated_bytes(GQA, storage)
+        allocated(cost, GQA, storage)
 
 
 @pytest.mark.parametrize("layer", [GQA, MLA, LATENT_KV], ids=["GQA", "MLA", "LatentKV"])
@@ -274,3 +261,57 @@ def test_the_layers_cache_what_the_formulas_say_in_pages(layer, cost):
         with torch.no_grad():
             layer_of(layer)(torch.zeros(2, tokens, 64), cache=cache)
         assert needed(cost, layer, storage, context=tokens, batch=2) == cache.nbytes
+
+
+def test_blocks_are_those_that_the_needed_slots_touch(cost):
+    """The most blocks that the slots in use have touched after each number of tokens."""
+    token = needed(cost, GQA)
+    for block in (1, 3, 4, 16):
+        for window in (None, 1, 2, 5, 9, 16, 17):
+            most = 0
+            for tokens in range(1, 60):
+                first = 0 if window is None else max(0, tokens - window)
+                most = max(most, len({slot // block for slot in range(first, tokens)}))
+                layer = replace(GQA, window=window)
+                work = cost.Workload(context=tokens, batch=2)
+                found = cost.block_bytes(layer, PLAIN, work, block)
+                assert found == 2 * most * block * token, (block, window, tokens)
+    work = cost.Workload(context=50)
+    assert cost.block_bytes(replace(GQA, chunk=6), PLAIN, work, 4) == 8 * token
+    with pytest.raises(ValueError, match="give block or page_size"):
+        cost.block_bytes(GQA, replace(PLAIN, page_size=64), work, 4)
+
+
+CONTEXTS = [*range(1, 15), 29, 64]
+
+
+def coded_slots(tokens, size):
+    """Slots of full pages after the first."""
+    return [slot for slot in range(tokens) if 1 <= slot // size < tokens // size]
+
+
+def test_tokens_in_codes_are_those_of_full_pages_after_the_first():
+    faults = []
+    for context, size in product(CONTEXTS, (1, 4, 5)):
+        storage, work = replace(PLAIN, page_size=size), Workload(context=context)
+        for few in (1, 3, context):
+            slots = [s for s in coded_slots(context, size) if s >= context - few]
+            tokens = coded_tokens(storage, work, min(few, context))
+            if tokens != len(slots):
+                faults.append((context, size, few, tokens, slots))
+        if coded_keys(storage, work, context + 1) != len(coded_slots(context, size)):
+            faults.append((context, size))
+    assert faults == []
+
+
+def test_pages_are_open_or_codes_and_those_before_a_window_are_released():
+    size, faults = 4, []
+    for context, window in product(CONTEXTS, (None, 1, 3, 9)):
+        tokens = context + 1
+        first = 0 if window is None else max(0, tokens + 1 - window)
+        kept = [page for page in range(-(-tokens // size)) if (page + 1) * size > first]
+        coded = [page for page in kept if 1 <= page < tokens // size]
+        counts = pages(replace(GQA, window=window), size, Workload(context=context))
+        if counts != (len(kept) - len(coded), len(coded)):
+            faults.append((context, window, counts))
+    assert faults == []

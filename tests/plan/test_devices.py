@@ -9,9 +9,13 @@ from own_rates import own_rates
 from regard.devices import DATA_SHEETS
 from regard.plan.devices import (
     DEVICES,
+    LINKS,
     Device,
+    Link,
     device_of,
     is_measured,
+    link_of,
+    link_seconds,
     roofline_seconds,
     this_machine,
 )
@@ -115,3 +119,30 @@ def test_defaults_are_not_taken_for_measured(own_rates, monkeypatch):
     write_speed(typical(torch.get_num_threads()))
     monkeypatch.setenv("REGARD_SPEED", "default")
     assert not is_measured()
+
+
+WIRE = Link("toy", 100.0, 0.5, "invented")
+
+
+@pytest.mark.parametrize("key", LINKS)
+def test_every_link_has_a_source_and_positive_rates(key):
+    link = link_of(key)
+    assert link.source
+    assert 1e10 < link.bytes_per_second < 1e12
+    assert 1e-6 < link.latency < 1e-4
+
+
+def test_links_by_hand():
+    assert link_of("nvlink-4").bytes_per_second == 900e9 / 2  # both directions together
+    assert link_of("infiniband-ndr").bytes_per_second == 400e9 / 8  # bits
+    assert link_of("pcie-5").bytes_per_second == pytest.approx(63.015e9, rel=1e-4)
+
+
+def test_seconds_are_latencies_and_bytes():
+    assert link_seconds(200, 3, WIRE) == 3 * 0.5 + 200 / 100
+    assert link_seconds(0, 0, WIRE) == 0
+
+
+def test_an_unknown_link_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"link='tin' is not one of nvlink-4, .*ethernet-100"):
+        link_of("tin")

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from regard.plan.cost import cost_of
+from regard.plan.cost import Workload, block_bytes, cost_of
 from regard.plan.devices import DEVICES
-from regard.plan.engines import ENGINES, reserved
-from regard.plan.planning import formulas_of, largest, plan
+from regard.plan.planning import largest, plan
 from regard.plan.shapes import USUAL, LayerShape, ModelShape, Storage
 
 GQA = LayerShape(
@@ -58,8 +57,9 @@ def test_the_search_takes_few_steps():
 
 
 def bytes_of(model, storage, figure, sizes):
-    if figure == "reserved":
-        return reserved("vllm", model.layers, storage, dtype="float32", **sizes).bytes
+    if figure == "in_blocks":
+        work = Workload(**sizes)
+        return sum(block_bytes(layer, storage, work, 16) for layer in model.layers)
     name = {"ideal": "cache_bytes", "allocated": "allocated_bytes"}[figure]
     return getattr(cost_of(model, storage, **sizes), name)
 
@@ -70,10 +70,10 @@ def test_what_fits_fits_and_one_more_does_not():
         model = drawn_model(draw)
         memory, batch, context = draw.randint(10**3, 10**7), draw.randint(1, 3), draw.randint(1, 99)
         sizes = {"context": context, "batch": batch, "memory": memory}
-        found = plan(model, **sizes, devices=["h100"], attentions=["shipped"])
+        found = plan(model, **sizes, devices=["h100"], attentions=["shipped"], block=16)
         for row in found.rows:
             shape = replace(model, layers=row.layers)
-            for figure in ("ideal", "allocated", "reserved"):
+            for figure in ("ideal", "allocated", "in_blocks"):
                 tokens = getattr(row.largest_context, figure)
                 rows = getattr(row.largest_batch, figure)
                 for number, key in ((tokens, "context"), (rows, "batch")):
@@ -125,7 +125,6 @@ def test_ranks_share_heads_and_tokens():
         share = {"shipped": 4, "mha": 4, "gqa-2": 2}.get(one.key, 1)
         assert by_heads.cost.cache_bytes * share == one.cost.cache_bytes, one.key
         assert by_tokens.cost.cache_bytes * 4 == one.cost.cache_bytes, one.key
-    assert heads.rows[0].reserved_by("llama.cpp").bytes is None
 
 
 def test_times_are_sums_of_the_larger_of_two():
@@ -151,12 +150,15 @@ def test_linear_layers_are_counted_as_far_as_they_are_known():
     assert mixed.rows[0].decode == planned(GQA, context=100).rows[0].decode
     assert [row.key for row in alone.rows] == ["shipped"] * len(USUAL)
     assert alone.rows[0].largest_context.ideal is None
-    assert "reserved_bytes" not in formulas_of(mixed, mixed.rows[0])[1][2]
 
 
-def test_every_engine_is_in_every_row():
-    for row in planned(GQA).rows:
-        assert [each.engine for each in row.reserved] == list(ENGINES)
+def test_blocks_are_in_every_row_of_a_plan_that_has_them():
+    for row in planned(GQA, replace(GQA, window=20), context=100, block=16).rows:
+        numbers = row.cost.cache_bytes // (100 + 20)  # bytes of a token in one layer
+        assert row.block_bytes == numbers * (112 + 16 * 3), row.key
+        assert row.largest_context.in_blocks is not None
+    without = planned(GQA).rows[0]
+    assert without.block_bytes is None and without.largest_context.in_blocks is None
 
 
 def test_rows_can_be_chosen():
@@ -173,18 +175,6 @@ def test_rows_can_be_chosen():
         planned(GQA, attentions=["gqa-3"])
 
 
-def test_formulas_have_the_numbers_of_the_row():
-    found = planned(GQA, replace(GQA, window=5), context=100)
-    layers = formulas_of(found, found.rows[0])
-    assert [indices for _, indices, _ in layers] == [(0,), (1,)]
-    assert layers[0][2]["cache_bytes"] == "1 x 100 x 4 x (8 x 4 + 8 x 4)"
-    assert "min(100, 5)" in layers[1][2]["cache_bytes"]
-    for _, _, written in layers:
-        assert "reserved_bytes" in written
-        for name, text in written.items():
-            assert not set(text.split()) & {"context", "batch", "num_kv_heads"}, name
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -193,7 +183,7 @@ def test_formulas_have_the_numbers_of_the_row():
             {"storages": ["int8"], "page_size": 8},
             "format of pages='int8' is not one of 'plain', 'K8V8', 'K8V4'",
         ),
-        ({"page_size": -1}, "page_size is a whole number, 0 or more tokens, got -1"),
+        ({"page_size": -1}, "page_size is a whole number, at least 0, got -1"),
         ({"context": 0}, "context is a whole number from 1 to 1,000,000,000,000, got 0"),
         ({"context": 10**15}, "got 1000000000000000"),
         ({"context": 1.5}, "context is a whole number"),
@@ -203,7 +193,8 @@ def test_formulas_have_the_numbers_of_the_row():
         ({"tp": 0}, "tp is a whole number"),
         ({"cp": True}, "cp is a whole number"),
         ({"dtype": "int8"}, "dtype='int8' is not one of"),
-        ({"engine": "x"}, "engine='x' is not one of vllm"),
+        ({"block": -1}, "block is a whole number, at least 0, got -1"),
+        ({"block": 16, "page_size": 64}, "give page_size=64 or block=16, not both"),
         ({"devices": ["x"]}, "device='x' is not one of"),
         ({"devices": ["t4"], "dtype": "bfloat16"}, "no rate of Tesla T4 in bfloat16"),
     ],

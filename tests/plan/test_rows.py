@@ -3,19 +3,10 @@
 import pytest
 
 from regard.plan.planning import plan
-from regard.plan.rows import Reserved
 from regard.plan.shapes import LayerShape, ModelShape
 
 LAYER = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
 MODEL = ModelShape(name="m", architecture="llama", layers=(LAYER,), hidden_size=64)
-
-
-def test_a_row_finds_what_an_engine_reserves():
-    row = plan(MODEL, devices=["h100"]).rows[0]
-    assert isinstance(row.reserved_by("vllm"), Reserved)
-    assert row.reserved_by("llama.cpp").engine == "llama.cpp"
-    with pytest.raises(StopIteration):
-        row.reserved_by("nothing")
 
 
 def test_a_plan_cannot_be_changed():

@@ -6,12 +6,13 @@ import pytest
 
 from measured_layers import layer_of
 from regard.plan import cost as real_cost
-from regard.plan.shapes import STORAGES, LayerShape
+from regard.plan.shapes import LayerShape, Workload
 from regard.plan.weights import matrices, vectors
 
 GQA = LayerShape(hidden_size=20, num_heads=6, num_kv_heads=2, head_dim=4, v_head_dim=4)
 MLA = replace(GQA, num_kv_heads=6, v_head_dim=5, kv_lora_rank=7, qk_rope_head_dim=2)
 LATENT_KV = replace(GQA, kv_lora_rank=7, keys_by_position=True)
+ONE = Workload(context=1)
 
 
 @pytest.fixture
@@ -21,8 +22,7 @@ def cost():
 
 
 def count(cost, layer, **call):
-    numbers = cost.sizes(layer, STORAGES["plain"], **{"context": 0, **call})
-    return cost.parameters(layer).evaluate(**numbers)
+    return cost.parameters(layer, cost.Workload(**{"context": 0, **call}))
 
 
 def test_projections_by_hand(cost):
@@ -59,8 +59,8 @@ def test_parameters_are_those_of_layers(cost):
 def test_shared_keys_have_no_projections(cost):
     shared = replace(GQA, keys_of=0, qk_norm="head")
     assert count(cost, shared) == 20 * 24 + 24 * 20 + 4
-    assert not {"k_proj", "v_proj"} & matrices(shared).keys()
-    assert "kv_a_layernorm" not in vectors(replace(MLA, keys_of=0))
+    assert not {"k_proj", "v_proj"} & matrices(shared, ONE).keys()
+    assert "kv_a_layernorm" not in vectors(replace(MLA, keys_of=0), ONE)
 
 
 def test_a_rank_has_its_heads(cost):
@@ -86,11 +86,11 @@ def test_padding_is_counted(cost):
 
 def test_an_unknown_bias_is_refused():
     with pytest.raises(ValueError, match="bias names q_a_proj; this layer has q_proj, k_proj"):
-        vectors(replace(GQA, bias=("q_a_proj",)))
+        vectors(replace(GQA, bias=("q_a_proj",)), ONE)
     with pytest.raises(ValueError, match="bias names gate_proj"):
-        vectors(replace(GQA, gate="head", bias=("gate_proj",)))
+        vectors(replace(GQA, gate="head", bias=("gate_proj",)), ONE)
 
 
 def test_linear_attention_is_refused(cost):
     with pytest.raises(ValueError, match="do not follow from its sizes"):
-        cost.parameters(replace(GQA, state_elements=5))
+        count(cost, replace(GQA, state_elements=5))

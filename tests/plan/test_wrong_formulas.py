@@ -1,4 +1,4 @@
-"""Mutants of the costs: formulas with one mistake each, every one noticed by the tests it names."""
+"""Mutants of the costs: functions with one mistake each, all noticed by the tests they name."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ from regard.plan import cost as real_cost
 from regard.plan.shapes import storages_of
 
 SOURCES = Path(plan.__file__).parent
-MODULES = ("formula", "sizes", "pages", "cache_bytes", "weights", "flops", "traffic", "cost")
+MODULES = ("cache_bytes", "weights", "flops", "traffic", "cost")
 IN_ALL = "test_cost:test_costs_are_those_of_real_layers_and_caches"  # the random shapes
 
 
@@ -46,44 +46,48 @@ def traffic(right, wrong, *names):
 
 
 def pages(right, wrong, name):
-    return Mutant("pages", right, wrong, (name,))
+    return Mutant("cache_bytes", right, wrong, (name,))
 
 
 NBYTES = "test_cache_bytes:test_bytes_in_pages_are_those_of_the_cache"
 RELEASED = "test_cache_bytes:test_pages_before_a_window_are_released"
 PAPERS, SCALES = "test_bytes_of_a_token_in_papers", "test_scales_and_zeros_are_stored_with_codes"
-NEEDED = "BATCH * needed * token_bytes"
+NEEDED = "work.batch * needed * token_bytes"
 MUTANTS = {
     "query heads for key heads": caches(
-        "KEY_HEADS * (keys + values)", "size('num_heads') * (keys + values)", PAPERS
+        "work.key_heads(layer) * (keys + values)", "layer.num_heads * (keys + values)", PAPERS
     ),
     "twice the latent, as keys and as values": caches(
-        "_keys(LATENT + ROTARY,", "2 * _keys(LATENT + ROTARY,", PAPERS
+        "return _keys(layer.latent + ", "return 2 * _keys(layer.latent + ", PAPERS
     ),
     "a latent for every head": caches(
-        "return _keys(LATENT + ROTARY,", "return KEY_HEADS * _keys(LATENT + ROTARY,", PAPERS
+        "return _keys(layer.latent + ", "return layer.num_heads * _keys(layer.latent + ", PAPERS
     ),
-    "the part with RoPE forgotten": caches("_keys(LATENT + ROTARY,", "_keys(LATENT,", PAPERS),
+    "the part with RoPE forgotten": caches(
+        "_keys(layer.latent + layer.qk_rope_head_dim,", "_keys(layer.latent,", PAPERS
+    ),
     "values forgotten": caches("(keys + values)", "keys", PAPERS),
     "values as wide as keys": caches(
-        "_stored(VALUE,", "_stored(HEAD,", "test_values_have_a_width_of_their_own"
+        "_stored(layer.v_head_dim,",
+        "_stored(layer.head_dim,",
+        "test_values_have_a_width_of_their_own",
     ),
     "the window ignored": caches(
-        "within_window(layer, TOKENS)",
-        "TOKENS",
+        "layer.within_window(work.tokens)",
+        "work.tokens",
         "test_a_window_holds_its_size",
         "test_gemma_3_has_five_windows_for_each_full_layer",
     ),
     "the chunk ignored": caches(
-        "if layer.chunk is None else minimum(tokens, CHUNK)", "", "test_a_chunk_holds_its_size"
+        "if layer.chunk is None else min(tokens, layer.chunk)", "", "test_a_chunk_holds_its_size"
     ),
     "shared keys cached twice": caches(
-        "if layer.keys_of is not None:\n        return number(0)",
+        "if layer.keys_of is not None:\n        return 0",
         "",
         "test_shared_keys_are_cached_once",
     ),
     "scales and zeros of codes forgotten": caches(
-        ' + SCALE_AND_ZERO * ceil_div(width, size("group")) if group else codes',
+        " + SCALE_AND_ZERO * ceil_div(width, group) if group else codes",
         "",
         SCALES,
         "test_codes_are_those_of_the_cache",
@@ -93,63 +97,67 @@ MUTANTS = {
     ),
     "scales in float32": caches("SCALE_AND_ZERO = 4", "SCALE_AND_ZERO = 8", SCALES),
     "the last group of channels forgotten": caches(
-        'ceil_div(width, size("group"))', '(ceil_div(width + 1, size("group")) - 1)', SCALES
+        "ceil_div(width, group)", "(ceil_div(width + 1, group) - 1)", SCALES
     ),
     "half bytes of codes lost": caches(
-        "ceil_div(width * size(name), 8)", "(ceil_div(width * size(name) + 1, 8) - 1)", SCALES
+        "ceil_div(width * bits, 8)", "(ceil_div(width * bits + 1, 8) - 1)", SCALES
     ),
     "the batch forgotten": caches(
-        NEEDED, NEEDED.removeprefix("BATCH * "), "test_rows_of_the_batch_have_their_own_tokens"
+        NEEDED, NEEDED.removeprefix("work.batch * "), "test_rows_of_the_batch_have_their_own_tokens"
     ),
     "positions of a latent forgotten": caches(
         " + tokens * POSITION", "", "test_positions_are_cached_beside_a_latent"
     ),
     "positions in the dtype of the latent": caches(
-        " + tokens * POSITION", " + tokens * ITEMSIZE", "test_positions_are_cached_beside_a_latent"
+        " + tokens * POSITION",
+        " + tokens * work.itemsize",
+        "test_positions_are_cached_beside_a_latent",
     ),
     "a state that grows": caches(
-        'BATCH * size("state_elements")',
-        'BATCH * TOKENS * size("state_elements")',
+        "work.batch * layer.state_elements",
+        "work.batch * work.tokens * layer.state_elements",
         "test_a_state_does_not_grow",
     ),
     "growth of the buffers ignored": caches(
-        "_growing() if layer.window is None else _sliding()",
-        "_needed(layer)",
+        "tokens = _growing(work.tokens)",
+        "tokens = _needed(layer, work)",
         "test_buffers_double",
     ),
     "buffers doubled before they are full": caches(
-        "minimum(2 * TOKENS, 2 * FIRST_CAPACITY * (TOKENS - (FIRST_CAPACITY - 1)))",
-        "2 * TOKENS",
+        "FIRST_CAPACITY if tokens < FIRST_CAPACITY else 2 * tokens",
+        "max(FIRST_CAPACITY, 2 * tokens)",
         "test_buffers_double",
     ),
     "the first buffers forgotten": caches(
-        "maximum(FIRST_CAPACITY, doubled)", "doubled", "test_buffers_double"
+        "FIRST_CAPACITY if tokens < FIRST_CAPACITY else 2 * tokens",
+        "2 * tokens",
+        "test_buffers_double",
     ),
     "no room beside a window": caches(
-        "WINDOW + ceil_div(WINDOW - 3, 4)",
-        "WINDOW",
+        "window + window // 4",
+        "window",
         "test_buffers_of_a_window_have_a_quarter_more",
     ),
     "a quarter rounded up": caches(
-        "ceil_div(WINDOW - 3, 4)",
-        "ceil_div(WINDOW, 4)",
+        "window // 4",
+        "ceil_div(window, 4)",
         "test_buffers_of_a_window_have_a_quarter_more",
     ),
     "heads of a rank rounded down": Mutant(
-        "sizes",
-        'KEY_HEADS = ceil_div(size("num_kv_heads"), size("tp"))',
-        'KEY_HEADS = ceil_div(size("num_kv_heads") + 1 - size("tp"), size("tp"))',
+        "shapes",
+        "return ceil_div(layer.num_kv_heads, self.tp)",
+        "return layer.num_kv_heads // self.tp",
         ("test_cache_bytes:test_ranks_share_heads_rounded_up",),
     ),
     "a latent shared by ranks": caches(
-        "return _keys(LATENT + ROTARY,",
-        'return _keys(ceil_div(LATENT + ROTARY, size("tp")),',
+        "_keys(layer.latent + layer.qk_rope_head_dim,",
+        "_keys(ceil_div(layer.latent + layer.qk_rope_head_dim, work.tp),",
         "test_a_latent_is_on_every_rank",
     ),
     "all tokens on every rank": Mutant(
-        "sizes",
-        'TOKENS = ceil_div(CONTEXT, size("cp"))',
-        "TOKENS = CONTEXT",
+        "shapes",
+        "return ceil_div(self.context, self.cp)",
+        "return self.context",
         ("test_cache_bytes:test_ranks_share_tokens_rounded_up",),
     ),
     "biases forgotten": weights(
@@ -159,7 +167,7 @@ MUTANTS = {
         "test_parameters_are_those_of_layers",
     ),
     "sinks forgotten": weights(
-        '({"sinks": QUERY_HEADS} if layer.sinks else {})',
+        '{"sinks": work.query_heads(layer)} if layer.sinks else {}',
         "{}",
         "test_biases_norms_sinks_and_gates_are_counted",
     ),
@@ -167,14 +175,18 @@ MUTANTS = {
         'layer.kind == "MLA" and layer.latent_norm', "False", "test_projections_by_hand"
     ),
     "the output as wide as the hidden states": weights(
-        '"o_proj": QUERY_HEADS * VALUE', '"o_proj": HIDDEN', "test_projections_by_hand"
+        '"o_proj": work.query_heads(layer) * layer.v_head_dim',
+        '"o_proj": layer.hidden_size',
+        "test_projections_by_hand",
     ),
     "keys of the part with RoPE computed from latents": weights(
-        "(HEAD - ROTARY + VALUE)", "(HEAD + VALUE)", "test_projections_by_hand"
+        "(unrotated + layer.v_head_dim)",
+        "(layer.head_dim + layer.v_head_dim)",
+        "test_projections_by_hand",
     ),
     "projections of shared keys": weights(
-        "if layer.keys_of is None:\n        found |=",
-        "if True:\n        found |=",
+        "if layer.keys_of is None:\n        outputs |=",
+        "if True:\n        outputs |=",
         "test_shared_keys_have_no_projections",
     ),
     "a multiply-add counted as 1": flops(
@@ -191,35 +203,39 @@ MUTANTS = {
         "test_the_forms_differ_as_their_authors_say",
     ),
     "scores of key heads alone": flops(
-        "BATCH * QUERY_HEADS * pairs",
-        'BATCH * size("num_kv_heads") * pairs',
+        "work.query_heads(layer) * pairs",
+        "layer.num_kv_heads * pairs",
         "test_ranks_share_heads_and_tokens",
     ),
     "weighted sums forgotten": flops(
-        "else HEAD + VALUE", "else HEAD", "test_a_multiply_add_is_two_operations"
+        "widths = layer.head_dim + layer.v_head_dim",
+        "widths = layer.head_dim",
+        "test_a_multiply_add_is_two_operations",
     ),
     "the mask's half for a triangle with its diagonal": flops(
-        "ceil_div(tokens * (tokens + 1), 2)",
-        "ceil_div(tokens * tokens, 2)",
+        "tokens * (tokens + 1) // 2",
+        "tokens * tokens // 2",
         "test_visible_pairs_are_those_of_dense_masks",
     ),
     "a window as long for the first queries": flops(
-        "_triangle(first) + (CONTEXT - first) * WINDOW",
-        "CONTEXT * WINDOW",
+        "_triangle(first) + (context - first) * (layer.window or 0)",
+        "context * (layer.window or context)",
         "test_visible_pairs_are_those_of_dense_masks",
     ),
     "the new token's own key forgotten": flops(
-        'keys = within_window(layer, ceil_div(CONTEXT + 1, size("cp")))',
-        'keys = within_window(layer, ceil_div(CONTEXT, size("cp")))',
+        "keys = layer.within_window(ceil_div(work.context + 1, work.cp))",
+        "keys = layer.within_window(ceil_div(work.context, work.cp))",
         "test_a_step_reads_its_window_or_chunk",
     ),
     "weights read for every row": traffic(
-        "parameters(layer) * ITEMSIZE",
-        "BATCH * parameters(layer) * ITEMSIZE",
+        "parameters(layer, work) * work.itemsize",
+        "work.batch * parameters(layer, work) * work.itemsize",
         "test_a_step_reads_weights_and_cache_once",
     ),
     "the whole context read in spite of a window": traffic(
-        "keys = visible_keys(layer)", "keys = CONTEXT + 1", "test_a_step_reads_visible_keys"
+        "keys = visible_keys(layer, work)",
+        "keys = work.context + 1",
+        "test_a_step_reads_visible_keys",
     ),
     "a new token not written": traffic(
         "else read + written", "else read", "test_a_step_reads_weights_and_cache_once"
@@ -229,17 +245,19 @@ MUTANTS = {
         "read + written",
         "test_shared_keys_are_read_and_not_written",
     ),
-    "a first page of codes": pages("maximum(PAGE, start)", "start", NBYTES),
+    "a first page of codes": pages("max(page, start)", "start", NBYTES),
     "an open page of codes": pages(
-        "PAGE * floor_div(TOKENS, PAGE)", "PAGE * ceil_div(TOKENS, PAGE)", NBYTES
+        "page * (work.tokens // page)", "page * ceil_div(work.tokens, page)", NBYTES
     ),
-    "a first page that is sealed": pages("maximum(1, released)", "released", NBYTES),
+    "a first page that is sealed": pages("max(1, released)", "released", NBYTES),
     "no room in the open page": pages(
-        "ceil_div(tokens, PAGE) - released", "floor_div(tokens, PAGE) - released", NBYTES
+        "ceil_div(tokens, page) - released", "tokens // page - released", NBYTES
     ),
-    "pages released a token early": pages("tokens + 1 - WINDOW", "tokens + 2 - WINDOW", RELEASED),
+    "pages released a token early": pages(
+        "tokens + 1 - layer.window", "tokens + 2 - layer.window", RELEASED
+    ),
     "pages read as they were given": traffic(
-        "read = bytes_in_pages(layer, storage, keys, coded_keys(keys))",
+        "read = bytes_in_pages(layer, storage, work, keys, coded_keys(storage, work, keys))",
         "read = keys * written",
         "test_a_step_reads_pages_as_they_are_stored",
     ),
@@ -247,7 +265,9 @@ MUTANTS = {
         "cost", "len(indices)", "1", ("test_cost:test_costs_of_layers_add_up",)
     ),
     "the batch forgotten in a step": flops(
-        "[MULTIPLY_ADD * BATCH * tokens", "[MULTIPLY_ADD * tokens", "test_mla_in_both_forms"
+        "MULTIPLY_ADD * work.batch * (products_of_tokens + up)",
+        "MULTIPLY_ADD * (products_of_tokens + up)",
+        "test_mla_in_both_forms",
     ),
 }
 ARGUMENTS = {  # of named tests with parameters
@@ -283,7 +303,7 @@ OUT_OF_REACH = {  # of the random shapes: one layer on one rank, no chunks, no p
 
 def built(mutant: Mutant, monkeypatch) -> ModuleType:
     """The module `cost` on top of the modules with the mistake in one of them."""
-    for name in MODULES:
+    for name in ("shapes",) * (mutant.module == "shapes") + MODULES:
         source = (SOURCES / f"{name}.py").read_text()
         if name == mutant.module:
             assert source.count(mutant.right) == 1, f"{mutant.right!r} is not once in {name}.py"

@@ -22,12 +22,12 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "ops/kernels": (2900, 3110),
     "hf": (4800, 6175),
     "convert": (4600, 5307),
-    "compare": (1100, 1761),
-    "plan": (2600, 5886),
-    "see": (2600, 3526),
-    "distributed": (4800, 6520),
-    "bench": (600, 820),
-    "cli": (2200, 2667),
+    "compare": (1100, 1697),
+    "plan": (2600, 3149),
+    "see": (2600, 3362),
+    "distributed": (4800, 6467),
+    "bench": (600, 817),
+    "cli": (2200, 2632),
     VERIFY: (10_000, 13_822),
 }
 

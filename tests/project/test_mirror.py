@@ -50,6 +50,7 @@ WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
     "support": "what tests share, and no tests",
 }
 OTHER = {  # files of tests in mirrored folders that are about no module of their name
+    "bench/test_scaling_model.py": "time and memory over ranks and tokens, a model of arithmetic",
     "bench/test_bench.py": "the commands bench and tune, and the benchmarks of the repository",
     "convert/test_low_memory.py": "conversions of a model whose weights stay on disk",
     "distributed/test_fsdp.py": "layers as torch's data parallelism wraps them",

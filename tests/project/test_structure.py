@@ -42,7 +42,7 @@ KNOWS["plan"] = {*KNOWS}
 KNOWS["compare"] = KNOWS["bench"] = {*KNOWS}
 KNOWS["see"] = {*KNOWS}
 KNOWS["compare"] = {*KNOWS["compare"], "page"}
-KNOWS["distributed"] = {*KNOWS["hf"], "hf"}
+KNOWS["distributed"] = {*KNOWS["hf"], "hf", "plan"}  # plan counts the bytes that ranks send
 KNOWS["cli"] = {*KNOWS}
 
 

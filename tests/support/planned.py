@@ -23,10 +23,7 @@ MODEL = ModelShape(
     max_positions=4096,
 )
 DEVICE = "l4"
-START = {
-    "context": 3000, "batch": 2, "heads": 8, "key_heads": 2, "rank": 36, "storage": "plain",
-    "memory": 1 << 28,
-}  # fmt: skip
+START = {"context": 3000, "batch": 2, "storage": "plain", "memory": 1 << 28}
 
 
 def planned(model=MODEL, **options):
@@ -35,26 +32,28 @@ def planned(model=MODEL, **options):
     return plan(model, **given)
 
 
-def attentions(chosen):
-    """The layers of every line of the page of `planned()`, for the values of its sliders."""
-    heads, key_heads, rank = (chosen[name] for name in ("heads", "key_heads", "rank"))
+def attentions():
+    """The layers of every line of the page of `planned()`."""
 
     def changed(**sizes):
         return [replace(each, **sizes) for each in MODEL.layers]
 
+    latents = {f"latent({rank}), {share} %": rank for rank, share in ((46, 50), (22, 25))}
     return {
         "GQA-4, as shipped": list(MODEL.layers),
-        "MHA": changed(num_heads=heads, num_kv_heads=heads),
-        f"GQA-{key_heads}": changed(num_heads=heads, num_kv_heads=key_heads),
-        "MQA": changed(num_heads=heads, num_kv_heads=1),
-        f"MLA({rank}+12)": changed(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=24,
-            kv_lora_rank=rank,
-            latent_norm=False,
-        ),
-        f"latent({rank})": changed(kv_lora_rank=rank, keys_by_position=True),
+        "MHA": changed(num_kv_heads=8),
+        "GQA-2": changed(num_kv_heads=2),
+        "MQA": changed(num_kv_heads=1),
+        **{
+            f"MLA({rank}+12), {share} %": changed(
+                num_kv_heads=8, head_dim=24, kv_lora_rank=rank, latent_norm=False
+            )
+            for rank, share in ((36, 50), (12, 25))
+        },
+        **{
+            name: changed(kv_lora_rank=rank, keys_by_position=True)
+            for name, rank in latents.items()
+        },
     }
 
 

@@ -25,8 +25,7 @@ from regard.ops.attend import attend, prepare
 from regard.ops.backends import BACKENDS
 from regard.ops.call import Call
 from regard.ops.choose import objection_of
-from regard.plan.cost import attention_flops, cache_bytes, sizes, visible_pairs
-from regard.plan.formula import Formula
+from regard.plan.cost import Workload, attention_flops, cache_bytes, visible_pairs
 from regard.plan.shapes import STORAGES, LayerShape
 from regard.turns import Ratio, ratio_of
 from regard.words import counted
@@ -76,15 +75,17 @@ class Shape:
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values, each read once."""
-        return self._evaluated(cache_bytes(self._layer, PLAIN), str(dtype).removeprefix("torch."))
+        name = str(dtype).removeprefix("torch.")
+        work = Workload(context=self.keys, batch=self.batch, dtype=name)
+        return cache_bytes(self._layer, PLAIN, work)
 
     @property
     def flops(self) -> int:
         """Floating-point operations of two products over the visible cells."""
         earlier = self.keys - self.queries  # queries of earlier calls are not computed again
-        pairs = visible_pairs(self._layer)
-        cells = pairs - pairs.evaluate(context=earlier)
-        return self._evaluated(attention_flops(self._layer, cells), "float32")
+        cells = visible_pairs(self._layer, self.keys) - visible_pairs(self._layer, earlier)
+        work = Workload(context=self.keys, batch=self.batch)
+        return attention_flops(self._layer, work, cells)
 
     @property
     def _layer(self) -> LayerShape:
@@ -95,10 +96,6 @@ class Shape:
             head_dim=self.head_dim,
             v_head_dim=self.head_dim,
         )
-
-    def _evaluated(self, formula: Formula, dtype: str) -> int:
-        numbers = sizes(self._layer, PLAIN, context=self.keys, batch=self.batch, dtype=dtype)
-        return int(formula.evaluate(**numbers))
 
 
 @dataclass(frozen=True)

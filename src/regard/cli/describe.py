@@ -1,7 +1,7 @@
 """regard describe: the layers of a model's attention, from its description alone."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -13,14 +13,14 @@ from rich.markup import escape
 from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.page.readable import readable_bytes
-from regard.plan.cost import cache_bytes, parameters, sizes, token_bytes
+from regard.plan.cost import Workload, cache_bytes, parameters, token_bytes
 from regard.plan.describing import describe
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard.words import counted
 
 NEXT = "Next: regard plan says what other attentions and caches cost, and what fits."
 PLAIN = STORAGES["plain"]
-SHOWN = 5  # runs of layers that are named again below the table, at most
+SHOWN = 5  # runs of layers that are listed, at most
 LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
 
 
@@ -64,7 +64,7 @@ def _costs(model: ModelShape, layer: LayerShape) -> dict[str, int | None]:
 def _parameters(layer: LayerShape) -> int | None:
     if layer.kind == "linear":
         return None
-    return int(parameters(layer).evaluate(**sizes(layer, PLAIN, context=1)))
+    return parameters(layer, Workload(context=1))
 
 
 def _all_parameters(model: ModelShape) -> int | None:
@@ -83,16 +83,14 @@ def _token_bytes(model: ModelShape, layer: LayerShape) -> int:
     """Bytes that a token adds to the layer's cache."""
     if not _caches(layer) or layer.kind == "linear":
         return 0
-    numbers = sizes(layer, PLAIN, context=1, dtype=model.dtype)
-    return int(token_bytes(layer, PLAIN).evaluate(**numbers))
+    return token_bytes(layer, PLAIN, Workload(context=1, dtype=model.dtype))
 
 
 def _cache(model: ModelShape, layer: LayerShape, context: int) -> int:
     """Bytes of the layer's cache for so many tokens."""
     if not _caches(layer):
         return 0
-    numbers = sizes(layer, PLAIN, context=context, dtype=model.dtype)
-    return int(cache_bytes(layer, PLAIN).evaluate(**numbers))
+    return cache_bytes(layer, PLAIN, Workload(context=context, dtype=model.dtype))
 
 
 def cache_of(model: ModelShape, context: int | None) -> int | None:
@@ -126,19 +124,24 @@ def show(model: ModelShape, console: Console) -> None:
     console.print()
     if every:
         say(console, f"Every layer: {'; '.join(every)}.")
-    for rope, indices in _by_rope(model).items():
-        say(console, f"Layers {_few(indices)}: {shortened(rope) or 'no RoPE'}.")
+    for rope, indices in _by(model, lambda layer: layer.rope).items():
+        say(console, f"Layers {_few(indices)}: {shortened(rope)}.")
     say(console, " ".join(_totals(model)))
-    reasons = {
-        f"Layers {_few(at)}": layer.unsupported
-        for layer, at in distinct.items()
-        if layer.unsupported
-    }
-    remarks(console, "No layer of regard computes", reasons)
+    _print_reasons(model, console)
     console.print()
     following = [NEXT] if any(layer.causal for layer in model.layers) else []
     for sentence in (*model.remarks, *following):
         say(console, sentence, style="dim")
+
+
+def _print_reasons(model: ModelShape, console: Console) -> None:
+    """Why no layer of regard computes some layers."""
+    reasons = _by(model, lambda layer: layer.unsupported)
+    if [len(indices) for indices in reasons.values()] == [len(model.layers)]:
+        say(console, f"No layer of regard computes them: {', '.join(reasons)}.")
+        return
+    by_layers = {f"Layers {_few(indices)}": reason for reason, indices in reasons.items()}
+    remarks(console, "No layer of regard computes", by_layers)
 
 
 def _common_traits(layers: Iterable[LayerShape]) -> list[str]:
@@ -166,7 +169,7 @@ def _cells(
     numbers, widths = _parameters(layer), dict.fromkeys((layer.head_dim, layer.v_head_dim))
     own = [each for each in traits(layer) if each not in every]
     return [
-        ranges(indices),
+        _few(indices),
         escape("; ".join((layer.kind, *own))),
         f"{layer.num_heads:,} on {layer.num_kv_heads:,}",
         " / ".join(f"{each:,}" for each in widths),
@@ -206,13 +209,13 @@ def traits(layer: LayerShape) -> list[str]:
     return [words for holds, words in found if holds]
 
 
-def _by_rope(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The layers of each rotary embedding, in order."""
-    found: dict[str, tuple[int, ...]] = {}
-    for layer, indices in model.distinct().items():
-        if layer.kind != "linear":
-            found[layer.rope] = (*found.get(layer.rope, ()), *indices)
-    return {rope: tuple(sorted(indices)) for rope, indices in found.items()}
+def _by(model: ModelShape, words: Callable[[LayerShape], str]) -> dict[str, list[int]]:
+    """The indices of the layers that have the same words, without those that have none."""
+    indices: dict[str, list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        if words(layer):
+            indices.setdefault(words(layer), []).append(index)
+    return indices
 
 
 def _totals(model: ModelShape) -> list[str]:
@@ -265,7 +268,7 @@ def ranges(indices: Iterable[int]) -> str:
 
 
 def _few(indices: Iterable[int]) -> str:
-    """Indices below the table that has all of them: of many runs the first three and the last."""
+    """Indices as text: of many runs the first three and the last; `--json` has all of them."""
     runs = ranges(indices).split(", ")
     return ", ".join(runs if len(runs) <= SHOWN else [*runs[:3], "...", runs[-1]])
 

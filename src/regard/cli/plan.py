@@ -12,11 +12,10 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import print_json, remarks, say, stdout
 from regard.page.readable import readable_bytes
 from regard.plan.devices import THIS
-from regard.plan.engines import ENGINES
 from regard.plan.from_sizes import model_from_sizes
-from regard.plan.planning import GIBIBYTE, formulas_of, plan
+from regard.plan.planning import GIBIBYTE, plan
 from regard.plan.rows import Plan, Row
-from regard.plan.shapes import LayerShape
+from regard.plan.shapes import distinct
 from regard.words import counted
 
 TABLE = 80  # columns of a table where stdout is a file or a pipe
@@ -33,10 +32,9 @@ def run(
     memory: float,
     device: Sequence[str] | None,
     link: Sequence[str] | None,
-    engine: str | None,
+    block: int,
     attention: Sequence[str] | None,
     storage: Sequence[str] | None,
-    formula: bool,
     every: bool,
     why: bool,
     html: Path | None,
@@ -66,7 +64,7 @@ def run(
         tp=tp,
         cp=cp,
         links=link or (),
-        engine=engine or "vllm",
+        block=block,
         attentions=attention or (),
         storages=storage or (),
         page_size=page_size,
@@ -76,12 +74,10 @@ def run(
 
         write_plan(found, html)
     if as_json:
-        print_json(as_data(found, formula))
+        print_json(as_data(found))
         return
     console = stdout(TABLE)
-    show(found, console, every=every or engine is not None, why=why)
-    if formula:
-        show_formulas(found, console)
+    show(found, console, every=every or block > 0, why=why)
     if html is not None:
         say(console, f"written to {html}")
 
@@ -93,7 +89,7 @@ def show(found: Plan, console: Console, *, every: bool = False, why: bool = Fals
         found: the plan.
         console: as wide as the table may be.
         every: whether each way of storing the cache has a line, with the bytes that regard
-            allocates and the plan's engine reserves.
+            allocates and whole blocks take.
         why: whether sentences say how figures are counted, and why attentions are missing.
     """
     say(console, _heading(found), bold=found.model.name)
@@ -109,7 +105,6 @@ def show(found: Plan, console: Console, *, every: bool = False, why: bool = Fals
         say(console, _next(found, every), style="dim")
         return
     remarks(console, "Left out", dict(found.left_out))
-    remarks(console, f"Not in {ENGINES[found.engine].name}", _objections(found))
     console.print()
     for sentence in _explained(found):
         say(console, sentence, style="dim")
@@ -160,19 +155,18 @@ def _bound(device: str) -> str:
 
 
 def _print_every(found: Plan, console: Console) -> None:
-    """A line for each attention and storage: ideal bytes, allocated and reserved ones."""
+    """A line for each attention and storage: ideal bytes, allocated ones, and whole blocks."""
     unit, scale = _unit(min(row.cost.cache_bytes for row in found.rows))
-    engine = found.engine.partition("-")[0]
+    figures = ["ideal", "regard", *([f"blocks of {found.block:,}"] if found.block else [])]
     columns = [Column("attention", words=True), Column("cache", left=True), Column("weights, M")]
-    columns += [Column(f"{what}, {unit}") for what in ("ideal", "regard", engine)]
+    columns += [Column(f"{figure}, {unit}") for figure in figures]
     cells = []
     for row in found.rows:
-        reserved = row.reserved_by(found.engine).bytes
-        sizes = (row.cost.cache_bytes, row.cost.allocated_bytes, reserved)
-        figures = ["-" if size is None else _short(size / scale) for size in sizes]
+        sizes = (row.cost.cache_bytes, row.cost.allocated_bytes, row.block_bytes)
+        shown = [_short(size / scale) for size in sizes if size is not None]
         weights = _short(row.cost.parameters / 1e6)
         named = [escape(row.attention), row.storage.name, weights]
-        cells.append([*named, *figures, *_measured(row)])
+        cells.append([*named, *shown, *_measured(row)])
     tabulate(console, [*columns, *_measures(found)], cells)
 
 
@@ -200,21 +194,6 @@ def _print_sent(found: Plan, console: Console) -> None:
         for row in rows
     ]
     tabulate(console, columns, cells)
-
-
-def _objections(found: Plan) -> dict[str, str]:
-    """Why the plan's engine cannot hold some rows' caches, by attentions and storages."""
-    rows: dict[str, list[Row]] = {}
-    for row in found.rows:
-        rows.setdefault(row.reserved_by(found.engine).objection, []).append(row)
-    every = {row.attention for row in found.rows}
-    reasons = {}
-    for objection, without in rows.items():
-        names = dict.fromkeys(row.attention for row in without)
-        attentions = "every attention" if {*names} == every else "; ".join(names)
-        storages = ", ".join(dict.fromkeys(row.storage.name for row in without))
-        reasons[f"{attentions} ({storages})"] = objection
-    return {names: objection for names, objection in reasons.items() if objection}
 
 
 def _verdict(found: Plan) -> list[str]:
@@ -261,7 +240,7 @@ def _next(found: Plan, every: bool) -> str:
     """The options and the command that say more."""
     parts = ["regard compare measures the quality and speed of each"]
     if not every:
-        parts.append("--all: what regard allocates and an engine reserves")
+        parts.append("--all: what regard allocates. --block 16: what whole blocks take")
     if not found.devices:
         parts.append("--device h100 or this: times")
     missing = f", and why {'; '.join(found.left_out)} are missing" if found.left_out else ""
@@ -271,11 +250,15 @@ def _next(found: Plan, every: bool) -> str:
 
 def _explained(found: Plan) -> list[str]:
     """How bytes and times are counted."""
-    engine = ENGINES[found.engine]
     sentences = [
         "ideal: the tokens that are needed, and no more. regard: the buffers of its caches, which "
-        f"double when they are full. {engine.name}: {engine.rule} ({engine.source})."
+        "double when they are full."
     ]
+    if found.block:
+        sentences.append(
+            f"blocks of {found.block:,}: as serving engines reserve them, whole blocks of "
+            f"{counted(found.block, 'token')}; of a window those that it can touch while decoding."
+        )
     if not found.devices:
         sentences.append(f"Times: no device was named. {MEASURE}; --device h100 names another.")
     for at, (key, device) in enumerate(found.devices.items()):
@@ -308,22 +291,6 @@ def _sent(found: Plan) -> list[str]:
     ]
 
 
-def show_formulas(found: Plan, console: Console) -> None:
-    """Print the formulas of each row's different layers, with the numbers put in."""
-    for row in found.rows:
-        console.print()
-        say(console, f"{row.attention}, {row.storage.name}", style="bold")
-        for layer, indices, written in formulas_of(found, row):
-            say(console, f"{_kind(layer)}: {counted(len(indices), 'layer')}", indent=2)
-            for name, text in written.items():
-                say(console, f"{name.replace('_', ' ')} = {text}", indent=4)
-
-
-def _kind(layer: LayerShape) -> str:
-    extra = [f"{name} {value:,}" for name in ("window", "chunk") if (value := getattr(layer, name))]
-    return ", ".join([layer.kind, *extra])
-
-
 def _unit(size: int) -> tuple[str, int]:
     """The largest unit of which there is at least one."""
     return next((unit for unit in reversed(UNITS) if size >= unit[1]), UNITS[0])
@@ -340,26 +307,22 @@ def _count(value: int | None) -> str:
     return "any" if value is None else f"{value:,}"
 
 
-def as_data(found: Plan, formula: bool = False) -> dict[str, Any]:
+def as_data(found: Plan) -> dict[str, Any]:
     """A plan as data for JSON: layers that are alike are listed once."""
     model = asdict(found.model)
     del model["layers"]
     return {
         "model": model | {"num_layers": len(found.model.layers)},
         **{name: getattr(found, name) for name in ("context", "batch", "memory", "dtype")},
-        **{name: getattr(found, name) for name in ("tp", "cp", "engine")},
-        "engines": {
-            key: {"name": engine.name, "rule": engine.rule, "source": engine.source}
-            for key, engine in ENGINES.items()
-        },
+        **{name: getattr(found, name) for name in ("tp", "cp", "block")},
         "devices": {key: asdict(device) for key, device in found.devices.items()},
         "links": {key: asdict(link) for key, link in found.links.items()},
-        "rows": [_row_data(found, row, formula) for row in found.rows],
+        "rows": [_row_data(row) for row in found.rows],
         "left_out": dict(found.left_out),
     }
 
 
-def _row_data(found: Plan, row: Row, formula: bool) -> dict[str, Any]:
+def _row_data(row: Row) -> dict[str, Any]:
     data = {name: value for name, value in asdict(row).items() if name != "layers"}
     data["cost"] |= {
         "prefill_intensity": row.cost.prefill_intensity,
@@ -367,7 +330,6 @@ def _row_data(found: Plan, row: Row, formula: bool) -> dict[str, Any]:
     }
     data["layers"] = [
         {"indices": list(indices), "kind": layer.kind, **asdict(layer)}
-        | ({"formulas": written} if formula else {})
-        for layer, indices, written in formulas_of(found, row)
+        for layer, indices in distinct(row.layers).items()
     ]
     return data

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.failures import RankError, failure
+from regard.plan.sent import sum_bytes
 
 __all__ = ["RankError", "Ranks", "counted", "expected", "sum_bytes"]
 
@@ -290,12 +291,6 @@ def _tag(step: str, x: Tensor) -> int:
 def _words(step: str) -> bytes:
     """The letters of a step. Its numbers may be those of other ranks, which the sides differ in."""
     return "".join(filter(str.isalpha, step)).encode()
-
-
-def sum_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes that each rank sends for the sum of a tensor: a ring sends each share of 1/ranks twice
-    to all ranks but one (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
-    return 2 * (ranks - 1) * nbytes // ranks
 
 
 CHECKED = "REGARD_CHECK_BYTES"  # set to 1, every plan compares what it sends with its count

@@ -1,44 +1,16 @@
 "use strict";
-// Sliders replace sizes in formulas; charts, tables and the sentence follow.
+// Sliders choose among computed values; charts, tables and the sentence follow.
 regard.define("curves", (section, data, charts) => {
-  const OPERATIONS = {
-    "+": (a, b) => a + b,
-    "-": (a, b) => a - b,
-    "*": (a, b) => a * b,
-    min: Math.min,
-    max: Math.max,
-    ceil_div: (a, b) => (a - (a % b)) / b + (a % b > 0 ? 1 : 0), // exact, unlike a / b
-    floor_div: (a, b) => (a - (a % b)) / b - (a % b < 0 ? 1 : 0),
-    power_of_two: (a) => { let power = 1; while (power < a) power *= 2; return power; },
-  };
-
-  // A formula of plan/formula.py: a number, a size's name, or an operation and its operands.
-  function evaluate(formula, sizes) {
-    if (typeof formula === "number") return formula;
-    if (typeof formula === "string") return sizes[formula];
-    const [operation, ...operands] = formula;
-    const values = operands.map((each) => evaluate(each, sizes));
-    if (values.length === 1) return OPERATIONS[operation](values[0]);
-    return values.reduce((left, right) => OPERATIONS[operation](left, right));
-  }
-
-  // A cost of the layers that are alike, for the values of the sliders.
-  function costOf(part, name, chosen) {
-    const stored = part.stored[chosen.storage] ?? Object.values(part.stored)[0];
-    if (!(name in stored.costs)) return 0;
-    const sizes = { ...stored.sizes };
-    for (const [size, slider] of Object.entries(part.follows)) sizes[size] = chosen[slider];
-    return part.count * evaluate(data.formulas[stored.costs[name]], sizes);
-  }
-
+  // The tables of a line with the chosen storage; if it has none, with its first.
+  const tablesOf = (line) => line.stored[chosen.storage] ?? Object.values(line.stored)[0];
   const sum = (values) => values.reduce((left, right) => left + right, 0);
-  const cacheBytes = (line, chosen) =>
-    sum(line.parts.map((part) => costOf(part, "cache_bytes", chosen)));
-  const decodeSeconds = (line, chosen) => {
-    const device = data.devices[chosen.device];
-    return sum(line.parts.map((part) => Math.max(
-      costOf(part, "visible_decode_flops", chosen) / device.flops,
-      costOf(part, "decode_bytes", chosen) / device.bandwidth,
+  const cacheBytes = (line, context = chosen.context) =>
+    chosen.batch * tablesOf(line).cache_bytes[data.contexts.indexOf(context)];
+  const decodeSeconds = (line, context = chosen.context) => {
+    const [device, at] = [data.devices[chosen.device], data.contexts.indexOf(context)];
+    return sum(tablesOf(line).parts.map((part) => Math.max(
+      chosen.batch * part.flops[at] / device.flops,
+      (part.fixed + chosen.batch * part.moved[at]) / device.bandwidth,
     )));
   };
   const FIGURES = {
@@ -47,16 +19,8 @@ regard.define("curves", (section, data, charts) => {
   };
 
   // The most tokens whose cache fits the memory; null if every number does.
-  function largestContext(line, chosen) {
-    const fits = (context) => cacheBytes(line, { ...chosen, context }) <= chosen.memory;
-    if (fits(data.most)) return null;
-    let [fitting, missing] = [0, data.most]; // it fits at the first, if at 1, not at the second
-    while (missing - fitting > 1) {
-      const middle = Math.floor((fitting + missing) / 2);
-      [fitting, missing] = fits(middle) ? [middle, missing] : [fitting, middle];
-    }
-    return fitting;
-  }
+  const largestContext = (line) =>
+    tablesOf(line).largest[Math.floor(chosen.memory / chosen.batch)];
 
   const form = section.querySelector("form");
   const live = section.querySelector(".live");
@@ -69,23 +33,14 @@ regard.define("curves", (section, data, charts) => {
     for (const slider of data.sliders) chosen[slider.name] = slider.start;
     chosen.device = 0;
   };
-  const fitting = (slider) =>
-    slider.values.filter((value) => !slider.divides || chosen[slider.divides] % value === 0);
   const textOf = (slider) => slider.texts[slider.values.indexOf(chosen[slider.name])];
-  const nameOf = (line) =>
-    line.name.replace(/\{(\w+)\}/g, (whole, slider) => chosen[slider] ?? whole);
   const largestText = (value) => (value === null ? data.unlimited : regard.count(value));
 
-  // Every slider shows its value; one that must divide another keeps to the divisors.
+  // Every slider shows its value.
   function showControls() {
     for (const slider of data.sliders) {
-      const values = fitting(slider);
-      if (!values.includes(chosen[slider.name])) {
-        chosen[slider.name] = values.filter((value) => value <= chosen[slider.name]).at(-1);
-      }
       const input = inputs[slider.name];
-      input.max = values.length - 1;
-      input.value = values.indexOf(chosen[slider.name]);
+      input.value = slider.values.indexOf(chosen[slider.name]);
       input.setAttribute("aria-valuetext", textOf(slider));
       input.closest("div").querySelector("output").textContent = textOf(slider);
     }
@@ -101,17 +56,14 @@ regard.define("curves", (section, data, charts) => {
 
   // All figures of the tables, and the table's own words.
   function showTables(figures) {
-    for (const each of section.querySelectorAll("[data-name]")) {
-      each.textContent = nameOf(data.lines[each.dataset.name]);
-    }
-    const first = cacheBytes(data.lines[0], chosen);
+    const first = cacheBytes(data.lines[0]);
     for (const cell of section.querySelectorAll("td[data-figure]")) {
       const { figure, line, context } = cell.dataset;
       if (figure === "largest") {
-        const value = largestContext(data.lines[line], chosen);
+        const value = largestContext(data.lines[line]);
         write(cell, value, largestText(value));
       } else if (figure === "share") {
-        const share = first ? (cacheBytes(data.lines[line], chosen) / first).toFixed(2) : "";
+        const share = first ? (cacheBytes(data.lines[line]) / first).toFixed(2) : "";
         write(cell, null, share);
       } else {
         const at = context === undefined ? chosen.context : Number(context);
@@ -136,27 +88,22 @@ regard.define("curves", (section, data, charts) => {
     }
   }
 
-  // What screen readers hear and everyone reads: the first line beside those that this slider
-  // changes, or beside the smallest if it changes all.
-  function sentence(changed, slider) {
-    const sizes = data.lines.map((line) => cacheBytes(line, chosen));
-    const follow = data.lines.map((line, at) => at).filter((at) => at > 0 &&
-      data.lines[at].parts.some((part) => Object.values(part.follows).includes(slider)));
+  // What screen readers hear and everyone reads: the first line beside the smallest.
+  function sentence(changed) {
+    const sizes = data.lines.map((line) => cacheBytes(line));
     const least = sizes.indexOf(Math.min(...sizes));
-    const all = follow.length === 0 || follow.length === data.lines.length - 1;
-    const told = [...new Set([0, ...(all ? [least] : follow)])].slice(0, 4);
-    const kept = told.map((at) => `${regard.bytes(sizes[at])} with ${nameOf(data.lines[at])}` +
-      (all && at === least ? " (the least)" : ""));
-    const held = told.map((at) => largestText(largestContext(data.lines[at], chosen)));
+    const told = [...new Set([0, least])];
+    const kept = told.map((at) => `${regard.bytes(sizes[at])} with ${data.lines[at].name}` +
+      (at === least ? " (the least)" : ""));
+    const held = told.map((at) => largestText(largestContext(data.lines[at])));
     return `${changed}Cache at ${regard.count(chosen.context)} tokens: ${kept.join("; ")}. ` +
       `Largest context in ${regard.bytes(chosen.memory)}: ${held.join("; ")} tokens.`;
   }
 
   // The values of a curve of every line: of a figure, by context.
   function curvesOf(name) {
-    const contexts = [...new Set([...data.contexts, chosen.context])];
     return data.lines.map((line) => new Map(
-      contexts.map((context) => [context, FIGURES[name].value(line, { ...chosen, context })]),
+      data.contexts.map((context) => [context, FIGURES[name].value(line, context)]),
     ));
   }
 
@@ -177,7 +124,7 @@ regard.define("curves", (section, data, charts) => {
     data.lines.forEach((line, at) => {
       const points = data.contexts.map((context) => values[at].get(context));
       columns[`line${at}`] = points.map((value) => (value > 0 ? value : NaN));
-      columns[`text${at}`] = points.map((value) => `${nameOf(line)}: ${FIGURES[name].text(value)}`);
+      columns[`text${at}`] = points.map((value) => `${line.name}: ${FIGURES[name].text(value)}`);
     });
     figure.document.get_model_by_name("source").data = columns;
     const all = values.flatMap((line) => data.contexts.map((context) => line.get(context)));
@@ -226,7 +173,7 @@ regard.define("curves", (section, data, charts) => {
   }
 
   const drawn = new Map(); // figures by what they show, once Bokeh has drawn them
-  function show(changed = "", slider = "") {
+  function show(changed = "") {
     showControls();
     const figures = {};
     for (const name of Object.keys(FIGURES)) {
@@ -234,13 +181,13 @@ regard.define("curves", (section, data, charts) => {
     }
     showTables(figures);
     for (const [name, figure] of drawn) showChart(name, figure, figures[name]);
-    regard.say(live, sentence(changed, slider));
+    regard.say(live, sentence(changed));
   }
 
   for (const slider of data.sliders) {
     inputs[slider.name].addEventListener("input", (event) => {
-      chosen[slider.name] = fitting(slider)[event.target.value];
-      show(`${slider.label}: ${textOf(slider)}. `, slider.name);
+      chosen[slider.name] = slider.values[event.target.value];
+      show(`${slider.label}: ${textOf(slider)}. `);
     });
   }
   select?.addEventListener("change", () => {

@@ -9,18 +9,16 @@ Examples:
     [4096, 2176, 1280]
 """
 
-from regard.plan.communication import Sent, sent_of
-from regard.plan.cost import Cost, cost_of, formulas
+from regard.plan.cost import Cost, cost_of
 from regard.plan.describing import describe
-from regard.plan.formula import Formula
 from regard.plan.planning import plan
 from regard.plan.rows import Plan, Row
+from regard.plan.sent import Sent, sent_of
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Storage
 
 __all__ = [
     "STORAGES",
     "Cost",
-    "Formula",
     "LayerShape",
     "ModelShape",
     "Plan",
@@ -29,7 +27,6 @@ __all__ = [
     "Storage",
     "cost_of",
     "describe",
-    "formulas",
     "plan",
     "sent_of",
 ]

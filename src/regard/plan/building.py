@@ -1,299 +1,291 @@
-"""How the entries of an architecture become layers: its differences from Llama, as data."""
+"""The layers that transformers builds from a configuration, read as shapes.
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+A configuration is not trusted: sizes and counts are checked before anything is built, layers are
+built on the meta device, where weights take no memory, and their modules are counted meanwhile.
+"""
 
-from regard.plan.reading import Keys
-from regard.plan.ropes import rotary
-from regard.plan.shapes import LayerShape
-from regard.rope import Pairing
+import copy
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
-FULL, SLIDING, CHUNKED, LINEAR = (
-    f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")
-)
-OLD_KINDS = {"attention": FULL, "mamba": LINEAR}  # names before transformers 5
-QKV = ("q_proj", "k_proj", "v_proj")
-QKVO = (*QKV, "o_proj")
+import torch
+from torch import nn
+from torch.nn.modules import module as registry
 
-Kinds = Callable[[Keys, int], list[str]]
-Builder = Callable[["Architecture", Keys, "Place"], LayerShape]
+from regard.hf.families.table import FAMILIES
+from regard.hf.loading.untrusted import CheckpointError, refused
+from regard.hf.packages import require
+from regard.plan.modules import shape_of_module
+from regard.plan.shapes import DTYPE_BYTES, LayerShape, ModelShape
 
-
-@dataclass(frozen=True)
-class Place:
-    """What a layer has because of its index.
-
-    Args:
-        kind: of the attention, as in `layer_types`.
-        rotated: whether it has RoPE.
-        keys_of: the layer whose keys and values it uses.
-        number: its index plus one where the scale depends on it, else 1.
-    """
-
-    kind: str
-    rotated: bool = True
-    keys_of: int | None = None
-    number: int = 1
-
-
-def plain_layer(row: "Architecture", keys: Keys, place: Place) -> LayerShape:
-    """A layer of MHA, GQA or MQA."""
-    heads = keys.heads("num_attention_heads")
-    head_dim = keys.optional_size("head_dim") or keys.divided("hidden_size", "num_attention_heads")
-    kv_heads = row.kv_heads(keys)
-    if heads % kv_heads:
-        rule = f"a divisor of the {heads} query heads"
-        raise keys.refused("num_key_value_heads", rule, kv_heads)
-    rope = row.rope(row, keys, place.kind, head_dim) if place.rotated else None
-    scale = row.scale(keys, head_dim, place)
-    if scale is None and rope is not None and rope.softmax_factor != 1.0:
-        scale = head_dim**-0.5  # transformers applies that factor to MLA only
-    bias = row.bias(keys)
-    return LayerShape(
-        hidden_size=keys.size("hidden_size"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        qk_rope_head_dim=rope.dim if rope is not None else 0,
-        window=_window(row, keys, place.kind),
-        chunk=keys.size("attention_chunk_size") if place.kind == CHUNKED else None,
-        causal=row.causal(keys),
-        keys_of=place.keys_of,
-        bias=bias if place.keys_of is None else tuple(set(bias) & {"q_proj", "o_proj"}),
-        qk_norm=row.qk_norm(keys),
-        sinks=row.sinks,
-        gate=row.gate,
-        softcap=keys.optional_number(row.softcap) if row.softcap else None,
-        scale=scale,
-        rope="" if rope is None else repr(rope),
-        unsupported=row.unsupported(keys, place),
-    )
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+MOST = {  # ten times what published models have; of layers, four times
+    "hidden_size": 1 << 20,
+    "num_hidden_layers": 512,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "sliding_window": 1 << 30,
+    "max_position_embeddings": 1 << 30,
+}
+PARTS = 50_000  # modules and parameters that are built; DeepSeek-V3 has 3,000
+POSITIONS = 4_096  # built of tables of positions, whose length changes no layer
+LEFT_OUT = ("id2label", "label2id", "num_labels", "dtype", "torch_dtype")  # change no layer
+ATTENTION = re.compile(r"attention|mixer|deltanet", re.IGNORECASE)  # in names of classes
+MATTERS = re.compile(r"window$|kv_|latent|chunk|sparse").search  # in names of entries
+UNKNOWN = "a description without knowing it would be a guess"
 
 
-def _window(row: "Architecture", keys: Keys, kind: str) -> int | None:
-    if kind != SLIDING:
-        return None
-    size = row.window(keys)
-    if size is None:
-        rule = f"a number of tokens, since there are layers of {SLIDING!r}"
-        raise keys.refused("sliding_window", rule, None)
-    return size
-
-
-def latent_layer(row: "Architecture", keys: Keys, place: Place) -> LayerShape:
-    """A layer of MLA, as DeepSeek-V2 has it (arXiv:2405.04434, section 2.1)."""
-    heads, turned = keys.heads("num_attention_heads"), keys.size("qk_rope_head_dim")
-    if keys.get("num_key_value_heads") not in (None, heads):
-        rule = f"the {heads} query heads, since keys are expanded for each"
-        raise keys.refused("num_key_value_heads", rule, keys.get("num_key_value_heads"))
-    q_rank = keys.optional_size("q_lora_rank")
-    bias = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if keys.flag("attention_bias") else ()
-    values = keys.optional_size("v_head_dim") or keys.divided("hidden_size", "num_attention_heads")
-    return LayerShape(
-        hidden_size=keys.size("hidden_size"),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=keys.size("qk_nope_head_dim") + turned,
-        v_head_dim=values,
-        kv_lora_rank=keys.size("kv_lora_rank"),
-        q_lora_rank=q_rank,
-        qk_rope_head_dim=turned,
-        bias=bias if q_rank else tuple(name for name in bias if name != "q_a_proj"),
-        rope=repr(row.rope(row, keys, place.kind, turned)),
-        unsupported=row.unsupported(keys, place),
-    )
-
-
-def delta_layer(row: "Architecture", keys: Keys, place: Place) -> LayerShape:
-    """A gated delta net (Qwen3-Next): its state is a matrix for each value head, and the inputs
-    that a convolution needs again."""
-    keyed, valued = keys.heads("linear_num_key_heads"), keys.heads("linear_num_value_heads")
-    key_dim, value_dim = keys.size("linear_key_head_dim"), keys.size("linear_value_head_dim")
-    if valued % keyed:
-        raise keys.refused("linear_num_key_heads", f"a divisor of the {valued} value heads", keyed)
-    convolved = 2 * keyed * key_dim + valued * value_dim
-    state = valued * key_dim * value_dim + convolved * keys.size("linear_conv_kernel_dim")
-    return LayerShape(
-        hidden_size=keys.size("hidden_size"),
-        num_heads=valued,
-        num_kv_heads=keyed,
-        head_dim=key_dim,
-        v_head_dim=value_dim,
-        state_elements=state,
-        unsupported="regard has no linear attention (gated delta net)",
-    )
-
-
-def mamba_layer(row: "Architecture", keys: Keys, place: Place) -> LayerShape:
-    """A Mamba block (arXiv:2312.00752): a state for each channel, and the inputs that a
-    convolution needs again."""
-    hidden, size = keys.size("hidden_size"), keys.size("mamba_d_state")
-    inner = hidden * keys.size("mamba_expand")
-    return LayerShape(
-        hidden_size=hidden,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=size,
-        v_head_dim=inner,
-        state_elements=inner * (size + keys.size("mamba_d_conv")),
-        unsupported="regard has no state space layers (Mamba)",
-    )
-
-
-def one_rope(row: "Architecture", keys: Keys, kind: str, head_dim: int) -> Any:
-    """The same rotary embedding in all layers."""
-    return rotary(keys, head_dim, pairing=row.pairing(keys), renamed=row.renamed_ropes)
-
-
-def rope_by_kind(local: str) -> Callable[["Architecture", Keys, str, int], Any]:
-    """One for layers with a window, whose base is the entry `local`, unscaled; one for others."""
-
-    def rope(row: "Architecture", keys: Keys, kind: str, head_dim: int) -> Any:
-        sliding = kind == SLIDING
-        theta = local if sliding else "rope_theta"
-        return rotary(keys, head_dim, kind=kind, theta=theta, scaled=not sliding)
-
-    return rope
-
-
-def uniform(keys: Keys, count: int) -> list[str]:
-    """Every layer has the window, if there is one."""
-    return [FULL if keys.get("sliding_window") is None else SLIDING] * count
-
-
-def full(keys: Keys, count: int) -> list[str]:
-    """No layer has a window."""
-    return [FULL] * count
-
-
-def every(period: str, kind: str, otherwise: str = FULL) -> Kinds:
-    """`otherwise` after each run of `kind`: layers `period - 1`, `2 * period - 1` and so on."""
-
-    def kinds(keys: Keys, count: int) -> list[str]:
-        length = keys.size(period)
-        return [kind if (at + 1) % length else otherwise for at in range(count)]
-
-    return kinds
-
-
-def _few_heads(keys: Keys) -> int:
-    value = keys.get("num_key_value_heads")
-    return keys.heads("num_attention_heads" if value is None else "num_key_value_heads")
-
-
-def always(value: Any) -> Callable[..., Any]:
-    """A function of anything that returns the value."""
-    return lambda *given: value
-
-
-NONE, HALVES, EMPTY, NOTHING = always(None), always("halves"), always(""), always(())
-TRUE, FALSE = always(True), always(False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """What one `model_type` has, where that differs from Llama.
+def describe_config(
+    values: Mapping[str, Any], file: Path, name: str, weight_bytes: int | None, inside: str = ""
+) -> ModelShape:
+    """The shapes of the layers that transformers builds from a configuration.
 
     Args:
-        attention: the class in transformers.
-        names: the file's names of entries, by the usual ones.
-        defaults: what transformers takes for entries that are left out.
-        sizes: the same for sizes, which only the description inside a larger one may leave out.
-        builders: what builds each kind of layer; other kinds are refused.
-        kinds: the kinds of the layers of a file without `layer_types`.
-        typed: whether `layer_types` is read.
-        window: reads the size of the window.
-        kv_heads: reads the number of key heads.
-        bias: reads the projections that have a bias.
-        qk_norm: reads the norm of queries and keys.
-        rope: reads the rotary embedding of a kind of layer.
-        rotates: which layers have RoPE, from the kinds.
-        pairing: reads how channels are paired.
-        renamed_ropes: types of RoPE that this architecture reads as another.
-        causal: whether later keys are hidden.
-        keys_of: the layers whose keys and values others use, from the kinds.
-        numbered: whether the scale depends on the index.
-        scale: the factor of the scores of a layer, from the size of a head.
-        softcap: the entry for the bound of the scores.
-        sinks: whether heads have sinks.
-        gate: whether outputs are gated.
-        unsupported: why no layer of regard computes one.
-        ignored: entries that transformers does not use, or only outside of attention.
-        remarks: sentences about such a file.
+        values: of config.json, or of the model that a converted one was made from.
+        file: named in errors.
+        name: of the model.
+        weight_bytes: of its files of weights.
+        inside: where `values` stand in the file.
+
+    Raises:
+        CheckpointError: naming the entry, or with the reason of transformers.
     """
-
-    attention: str
-    names: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    builders: Mapping[str, Builder] = field(default_factory=lambda: {FULL: plain_layer})
-    kinds: Kinds = full
-    typed: bool = False
-    window: Callable[[Keys], int | None] = lambda keys: keys.optional_size("sliding_window")
-    kv_heads: Callable[[Keys], int] = _few_heads
-    bias: Callable[[Keys], tuple[str, ...]] = lambda keys: (
-        QKVO if keys.flag("attention_bias") else ()
+    dtype, remarks = _dtype(values, file, inside)
+    architecture = _architecture(values, file, inside)
+    with _errors(file, f"'{inside}model_type' {architecture!r}"):
+        config = _config(values, architecture)
+        text = config.get_text_config(decoder=True) if "text_config" in vars(config) else config
+        _check_sizes(config, text, values, file, inside)
+        layers, classes = _layers(_built(text), text)
+        remarks += (*_about_parts(config, text, values), *_about_running(classes))
+        positions = getattr(text, "max_position_embeddings", None)
+    return ModelShape(
+        name=name,
+        architecture=architecture,
+        layers=layers,
+        hidden_size=layers[0].hidden_size,
+        dtype=dtype,
+        max_positions=positions,
+        weight_bytes=weight_bytes,
+        remarks=remarks,
     )
-    qk_norm: Callable[[Keys], Literal["head", "width"] | None] = NONE
-    rope: Callable[["Architecture", Keys, str, int], Any] = one_rope
-    rotates: Callable[[Keys, list[str]], list[bool]] = lambda keys, kinds: [True] * len(kinds)
-    pairing: Callable[[Keys], Pairing] = HALVES
-    renamed_ropes: Mapping[str, str] = field(default_factory=dict)
-    causal: Callable[[Keys], bool] = TRUE
-    keys_of: Callable[[Keys, list[str]], list[int | None]] = lambda keys, kinds: [None] * len(kinds)
-    numbered: Callable[[Keys], bool] = FALSE
-    scale: Callable[[Keys, int, Place], float | None] = NONE
-    softcap: str = ""
-    sinks: bool = False
-    gate: Literal["head", "channel"] | None = None
-    unsupported: Callable[[Keys, Place], str] = EMPTY
-    ignored: frozenset[str] = frozenset()
-    remarks: Callable[[Keys], tuple[str, ...]] = NOTHING
-
-    def kinds_of_layers(self, keys: Keys) -> list[str]:
-        """The kind of each layer.
-
-        Raises:
-            CheckpointError: for a kind that this architecture does not have.
-        """
-        count = keys.layers()
-        known = tuple(self.builders)
-        names = (*known, *(old for old, new in OLD_KINDS.items() if new in known))
-        given = keys.words("layer_types", names, count) if self.typed else None
-        if given is None:
-            return self.kinds(keys, count)
-        return [OLD_KINDS.get(kind, kind) for kind in given]
-
-    def layers(self, keys: Keys) -> tuple[LayerShape, ...]:
-        """The layers that the entries describe.
-
-        Raises:
-            CheckpointError: naming the entry that is missing, wrong or unknown.
-        """
-        kinds = self.kinds_of_layers(keys)
-        numbered = self.numbered(keys)
-        places = [
-            Place(kind, rotated, shared, at + 1 if numbered else 1)
-            for at, (kind, rotated, shared) in enumerate(
-                zip(kinds, self.rotates(keys, kinds), self.keys_of(keys, kinds), strict=True)
-            )
-        ]
-        made = {
-            place: self.builders[place.kind](self, keys, place) for place in dict.fromkeys(places)
-        }
-        return tuple(made[place] for place in places)
 
 
-def inverse_root(entry: str) -> Callable[[Keys, int, Place], float | None]:
-    """The scale `entry ** -0.5`; None where that is the usual one."""
+def _architecture(values: Mapping[str, Any], file: Path, inside: str) -> str:
+    """The architecture's name, which transformers knows."""
+    require("transformers")
+    name = values.get("model_type")
+    if not isinstance(name, str):
+        rule = f"'{inside}model_type' must name the architecture"
+        raise refused(file, rule, name, "add it, as 'llama'")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    def scale(keys: Keys, head_dim: int, place: Place) -> float | None:
-        value = keys.number(entry)
-        if value <= 0:
-            raise keys.refused(entry, "above 0", value)
-        return None if value == head_dim else math.pow(value, -0.5)
+    if name not in CONFIG_MAPPING:
+        rule = f"'{inside}model_type' cannot be described: transformers has no such architecture"
+        raise refused(file, rule, name, UNKNOWN)
+    return name
 
-    return scale
+
+def _config(values: Mapping[str, Any], architecture: str) -> Any:
+    """The configuration of transformers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    given = {key: copy.deepcopy(value) for key, value in values.items() if key not in LEFT_OUT}
+    for inner in given.values():
+        for key in LEFT_OUT if isinstance(inner, dict) else ():
+            inner.pop(key, None)
+    config = CONFIG_MAPPING[architecture].from_dict(given)
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise ValueError("it has cross-attention, whose cache follows another sequence")
+    return config
+
+
+def _check_sizes(
+    config: Any, text: Any, values: Mapping[str, Any], file: Path, inside: str
+) -> None:
+    """Raise unless the file has the sizes of its layers, and they are sizes of a model."""
+    if text is not config:
+        inside += "text_config."
+    for entry, most in MOST.items():
+        value = getattr(text, entry, None)
+        needed = entry in SIZES and hasattr(text, entry)
+        if needed and config is text and not _given(text, values, entry):
+            value = None
+        if value in (None, 0) and not needed:  # 0 for no window
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            shown = text.attribute_map.get(entry, entry)
+            rule = f"'{inside}{shown}' must be a whole number of 1 to {most}"
+            raise refused(file, rule, value, "correct the entry")
+
+
+def _given(text: Any, values: Mapping[str, Any], entry: str) -> bool:
+    """Whether a file has an entry, by its own name or the usual one."""
+    return any(values.get(name) is not None for name in (entry, text.attribute_map.get(entry)))
+
+
+@contextmanager
+def _errors(file: Path, what: str) -> Iterator[None]:
+    """Every error of transformers as one sentence, and none of its warnings."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # of entries that are wrong in any way
+        rule = f"{what} cannot be described"
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise refused(file, rule, message, "correct the entry") from error
+    finally:
+        logging.set_verbosity(before)
+
+
+def _built(text: Any) -> nn.Module:
+    """The text model on the meta device.
+
+    Raises:
+        ValueError: if it is no model of text, or has too many modules.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
+
+    of_text = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) in MODEL_FOR_MASKED_LM_MAPPING
+    if not of_text and text.model_type != "vit":
+        raise ValueError("transformers has no model for it that reads or writes text alone")
+    text = copy.deepcopy(text)
+    text._attn_implementation = "eager"
+    if getattr(text, "max_position_embeddings", None) is not None:
+        text.max_position_embeddings = min(text.max_position_embeddings, POSITIONS)
+    classes = MODEL_MAPPING if type(text) in MODEL_MAPPING else MODEL_FOR_CAUSAL_LM_MAPPING
+    made_by = classes[type(text)]
+    with _counted(), torch.device("meta"):
+        model: nn.Module = (made_by[0] if isinstance(made_by, tuple) else made_by)(text)
+    return model
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Raise if more modules and parameters are registered than any published model has."""
+    count = 0
+
+    def registered(parent: nn.Module, name: str, child: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > PARTS:
+            raise ValueError(f"it has more than {PARTS:,} modules and parameters")
+
+    modules = registry.register_module_module_registration_hook(registered)
+    parameters = registry.register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        modules.remove()
+        parameters.remove()
+
+
+def _layers(model: nn.Module, text: Any) -> tuple[tuple[LayerShape, ...], dict[str, None]]:
+    """The shape of each layer, and the classes of their attention."""
+    rotates = any("rotary" in name for name, _ in model.named_modules())
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    latest: dict[str, int] = {}  # layer of each kind that has keys of its own
+    shapes: list[LayerShape] = []
+    classes: dict[str, None] = {}
+    for index, (layer, kind) in enumerate(zip(_stack(model, text), kinds, strict=True)):
+        module = _attention(layer, index)
+        shared = latest[kind] if getattr(module, "is_kv_shared_layer", False) else None
+        if shared is None:
+            latest[kind] = index
+        shape = shape_of_module(module, text, kind, rotates=rotates, keys_of=shared)
+        _check_shape(shape)
+        if shared is not None:
+            reason = shapes[shared].unsupported or "keys and values are those of another layer"
+            shape = replace(shape, unsupported=reason)
+        shapes.append(shape)
+        classes[type(getattr(module, "self", module)).__name__] = None
+    return tuple(shapes), classes
+
+
+def _check_shape(shape: LayerShape) -> None:
+    if shape.num_heads % shape.num_kv_heads:
+        heads = f"{shape.num_kv_heads} key heads do not divide {shape.num_heads} query heads"
+        raise ValueError(heads)
+
+
+def _stack(model: nn.Module, text: Any) -> nn.ModuleList:
+    """The list of the model's layers."""
+    for child in model.modules():
+        if isinstance(child, nn.ModuleList) and len(child) == text.num_hidden_layers:
+            return child
+    raise ValueError(f"{type(model).__name__} has no list of {text.num_hidden_layers} layers")
+
+
+def _attention(layer: nn.Module, index: int) -> nn.Module:
+    """The module of a layer that mixes tokens: attention, or what stands in its place."""
+    found: dict[str, nn.Module] = {}
+    for name, module in layer.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and ATTENTION.search(type(module).__name__):
+            found[name] = module
+    if len(found) != 1:
+        names = ", ".join(type(each).__name__ for each in found.values()) or "none that is known"
+        raise ValueError(
+            f"layer {index}, {type(layer).__name__}, has {names} as attention, not one"
+        )
+    return found.popitem()[1]
+
+
+def _dtype(values: Mapping[str, Any], file: Path, inside: str) -> tuple[str, tuple[str, ...]]:
+    """The dtype of the cache, and a remark if the file's is not one of a cache."""
+    inner = values.get("text_config")
+    holders = [inner, values] if isinstance(inner, dict) else [values]
+    given = [each.get(name) for name in ("dtype", "torch_dtype") for each in holders]
+    name = next((each for each in given if each is not None), "auto")
+    if not isinstance(name, str):
+        raise refused(file, f"'{inside}dtype' must be the name of a dtype", name, "correct it")
+    name = name.removeprefix("torch.")
+    if name == "auto":
+        return "float32", ("The file names no dtype: sizes are those of float32.",)
+    if name not in DTYPE_BYTES:
+        rule = f"'{inside}dtype' must be one of {', '.join(DTYPE_BYTES)}"
+        raise refused(file, rule, name, "correct the entry")
+    return name, ()
+
+
+def _about_parts(config: Any, text: Any, values: Mapping[str, Any]) -> tuple[str, ...]:
+    remarks: tuple[str, ...] = ()
+    if getattr(text, "quantization_config", None) or values.get("quantization_config"):
+        remarks += ("Weights are quantised; parameters are counted as they are before that.",)
+    if getattr(text, "alibi", False):
+        remarks = ("Scores have ALiBi's bias instead of RoPE.", *remarks)
+    inner = values if text is config else values.get("text_config") or {}
+    known = {each.name for each in fields(text)} | text.attribute_map.keys()
+    if unread := sorted(key for key in inner if key not in known and inner[key] and MATTERS(key)):
+        remarks += (f"transformers does not read {', '.join(unread)} of this architecture.",)
+    if text is config:
+        return remarks
+    if left := [entry for entry in SIZES if not _given(text, inner, entry)]:
+        listed = ", ".join(left)
+        remarks += (f"The file leaves out {listed}: these are the values transformers takes.",)
+    return (*remarks, "Only the part that writes text is described; others attend on their own.")
+
+
+def _about_running(classes: Mapping[str, None]) -> tuple[str, ...]:
+    names = [name for name in classes if "Attention" in name]
+    if not names:
+        return ()
+    if all(name in FAMILIES for name in names):
+        return (f"regard.hf.install runs it: {names[0]} is in regard.hf.FAMILIES.",)
+    return (
+        f"regard.hf.install does not run {names[0]}; regard.hf.register() runs what goes through "
+        "transformers' attention interface.",
+    )

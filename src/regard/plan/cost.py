@@ -1,15 +1,20 @@
 """What attention costs, from shapes alone: parameters, cache bytes, FLOPs and bytes moved.
 
-Each cost is a `Formula`, and `cost_of` evaluates all of them for a layer or for a model.
+Each cost is a function of a layer and a workload; `cost_of` computes all of them, of a layer or a
+model.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache, reduce
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import reduce
 from operator import add
-from types import MappingProxyType
 
-from regard.plan.cache_bytes import allocated_bytes, cache_bytes, static_bytes, token_bytes
+from regard.plan.cache_bytes import (
+    allocated_bytes,
+    block_bytes,
+    cache_bytes,
+    token_bytes,
+)
 from regard.plan.flops import (
     Form,
     attention_flops,
@@ -20,26 +25,23 @@ from regard.plan.flops import (
     visible_pairs,
     visible_prefill_flops,
 )
-from regard.plan.formula import Formula
-from regard.plan.shapes import LayerShape, ModelShape, Storage
-from regard.plan.sizes import LAYER_SIZES, sizes
+from regard.plan.shapes import LayerShape, ModelShape, Storage, Workload
 from regard.plan.traffic import decode_bytes, prefill_bytes
 from regard.plan.weights import parameters
 
 __all__ = [
     "Cost",
+    "Workload",
     "allocated_bytes",
     "attention_flops",
+    "block_bytes",
     "cache_bytes",
     "cost_of",
     "decode_bytes",
     "decode_flops",
-    "formulas",
     "parameters",
     "prefill_bytes",
     "prefill_flops",
-    "sizes",
-    "static_bytes",
     "token_bytes",
     "visible_decode_flops",
     "visible_keys",
@@ -144,13 +146,11 @@ def cost_of(
     else:
         layers = {layer: len(indices) for layer, indices in shape.distinct().items()}
         chosen = dtype or shape.dtype
-    costs = []
-    for layer, count in layers.items():
-        numbers = sizes(layer, storage, context=context, batch=batch, dtype=chosen, tp=tp, cp=cp)
-        found = formulas(layer, storage, prefill_form, decode_form)
-        evaluated = {name: int(each.evaluate(**numbers)) for name, each in found.items()}
-        costs.append(Cost(**evaluated, uncounted=int(layer.kind == "linear")) * count)
-    return total_of(costs)
+    work = Workload(context=context, batch=batch, dtype=chosen, tp=tp, cp=cp)
+    return total_of(
+        _cost(layer, storage, work, prefill_form, decode_form) * count
+        for layer, count in layers.items()
+    )
 
 
 def total_of(costs: Iterable[Cost]) -> Cost:
@@ -158,63 +158,23 @@ def total_of(costs: Iterable[Cost]) -> Cost:
     return reduce(add, costs, Cost())
 
 
-def formulas(
-    layer: LayerShape,
-    storage: Storage,
-    prefill_form: Form = "expanded",
-    decode_form: Form = "absorbed",
-) -> Mapping[str, Formula]:
-    """The formula of each cost that is known of a layer, by the names of `Cost`.
-
-    Memoised: layers that differ in their sizes alone have the same formulas.
-
-    Args:
-        layer: of any kind.
-        storage: of its cache.
-        prefill_form: of MLA, as for `prefill_flops`.
-        decode_form: of MLA, as for `decode_flops`.
-
-    Raises:
-        ValueError: if the layer's mask or the storage is not known.
-
-    Examples:
-        >>> from regard.plan import STORAGES, LayerShape, formulas
-        >>> layer = LayerShape(
-        ...     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
-        >>> of_cache = formulas(layer, STORAGES["plain"])["cache_bytes"]
-        >>> print(" x ".join(of_cache.written().split(" x ")[:3]))
-        batch x ceil(context / cp) x ceil(num_kv_heads / tp)
-    """
-    return _formulas(_without_sizes(layer), storage, prefill_form, decode_form)
-
-
-@cache
-def _without_sizes(layer: LayerShape) -> LayerShape:
-    """The layer with every size 1 that it has at all, and without what no formula reads."""
-    sizes_of_one = {name: 1 for name in LAYER_SIZES if getattr(layer, name)}
-    other = {"softcap": None, "scale": None, "rope": "", "unsupported": ""}
-    shared = None if layer.keys_of is None else 0
-    return replace(layer, **sizes_of_one, **other, keys_of=shared)  # type: ignore[arg-type]
-
-
-@cache
-def _formulas(
-    layer: LayerShape, storage: Storage, prefill_form: Form, decode_form: Form
-) -> Mapping[str, Formula]:
+def _cost(
+    layer: LayerShape, storage: Storage, work: Workload, prefill_form: Form, decode_form: Form
+) -> Cost:
+    """The costs of one layer; of linear attention those of its cache."""
     caches = {
-        "cache_bytes": cache_bytes(layer, storage),
-        "allocated_bytes": allocated_bytes(layer, storage),
+        "cache_bytes": cache_bytes(layer, storage, work),
+        "allocated_bytes": allocated_bytes(layer, storage, work),
     }
     if layer.kind == "linear":
-        return MappingProxyType(caches)
-    found = {
-        "parameters": parameters(layer),
+        return Cost(**caches, uncounted=1)
+    return Cost(
         **caches,
-        "prefill_flops": prefill_flops(layer, prefill_form),
-        "visible_prefill_flops": visible_prefill_flops(layer, prefill_form),
-        "decode_flops": decode_flops(layer, decode_form),
-        "visible_decode_flops": visible_decode_flops(layer, decode_form),
-        "prefill_bytes": prefill_bytes(layer, storage),
-        "decode_bytes": decode_bytes(layer, storage),
-    }
-    return MappingProxyType(found)
+        parameters=parameters(layer, work),
+        prefill_flops=prefill_flops(layer, work, prefill_form),
+        visible_prefill_flops=visible_prefill_flops(layer, work, prefill_form),
+        decode_flops=decode_flops(layer, work, decode_form),
+        visible_decode_flops=visible_decode_flops(layer, work, decode_form),
+        prefill_bytes=prefill_bytes(layer, storage, work),
+        decode_bytes=decode_bytes(layer, storage, work),
+    )

@@ -1,10 +1,18 @@
 """The shapes of a model's attention, from its description on disk: no weights are read."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from regard.hf.loading.untrusted import check_config, check_files, read_json
-from regard.plan.configured import described_values
-from regard.plan.converted import describe_converted
+import torch
+
+from regard.hf.loading.descriptions import layer_from
+from regard.hf.loading.latent_layers import ENTRIES, FORMAT
+from regard.hf.loading.untrusted import check_config, check_files, read_json, refused
+from regard.hf.packages import require
+from regard.plan.building import describe_config
+from regard.plan.modules import shape_of
 from regard.plan.shapes import ModelShape
 
 CONFIG = "config.json"
@@ -14,8 +22,9 @@ OWN = "regard"  # the model_type of what regard.convert.save writes
 def describe(path: str | Path) -> ModelShape:
     """The layers of a model's attention, from its description alone.
 
-    Neither weights nor vocabulary are read, and transformers is not imported. Entries that are not
-    known are refused by name if they may change what is visible or cached.
+    Neither weights nor vocabulary are read. The layers are those that transformers builds of the
+    configuration, on the meta device, where weights take no memory; kinds of layers whose cache is
+    not known are refused by name.
 
     Args:
         path: a folder with config.json, such a file, or a .gguf; also a folder that
@@ -27,7 +36,8 @@ def describe(path: str | Path) -> ModelShape:
     Raises:
         FileNotFoundError: if there is no such file, or no config.json in the folder.
         CheckpointError: naming the file, the entry, the rule and what came: for an architecture
-            that is not known, an entry that is missing, unknown or wrong, and damaged files.
+            that transformers does not have, an entry that is missing or wrong, and damaged files.
+        ImportError: if transformers is missing, or gguf for a GGUF.
 
     Examples:
         >>> import json, tempfile
@@ -54,9 +64,7 @@ def describe(path: str | Path) -> ModelShape:
             f"{path} does not exist: give a folder with {CONFIG}, a {CONFIG} or a .gguf file"
         )
     if path.suffix.lower() == ".gguf":
-        from regard.plan.gguf import describe_gguf
-
-        return describe_gguf(path)
+        return _describe_gguf(path)
     return _described(path, path.resolve().parent.name, None)
 
 
@@ -73,5 +81,51 @@ def _described(file: Path, name: str, weight_bytes: int | None) -> ModelShape:
     values = read_json(file)
     check_config(values, file)
     if values.get("model_type") == OWN:
-        return describe_converted(values, file, name, weight_bytes)
-    return described_values(values, file, name, weight_bytes)
+        return _describe_converted(values, file, name, weight_bytes)
+    return describe_config(values, file, name, weight_bytes)
+
+
+def _describe_converted(
+    values: Mapping[str, Any], file: Path, name: str, weight_bytes: int | None
+) -> ModelShape:
+    """The shapes of the layers that `regard.convert.save` has written, and what the description of
+    the model that they were made from says besides."""
+    if set(values) != ENTRIES or values["format"] != FORMAT:
+        rule = f"it must have {', '.join(sorted(ENTRIES))}, and format {FORMAT}"
+        raise refused(file, rule, sorted(values))
+    base, entries = values["base"], values["layers"]
+    if not isinstance(base, dict) or not isinstance(entries, list):
+        raise refused(file, "'base' must be an object and 'layers' a list", values)
+    model = describe_config(base, file, name, weight_bytes, inside="base.")
+    if len(entries) != len(model.layers):
+        rule = f"'layers' must have an entry for each of the {len(model.layers)} layers"
+        raise refused(file, rule, len(entries))
+    with torch.device("meta"):  # no memory for parameters
+        layers = tuple(shape_of(layer_from(entry, file)) for entry in entries)
+    for layer in layers:
+        if layer.hidden_size != model.hidden_size:
+            rule = f"layers must have the base's hidden_size={model.hidden_size}"
+            raise refused(file, rule, layer.hidden_size)
+    remarks = (f"Converted from {model.architecture}; regard.hf.load runs it.",)
+    return replace(model, architecture=OWN, layers=layers, remarks=remarks)
+
+
+def _describe_gguf(file: Path) -> ModelShape:
+    """The shapes that transformers reads from the header of a GGUF."""
+    require("transformers", "gguf")
+    from regard.hf.loading.reading_gguf import read_once
+    from regard.hf.loading.untrusted_gguf import check_gguf
+
+    checked = check_gguf(file)
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        with read_once():
+            values = dict(load_gguf_checkpoint(file)["config"])
+    except (ValueError, KeyError, TypeError) as error:
+        rule = "transformers must be able to read its configuration"
+        raise refused(file, rule, str(error), "describe the model's config.json") from error
+    check_config(values, file)
+    model = describe_config({"dtype": "float16"} | values, file, file.stem, None)
+    remark = "Sizes are those of a float16 cache, which llama.cpp has if nothing else is given."
+    return replace(model, weight_bytes=checked.contents.nbytes, remarks=(remark, *model.remarks))

@@ -1,21 +1,34 @@
 """Every attention that a model could have, with what it costs and the context that fits."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from regard.plan.cache_bytes import allocated_bytes, block_bytes, cache_bytes
 from regard.plan.candidates import Choice, choices
-from regard.plan.communication import Sent, sent_formulas, sent_of
-from regard.plan.cost import Cost, cost_of, formulas, total_of
-from regard.plan.devices import THIS, Device, device_of, is_measured, roofline_seconds
-from regard.plan.engines import ENGINES, Part, parts_of, reserved
-from regard.plan.formula import Number
-from regard.plan.links import link_of, link_seconds
+from regard.plan.cost import Cost, cost_of, total_of
+from regard.plan.devices import (
+    THIS,
+    Device,
+    device_of,
+    is_measured,
+    link_of,
+    link_seconds,
+    roofline_seconds,
+)
 from regard.plan.rows import Duration, Largest, Plan, Row, Transfer
-from regard.plan.sent_tokens import layout_of
-from regard.plan.shapes import DTYPE_BYTES, LayerShape, ModelShape, Storage, storages_of
-from regard.plan.sizes import sizes
+from regard.plan.sent import Sent, sent_of
+from regard.plan.shapes import (
+    DTYPE_BYTES,
+    LayerShape,
+    ModelShape,
+    Storage,
+    Workload,
+    check_whole,
+    storages_of,
+)
 
 GIBIBYTE = 1 << 30
 MOST = {  # the largest numbers that are accepted: sums of bytes stay below 2**63 for real models
@@ -25,6 +38,7 @@ MOST = {  # the largest numbers that are accepted: sums of bytes stay below 2**6
     "cp": 10**6,
     "memory": 10**18,
 }
+Bytes = Callable[[LayerShape, Storage, Workload], int]  # of one layer
 TIMED = {"prefill": "visible_prefill_flops", "decode": "visible_decode_flops"}
 
 
@@ -39,7 +53,7 @@ def plan(
     dtype: str | None = None,
     tp: int = 1,
     cp: int = 1,
-    engine: str = "vllm",
+    block: int = 0,
     attentions: Sequence[str] = (),
     storages: Sequence[str] = (),
     page_size: int = 0,
@@ -57,7 +71,8 @@ def plan(
         dtype: of weights, activations and plain caches; the model's own if None.
         tp: ranks that the heads are divided among.
         cp: ranks that the tokens are divided among.
-        engine: a key of `ENGINES`, whose figures stand beside the two others.
+        block: tokens of a block: what whole blocks take stands beside the two other figures, as
+            serving engines reserve them; 0 for no blocks.
         attentions: keys of rows, as `"gqa-4"`; all if there are none.
         storages: names of `STORAGES`, as `"K8V4"`; the usual ones if there are none.
         page_size: tokens of a page of the caches; 0 for caches that are not in pages.
@@ -88,10 +103,12 @@ def plan(
     chosen = dtype or model.dtype
     if chosen not in DTYPE_BYTES:
         raise ValueError(f"dtype={chosen!r} is not one of {', '.join(DTYPE_BYTES)}")
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is not one of {', '.join(ENGINES)}")
-    if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 0:
-        raise ValueError(f"page_size is a whole number, 0 or more tokens, got {page_size!r}")
+    check_whole("page_size", page_size, 0)
+    check_whole("block", block, 0)
+    if page_size and block:
+        raise ValueError(
+            f"pages are blocks of their own: give page_size={page_size} or block={block}, not both"
+        )
     stored = storages_of(storages, page_size)
     found, missing = choices(replace(model, dtype=chosen))
     settings = Plan(
@@ -104,7 +121,7 @@ def plan(
         cp=cp,
         devices=_devices(devices, chosen),
         links={key: link_of(key) for key in links},
-        engine=engine,
+        block=block,
         rows=(),
         left_out={} if attentions else missing,
     )
@@ -151,35 +168,6 @@ def largest(taken: Callable[[int], int], memory: int, most: int = MOST["context"
     return fitting
 
 
-def formulas_of(plan: Plan, row: Row) -> list[tuple[LayerShape, tuple[int, ...], dict[str, str]]]:
-    """Of each different layer of a row: the indices of those like it, and each cost's formula with
-    the numbers put in; `reserved_bytes` is that of the plan's engine, and `sent_prefill` and others
-    are of the rank that sends most."""
-    alike = ModelShape(
-        name=row.key, architecture="", layers=row.layers, hidden_size=plan.model.hidden_size
-    ).distinct()
-    found, layout = [], layout_of(row.layers)
-    for layer, indices in alike.items():
-        numbers = _numbers(plan, layer, row.storage)
-        written = {
-            name: formula.with_numbers(**numbers)
-            for name, formula in formulas(layer, row.storage).items()
-        }
-        if layer.keys_of is None and row.reserved_by(plan.engine).bytes is not None:
-            formula = ENGINES[plan.engine].layer_bytes(layer, row.storage)
-            written["reserved_bytes"] = formula.with_numbers(**numbers)
-        if plan.tp * plan.cp > 1:
-            numbers |= {"rank": row.sent.rank}
-            sent = sent_formulas(layer, layout)
-            written |= {
-                f"sent_{name}": sent[name].with_numbers(**numbers)
-                for name in ("prefill", "training", "decode")
-                if name in sent
-            }
-        found.append((layer, indices, written))
-    return found
-
-
 def _devices(keys: Sequence[str], dtype: str) -> dict[str, Device]:
     if not keys:
         keys = (THIS,) if is_measured() else ()
@@ -198,34 +186,31 @@ def _selected(found: Sequence[Choice], keys: Sequence[str]) -> list[Choice]:
 
 
 def _row(plan: Plan, choice: Choice, storage: Storage) -> Row:
-    model = ModelShape(
-        name=plan.model.name,
-        architecture=plan.model.architecture,
-        layers=choice.layers,
-        hidden_size=plan.model.hidden_size,
-        dtype=plan.dtype,
-    )
+    counts = Counter(choice.layers)
     call: dict[str, Any] = {
         name: getattr(plan, name) for name in ("context", "batch", "dtype", "tp", "cp")
     }
-    costs = [
-        cost_of(layer, storage, **call) * len(same) for layer, same in model.distinct().items()
+    costs = [cost_of(layer, storage, **call) * count for layer, count in counts.items()]
+    sent, work = sent_of(choice.layers, **call), Workload(**call)
+    in_blocks = partial(block_bytes, block=plan.block) if plan.block else None
+    largest_sizes = [
+        _largest(figure, counts, storage, work, plan.memory)
+        for figure in (cache_bytes, allocated_bytes, in_blocks)
     ]
-    sent = sent_of(choice.layers, **call)
-    contexts, batches = _largest(plan, model, storage)
+    contexts, batches = zip(*largest_sizes, strict=True)
     return Row(
         key=choice.key,
         attention=choice.name,
         storage=storage,
         layers=choice.layers,
         cost=total_of(costs),
-        reserved=tuple(reserved(engine, choice.layers, storage, **call) for engine in ENGINES),
+        block_bytes=_total(in_blocks, counts, storage, work) if in_blocks else None,
         sent=sent,
         transfers=_transfers(plan, sent),
         prefill=_durations(plan, costs, "prefill"),
         decode=_durations(plan, costs, "decode"),
-        largest_context=contexts,
-        largest_batch=batches,
+        largest_context=Largest(*contexts),
+        largest_batch=Largest(*batches),
     )
 
 
@@ -253,48 +238,22 @@ def _transfers(plan: Plan, sent: Sent) -> tuple[Transfer, ...]:
     )
 
 
-def _largest(plan: Plan, model: ModelShape, storage: Storage) -> tuple[Largest, Largest]:
-    """The largest context at the plan's batch, and the largest batch at its context."""
-    alike = model.distinct()
-    figures: dict[str, tuple[Part, ...] | None] = {
-        name: tuple(
-            Part(layer, len(indices), formulas(layer, storage)[name])
-            for layer, indices in alike.items()
-        )
-        for name in ("cache_bytes", "allocated_bytes")
-    }
-    ranks = {"tp": plan.tp, "cp": plan.cp}
-    try:
-        figures["reserved"] = parts_of(
-            plan.engine, model.layers, storage, dtype=plan.dtype, **ranks
-        )
-    except ValueError:  # its objection stands in `Row.reserved`
-        figures["reserved"] = None
-    contexts, batches = [], []
-    for parts in figures.values():
-        known = [(part, _numbers(plan, part.layer, storage)) for part in parts or ()]
-        of_context = partial(_taken, known, "context")
-        of_batch = partial(_taken, known, "batch")
-        contexts.append(None if parts is None else largest(of_context, plan.memory))
-        batches.append(None if parts is None else largest(of_batch, plan.memory, MOST["batch"]))
-    return Largest(*contexts), Largest(*batches)
+def _largest(
+    figure: Bytes | None, layers: Counter[LayerShape], storage: Storage, work: Workload, memory: int
+) -> tuple[int | None, int | None]:
+    """The largest context at the batch of `work`, and the largest batch at its context."""
+    if figure is None:
+        return None, None
+
+    def of_context(tokens: int) -> int:
+        return _total(figure, layers, storage, replace(work, context=tokens))
+
+    def of_batch(rows: int) -> int:
+        return _total(figure, layers, storage, replace(work, batch=rows))
+
+    return largest(of_context, memory), largest(of_batch, memory, MOST["batch"])
 
 
-def _taken(known: Sequence[tuple[Part, dict[str, Number]]], name: str, value: int) -> int:
-    """The bytes of all parts, with one of their sizes replaced."""
-    return sum(
-        part.layers * int(part.formula.evaluate(**(numbers | {name: value})))
-        for part, numbers in known
-    )
-
-
-def _numbers(plan: Plan, layer: LayerShape, storage: Storage) -> dict[str, Number]:
-    return sizes(
-        layer,
-        storage,
-        context=plan.context,
-        batch=plan.batch,
-        dtype=plan.dtype,
-        tp=plan.tp,
-        cp=plan.cp,
-    )
+def _total(figure: Bytes, layers: Counter[LayerShape], storage: Storage, work: Workload) -> int:
+    """The bytes of all layers."""
+    return sum(figure(layer, storage, work) * count for layer, count in layers.items())

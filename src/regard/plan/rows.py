@@ -3,26 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from regard.plan.communication import Sent
 from regard.plan.cost import Cost
-from regard.plan.devices import Device
-from regard.plan.links import Link
+from regard.plan.devices import Device, Link
+from regard.plan.sent import Sent
 from regard.plan.shapes import LayerShape, ModelShape, Storage
-
-
-@dataclass(frozen=True)
-class Reserved:
-    """What an engine reserves for a cache.
-
-    Args:
-        engine: its key in `regard.plan.engines.ENGINES`.
-        bytes: on one rank; None if the engine cannot hold this cache.
-        objection: why it cannot, in a sentence; `""` if it can.
-    """
-
-    engine: str
-    bytes: int | None
-    objection: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,7 +30,7 @@ class Transfer:
     """The least time that a link needs for what a rank sends, and it alone.
 
     Args:
-        link: its key in `regard.plan.links.LINKS`.
+        link: its key in `regard.plan.devices.LINKS`.
         prefill: seconds of the prefill.
         training: seconds of a forward and a backward pass.
         decode: seconds of one more token.
@@ -65,12 +49,12 @@ class Largest:
     Args:
         ideal: of the live tokens alone; None if no size is too large.
         allocated: as regard's cache object allocates.
-        reserved: as the plan's engine reserves; None also if it cannot hold this cache.
+        in_blocks: in whole blocks; None also of a plan without blocks.
     """
 
     ideal: int | None
     allocated: int | None
-    reserved: int | None
+    in_blocks: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +68,7 @@ class Row:
         layers: of the model with that attention, in order.
         cost: of all layers together: parameters, cache bytes (ideal, and as regard's cache object
             allocates), FLOPs and bytes of the prefill and of one more token.
-        reserved: what each engine reserves, or why it cannot hold this cache.
+        block_bytes: of the cache in whole blocks of the plan's `block`; None without blocks.
         prefill: least times of the prefill of `context` tokens, on each device.
         decode: the same of one more token for each row of the batch.
         sent: what the rank sends to others; zeros on one rank.
@@ -97,8 +81,8 @@ class Row:
         >>> layer = LayerShape(
         ...     hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8, v_head_dim=8)
         >>> model = ModelShape(name="m", architecture="llama", layers=(layer,), hidden_size=64)
-        >>> row = plan(model, context=100, devices=["h100"]).rows[0]
-        >>> row.key, row.storage.name, row.cost.cache_bytes, row.reserved_by("vllm").bytes
+        >>> row = plan(model, context=100, devices=["h100"], block=16).rows[0]
+        >>> row.key, row.storage.name, row.cost.cache_bytes, row.block_bytes
         ('shipped', 'plain', 25600, 28672)
         >>> isinstance(row, Row)
         True
@@ -109,17 +93,13 @@ class Row:
     storage: Storage
     layers: tuple[LayerShape, ...]
     cost: Cost
-    reserved: tuple[Reserved, ...]
+    block_bytes: int | None
     prefill: tuple[Duration, ...]
     decode: tuple[Duration, ...]
     sent: Sent
     transfers: tuple[Transfer, ...]
     largest_context: Largest
     largest_batch: Largest
-
-    def reserved_by(self, engine: str) -> Reserved:
-        """What this engine reserves."""
-        return next(each for each in self.reserved if each.engine == engine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +116,7 @@ class Plan:
         cp: ranks that the tokens are divided among.
         devices: whose times are estimated, by key.
         links: between ranks, whose times are estimated, by key.
-        engine: whose reserved bytes stand in the table, and in `Largest.reserved`.
+        block: tokens of a block, of which an engine reserves whole ones; 0 for no blocks.
         rows: each attention with each storage.
         left_out: attentions that cannot be rows, each with the reason; none if rows were chosen.
 
@@ -159,6 +139,6 @@ class Plan:
     cp: int
     devices: Mapping[str, Device]
     links: Mapping[str, Link]
-    engine: str
+    block: int
     rows: tuple[Row, ...]
     left_out: Mapping[str, str]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal
 
 from regard.cache.paging.formats import PageFormat
@@ -86,6 +87,15 @@ class LayerShape:
             return "MHA"
         return "MQA" if self.num_kv_heads == 1 else "GQA"
 
+    @property
+    def latent(self) -> int:
+        """Channels of the latent; 0 without one."""
+        return self.kv_lora_rank or 0
+
+    def within_window(self, tokens: int) -> int:
+        """The tokens, or those of the window if they are fewer."""
+        return tokens if self.window is None else min(tokens, self.window)
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -164,6 +174,92 @@ def storages_of(names: Sequence[str] = (), page_size: int = 0) -> tuple[Storage,
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A prefill of `context` tokens, or one step after them: rows, dtype, and ranks that share it.
+
+    With `tp` ranks of tensor parallelism a rank has its share of the key heads, rounded up, and the
+    query heads that these serve; ranks that have the same key head share its query heads, rounded
+    up (`regard.distributed.tensor_parallel`). A latent is on every rank. With `cp` ranks of context
+    parallelism a rank has its share of the tokens, rounded up.
+
+    Args:
+        context: tokens in the cache, or of the prefill.
+        batch: rows.
+        dtype: of the cache, the weights and the hidden states; a key of `DTYPE_BYTES`.
+        tp: ranks of tensor parallelism.
+        cp: ranks of context parallelism.
+
+    Raises:
+        ValueError: if a number is not a whole one in its range, or the dtype is not known.
+
+    Examples:
+        >>> from regard.plan.shapes import Workload
+        >>> work = Workload(context=100, dtype="bfloat16", cp=8)
+        >>> work.tokens, work.itemsize  # of a rank; bytes of a number
+        (13, 2)
+    """
+
+    context: int
+    batch: int = 1
+    dtype: str = "float32"
+    tp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        for name, least in (("context", 0), ("batch", 1), ("tp", 1), ("cp", 1)):
+            check_whole(name, getattr(self, name), least)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a rank."""
+        return ceil_div(self.context, self.cp)
+
+    def key_heads(self, layer: LayerShape) -> int:
+        """Key heads of a rank."""
+        return ceil_div(layer.num_kv_heads, self.tp)
+
+    def query_heads(self, layer: LayerShape) -> int:
+        """Query heads of a rank."""
+        group = ceil_div(layer.num_heads, layer.num_kv_heads)  # that a key head serves
+        return self.key_heads(layer) * ceil_div(group, replicas(layer.num_kv_heads, self.tp))
+
+
+def check_whole(name: str, value: int, least: int) -> None:
+    """Raise a ValueError unless the value is a whole number, `least` or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is a whole number, at least {least}, got {value!r}")
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """The quotient, rounded up to a whole number."""
+    return -(-value // divisor)
+
+
+@cache
+def replicas(num_kv_heads: int, tp: int) -> int:
+    """Ranks that have the same key heads: as many as let every key head have ranks of its own.
+
+    Args:
+        num_kv_heads: of the layer on one device.
+        tp: ranks that the heads are divided among, into sets of equal size.
+
+    Examples:
+        >>> from regard.plan.shapes import replicas
+        >>> [replicas(2, tp) for tp in (1, 2, 4, 6, 7)]
+        [1, 1, 2, 3, 1]
+    """
+    most = max(1, tp // num_kv_heads)
+    return next(n for n in range(most, 0, -1) if tp % n == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The layers of a model's attention, and what else a plan needs of it.
 
@@ -198,7 +294,16 @@ class ModelShape:
 
     def distinct(self) -> Mapping[LayerShape, tuple[int, ...]]:
         """The different layers, each with the indices of those that are alike, in order."""
-        found: dict[LayerShape, tuple[int, ...]] = {}
-        for index, layer in enumerate(self.layers):
-            found[layer] = (*found.get(layer, ()), index)
-        return found
+        return distinct(self.layers)
+
+
+def distinct(layers: Sequence[LayerShape]) -> Mapping[LayerShape, tuple[int, ...]]:
+    """The different layers, each with the indices of those that are alike, in order.
+
+    Args:
+        layers: of a model.
+    """
+    indices: dict[LayerShape, list[int]] = {}
+    for index, layer in enumerate(layers):
+        indices.setdefault(layer, []).append(index)
+    return {layer: tuple(alike) for layer, alike in indices.items()}

@@ -1,23 +1,17 @@
-"""Parameters of a layer of attention on one rank, as matrices and vectors by their names."""
+"""Parameters of a layer of attention on one rank, as matrices and vectors by their names.
 
-from functools import reduce
-from operator import add
+Of a layer of any kind but linear attention, on the ranks of a workload.
+"""
 
-from regard.plan.formula import Formula, number
-from regard.plan.shapes import LayerShape
-from regard.plan.sizes import (
-    HEAD,
-    HIDDEN,
-    KEY_HEADS,
-    LATENT,
-    QUERY_HEADS,
-    QUERY_LATENT,
-    ROTARY,
-    VALUE,
+from regard.plan.shapes import LayerShape, Workload
+
+_PROJECTIONS = (  # those that may have a bias
+    *("q_proj", "q_a_proj", "q_b_proj"),
+    *("k_proj", "v_proj", "kv_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 )
 
 
-def parameters(layer: LayerShape) -> Formula:
+def parameters(layer: LayerShape, work: Workload) -> int:
     """The number of parameters: projections, biases, norms, sinks and gates, as regard's layers
     have them.
 
@@ -25,58 +19,43 @@ def parameters(layer: LayerShape) -> Formula:
     these are the parameters of one rank; projections to latents, and what is added to the hidden
     states, are on each of them.
 
-    Args:
-        layer: of any kind but linear attention.
-
     Raises:
         ValueError: for linear attention, or if `bias` names no projection of the layer.
-
-    Examples:
-        >>> from regard import GroupedQueryAttention
-        >>> from regard.plan.cost import parameters, sizes
-        >>> from regard.plan.shapes import STORAGES, LayerShape
-        >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
-        >>> count = parameters(gqa).evaluate(**sizes(gqa, STORAGES["plain"], context=0))
-        >>> count == sum(each.numel() for each in GroupedQueryAttention(64, 8, 2).parameters())
-        True
     """
-    return total([*matrices(layer).values(), *vectors(layer).values()])
+    return sum(matrices(layer, work).values()) + sum(vectors(layer, work).values())
 
 
-def total(terms: list[Formula]) -> Formula:
-    """The sum of the terms; 0 if there are none."""
-    return reduce(add, terms) if terms else number(0)
-
-
-def matrices(layer: LayerShape) -> dict[str, Formula]:
+def matrices(layer: LayerShape, work: Workload) -> dict[str, int]:
     """The elements of the weight of each projection, inputs times outputs.
-
-    Args:
-        layer: of any kind but linear attention.
 
     Raises:
         ValueError: for linear attention.
     """
-    inputs, outputs = _inputs(layer), _outputs(layer)
-    return {name: inputs[name] * outputs[name] for name in outputs}
+    inputs = {
+        "q_b_proj": layer.q_lora_rank or 0,
+        "kv_b_proj": layer.latent,
+        "o_proj": work.query_heads(layer) * layer.v_head_dim,
+    }
+    return {
+        name: inputs.get(name, layer.hidden_size) * outputs
+        for name, outputs in _outputs(layer, work).items()
+    }
 
 
-def vectors(layer: LayerShape) -> dict[str, Formula]:
+def vectors(layer: LayerShape, work: Workload) -> dict[str, int]:
     """The elements of biases, norms and sinks.
-
-    Args:
-        layer: of any kind but linear attention.
 
     Raises:
         ValueError: for linear attention, or if `bias` names no projection of the layer.
     """
-    outputs = _outputs(layer)
+    outputs = _outputs(layer, work)
     known = [name for name in _PROJECTIONS if name in outputs]
     unknown = sorted(set(layer.bias) - set(known))
     if unknown:
         raise ValueError(f"bias names {', '.join(unknown)}; this layer has {', '.join(known)}")
     biases = {f"{name}.bias": outputs[name] for name in layer.bias}
-    return biases | _norms(layer) | ({"sinks": QUERY_HEADS} if layer.sinks else {})
+    sinks = {"sinks": work.query_heads(layer)} if layer.sinks else {}
+    return biases | _norms(layer, work) | sinks
 
 
 def check_known(layer: LayerShape) -> None:
@@ -88,54 +67,46 @@ def check_known(layer: LayerShape) -> None:
         )
 
 
-_PROJECTIONS = (  # those that may have a bias
-    *("q_proj", "q_a_proj", "q_b_proj"),
-    *("k_proj", "v_proj", "kv_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-)
-
-
-def _outputs(layer: LayerShape) -> dict[str, Formula]:
+def _outputs(layer: LayerShape, work: Workload) -> dict[str, int]:
     """The output channels of each projection, by name."""
     check_known(layer)
-    found = {"q_proj": QUERY_HEADS * HEAD}
+    heads = work.query_heads(layer)
+    outputs = {"q_proj": heads * layer.head_dim}
     if layer.q_lora_rank is not None:
-        found = {"q_a_proj": QUERY_LATENT, "q_b_proj": QUERY_HEADS * HEAD}
+        outputs = {"q_a_proj": layer.q_lora_rank, "q_b_proj": heads * layer.head_dim}
     if layer.keys_of is None:
-        found |= _key_outputs(layer)
-    found["o_proj"] = HIDDEN
+        outputs |= _key_outputs(layer, work)
+    outputs["o_proj"] = layer.hidden_size
     if layer.gate is not None:
-        found["gate_proj"] = QUERY_HEADS if layer.gate == "head" else QUERY_HEADS * VALUE
-    return found
+        outputs["gate_proj"] = heads if layer.gate == "head" else heads * layer.v_head_dim
+    return outputs
 
 
-def _key_outputs(layer: LayerShape) -> dict[str, Formula]:
+def _key_outputs(layer: LayerShape, work: Workload) -> dict[str, int]:
     if layer.kind == "MLA":
+        unrotated = layer.head_dim - layer.qk_rope_head_dim
         return {
-            "kv_a_proj_with_mqa": LATENT + ROTARY,
-            "kv_b_proj": QUERY_HEADS * (HEAD - ROTARY + VALUE),
+            "kv_a_proj_with_mqa": layer.latent + layer.qk_rope_head_dim,
+            "kv_b_proj": work.query_heads(layer) * (unrotated + layer.v_head_dim),
         }
+    heads = work.key_heads(layer)
     if layer.kind == "LatentKV":
-        return {"kv_a_proj": LATENT, "kv_b_proj": KEY_HEADS * (HEAD + VALUE)}
-    return {"k_proj": KEY_HEADS * HEAD, "v_proj": KEY_HEADS * VALUE}
+        kv_b = heads * (layer.head_dim + layer.v_head_dim)
+        return {"kv_a_proj": layer.latent, "kv_b_proj": kv_b}
+    return {"k_proj": heads * layer.head_dim, "v_proj": heads * layer.v_head_dim}
 
 
-def _inputs(layer: LayerShape) -> dict[str, Formula]:
-    """The input channels of each projection, by name."""
-    others = {"q_b_proj": QUERY_LATENT, "kv_b_proj": LATENT, "o_proj": QUERY_HEADS * VALUE}
-    return {name: others.get(name, HIDDEN) for name in _outputs(layer)}
-
-
-def _norms(layer: LayerShape) -> dict[str, Formula]:
-    found: dict[str, Formula] = {}
+def _norms(layer: LayerShape, work: Workload) -> dict[str, int]:
+    norms: dict[str, int] = {}
     own_keys = layer.keys_of is None
     if layer.kind == "MLA" and layer.latent_norm:
         if layer.q_lora_rank is not None:
-            found["q_a_layernorm"] = QUERY_LATENT
+            norms["q_a_layernorm"] = layer.q_lora_rank
         if own_keys:
-            found["kv_a_layernorm"] = LATENT
+            norms["kv_a_layernorm"] = layer.latent
     if layer.qk_norm is not None:
-        each_head = layer.qk_norm == "head"
-        found["q_norm"] = HEAD if each_head else QUERY_HEADS * HEAD
+        every = layer.qk_norm == "width"  # all heads together
+        norms["q_norm"] = layer.head_dim * (work.query_heads(layer) if every else 1)
         if own_keys:
-            found["k_norm"] = HEAD if each_head else KEY_HEADS * HEAD
-    return found
+            norms["k_norm"] = layer.head_dim * (work.key_heads(layer) if every else 1)
+    return norms

@@ -94,7 +94,7 @@ def check_figures(opened, device="l4"):
     )
     cells = cells_of(opened.page.locator("main").inner_html())
     by_chart = {tuple(each["line0"]): each for each in opened.page.evaluate(CURVES).values()}
-    for at, layers in enumerate(attentions(at_sliders).values()):
+    for at, layers in enumerate(attentions().values()):
         rows = [figures(layers, {**at_sliders, "context": each}, device) for each in contexts]
         for context, (cached, seconds) in zip(contexts, rows, strict=True):
             assert cells["cache_bytes", at, context][1] == cached
@@ -112,7 +112,7 @@ def check_figures(opened, device="l4"):
         ]
         assert fits == [largest > 0, False]
     names = opened.page.locator("tbody [data-name]").all_text_contents()
-    assert names == list(attentions(at_sliders))
+    assert names == list(attentions())
 
 
 def test_at_the_start_the_script_writes_what_python_wrote(opened, html):
@@ -134,19 +134,14 @@ def test_ranks_divide_heads_and_tokens_in_the_browser_too(open_page, tmp_path):
     [
         {"batch": 4},
         {"context": -2},
-        {"heads": 1},
-        {"key_heads": 1},
-        {"rank": -2},
         {"storage": -1},
         {"storage": -2, "batch": 7, "context": 5},
         {"memory": -9, "batch": ALL},
-        {"heads": 2, "key_heads": 3, "rank": 1, "storage": -1, "memory": 2},
-        {"context": ALL, "batch": ALL, "heads": ALL, "key_heads": ALL, "rank": ALL},
+        {"storage": -1, "memory": 2},
+        {"context": ALL, "batch": ALL},
         {
             "context": -ALL,
             "batch": -ALL,
-            "heads": -ALL,
-            "rank": -ALL,
             "storage": -ALL,
             "memory": -ALL,
         },
@@ -161,14 +156,6 @@ def test_sliders_move_curves_and_tables(opened, steps):
     check_figures(opened)
     if steps.keys() - {"context", "memory"}:
         assert opened.page.evaluate(CURVES) != before
-
-
-def test_key_heads_keep_to_the_divisors_of_the_query_heads(opened):
-    slide(opened, "key_heads", ALL)
-    assert chosen(opened)["key_heads"] == 8
-    slide(opened, "heads", -2)
-    assert (chosen(opened)["heads"], chosen(opened)["key_heads"]) == (2, 2)
-    check_figures(opened)
 
 
 def test_another_device_has_other_times(opened):
@@ -187,14 +174,14 @@ def test_reset_is_where_it_began(opened, html):
 
 def test_the_live_line_says_what_changed(opened):
     live = opened.page.locator(".live")
-    slide(opened, "key_heads", -1)
-    told = "Key heads of GQA: 1. Cache at 3,000 tokens: "
+    slide(opened, "batch", -1)
+    told = "Batch, rows: 1. Cache at 3,000 tokens: "
     opened.page.wait_for_function(
-        "each => each.textContent.startsWith('Key')", arg=live.element_handle()
+        "each => each.textContent.startsWith('Batch')", arg=live.element_handle()
     )
     text = live.text_content()
     assert text.startswith(told)
-    assert "with GQA-4, as shipped" in text and "with GQA-1" in text
+    assert "with GQA-4, as shipped" in text and "(the least)" in text
     assert "Largest context in 256 MiB: " in text
 
 
@@ -209,7 +196,7 @@ def test_the_keyboard_alone_reaches_and_works_everything(opened):
         if opened.page.evaluate("document.activeElement === document.body"):
             break
     wanted = {f"input curves-{name}" for name in START} | {"button theme", "button Reset"}
-    wanted |= {"select curves-device"} | {f"input {at}" for at in range(6)}
+    wanted |= {"select curves-device"} | {f"input {at}" for at in range(8)}
     wanted |= {f"summary Table: {each}" for each in ("bytes of the cache", "time of a decode step")}
     wanted |= {"div Bytes of the cache", "div Time of a decode step"}
     assert wanted <= set(reached), reached
@@ -280,28 +267,16 @@ def test_pages_stay_under_2_mb(html, tmp_path):
     assert (tmp_path / "compare.html").stat().st_size < 1_500_000
 
 
-def test_a_model_whose_layers_differ_keeps_its_heads():
+def test_a_model_whose_layers_differ_has_lines():
     wider = replace(FULL, num_heads=16, num_kv_heads=8)
     found = curves_of_plan(planned(replace(MODEL, layers=(FULL, wider))))
-    assert {each.name for each in found.sliders} == {"context", "batch", "storage", "memory"}
+    assert {each.name for each in found.sliders} == START.keys()
     assert len(found.lines) > 3
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "third"), [(9, 3, "MQA"), (8, 2, "GQA-4")])
-def test_no_line_of_key_heads_covers_another(heads, key_heads, third):
-    layer = replace(FULL, num_heads=heads, num_kv_heads=key_heads)
-    found = curves_of_plan(planned(replace(MODEL, layers=(layer, layer))))
-    names = [each.named(found.start) for each in found.lines]
-    assert names[:3] == [f"GQA-{key_heads}, as shipped", "MHA", third]
-    bytes_of_heads = [each.total("cache_bytes", found.start) for each in found.lines[:3]]
-    assert len({*bytes_of_heads}) == 3
-
-
-def test_a_plan_of_one_attention_has_its_line_and_the_shipped_one():
+def test_a_plan_of_one_attention_has_its_line_alone():
     found = curves_of_plan(planned(attentions=["mqa"]))
-    names = [each.named(found.start) for each in found.lines]
-    assert "MQA" in names and "MHA" not in names
-    assert {each.name for each in found.sliders} == START.keys() - {"key_heads", "rank"}
+    assert [each.name for each in found.lines] == ["MQA"]
 
 
 def test_what_the_model_cannot_have_is_told():

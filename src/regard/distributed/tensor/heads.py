@@ -28,6 +28,7 @@ from regard.masks import (
     Where,
 )
 from regard.ops.bias import Alibi, RelativeBias, ScoreBias, offsets_of
+from regard.plan.shapes import replicas
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ class HeadLayout:
     @property
     def replicas(self) -> int:
         """Ranks that have the same key heads."""
-        fitting = (n for n in range(1, self.size + 1) if not self.size % n)
-        return max(n for n in fitting if n == 1 or n * self.num_kv_heads <= self.size)
+        return replicas(self.num_kv_heads, self.size)
 
     @property
     def groups(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.cache import NO_CACHE, Cache
 from regard.cache.stored import Stored
 from regard.distributed.decode.sharded import ShardedCache
-from regard.distributed.ranks import expected
+from regard.distributed.ranks import checked, expected
 from regard.distributed.tensor.sent import bytes_forward
 from regard.distributed.tensor.weights import Split
 from regard.layers.inputs import Arrival
@@ -122,8 +122,8 @@ def _compared(
     layer: Any, x: Tensor, context: object = None, cache: Any = NO_CACHE, **_: object
 ) -> AbstractContextManager[None]:
     """A block whose bytes are compared with the plan, where `REGARD_CHECK_BYTES` is set."""
-    if not isinstance(x, Tensor) or x.dim() != 3:
-        return nullcontext()  # the layer refuses it
+    if not checked() or not isinstance(x, Tensor) or x.dim() != 3:  # the layer refuses it
+        return nullcontext()
     source = x if context is None else context
     keys = source.shape[1] if isinstance(source, Tensor) else 0  # of a memory, none are projected
     stored = isinstance(cache, Stored)

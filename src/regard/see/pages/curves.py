@@ -1,7 +1,6 @@
 """Pages to explore a plan or a comparison: curves of its attentions over context lengths."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,31 +9,19 @@ from regard.page.page import Section, table, write_page
 from regard.page.readable import readable_bytes
 from regard.plan.devices import DEVICES
 from regard.plan.rows import Plan
-from regard.plan.shapes import DTYPE_BYTES, LayerShape, Storage
+from regard.plan.shapes import DTYPE_BYTES, Storage
 from regard.see.pages.curves_html import Curves, curves
-from regard.see.pages.lines import Line, Slider, line_of
+from regard.see.pages.lines import Slider, line_of
 from regard.see.pages.scatter import scatter
 from regard.words import counted
 
 CONTEXTS = tuple(1 << power for power in range(8, 21))  # tokens: 256 to 1,048,576
 BATCHES = tuple(1 << power for power in range(9))  # rows: 1 to 256
-HEADS = tuple(1 << power for power in range(8))  # query heads: 1 to 128
-RANKS = tuple(sorted(n << power for power in range(3, 10) for n in (2, 3)))  # 16 to 1,536
 MEMORIES = tuple(1 << power for power in range(26, 41))  # bytes: 64 MiB to 1 TiB
-FAMILIES = {  # by a key of the plan's choices: the name, and the sizes that sliders replace
-    "mha": ("MHA", {"num_heads": "heads", "num_kv_heads": "heads"}),
-    "gqa": ("GQA-{key_heads}", {"num_heads": "heads", "num_kv_heads": "key_heads"}),
-    "mqa": ("MQA", {"num_heads": "heads"}),
-    "mla": (
-        "MLA({rank}+ROTARY)",
-        {"num_heads": "heads", "num_kv_heads": "heads", "kv_lora_rank": "rank"},
-    ),
-    "latent": ("latent({rank})", {"kv_lora_rank": "rank"}),
-}
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a page that explores a plan: an attention of each family, its sizes on sliders.
+    """Write a page that explores a plan: its attentions as curves.
 
     Args:
         plan: from `regard.plan`.
@@ -109,26 +96,19 @@ def curves_of_comparison(result: Comparison) -> Curves:
 
 
 def curves_of_plan(plan: Plan) -> Curves:
-    """The lines and sliders of a plan: as shipped, and one attention of each family."""
+    """The lines and sliders of a plan: each of its attentions."""
     storages = list({row.storage.name: row.storage for row in plan.rows}.values())
-    lines: list[Line] = []
-    starts: dict[str, int] = {}
-    for family, (attention, layers) in _families(plan).items():
-        name, follows = _named(family, attention, layers)
-        for size, slider in follows.items():
-            starts.setdefault(slider, _size(layers, size))
-        common = partial(line_of, dtype=plan.dtype, tp=plan.tp, cp=plan.cp)
-        lines.append(common(name, layers, storages, follows=follows))
+    attentions = {row.attention: row.layers for row in plan.rows}
+    common = partial(line_of, dtype=plan.dtype, tp=plan.tp, cp=plan.cp)
     sliders = (
         _tokens(plan.context),
         _slider("batch", "Batch, rows", BATCHES, plan.batch),
-        *_sizes(starts, plan.model.hidden_size),
         _bits(storages, plan.dtype),
         _memory(plan.memory),
     )
     devices = {each.name: each for each in (*plan.devices.values(), *DEVICES.values())}
     return Curves(
-        lines=tuple(lines),
+        lines=tuple(common(name, layers, storages) for name, layers in attentions.items()),
         sliders=sliders,
         devices=tuple(devices.values()),
         dtype=plan.dtype,
@@ -141,68 +121,15 @@ def _introduction(plan: Plan) -> str:
     layers = counted(len(plan.model.layers), "layer")
     ranks = "" if plan.tp == plan.cp == 1 else f", on one rank of tp {plan.tp} x cp {plan.cp}"
     return (
-        f"{layers} of {plan.model.architecture} together{ranks}, in {plan.dtype}. Sliders of heads "
-        "and ranks change the attentions that the model could have; the one it was shipped with "
-        "keeps its sizes."
+        f"{layers} of {plan.model.architecture} together{ranks}, in {plan.dtype}: as shipped, and "
+        "with other attentions that the model could have."
     )
 
 
-def _families(plan: Plan) -> dict[str, tuple[str, tuple[LayerShape, ...]]]:
-    """The name and the layers of the first row of each family, in the order of `FAMILIES`.
-
-    A GQA model whose key heads have no divisor has no row of fewer of them; it has a line of
-    another number if some number divides the query heads and belongs to no other line.
-    """
-    found: dict[str, tuple[str, tuple[LayerShape, ...]]] = {}
-    for row in plan.rows:
-        found.setdefault(row.key.partition("-")[0], (row.attention, row.layers))
-    own = plan.model.layers
-    alike = {(each.kind, each.num_heads, each.num_kv_heads) for each in own}
-    if "mha" in found and len(alike) == 1 and own[0].kind == "GQA":
-        heads, now = own[0].num_heads, own[0].num_kv_heads
-        others = [n for n in range(heads - 1, 1, -1) if heads % n == 0 and n != now]
-        for each in others[:1]:
-            layers = tuple(replace(layer, num_kv_heads=each) for layer in own)
-            found.setdefault("gqa", ("GQA", layers))
-    order = ["shipped", *FAMILIES]
-    return dict(sorted(found.items(), key=lambda each: order.index(each[0])))
-
-
-def _named(family: str, attention: str, layers: Sequence[LayerShape]) -> tuple[str, dict[str, str]]:
-    """The name of a line and the sizes that sliders replace: none if layers differ in one."""
-    name, follows = FAMILIES.get(family, (attention, {}))
-    attending = [layer for layer in layers if not layer.state_elements]
-    if not follows or any(len({getattr(each, size) for each in attending}) > 1 for size in follows):
-        return attention, {}
-    return name.replace("ROTARY", str(attending[0].qk_rope_head_dim)), follows
-
-
-def _size(layers: Iterable[LayerShape], size: str) -> int:
-    return int(next(getattr(each, size) for each in layers if not each.state_elements))
-
-
-def _sizes(starts: dict[str, int], hidden_size: int) -> list[Slider]:
-    """The sliders of heads and ranks that a line follows."""
-    found = []
-    if "heads" in starts:
-        heads = sorted({*HEADS, starts["heads"]})
-        found.append(_slider("heads", "Query heads", heads, starts["heads"]))
-        if "key_heads" in starts:
-            fitting = [n for n in range(1, max(heads) + 1) if any(each % n == 0 for each in heads)]
-            label = "Key heads of GQA"
-            found.append(_slider("key_heads", label, fitting, starts["key_heads"], divides="heads"))
-    if "rank" in starts:
-        ranks = [each for each in RANKS if each <= hidden_size]
-        found.append(_slider("rank", "Rank of latents", ranks, starts["rank"]))
-    return found
-
-
-def _slider(
-    name: str, label: str, values: Sequence[int], start: int, *, divides: str = ""
-) -> Slider:
+def _slider(name: str, label: str, values: Sequence[int], start: int) -> Slider:
     """A slider of whole numbers, with the one that it starts at."""
     steps = tuple(sorted({*values, start}))
-    return Slider(name, label, steps, start, tuple(f"{each:,}" for each in steps), divides)
+    return Slider(name, label, steps, start, tuple(f"{each:,}" for each in steps))
 
 
 def _tokens(start: int) -> Slider:

@@ -1,18 +1,17 @@
 """A section with curves over context lengths: cache bytes and time of a decode step.
 
-Sliders replace sizes in the formulas of `plan.cost`, which the page evaluates itself. Tables stand
-behind the charts, and are complete without JavaScript.
+Sliders choose among values that `plan.cost` has computed. Tables stand behind the charts, and are
+complete without JavaScript.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
 from regard.page.page import Section, table
 from regard.page.readable import readable_bytes, readable_seconds
 from regard.plan.devices import Device
-from regard.plan.planning import MOST
 from regard.see.pages.charts import COLOURS, DASHES, chart, style_of
 from regard.see.pages.lines import Chosen, Line, Slider
 
@@ -79,16 +78,11 @@ def curves(given: Curves, *, id: str = "curves", heading: str = "Cache and decod
         f"<p>{escape(given.introduction)}</p>\n"
         f'<div class="split">\n{_controls(given, id)}<div>\n'
         '<p class="live" aria-live="polite"></p>\n'
-        f"{_summary(given)}{figures}{_formulas(given)}{_sources(given)}</div>\n</div>\n"
+        f"{_summary(given)}{figures}{_sources(given)}</div>\n</div>\n"
     )
     return Section(id, heading, html=html, data=_data(given), script="curves.js", charts=charts)
 
 
-COSTS_IN_WORDS = {
-    "cache_bytes": "Bytes of the cache",
-    "visible_decode_flops": "Operations of a decode step",
-    "decode_bytes": "Bytes that a decode step moves",
-}
 HEADINGS = {
     "cache_bytes": "Bytes of the cache",
     "decode_seconds": "Time of a decode step",
@@ -99,14 +93,14 @@ def _controls(given: Curves, id: str) -> str:
     """The sliders and the choice of a device; hidden until the script has made them work."""
     parts = []
     for each in given.sliders:
-        fitting = each.fitting(given.start)
-        at, text = fitting.index(each.start), each.texts[each.values.index(each.start)]
+        at = each.values.index(each.start)
+        text = each.texts[at]
         name = f"{id}-{each.name}"
         parts.append(
             f'<div><label for="{name}"><span>{escape(each.label)}</span>'
             f'<output for="{name}">{escape(text)}</output></label>\n'
             f'<input type="range" id="{name}" name="{escape(each.name)}" min="0" '
-            f'max="{len(fitting) - 1}" value="{at}" aria-valuetext="{escape(text)}"></div>\n'
+            f'max="{len(each.values) - 1}" value="{at}" aria-valuetext="{escape(text)}"></div>\n'
         )
     if given.rated:
         options = "".join(
@@ -135,10 +129,10 @@ def _summary(given: Curves) -> str:
         f"tokens in {readable_bytes(memory)}",
         *(["a decode step"] if given.rated else []),
     ]
-    whole = first.total("cache_bytes", start)
+    whole = first.cache_bytes(start)
     rows = []
     for at, line in enumerate(given.lines):
-        cached = line.total("cache_bytes", start)
+        cached = line.cache_bytes(start)
         largest = line.largest_context(memory, start)
         cells = [
             _cell("cache_bytes", at, readable_bytes(cached), value=cached),
@@ -146,9 +140,9 @@ def _summary(given: Curves) -> str:
             _cell("largest", at, UNLIMITED if largest is None else f"{largest:,}", value=largest),
         ]
         if given.rated:
-            seconds = line.seconds(given.rated[0], given.dtype, start)
+            seconds = line.seconds(given.rated[0], start)
             cells.append(_cell("decode_seconds", at, readable_seconds(seconds), value=seconds))
-        rows.append(f"<tr>{_legend(at, line.named(start))}{''.join(cells)}</tr>\n")
+        rows.append(f"<tr>{_legend(at, line.name)}{''.join(cells)}</tr>\n")
     head = "".join(
         f'<th scope="col" data-head="{at}">{escape(each)}</th>' for at, each in enumerate(heads)
     )
@@ -171,8 +165,7 @@ def _figure(given: Curves, id: str, name: str) -> str:
     heading = HEADINGS[name]
     start = given.start
     head = '<th scope="col">tokens</th>' + "".join(
-        f'<th scope="col" data-name="{at}">{escape(line.named(start))}</th>'
-        for at, line in enumerate(given.lines)
+        f'<th scope="col">{escape(line.name)}</th>' for line in given.lines
     )
     rows = []
     for context in given.contexts:
@@ -209,9 +202,9 @@ def _caption(given: Curves, name: str) -> str:
 def _value(given: Curves, name: str, line: Line, chosen: Chosen) -> tuple[Any, str]:
     """A figure and its text."""
     if name == "cache_bytes":
-        cached = line.total(name, chosen)
+        cached = line.cache_bytes(chosen)
         return cached, readable_bytes(cached)
-    seconds = line.seconds(given.rated[0], given.dtype, chosen)
+    seconds = line.seconds(given.rated[0], chosen)
     return seconds, readable_seconds(seconds)
 
 
@@ -227,27 +220,6 @@ def _framed(caption: str, head: str, rows: Iterable[str], *, name: str) -> str:
         f'<div class="frame" tabindex="0" role="region" aria-label="{escape(caption)}">\n'
         f'<table data-table="{name}"><caption>{escape(caption)}</caption>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody></table></div>\n"
-    )
-
-
-def _formulas(given: Curves) -> str:
-    """The formulas of a layer, each once, with the attentions that have it."""
-    names: dict[tuple[str, str], dict[str, None]] = {}
-    for line in given.lines:
-        for part in line.parts:
-            stored = next(iter(part.stored.values()))
-            shown = [each for each in stored.formulas if each == "cache_bytes" or given.rated]
-            for cost in shown:
-                formula = stored.formulas[cost]
-                names.setdefault((cost, formula.written()), {})[line.named(given.start)] = None
-    terms = "".join(
-        f"<dt>{COSTS_IN_WORDS[cost]}: {escape('; '.join(names[cost, formula]))}</dt>\n"
-        f"<dd><code>{escape(formula)}</code></dd>\n"
-        for cost, formula in sorted(names, key=lambda each: list(COSTS_IN_WORDS).index(each[0]))
-    )
-    return (
-        "<details><summary>The formulas</summary>\n<p>Of one layer. Every figure of this page is "
-        f"computed from them.</p>\n<dl>\n{terms}</dl>\n</details>\n"
     )
 
 
@@ -274,41 +246,16 @@ def _sources(given: Curves) -> str:
 
 
 def _data(given: Curves) -> dict[str, Any]:
-    """What the script needs: formulas once each, and everything else by their numbers."""
-    known: dict[str, int] = {}
-    formulas: list[Any] = []
-
-    def number_of(formula: Any) -> int:
-        if formula.written() not in known:
-            known[formula.written()] = len(formulas)
-            formulas.append(formula.to_json())
-        return known[formula.written()]
-
-    lines = [
-        {
-            "name": line.name,
-            "parts": [
-                {
-                    "count": part.count,
-                    "follows": dict(part.follows),
-                    "stored": {
-                        name: {
-                            "sizes": dict(stored.sizes),
-                            "costs": {key: number_of(f) for key, f in stored.formulas.items()},
-                        }
-                        for name, stored in part.stored.items()
-                    },
-                }
-                for part in line.parts
-            ],
-        }
-        for line in given.lines
-    ]
+    """What the script needs: for each line and storage its tables of values, and the sliders."""
+    values = {each.name: each.values for each in given.sliders}
+    shares = sorted({int(m) // int(b) for m in values["memory"] for b in values["batch"]})
     return {
-        "lines": lines,
-        "formulas": formulas,
+        "lines": [
+            {"name": line.name, "stored": line.tables(given.contexts, shares)}
+            for line in given.lines
+        ],
         "contexts": given.contexts,
-        "sliders": [_slider(each) for each in given.sliders],
+        "sliders": [asdict(each) for each in given.sliders],
         "devices": [
             {
                 "name": each.name,
@@ -317,17 +264,5 @@ def _data(given: Curves) -> dict[str, Any]:
             }
             for each in given.rated
         ],
-        "most": MOST["context"],
         "unlimited": UNLIMITED,
-    }
-
-
-def _slider(slider: Slider) -> Mapping[str, Any]:
-    return {
-        "name": slider.name,
-        "label": slider.label,
-        "values": list(slider.values),
-        "start": slider.start,
-        "texts": list(slider.texts),
-        "divides": slider.divides,
     }

@@ -1,23 +1,26 @@
 """How time and memory grow with ranks and tokens: a model of arithmetic, not a measurement.
 
+`python benchmarks/scaling_model.py prefill`, `decode` or `published` prints a table of
+docs/scaling.md, which lists the assumptions.
+
 A rank computes at a share of its device's rate, reads its memory at a share of its bandwidth, and
 sends at a share of its link's rate; what can go on at the same time costs the longer of the two.
-`docs/scaling.md` lists the assumptions and compares the model with what was measured.
+`python benchmarks/scaling.py` compares the model with what was measured.
 """
 
+import argparse
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from regard.ops.estimates import FLASH, READ
-from regard.plan.communication import Sent, sent_of, sharded_decode_sent
 from regard.plan.cost import attention_flops, cost_of, visible_pairs
-from regard.plan.devices import Device
-from regard.plan.formula import Number
-from regard.plan.links import Link
-from regard.plan.shapes import STORAGES, LayerShape, ModelShape
-from regard.plan.sizes import sizes
+from regard.plan.devices import Device, Link, device_of, link_of
+from regard.plan.sent import SINGLE, Sent, forward_sums, sent_of
+from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Workload
 
 SENDS = 0.82  # share of a link's rate that messages reach: NCCL counts 20.6 of NVLink 4's 25 GB/s
+Number = int | float
 NODE = 8  # ranks that NVLink connects: of an HGX H100 or H200
 BACKWARD = 2  # products of a backward pass for each of the forward pass: two gradients
 BACKWARD_SCORES = 2.5  # the same of scores, which are computed again (Dao 2023, arXiv:2307.08691)
@@ -35,14 +38,6 @@ class Machine:
         bandwidth: bytes a second of its memory.
         sends: bytes a second to other ranks.
         latency: seconds of a step of messages.
-
-    Examples:
-        >>> from regard.plan.scaling import Machine, ring_seconds
-        >>> toy = Machine(flops=10.0, bandwidth=10.0, sends=1.0, latency=0.0)
-        >>> ring_seconds(8.0, 3.0, 4), ring_seconds(8.0, 30.0, 4)  # hidden, and not
-        (8.0, 32.0)
-        >>> toy.sending(6, 2)
-        6.0
     """
 
     flops: Number
@@ -210,15 +205,6 @@ def prefill(model: Model, cluster: Cluster, tokens: int, ranks: int, tp: int = 1
         tokens: of the prompt.
         ranks: in all.
         tp: of tensor parallelism, within a node; a divisor of `ranks`.
-
-    Examples:
-        >>> from regard.plan.devices import device_of
-        >>> from regard.plan.links import link_of
-        >>> from regard.plan.scaling import GQA, Cluster, prefill
-        >>> h200 = Cluster(device_of("h200"), link_of("nvlink-4"), link_of("infiniband-ndr"))
-        >>> one, eight = [prefill(GQA, h200, 1 << 20, ranks).seconds for ranks in (1, 8)]
-        >>> 7.5 < one / eight <= 8
-        True
     """
     machine, node, cp = cluster.machine(ranks), cluster.machine(tp), ranks // tp
     products, scores = _prefill_flops(model, tokens, tp, cp)
@@ -330,13 +316,34 @@ def _sent(model: Model, tokens: int, tp: int = 1, cp: int = 1) -> Sent:
     return sent_of(model.shape.layers, context=tokens, dtype="bfloat16", tp=tp, cp=cp)
 
 
+def sharded_decode_sent(layer: LayerShape, work: Workload) -> int:
+    """Bytes for one more token of each row, where the ranks that share the heads share the tokens,
+    too (Helix parallelism: Bhatia et al. 2025, arXiv:2507.07120).
+
+    Each rank attends to its tokens for the heads of all ranks: it sends its queries, and its key
+    heads' new keys and values, to each other rank, and gets the outputs and log-sum-exps of its own
+    heads from each; then the sum of the outputs. Exact where the heads divide.
+
+    Args:
+        layer: of any kind but linear attention and `LatentKVAttention`, which has no such plan.
+        work: rows, dtype and ranks.
+    """
+    heads = work.query_heads(layer)
+    width = layer.latent if layer.kind == "MLA" else layer.v_head_dim  # of a partial output
+    gathered = heads * layer.head_dim
+    gathered += work.key_heads(layer) * (layer.head_dim + layer.v_head_dim)
+    if layer.kind == "MLA":
+        gathered = heads * (layer.latent + layer.qk_rope_head_dim)
+    outputs = (layer.num_heads - heads) * (width + 1) * max(work.itemsize, SINGLE)
+    exchanged = (work.tp - 1) * work.batch * gathered * work.itemsize + work.batch * outputs
+    return exchanged + forward_sums(layer, work, 1)
+
+
 def _together(model: Model, tokens: int, ranks: int) -> Number:
     """Bytes of a token where the ranks that share the heads share the tokens."""
+    work = Workload(context=tokens, dtype="bfloat16", tp=ranks)
     return sum(
-        len(same)
-        * sharded_decode_sent(layer).evaluate(
-            **sizes(layer, PLAIN, context=tokens, dtype="bfloat16", tp=ranks)
-        )
+        len(same) * sharded_decode_sent(layer, work)
         for layer, same in model.shape.distinct().items()
     )
 
@@ -357,8 +364,7 @@ def _prefill_flops(model: Model, tokens: int, tp: int, cp: int) -> tuple[float, 
 
 
 def _score_flops(layer: LayerShape, tokens: int) -> float:
-    formula = attention_flops(layer, visible_pairs(layer))
-    return float(formula.evaluate(**sizes(layer, PLAIN, context=tokens)))
+    return attention_flops(layer, Workload(context=tokens), visible_pairs(layer, tokens))
 
 
 def _cache(model: Model, tokens: int, *, cp: int, tp: int = 1) -> Number:
@@ -371,3 +377,51 @@ def _working(model: Model, tokens: int, cp: int, tp: int = 1) -> float:
     the two factors of its inner product. Attention of a layer needs less."""
     channels = 2 * model.shape.hidden_size + 2 * model.intermediate / tp
     return HALF * tokens / cp * channels
+
+
+def cluster_of(device: str) -> Cluster:
+    """Nodes of 8 of a device behind NVLink 4, and InfiniBand NDR between them."""
+    return Cluster(device_of(device), link_of("nvlink-4"), link_of("infiniband-ndr"))
+
+
+def prefill_table() -> Iterator[str]:
+    """Prefills of GQA on H200: seconds, and gigabytes of a rank."""
+    yield "ranks   128K tokens      1M tokens     10M tokens"
+    for ranks in (1, 8, 64, 1024):
+        row = f"{ranks:5,}"
+        for tokens in (131_072, 1 << 20, 10_000_000):
+            step = prefill(GQA, cluster_of("h200"), tokens, ranks, tp=min(ranks, 8))
+            row += f"{step.seconds:9,.3g} s{step.memory / 1e9:6,.0f} GB"
+        yield row
+
+
+def decode_table() -> Iterator[str]:
+    """A token after a million, with heads alone split and with tokens, too."""
+    h200 = cluster_of("h200")
+    for model in (GQA, MLA):
+        for ranks in (1, 8, 64, 1024):
+            alone = decode(model, h200, 1 << 20, ranks, tp=ranks, sharded=False)
+            both = fastest_decode(model, h200, 1 << 20, ranks)
+            times = f"{1e3 * alone.seconds:5.1f} ms heads alone, {1e3 * both.seconds:4.1f} ms"
+            caches = f"{alone.cache / 1e9:6.1f} GB and {both.cache / 1e9:6.1f} GB"
+            yield f"{model.shape.name:20} {ranks:5,} ranks: {times} with tokens; {caches}"
+
+
+def published_table() -> Iterator[str]:
+    """Llama 3 405B on 128 H100 in 16 nodes (Yang et al. 2024, arXiv:2411.01783)."""
+    for tokens, published in ((1_000_000, 77), (128 * 1024, 3.8)):
+        modelled = prefill(LARGE, cluster_of("h100"), tokens, ranks=128, tp=8).seconds
+        yield f"{tokens:,} tokens: {modelled:.1f} s modelled, {published} s published"
+
+
+TABLES = {"prefill": prefill_table, "decode": decode_table, "published": published_table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=TABLES)
+    print("\n".join(TABLES[parser.parse_args().table]()))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,29 +2,22 @@
 
 import importlib
 import json
+from itertools import pairwise
 
 import pytest
 
-from pages import ROOT, read
+from pages import ROOT, blocks, read
+from regard.distributed.ranks import sum_bytes
 from regard.plan.cost import cost_of
-from regard.plan.devices import device_of
-from regard.plan.links import Link, link_of
-from regard.plan.scaling import (
-    GQA,
-    LARGE,
-    MLA,
-    Cluster,
-    Machine,
-    decode,
-    fastest_decode,
-    prefill,
-    ring_seconds,
-    training,
-)
-from regard.plan.shapes import STORAGES
+from regard.plan.devices import Link, device_of, link_of
+from regard.plan.shapes import STORAGES, LayerShape, Workload
+
+with pytest.MonkeyPatch.context() as _patched:
+    _patched.syspath_prepend(str(ROOT / "benchmarks"))
+    model = importlib.import_module("scaling_model")
 
 H100, H200 = (
-    Cluster(device_of(name), link_of("nvlink-4"), link_of("infiniband-ndr"))
+    model.Cluster(device_of(name), link_of("nvlink-4"), link_of("infiniband-ndr"))
     for name in ("h100", "h200")
 )
 POINTS = ROOT / "docs" / "distributed.json"
@@ -33,7 +26,7 @@ PUBLISHED = (0.8, 1.2)  # the same of published times
 
 
 def test_the_longer_of_two_times():
-    machine = Machine(flops=10.0, bandwidth=100.0, sends=5.0, latency=0.5)
+    machine = model.Machine(flops=10.0, bandwidth=100.0, sends=5.0, latency=0.5)
     assert machine.computing(20, 100) == 2.0
     assert machine.computing(5, 100) == 1.0
     assert machine.sending(10, 2) == 3.0
@@ -41,17 +34,17 @@ def test_the_longer_of_two_times():
 
 def test_a_ring_by_hand():
     """Four rounds of 2 s with messages of 1 s, of 2 s and of 10 s beside the first three."""
-    assert ring_seconds(8, 3, 4) == 8
-    assert ring_seconds(8, 6, 4) == 8
-    assert ring_seconds(8, 30, 4) == 32
-    assert ring_seconds(8, 0, 1) == 8
+    assert model.ring_seconds(8, 3, 4) == 8
+    assert model.ring_seconds(8, 6, 4) == 8
+    assert model.ring_seconds(8, 30, 4) == 32
+    assert model.ring_seconds(8, 0, 1) == 8
 
 
 def test_one_rank_computes_all_and_sends_nothing():
-    layers = cost_of(GQA.shape, STORAGES["plain"], context=4096)
+    layers = cost_of(model.GQA.shape, STORAGES["plain"], context=4096)
     rate = 0.55 * 989e12
     flops = layers.visible_prefill_flops + 2 * (8.03e9 - layers.parameters) * 4096
-    found = prefill(GQA, H200, 4096, 1)
+    found = model.prefill(model.GQA, H200, 4096, 1)
     assert found.seconds == found.computing == pytest.approx(flops / rate)
     assert found.sending == 0
     assert found.weights == 2 * 8.03e9
@@ -59,9 +52,9 @@ def test_one_rank_computes_all_and_sends_nothing():
 
 
 def test_more_ranks_need_less_memory_and_no_less_than_their_share_of_the_time():
-    for model in (GQA, MLA):
-        for step in (prefill, training):
-            found = [step(model, H200, 1 << 20, ranks) for ranks in (1, 2, 8, 16, 64)]
+    for each_model in (model.GQA, model.MLA):
+        for step in (model.prefill, model.training):
+            found = [step(each_model, H200, 1 << 20, ranks) for ranks in (1, 2, 8, 16, 64)]
             memory = [each.memory for each in found]
             assert memory == sorted(memory, reverse=True)
             for ranks, each in zip((1, 2, 8, 16, 64), found, strict=True):
@@ -70,31 +63,36 @@ def test_more_ranks_need_less_memory_and_no_less_than_their_share_of_the_time():
 
 def test_a_link_of_any_rate_costs_nothing_where_messages_are_hidden():
     slow = Link("slow", 1e9, 0.0, "invented")
-    tin = Cluster(device_of("h200"), slow, slow)
-    assert prefill(GQA, tin, 10_000_000, 8).seconds == pytest.approx(
-        prefill(GQA, H200, 10_000_000, 8).seconds, rel=1e-3
+    tin = model.Cluster(device_of("h200"), slow, slow)
+    assert model.prefill(model.GQA, tin, 10_000_000, 8).seconds == pytest.approx(
+        model.prefill(model.GQA, H200, 10_000_000, 8).seconds, rel=1e-3
     )
-    assert prefill(GQA, tin, 8192, 8).seconds > 2 * prefill(GQA, H200, 8192, 8).seconds
+    assert (
+        model.prefill(model.GQA, tin, 8192, 8).seconds
+        > 2 * model.prefill(model.GQA, H200, 8192, 8).seconds
+    )
 
 
 def test_latents_are_read_by_each_rank_unless_tokens_are_shared():
-    alone = decode(MLA, H200, 1 << 20, 8, 8, sharded=False)
-    shared = decode(MLA, H200, 1 << 20, 8, 8)
+    alone = model.decode(model.MLA, H200, 1 << 20, 8, 8, sharded=False)
+    shared = model.decode(model.MLA, H200, 1 << 20, 8, 8)
     assert alone.cache == 8 * shared.cache
-    keys = decode(GQA, H200, 1 << 20, 8, 8, sharded=False)
-    assert keys.cache == decode(GQA, H200, 1 << 20, 8, 8).cache  # a key head on each rank
+    keys = model.decode(model.GQA, H200, 1 << 20, 8, 8, sharded=False)
+    assert (
+        keys.cache == model.decode(model.GQA, H200, 1 << 20, 8, 8).cache
+    )  # a key head on each rank
 
 
 def test_the_faster_plan_is_chosen():
-    for model in (GQA, MLA):
-        plans = [decode(model, H200, 1 << 20, 64, tp).seconds for tp in (8, 64)]
-        assert fastest_decode(model, H200, 1 << 20, 64).seconds == min(plans)
+    for each_model in (model.GQA, model.MLA):
+        plans = [model.decode(each_model, H200, 1 << 20, 64, tp).seconds for tp in (8, 64)]
+        assert model.fastest_decode(each_model, H200, 1 << 20, 64).seconds == min(plans)
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1_000_000, 77), (128 * 1024, 3.8)])
 def test_published_prefills(tokens, seconds):
     """Yang et al. 2024, arXiv:2411.01783: Llama 3 405B on 128 H100 in 16 nodes."""
-    ratio = prefill(LARGE, H100, tokens, 128, 8).seconds / seconds
+    ratio = model.prefill(model.LARGE, H100, tokens, 128, 8).seconds / seconds
     assert PUBLISHED[0] < ratio < PUBLISHED[1]
 
 
@@ -142,3 +140,26 @@ def test_points_of_a_machine_by_hand(checks):
     nbytes = 4096 * 2 * 4 * 64 * 4 + 32
     assert found.modelled == pytest.approx(2 * 0.25 + nbytes / 1e6 + 2.5)
     assert found.ratio == found.modelled / 10
+
+
+@pytest.mark.parametrize("page", ["docs/scaling.md", "docs/zh/scaling.md"])
+@pytest.mark.parametrize("table", model.TABLES)
+def test_the_page_shows_what_is_printed(table, page):
+    command = f"python benchmarks/scaling_model.py {table}"
+    shown = next(
+        after.code for before, after in pairwise(blocks(page)) if before.code.strip() == command
+    )
+    assert shown.rstrip() == "\n".join(model.TABLES[table]())
+
+
+def test_heads_and_tokens_of_the_same_ranks_by_hand():
+    """Two of 6 heads on each of 3 ranks, and of MLA its latents on all; 5 channels of a query."""
+    sizes = {"hidden_size": 24, "num_heads": 6, "head_dim": 5, "v_head_dim": 3}
+    gqa = LayerShape(**sizes, num_kv_heads=3)
+    mla = LayerShape(**sizes, num_kv_heads=6, kv_lora_rank=7, qk_rope_head_dim=2)
+    work = Workload(context=24, tp=3, batch=2, dtype="bfloat16")
+    layers = ((gqa, 2 * 5 + 1 * (5 + 3), 3), (mla, 2 * (7 + 2), 7))
+    for layer, gathered, width in layers:
+        found = model.sharded_decode_sent(layer, work)
+        outputs = 4 * (width + 1) * 4
+        assert found == 2 * (2 * gathered * 2 + outputs) + sum_bytes(2 * 24 * 4, 3)

@@ -1,0 +1,321 @@
+"""The shape of a layer of attention, read from the module: of regard, or of transformers.
+
+Sizes are those of its weights; window, scale and rotation those that it holds or its configuration
+gives it. A module of transformers need not be one that regard runs.
+"""
+
+import math
+import sys
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from regard.hf.families import rotating
+from regard.hf.families.layers import rope_of
+from regard.hf.families.table import Family, family_of
+from regard.hf.placing.placed import window_of
+from regard.layers.attention import Attention
+from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
+from regard.masks import AllOf, Causal
+from regard.plan.shapes import LayerShape, Workload
+from regard.plan.weights import parameters
+from regard.rope import NO_ROPE, NoRotary, Rotary
+
+# names of projections in modules of transformers, by those of regard
+PROJECTIONS = {
+    "q_proj": ("q_proj", "query"),
+    "q_a_proj": ("q_a_proj",),
+    "q_b_proj": ("q_b_proj",),
+    "k_proj": ("k_proj", "key"),
+    "v_proj": ("v_proj", "value"),
+    "kv_a_proj": ("kv_a_proj",),
+    "kv_a_proj_with_mqa": ("kv_a_proj_with_mqa",),
+    "kv_b_proj": ("kv_b_proj",),
+    "o_proj": ("o_proj", "dense", "out_proj", "c_proj"),
+}
+FUSED = ("qkv_proj", "query_key_value", "c_attn")  # queries, keys and values in one projection
+NOTHING = torch.empty(0)  # in place of the weight of a module without one
+WINDOWS_ROTATE = {  # of models with windows, these rotate in layers with a window alone
+    *("Cohere2Attention", "Cohere2MoeAttention", "Exaone4Attention", "Exaone4_5Attention"),
+    *("ExaoneMoeAttention", "AfmoeAttention", "FlintAttention", "Kolibri1Attention"),
+}
+
+
+def shape_of(layer: Any) -> LayerShape:
+    """The sizes of a layer of regard.
+
+    Args:
+        layer: `Attention`, `LatentKVAttention` or `MultiHeadLatentAttention`.
+
+    Examples:
+        >>> from regard import Causal, MultiHeadLatentAttention, Rotary
+        >>> layer = MultiHeadLatentAttention(64, 4, kv_lora_rank=16, qk_nope_head_dim=8,
+        ...     qk_rope_head_dim=4, v_head_dim=8, rope=Rotary(4), mask=Causal())
+        >>> shape = shape_of(layer)
+        >>> shape.kind, shape.head_dim, shape.kv_lora_rank
+        ('MLA', 12, 16)
+    """
+    rules = layer.mask.parts if isinstance(layer.mask, AllOf) else (layer.mask,)
+    common: dict[str, Any] = {
+        "hidden_size": layer.hidden_size,
+        "num_heads": layer.num_heads,
+        "window": window_of(layer),
+        "causal": Causal() in rules,
+        "bias": _biases(layer),
+        "rope": repr(layer.rope) if layer.rope.dim else "",
+    }
+    latent = isinstance(layer, MultiHeadLatentAttention)
+    usual = (layer.qk_head_dim if latent else layer.head_dim) ** -0.5 * layer.rope.softmax_factor
+    common["scale"] = None if math.isclose(layer.scale, usual) else layer.scale
+    if latent:
+        return LayerShape(
+            **common,
+            num_kv_heads=layer.num_heads,
+            head_dim=layer.qk_head_dim,
+            v_head_dim=layer.v_head_dim,
+            kv_lora_rank=layer.kv_lora_rank,
+            q_lora_rank=layer.q_lora_rank,
+            qk_rope_head_dim=layer.qk_rope_head_dim,
+            latent_norm=not isinstance(layer.kv_a_layernorm, nn.Identity),
+        )
+    common |= {
+        "num_kv_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "v_head_dim": layer.head_dim,
+        "qk_rope_head_dim": layer.rope.dim,
+        "qk_norm": None if layer.q_norm is None else "width" if layer.norm_width else "head",
+        "softcap": layer.softcap,
+    }
+    if isinstance(layer, LatentKVAttention):
+        rank = layer.kv_lora_rank
+        return LayerShape(**common, kv_lora_rank=rank, keys_by_position=True, latent_norm=False)
+    assert isinstance(layer, Attention)
+    gate = None if layer.gate_proj is None else layer.gate_proj.out_features
+    return LayerShape(
+        **common,
+        sinks=layer.sinks is not None,
+        gate=None if gate is None else "head" if gate == layer.num_heads else "channel",
+    )
+
+
+def shape_of_module(
+    module: nn.Module, config: Any, kind: str, *, rotates: bool, keys_of: int | None
+) -> LayerShape:
+    """The shape of an attention module of transformers, or of what stands in its place.
+
+    Args:
+        module: of one layer, on any device.
+        config: of the model's text.
+        kind: of the layer, as in `layer_types`; `""` if the configuration has none.
+        rotates: whether the model computes angles for RoPE.
+        keys_of: the layer whose keys and values this one uses.
+
+    Raises:
+        ValueError: in a sentence, if sizes do not follow from the module.
+    """
+    inner: Any = dict(module.named_children()).get("self", module)  # BERT's, without its output
+    if (state := _state(inner)) is not None:
+        return LayerShape(hidden_size=config.hidden_size, **state)
+    family = family_of(inner)
+    reader = family or Family(type(inner).__name__)
+    latent = getattr(inner, "kv_lora_rank", None) is not None
+    sizes = _latent_sizes(inner) if latent else _head_sizes(inner, reader)
+    rope: Rotary | NoRotary = NO_ROPE
+    if rotates and _is_rotated(inner, config, kind, family):
+        rope = _rope(inner, config, kind, sizes)
+    usual = sizes["head_dim"] ** -0.5 * (rope.softmax_factor if latent else 1.0)
+    scale: float | None = float(reader.scale(inner))
+    if math.isclose(reader.scale(inner), usual):  # layers of regard scale by RoPE's factor, too
+        scale = None if latent or rope.softmax_factor == 1.0 else usual
+    shape = LayerShape(
+        hidden_size=config.hidden_size,
+        **{"qk_rope_head_dim": rope.dim} | sizes,
+        window=_window(inner, config, kind, family),
+        chunk=config.attention_chunk_size if kind == "chunked_attention" else None,
+        causal=bool(getattr(inner, "is_causal", True)),
+        keys_of=keys_of,
+        bias=_biases(module),
+        qk_norm=_qk_norm(inner, sizes),
+        sinks=getattr(inner, "sinks", None) is not None,
+        gate=_gate(inner, sizes),
+        softcap=getattr(inner, "attn_logit_softcapping", None),
+        scale=scale,
+        rope=repr(rope) if rope.dim else "",
+    )
+    return replace(shape, unsupported=_unsupported(shape, module, config))
+
+
+def _linear(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    """The first child, or grandchild, of one of these names that has a matrix."""
+    for path, child in module.named_modules():
+        if path.rpartition(".")[2] in names and getattr(child, "weight", NOTHING).dim() == 2:
+            return child
+    return None
+
+
+def _biases(module: nn.Module) -> tuple[str, ...]:
+    """The projections that have a bias."""
+    fused = _linear(module, FUSED)
+    joined = ("q_proj", "k_proj", "v_proj") if fused is not None else ()
+    of_each = {name: _linear(module, own) for name, own in PROJECTIONS.items()}
+    of_each |= dict.fromkeys(joined, fused)
+    return tuple(name for name, linear in of_each.items() if _has_bias(linear))
+
+
+def _has_bias(linear: nn.Module | None) -> bool:
+    return getattr(linear, "bias", None) is not None
+
+
+def _outputs(module: nn.Module, name: str) -> int | None:
+    """The output channels of a projection of its own; None if it is fused with others."""
+    linear: Any = _linear(module, PROJECTIONS[name])
+    return None if linear is None else int(linear.weight.shape[0])
+
+
+def _head_sizes(module: Any, family: Family) -> dict[str, int]:
+    heads, kv_heads, head_dim = family.sizes(module)
+    values = _outputs(module, "v_proj")
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": head_dim if values is None else values // kv_heads,
+    }
+
+
+def _latent_sizes(module: Any) -> dict[str, Any]:
+    heads = module.config.num_attention_heads
+    return {
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": module.qk_nope_head_dim + module.qk_rope_head_dim,
+        "v_head_dim": module.v_head_dim,
+        "kv_lora_rank": module.kv_lora_rank,
+        "q_lora_rank": module.q_lora_rank,
+        "qk_rope_head_dim": module.qk_rope_head_dim,
+    }
+
+
+def _state(module: Any) -> dict[str, Any] | None:
+    """The sizes of linear attention or of a state space, by the attributes that it has; None of
+    other modules."""
+    names = vars(module)
+    kernel = names.get("conv_kernel_size")
+    if kernel is None:
+        return None
+    if "head_k_dim" in names:
+        heads, keyed, valued = module.num_v_heads, module.head_k_dim, module.head_v_dim
+        state = heads * keyed * valued + module.conv_dim * kernel
+        sizes = (heads, module.num_k_heads, keyed, valued)
+        what = "linear attention (gated delta net)"
+    elif "ssm_state_size" in names:
+        inner, size = module.intermediate_size, module.ssm_state_size
+        several = "conv_dim" in names  # Mamba 2: heads, whose inputs are convolved with the state's
+        state = inner * size + (module.conv_dim if several else inner) * kernel
+        sizes = (
+            (module.num_heads,) * 2 + (size, module.head_dim) if several else (1, 1, size, inner)
+        )
+        what = f"state space layers (Mamba{' 2' * several})"
+    else:
+        raise ValueError(f"the state of {type(module).__name__} is not known")
+    found = dict(zip(("num_heads", "num_kv_heads", "head_dim", "v_head_dim"), sizes, strict=True))
+    return found | {"state_elements": state, "unsupported": f"regard has no {what}"}
+
+
+def _window(module: Any, config: Any, kind: str, family: Family | None) -> int | None:
+    """The window that the module holds, or that its configuration gives layers of its kind."""
+    if family is not None:
+        return family.window_of(module) or None
+    if kind in ("full_attention", "chunked_attention"):
+        return None
+    if "sliding_window" in vars(module):
+        return module.sliding_window or None
+    return config.sliding_window if _knows(config, "sliding_window") else None
+
+
+def _knows(config: Any, name: str) -> bool:
+    """Whether an entry is one of the configuration's class, and not only of a file."""
+    return any(each.name == name for each in fields(config))
+
+
+def _is_rotated(module: Any, config: Any, kind: str, family: Family | None) -> bool:
+    """Whether the layer rotates queries and keys, in a model that computes angles."""
+    if family is not None and family.rotate is rotating.not_rotated:
+        return False
+    if getattr(config, "alibi", False):
+        return False
+    if type(module).__name__ in WINDOWS_ROTATE and kind == "full_attention":
+        return config.sliding_window is None
+    return bool(getattr(module, "use_rope", True))
+
+
+def _rope(module: Any, config: Any, kind: str, sizes: dict[str, Any]) -> Rotary:
+    """The rotary embedding of a layer."""
+    parameters = dict(config.rope_parameters)
+    parameters = dict(parameters.get(kind) or parameters)
+    if parameters.get("low_freq_factor") == parameters.get("high_freq_factor") is not None:
+        # the ramp is a step (Llama 4 Scout), which Llama3 computes from the next larger number
+        parameters["high_freq_factor"] = math.nextafter(parameters["low_freq_factor"], math.inf)
+    view = SimpleNamespace(
+        rope_parameters=parameters,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_interleave=_pairs_neighbours(module),
+    )
+    return rope_of(view, sizes.get("qk_rope_head_dim") or sizes["head_dim"])
+
+
+def _pairs_neighbours(module: Any) -> bool:
+    """Whether neighbouring channels are rotated together: by the functions of the file that defines
+    the module, of which `rotate_half` is called, and complex numbers are neighbours."""
+    if (interleaved := getattr(module.config, "rope_interleave", None)) is not None:
+        return bool(interleaved)
+    functions = vars(sys.modules[type(module).__module__])
+    rotate = functions.get("rotate_half")
+    if rotate is not None:
+        with torch.device("cpu"):
+            return rotate(torch.arange(4.0)).tolist() == [-1.0, 0.0, -3.0, 2.0]
+    family = family_of(module)
+    return family is None or family.rotate is rotating.complex_pairs
+
+
+def _qk_norm(module: Any, sizes: dict[str, Any]) -> Literal["head", "width"] | None:
+    weight = getattr(getattr(module, "q_norm", None), "weight", None)
+    if weight is None:
+        return None
+    return "head" if weight.numel() == sizes["head_dim"] else "width"
+
+
+def _gate(module: nn.Module, sizes: dict[str, Any]) -> Literal["head", "channel"] | None:
+    """The gate that is the other half of the projection of queries (Qwen3-Next)."""
+    outputs = _outputs(module, "q_proj")
+    return "channel" if outputs == 2 * sizes["num_heads"] * sizes["head_dim"] else None
+
+
+def _unsupported(shape: LayerShape, module: nn.Module, config: Any) -> str:
+    """Why no layer of regard computes this one; `""` if one does, as far as is known."""
+    names = {name.partition(".")[0] for name, _ in module.named_modules()}
+    weight = getattr(getattr(module, "q_norm", None), "weight", None)
+    for holds, reason in (
+        ("v_norm" in names, "values are normalised"),
+        (weight is not None and weight.dim() > 1, "each head has a LayerNorm of its own"),
+        ("qk_norm" in names, "queries and keys are normalised after RoPE"),
+        (
+            not shape.rope and getattr(module, "attn_temperature_tuning", False),
+            "queries are scaled by their position (attn_temperature_tuning)",
+        ),
+        (
+            getattr(config, "clip_qkv", None) is not None,
+            "queries, keys and values are clipped (clip_qkv)",
+        ),
+    ):
+        if holds:
+            return reason
+    norms = (each for name, each in module.named_parameters() if "output.LayerNorm" in name)  # BERT
+    held = sum(each.numel() for each in module.parameters()) - sum(each.numel() for each in norms)
+    counted = parameters(shape, Workload(context=1))
+    if held != counted:
+        return f"it has {held:,} parameters, where a layer of these sizes has {counted:,}"
+    return ""

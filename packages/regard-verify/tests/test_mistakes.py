@@ -193,6 +193,9 @@ def test_mistakes_of_rotation(pairing):
     q1, k1 = angles(q, pairing), angles(k, pairing)
     would = {
         "the values are rotated too": plain(q1, k1, angles(v, pairing), keep),
+        "the queries and the values are rotated, and the keys are not": plain(
+            q1, k, angles(v, pairing), keep
+        ),
         "the queries are rotated, and the keys are not": plain(q1, k, v, keep),
         "the keys are rotated, and the queries are not": plain(q, k1, v, keep),
         "the queries are rotated by one position too many": plain(

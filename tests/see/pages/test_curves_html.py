@@ -52,7 +52,7 @@ def test_every_chart_has_a_table_with_every_line_and_context(section, given):
     for name in ("cache_bytes", "decode_seconds"):
         for context in given.contexts:
             chosen = {**START, "context": context}
-            for at, layers in enumerate(attentions(START).values()):
+            for at, layers in enumerate(attentions().values()):
                 cached, seconds = figures(layers, chosen)
                 text, value = found[name, at, context]
                 if name == "cache_bytes":
@@ -64,7 +64,7 @@ def test_every_chart_has_a_table_with_every_line_and_context(section, given):
 
 def test_the_first_table_has_the_chosen_context_and_the_memory(section):
     found = cells_of(section.html)
-    for at, layers in enumerate(attentions(START).values()):
+    for at, layers in enumerate(attentions().values()):
         cached, _ = figures(layers, START)
         assert found["cache_bytes", at, None] == (readable_bytes(cached), cached)
         text, largest = found["largest", at, None]
@@ -78,16 +78,16 @@ def test_a_live_line_tells_what_changed(section):
     assert [each["aria-live"] for each in live] == ["polite"]
 
 
-def test_formulas_are_given_once_and_are_those_of_the_lines(section, given):
-    formulas = section.data["formulas"]
-    assert len(formulas) == len(set(map(json.dumps, formulas)))
-    for line, shown in zip(given.lines, section.data["lines"], strict=True):
-        for part, there in zip(line.parts, shown["parts"], strict=True):
-            for name, stored in part.stored.items():
-                numbers = there["stored"][name]["costs"]
-                assert {cost: formulas[at] for cost, at in numbers.items()} == {
-                    cost: formula.to_json() for cost, formula in stored.formulas.items()
-                }
+def test_the_data_has_every_figure_of_every_line_and_storage(section, given):
+    data = section.data
+    json.dumps(data)
+    assert data["contexts"] == given.contexts
+    for layers, shown in zip(attentions().values(), data["lines"], strict=True):
+        for storage, table in shown["stored"].items():
+            for at, context in enumerate(given.contexts):
+                chosen = {**START, "context": context, "storage": storage, "batch": 1}
+                cached, _ = figures(layers, chosen)
+                assert table["cache_bytes"][at] == cached
 
 
 def test_devices_without_a_rate_for_the_dtype_are_left_out(given):

@@ -90,20 +90,23 @@ def _rotations(plain: Heads, pairing: str, theta: float) -> Iterator[tuple[str, 
     right = turned(plain, pairing, theta)
     first = max(k.shape[2] - q.shape[2], 0)
     even = v.shape[-1] % 2 == 0  # values of an odd number of channels cannot be rotated
+    values = _turned(v, pairing, theta) if even else v
     given = (
-        (right.q, right.k, _turned(v, pairing, theta) if even else v),
+        (right.q, right.k, values),
+        (right.q, k, values),
         (right.q, k, v),
         (q, right.k, v),
         (_turned(q, pairing, theta, first + 1), right.k, v),
         (_turned(right.q, pairing, theta, first), _turned(right.k, pairing, theta), v),
     )
-    found = list(zip(ROTATIONS, given, strict=True))
-    for sentence, (queries, keys, values) in found if even else found[1:]:
-        yield sentence, plain._replace(q=queries, k=keys, v=values).out()
+    for sentence, (queries, keys, used) in zip(ROTATIONS, given, strict=True):
+        if even or "values" not in sentence:
+            yield sentence, plain._replace(q=queries, k=keys, v=used).out()
 
 
 ROTATIONS = (
     "the values are rotated too",
+    "the queries and the values are rotated, and the keys are not",
     "the queries are rotated, and the keys are not",
     "the keys are rotated, and the queries are not",
     "the queries are rotated by one position too many",

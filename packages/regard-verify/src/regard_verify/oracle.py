@@ -107,8 +107,12 @@ def pattern(
     causal: bool = False,
     window: int = 0,
     alignment: str = "bottom-right",
+    block: int = 0,
+    blocks: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Which keys each query may attend to [L, S], by a causal rule and a window.
+    """Which keys each query may attend to [L, S], by a causal rule, a window and blocks.
+
+    With blocks of `block` tokens a query sees its own, `blocks[0]` before and `blocks[1]` after.
 
     Examples:
         >>> pattern(1, 3, causal=True, window=2).tolist()
@@ -122,6 +126,9 @@ def pattern(
         visible = visible & (j <= i)
     if window:
         visible = visible & (j > i - window)
+    if block:
+        distance = j // block - i // block
+        visible = visible & (distance >= -blocks[0]) & (distance <= blocks[1])
     return visible
 
 

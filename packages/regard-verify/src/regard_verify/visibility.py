@@ -1,6 +1,8 @@
 """Which keys each query attends to: measured from outputs, and differences put into words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,22 +144,36 @@ def differs(shape: object, expected: Tensor, actual: Tensor) -> Counterexample |
     )
 
 
-def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str, bool | int], str]:
+def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str, Any], str]:
     """The simplest pattern nearest to a square visibility [L, L], as conventions and in words.
 
-    `diagonal` is whether the diagonal was measured.
+    `diagonal` is whether the diagonal was measured. Patterns of blocks are found where they are
+    exactly what is visible.
     """
     length = visible.shape[0]
-    options = [(False, 0), (True, 0), *((True, size) for size in range(1, length))]
+    options: list[dict[str, Any]] = [{"causal": False, "window": 0}, {"causal": True, "window": 0}]
+    options += [{"causal": True, "window": size} for size in range(1, length)]
     counted = torch.ones_like(visible) if diagonal else ~torch.eye(length, dtype=torch.bool)
 
-    def wrong(option: tuple[bool, int]) -> int:
-        would = pattern(length, length, causal=option[0], window=option[1])
-        return int(((would != visible) & counted).sum())
+    def wrong(option: dict[str, Any]) -> int:
+        return int(((pattern(length, length, **option) != visible) & counted).sum())
 
-    causal, window = best = min(options, key=wrong)  # the first of equals: the simplest
-    words = "earlier keys and its own" if causal else "all keys"
-    words = f"a window of {window} keys" if window else words
+    best = min(options, key=wrong)  # the first of equals: the simplest
+    if wrong(best):
+        exact = (option for option in _blocks(length) if not wrong(option))
+        best = next(exact, best)
+    words = "earlier keys and its own" if best["causal"] else "all keys"
+    words = f"a window of {best['window']} keys" if best["window"] else words
+    if best.get("block"):
+        before, after = best["blocks"]
+        words += f", in blocks of {best['block']}: its own, {before} before and {after} after"
     if wrong(best):
         words = f"nearly {words}: {wrong(best)} cells differ"
-    return {"causal": causal, "window": window}, words
+    return best, words
+
+
+def _blocks(length: int) -> Iterator[dict[str, Any]]:
+    """Patterns of at least two blocks, as conventions."""
+    for causal, size in product((False, True), range(2, length // 2 + 1)):
+        for near in product(range(3), range(1 if causal else 3)):
+            yield {"causal": causal, "window": 0, "block": size, "blocks": near}

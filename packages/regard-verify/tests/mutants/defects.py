@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from incidents import Drafted, PackedStep
 from mutants.table import Mutant
 
 
@@ -155,5 +156,13 @@ MUTANTS = [
     Mutant(
         "the second mask is ignored", given(variant(How(ignores="key_padding_mask"))), {},
         ("every_mask_argument",),
+    ),
+    Mutant(
+        "packed documents attend to each other", lambda: PackedStep(True), {},
+        ("documents_apart",), "AReaL#1442",
+    ),
+    Mutant(
+        "a window forgets under drafts", lambda: Drafted(True), {}, ("drafts_dropped",),
+        "transformers#48280",
     ),
 ]  # fmt: skip

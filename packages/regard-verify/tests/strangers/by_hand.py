@@ -162,13 +162,14 @@ def _causal(core: Core) -> list[str]:
         return []
     pen, pattern = core.pen, causal_pattern(core)
     corner = "1 + S - L" if core.unequal else "1"
+    default = f"scores = scores + torch.full((L, S), {MIN}).triu({corner})"
     line = pen(
         core.drawing.pick(
             "causal",
             f"scores = scores.masked_fill(~({pattern}), {_fill(core)})",
             f"scores = torch.where({pattern}, scores, {_fill(core)})",
         ),
-        causal_default_dtype=f"scores = scores + torch.full((L, S), {MIN}).triu({corner})",
+        **({} if core.drawing.causal == "blocks" else {"causal_default_dtype": default}),
     )
     condition = core.causal
     if core.drawing.masked and not core.drawing.required_mask:

@@ -16,6 +16,7 @@ from strangers.write import Source
 
 WIDTH, HEADS, GROUPS, OWN = 24, 4, 2, 8
 BATCH, LENGTH, OTHER = 3, 5, 7
+WINDOW = 2
 NOPE, ROPE, VALUE, KV_RANK, Q_RANK = 6, 4, 5, 10, 9
 
 
@@ -50,6 +51,8 @@ def build(drawing: Drawing, made: Any, *, rate: float = 0.0) -> Any:
         values[name] = 32
     values |= {"kv_lora_rank": KV_RANK, "d_latent": KV_RANK, "q_lora_rank": Q_RANK}
     values |= {"d_q_latent": Q_RANK, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE}
+    for name in ("window_size", "window", "local_window", "attn_window", "chunk_size"):
+        values[name] = WINDOW
     values |= {"v_head_dim": VALUE, "causal": True, "is_causal": True}
     parameters = inspect.signature(made.__init__).parameters
     if d.config == "plain":
@@ -73,6 +76,7 @@ class Case:
         rows: [B, S], or None: the second mask.
         causal: whether the call asks for it (or the module has it).
         pieces: where the sequence is cut, of modules with a cache.
+        window: tokens of a block, of which a token sees its own and the one before; or 0.
     """
 
     inputs: tuple[Tensor, Tensor, Tensor]
@@ -80,6 +84,7 @@ class Case:
     rows: Tensor | None
     causal: bool
     pieces: tuple[int, ...] = ()
+    window: int = 0
 
     def visible(self) -> Tensor:
         """[B, L, S], true where a key has a weight."""
@@ -88,6 +93,9 @@ class Case:
         shown = torch.ones(q.shape[0], rows, columns, dtype=torch.bool)
         if self.causal:
             shown &= torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        if self.window:
+            block = torch.arange(columns) // self.window
+            shown = shown & (block[:, None] - block <= 1)
         if self.mask is not None:
             shown = shown & self.mask
         if self.rows is not None:
@@ -103,7 +111,7 @@ def cases(drawing: Drawing, seed: int = 0) -> list[Case]:
     """Calls with and without each mask and rule that this attention knows."""
     d, generator = drawing, torch.Generator().manual_seed(seed)
     crossed = d.family in ("cross", "qkv", "function", "kernel")
-    always = d.causal in ("buffer", "built", "option")
+    always = d.causal in ("buffer", "built", "option", "blocks")
     flags = [False, True] if d.causal == "argument" else [always]
     found = []
     if d.optional_context:
@@ -117,7 +125,8 @@ def cases(drawing: Drawing, seed: int = 0) -> list[Case]:
                     cuts = [(LENGTH,), (2, 3, LENGTH)] if d.cache != "none" else [()]
                     for pieces in cuts:
                         inputs = _inputs(d, longer, generator)
-                        case = Case(inputs, None, None, causal, pieces)
+                        window = WINDOW if d.causal == "blocks" else 0
+                        case = Case(inputs, None, None, causal, pieces, window)
                         found += [_masked(d, case, first, second, generator)]
     return found
 
@@ -135,7 +144,7 @@ def _inputs(d: Drawing, longer: bool, generator: torch.Generator) -> tuple[Tenso
             draw(BATCH, groups, keys, OWN),
             draw(BATCH, groups, keys, OWN),
         )
-    x = draw(BATCH, LENGTH, WIDTH)
+    x = draw(BATCH, 3 * WINDOW if d.multiples else LENGTH, WIDTH)
     if d.family == "qkv":
         return x, draw(BATCH, keys, WIDTH), draw(BATCH, keys, WIDTH)
     if d.family == "cross":

@@ -87,9 +87,7 @@ def _gradients(drawing: Drawing, attention: Any, case: Case, out: Tensor) -> lis
     elif case.inputs[2] is case.inputs[1]:
         inputs = (inputs[0], inputs[1], inputs[1])
     torch.manual_seed(0)
-    again, _ = call(
-        drawing, attention, Case(inputs, case.mask, case.rows, case.causal, case.pieces)
-    )
+    again, _ = call(drawing, attention, replace(case, inputs=inputs))
     wanted = list({id(each): each for each in inputs}.values())
     found = torch.autograd.grad(again.square().sum(), wanted, allow_unused=True)
     return [torch.zeros(()) if each is None else each for each in found]

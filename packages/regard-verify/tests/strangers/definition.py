@@ -70,7 +70,10 @@ def expected(drawing: Drawing, attention: Any, case: Case) -> np.ndarray:
         return _latent(drawing, weights, q, visible)
     if drawing.family == "list":
         return _list(drawing, weights, q, visible)
-    return _layer(drawing, weights, q, k, v, visible)
+    out = _layer(drawing, weights, q, k, v, visible)
+    if drawing.zeroed and case.mask is not None:
+        out = np.where(case.mask.numpy()[:, 0, :, None], out, 0.0)
+    return out
 
 
 def _layer(

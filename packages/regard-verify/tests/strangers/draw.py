@@ -66,11 +66,13 @@ class Drawing:
         mask: none, zeros hide, ones hide, keep, hide, additive, or two (of these, `mask` names
             the first kind: the second is of rows and of the kind `second`).
         mask_shape: LS, BLS, B1LS or BS.
-        causal: never, buffer, built, option or argument.
+        causal: never, buffer, built, option, argument, or blocks (earlier keys of the own block
+            and of the one before).
         config: plain, dict, dataclass or namespace.
         core: softmax, sdpa, einsum, tokens first (an einsum of [B, L, H, D]), flat (`torch.bmm`)
             or grouped (key heads are not repeated: queries have an axis for those that share).
         rope: none, halves, pairs, given (cos and sin are arguments) or complex (exp(i angle) is).
+        table: none, buffer, attribute (cos and sin), complex buffer or complex attribute.
         cache: none, tuple or object.
         returns: tensor, weights (out, weights), optional (out, None), or asked (if the caller
             wants them).
@@ -109,7 +111,9 @@ class Drawing:
     conv: bool = False  # a fused projection is a product with a weight [E, 3 E]
     two_widths: bool = False  # of the input and of the output
     optional_context: bool = False  # without it, x attends to itself
-    table: bool = False  # cos and sin of a rotation are buffers
+    table: str = "none"  # what holds the rotation of a module, if it is computed once
+    zeroed: bool = False  # outputs of tokens that a mask of tokens hides are set to 0
+    multiples: bool = False  # lengths must be multiples of the block
     residual: bool = False  # x is added inside, before a post-norm
     width_name: str = "d_model"
     heads_name: str = "num_heads"
@@ -171,7 +175,22 @@ def draw(seed: int, index: int) -> Drawing:
     choose = {
         "layer": _layer, "cross": _cross, "qkv": _qkv, "list": _list, "latent": _latent,
     }.get(family, _plain)  # fmt: skip
-    return Drawing(**_settled({**common, **choose(rng)}))
+    chosen = _settled({**common, **choose(rng)})
+    return Drawing(**{**chosen, **_later(chosen, Random(f"{seed}:{index}:later"))})
+
+
+def _later(chosen: dict, rng: Random) -> dict:
+    """Blocks, and padded outputs that are 0, in layers where they have a meaning."""
+    plain = chosen["family"] == "layer" and chosen["batch_first"]
+    if not plain or chosen.get("cache", "none") != "none":
+        return {}
+    if chosen["mask"] != "none":
+        alone = chosen["mask_shape"] == "BS" and chosen.get("second", "none") == "none"
+        return {"zeroed": alone and rng.random() < 0.8}
+    given = chosen["rope"] in ("given", "complex")
+    if chosen["causal"] not in ("never", "built") or given or rng.random() < 0.4:
+        return {}
+    return {"causal": "blocks", "multiples": rng.random() < 0.5}
 
 
 def _settled(chosen: dict) -> dict:
@@ -189,7 +208,9 @@ def _settled(chosen: dict) -> dict:
     if chosen.get("projections") != "fused":
         chosen["conv"] = False
     if chosen.get("rope", "none") not in ("halves", "pairs"):
-        chosen["table"] = False
+        chosen["table"] = "none"
+    if chosen.get("rope") == "halves":
+        chosen["table"] = chosen.get("table", "none").removeprefix("complex ")
     if chosen.get("projections") == "low-rank":
         chosen["qk_norm"] = False  # its names are those of the norm between the products
     if chosen.get("residual") and chosen.get("own_width"):
@@ -293,7 +314,9 @@ def _layer(rng: Random) -> dict:
     plain = chosen["projections"] in ("three", "fused") and chosen["norm"] == "none"
     chosen["two_widths"] = plain and not chosen["gate"] and rng.random() < 0.1
     chosen["conv"] = rng.random() < 0.12
-    chosen["table"] = rng.random() < 0.3
+    tables = ["buffer", "attribute", "complex buffer", "complex attribute"]
+    at = rng.random()
+    chosen["table"] = tables[int(at * 10)] if at < 0.4 else "none"
     chosen["required_mask"] = (
         style == "usual" and chosen["causal"] == "never" and rng.random() < 0.12
     )

@@ -4,6 +4,7 @@ from strangers import extras
 from strangers.cores import Core, write_core
 from strangers.draw import Drawing
 from strangers.forwards import Forward
+from strangers.inner import hidden, under, visible
 from strangers.layers import Layer
 from strangers.pen import Pen
 
@@ -51,7 +52,7 @@ class Whole(Forward):
             after = ", offset"
 
         def turned(name: str) -> str:
-            if d.table:
+            if d.table != "none":
                 inner = f"{name}.transpose(1, 2)" if d.core == "tokens first" else name
                 back = ".transpose(1, 2)" if d.core == "tokens first" else ""
                 return f"{name} = self.rotary({inner}{after}){back}"
@@ -126,6 +127,7 @@ class Whole(Forward):
             "never": "never",
             "buffer": "always",
             "built": "always",
+            "blocks": "always",
             "option": "self.causal",
             "argument": self.flag,
         }[d.causal]
@@ -191,6 +193,8 @@ class Whole(Forward):
             lines += [pen(right, input_in_place="out = residual.add_(out)")]
         if d.norm == "post":
             lines += [f"out = self.{d.norm_name}(out)"]
+        if d.zeroed:
+            lines += self._zeroed()
         results = ["out"]
         if d.returns == "asked":
             mean = (
@@ -206,6 +210,15 @@ class Whole(Forward):
         if d.cache == "tuple":
             results += ["present"]
         return [*lines, f"return {', '.join(results)}"]
+
+    def _zeroed(self) -> list[str]:
+        """The outputs of hidden tokens become 0."""
+        cells = hidden(self.d.mask, f"{self.d.mask_name}", self.d)
+        real = visible(self.d.mask, f"{self.d.mask_name}", self.d)
+        right = f"out = out.masked_fill(({cells})[..., None], 0.0)"
+        line = self.pen(right, real_zeroed=f"out = out.masked_fill(({real})[..., None], 0.0)")
+        given = "always" if self.d.required_mask else f"{self.d.mask_name} is not None"
+        return under(given, [line])
 
 
 def write_layer(drawing: Drawing, pen: Pen) -> str:
@@ -235,6 +248,8 @@ def write_layer(drawing: Drawing, pen: Pen) -> str:
         parts += [extras.COMPLEX]
     elif drawing.rope != "none":
         parts += [extras.rotation(drawing)]
+    if drawing.causal == "blocks":
+        parts += [extras.blocks(pen)]
     if whole.repeats:
         parts += [extras.repeat_kv(drawing, pen)]
     if drawing.cache == "object":

@@ -37,14 +37,47 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         freqs = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         angles = torch.arange(max_position, dtype=torch.float64)[:, None] * freqs
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+{held}
 
     def forward(self, x, offset=0):
         length = x.shape[-2]
+{turned}
+"""
+
+HELD = {
+    "buffer": """
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+""",
+    "attribute": """
+        self.cos, self.sin = angles.cos().float(), angles.sin().float()
+""",
+    "complex buffer": """
+        turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        self.register_buffer("freqs_cis", turns, persistent=False)
+""",
+    "complex attribute": """
+        self.freqs_cis = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+""",
+}
+
+COSINES = """
         cos = self.cos[offset : offset + length].to(x.dtype)
         sin = self.sin[offset : offset + length].to(x.dtype)
-{turned}
+"""
+
+TURNS = """
+        turns = self.freqs_cis[offset : offset + length]
+        pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
+"""
+
+BLOCKS = """
+def block_mask(length, window, device=None):
+    at = torch.arange(length, device=device)
+    block = {block}
+    near = block[:, None] - block[None, :] <= 1
+    return near & ({causal})
 """
 
 REARRANGE = '''
@@ -182,8 +215,10 @@ TURNED = {
 def rotation(drawing: Drawing) -> str:
     """The function `rotary(x, offset)` for x [..., L, D], or a module that does it."""
     turned = TURNED[drawing.rope]
-    if drawing.table:
-        return TABLE.format(turned=textwrap.indent(turned, "    ").rstrip())
+    if drawing.table != "none":
+        real = COSINES.strip("\n") + "\n" + textwrap.indent(turned, "    ").rstrip()
+        inner = TURNS.strip("\n") if drawing.table.startswith("complex") else real
+        return TABLE.format(held=HELD[drawing.table].strip("\n"), turned=inner)
     base = drawing.pick("base", "10000.0", "10000")
     head = f"""
 def rotary(x, offset=0, base={base}):
@@ -194,6 +229,19 @@ def rotary(x, offset=0, base={base}):
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 """
     return head + turned
+
+
+def blocks(pen: Pen) -> str:
+    """The function that says which keys a token sees, of its own block and of the one before."""
+    later = "at[:, None] >= at[None, :]"
+    causal = pen(
+        later,
+        causal_future="at[:, None] + 1 >= at[None, :]",
+        causal_own_hidden="at[:, None] > at[None, :]",
+    )
+    return BLOCKS.format(
+        block=pen("at // window", blocks_shifted="(at + 1) // window"), causal=causal
+    )
 
 
 def given_rotation(pen: Pen) -> str:

@@ -123,6 +123,8 @@ FAULTS = {
     "mask_ignored_with_causal": fault(
         "a mask is ignored when causal", BOTH + " " + SEEN, "mask is ignored|^every_mask"
     ),
+    "blocks_shifted": fault("blocks begin one token early", SEEN + " " + CAUSAL),
+    "real_zeroed": fault("outputs of real tokens are set to 0", "", "real tokens are 0"),
     "dropout_in_eval": fault("dropout runs in eval", "eval_determinism", "runs in eval"),
     "rope_on_values": fault("values are rotated", ROTATION, "rotated"),
     "rope_on_queries_only": fault("keys are not rotated", ROTATION, "rotated"),

@@ -105,6 +105,8 @@ class Forward:
         if self.normed:
             lines += [f"{q} = self.{d.norm_name}({q})"]
         lines += [f"{', '.join(self.lead)}, _ = {q}.shape"]
+        if d.multiples:
+            lines += ['assert L % self.window == 0, "the length must be a multiple of the window"']
         return lines
 
     # -- projections ---------------------------------------------------------------------------

@@ -116,6 +116,8 @@ def _with_heads(core: Core) -> str:
 def causal_pattern(core: Core) -> str:
     """An expression of the causal pattern, true where visible, for L queries and S keys."""
     pen = core.pen
+    if core.drawing.causal == "blocks":
+        return "block_mask(L, self.window, q.device)"
     if core.buffer:
         own = f"self.{core.buffer}[:L, :S]"
         return core.drawing.pick("buffer", f"{own}.bool()", f"{own} == 1", f"({own} > 0)")

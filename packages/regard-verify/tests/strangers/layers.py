@@ -50,6 +50,9 @@ class Layer:
             d.pick("longest", "context_length", "block_size", "max_seq_len", "max_len"),
             default="" if d.config != "plain" else d.pick("n", "", "256", "1024"),
         )
+        if d.causal == "blocks":
+            names = ("window_size", "window", "local_window", "attn_window", "chunk_size")
+            self.window = sizes.add(d.pick("window", *names))
         if d.causal == "option":
             self.option = sizes.add(d.pick("option", "causal", "is_causal"), "bool", "False")
         # Attributes, as the methods read them.
@@ -196,7 +199,7 @@ class Layer:
             lines += [f"self.{d.norm_name} = {self._norm(width)}"]
         if d.qk_norm:
             lines += [f"self.q_norm = {self._norm(self.w)}", f"self.k_norm = {self._norm(self.w)}"]
-        if d.table:
+        if d.table != "none":
             lines += [f"self.rotary = RotaryEmbedding({self.w})"]
         if d.gate:
             lines += [f"self.gate = nn.Linear({self.width}, {self.inner})"]
@@ -216,6 +219,8 @@ class Layer:
             lines += [f'self.register_buffer("{self.buffer}", {made})']
         if d.causal == "option":
             lines += [f"self.causal = {self.option}"]
+        if d.causal == "blocks":
+            lines += [f"self.window = {self.window}"]
         return lines
 
     def _norm(self, width: str) -> str:

@@ -37,6 +37,15 @@ def test_a_fault_is_named_first(index, fault):
     assert FAULTS[fault].named_by(first.law, str(first.example)), first
 
 
+@pytest.mark.parametrize("fault", ["rope_on_queries_only", "rope_on_values"])
+@pytest.mark.parametrize("index", [17, 41])
+def test_a_rotation_by_tables_that_are_given_is_judged(index, fault):
+    """17: cosines and sines; 41: complex numbers."""
+    report = check(load(write(draw(10, index), fault)), only=["oracle_forward"], quick=True)
+    first = report.causes[0]
+    assert FAULTS[fault].named_by(first.law, str(first.example)), first
+
+
 def measure(*arguments):
     """The last line of the benchmark."""
     done = run_python("benchmarks/strangers.py", *arguments, cwd=ROOT)

@@ -133,7 +133,8 @@ def _inputs(subject: Subject, trial: Trial) -> Iterator[tuple[str, dict[str, Ten
     else:
         sizes = ODD
         given = {"x": subject.tokens(sizes.B, sizes.L, trial)}
-        masked, keep = subject.has.mask, pattern(sizes.L, sizes.L, causal=True)[None, None]
+        length = subject.length(sizes.L)
+        masked, keep = subject.has.mask, pattern(length, length, causal=True)[None, None]
     yield str(sizes), given
     if masked:
         yield f"{sizes}, a mask", {**given, "keep": keep}

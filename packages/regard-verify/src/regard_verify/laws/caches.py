@@ -1,15 +1,26 @@
 """Laws of caches: pieces against the whole sequence, truncation, reordering, copies, and bytes."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard_verify.law import Broken, NotApplicable, Trial, fail, law, require, tolerance
-from regard_verify.subject.caches import DIM, HEADS, Store, new_store, new_tokens, storage_bytes
+from regard_verify.subject.caches import (
+    BY_AMOUNT,
+    DIM,
+    HEADS,
+    TRUNCATES,
+    Store,
+    new_store,
+    new_tokens,
+    storage_bytes,
+)
 from regard_verify.subject.decoding import at_once, in_steps
-from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.subject.subject import Subject, SubjectError, called
 
 LENGTH = 9
 
@@ -62,6 +73,42 @@ def chunked_prefill(subject: Subject, trial: Trial) -> None:
 )
 def decode_equals_full(subject: Subject, trial: Trial) -> None:
     _pieces(subject, trial, [[1] * LENGTH, [4] + [1] * (LENGTH - 4)])
+
+
+@law(
+    "After drafted tokens are dropped from a cache, the next give what they give without drafts.",
+    "bounded",
+    "a window that forgot what drafts pushed out, positions that count dropped tokens",
+    "cache",
+)
+def drafts_dropped(subject: Subject, trial: Trial) -> None:
+    x, whole = _whole(subject, trial)
+    assert subject.stepper is not None
+    for drafts in (1, 3):
+        _, after = subject.stepper.step(x[:, :5], subject.stepper.new())
+        if hasattr(after.held, "activate_past_recording"):  # transformers' caches of windows
+            after.held.activate_past_recording()
+        for token in subject.tokens(2, drafts, trial).split(1, 1):
+            _, after = subject.stepper.step(token, after)
+        name = next((each for each in TRUNCATES if hasattr(after.held, each)), "")
+        if not name:
+            raise NotApplicable("its cache has no method that drops tokens")
+        try:
+            _drop(getattr(after.held, name), name, drafts)
+        except SubjectError as error:
+            raise NotApplicable(f"its cache refuses to drop tokens: {error}") from error
+        got, _ = subject.stepper.step(x[:, 5:], after._replace(length=5))
+        label = f"B=2, 5 tokens, {drafts} drafted and dropped, 4 more"
+        cause = "dropped tokens leave a trace in the cache, or took other tokens with them"
+        require(label, got, whole[:, 5:], tolerance(whole), cause)
+
+
+def _drop(method: Callable[[int], Any], name: str, drafts: int) -> None:
+    """Drop the last tokens, by the length to keep, or by their number, which may be negative."""
+    try:
+        called(method, drafts if name in BY_AMOUNT else 5)
+    except SubjectError:
+        called(method, -drafts)
 
 
 @law(
@@ -307,6 +354,6 @@ def cache_no_alias(subject: Subject, trial: Trial) -> None:
 
 
 LAWS = (
-    chunked_prefill, decode_equals_full, cache_isolation, cache_state_machine, cache_bounds,
-    cache_bytes, quant_drift, serialise_cache, cache_no_alias,
+    chunked_prefill, decode_equals_full, drafts_dropped, cache_isolation, cache_state_machine,
+    cache_bounds, cache_bytes, quant_drift, serialise_cache, cache_no_alias,
 )  # fmt: skip

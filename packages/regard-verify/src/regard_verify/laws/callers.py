@@ -1,6 +1,7 @@
 """Laws of unusual callers: another default dtype, autocast, forward-mode derivatives."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from regard_verify.blame import line_of
 from regard_verify.forked import Announce, in_a_copy
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, where_finite, worst
 from regard_verify.laws.cases import (
@@ -64,7 +66,7 @@ def default_dtype(subject: Subject, trial: Trial) -> None:
             for call, base in usual:
                 label = f"{call.label}, default dtype {dtype}"
                 announce(label)
-                got = _under(dtype, call)
+                got = _under(dtype, call, label)
                 if got is None:
                     continue
                 answers += 1
@@ -80,15 +82,26 @@ def _run_all(usual: list[tuple[Call, Tensor]]) -> None:
         call()
 
 
-def _under(dtype: torch.dtype, call: Call) -> Tensor | None:
+def _under(dtype: torch.dtype, call: Call, label: str) -> Tensor | None:
     """The output under a default dtype; None if that is refused."""
     try:
         with _default(dtype):
             return call()
     except SubjectError as error:
+        if _MIXED.search(str(error)) and not _is_raised(error):
+            fail(label, "", "the same output", "an error", f"a constant has that dtype: {error}")
         if refused(error):
             return None
         raise
+
+
+_MIXED = re.compile(r"scalar type|same dtype|dtype")  # in the errors of torch for such products
+
+
+def _is_raised(error: SubjectError) -> bool:
+    """Whether the subject raises it in so many words, and torch does not."""
+    code = line_of(error.__cause__ or error).partition(": ")[2]
+    return code.startswith(("raise", "assert"))
 
 
 def _rounded_scale(subject: Subject, usual: list[tuple[Call, Tensor]]) -> float:

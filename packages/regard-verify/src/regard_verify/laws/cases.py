@@ -92,7 +92,8 @@ def calls_on_tokens(subject: Subject, trial: Trial, *, pieces: bool = True) -> l
     if subject.has.causal_alone:
         found.append(Call("B=2 L=17, causal", partial(subject.layer, causal=True), given))
     if subject.has.mask:
-        keep = pattern(17, 17, causal=True)[None, None]
+        length = subject.length(17)
+        keep = pattern(length, length, causal=True)[None, None]
         found.append(Call("B=2 L=17, a mask", partial(subject.layer, keep=keep), given))
     if pieces and subject.stepper is not None:
         cut = partial(in_steps, subject, cuts=[13, 3, 1])
@@ -127,14 +128,16 @@ def causal_layer_call(subject: Subject, length: int) -> dict[str, Any] | None:
 def attending(
     subject: Subject, sizes: Sizes, *, keep: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Which queries [.., L, 1] are not fully masked: for those that are there are other laws."""
+    """Which queries [.., L, 1] are neither fully masked, which other laws judge, nor padding."""
     visible = subject.visible(sizes.L, sizes.S, **options)[None, None]
     visible = visible if keep is None else visible & keep
-    return visible.any(-1, keepdim=True)
+    return visible.any(-1, keepdim=True) & ~subject.declared_padding(keep)
 
 
 def needs_the_definition(subject: Subject) -> None:
     """Raise where the definition cannot be computed."""
+    if subject.has.negative_weights:
+        raise NotApplicable("its weights are a difference of two softmaxes")
     if subject.has.unknown_positions:
         raise NotApplicable("positions change its scores in a way that is not known")
 

@@ -248,6 +248,13 @@ def dtype_bound(subject: Subject, trial: Trial) -> None:
                 _heads_in(subject, trial, dtype, peak)
         if subject.layer is not None and subject.module is not None:
             _layer_in(subject, subject.module, trial, dtype)
+    inner = getattr(subject.module, "inner", subject.module)
+    tables = [n for n, x in inner.named_buffers() if x.is_complex()] if inner is not None else []
+    if tables:
+        subject.notes.append(
+            f"Advice: .to(torch.bfloat16) breaks it: the imaginary part of {', '.join(tables)} is "
+            "lost. Convert it by .bfloat16(), or keep cosines and sines."
+        )
 
 
 def _unless_refused(subject: Subject, call: Call, dtype: torch.dtype) -> Tensor | None:
@@ -260,7 +267,7 @@ def _unless_refused(subject: Subject, call: Call, dtype: torch.dtype) -> Tensor 
 
 
 def _heads_in(subject: Subject, trial: Trial, dtype: torch.dtype, peak: float) -> None:
-    if subject.has.unknown_positions:
+    if subject.has.unknown_positions or subject.has.negative_weights:
         return
     sizes = subject.fit(Sizes(1, 4, 2, 33, 65, 16, 16))
     q, k, v = subject.inputs(sizes, trial, dtype=dtype, peak=peak)
@@ -280,7 +287,10 @@ def _heads_in(subject: Subject, trial: Trial, dtype: torch.dtype, peak: float) -
 def _layer_in(subject: Subject, module: nn.Module, trial: Trial, dtype: torch.dtype) -> None:
     x = subject.tokens(2, 9, trial)
     expected = subject.run_layer(x).double()
-    call = Call("", subject.layer_of(copy.deepcopy(module).to(dtype)), {"x": x.to(dtype)})
+    twin = copy.deepcopy(module)
+    # Not `.to(dtype)`, which drops the imaginary part of complex tables.
+    convert = {torch.float32: twin.float, torch.bfloat16: twin.bfloat16}.get(dtype, twin.half)
+    call = Call("", subject.layer_of(convert()), {"x": x.to(dtype)})
     out = _unless_refused(subject, call, dtype)
     if out is None:
         return

@@ -4,7 +4,7 @@ import torch
 
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
 from regard_verify.oracle import key_heads
-from regard_verify.subject.probe_functions import read_head_order
+from regard_verify.subject.probe_weights import read_head_order
 from regard_verify.subject.subject import Subject, SubjectError
 
 

@@ -1,6 +1,7 @@
 """Laws of fully masked queries, of padding, of rows of the batch, and of empty inputs."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ def fully_masked_forward(subject: Subject, trial: Trial) -> None:
             fail(shape, "query 1", "zeros", "NaN", "a softmax over nothing divides 0 by 0")
         right = subject.expected(q, k, v, keep=keep).out
         cause = f"a fully masked query must give {subject.conventions.fully_masked or 'zeros'}"
-        require(shape, out.double(), torch.where(masked, right, out.double()), 1e-4, cause)
+        if not subject.conventions.block:  # whose mean may be that of the block and of its padding
+            require(shape, out.double(), torch.where(masked, right, out.double()), 1e-4, cause)
         base = torch.where(masked, out, subject.run(q, k, v))
         require(shape, out, base, 1e-5, "a fully masked query changed another query's output")
     return None
@@ -58,7 +60,7 @@ def fully_masked_forward(subject: Subject, trial: Trial) -> None:
 
 def _fully_masked_row(subject: Subject, trial: Trial) -> None:
     x = subject.tokens(2, 4, trial)
-    keep = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    keep = torch.ones(2, 1, x.shape[1], x.shape[1], dtype=torch.bool)
     keep[0] = False
     out, shape = subject.run_layer(x, keep=keep), "B=2 L=4, row 0 fully masked"
     if not bool(out.isfinite().all()):
@@ -124,7 +126,7 @@ def masked_poison(subject: Subject, trial: Trial) -> None:
     "mask|padding",
 )
 def padding_content(subject: Subject, trial: Trial) -> None:
-    for length in (3, 6):
+    for length in map(subject.length, (3, 6)):
         real = length - 1 - length // 4
         keep = (torch.arange(length) < real).expand(2, 1, length, length)
         if subject.attend is not None:
@@ -157,7 +159,10 @@ def padding_side(subject: Subject, trial: Trial) -> None:
         raise NotApplicable("it takes no mask")
     if subject.has.unknown_positions:
         raise NotApplicable("its positions may be absolute, and padding shifts those")
-    real, pad = 4, 3
+    if subject.conventions.block:
+        raise NotApplicable("padding on the left moves tokens to other blocks")
+    real = subject.length(4)
+    pad = subject.length(real + 3) - real
     x = subject.tokens(1, real, trial)
     causal = causal_layer_call(subject, real) or {}
     alone = subject.run_layer(x, **causal).double()
@@ -172,7 +177,30 @@ def padding_side(subject: Subject, trial: Trial) -> None:
         got = subject.run_layer(whole, **{**causal, "keep": keep})
         got = got[:, first : first + real].double()
         cause = f"padding on the {side} shifts positions, or is attended to"
+        if bool(((got == 0).all(-1) & (alone != 0).any(-1)).any()):
+            cause = "the outputs of real tokens are 0 under the mask"
         require(f"L={real} and {pad} of padding", got, alone, tolerance(alone, 1e-3), cause)
+
+
+@law(
+    "Documents that are packed in one row give what each gives alone.",
+    "bounded",
+    "packed sequences that attend to each other, positions that do not start again",
+    "documents",
+)
+def documents_apart(subject: Subject, trial: Trial) -> None:
+    call: Any = subject.layer
+    lengths = [subject.length(each) for each in (3, 4)]
+    ids = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))[None]
+    given = ids
+    if call.names["documents"].startswith("cu_"):
+        given = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
+    x = subject.tokens(1, sum(lengths), trial)
+    got = subject.run_layer(x, documents=given)
+    expected = torch.cat([subject.run_layer(x[:, ids[0] == each]) for each in (0, 1)], 1)
+    label = f"B=1, documents of {lengths[0]} and {lengths[1]} tokens"
+    cause = "a document attends to another one that is packed with it, or its positions go on"
+    require(label, got, expected, tolerance(expected, 1e-3), cause)
 
 
 @law(
@@ -238,7 +266,8 @@ def zero_sizes(subject: Subject, trial: Trial) -> None:
     if subject.layer is not None:
         for batch, length in ((2, 1), (0, 3), (2, 0)):
             x = subject.tokens(batch, length, trial)
-            _has_shape(f"B={batch} L={length}", partial(subject.run_layer, x), (batch, length))
+            label, shape = f"B={batch} L={x.shape[1]}", (batch, x.shape[1])
+            _has_shape(label, partial(subject.run_layer, x), shape)
 
 
 def _has_shape(label: str, run: "partial[Tensor]", shape: tuple[int, ...]) -> None:
@@ -254,5 +283,5 @@ def _has_shape(label: str, run: "partial[Tensor]", shape: tuple[int, ...]) -> No
 
 LAWS = (
     fully_masked_forward, fully_masked_backward, masked_poison, padding_content, padding_side,
-    batch_invariance, zero_sizes,
+    documents_apart, batch_invariance, zero_sizes,
 )  # fmt: skip

@@ -11,7 +11,8 @@ from regard_verify.subject.subject import Subject
 
 
 def _needs_no_positions(subject: Subject) -> None:
-    if subject.conventions.causal or subject.conventions.window:
+    own = subject.conventions
+    if own.causal or own.window or own.block:
         raise NotApplicable("it hides keys by their position")
     if subject.conventions.pairing != "none":
         raise NotApplicable("its scores depend on positions")

@@ -67,8 +67,8 @@ def _all_equal(label: str, row: Tensor, allowed: float) -> None:
 
 
 def _weights_by_distance(subject: Subject, trial: Trial) -> None:
-    length = 8
-    sizes = subject.fit(Sizes(1, 1, 1, length, length, 8, length))
+    sizes = subject.fit(Sizes(1, 1, 1, 8, 8, 8, 8))
+    length = sizes.L
     q, k, _ = subject.inputs(sizes._replace(L=1, S=1), trial)
     q, k = q.expand(-1, -1, length, -1), k.expand(-1, -1, length, -1)
     weights = subject.read_weights(q, k).double()

@@ -23,6 +23,7 @@ from regard_verify.laws.cases import (
     random_mask,
     sizes_for,
 )
+from regard_verify.subject.probe_functions import pattern_length
 from regard_verify.subject.subject import Call, Subject, SubjectError
 from regard_verify.visibility import differs, read_dependence
 
@@ -54,15 +55,17 @@ def same_visibility(
     raise Broken(replace(found, cell=where, cause=cause))
 
 
-def layer_visibility(subject: Subject, label: str, length: int, x: Tensor, **options: Any) -> None:
+def layer_visibility(subject: Subject, label: str, x: Tensor, **options: Any) -> None:
     """Raise if the outputs of the layer depend on other tokens than pattern and mask allow."""
-    eye = torch.eye(length, dtype=torch.bool)  # an output always depends on its own token
-    causal = bool(options.get("causal"))
-    expected = subject.visible(length, length, causal=causal)[None, None] | eye
-    mask = options["keep"][:1, :1] | eye if "keep" in options else None
-    expected = expected if mask is None else expected & mask
-    depends = read_dependence(partial(subject.run_layer, **options), x)
-    same_visibility(f"L={length}{label}", expected, depends[None, None], mask)
+    length, causal = x.shape[1], bool(options.get("causal"))
+    keep = options["keep"][:1, :1] if "keep" in options else torch.tensor(True)
+    depends = read_dependence(partial(subject.run_layer, **options), x)[None, None]
+    # An output always depends on its own token, and that of padding may depend on anything.
+    free = torch.eye(length, dtype=torch.bool)
+    free = free | subject.declared_padding(options.get("keep"), subject.layer_form)[:1]
+    expected = subject.visible(length, length, causal=causal) & keep | free
+    mask = keep | free if "keep" in options else None
+    same_visibility(f"L={length}{label}", expected, depends | free, mask)
 
 
 @law(
@@ -167,16 +170,18 @@ def alignment_probe(subject: Subject, trial: Trial) -> None:
     "heads|layer",
 )
 def visible_set_probe(subject: Subject, trial: Trial) -> None:
+    longest = pattern_length(subject.conventions)
     if subject.attend is None:
-        for length in (2, 3, 6):
+        for length in (2, 3, 6, longest):
             x = subject.tokens(2, length, trial)
-            layer_visibility(subject, "", length, x)
+            layer_visibility(subject, "", x)
             if subject.has.mask:
-                keep = trial.rand(1, 1, length, length) < 0.6
-                keep |= torch.eye(length, dtype=torch.bool)
-                layer_visibility(subject, ", a mask", length, x, keep=keep)
+                keep = trial.rand(1, 1, x.shape[1], x.shape[1]) < 0.6
+                keep |= torch.eye(x.shape[1], dtype=torch.bool)
+                layer_visibility(subject, ", a mask", x, keep=keep)
         return
-    for sizes in sizes_for(subject, trial, most=8):
+    most = subject.fit(Sizes(1, 1, 1, longest, longest, 4, longest))
+    for sizes in [*sizes_for(subject, trial, most=8), most]:
         visible_under(subject, sizes, trial)
         if subject.has.padding:
             keep = random_mask(subject, sizes, trial)
@@ -187,12 +192,13 @@ def visible_under(
     subject: Subject, sizes: Sizes, trial: Trial, label: str = "", **options: Any
 ) -> None:
     """Raise if keys are attended to that pattern and mask hide, or the other way round."""
-    visible = subject.visible(sizes.L, sizes.S)
-    masked = ~visible.any(-1, keepdim=True)
-    expected = visible & options["keep"] if options else visible
+    visible = subject.visible(sizes.L, sizes.S, causal="causal" in options)
+    keep = options.get("keep")
+    free = ~visible.any(-1, keepdim=True) | subject.declared_padding(keep)
+    expected = visible if keep is None else visible & keep
     attended = subject.attended(sizes, trial, **options)
-    mask = options["keep"] | masked if "keep" in options else None
-    same_visibility(f"{sizes}{label}", expected | masked, attended | masked, mask)
+    mask = None if keep is None else keep | free
+    same_visibility(f"{sizes}{label}", expected | free, attended | free, mask)
 
 
 @law(
@@ -202,8 +208,8 @@ def visible_under(
     "heads",
 )
 def window_edges(subject: Subject, trial: Trial) -> None:
-    length = 6
-    sizes = subject.fit(Sizes(1, 1, 1, length, length, 4, length))
+    sizes = subject.fit(Sizes(1, 1, 1, 6, 6, 4, 6))
+    length = sizes.L
     if not subject.has.window or subject.module:
         if not subject.conventions.window:
             raise NotApplicable("it has no window")

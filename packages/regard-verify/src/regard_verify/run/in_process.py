@@ -22,6 +22,7 @@ from regard_verify.law import (
     Undecided,
 )
 from regard_verify.laws import LAWS
+from regard_verify.laws.built import with_dropout
 from regard_verify.report.report import Outcome, Picture, Report, outcome
 from regard_verify.run.causes import TOPICS
 from regard_verify.run.lines import lines_of
@@ -39,6 +40,7 @@ LACKS = {  # why a law does not apply, by the ability that it needs
     "dropout": "it has no dropout",
     "cache": "no cache of it was found",
     "context": "it reads no other sequence",
+    "documents": "it takes no documents that are packed in a row",
     "module": "it is not a module",
     "weights": "it returns no weights",
     "scale": "its calls take no scale, softcap or bias",
@@ -161,7 +163,9 @@ def located(found: Outcome, error: Exception, files: Collection[str] = ()) -> Ou
 def defect_in(error: BaseException, files: Collection[str] = ()) -> str:
     """An error of this suite, in words; "" if the subject raised it or caused it."""
     raised = error.__cause__ if isinstance(error, SubjectError) else error
-    return "" if raised is None else own_error(raised, files)
+    if raised is None or isinstance(raised, SyntaxError):  # of its file: it has no frame of its own
+        return ""
+    return own_error(raised, files)
 
 
 def _line(law: Law, subject: Subject) -> str:
@@ -172,6 +176,9 @@ def _line(law: Law, subject: Subject) -> str:
     if topic is None:
         return ""
     with contextlib.suppress(Exception), undisturbed():  # without a line the outcome is complete
+        if law.name == "dropout_in_eval" and subject.module is not None:
+            twin = with_dropout(subject, subject.module, 0.5)
+            subject = replace(subject, layer=subject.layer_of(twin))
         return lines_of(subject).get(topic, "")
     return ""
 

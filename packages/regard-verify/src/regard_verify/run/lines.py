@@ -25,6 +25,7 @@ FILLS = ("masked_fill", "masked_fill_", "where")
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
 TRIANGLES = ("tril", "triu", "tril_", "triu_")
 REPEATS = ("repeat_interleave", "repeat", "expand")
+IDLE = "dropout that drops nothing"
 FUSED = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 
@@ -55,8 +56,16 @@ class Watch(TorchFunctionMode):
         if frame is not None:
             line = shown(frame.f_code.co_filename, frame.f_lineno)
             plain = any(_is_number(x) for x in args)
-            self.steps.append(Step(getattr(func, "__name__", ""), line, plain))
+            name = getattr(func, "__name__", "")
+            if name == "dropout" and not _drops(*args, **(kwargs or {})):
+                name = IDLE
+            self.steps.append(Step(name, line, plain))
         return func(*args, **(kwargs or {}))
+
+
+def _drops(_: Any = None, p: float = 0.5, training: bool = True, *rest: Any, **named: Any) -> bool:
+    """Whether a call of dropout drops anything: of a module in eval mode it does not."""
+    return bool(named.get("train", training)) and p > 0  # torch.dropout calls it train
 
 
 def _is_number(x: Any) -> bool:
@@ -124,7 +133,7 @@ def _topics(plain: list[Step], masked: list[Step], cached: list[Step]) -> dict[s
         "scale": scale or product or fused,
         "mask": _last(under, FILLS) or _last(_added(plain, under), SUMS) or _last(masked, FUSED),
         "causal": _last(under, TRIANGLES) or _last(under, FILLS) or _last(masked, FUSED),
-        "dropout": _last(steps, ("dropout",)) or fused,
+        "dropout": _last(steps, ("dropout",)) or _last(steps, (IDLE,)) or fused,
         "sharing": _last(before, REPEATS) or fused,
         "cache": _last(cached, ("cat", "concat", "index_copy_", "__setitem__", "copy_")),
     }

@@ -117,15 +117,32 @@ class TransformersModel(Adapter):
         )
         self.config = inner.config
 
+    def new_cache(self) -> Any:
+        """A cache of transformers whose layers have the windows of the model's."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.config)
+
     def forward(
-        self, x: Tensor, attention_mask: Tensor | None = None, cache: Any = None, past: int = 0
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        past: int = 0,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden states; `attention_mask` [B, S] is 1 for real tokens."""
+        """The last hidden states; `attention_mask` [B, S] is 1 for real tokens.
+
+        Documents that are packed are told by positions that start again, as a trainer gives them.
+        """
         if attention_mask is not None and cache is not None:
             missing = past + x.shape[1] - attention_mask.shape[1]
             attention_mask = nn.functional.pad(attention_mask, (0, missing), value=1)
         base = getattr(self.inner, "base_model", self.inner)
         given = {} if cache is None else {"past_key_values": cache}
+        if document_ids is not None:
+            same = document_ids[:, :, None] == document_ids[:, None]
+            given["position_ids"] = same.tril(-1).sum(-1)
         out = base(
             inputs_embeds=x, attention_mask=attention_mask, use_cache=cache is not None, **given
         )
@@ -195,7 +212,8 @@ def transformers_module(found: Any, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _built(made_by: type, arguments: Mapping[str, Any]) -> Any:
-    sizes = {**TINY, **(LATENT if "Deepseek" in made_by.__name__ else {}), **arguments}
+    one = {"num_hidden_layers": 1} if hasattr(made_by, "base_model_prefix") else {}
+    sizes = {**TINY, **one, **(LATENT if "Deepseek" in made_by.__name__ else {}), **arguments}
     config = called(_config_class(made_by), **sizes)
     config._attn_implementation = sizes.get("attn_implementation", "eager")
     names = parameters_of(made_by)

@@ -12,6 +12,7 @@ from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import CacheMethods, Subject, SubjectError, called
 
 TRUNCATES = ("truncate", "crop", "trim", "rollback")
+BY_AMOUNT = ("trim", "rollback")  # how many tokens are dropped, not how many are kept
 REORDERS = ("reorder", "reorder_cache", "select", "batch_select_indices")
 UPDATES = ("update", "append", "extend", "add", "store", "push", "put", "concat")
 LENGTHS = ("length", "get_seq_length", "seq_len", "offset", "size", "current_length", "__len__")

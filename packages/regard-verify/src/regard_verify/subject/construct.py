@@ -23,7 +23,7 @@ from regard_verify.subject.configurations import (
     takes_configuration,
 )
 from regard_verify.subject.conventions import Conventions
-from regard_verify.subject.guesses import HEADS, VALUES, WIDTH, is_large, role_of
+from regard_verify.subject.guesses import HEADS, SIZES, VALUES, WIDTH, is_large, role_of
 from regard_verify.subject.lines import first_line_of, line_of_subject
 from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import SubjectError, called
@@ -305,6 +305,13 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Configuration)
         else value
         if isinstance(value, (int, float, str, bool, type(None)))
-        else f"(a guessed {type(value).__name__})"
+        else _guessed(value)
         for name, value in arguments.items()
     }
+
+
+def _guessed(value: Any) -> str:
+    """An object that was built for an argument, with the sizes that it holds."""
+    held = _settings_in(value).items()
+    sizes = ", ".join(f"{n}={x}" for n, x in held if type(x) is int and role_of(n) in SIZES)
+    return f"(a guessed {type(value).__name__}{f' of {sizes}' if sizes else ''})"

@@ -47,6 +47,9 @@ class Conventions:
         causal: whether later keys are hidden by default.
         alignment: the corner of the causal rule where queries and keys differ in number.
         window: keys visible to a query by default, its own included; 0 for all.
+        block: tokens of a block, where the keys of a query depend on its block; 0 for none.
+        blocks: how many blocks before and after its own a query sees, as `(1, 0)`.
+        multiple: lengths of sequences are multiples of it.
         scale: factor of the scores.
         softcap: bound of the scores; 0 for none.
         heads: query heads of a module.
@@ -88,6 +91,9 @@ class Conventions:
     causal: bool | None = None
     alignment: str | None = None
     window: int | None = None
+    block: int | None = None
+    blocks: tuple[int, int] | None = None
+    multiple: int | None = None
     scale: float | None = None
     softcap: float | None = None
     heads: int | None = None
@@ -112,6 +118,8 @@ class Conventions:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}")
+        if self.blocks is not None:  # a list in JSON
+            object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def declared(self) -> dict[str, Any]:
         """The conventions that differ from the defaults, as a dictionary for JSON."""

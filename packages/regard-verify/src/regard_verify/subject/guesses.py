@@ -8,7 +8,7 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 4, 2, 8, 128
 VALUES: dict[str, Any] = {  # by what an argument stands for
     "width": WIDTH, "heads": HEADS, "key heads": KV_HEADS, "heads per key head": HEADS // KV_HEADS,
     "head width": HEAD_DIM, "key width": HEAD_DIM, "length": CONTEXT, "dropout": 0.0,
-    "layer index": 0, "layers": 1, "flag": False, "rope base": 10_000.0, "window": 3, "batch": 16,
+    "layer index": 0, "layers": 1, "flag": False, "rope base": 10_000.0, "window": 4, "batch": 16,
     "rank": 12, "rotated width": 4, "epsilon": 1e-6, "device": "cpu", "dtype": None,
     "vocabulary": 40, "inner width": 64, "padding": 0, "batch first": True, "ratio": 2,
     "scale": HEAD_DIM**0.5,
@@ -111,7 +111,7 @@ def _by_words(words: set[str], plain: str) -> str | None:
         ("rank", has({"rank", "lora", "latent", "compression", "compressed", "bottleneck"})),
         ("head width", has({"nope"})),
         ("rotated width", has({"rope", "rotary", "rot"})),
-        ("window", has({"window", "kernel"})),
+        ("window", has({"window", "kernel", "chunk", "segment", "bucket"})),
         ("batch", has({"batch"})),
         ("heads per key head", has({"group"}) and has({"size", "per", "value"})),
         ("heads per key head", has({"rep", "repeat"}) and (has(key) or plain == "n_rep")),

@@ -192,6 +192,9 @@ def _file(path: Path) -> Any:
 
 
 def _while_run(name: Any, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        where = line_of_subject(error)
+        return f"{name} needs {error.name!r}, which is not installed ({where})"
     text = " ".join(str(error).split())[:300]
     return f"{name} cannot be run: {type(error).__name__}: {text} ({line_of_subject(error)})"
 
@@ -222,9 +225,10 @@ def _module(name: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise SubjectError(f"ModuleNotFoundError: {error}; {NEEDED}") from error
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):
+            raise SubjectError(f"there is no module {missing!r}: {NEEDED}") from None
         raise SubjectError(_while_run(name, error)) from error
 
 

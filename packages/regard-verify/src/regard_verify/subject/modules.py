@@ -5,6 +5,7 @@ its output projection. So any module of linear projections can be called as a fu
 """
 
 import inspect
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,10 +88,11 @@ class ModuleCall:
             keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
         if keep is not None:
             raw = self.form.encode(keep, (x.shape[0], max(self.heads, keep.shape[1])), x.dtype)
-        if raw is not None:
-            given[self.form.argument] = raw
         if context is None and is_required(forward_of(self.module), self.context):
             context = x  # it must be given another sequence: here, its own
+        if raw is not None:
+            own = context is None or not self.names.get("context mask")
+            given[self.form.argument if own else self.names["context mask"]] = raw
         if context is not None:
             given[self.context] = self.laid_out(context)
         by_letter = dict(zip("qkv", (x, *others) if others else (x, x, x), strict=True))
@@ -189,5 +191,26 @@ def made_identity(module: nn.Module, width: int) -> bool:
 
 
 def masks_of(module: Any) -> list[str]:
-    """Arguments of its forward that may be a mask."""
-    return mask_arguments(forward_of(module))
+    """Arguments of its forward that may be a mask of its own tokens, if it has such."""
+    names = mask_arguments(forward_of(module))
+    own = [name for name in names if not _of_context(name)]
+    return own or names
+
+
+def context_mask_of(module: Any) -> str:
+    """The argument that masks another sequence, beside a mask of its own tokens; or ""."""
+    names = mask_arguments(forward_of(module))
+    other = [name for name in names if _of_context(name)]
+    return other[0] if other and len(other) < len(names) else ""
+
+
+def _of_context(mask: str) -> bool:
+    """Whether a mask is of another sequence, by its name.
+
+    Examples:
+        >>> [name for name in ("mask", "context_mask", "kv_mask", "encoder_attn_mask")
+        ...  if not _of_context(name)]
+        ['mask']
+    """
+    first = re.sub(r"_?(attn|attention)?_?(padding_)?mask$", "", mask.lower())
+    return first in CONTEXT_NAMES or any(word in first for word in CONTEXT_WORDS)

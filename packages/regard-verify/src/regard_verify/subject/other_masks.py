@@ -52,14 +52,15 @@ def _hides(subject: Subject, form: MaskForm) -> bool:
     try:
         if subject.module is None:
             sizes = subject.fit(Sizes(2, 2, 2, TOKENS, TOKENS, 4, 4))
-            got = other.attended(sizes, trial, keep=keep)
-            return any(bool((got == right).all()) for right in (own & keep, keep))
+            got, free = other.attended(sizes, trial, keep=keep), other.declared_padding(keep)
+            return any(bool(((got == right) | free).all()) for right in (own & keep, keep))
         x = subject.tokens(2, TOKENS, trial)
         depends = read_dependence(partial(other.run_layer, keep=keep), x)
     except SubjectError:
         return False
-    eye = torch.eye(TOKENS, dtype=torch.bool)
-    return any(torch.equal(depends, right | eye) for right in (own & keep[0, 0], keep[0, 0]))
+    free = torch.eye(TOKENS, dtype=torch.bool) | other.declared_padding(keep, form)[0, 0]
+    rights = (own & keep[0, 0], keep[0, 0])
+    return any(torch.equal(depends | free, right | free) for right in rights)
 
 
 def with_form(subject: Subject, form: MaskForm, given: Mapping[MaskForm, Tensor]) -> Subject:

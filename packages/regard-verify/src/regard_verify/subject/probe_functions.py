@@ -6,12 +6,13 @@ The probes of masks, patterns, rotation and scale also serve modules, once they 
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from regard_verify.law import Sizes, Trial
-from regard_verify.oracle import key_heads, pattern
+from regard_verify.oracle import pattern
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.functions import (
     ONE_HEAD,
@@ -31,11 +32,12 @@ from regard_verify.subject.mask_forms import (
     mask_arguments,
     parameters_of,
 )
-from regard_verify.subject.rotation import probe_rotation
+from regard_verify.subject.probe_weights import probe_scores
 from regard_verify.subject.subject import Subject, SubjectError, called, output_of
 from regard_verify.visibility import nearest_pattern
 
-LENGTH = 6  # tokens of a probe: enough to tell off-by-one and off-by-two patterns apart
+MULTIPLES = (None, 2, 3, 4, 8, 16, 32, 64, 128)  # of which lengths may have to be multiples
+LENGTH = 12  # tokens of a probe: enough to tell patterns apart, three blocks of 4 among them
 
 
 def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -> None:
@@ -44,12 +46,13 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     names = options_of(target, own)
     call = _first_call(target, subject, names, trial)
     layout, returns = call.layout, call.returns
-    own = own.found(layout=layout, returns=returns, scale=_default_scale(target, names))
+    own = call.own.found(layout=layout, returns=returns, scale=_default_scale(target, names))
     call = replace(call, own=own)
     subject.fixed = {"BLD": {"H": 1, "G": 1}, "LD": {"B": 1, "H": 1, "G": 1}}.get(layout, {})
     if layout == "BLE" and "heads" not in names:
         subject.fixed = heads_in(target, own)
     subject.conventions = own
+    say_multiple(subject)
     has = subject.has
     has.heads = True
     has.causal, has.window, has.scale = "causal" in names, "window" in names, "scale" in names
@@ -59,6 +62,7 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     call = subject.attend = _probe_backward(call, subject, trial)
     _probe_sizes(subject, trial)
     probe_pattern(subject, trial)
+    has.window = has.window and _takes_windows(subject, trial)
     form = _probe_mask(subject, _mask_names(own.mask, target), trial)
     if form is not None:
         subject.attend = replace(call, own=subject.conventions, form=form)
@@ -115,9 +119,13 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
     own = subject.conventions
     failures: list[str] = []
     mixed: list[FunctionCall] = []
-    for layout in [own.layout] if own.layout else layouts_of(target, names, own):
+    layouts = [own.layout] if own.layout else layouts_of(target, names, own)
+    for multiple, layout in product([own.multiple] if own.multiple else MULTIPLES, layouts):
+        if mixed and multiple != mixed[0].own.multiple:
+            break
+        tried = replace(own, multiple=multiple)
         for form, spare in _first_masks(target, own):
-            call = FunctionCall(target, own, form, layout, layout, names, spare=spare)
+            call = FunctionCall(target, tried, form, layout, layout, names, spare=spare)
             try:
                 found = replace(call, returns=own.returns or _returns(call, trial))
                 if own.layout or layout in ONE_HEAD or _heads_are_apart(found, trial):
@@ -141,6 +149,22 @@ def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tupl
         yield MaskForm(name), spare
         yield MaskForm(name, "drop"), spare
         yield MaskForm(name, "additive", dtype="float"), spare
+
+
+def tried_length(own: Conventions) -> int:
+    """A length that shows whether all multiples are taken; no other multiple divides it."""
+    return 11 * own.multiple if own.multiple else 3
+
+
+def pattern_length(own: Conventions) -> int:
+    """A length that shows which keys are visible: three blocks, if they are as long as that."""
+    return max(LENGTH, 3 * (own.multiple or 1))
+
+
+def say_multiple(subject: Subject) -> None:
+    """What was found out about the lengths that it takes, in words."""
+    if subject.conventions.multiple:
+        subject.inferred["lengths"] = f"multiples of {subject.conventions.multiple}"
 
 
 def summary(failures: list[str]) -> str:
@@ -167,7 +191,9 @@ def _returns(call: FunctionCall, trial: Trial) -> str:
 
 
 def _sizes_for(call: FunctionCall, sizes: Sizes) -> Sizes:
-    """These sizes, with the heads that the layout and the function allow."""
+    """These sizes, with the heads and lengths that the layout and the function allow."""
+    if call.own.multiple:
+        sizes = sizes._replace(L=tried_length(call.own), S=tried_length(call.own))
     if call.layout in ONE_HEAD:
         return sizes._replace(H=1, G=1, B=sizes.B if call.layout == "BLD" else 1)
     if call.layout == "BLE" and "heads" not in call.names:
@@ -203,6 +229,7 @@ def _probe_sizes(subject: Subject, trial: Trial) -> None:
     if not subject.fixed:
         has.gqa = True  # or `fit` would change the sizes
         has.gqa = accepts(Sizes(2, 6, 2, 5, 5, 4, 4))
+    has.even_width = not accepts(Sizes(2, 2, 2, 5, 5, 1, 1))
     has.wide = True
     has.wide = accepts(Sizes(2, 2, 2, 5, 5, 4, 3))
     has.cross = True
@@ -214,14 +241,28 @@ def _probe_sizes(subject: Subject, trial: Trial) -> None:
         subject.notes.append("It has one head: laws of several heads do not apply.")
 
 
+def _takes_windows(subject: Subject, trial: Trial) -> bool:
+    """Whether a window can be given beside its own pattern; blocks have sizes of another kind."""
+    if subject.conventions.block:
+        return False
+    try:
+        subject.run(*subject.inputs(subject.fit(Sizes(1, 1, 1, 4, 4, 4, 4)), trial), window=2)
+    except SubjectError as error:
+        subject.notes.append(f"A window is refused: {error}.")
+        return False
+    return True
+
+
 def probe_pattern(subject: Subject, trial: Trial) -> None:
     """Which keys it hides by default."""
     own = subject.conventions
     if own.causal is not None and own.window is not None:
         return
-    attended = subject.attended(subject.fit(Sizes(1, 1, 1, LENGTH, LENGTH, 4, LENGTH)), trial)
+    length = pattern_length(own)
+    attended = subject.attended(subject.fit(Sizes(1, 1, 1, length, length, 4, length)), trial)
     pattern, subject.inferred["attends to"] = nearest_pattern(attended[0].any(0))
     subject.conventions = own.found(**pattern)
+    subject.has.cross &= not subject.conventions.block  # blocks are counted from the first token
 
 
 def _probe_mask(subject: Subject, names: list[str], trial: Trial) -> MaskForm | None:
@@ -282,7 +323,8 @@ def hides_one_key(subject: Subject, trial: Trial) -> bool:
     attended = subject.attended(sizes, trial, keep=keep)
     if tuple(attended.shape) != (sizes.B, sizes.H, sizes.L, sizes.S):
         return False  # a form whose axes were taken for others
-    return any(bool((attended == right).all()) for right in (expected, keep))
+    free = subject.declared_padding(keep, getattr(subject.attend, "form", None))
+    return any(bool(((attended == right) | free).all()) for right in (expected, keep))
 
 
 def probe_alignment(subject: Subject, trial: Trial) -> None:
@@ -297,67 +339,9 @@ def probe_alignment(subject: Subject, trial: Trial) -> None:
     except SubjectError:
         return
     wrong = {
-        corner: int((attended != pattern(2, 5, causal=True, alignment=corner)).sum())
+        corner: int((attended != pattern(sizes.L, sizes.S, causal=True, alignment=corner)).sum())
         for corner in ("bottom-right", "top-left")
     }
     corner = min(wrong, key=lambda each: wrong[each])
     subject.conventions = own.found(alignment=corner)
     subject.inferred["causal alignment"] = f"{corner} corner"
-
-
-def probe_scores(subject: Subject, trial: Trial) -> None:
-    """Rotation, scale, order of the heads, and the output of a fully masked query."""
-    probe_rotation(subject, trial)
-    if subject.conventions.pairing == "none" and not subject.has.unknown_positions:
-        scale = read_scale(subject, trial)
-        if scale is not None:
-            dim = subject.fit(Sizes(D=4)).D
-            subject.inferred["scale"] = f"{scale:.6g} where 1/sqrt(D) is {dim**-0.5:.6g}"
-    if subject.conventions.head_order is None and subject.has.gqa:
-        groups, sizes = read_head_order(subject, trial), subject.fit(Sizes(1, 6, 2))
-        grouped = groups == key_heads(sizes.H, sizes.G)
-        order = "neighbours share a key head" if grouped else f"reads key heads {groups}"
-        subject.inferred["head order"] = order
-    if subject.conventions.fully_masked is None and subject.has.padding:
-        _probe_fully_masked(subject, trial)
-
-
-def read_scale(subject: Subject, trial: Trial, dim: int = 4) -> float | None:
-    """The scale, from the odds of two keys whose scores differ by 1; None if one is hidden."""
-    sizes = subject.fit(Sizes(1, 1, 1, 2, 2, dim, 2))
-    q, k, _ = subject.inputs(sizes, trial)
-    q, k = torch.zeros_like(q), torch.zeros_like(k)
-    q[..., 0], k[:, :, 1, 0] = 1.0, 1.0
-    row = subject.read_weights(q, k).double()[0, 0, 1]
-    if not bool((row > 0).all()):
-        return None
-    return float(torch.log(row[1] / row[0]))
-
-
-def read_head_order(subject: Subject, trial: Trial) -> list[int]:
-    """The key head that each query head reads: the values of each key head are its index."""
-    sizes = subject.fit(Sizes(1, 6, 2, 3, 3, 4, 4))
-    q, k, v = subject.inputs(sizes, trial)
-    for group in range(sizes.G):
-        v[:, group] = float(group)
-    read = subject.run(q, k, v)[0, :, -1, 0]
-    return [int(x) for x in read.nan_to_num(-1.0).round()]
-
-
-def _probe_fully_masked(subject: Subject, trial: Trial) -> None:
-    """Whether a fully masked query gives zeros, the mean of all values, or NaN."""
-    sizes = subject.fit(Sizes(1, 1, 1, 3, 3, 2, 2))
-    q, k, v = subject.inputs(sizes, trial)
-    try:
-        out = subject.run(q, k, v, keep=sizes.mask(*range(sizes.S))).double()
-    except SubjectError:
-        return
-    mean = v.double().mean(2, keepdim=True)[:, :1]
-    if not bool(out.isfinite().all()):
-        gives = "NaN"
-    elif float((out[:, :1] - mean).abs().max()) < 1e-3:
-        subject.conventions = subject.conventions.found(fully_masked="mean")
-        gives = "the mean of all values"
-    else:
-        gives = "zeros"
-    subject.inferred["a fully masked query"] = f"gives {gives}"

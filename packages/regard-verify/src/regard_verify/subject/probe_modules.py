@@ -3,18 +3,20 @@
 import copy
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
 from regard_verify.law import Sizes, Trial
-from regard_verify.subject.adapters import Adapter, neutral
+from regard_verify.subject.adapters import Adapter, TransformersModel, neutral
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.lines import with_line
 from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard_verify.subject.modules import (
     ModuleCall,
+    context_mask_of,
     inputs_of,
     made_identity,
     masks_of,
@@ -22,16 +24,20 @@ from regard_verify.subject.modules import (
 )
 from regard_verify.subject.other_masks import causal_works
 from regard_verify.subject.probe_functions import (
-    LENGTH,
+    MULTIPLES,
     choose_form,
     hides_one_key,
+    pattern_length,
     probe_alignment,
     probe_pattern,
-    probe_scores,
+    say_multiple,
     summary,
+    tried_length,
 )
+from regard_verify.subject.probe_weights import probe_scores
 from regard_verify.subject.projected_heads import ProjectedHeads
 from regard_verify.subject.reach import reach, reach_by_layout, reach_inputs
+from regard_verify.subject.rotation import probe_rotation
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
 
@@ -40,7 +46,9 @@ MOST_WIDTHS = 6  # that are tried where nothing names the width
 OPTIONS = {  # by ability, the usual names of the argument
     "weights": ("need_weights", "output_attentions", "return_weights", "return_attention"),
     "causal": ("is_causal", "causal"),
-}
+    "documents": ("document_ids", "doc_ids", "segment_ids", "seq_ids", "sequence_ids", "seq_idx",
+                  "cu_seqlens", "cu_seq_lens", "cu_seqlens_q"),
+}  # fmt: skip
 
 
 def probe_module(module: nn.Module, subject: Subject, trial: Trial) -> None:
@@ -52,6 +60,11 @@ def probe_module(module: nn.Module, subject: Subject, trial: Trial) -> None:
     subject.has.layer = subject.has.module = True
     _pattern_of_layer(subject, trial)
     heads = _heads(call, subject, declared, trial)
+    if heads is None and (own := subject.conventions).block and not own.multiple:
+        subject.conventions = own.found(multiple=own.block)  # no block in it is padded
+        call = replace(call, own=replace(call.own, multiple=own.block))
+        heads = _heads(call, subject, declared, trial)
+        say_multiple(subject)
     own = replace(subject.conventions, options=call.own.options)
     call = replace(call, own=own, heads=own.heads or call.heads)
     required = call.requires_a_mask()
@@ -74,12 +87,16 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
         SubjectError: if it takes none that is known; tells why it refuses the likeliest.
     """
     declared, refusals = subject.conventions, []
-    for width in _widths(module, declared.width):
-        subject.conventions = declared.found(width=width)
+    multiples = [declared.multiple] if declared.multiple else MULTIPLES
+    for multiple, width in product(multiples, _widths(module, declared.width)):
+        subject.conventions = declared.found(width=width, multiple=multiple)
         try:
-            return _layout(_call(module, subject), subject, trial)
+            call = _layout(_call(module, subject), subject, trial)
         except SubjectError as error:
             refusals.append(error)
+            continue
+        say_multiple(subject)
+        return call
     if refusals:
         raise refusals[0]
     raise SubjectError("the width of its input could not be found out; declare --like width=NUMBER")
@@ -102,8 +119,10 @@ def _call(module: nn.Module, subject: Subject) -> ModuleCall:
     options = {option: name for option, usual in OPTIONS.items() for name in usual if name in names}
     has, masks = subject.has, masks_of(module)
     has.context, has.weights = bool(context), "weights" in options
-    has.causal = "causal" in options
+    has.causal, has.documents = "causal" in options, "documents" in options
     form = MaskForm(masks[0] if masks else "")
+    if context and context_mask_of(module):
+        options["context mask"] = context_mask_of(module)
     return ModuleCall(
         module, subject.conventions, form, order=order, context=context, heads=heads,
         names=options,
@@ -119,7 +138,7 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
         for tried in _first_forms(call, subject):
             found = replace(tried, layout=layout)
             try:
-                x = trial.randn(2, 3, width)
+                x = trial.randn(2, tried_length(subject.conventions), width)
                 with torch.no_grad():
                     base = found(x)
                     other = x.clone()
@@ -161,7 +180,7 @@ def _pattern_of_layer(subject: Subject, trial: Trial) -> None:
     own = subject.conventions
     if own.causal is not None and own.window is not None:
         return
-    depends = read_dependence(subject.run_layer, subject.tokens(1, LENGTH, trial))
+    depends = read_dependence(subject.run_layer, subject.tokens(1, pattern_length(own), trial))
     pattern, subject.inferred["attends to"] = nearest_pattern(depends, diagonal=False)
     subject.conventions = own.found(**pattern)
 
@@ -194,18 +213,27 @@ def _mask_of_layer(
 
 def _hides_in_output(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
     """Whether outputs no longer depend on key 1 where it is hidden, and on all others as before."""
-    keep = Sizes(L=5, S=5).mask(1)
+    x = subject.tokens(2, 5, trial)
+    length = x.shape[1]
+    keep = Sizes(L=length, S=length).mask(1)
     with torch.no_grad():
-        depends = read_dependence(partial(call, keep=keep), subject.tokens(2, 5, trial))
-    eye = torch.eye(5).bool()  # a mask that switches its own pattern off is one too
-    rights = (subject.visible(5, 5) & keep[0, 0] | eye, keep[0, 0] | eye)
-    return any(torch.equal(depends, right) for right in rights)
+        depends = read_dependence(partial(call, keep=keep), x)
+    free = torch.eye(length).bool() | subject.declared_padding(keep, call.form)[0, 0]
+    own = subject.visible(length, length)
+    rights = (own & keep[0, 0], keep[0, 0])  # the second switches the pattern off
+    return any(torch.equal(depends | free, right | free) for right in rights)
 
 
 def _heads(
     call: ModuleCall, subject: Subject, declared: Conventions, trial: Trial
 ) -> ProjectedHeads | None:
-    """The module as a function of heads: as its channels show, or as a usual layout gives it."""
+    """The module as a function of heads: as its channels show, or as a usual layout gives it.
+
+    None for models of several layers with windows: outputs depend on more keys than heads see.
+    """
+    layers = getattr(getattr(call.module, "config", None), "num_hidden_layers", 1)
+    if isinstance(call.module, TransformersModel) and layers > 1 and subject.conventions.window:
+        return None
     plain = replace(call, module=neutral(call.module))
     found = reach(plain, trial) or _of_inputs(plain, trial)
     if found is None:
@@ -218,6 +246,8 @@ def _heads(
     if found.roles.others:
         own = own.found(scale=(dim + found.roles.others) ** -0.5)
     known = {n: x for n, x in found.known.items() if getattr(declared, n) is None}
+    if plain.module is not call.module:
+        known.pop("pairing", None)  # of the module without its rotation
     own = own.found(heads=heads, kv_heads=groups, head_dim=dim)
     subject.conventions = replace(own, **known)
     return found
@@ -240,7 +270,7 @@ def _of_inputs(call: ModuleCall, trial: Trial) -> ProjectedHeads | None:
 def _use_heads(attend: Any, subject: Subject, trial: Trial) -> None:
     subject.attend = attend
     try:
-        subject.run(*subject.inputs(Sizes(2, L=3, S=3)._replace(**subject.fixed), trial))
+        subject.run(*subject.inputs(subject.fit(Sizes(2, L=3, S=3)), trial))
     except SubjectError as error:
         subject.attend = None
         subject.fixed = {}
@@ -252,14 +282,27 @@ def _use_heads(attend: Any, subject: Subject, trial: Trial) -> None:
     subject.has.heads = True
     subject.has.several_heads = subject.fixed["H"] > 1
     subject.has.gqa = subject.fixed["G"] != subject.fixed["H"]
-    subject.has.cross = attend.attention.cross
+    subject.has.cross = attend.attention.cross and not subject.conventions.block
     subject.inferred["heads"] = "{H} query heads, {G} key heads, {D} channels each".format(
         **subject.fixed
     )
     subject.inferred["projections"] = f"cut as ({attend.roles.cut})"
     probe_pattern(subject, trial)
     probe_alignment(subject, trial)
+    _use_own_rotation(attend, subject, trial)
     probe_scores(subject, trial)
+
+
+def _use_own_rotation(attend: Any, subject: Subject, trial: Trial) -> None:
+    """Call the heads with the tables that the module is given, if their rotation is known."""
+    if attend.call.module is subject.module:
+        return
+    call = replace(attend.call, module=subject.module)
+    subject.attend = replace(attend, attention=replace(attend.attention, call=call))
+    probe_rotation(subject, trial)
+    if subject.has.unknown_positions:  # as where a part of the channels is rotated
+        subject.attend, subject.has.unknown_positions = attend, False
+        del subject.inferred["RoPE"]
 
 
 def _mask_reaches_heads(subject: Subject, trial: Trial) -> bool:

@@ -35,6 +35,11 @@ class ProjectedHeads:
         """The call of the module."""
         return self.attention.call
 
+    @property
+    def form(self) -> Any:
+        """The form of its masks."""
+        return self.call.form
+
     def masked(self, form: Any, own: Any) -> "ProjectedHeads":
         """The same with a form of mask and with conventions."""
         call = replace(self.call, form=form, own=own, heads=self.roles.sizes[0])
@@ -125,6 +130,12 @@ class ProjectedHeads:
 
 
 def run_channels(attention: Attention | InputAttention, values: Tensor) -> Tensor:
-    """Merged heads from the channels of all sources side by side [B, L, C]."""
+    """Merged heads from the channels of all sources side by side [B, L, C].
+
+    Where lengths must be multiples, tokens of zeros follow, and their outputs are left out.
+    """
+    length = values.shape[1]
+    missing = -length % (attention.call.own.multiple or 1)
+    values = torch.nn.functional.pad(values, (0, 0, 0, missing))
     with torch.no_grad():
-        return attention(values.split(attention.channels(), -1))
+        return attention(values.split(attention.channels(), -1))[:, :length]

@@ -29,6 +29,17 @@ from regard_verify.subject.subject import SubjectError
 
 SIZES = ({"B": 2, "L": 3, "S": 3}, {"B": 3, "L": 5, "S": 5})
 CROSS = ({"B": 2, "L": 3, "S": 4}, {"B": 3, "L": 5, "S": 7})
+
+
+def sizes_of(call: Any, *, cross: bool = False) -> tuple[dict[str, int], ...]:
+    """Two sets of sizes that differ in rows and tokens, with lengths that the module takes."""
+    multiple = call.own.multiple or 1
+    return tuple(
+        {name: size if name == "B" else size * multiple for name, size in each.items()}
+        for each in (CROSS if cross else SIZES)
+    )
+
+
 MIXED = 1e-6  # of the largest value: a smaller change is rounding
 CLOSE = 1e-4  # of the largest value: what float32 may differ by when the same is computed twice
 
@@ -36,13 +47,13 @@ CLOSE = 1e-4  # of the largest value: what float32 may differ by when the same i
 def find_attention(call: Any, trial: Trial) -> Attention | None:
     """Where attention lies between the projections of a module; None if it has no projections."""
     both = call.inputs == 3 or call.context
-    for sizes in (CROSS, SIZES) if both else (SIZES,):
+    for cross in (True, False) if both else (False,):
         try:
-            found = _between(call, sizes, trial)
+            found = _between(call, sizes_of(call, cross=cross), trial)
         except SubjectError:
             continue
         if found is not None:
-            return replace(found, cross=sizes is CROSS)
+            return replace(found, cross=cross)
     return None
 
 
@@ -194,7 +205,7 @@ def _shared_by_heads(
 
 def _read_by_attention(attention: Attention, trial: Trial) -> list[list[int]]:
     """The channels of each projection, without those that only feed another projection."""
-    given = _tokens(attention.call, SIZES[0], trial)
+    given = _tokens(attention.call, sizes_of(attention.call)[0], trial)
     base = {product.key: product.out for product in recorded(attention.call, given)}
     found, first = [], 0
     for place in attention.sources:
@@ -230,7 +241,7 @@ def reach_inputs(call: Any, width: int, trial: Trial) -> ProjectedHeads | None:
 
 def replays(attention: Attention, roles: Roles, trial: Trial) -> bool:
     """Whether channels with a role reproduce the module's own merged heads on new inputs."""
-    call, sizes = attention.call, (CROSS if attention.cross else SIZES)[1]
+    call, sizes = attention.call, sizes_of(attention.call, cross=attention.cross)[1]
     given = _tokens(call, sizes, trial)
     own = recorded(call, given)
     by_key = {product.key: product for product in own}

@@ -49,6 +49,7 @@ class Abilities:
     several_heads: bool = False  # more than one head
     gqa: bool = False  # fewer key heads than query heads
     cross: bool = False  # other numbers of keys than of queries
+    even_width: bool = False  # only an even number of channels, as where they are halved
     wide: bool = False  # values of any number of channels: all weights are read in one call
     # Arguments of a call.
     mask: bool = False  # a mask with an axis of queries
@@ -63,11 +64,13 @@ class Abilities:
     dropout: bool = False  # of a function an argument, of a module any dropout when training
     weights: bool = False  # a switch that also returns the attention weights
     context: bool = False  # another sequence to attend to: cross-attention
+    documents: bool = False  # which tokens of a row are of one document
     cache: bool = False  # keys and values of earlier tokens
     unusable_cache: bool = False  # an argument for a cache that is declared and does not work
     # What is known of it.
     rope: bool = False  # queries and keys are rotated in a known way
     unknown_positions: bool = False  # positions change the scores in a way that is not known
+    negative_weights: bool = False  # its weights are those of one softmax less those of another
     reference: bool = False  # a function or module that should return the same is declared
     # What else it may be.
     cache_object: bool = False  # a cache by itself
@@ -162,6 +165,7 @@ class Subject:
         forgot_super: `FILE:NUMBER: CODE` of its `__init__` if that does not call
             `super().__init__()`.
         cache_methods: of a cache, the names of its methods.
+        total: what the weights of a query sum to.
         rounding: of a cache that rounds, the allowed error as a share of the largest value.
     """
 
@@ -187,10 +191,19 @@ class Subject:
     forgot_super: str = ""
     cache_methods: CacheMethods = field(default_factory=CacheMethods)
     rounding: float = 0.0
+    total: float = 1.0
+
+    def length(self, wanted: int) -> int:
+        """The next length that it takes: a multiple of what it declares or seems to need."""
+        multiple = self.conventions.multiple or 1
+        return -(-wanted // multiple) * multiple
 
     def fit(self, sizes: Sizes) -> Sizes:
         """The nearest sizes that it can take."""
         sizes = sizes._replace(**self.fixed)
+        sizes = sizes._replace(L=self.length(sizes.L), S=self.length(sizes.S))
+        if self.has.even_width:
+            sizes = sizes._replace(D=sizes.D + sizes.D % 2)
         if not self.has.gqa and "G" not in self.fixed:
             sizes = sizes._replace(G=sizes.H)
         if not self.has.cross:
@@ -211,7 +224,8 @@ class Subject:
     def tokens(
         self, batch: int, length: int, trial: Trial, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """x [B, L, E] for the layer."""
+        """x [B, L, E] for the layer, with a length that it takes."""
+        length = self.length(length)
         return trial.randn(batch, length, self.conventions.width or 1, dtype=dtype)
 
     def visible(self, queries: int, keys: int, *, causal: bool = False, window: int = 0) -> Tensor:
@@ -223,7 +237,16 @@ class Subject:
             causal=causal or bool(own.causal),
             window=window or (own.window or 0),
             alignment=own.alignment or "bottom-right",
+            block=own.block or 0,
+            blocks=own.blocks or (0, 0),
         )
+
+    def declared_padding(self, keep: Tensor | None, form: MaskForm | None = None) -> Tensor:
+        """The queries [.., L, 1] that a mask of tokens hides as keys: their outputs are free."""
+        shape = (form or self.form).shape
+        if keep is None or shape not in ("BS", "B11S") or keep.shape[-1] != keep.shape[-2]:
+            return torch.tensor([[False]])
+        return ~keep.diagonal(dim1=-2, dim2=-1)[..., None]
 
     def expected(
         self,
@@ -254,7 +277,8 @@ class Subject:
         right = attention(q, k, v, keep=visible, **options)
         if own.fully_masked != "mean":
             return right
-        mean = v.double().mean(2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1)
+        mean = self.total * v.double().mean(2, keepdim=True)
+        mean = mean.repeat_interleave(q.shape[1] // v.shape[1], 1)
         attends = visible.any(-1, keepdim=True).expand_as(right.out)
         return right._replace(out=torch.where(attends, right.out, mean))
 

@@ -29,8 +29,9 @@ from regard_verify.subject.functions import OfModule, takes_module
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.lookup import find, is_function, named_beside, require_model, takes_heads
 from regard_verify.subject.positions import moved, positioned
-from regard_verify.subject.probe_functions import probe_function, read_scale
+from regard_verify.subject.probe_functions import probe_function
 from regard_verify.subject.probe_modules import probe_module
+from regard_verify.subject.probe_weights import read_scale
 from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import Abilities, Subject, SubjectError, called
 

@@ -279,6 +279,8 @@ def test_a_text_of_one_token_has_no_decode_speed():
     assert found.decode_speed is None and found.prefill_speed is not None
     (said,) = generate._compared([found, invented.WRITTEN[1]])
     assert "prefill" in said and "decoding" not in said
+    assert "" in generate._cells(one) and "" not in generate._cells(invented.WRITTEN[0])
+    assert " at 0" not in str(one) and "/s" not in str(one).split("decode")[1]
 
 
 def test_json_alone_on_stdout(folder, monkeypatch, capsys):

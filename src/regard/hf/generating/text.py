@@ -90,8 +90,9 @@ class Written:
         first = self.seconds_to_first_token
         after = f"first token after {first:.2f} s, " if first else ""
         backend = f" on {self.decode_backend}" if self.decode_backend else ""  # no token after one
-        speed = f"{self.decode_tokens_per_second:,.1f}/s"
-        return f"{after}decode {len(self.tokens):,} at {speed}{backend}"
+        per_second = self.decode_tokens_per_second
+        speed = f" at {per_second:,.1f}/s" if per_second else ""
+        return f"{after}decode {len(self.tokens):,}{speed}{backend}"
 
 
 def write(

@@ -201,7 +201,8 @@ class Dense(DataMask):
         return mine is its or (not _is_ragged(mine) and not _is_ragged(its) and mine == its)
 
     def __hash__(self) -> int:
-        return hash((Dense, id(self.keep)))
+        # While a compiler traces the constructor, it asks for the hash before `keep` is set.
+        return hash((Dense, id(vars(self).get("keep"))))
 
 
 def _is_ragged(span: Span | None) -> bool:

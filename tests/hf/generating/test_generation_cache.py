@@ -255,15 +255,17 @@ def test_layers_that_are_alike_are_described_once():
     assert cache.nbytes == sum(each.nbytes for each in cache.caches)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [6, 13, 18])
-def test_a_prompt_no_longer_than_what_is_held_is_refused(length):
+def test_a_prompt_no_longer_than_what_is_held_is_refused(length, masked):
     """generate cuts it somewhere, and its own caches go on with other tokens."""
     model, ids = ZOO["llama"].build(), tokens(1, 18)
     cache = regard.hf.cache(model)
     options = {"past_key_values": cache, "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    mask = {"attention_mask": torch.ones(1, length)} if masked else {}
     model.generate(ids, **options)
     with pytest.raises(ValueError, match="this cache holds 18 tokens"):
-        model.generate(ids[:, :length], **options)
+        model.generate(ids[:, :length], **options, **mask)
     assert cache.get_seq_length() == 18
     cache.truncate(length - 1)
     model.generate(ids[:, :length], **options)

@@ -243,22 +243,34 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
 
 
 def _check_follows(given: dict[str, Any], past: int) -> None:
-    """Raise if the positions of several tokens are those of tokens that are held already: generate
-    got a prompt that is no longer than what the cache holds, and cut it somewhere."""
-    positions, tokens = given.get("position_ids"), given.get("input_ids")
-    if not past or not isinstance(tokens, Tensor) or given.get("attention_mask") is not None:
+    """Raise if a call does not go on with what is held: generate got a prompt that is no longer
+    than that, and cut it somewhere."""
+    tokens = given.get("input_ids")
+    if not past or not isinstance(tokens, Tensor):
         return
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or tokens.shape[-1] == 1:
+    new, mask = tokens.shape[-1], given.get("attention_mask")
+    if mask is None:
+        got = _positions_before(given.get("position_ids"), new, past)
+    elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[-1] < past + new:
+        got = f"a mask of {mask.shape[-1]} tokens for {new} more"
+    else:
         return
-    first, new = int(positions[0, 0]) if positions.numel() else 0, positions.shape[-1]
-    if new == tokens.shape[-1] and first >= past:
-        return
-    raise ValueError(
-        f"this cache holds {past} tokens, and the call has positions from {first} to "
-        f"{first + new - 1}: a cache goes on with the text that it holds. For another text make a "
-        "new cache, or call reset(); to go back in this one, truncate(n). generate(use_cache=False)"
-        " takes no cache"
-    )
+    if got:
+        raise ValueError(
+            f"this cache holds {past} tokens, and the call has {got}: a cache goes on with the "
+            "text that it holds. For another text make a new cache, or call reset(); to go back in "
+            "this one, truncate(n). generate(use_cache=False) takes no cache"
+        )
+
+
+def _positions_before(positions: Any, new: int, past: int) -> str:
+    """The positions of several new tokens, if those are of tokens that are held already; or ""."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or new == 1:
+        return ""
+    first, number = int(positions[0, 0]) if positions.numel() else 0, positions.shape[-1]
+    if number == new and first >= past:
+        return ""
+    return f"positions from {first} to {first + number - 1}"
 
 
 def _ranges(numbers: list[int]) -> str:

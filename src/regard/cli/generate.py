@@ -116,12 +116,11 @@ def show(runs: list[Written], console: Console) -> None:
 
 def _cells(written: Written) -> list[str]:
     cache = "" if written.cache == written.attention else f", {written.cache} cache"
-    speed = written.decode_tokens_per_second
     return [
         f"{written.attention}{cache}",
         f"{written.prefill_tokens_per_second:,.0f}",
         f"{written.seconds_to_first_token:.2f}",
-        f"{speed:,.1f}" if speed else "",  # a text of one token has no step
+        f"{speed:,.1f}" if (speed := written.decode_tokens_per_second) else "",
         readable_bytes(written.cache_bytes),
         readable_bytes(written.peak_memory),
     ]

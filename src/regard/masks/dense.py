@@ -201,8 +201,7 @@ class Dense(DataMask):
         return mine is its or (not _is_ragged(mine) and not _is_ragged(its) and mine == its)
 
     def __hash__(self) -> int:
-        # While a compiler traces the constructor, it asks for the hash before `keep` is set.
-        return hash((Dense, id(vars(self).get("keep"))))
+        return hash((Dense, id(vars(self).get("keep"))))  # compilers ask before `keep` is set
 
 
 def _is_ragged(span: Span | None) -> bool:

@@ -286,7 +286,7 @@ def test_masks_that_are_not_tensors_are_refused():
         visible(module, torch.ones(2, 2), 2, 2)
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux", "cu_seq_lens_q", "indices"])
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "block_table", "indices"])
 def test_what_would_change_the_result_is_refused(option):
     model = ZOO["llama"].build()
     regard.hf.install(model)

@@ -161,7 +161,7 @@ def test_a_window_counts_where_no_mask_came():
     torch.testing.assert_close(windowed, masked)
 
 
-@pytest.mark.parametrize("option", ["cu_seq_lens_q", "cu_seq_lens_k", "indices", "cache"])
+@pytest.mark.parametrize("option", ["indices", "block_table", "cache"])
 def test_what_cannot_be_honoured_raises(option):
     q = heads(1, 2, 4)
     with pytest.raises(ValueError, match=f"{option}= would change the result"):

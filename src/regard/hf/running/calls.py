@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from regard.cache import Part
 from regard.hf.families.table import Family, family_of
-from regard.hf.running.masks import Visible, visible
+from regard.hf.running.masks import Visible, in_documents, visible
 from regard.layers.attending import Attending, Keys
 from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
@@ -16,7 +16,7 @@ from regard.ops.parts import Make
 from regard.ops.prepared import Prepared
 from regard.tracing import is_autocast
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_table")
+PAGED = ("indices", "block_table")  # of attention functions over blocks of keys
 FROM_THE_MODULE = ("softcap", "s_aux")  # read from the module: as arguments they would be ignored
 
 
@@ -39,7 +39,7 @@ def arrive(
 
 def refuse(given: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
     """Raise for arguments that would change the result and are not supported."""
-    for name in (*PACKED, *also):
+    for name in (*PAGED, *also):
         if given.get(name) is not None:
             raise ValueError(
                 f"{name}= would change the result and is not supported by regard.hf; "
@@ -57,7 +57,7 @@ def visible_in(
     across: bool = False,
 ) -> Visible:
     """`visible` with the mask among the arguments of a call; `across` for cross-attention."""
-    return visible(
+    at = visible(
         module,
         given.get(family.context_mask if across else family.mask),
         queries,
@@ -65,6 +65,7 @@ def visible_in(
         window=family.window_of(module),
         is_causal=False if across else given.get("is_causal"),
     )
+    return at if across else in_documents(module, at, given)
 
 
 def options_of(family: Family, module: nn.Module) -> dict[str, Any]:

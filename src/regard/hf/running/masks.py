@@ -1,5 +1,6 @@
 """The mask that transformers passes to attention, as a rule: it is None, bool or additive."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from regard.hf.families.rotating import memoised
-from regard.masks import EVERYTHING, Causal, Dense, Mask, SlidingWindow, Span
+from regard.hf.running.mask_rules import RuleMask
+from regard.masks import EVERYTHING, Causal, Dense, Documents, Mask, SlidingWindow, Span
 from regard.masks.dense import HIDDEN_BELOW
 from regard.ops.bias import split_additive
 from regard.tracing import is_concrete
@@ -41,6 +43,10 @@ def visible(
         TypeError: if the mask is not a tensor (FlexAttention's block masks).
         ValueError: if it is not `[B, H, L, S]`.
     """
+    if isinstance(given, RuleMask):
+        if given.shape[-2:] == (queries, keys):
+            return Visible(given.rule, None, given.span)
+        given = given.make()
     if given is not None:
         _check(given)
         return _simplest(module, given, queries, keys, window)
@@ -54,6 +60,39 @@ def visible(
         return Visible(mask, None, last)
     mask = Causal() if window is None else Causal() & SlidingWindow(window)
     return Visible(mask, None, Span(0, queries, 0, queries))
+
+
+def in_documents(module: nn.Module, at: Visible, given: Mapping[str, Any]) -> Visible:
+    """The same within each of the documents that `cu_seq_lens_q` and `cu_seq_lens_k` pack in one
+    row, as collators without padding pass them on.
+
+    Raises:
+        ValueError: if queries and keys have other documents, or those of another number of tokens.
+    """
+    lengths, of_keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if lengths is None and of_keys is None:
+        return at
+    if lengths is None or of_keys is None or not lengths.equal(of_keys):
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k pack the same documents here, got "
+            f"{_listed(lengths)} and {_listed(of_keys)}; give both, without a cache"
+        )
+
+    def read() -> Documents:
+        return Documents.from_cu_seqlens(lengths)
+
+    documents = memoised("_documents_of_regard", module, read, lengths)
+    tokens = documents.ids.shape[1]
+    if not tokens == at.span.num_queries == at.span.num_keys:
+        raise ValueError(
+            f"cu_seq_lens_q ends at the number of tokens of the only row, got {tokens} for "
+            f"{at.span.num_queries} queries and {at.span.num_keys} keys"
+        )
+    return at._replace(mask=at.mask & documents)
+
+
+def _listed(lengths: Tensor | None) -> Any:
+    return None if lengths is None else lengths.tolist()
 
 
 def _check(given: Any) -> None:

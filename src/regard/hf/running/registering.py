@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from regard.hf.packages import check_version, require
 from regard.hf.running.calls import attended, described, of_one_dtype, one_part, refuse
-from regard.hf.running.masks import visible
+from regard.hf.running.mask_rules import mask_of
+from regard.hf.running.masks import in_documents, visible
 from regard.layers.attending import Keys
 
 NAME = "regard"
@@ -18,7 +19,8 @@ def register() -> str:
     """Make `model.set_attn_implementation("regard")` work; returns that name. Twice is once.
 
     The mask function is registered too: without it, transformers leaves out masks, silently.
-    Windows, softcaps, sinks and position biases are supported; other arguments raise.
+    Windows, chunks, padding, documents and blocks of images come as rules, not as `L x S` cells.
+    Softcaps, sinks, position biases and `cu_seq_lens_q` are supported; other arguments raise.
 
     Raises:
         ImportError: if transformers is missing.
@@ -35,11 +37,10 @@ def register() -> str:
     """
     require("transformers")
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     check_version()
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, mask_of)
     return NAME
 
 
@@ -70,6 +71,7 @@ def attention(
         module, attention_mask, query.shape[2], key.shape[2],
         window=sliding_window, is_causal=is_causal,
     )  # fmt: skip
+    at = in_documents(module, at, given)
     if position_bias is not None:  # a static cache has more slots than the span has keys
         position_bias = position_bias[..., : at.span.num_keys]
     keys = Keys.of(one_part(key, value))

@@ -1,8 +1,7 @@
 """What all caches can besides: copies, snapshots, descriptions, and files of all layers' caches."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -320,8 +319,11 @@ def load_all(
             for layer, (cache, entry) in enumerate(zip(stored, entries, strict=True)):
                 names = [stream_name(layer, index) for index in range(len(entry["streams"]))]
                 streams = [file.read(name).to(device) for name in names]
-                with _errors_named(f"{file.path}: layer {layer}", "save it again"):
+                try:
                     cache.fill(Record(entry["state"], streams))
+                except ValueError as error:
+                    where = f"{file.path}: layer {layer}"
+                    raise ValueError(f"{where}: {error}; save it again") from error
         except BaseException:
             for cache, snapshot in zip(stored, before, strict=True):
                 cache.restore(snapshot)
@@ -355,19 +357,13 @@ def truncate_all(caches: Sequence[object], length: int | Tensor) -> None:
     """
     stored = _check_stored(caches, "truncated with others")
     for layer, cache in enumerate(stored):
-        with _errors_named(f"layer {layer}", "no layer was truncated"):
+        try:
             if not cache.can_truncate(length):
                 cache.truncate(length)  # raises, and says why
+        except ValueError as error:
+            raise ValueError(f"layer {layer}: {error}; no layer was truncated") from error
     for cache in stored:
         cache.truncate(length)
-
-
-@contextmanager
-def _errors_named(where: str, outcome: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}; {outcome}") from error
 
 
 def _check_stored(caches: Sequence[object], change: str) -> list[Stored]:

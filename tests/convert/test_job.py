@@ -13,6 +13,7 @@ from regard.convert.job import Job, run_job
 from regard.convert.measuring import PREFILLS, STEPS
 from regard.hf import attention_modules
 from regard.hf.loading.checkpoints import skeleton, stored_dtype
+from regard.turns import LEAST
 from tiny import BUILDERS, SIZES, VOCABULARY, tiny
 
 
@@ -132,8 +133,8 @@ def test_a_model_with_qk_norm_is_converted_to_a_joint_latent(family, tmp_path):
     assert not report.stock and report.calibrated_on == ("words",)
     assert report.after.cache_bytes_per_token < 0.7 * report.before.cache_bytes_per_token
     assert report.before.decode_speed is None and report.before.decode_backend == ""
-    speeds = report.after.prefill_speed, report.after.decode_speed
-    assert [speed.pairs for speed in speeds] == [PREFILLS, STEPS // 3]
+    assert report.after.prefill_speed.pairs == PREFILLS
+    assert LEAST <= report.after.decode_speed.pairs <= STEPS // 3  # fewer once the ratio is known
     assert report.after.decode_backend  # of regard: the shipped model ran its own attention
     model, _ = regard.hf.load(tmp_path / "out")
     layers = list(attention_modules(model).values())

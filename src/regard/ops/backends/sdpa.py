@@ -25,7 +25,7 @@ from regard.ops.estimates import EFFICIENT, FLASH, kernel_seconds, on_device, vi
 from regard.ops.mask_tensors import mask_tensors
 from regard.ops.partial import Partial
 from regard.rates import SPEED
-from regard.tracing import has_modes, is_forward_mode, is_transformed, is_vmapped
+from regard.tracing import has_modes, is_concrete, is_forward_mode, is_transformed, is_vmapped
 
 _KEYS = 512  # keys in a block of it: blocks on the causal diagonal are computed whole
 _WIDEST = 256  # head dims of FlashAttention
@@ -87,9 +87,7 @@ def estimate(call: Call) -> float:
         queries=call.num_queries,
         share=share,
     )
-    if not (
-        _is_causal(call) or hides_nothing(call)
-    ):  # the dense mask is written to memory and read from it
+    if not (_is_causal(call) or hides_nothing(call)):  # a dense mask is written and read
         heads, passes = dense_passes(call)
         numbers = heads * call.num_queries * call.num_keys
         kept = 2 if call.needs_grad and numbers > _KEPT else 1  # stored for backward
@@ -268,7 +266,8 @@ def clamped(x: Tensor) -> Tensor:
     if x.dtype == torch.float16:
         return x  # products of float16 fit float32
     limit = 1e150 if x.dtype == torch.float64 else 1e15
-    return x.clamp(-limit, limit)
+    small = x.clamp(-limit, limit)
+    return x if is_concrete(x) and small.equal(x) else small  # other strides are other roundings
 
 
 def _four(mask: Tensor, call: Call) -> Tensor:

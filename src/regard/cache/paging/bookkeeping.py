@@ -198,7 +198,6 @@ class Pages:
 
         Raises:
             ValueError: as `check_room`.
-            OSError: if there is no room for pages to offload; nothing but reusable pages changes.
         """
         self.check_room(len(needed))
         self._evict(len(needed) - (self.num_pages - len(self._pages)))

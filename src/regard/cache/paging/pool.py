@@ -31,8 +31,8 @@ class PagePool(Pages):
         num_pages: the most pages in use, of all sequences, rows and layers.
         page_size: tokens of a page.
         format: of sealed pages: `"plain"`, or the bits of keys and of values, such as `"K8V4"`.
-        offload: where pages go that have not been used for the longest time, `Offload(...)`; None
-            if all stay in the memory of the layers' device.
+        offload: how many pages stay in the memory of the layers' device, `Offload(...)`; None if
+            all do.
 
     Raises:
         ValueError: if a number is below 1 or the format unknown.
@@ -64,8 +64,9 @@ class PagePool(Pages):
             ]
             if self.offloading is not None:
                 cold = sum(each.in_use * each.page_bytes for each in self.offloading.slabs)
-                where = self.offloading.offload.path or "host memory"
-                lines.append(f"offloaded {cold:>14,} bytes: {self.cold_pages:,} pages in {where}")
+                lines.append(
+                    f"offloaded {cold:>14,} bytes: {self.cold_pages:,} pages in host memory"
+                )
             if len(self.prefixes):
                 lines.append(f"stored    {self.prefixes.describe()}")
             return "\n".join(lines)

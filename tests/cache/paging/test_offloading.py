@@ -19,7 +19,7 @@ from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.segments import parts_of, segments_of
 from regard.cache.paging.slabs import Slab, outlines_of
 
-CONTEXT = Context("5e1f", "float32", "plain", "")
+CONTEXT = Context("5e1f")
 
 
 def pools(form="plain", hot=3):

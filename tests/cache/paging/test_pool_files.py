@@ -21,8 +21,8 @@ TEXTS = {
 }
 
 
-def context_of(form="plain", **changes):
-    return replace(Context("5e1f", "float32", form, "Rotary(4)"), **changes)
+def context_of(**changes):
+    return replace(Context("5e1f", "Rotary(4)"), **changes)
 
 
 def pool_of(form="plain", pages=200):
@@ -42,7 +42,7 @@ def stored(pool, texts=None):
             for at in range(len(text)):
                 k = streams_of(text, at, layer)
                 cache.update(k, -k)
-        pool.store(text, caches, context=context_of(pool.format.name))
+        pool.store(text, caches, context=context_of())
         for cache in caches:
             cache.release()
     return pool
@@ -55,7 +55,7 @@ def streams_of(text, at, layer):
 
 def found(pool, text):
     """What a pool has of a text."""
-    prefix = pool.prefix([*text, 0], context=context_of(pool.format.name))
+    prefix = pool.prefix([*text, 0], context=context_of())
     values = [prefix.length]
     for cache in prefix.caches() if prefix.length else ():
         k = torch.ones(1, 2, 1, 6)
@@ -97,23 +97,23 @@ def test_what_is_stored_already_is_not_loaded_twice(tmp_path):
     assert all(same(found(pool, text), found(other, text)) for text in TEXTS.values())
 
 
-def test_tenants_stay_apart(tmp_path):
+def test_names_stay_apart(tmp_path):
     pool, again = pool_of(), pool_of()
     text = TEXTS["first"]
-    for tenant in ("a", "b"):
+    for name in ("a", "b"):
         cache = PagedCache(pool)
-        cache.update(torch.full((1, 1, 12, 4), float(ord(tenant))))
-        pool.store(text[:12], [cache], context=context_of(tenant=tenant))
+        cache.update(torch.full((1, 1, 12, 4), float(ord(name))))
+        pool.store(text[:12], [cache], context=context_of(key=name))
     pool.save(tmp_path / FILE)
     again.load(tmp_path / FILE, weights="5e1f")
-    for tenant in ("a", "b", "c"):
-        prefix = again.prefix(text, context=context_of(tenant=tenant))
-        if tenant == "c":
+    for name in ("a", "b", "c"):
+        prefix = again.prefix(text, context=context_of(key=name))
+        if name == "c":
             assert prefix.length == 0
             continue
         (cache,) = prefix.caches()
         (part,) = cache.peek(torch.zeros(1, 1, 0, 4))
-        assert part.streams[0].eq(ord(tenant)).all()
+        assert part.streams[0].eq(ord(name)).all()
 
 
 def test_an_empty_pool_is_saved(tmp_path):
@@ -161,10 +161,6 @@ def entry(**values):
     return lambda content: content["entries"][0].update(values)
 
 
-def in_context(**values):
-    return lambda content: content["entries"][0]["context"].update(values)
-
-
 def layer(index, value):
     return lambda content: content["entries"][0]["layers"].__setitem__(index, value)
 
@@ -181,13 +177,8 @@ WRONG = {
     "no entries": (lambda content: content.update(entries=3), None, "entries are a list"),
     "an entry less": (lambda content: content["entries"].pop(), None, "belong to no entry|fewer"),
     "a key more": (lambda content: content.update(more=3), None, "its content has"),
-    "an entry that is none": (lambda c: c["entries"].append(3), None, "an entry has a context"),
-    "a field less": (lambda c: c["entries"][0]["context"].pop("rope"), None, "a context has"),
-    "a field that is no text": (in_context(rope=3), None, "rope is text"),
-    "a tenant that is no text": (in_context(tenant=["a"]), None, "tenant is text"),
-    "shared": (in_context(shared=1), None, "a context has"),
-    "other weights": (in_context(weights="theirs"), None, "weights and the format of its file"),
-    "another format": (in_context(format="K8V4"), None, "weights and the format of its file"),
+    "an entry that is none": (lambda c: c["entries"].append(3), None, "an entry has a key"),
+    "a key that is no text": (entry(key=["a"]), None, "the key of an entry is text"),
     "tokens": (entry(tokens=-1), None, "a number of tokens"),
     "more tokens": (entry(tokens=1 << 30), None, "fewer tokens|belong to no entry|numbers below"),
     "no layers": (entry(layers=[]), None, "a number of tokens and layers"),

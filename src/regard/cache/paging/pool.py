@@ -83,7 +83,7 @@ class PagePool(Pages):
             context: everything else that keys and values depend on, as `context_of` describes it.
 
         Raises:
-            ValueError: if the context is of other weights than the pool's pages, or another format.
+            ValueError: if the context is of other weights than the pool's pages.
 
         Examples:
             >>> import torch
@@ -132,7 +132,7 @@ class PagePool(Pages):
 
         Args:
             path: of the file, which appears there when it is complete; one that is there is
-                replaced. Only its owner can read it: it holds the tokens and the tenants' names.
+                replaced. Only its owner can read it: it holds the tokens and the contexts' keys.
 
         Returns:
             The number of pages written.

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +19,11 @@ from regard.cache.files import (
     write_tensors,
 )
 from regard.cache.paging.bookkeeping import Pages
-from regard.cache.paging.contexts import Context, format_text
-from regard.cache.paging.nodes import Layer
+from regard.cache.paging.contexts import Context
 from regard.cache.paging.page_files import Group, Numbered, check_shapes, groups_from, taken
 from regard.cache.paging.pages import Page
 from regard.cache.paging.prefixes import Entry
+from regard.cache.paging.tree import Layer
 from regard.cache.saving import check_origin, origin
 
 FORMAT = "regard.pool"  # of a file of stored prefixes, in its metadata
@@ -119,9 +118,8 @@ def _insert(pool: Pages, entries: Sequence[_Entry], pages: Sequence[Page]) -> in
 
 
 def _entry_text(entry: Entry) -> dict[str, Any]:
-    context = {each.name: getattr(entry.context, each.name) for each in fields(entry.context)}
     layers = [[each.window, each.first, len(each.pages)] for each in entry.layers]
-    return {"context": context, "tokens": len(entry.tokens), "layers": layers}
+    return {"key": entry.context.key, "tokens": len(entry.tokens), "layers": layers}
 
 
 def _content(file: TensorFile, pool: Pages) -> dict[str, Any]:
@@ -184,18 +182,11 @@ def _checked_entry(
 ) -> tuple[Context, int, list[tuple[int | None, int, int]]]:
     """The context of an entry, the number of its tokens, and window, first page and pages of each
     layer."""
-    if not isinstance(text, dict) or set(text) != {"context", "tokens", "layers"}:
-        raise ValueError(f"an entry has a context, tokens and layers, got {text!r:.200}")
-    names = {each.name for each in fields(Context)}
-    given, count, layers = text["context"], text["tokens"], text["layers"]
-    if not isinstance(given, dict) or set(given) != names or type(given["shared"]) is not bool:
-        raise ValueError(f"a context has {', '.join(sorted(names))}, got {given!r:.200}")
-    try:
-        context = Context(**given)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-    if context.weights != weights or context.format != format_text(pool.format):
-        raise ValueError("a context has the weights and the format of its file")
+    if not isinstance(text, dict) or set(text) != {"key", "tokens", "layers"}:
+        raise ValueError(f"an entry has a key, tokens and layers, got {text!r:.200}")
+    key, count, layers = text["key"], text["tokens"], text["layers"]
+    if not isinstance(key, str):
+        raise ValueError(f"the key of an entry is text, got {key!r:.200}")
     if not is_naturals([count]) or not isinstance(layers, list) or not layers:
         raise ValueError(f"an entry has a number of tokens and layers, got {text!r:.200}")
     size = count // pool.page_size
@@ -208,7 +199,7 @@ def _checked_entry(
             or layer[1] + layer[2] > size
         ):
             raise ValueError(f"a layer has a window, a first page and pages, got {layer!r:.200}")
-    return context, count, [tuple(layer) for layer in layers]
+    return Context(weights, key), count, [tuple(layer) for layer in layers]
 
 
 def _check_layer(

@@ -20,7 +20,7 @@ class Prefix:
 
     Examples:
         >>> from regard.cache import Context, PagePool, Prefix
-        >>> context = Context("5e1f", "float32", "plain", "")
+        >>> context = Context("5e1f")
         >>> prefix = PagePool(num_pages=8).prefix(range(100), context=context)
         >>> isinstance(prefix, Prefix), prefix.length
         (True, 0)

@@ -151,7 +151,7 @@ def test_tokens_are_any_row_of_whole_numbers():
     index.insert(tokens, CONTEXT, given([None], 2))
     assert index.find(torch.tensor([1, 2, 3]), CONTEXT).length == 2
     for wrong in (torch.rand(3), [1, 2**64, 3], torch.zeros(1, 3).long(), torch.ones(3).bool()):
-        with pytest.raises(TypeError, match="whole numbers"):
+        with pytest.raises(ValueError, match="whole numbers"):
             index.find(wrong, CONTEXT)
 
 

@@ -7,11 +7,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from regard.cache.paging import pool_files, sharing
+from regard.cache.files import open_tensors
+from regard.cache.paging import sharing
 from regard.cache.paging.bookkeeping import Pages
 from regard.cache.paging.contexts import Context
+from regard.cache.paging.files import arguments_of
 from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.sharing import Prefix
+from regard.cache.saving import read_entries, write_entries
 from regard.words import counted
 
 
@@ -141,7 +144,15 @@ class PagePool(Pages):
             OSError: if the disk is full or read-only; a file of that name is as before.
             ValueError: if nothing was ever stored or looked for, so that there is no model.
         """
-        return pool_files.save(self, path)
+        with self.lock:
+            self.settle()
+            if self.weights is None:
+                raise ValueError(
+                    "the pool belongs to no model yet; store a prefix before it is saved"
+                )
+            record, pages = sharing.pool_record(self)
+            write_entries(path, [("PagePool", arguments_of(self), record)], self.weights)
+            return pages
 
     def load(
         self,
@@ -184,7 +195,14 @@ class PagePool(Pages):
             >>> again.prefix(range(10), context=context).length, pages, loaded
             (8, 2, 2)
         """
-        return pool_files.load(self, path, weights, device)
+        expected = weights.weights if isinstance(weights, Context) else weights
+        with open_tensors(path) as file, self.lock:
+            self.settle()
+            (entry,) = read_entries(file, [("PagePool", arguments_of(self))], expected)
+            try:
+                return sharing.stored_from(self, file, entry, torch.device(device))
+            except ValueError as error:
+                raise ValueError(f"{file.path}: {error}") from error
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -77,9 +77,9 @@ class Prefixes:
             context: under which they are looked for.
 
         Raises:
-            TypeError: if tokens are not whole numbers.
+            ValueError: if tokens are not whole numbers.
         """
-        chunks = self._chunks(_as_bytes(tokens)[:-_TOKEN])
+        chunks = self._chunks(numbers_of(tokens).tobytes()[:-_TOKEN])
         path = self._tree.path(chunks, context)
         if not path:
             return Match()
@@ -137,13 +137,13 @@ class Prefixes:
             The pages that were taken: the index holds them until it evicts or forgets them.
 
         Raises:
-            TypeError: if tokens are not whole numbers.
-            ValueError: if other layers are stored for this model, a layer without a window lacks
-                its first pages, or a page is given twice or holds another stored prefix.
+            ValueError: if tokens are not whole numbers, other layers are stored under this context,
+                a layer without a window lacks its first pages, or a page is given twice or holds
+                another stored prefix.
         """
         given = [Layer(*each) for each in layers]
         kinds = self._kinds_of(context, given)
-        chunks = self._chunks(_as_bytes(tokens))
+        chunks = self._chunks(numbers_of(tokens).tobytes())
         count = min([len(chunks), *map(_sealed, given)]) if given else 0
         chunks = chunks[:count]
         path = self._tree.path(chunks, context)
@@ -258,16 +258,16 @@ class Prefixes:
         return "\n".join([total, *(each if len(groups) > 1 else ())])
 
 
-def _as_bytes(tokens: Sequence[int] | Tensor) -> bytes:
-    """Tokens as 64-bit integers, one after another."""
+def numbers_of(tokens: Sequence[int] | Tensor) -> "array[int]":
+    """Tokens `[L]` as 64-bit integers. Raises a ValueError if they are not one row of them."""
     got = type(tokens).__name__
     if isinstance(tokens, Tensor):
-        got = f"{tokens.dtype} of shape {list(tokens.shape)}"
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         tokens = (tokens.float() if tokens.dtype is torch.bool else tokens).tolist()
     try:
-        return array("q", tokens).tobytes()
+        return array("q", tokens)
     except (TypeError, OverflowError) as error:
-        raise TypeError(f"tokens are whole numbers of 64 bits, [L], got {got}") from error
+        raise ValueError(f"tokens are whole numbers of 64 bits, [L], got {got}") from error
 
 
 def _sealed(layer: Layer) -> int:

@@ -134,8 +134,8 @@ def test_pools_that_do_not_fit_refuse_and_are_as_before(tmp_path):
     for made, weights, says in (
         (pool_of(), "theirs", "other weights give wrong results"),
         (bound, "5e1f", "give each model a pool of its own"),
-        (pool_of("K8V4"), "5e1f", "make a PagePool with format='plain'"),
-        (other, "5e1f", "make a PagePool with page_size=4"),
+        (pool_of("K8V4"), "5e1f", "format='plain'"),
+        (other, "5e1f", "page_size=4"),
         (small, "5e1f", "make a larger PagePool"),
     ):
         before = made.weights
@@ -148,13 +148,13 @@ def test_pools_that_do_not_fit_refuse_and_are_as_before(tmp_path):
 def rewritten(path, change, numbers=None):
     """The file again with a change of its content."""
     with open_tensors(path) as file:
-        content = json.loads(file.metadata["content"])
+        caches = json.loads(file.metadata["caches"])
         tensors = {name: file.read(name) for name in file.entries}
         metadata = dict(file.metadata)
-    change(content)
+    change(caches[0]["state"])
     if numbers is not None:
         numbers(tensors)
-    write_tensors(path, {**metadata, "content": json.dumps(content)}, tensors)
+    write_tensors(path, {**metadata, "caches": json.dumps(caches)}, tensors)
 
 
 def entry(**values):
@@ -166,7 +166,7 @@ def layer(index, value):
 
 
 def page(at, value):
-    return lambda tensors: tensors["pages"].__setitem__(at, value)
+    return lambda tensors: tensors["layers.0.streams.1"].__setitem__(at, value)
 
 
 def nothing(content):
@@ -176,12 +176,12 @@ def nothing(content):
 WRONG = {
     "no entries": (lambda content: content.update(entries=3), None, "entries are a list"),
     "an entry less": (lambda content: content["entries"].pop(), None, "belong to no entry|fewer"),
-    "a key more": (lambda content: content.update(more=3), None, "its content has"),
+    "no groups": (lambda content: content.pop("groups"), None, "groups of pages are a list"),
     "an entry that is none": (lambda c: c["entries"].append(3), None, "an entry has a key"),
     "a key that is no text": (entry(key=["a"]), None, "the key of an entry is text"),
     "tokens": (entry(tokens=-1), None, "a number of tokens"),
     "more tokens": (entry(tokens=1 << 30), None, "fewer tokens|belong to no entry|numbers below"),
-    "no layers": (entry(layers=[]), None, "a number of tokens and layers"),
+    "no layers": (entry(layers=[]), None, "a layer has a window"),
     "other layers": (entry(layers=[[None, 0, 2], [None, 0, 2]]), None, "have the windows"),
     "a layer that is none": (layer(0, [None, 0]), None, "a layer has a window"),
     "a window of none": (layer(1, [0, 0, 3]), None, "a layer has a window"),
@@ -193,10 +193,12 @@ WRONG = {
     "a page twice": (nothing, page(0, 1), "different ones|belong to no entry"),
     "numbers": (
         nothing,
-        lambda tensors: tensors.update(tokens=tensors["tokens"].float()),
-        "a row of 64-bit integers",
+        lambda tensors: tensors.update(
+            {"layers.0.streams.0": tensors["layers.0.streams.0"].float()}
+        ),
+        "its tensors are",
     ),
-    "streams": (nothing, lambda tensors: tensors.pop("streams.1"), "tokens, pages and 2 streams"),
+    "streams": (nothing, lambda tensors: tensors.pop("layers.0.streams.3"), "its tensors are"),
 }
 
 

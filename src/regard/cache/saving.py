@@ -143,7 +143,7 @@ def write_entries(
     path: str | Path, own: Sequence[tuple[str, Any, Record]], weights: str | nn.Module
 ) -> None:
     """Write the kinds, arguments and records of caches to a file. Raises as `write_tensors`."""
-    entries, streams = [], {}
+    entries, streams = [], dict[str, Any]()
     for layer, (kind, arguments, (state, given)) in enumerate(own):
         outlines = [outline_text(each.shape, each.dtype) for each in given]
         entry = {"kind": kind, "arguments": arguments, "state": state, "streams": outlines}

@@ -182,7 +182,7 @@ def stored_from(pool: Pages, file: TensorFile, entry: dict[str, Any], device: to
             own = {number for number in found if number != _NONE}
             _check_layer(window, found, count, kinds)
             used |= own
-            layers.append(Layer(window, first, found))
+            layers.append((window, first, found))
         entries.append((Context(weights, text["key"]), mine, layers))
         if len(mine) != text["tokens"]:
             raise ValueError("there are fewer tokens than the entries have")
@@ -204,8 +204,8 @@ def _inserted(pool: Pages, entries: Sequence[Any], pages: Sequence[Page]) -> int
         for context, tokens, layers in entries:
             pool.bind(context)
             given = [
-                each._replace(pages=[None if n == _NONE else pages[n] for n in each.pages])
-                for each in layers
+                Layer(window, first, [None if n == _NONE else pages[n] for n in numbers])
+                for window, first, numbers in layers
             ]
             count += len(pool.prefixes.insert(tokens, context, given))
     except ValueError:

@@ -7,7 +7,7 @@ import torch
 
 from regard import StaticCache
 from regard.cache.files import write_tensors
-from regard.cache.stored import FORMAT, VERSION
+from regard.cache.saving import FORMAT, VERSION
 
 
 def test_the_buffers_of_a_static_cache_are_never_reallocated():

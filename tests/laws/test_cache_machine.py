@@ -161,12 +161,8 @@ class Pages(Caches):
 
     def made(self) -> World:
         folder = Path(self.folder.name)
-        places = {
-            "host": Offload(hot_pages=6),
-            "file": Offload(hot_pages=6, path=folder),
-            None: None,
-        }
-        pool = PagePool(PAGES, PAGE, format=self.format, offload=places[self.cold])
+        offload = Offload(hot_pages=6) if self.cold else None
+        pool = PagePool(PAGES, PAGE, format=self.format, offload=offload)
         return PoolWorld(pool, folder)
 
     @precondition(has_sequences)
@@ -235,8 +231,8 @@ def test_caches_agree_with_lists():
         ("K6V4", None),
         ("K4V4", None),
         (format_of("K4V4")._replace(by_channel_from=PAGE), None),
-        ("plain", "file"),
         ("K8V4", "host"),
+        ("plain", "host"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -280,13 +280,13 @@ def over(**options):
     return PagedCache(PagePool(99, 4), **options)
 
 
-MODEL = Context("a model", "float32", "plain", "")
+MODEL = Context("a model")
 
 
 def of_another_model():
     pool = PagePool(99, 4)
     pool.store(range(22), [filled(PagedCache(pool))], context=MODEL)
-    pool.prefix([1, 2], context=Context("another", "float32", "plain", ""))
+    pool.prefix([1, 2], context=Context("another"))
 
 
 def twice_released():
@@ -312,9 +312,6 @@ PROVOKED = {
         range(22), [filled(over())], context=MODEL
     ),
     "a pool of another model": of_another_model,
-    "a context of another format": lambda: PagePool(9, 4).prefix(
-        [1, 2], context=Context("a model", "float32", "K8V4", "")
-    ),
     "a cache that was released": twice_released,
     "a format that does not exist": lambda: PagePool(9, 4, format="K5V4"),
     "streams of another width": lambda: filled(over()).update(*torch.randn(2, 2, 2, 1, 7)),

@@ -52,6 +52,7 @@ WITHOUT_MODULE = {  # folders of tests that mirror no folder, and what they hold
 OTHER = {  # files of tests in mirrored folders that are about no module of their name
     "bench/test_scaling_model.py": "time and memory over ranks and tokens, a model of arithmetic",
     "bench/test_bench.py": "the commands bench and tune, and the benchmarks of the repository",
+    "cache/paging/test_pools_in_files.py": "stored prefixes of a pool, saved and found by another",
     "convert/test_low_memory.py": "conversions of a model whose weights stay on disk",
     "distributed/test_fsdp.py": "layers as torch's data parallelism wraps them",
     "plan/test_wrong_formulas.py": "costs with one mistake each, which named tests must notice",

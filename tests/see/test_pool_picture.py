@@ -11,7 +11,7 @@ from regard.cache import Context
 from regard.cache.paging.offloading import Offload
 from regard.see.pool_picture import STATES, described, in_words, pool_png, pool_svg, pool_text
 
-MODEL = Context("a model", "float32", "plain", "")
+MODEL = Context("a model")
 
 
 def append(cache, tokens, rows=1):

@@ -107,7 +107,7 @@ class PoolWorld(World):
 
     def context(self, kind: str, streams: str) -> Context:
         """A model of one layer or two, told apart by its name; all in one pool."""
-        return Context("a model", "float32", self.pool.format, "", adapter=f"{kind}, {streams}")
+        return Context("a model", f"{kind}, {streams}")
 
     def store(self, at: int, row: int) -> None:
         """The sealed pages of a row become a prefix that others find."""
@@ -185,7 +185,7 @@ class PoolWorld(World):
         with pytest.raises(ValueError, match="pool"):
             other.store(held.rows[0].tokens, held.caches, context=context)
         self.pool.prefix([1, 2], context=context)  # binds the pool
-        stranger = Context("another model", "float32", self.pool.format, "")
+        stranger = Context("another model")
         with pytest.raises(ValueError, match="weights"):
             self.pool.prefix([1, 2], context=stranger)
         assert other.pages_in_use == 0

@@ -10,8 +10,8 @@ WINDOWS = (None, 6)  # of the layers
 HEADS, WIDTHS = 2, (4, 2)  # of keys and of values
 
 
-def context(pool, tenant=""):
-    return Context("5e1f", "float32", pool.format.name, "", tenant=tenant)
+def context(name=""):
+    return Context("5e1f", name)
 
 
 def content(tokens, first=0, layer=0):
@@ -25,10 +25,10 @@ def content(tokens, first=0, layer=0):
 class Sequence:
     """One text and its caches, a full layer and one with a window."""
 
-    def __init__(self, pool, tokens, tenant=""):
+    def __init__(self, pool, tokens, name=""):
         """Begin with the stored prefix of `tokens`, and append the rest."""
-        self.pool, self.tokens, self.tenant = pool, [], tenant
-        prefix = pool.prefix(tokens, context=context(pool, tenant))
+        self.pool, self.tokens, self.name = pool, [], name
+        prefix = pool.prefix(tokens, context=context(name))
         self.caches = [PagedCache(pool, window=window) for window in WINDOWS]
         if prefix.length:
             self.caches = prefix.caches()
@@ -60,11 +60,11 @@ class Sequence:
                     assert torch.equal(got, want), (layer, part.kv_start, part.kv_stop)
 
     def store(self):
-        self.pool.store(self.tokens, self.caches, context=context(self.pool, self.tenant))
+        self.pool.store(self.tokens, self.caches, context=context(self.name))
 
     def fork(self):
         new = object.__new__(Sequence)
-        new.pool, new.tokens, new.tenant = self.pool, list(self.tokens), self.tenant
+        new.pool, new.tokens, new.name = self.pool, list(self.tokens), self.name
         new.found, new.caches = self.found, []
         new.caches = [cache.fork() for cache in self.caches]
         return new

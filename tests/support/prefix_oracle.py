@@ -2,7 +2,7 @@
 
 from regard.cache.paging.contexts import Context
 
-CONTEXT = Context("5e1f", "float32", "plain", "Rotary(64)")
+CONTEXT = Context("5e1f", "Rotary(64)")
 
 
 class Leaf:
@@ -30,12 +30,12 @@ class Plain:
 
     def __init__(self, size, windows):
         self.size, self.windows = size, windows
-        self.pages = {}  # the tenant and the tokens up to the end of a page: its page in each layer
+        self.pages = {}  # the key and the tokens up to the end of a page: its page in each layer
 
-    def insert(self, tokens, tenant, layers):
+    def insert(self, tokens, key, layers):
         for stop in range(self.size, len(tokens) + 1, self.size):
             number = stop // self.size - 1
-            held = self.pages.setdefault((tenant, *tokens[:stop]), [None] * len(self.windows))
+            held = self.pages.setdefault((key, *tokens[:stop]), [None] * len(self.windows))
             for layer, (_, first, pages) in enumerate(layers):
                 page = pages[number - first] if first <= number < first + len(pages) else None
                 if held[layer] is None and page is not None and page not in self.stored():
@@ -54,18 +54,18 @@ class Plain:
                     if other[: len(tokens)] == tokens:
                         del self.pages[other]
 
-    def find(self, tokens, tenant):
+    def find(self, tokens, key):
         """The length, and of each layer the pages that the next token attends to."""
         for length in range((len(tokens) - 1) // self.size * self.size, 0, -self.size):
             found = [
                 [
-                    (self.pages.get((tenant, *tokens[: slot + self.size])) or [None] * 99)[layer]
+                    (self.pages.get((key, *tokens[: slot + self.size])) or [None] * 99)[layer]
                     for slot in range(0, length, self.size)
                     if window is None or slot + self.size > length - window + 1
                 ]
                 for layer, window in enumerate(self.windows)
             ]
-            start = tenant, *tokens[:length]
+            start = key, *tokens[:length]
             known = (held for each, held in self.pages.items() if each[: len(start)] == start)
             if any(page is not None for held in known for page in held) and all(
                 page is not None for pages in found for page in pages

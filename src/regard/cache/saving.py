@@ -5,9 +5,11 @@ and for each cache its kind, its arguments and the lengths of its rows. All of i
 a tensor is read: a cache of other weights has the right shapes and gives wrong results.
 """
 
+import json
 import reprlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,9 +23,12 @@ from regard.cache.files import (
     is_naturals,
     is_shape,
     parse_json,
+    write_tensors,
 )
 from regard.cache.streams import Lengths, lengths_of
 
+FORMAT = "regard.cache"  # of a file of caches, in its metadata
+VERSION = "1"  # of the format, in its metadata; changes when older versions cannot read a file
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -49,13 +54,14 @@ def weights_text(weights: str | nn.Module) -> str:
     return weights
 
 
-def origin(kind: str, version: str, weights: str | nn.Module) -> dict[str, str]:
-    """The metadata of a file that `check_origin` compares, and the version of regard."""
+def _origin(weights: str | nn.Module) -> dict[str, str]:
+    """The metadata of a file that `_check_origin` compares, and the version of regard."""
     library: str = sys.modules["regard"].__version__  # importing it here would be a circle
-    return {"format": kind, "version": version, "regard": library, "weights": weights_text(weights)}
+    about = {"format": FORMAT, "version": VERSION, "regard": library}
+    return about | {"weights": weights_text(weights)}
 
 
-def check_origin(file: TensorFile, kind: str, version: str, weights: str | nn.Module) -> None:
+def _check_origin(file: TensorFile, weights: str | nn.Module) -> None:
     """Raise a ValueError unless a file is of this format and version, and of these weights."""
     library = reprlib.repr(file.metadata.get("regard"))
     ways_out = {
@@ -63,13 +69,12 @@ def check_origin(file: TensorFile, kind: str, version: str, weights: str | nn.Mo
         "version": f"it was written by regard {library}, use that",
         "weights": "keys and values of other weights give wrong results: load those of this model",
     }
-    expected = origin(kind, version, weights)
+    expected = _origin(weights)
     for name, out in ways_out.items():
         came = file.metadata.get(name)
         if came != expected[name]:
-            raise file_error(
-                file.path, f"it has the {name} {reprlib.repr(expected[name])}", came, out
-            )
+            rule = f"it has the {name} {reprlib.repr(expected[name])}"
+            raise file_error(file.path, rule, came, out)
 
 
 def lengths_state(lengths: Lengths) -> dict[str, Any]:
@@ -134,9 +139,25 @@ def pieces_from(value: Any, like: Sequence[Tensor]) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def read_entries(file: TensorFile, own: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """The entry of each cache in a file. Raises a ValueError unless they fit the tensors, and their
-    kinds and arguments are those of the caches to fill, `own`."""
+def write_entries(
+    path: str | Path, own: Sequence[tuple[str, Any, Record]], weights: str | nn.Module
+) -> None:
+    """Write the kinds, arguments and records of caches to a file. Raises as `write_tensors`."""
+    entries, streams = [], dict[str, Any]()
+    for layer, (kind, arguments, (state, given)) in enumerate(own):
+        outlines = [outline_text(each.shape, each.dtype) for each in given]
+        entry = {"kind": kind, "arguments": arguments, "state": state, "streams": outlines}
+        entries.append(entry)
+        streams |= {_stream_name(layer, index): each for index, each in enumerate(given)}
+    write_tensors(path, _origin(weights) | {"caches": json.dumps(entries)}, streams)
+
+
+def read_entries(
+    file: TensorFile, own: Sequence[tuple[str, Any]], weights: str | nn.Module
+) -> list[dict[str, Any]]:
+    """The entry of each cache in a file, with the names of its streams. Raises a ValueError unless
+    it is of these weights, and of the kinds and arguments of the caches to fill, `own`."""
+    _check_origin(file, weights)
     entries = parse_json(file.metadata.get("caches", ""), file.path)
     if not isinstance(entries, list) or len(entries) != len(own):
         came = len(entries) if isinstance(entries, list) else entries
@@ -152,7 +173,8 @@ def read_entries(file: TensorFile, own: Sequence[tuple[str, Any]]) -> list[dict[
             raise ValueError(f"{file.path}: {rule}, got {came:.200}; load it into that")
         if not isinstance(entry["state"], dict) or not isinstance(entry["streams"], list):
             raise file_error(file.path, "state is an object and streams are a list", entry)
-        outlines |= {stream_name(layer, index): each for index, each in enumerate(entry["streams"])}
+        named = {_stream_name(layer, index): each for index, each in enumerate(entry["streams"])}
+        outlines, entry["streams"] = outlines | named, [*named]
     tensors = {name: outline_text(x.shape, x.dtype) for name, x in file.entries.items()}
     if tensors != outlines:
         raise file_error(file.path, f"its tensors are {reprlib.repr(outlines)}", tensors)
@@ -164,5 +186,5 @@ def _call_text(kind: Any, arguments: Any) -> str:
     return f"{kind}({', '.join(f'{name}={value!r}' for name, value in pairs)})"
 
 
-def stream_name(layer: int, index: int) -> str:
+def _stream_name(layer: int, index: int) -> str:
     return f"layers.{layer}.streams.{index}"

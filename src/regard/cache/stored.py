@@ -1,6 +1,5 @@
 """What all caches can besides: copies, snapshots, descriptions, and files of all layers' caches."""
 
-import json
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -9,22 +8,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from regard.cache.files import is_naturals, open_tensors, write_tensors
+from regard.cache.files import is_naturals, open_tensors
 from regard.cache.saving import (
     Record,
-    check_origin,
     lengths_from,
     lengths_state,
-    origin,
-    outline_text,
     read_entries,
-    stream_name,
+    write_entries,
 )
 from regard.cache.streams import Lengths, check_streams, writable
 from regard.words import counted
 
-FORMAT = "regard.cache"  # of a file of caches, in its metadata
-VERSION = "1"  # of the format, in its metadata; changes when older versions cannot read a file
 Kind = TypeVar("Kind", bound="Stored")
 
 
@@ -251,23 +245,8 @@ def save_all(caches: Sequence[object], path: str | Path, *, weights: str | nn.Mo
         [5, 5]
     """
     stored = _check_stored(caches, "saved")
-    records = [cache.record() for cache in stored]
-    entries = [
-        {
-            "kind": type(cache).__name__,
-            "arguments": cache.arguments,
-            "state": record.state,
-            "streams": [outline_text(each.shape, each.dtype) for each in record.streams],
-        }
-        for cache, record in zip(stored, records, strict=True)
-    ]
-    streams = {
-        stream_name(layer, index): stream
-        for layer, record in enumerate(records)
-        for index, stream in enumerate(record.streams)
-    }
-    metadata = origin(FORMAT, VERSION, weights) | {"caches": json.dumps(entries)}
-    write_tensors(path, metadata, streams)
+    entries = [(type(each).__name__, each.arguments, each.record()) for each in stored]
+    write_entries(path, entries, weights)
 
 
 def load_all(
@@ -313,12 +292,11 @@ def load_all(
         raise ValueError("a cache comes twice; each layer needs its own cache")
     before = [cache.snapshot() for cache in stored]
     with open_tensors(path) as file:
-        check_origin(file, FORMAT, VERSION, weights)
-        entries = read_entries(file, [(type(x).__name__, x.arguments) for x in stored])
+        own = [(type(cache).__name__, cache.arguments) for cache in stored]
+        entries = read_entries(file, own, weights)
         try:
             for layer, (cache, entry) in enumerate(zip(stored, entries, strict=True)):
-                names = [stream_name(layer, index) for index in range(len(entry["streams"]))]
-                streams = [file.read(name).to(device) for name in names]
+                streams = [file.read(name).to(device) for name in entry["streams"]]
                 try:
                     cache.fill(Record(entry["state"], streams))
                 except ValueError as error:

@@ -1,12 +1,9 @@
-"""Offloaded pages read as hot ones do, stay where they are while they are read, and leave no files.
+"""Offloaded pages read as hot ones do, stay where they are while they are read.
 
 The oracle: the same operations in a pool whose pages are all hot.
 """
 
-import errno
-import gc
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,22 +12,19 @@ from hypothesis import strategies as st
 
 import session
 from regard import Causal, MultiHeadAttention, PagedCache, PagePool
-from regard.cache.paging import offloading
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.formats import format_of
-from regard.cache.paging.offloading import ColdSlab, Offload, mapped
+from regard.cache.paging.offloading import ColdSlab, Offload
 from regard.cache.paging.pages import Page, PageTable
 from regard.cache.paging.segments import parts_of, segments_of
 from regard.cache.paging.slabs import Slab, outlines_of
 
-CONTEXT = Context("5e1f", "float32", "plain", "")
+CONTEXT = Context("5e1f")
 
 
-def pools(tmp_path, form="plain", hot=3):
-    """A pool of hot pages, one that offloads to host memory, and one to files."""
-    folder = Path(tmp_path)
-    offloads = (None, Offload(hot), Offload(hot, folder))
-    return [PagePool(400, 4, format=form, offload=each) for each in offloads]
+def pools(form="plain", hot=3):
+    """A pool of hot pages, and one that offloads."""
+    return [PagePool(400, 4, format=form, offload=each) for each in (None, Offload(hot))]
 
 
 def values(parts):
@@ -58,8 +52,8 @@ def tokens(n, rows=2):
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("form", ["plain", "K8V4"])
-def test_cold_pages_read_as_hot_ones(tmp_path, form, window):
-    made = pools(tmp_path, form)
+def test_cold_pages_read_as_hot_ones(form, window):
+    made = pools(form)
     caches = [PagedCache(pool, window=window) for pool in made]
     for n in (1, 7, 30, 1, 1, 1, 1, 5, 1, 17, 1, 1, 1, 1, 1):
         new = tokens(n)
@@ -93,8 +87,8 @@ OPERATIONS = st.lists(
 
 @given(operations=OPERATIONS, form=st.sampled_from(["plain", "K4V4"]))
 @settings(max_examples=500 if session.LONG else 12, deadline=None)
-def test_any_operations_read_as_in_a_pool_of_hot_pages(tmp_path_factory, operations, form):
-    made = pools(tmp_path_factory.mktemp("pages"), form)
+def test_any_operations_read_as_in_a_pool_of_hot_pages(operations, form):
+    made = pools(form)
     batches = [[PagedCache(pool)] for pool in made]
     first = tokens(9)
     for caches in batches:
@@ -203,7 +197,7 @@ def test_on_another_device_cold_pages_are_copied_a_piece_at_a_time():
     meta = torch.device("meta")
     for form in ("plain", "K4V4"):
         outlines = outlines_of([x.to(meta) for x in tokens(1)], format_of(form), 4, None)
-        cold = ColdSlab(Slab(outlines, 4, sealed=form != "plain"), None, most=9)
+        cold = ColdSlab(Slab(outlines, 4, sealed=form != "plain"), most=9)
         cold.reserve(9)
         assert all(buffer.device.type == "cpu" for buffer in cold.stored(0))
         tables = [PageTable([Page(cold, cold.take()) for _ in range(4)]) for _ in range(2)]
@@ -218,7 +212,7 @@ def test_on_another_device_cold_pages_are_copied_a_piece_at_a_time():
 
 
 def test_stored_prefixes_are_offloaded_and_found(tmp_path):
-    for pool in pools(tmp_path)[1:]:
+    for pool in pools()[1:]:
         cache, text, new = PagedCache(pool), list(range(40)), tokens(40, rows=1)
         cache.update(*new)
         pool.store(text, [cache], context=CONTEXT)
@@ -245,7 +239,7 @@ def test_stored_prefixes_are_offloaded_and_found(tmp_path):
 
 def test_a_paged_cache_with_cold_pages_is_saved(tmp_path):
     for form in ("plain", "K8V4"):
-        for pool in pools(tmp_path, form)[1:]:
+        for pool in pools(form)[1:]:
             cache, again = PagedCache(pool), PagedCache(PagePool(400, 4, format=form))
             for n in (30, 1, 1):
                 cache.update(*tokens(n))
@@ -256,98 +250,16 @@ def test_a_paged_cache_with_cold_pages_is_saved(tmp_path):
             assert same(values(cache.peek(*new)), values(again.peek(*new)))
 
 
-def test_files_have_no_names_and_end_with_the_pool(tmp_path):
-    pool = PagePool(400, 4, offload=Offload(2, tmp_path))
-    cache = PagedCache(pool)
-    for n in (90, 1):
-        cache.update(*tokens(n))
-    assert pool.cold_pages > 30
-    assert list(tmp_path.iterdir()) == []
-    if Path("/proc/self/maps").exists():
-        assert str(tmp_path) in Path("/proc/self/maps").read_text()
-        del cache, pool
-        gc.collect()
-        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-
-
-def test_a_full_disk_is_an_error_and_the_pool_as_before(tmp_path, monkeypatch):
-    pool = PagePool(400, 4, offload=Offload(2, tmp_path))
-    cache, new = PagedCache(pool), tokens(30)
-    cache.update(*new)
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(offloading, "_reserve", full)
-    before = values(cache.peek(*tokens(0))), pool.pages_in_use, pool.nbytes
-    for _ in range(2):
-        with pytest.raises(OSError, match=r"No space left.*offloaded pages need [\d,]+ bytes in"):
-            cache.update(*tokens(1))
-    assert (pool.pages_in_use, pool.nbytes, pool.cold_pages) == (*before[1:], 0)
-    assert cache.length == 30 and same(before[0], values(cache.peek(*tokens(0))))
-    monkeypatch.undo()
-    cache.update(*tokens(1))
-    assert pool.cold_pages and same(before[0][1:2], [values(cache.peek(*tokens(0)))[1][:, :, :30]])
-
-
-CHANGES = {
-    "update": lambda cache: cache.update(*tokens(3)),
-    "truncate": lambda cache: cache.truncate(6),
-    "truncate rows": lambda cache: cache.truncate(torch.tensor([6, 21])),
-    "reorder": lambda cache: cache.reorder(torch.tensor([0, 0])),
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "loss"),
-    list(zip(CHANGES, ["removed", "a file", "a link to itself", "removed"], strict=True)),
-)
-def test_a_folder_that_is_lost_while_it_is_in_use_changes_no_cache(tmp_path, change, loss):
-    """A pool of 12 pages is full, so that pages must be released before others are copied."""
-    folder = tmp_path / "pages"
-    folder.mkdir()
-    size = 20 if change == "update" else 12
-    pool = PagePool(size, 4, format="K8V4", offload=Offload(1, folder))
-    cache = PagedCache(pool)
-    cache.update(*tokens(22))  # 12 pages, all of them hot until the next call
-    folder.rmdir()
-    if loss == "a file":
-        folder.touch()
-    if loss == "a link to itself":
-        folder.symlink_to(folder)
-    before = values(cache.peek(*tokens(0)))
-    lengths, rows = cache.lengths, len(cache.rows)
-    with pytest.raises(OSError, match=r"offloaded pages need .* give Offload another path"):
-        CHANGES[change](cache)
-    assert (cache.lengths, len(cache.rows)) == (lengths, rows)
-    assert same(values(cache.peek(*tokens(0))), before)
-    folder.unlink(missing_ok=True)
-    folder.mkdir()
-    CHANGES[change](cache)
-    assert pool.pages_in_use <= size
-
-
-def test_blocks_are_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeypatch):
-    monkeypatch.delattr(offloading.os, "posix_fallocate")
-    monkeypatch.setattr(offloading, "_ZEROS", 7)
-    memory = mapped(tmp_path, 100)
-    memory.fill_(3)
-    assert memory.tolist() == [3] * 100
-    assert mapped(tmp_path, 0).shape == (0,)
-
-
-def test_wrong_arguments_are_refused(tmp_path):
+def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="hot_pages is at least 1, got 0"):
         Offload(0)
-    with pytest.raises(ValueError, match="path is a folder"):
-        Offload(1, tmp_path / "none")
 
 
-def test_other_surroundings(tmp_path):
+def test_other_surroundings():
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.inference_mode():
-            pool = PagePool(400, 4, offload=Offload(2, tmp_path), format="K8V4")
+            pool = PagePool(400, 4, offload=Offload(2), format="K8V4")
             cache = PagedCache(pool)
             for n in (30, 1, 1):
                 new = [torch.zeros(1, 2, n, 6, device="cpu", dtype=torch.bfloat16)] * 2
@@ -358,13 +270,13 @@ def test_other_surroundings(tmp_path):
     cache.update(*new)  # outside of inference mode
 
 
-def test_threads_that_append_and_attend_lose_nothing(tmp_path):
+def test_threads_that_append_and_attend_lose_nothing():
     """Moves of one thread while another reads; few hot pages, so that every step moves some."""
     layer = MultiHeadAttention(8, 2, mask=Causal()).eval()
     x = torch.randn(3, 1, 40, 8)
     with torch.no_grad():
         want = [layer(each) for each in x]
-    for pool in pools(tmp_path, hot=1)[1:]:
+    for pool in pools(hot=1)[1:]:
         errors = []
 
         def decode(index, pool=pool, errors=errors):

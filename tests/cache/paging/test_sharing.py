@@ -7,7 +7,6 @@ import torch
 
 from regard import Attention, Causal, PagedCache, PagePool, SlidingWindow
 from regard.cache import context_of
-from regard.cache.paging.formats import PageFormat
 
 FULL = Attention(16, 2, num_kv_heads=1, mask=Causal()).eval()
 WINDOWED = Attention(16, 2, num_kv_heads=1, mask=Causal() & SlidingWindow(6)).eval()
@@ -133,8 +132,6 @@ def test_other_weights_are_refused_and_the_pool_is_unchanged():
     other = context_of(torch.nn.ModuleList([Attention(16, 2, num_kv_heads=1), WINDOWED]))
     with pytest.raises(ValueError, match="give each model a pool of its own"):
         pool.prefix(TOKENS, context=other)
-    with pytest.raises(ValueError, match="format='K8V8'"):
-        pool.prefix(TOKENS, context=context_of(LAYERS, format="K8V8"))
     assert pool.nbytes == before
 
 
@@ -148,14 +145,6 @@ def test_caches_of_another_pool_are_refused():
         other.store(TOKENS, caches, context=CONTEXT, row=3)
     with pytest.raises(ValueError, match="whole numbers"):
         other.store(TOKENS.float(), caches, context=CONTEXT)
-
-
-def test_the_group_of_a_format_is_a_part_of_it():
-    form = PageFormat("K8V4", 8, 4, group=8)
-    pool = PagePool(100, 4, format=form)
-    assert pool.prefix(TOKENS, context=context_of(LAYERS, format=form)).length == 0
-    with pytest.raises(ValueError, match="the pool 'K8V4/8'"):
-        pool.prefix(TOKENS, context=context_of(LAYERS, format="K8V4"))
 
 
 def test_stored_prefixes_are_described():

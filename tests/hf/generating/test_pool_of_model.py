@@ -14,15 +14,14 @@ def pool():
     return PagePool(2000, PAGE)
 
 
-def test_nothing_is_shared_between_tenants_or_adapters(pool):
+def test_nothing_is_shared_between_names(pool):
     model, ids = model_of("llama"), tokens(1, 18)
-    write(model, ids, paged(model, pool, tenant="a"), max_new_tokens=1)
+    write(model, ids, paged(model, pool, name="a"), max_new_tokens=1)
     for options, found in [
         ({}, 0),
-        ({"tenant": "b"}, 0),
-        ({"tenant": "a", "adapter": "x"}, 0),
-        ({"tenant": "a"}, 16),
-        ({"tenant": "c", "shared": True}, 16),  # stored by the first of these, for all
+        ({"name": "b"}, 0),
+        ({"name": "a"}, 16),
+        ({}, 16),  # stored by the first of these
     ]:
         cache = paged(model, pool, **options)
         write(model, ids, cache, max_new_tokens=1)

@@ -169,7 +169,18 @@ def _clear_rest(page: Page, filled: int, size: int) -> None:
 
 
 def seal(pool: Pages, kind: Kind, tables: Sequence[PageTable], append: Append) -> list[Page]:
-    """Store full open pages as codes; returns the pages whose places these take in the tables."""
+    """Let full pages be sealed, in a pool of codes by storing them as such; returns the pages whose
+    places these take in the tables."""
+    left = _coded(pool, kind, tables, append) if any(n is not None for n in append.full) else []
+    size = append.page_size
+    for table, length in zip(tables, append.lengths, strict=True):
+        for number in range(length // size, (length + append.added) // size):
+            _page(table, number).sealed = True
+    return left
+
+
+def _coded(pool: Pages, kind: Kind, tables: Sequence[PageTable], append: Append) -> list[Page]:
+    """Store full open pages as codes; returns them."""
     found = [(t, n) for t, n in zip(tables, append.full, strict=True) if n is not None]
     if kind.sealed.shares_scales:
         found = [each for each in found if _is_codable(_page(*each))]
@@ -177,11 +188,10 @@ def seal(pool: Pages, kind: Kind, tables: Sequence[PageTable], append: Append) -
         return []
     before = [_page(table, number) for table, number in found]
     places = torch.cat([_tokens(page) for page in before])
-    new = [pool.take(kind.sealed, _neighbour(table, number)) for table, number in found]
+    new = [pool.take(kind.sealed, table.at(number - 1)) for table, number in found]
     targets = torch.cat([_tokens(page) for page in new])
     kind.sealed.write(targets, kind.open.read(places))
     for (table, number), page in zip(found, new, strict=True):
-        page.sealed = True
         table.pages[number - table.first] = page
     return before
 
@@ -193,7 +203,3 @@ def _tokens(page: Page) -> Tensor:
 
 def _is_codable(page: Page) -> bool:
     return all(bool(are_codable(each).all()) for each in page.slab.stored(page.index))
-
-
-def _neighbour(table: PageTable, number: int) -> Page | None:
-    return table.at(number - 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from regard.cache.paging.contexts import Context, format_text
+from regard.cache.paging.contexts import Context
 from regard.cache.paging.formats import PageFormat, format_of
 from regard.cache.paging.offloading import Offload, Offloading
 from regard.cache.paging.pages import Page, PageTable
@@ -198,7 +198,6 @@ class Pages:
 
         Raises:
             ValueError: as `check_room`.
-            OSError: if there is no room for pages to offload; nothing but reusable pages changes.
         """
         self.check_room(len(needed))
         self._evict(len(needed) - (self.num_pages - len(self._pages)))
@@ -264,14 +263,8 @@ class Pages:
         """Let the pool belong to the model with these weights.
 
         Raises:
-            ValueError: if it holds pages of another one, or pages have another format.
+            ValueError: if it holds pages of another one.
         """
-        form = format_text(self.format)
-        if context.format != form:
-            raise ValueError(
-                f"context has format={context.format!r}, the pool {form!r}; give "
-                "context_of(model, format=pool.format)"
-            )
         if self._pages and self.weights is not None and self.weights != context.weights:
             raise ValueError(
                 f"the pool holds pages of the model with weights {self.weights[:12]}, this one "

@@ -1,4 +1,4 @@
-"""What cached keys and values depend on besides their tokens: weights, dtype, format, RoPE, tenant.
+"""What cached keys and values depend on besides their tokens: weights, computation, and a name.
 
 A prefix that was stored under one context is never found under another.
 """
@@ -6,28 +6,19 @@ A prefix that was stored under one context is never found under another.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
-from itertools import groupby
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.cache.paging.fingerprints import Modules, fingerprint, framed, tensor_digest, whole
-from regard.cache.paging.formats import BY_CHANNEL_FROM, GROUP, PageFormat, format_of
 
 _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depends on
     *("dtype", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype"),
     *("transformers_version", "use_cache", "training", "gradient_checkpointing"),
 }
-_HOW = {
-    "backend",
-    "dropout",
-    "form",
-    "precision",
-}  # arguments of layers: how, not what, is computed
-_NOT_ROTATED, _FROM = "not rotated", "by channel from "  # of a format, where that is not usual
+_HOW = {"backend", "dropout", "form", "precision"}  # how a layer computes, not what
 _BY_LENGTH = {"dynamic", "longrope"}  # rope types of transformers whose frequencies change
 
 
@@ -35,115 +26,50 @@ _BY_LENGTH = {"dynamic", "longrope"}  # rope types of transformers whose frequen
 class Context:
     """What the keys and values of a prefix depend on, besides its tokens.
 
-    Contexts are compared by their digests. Nothing is shared between tenants: a search finds what
-    was stored under its own tenant. With `shared=True` it also finds what was stored under the
-    empty tenant, such as a system prompt; what it stores stays its own tenant's.
+    A search finds what was stored under an equal context, and nothing else.
 
     Args:
-        weights: fingerprint of the model's weights.
-        dtype: of the keys and values, a `torch.dtype` or its name.
-        format: of sealed pages: a name such as `"K8V4"`, or a `PageFormat`.
-        rope: description of the rotary position embedding.
-        adapter: name of the adapter that is active; "" for none.
-        tenant: to whom the prefix belongs; "" for all that ask with `shared=True`.
-        settings: whatever else the model computes by, such as masks and numbers of heads.
-        shared: whether prefixes of the empty tenant are found too.
+        weights: fingerprint of the model's weights; a pool holds pages of one fingerprint.
+        key: a text that tells apart whatever else differs: the computation, adapters, users.
 
     Raises:
-        TypeError: if a field is not text.
-        ValueError: if the format is unknown.
+        TypeError: if one of them is not text.
 
     Examples:
-        >>> from regard.cache.paging.contexts import Context
-        >>> one = Context("5e1f", "float32", "plain", "Rotary(64)", tenant="a")
-        >>> one.digest == Context("5e1f", "float32", "plain", "Rotary(64)", tenant="b").digest
+        >>> from regard.cache import Context
+        >>> Context("5e1f", "user a") == Context("5e1f", "user b")
         False
-        >>> one.public.tenant
-        ''
     """
 
     weights: str
-    dtype: str | torch.dtype
-    format: str | PageFormat
-    rope: str
-    adapter: str = ""
-    tenant: str = ""
-    settings: str = ""
-    shared: bool = False
+    key: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "format", format_text(self.format))
-        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        for name, value in self._typed():
+        for name, value in (("weights", self.weights), ("key", self.key)):
             if not isinstance(value, str):
                 raise TypeError(f"Context: {name} is text, got {value!r}")
 
-    @cached_property
-    def digest(self) -> bytes:
-        """SHA-256 over the fields, each with its name, its type and its length before it."""
-        digest = hashlib.sha256()
-        for name, value in self._typed():
-            for part in (name.encode(), b"str", value.encode()):
-                digest.update(len(part).to_bytes(8, "big"))
-                digest.update(part)
-        return digest.digest()
-
-    @cached_property
-    def public(self) -> "Context":
-        """The same context of the empty tenant."""
-        return replace(self, tenant="", shared=False)
-
-    def _typed(self) -> Iterator[tuple[str, Any]]:
-        """The fields that are hashed: all but `shared`, which is about a search."""
-        return ((each.name, getattr(self, each.name)) for each in fields(self)[:-1])
-
-
-def format_text(form: str | PageFormat) -> str:
-    """The name of a format, and what is not usual: `"K8V4/32"` with groups of 32 channels.
-
-    Raises:
-        ValueError: if the format is unknown.
-    """
-    if isinstance(form, str):
-        name, *unusual = form.split("/")
-        return "/".join([format_of(name).name, *unusual])
-    found = format_of(form)
-    unusual = [str(found.group)] if found.group != GROUP else []
-    unusual += [] if found.rotates else [_NOT_ROTATED]
-    if found.by_channel_from != BY_CHANNEL_FROM:
-        unusual.append(f"{_FROM}{found.by_channel_from}")
-    return "/".join([found.name, *unusual])
-
-
-def _dtype_name(dtype: Any) -> Any:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    def __str__(self) -> str:
+        return f"{self.key or 'no key'}, weights {self.weights[:8]}"
 
 
 def context_of(
     module: Modules,
     *,
+    name: str = "",
     dtype: torch.dtype | None = None,
-    format: str | PageFormat = "plain",
-    rope: str | None = None,
-    adapter: str = "",
-    tenant: str = "",
-    settings: str | None = None,
-    shared: bool = False,
+    computes: str | None = None,
 ) -> Context:
-    """The context of a model, or of its layers.
+    """The context of a model, or of its layers: its weights, what it computes, and a name.
 
     Args:
         module: a model, or its layers in order.
+        name: any text that tells prefixes apart: of a user, say, or of an adapter.
         dtype: of the keys and values; by default that of the first floating-point weight. Give it
             where autocast changes it.
-        format: of sealed pages.
-        rope: a description; by default the ropes of regard's layers, and the frequencies and
-            `rope_parameters` of a transformers model.
-        adapter: its name; by default the active adapters of a PEFT model.
-        tenant: to whom prefixes belong.
-        settings: a description of whatever else is computed; by default a digest of the modules'
-            types and arguments, and of a transformers model's config.
-        shared: whether prefixes of the empty tenant are found too.
+        computes: a description of what is computed besides the weights; by default a digest of the
+            modules' types and arguments, of the frequencies of ropes and of a transformers model's
+            config. The active adapters of a PEFT model count in any case.
 
     Returns:
         The context, under which `PagePool.prefix` finds and `PagePool.store` stores.
@@ -154,56 +80,64 @@ def context_of(
 
     Examples:
         >>> from regard import Attention, Rotary
-        >>> from regard.cache.paging.contexts import context_of
+        >>> from regard.cache import context_of
         >>> layer = Attention(64, 4, rope=Rotary(16))
-        >>> context_of(layer).rope, context_of(layer, format="K8V4").format
-        ("Rotary(dim=16, theta=10000.0, pairing='halves', scaling=None)", 'K8V4')
         >>> other = Attention(64, 4, rope=Rotary(16, theta=500.0))
         >>> _ = other.load_state_dict(layer.state_dict())
         >>> context_of(other).weights == context_of(layer).weights
         True
-        >>> context_of(other).digest == context_of(layer).digest
+        >>> context_of(other).key == context_of(layer).key
         False
     """
     model = whole(module)
     if dtype is None:
         floating = (p.dtype for p in model.parameters() if p.is_floating_point())
         dtype = next(floating, torch.get_default_dtype())
-    return Context(
-        weights=fingerprint(model),
-        dtype=dtype,
-        format=format,
-        rope=_ropes(model) if rope is None else rope,
-        adapter=adapter or _active_adapters(model),
-        tenant=tenant,
-        settings=_settings(model) if settings is None else settings,
-        shared=shared,
-    )
+    described = _computation(model) if computes is None else computes
+    parts = name, str(dtype).removeprefix("torch."), _active_adapters(model), described
+    return Context(fingerprint(model), json.dumps(parts))
 
 
-def _ropes(module: nn.Module) -> str:
-    """The ropes of a model: a run of equal ones once, with their number."""
-    runs = ((text, len([*same])) for text, same in groupby(_each_rope(module)))
-    texts = [text if count == 1 else f"{count} x {text}" for text, count in runs]
-    parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
-    if parameters:
-        texts.append(json.dumps(parameters, sort_keys=True, default=str))
-    return ", ".join(texts)
+def _computation(model: nn.Module) -> str:
+    """A digest of what a model computes besides its weights: arguments, ropes, and config."""
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        texts = name, type(module).__name__, _arguments_of(module), *_ropes_of(module)
+        digest.update(framed(*(text.encode() for text in texts)))
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        entries = _effective(config.to_dict())
+        digest.update(json.dumps(entries, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
-def _each_rope(module: nn.Module) -> Iterator[str]:
-    for each in module.modules():
-        rope = vars(each).get("rope")
-        if callable(getattr(rope, "rotate", None)):
-            _refuse_length(getattr(getattr(rope, "scaling", None), "uses_length", False), rope)
-            yield _described(rope)
-        for name, buffer in each.named_buffers(recurse=False):
-            if name.endswith("inv_freq") and "original" not in name:
-                kinds: Any = getattr(each, "rope_type", "")  # of each type of layer, or one
-                for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
-                    _refuse_length(kind in _BY_LENGTH, kind)
-                factor = getattr(each, name.replace("inv_freq", "attention_scaling"), 1.0)
-                yield f"{name} {tensor_digest(name, buffer).hex()} {factor}"
+def _arguments_of(module: nn.Module) -> str:
+    """The arguments of a layer of regard; of another module its description, and the numbers among
+    its attributes, such as a scale, which may be changed."""
+    arguments = vars(module).get("arguments")
+    if isinstance(arguments, dict):
+        return _described({key: value for key, value in arguments.items() if key not in _HOW})
+    numbers = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and name[:1] != "_" and name not in _WITHOUT_EFFECT
+    }
+    return f"{module.extra_repr()} {numbers}"
+
+
+def _ropes_of(module: nn.Module) -> Iterator[str]:
+    """The rope of a module, and the frequencies of transformers' ropes."""
+    rope = vars(module).get("rope")
+    if callable(getattr(rope, "rotate", None)):
+        _refuse_length(getattr(getattr(rope, "scaling", None), "uses_length", False), rope)
+        yield _described(rope)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name.endswith("inv_freq") and "original" not in name:
+            kinds: Any = getattr(module, "rope_type", "")  # of each type of layer, or one
+            for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+                _refuse_length(kind in _BY_LENGTH, kind)
+            factor = getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0)
+            yield f"{name} {tensor_digest(name, buffer).hex()} {factor}"
 
 
 def _refuse_length(uses_length: bool, rope: Any) -> None:
@@ -211,7 +145,7 @@ def _refuse_length(uses_length: bool, rope: Any) -> None:
         raise ValueError(
             f"the frequencies of {rope!r} change with the length of a call, so that the keys of a "
             "prefix depend on what followed it; if no call is longer than the original context, "
-            "give context_of(..., rope=...) a description of your own"
+            "give context_of(..., computes=...) a description of your own"
         )
 
 
@@ -223,33 +157,6 @@ def _active_adapters(module: nn.Module) -> str:
         if isinstance(getattr(each, "disable_adapters", None), bool)  # elsewhere it is a method
     }
     return ", ".join(f"{names}{' disabled' * off}" for names, off in sorted(states))
-
-
-def _settings(module: nn.Module) -> str:
-    """A digest of what a model computes besides its weights: arguments, and config."""
-    digest = hashlib.sha256()
-    for name, each in module.named_modules():
-        arguments = vars(each).get("arguments")
-        if isinstance(arguments, dict):
-            what = {key: value for key, value in arguments.items() if key not in _HOW}
-            described = _described(what)
-        else:
-            described = f"{each.extra_repr()} {_numbers_of(each)}"
-        digest.update(framed(name.encode(), type(each).__name__.encode(), described.encode()))
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "to_dict"):
-        entries = _effective(config.to_dict())
-        digest.update(json.dumps(entries, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
-
-
-def _numbers_of(module: nn.Module) -> dict[str, int | float]:
-    """The numbers among a module's attributes, such as a scale, which may be changed."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, int | float) and name[:1] != "_" and name not in _WITHOUT_EFFECT
-    }
 
 
 def _effective(entries: Any) -> Any:
@@ -280,7 +187,7 @@ def _described(value: Any) -> str:
     if " at 0x" in text:
         raise ValueError(
             f"{text} has a description that holds for this process only; give it a __repr__ that "
-            "determines it, or give context_of(..., rope=..., settings=...) descriptions"
+            "determines it, or give context_of(..., computes=...) a description"
         )
     return text
 

@@ -58,14 +58,6 @@ class PageFormat(NamedTuple):
             width: of the stream.
             pieces: the widths of the pieces that one joined stream consists of, if a layer
                 announced them.
-
-        Examples:
-            >>> from regard.cache.paging.formats import format_of
-            >>> form = format_of("K8V4")
-            >>> form.rotation_of(0, 2, 96, None), form.rotation_of(1, 2, 96, None)
-            ((), (64, 32))
-            >>> format_of("K4V4").rotation_of(0, 1, 576, (512, 64))
-            (512,)
         """
         bits = self.bits_of_stream(index)
         if not self.rotates or bits is None or bits == 8 or (count == 1 and not pieces):
@@ -78,13 +70,6 @@ class PageFormat(NamedTuple):
         Args:
             index: of the stream: keys, or one joined latent, come first, then values.
             page_size: tokens of a page.
-
-        Examples:
-            >>> from regard.cache import format_of
-            >>> [format_of("K6V4").shares(index, page_size=64) for index in (0, 1)]
-            [(64, 1), (1, 64)]
-            >>> format_of("K8V4").shares(0, page_size=64)
-            (1, 64)
         """
         bits, least = self.bits_of_stream(index), self.by_channel_from
         few = bits is not None and bits < 8

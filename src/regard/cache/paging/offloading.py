@@ -1,18 +1,13 @@
-"""Offloaded pages: sealed pages in host memory or in mapped files, behind a bounded hot set.
+"""Offloaded pages: sealed pages in the memory of the host, behind a bounded hot set.
 
 Which pages are hot follows from when they were last used. A page is moved while nothing reads it:
 the parts of a cache's last call, as long as they exist, hold its pages where they are.
 """
 
-import math
-import mmap
-import os
-import tempfile
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -25,25 +20,20 @@ from regard.cache.parts import Part
 from regard.cache.streams import check_whole, writable
 
 _AHEAD = 8  # a move makes room for an eighth of the hot pages, so that moves are few
-_ZEROS = 1 << 20  # bytes that are written at a time where a file's blocks cannot be reserved
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where the sealed pages of a pool go that have not been used for the longest time.
+    """Sealed pages that have not been used for the longest time go to the memory of the host.
 
     Pages that are open, that are being read or that one call writes are hot, however many they are.
-    On the CPU cold pages are read where they lie; elsewhere copies of them, a piece at a time. An
-    operation of a cache for which the folder has no room, or is gone, raises an `OSError` and
-    changes nothing; pages that were offloaded before stay, since their files have no names.
+    On the CPU cold pages are read where they lie; elsewhere copies of them, a piece at a time.
 
     Args:
         hot_pages: pages in the memory of the layers' device.
-        path: a folder, in which the other pages lie in files that only this process can open; None
-            for the memory of the host.
 
     Raises:
-        ValueError: if `hot_pages` is below 1, or there is no such folder.
+        ValueError: if `hot_pages` is below 1.
 
     Examples:
         >>> import torch
@@ -61,14 +51,9 @@ class Offload:
     """
 
     hot_pages: int
-    path: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_whole("hot_pages", self.hot_pages, least=1)
-        if self.path is not None and not Path(self.path).is_dir():
-            raise ValueError(
-                f"path is a folder for files of pages, got {str(self.path)!r}; make it"
-            )
 
 
 @runtime_checkable
@@ -110,76 +95,25 @@ def _anchors(part: Part) -> Iterator[object]:
 
 
 class ColdSlab(Slab):
-    """Pages of one kind in host memory, or in files without a name.
+    """Pages of one kind in host memory.
 
     Args:
         like: the slab whose pages are moved here.
-        folder: of the files; None for host memory.
         most: pages at most.
     """
 
-    def __init__(self, like: Slab, folder: Path | None, most: int) -> None:
+    def __init__(self, like: Slab, most: int) -> None:
         host = tuple(each._replace(device=torch.device("cpu")) for each in like.outlines)
         super().__init__(host, like.page_size, sealed=like.sealed)
-        self._folder, self.most = folder, most
+        self.most = most
         self._pinned = any(each.device.type == "cuda" for each in like.outlines)
         (device,) = {each.device for each in like.outlines}
         self.read_on = None if device.type == "cpu" else device
 
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer, not initialised.
-
-        Raises:
-            OSError: if there is no room for a file.
-        """
-        folder, nbytes = self._folder, math.prod(shape) * dtype.itemsize
-        if folder is not None:
-            return writable(lambda: mapped(folder, nbytes).view(dtype).view(shape))
+        """A buffer, not initialised."""
         pin = self._pinned
         return writable(lambda: torch.empty(shape, dtype=dtype, device=device, pin_memory=pin))
-
-
-def mapped(folder: Path, nbytes: int) -> Tensor:
-    """Bytes of a new file without a name, which ends with the tensor or the process.
-
-    Args:
-        folder: on whose disk it lies.
-        nbytes: of the file, all of which are reserved at once.
-
-    Raises:
-        OSError: if the disk has no room for it.
-
-    Examples:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from regard.cache.paging.offloading import mapped
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     memory = mapped(Path(folder), 100)
-        ...     list(Path(folder).iterdir()), memory.shape
-        ([], torch.Size([100]))
-    """
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            _reserve(file.fileno(), nbytes)
-            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: offloaded pages need {nbytes:,} bytes in {folder}; give Offload "
-            "another path, or release caches",
-        ) from error
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Let a file have so many bytes. Blocks that a full disk lacks would end the process later."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, nbytes)
-        return
-    zeros = bytes(_ZEROS)
-    for start in range(0, nbytes, _ZEROS):
-        os.write(descriptor, zeros[: nbytes - start])
 
 
 class Offloading:
@@ -215,8 +149,7 @@ class Offloading:
 
     def add(self, slab: Slab) -> None:
         """Let sealed pages of a slab be moved."""
-        folder = None if self.offload.path is None else Path(self.offload.path)
-        self._cold[slab] = ColdSlab(slab, folder, self._num_pages)
+        self._cold[slab] = ColdSlab(slab, self._num_pages)
 
     def hot_of(self, slab: Slab) -> Slab:
         """The slab whose pages a cold slab takes; another slab itself."""
@@ -232,9 +165,6 @@ class Offloading:
         Args:
             pages: all that are in use.
             needed: the slabs of those that will be taken.
-
-        Raises:
-            OSError: if there is no room for the pages to move; nothing changes then.
         """
         new = sum(not isinstance(slab, ColdSlab) for slab in needed)
         excess = len(pages) - self.cold_pages + new - self.offload.hot_pages

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from regard.cache.paging import appending, changing
 from regard.cache.paging.bookkeeping import Change, Kind, Pages
-from regard.cache.paging.cache_files import Recorded
+from regard.cache.paging.files import arguments_of, cache_record, filled
 from regard.cache.paging.pages import PageTable
 from regard.cache.paging.rows import Rows
 from regard.cache.paging.slabs import outlines_of
 from regard.cache.parts import Part
+from regard.cache.saving import Record
+from regard.cache.stored import Stored
 from regard.cache.streams import (
     Lengths,
     check_rows,
@@ -26,7 +28,7 @@ from regard.span import Span
 from regard.tracing import is_forward_mode
 
 
-class PagedCache(Recorded):
+class PagedCache(Stored):
     """A cache whose tokens lie in pages of a pool, which other caches share.
 
     Rows have their own tables of pages, and may differ in length. Full pages are sealed and can be
@@ -62,11 +64,9 @@ class PagedCache(Recorded):
     """
 
     def __init__(self, pool: Pages, *, window: int | None = None, rollback: int = 0) -> None:
-        check_whole("rollback", rollback)
+        check_whole("rollback", rollback, least=0)
         if window is not None:
             check_whole("window", window, least=1)
-        if rollback < 0:
-            raise ValueError(f"rollback is 0 or more tokens, got {rollback}")
         self.pool, self.window, self.rollback = pool, window, rollback
         self.pieces: tuple[int, ...] | None = None  # of a joined stream, announced by a layer
         self._kind: Kind | None = None
@@ -108,14 +108,11 @@ class PagedCache(Recorded):
     @property
     def bits(self) -> int | None:
         """The fewest bits of the codes in sealed pages; None while there are no such pages."""
-        kind = self._kind
-        if kind is None or kind.open is kind.sealed:
+        kind, pages = self._kind, changing.pages_of(self._rows.tables)
+        if kind is None or all(page.slab is kind.open for page in pages):
             return None
-        if not any(
-            page.slab is not kind.open for table in self._rows.tables for page in table.pages
-        ):
-            return None
-        return min(each.bits for each in kind.sealed.outlines if each.bits is not None)
+        coded = (each.bits for each in kind.sealed.outlines if each.bits is not None)
+        return min(coded, default=None)
 
     @property
     def nbytes(self) -> int:
@@ -217,7 +214,11 @@ class PagedCache(Recorded):
         """
         self._check_usable()
         with self.pool.lock, Change(self.pool):
-            return self._with(changing.forked(self.pool, self._rows.tables))
+            new = PagedCache(self.pool, window=self.window, rollback=self.rollback)
+            new._rows.set(changing.forked(self.pool, self._rows.tables))
+            new.pieces, new._kind = self.pieces, self._kind
+            new._lengths, new._like = self._lengths, self._like
+            return new
 
     def release(self) -> None:
         """Release the pages; the cache cannot be used after it.
@@ -229,6 +230,32 @@ class PagedCache(Recorded):
         with self.pool.lock:
             self._rows.release()
             self._lengths, self._like = Lengths(), ()
+
+    @property
+    def empty_streams(self) -> tuple[Tensor, ...]:
+        return self._like
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**arguments_of(self.pool), "window": self.window, "rollback": self.rollback}
+
+    def record(self) -> Record:
+        """The tables and each page once, as it is stored, for a file of the cache."""
+        self._check_usable()
+        with self.pool.lock:
+            return cache_record(self, self._rows.tables, self._kind)
+
+    def fill(self, record: Record) -> None:
+        """Take what a file holds into this new cache, and into new pages of its pool.
+
+        Raises:
+            ValueError: if it is no record of such a cache, or the pool has too few pages left.
+        """
+        self._check_usable()
+        with self.pool.lock:
+            self.pieces, self._kind, self._lengths, self._like, tables = filled(self, record)
+            self._rows.settle()
+            self._rows.set(tables)
 
     def snapshot(self) -> object:
         """The present state."""
@@ -254,8 +281,6 @@ class PagedCache(Recorded):
             "cache.save(path, weights=...), and load it into PagedCache(pool)"
         )
 
-    # ---- parts ----
-
     def _past_and(self, new: Sequence[Tensor]) -> tuple[Part, ...]:
         """The tokens held, and the new ones as they were given. If rows differ in length, the slots
         from the end of the shortest row on are one part in new tensors."""
@@ -263,7 +288,11 @@ class PagedCache(Recorded):
         start, own = self._needed(lengths.shortest), tuple(each.detach() for each in new)
         if lengths.rows is not None:
             own = self._joined_with(own)  # copies: only the parts read last hold their pages
-        past = self._parts(start, lengths.shortest) if start < lengths.shortest else ()
+        past = (
+            self._rows.parts(start, lengths.shortest, self._like)
+            if start < lengths.shortest
+            else ()
+        )
         if past and lengths.shortest == stop:
             return past
         return (*past, Part(lengths.shortest, stop, own))
@@ -272,16 +301,11 @@ class PagedCache(Recorded):
         """The tokens after the end of the shortest row, and the new tokens of each row."""
         lengths, start = self._lengths, self._lengths.shortest
         assert lengths.rows is not None
-        parts = (part.streams[:] for part in self._parts(start, self.length))
+        parts = (part.streams[:] for part in self._rows.parts(start, self.length, self._like))
         held = [torch.cat(each, 2) for each in zip(*parts, strict=True)]
         missing = self.length - start - held[0].shape[2]  # slots before a window of 1 token
         held = [torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in held]
         return concatenated(held, new, Lengths(self.length - start, 0, lengths.rows - start))
-
-    def _parts(self, start: int, stop: int) -> tuple[Part, ...]:
-        return self._rows.parts(start, stop, self._like)
-
-    # ---- changes ----
 
     def _appended(
         self,
@@ -297,14 +321,16 @@ class PagedCache(Recorded):
         parts = self._past_and(new) if as_given else None
         tables = appending.with_new_pages(self.pool, tables, append)
         appending.write(tables, append, new)
-        self._begin(kind, new)
+        if not self._like:
+            self._kind = kind
+            self._like = tuple(each.empty(len(new[0]), 0) for each in kind.open.outlines)
         self._lengths = self._lengths.grown(append.added)
         if append.needed or not self._rows.tables:
             self._rows.set(tables)
         self._rows.tables[:] = tables  # without new pages the parts stay
         if parts is None:
-            parts = self._parts(start, self.length)
-        self._seal(kind, append)
+            parts = self._rows.parts(start, self.length, self._like)
+        self._rows.retire(appending.seal(self.pool, kind, tables, append))
         self._release_before_window()
         return parts
 
@@ -318,8 +344,6 @@ class PagedCache(Recorded):
         self._rows.choose(rows)
         self._like = tuple([each.new_empty(len(rows), *each.shape[1:]) for each in self._like])
         self._lengths = self._lengths.reordered(torch.tensor(rows, dtype=torch.int64, device="cpu"))
-
-    # ---- state ----
 
     def _check(self, new: Sequence[Tensor]) -> int:
         self._check_usable()
@@ -348,22 +372,6 @@ class PagedCache(Recorded):
             outlines_of(new, self.pool.format, self.pool.page_size, self.pieces)
         )
 
-    def _begin(self, kind: Kind, new: Sequence[Tensor]) -> None:
-        if not self._like:
-            self._kind = kind
-            self._like = tuple(each.empty(len(new[0]), 0) for each in kind.open.outlines)
-
-    def _seal(self, kind: Kind, append: appending.Append) -> None:
-        """Full pages are sealed, in a pool of codes by storing them as such."""
-        size = self.pool.page_size
-        if any(number is not None for number in append.full):
-            self._rows.retire(appending.seal(self.pool, kind, self._rows.tables, append))
-        for table, length in zip(self._rows.tables, append.lengths, strict=True):
-            for number in range(length // size, (length + append.added) // size):
-                page = table.at(number)
-                assert page is not None
-                page.sealed = True
-
     def _release_before_window(self) -> None:
         if self.window is None:
             return
@@ -377,14 +385,6 @@ class PagedCache(Recorded):
     def row_lengths(self, count: int | None = None) -> list[int]:
         """The number of tokens of each row; `count` rows of a cache that has none yet."""
         return _numbers(self._lengths, len(self._rows.tables) if count is None else count)
-
-    def _with(self, tables: list[PageTable]) -> "PagedCache":
-        """A cache with this one's state and other tables, whose pages are retained already."""
-        new = PagedCache(self.pool, window=self.window, rollback=self.rollback)
-        new._rows.set(tables)
-        new.pieces, new._kind = self.pieces, self._kind
-        new._lengths, new._like = self._lengths, self._like
-        return new
 
     def __repr__(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

@@ -7,11 +7,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from regard.cache.paging import pool_files, sharing
+from regard.cache.files import open_tensors
+from regard.cache.paging import sharing
 from regard.cache.paging.bookkeeping import Pages
 from regard.cache.paging.contexts import Context
+from regard.cache.paging.files import arguments_of
 from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.sharing import Prefix
+from regard.cache.saving import read_entries, write_entries
 from regard.words import counted
 
 
@@ -31,8 +34,8 @@ class PagePool(Pages):
         num_pages: the most pages in use, of all sequences, rows and layers.
         page_size: tokens of a page.
         format: of sealed pages: `"plain"`, or the bits of keys and of values, such as `"K8V4"`.
-        offload: where pages go that have not been used for the longest time, `Offload(...)`; None
-            if all stay in the memory of the layers' device.
+        offload: how many pages stay in the memory of the layers' device, `Offload(...)`; None if
+            all do.
 
     Raises:
         ValueError: if a number is below 1 or the format unknown.
@@ -64,8 +67,9 @@ class PagePool(Pages):
             ]
             if self.offloading is not None:
                 cold = sum(each.in_use * each.page_bytes for each in self.offloading.slabs)
-                where = self.offloading.offload.path or "host memory"
-                lines.append(f"offloaded {cold:>14,} bytes: {self.cold_pages:,} pages in {where}")
+                lines.append(
+                    f"offloaded {cold:>14,} bytes: {self.cold_pages:,} pages in host memory"
+                )
             if len(self.prefixes):
                 lines.append(f"stored    {self.prefixes.describe()}")
             return "\n".join(lines)
@@ -82,7 +86,7 @@ class PagePool(Pages):
             context: everything else that keys and values depend on, as `context_of` describes it.
 
         Raises:
-            ValueError: if the context is of other weights than the pool's pages, or another format.
+            ValueError: if the context is of other weights than the pool's pages.
 
         Examples:
             >>> import torch
@@ -131,7 +135,7 @@ class PagePool(Pages):
 
         Args:
             path: of the file, which appears there when it is complete; one that is there is
-                replaced. Only its owner can read it: it holds the tokens and the tenants' names.
+                replaced. Only its owner can read it: it holds the tokens and the contexts' keys.
 
         Returns:
             The number of pages written.
@@ -140,7 +144,15 @@ class PagePool(Pages):
             OSError: if the disk is full or read-only; a file of that name is as before.
             ValueError: if nothing was ever stored or looked for, so that there is no model.
         """
-        return pool_files.save(self, path)
+        with self.lock:
+            self.settle()
+            if self.weights is None:
+                raise ValueError(
+                    "the pool belongs to no model yet; store a prefix before it is saved"
+                )
+            record, pages = sharing.pool_record(self)
+            write_entries(path, [("PagePool", arguments_of(self), record)], self.weights)
+            return pages
 
     def load(
         self,
@@ -183,7 +195,14 @@ class PagePool(Pages):
             >>> again.prefix(range(10), context=context).length, pages, loaded
             (8, 2, 2)
         """
-        return pool_files.load(self, path, weights, device)
+        expected = weights.weights if isinstance(weights, Context) else weights
+        with open_tensors(path) as file, self.lock:
+            self.settle()
+            (entry,) = read_entries(file, [("PagePool", arguments_of(self))], expected)
+            try:
+                return sharing.stored_from(self, file, entry, torch.device(device))
+            except ValueError as error:
+                raise ValueError(f"{file.path}: {error}") from error
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -1,13 +1,10 @@
 """Stored prefixes: which pages hold the tokens that a new text begins with.
 
-Prefixes form a tree. A node holds the tokens of one page, and that page of every layer; its key is
-SHA-256 of the context, the parent's key and the tokens, as in the prefix caching of vLLM and the
-radix tree of SGLang (Zheng et al. 2024, arXiv:2312.07104). On a hit the tokens are compared, too.
+Prefixes form a tree (SGLang, Zheng et al. 2024, arXiv:2312.07104), one for each context.
 """
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import count as counter
 from itertools import repeat
 from types import MappingProxyType
@@ -17,8 +14,8 @@ import torch
 from torch import Tensor
 
 from regard.cache.paging.contexts import Context
-from regard.cache.paging.nodes import Kinds, Layer, Node, Storable
-from regard.cache.paging.tree import Tree
+from regard.cache.paging.pages import Page
+from regard.cache.paging.tree import Kinds, Layer, Node, Tree
 from regard.words import counted
 
 _TOKEN = 8  # bytes of a token in a key
@@ -57,25 +54,12 @@ class Prefixes:
     Args:
         page_size: tokens of a page.
         clock: a function that returns a greater number at each call, for `used`.
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> from regard.cache.paging.contexts import Context
-        >>> from regard.cache.paging.prefixes import Prefixes
-        >>> prefixes, context = Prefixes(page_size=2), Context("5e1f", "float32", "plain", "")
-        >>> page = lambda: SimpleNamespace(sealed=True, references=0, used=0, node=None)
-        >>> taken = prefixes.insert([5, 6, 7, 8], context, [(None, 0, [page(), page()])])
-        >>> len(taken), prefixes.find([5, 6, 7, 9, 9], context).length
-        (2, 2)
-        >>> print(prefixes.describe())
-        1 prefix of 1 context, 0 branch points: 4 tokens in 2 pages
     """
 
     def __init__(self, page_size: int, *, clock: Callable[[], int] | None = None) -> None:
         self.page_size = page_size
         self._clock = clock or counter(1).__next__
         self._tree = Tree()
-        self._kinds: dict[bytes, Kinds] = {}  # by the digest of a context without its tenant
 
     def __len__(self) -> int:
         """The number of stored prefixes of whole pages."""
@@ -90,23 +74,23 @@ class Prefixes:
 
         Args:
             tokens: `[L]` of a text.
-            context: under which they are looked for; of the empty tenant too if it is `shared`.
+            context: under which they are looked for.
 
         Raises:
-            TypeError: if tokens are not whole numbers.
+            ValueError: if tokens are not whole numbers.
         """
-        chunks = self._chunks(_as_bytes(tokens)[:-_TOKEN])
-        ends = _ends(self._tree.levels(chunks, context))
-        if not ends:
+        chunks = self._chunks(numbers_of(tokens).tobytes()[:-_TOKEN])
+        path = self._tree.path(chunks, context)
+        if not path:
             return Match()
-        path, length, lengths = max(map(self._usable, ends), key=lambda each: each[1])
+        length, lengths = _usable(path)
         path = path[:length]
         layers = self._layers(path)
         self._touch(path, (page for layer in layers for page in layer.pages))
         lengths = {window: count * self.page_size for window, count in lengths.items()}
         return Match(length * self.page_size, layers, lengths)
 
-    def _touch(self, path: Sequence[Node], pages: Iterable[Storable | None]) -> None:
+    def _touch(self, path: Sequence[Node], pages: Iterable[Page | None]) -> None:
         """Let these pages be those used last, and the end of the path the last one found."""
         now = self._clock()
         for page in pages:
@@ -119,21 +103,6 @@ class Prefixes:
         """The whole pages of tokens."""
         size = self.page_size * _TOKEN
         return [tokens[stop - size : stop] for stop in range(size, len(tokens) + 1, size)]
-
-    def _usable(self, end: Node) -> tuple[list[Node], int, dict[int | None, int]]:
-        """A path, how many of its pages every layer can resume after, and each kind of layer."""
-        path, kinds = end.path(), end.kinds
-        most: dict[int | None, int] = {None: len(path)} if kinds.full else {}
-        agreed = set(range(1, len(path) + 1))
-        for i, (window, _) in enumerate(kinds.windowed):
-            run, usable = 0, []
-            for length, node in enumerate(path, 1):
-                run = run + 1 if node.whole[i] else 0
-                if run >= length - kinds.first(window, length):
-                    usable.append(length)
-            most[window] = max(usable, default=0)
-            agreed.intersection_update(usable)
-        return path, max(agreed, default=0), most
 
     def _layers(self, path: list[Node]) -> tuple[Layer, ...]:
         """The pages of each layer that the token after a path attends to."""
@@ -152,8 +121,8 @@ class Prefixes:
         self,
         tokens: Sequence[int] | Tensor,
         context: Context,
-        layers: Sequence[tuple[int | None, int, Sequence[Storable | None]]],
-    ) -> list[Storable]:
+        layers: Sequence[tuple[int | None, int, Sequence[Page | None]]],
+    ) -> list[Page]:
         """Store the sealed pages of a sequence, all of them or, on an error, none.
 
         Where the tokens are stored already, their pages stay, and the given ones are not taken.
@@ -168,18 +137,17 @@ class Prefixes:
             The pages that were taken: the index holds them until it evicts or forgets them.
 
         Raises:
-            TypeError: if tokens are not whole numbers.
-            ValueError: if other layers are stored for this model, a layer without a window lacks
-                its first pages, or a page is given twice or holds another stored prefix.
+            ValueError: if tokens are not whole numbers, other layers are stored under this context,
+                a layer without a window lacks its first pages, or a page is given twice or holds
+                another stored prefix.
         """
         given = [Layer(*each) for each in layers]
         kinds = self._kinds_of(context, given)
-        chunks = self._chunks(_as_bytes(tokens))
+        chunks = self._chunks(numbers_of(tokens).tobytes())
         count = min([len(chunks), *map(_sealed, given)]) if given else 0
         chunks = chunks[:count]
-        levels = self._tree.levels(chunks, context)
-        _check_pages(given, count, levels)
-        path = max((end.path() for end in _ends(levels)), key=len, default=[])
+        path = self._tree.path(chunks, context)
+        _check_pages(given, count, path)
         path = self._tree.extended(path, chunks, context, kinds)
         if not path:
             return []
@@ -189,22 +157,20 @@ class Prefixes:
         return taken
 
     def _kinds_of(self, context: Context, layers: list[Layer]) -> Kinds:
-        windows, model = tuple(layer.window for layer in layers), context.public.digest
-        kinds = self._kinds.get(model)
-        if kinds is None or not any(node.kinds is kinds for node in self._tree):
-            kinds = Kinds(windows, self.page_size)
-        if kinds.windows != windows:
-            raise ValueError(
-                f"a prefix has the pages of every layer: this model's have the windows "
-                f"{list(kinds.windows)}, got {list(windows)}; give one cache for each layer, in "
-                "order"
-            )
-        self._kinds[model] = kinds
-        return kinds
+        windows = tuple(layer.window for layer in layers)
+        for node in self._tree.roots(context).values():
+            if node.kinds.windows != windows:
+                raise ValueError(
+                    f"a prefix has the pages of every layer: this model's have the windows "
+                    f"{list(node.kinds.windows)}, got {list(windows)}; give one cache for each "
+                    "layer, in order"
+                )
+            return node.kinds
+        return Kinds(windows, self.page_size)
 
     # ---- evicting ----
 
-    def evict(self) -> list[Storable]:
+    def evict(self) -> list[Page]:
         """Remove the pages to free next from the index; none if sequences hold all that is stored.
 
         First go pages of window layers that no branch point and no end of a stored sequence needs,
@@ -217,7 +183,7 @@ class Prefixes:
         """
         return self._evict_spare() or self._evict_coldest() or self._evict_forced()
 
-    def _evict_spare(self) -> list[Storable]:
+    def _evict_spare(self) -> list[Page]:
         for node in list(self._tree.spare):
             layers = node.unneeded()
             if not layers:
@@ -227,7 +193,7 @@ class Prefixes:
                 return self._tree.removed(node, free)
         return []
 
-    def _evict_coldest(self) -> list[Storable]:
+    def _evict_coldest(self) -> list[Page]:
         now = self._clock()
         ends = [node for node in self._tree if node.is_resume_point or not node.children]
         for node in sorted(ends, key=lambda node: _recency(node, now)):
@@ -238,14 +204,14 @@ class Prefixes:
                 return self._evict_spare()
         return []
 
-    def _evict_forced(self) -> list[Storable]:
+    def _evict_forced(self) -> list[Page]:
         """Where sequences hold a part of every stored prefix: the rest of one."""
         for node in sorted(self._tree, key=lambda node: (_used(node), -node.depth)):
             if not all(page.references for page in node.held()):
                 return self._tree.dropped(node)
         return []
 
-    def forget(self, page: Storable) -> list[Storable]:
+    def forget(self, page: Page) -> list[Page]:
         """Remove a page from the index, which is freed or changed for another reason.
 
         Args:
@@ -264,7 +230,7 @@ class Prefixes:
         self._tree.removed(node, [layer])
         return []
 
-    def clear(self) -> list[Storable]:
+    def clear(self) -> list[Page]:
         """Remove all prefixes; returns their pages without references, which are free now."""
         roots = [node for node in self._tree if node.parent is None]
         return [page for node in roots for page in self._tree.dropped(node)]
@@ -280,30 +246,28 @@ class Prefixes:
                 tokens = array("q", b"".join(each.tokens for each in path)).tolist()
                 columns = zip(*(each.pages for each in path), strict=True)
                 layers = map(Layer, node.kinds.windows, repeat(0), columns)
-                mixed = any(each.context.digest != node.context.digest for each in path)
-                context = replace(node.context, shared=True) if mixed else node.context
-                yield Entry(context, tokens, tuple(layers))
+                yield Entry(node.context, tokens, tuple(layers))
 
     def describe(self) -> str:
         """The numbers of prefixes, branch points and tokens, of each context."""
-        groups: dict[bytes, list[Node]] = {}
+        groups: dict[Context, list[Node]] = {}
         for node in self._tree:
-            groups.setdefault(node.context.digest, []).append(node)
+            groups.setdefault(node.context, []).append(node)
         total = _numbers([*self._tree], f" of {counted(len(groups), 'context')}")
-        each = (f"  {_name(nodes[0].context)}: {_numbers(nodes)}" for nodes in groups.values())
+        each = (f"  {context}: {_numbers(nodes)}" for context, nodes in groups.items())
         return "\n".join([total, *(each if len(groups) > 1 else ())])
 
 
-def _as_bytes(tokens: Sequence[int] | Tensor) -> bytes:
-    """Tokens as 64-bit integers, one after another."""
+def numbers_of(tokens: Sequence[int] | Tensor) -> "array[int]":
+    """Tokens `[L]` as 64-bit integers. Raises a ValueError if they are not one row of them."""
     got = type(tokens).__name__
     if isinstance(tokens, Tensor):
-        got = f"{tokens.dtype} of shape {list(tokens.shape)}"
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         tokens = (tokens.float() if tokens.dtype is torch.bool else tokens).tolist()
     try:
-        return array("q", tokens).tobytes()
+        return array("q", tokens)
     except (TypeError, OverflowError) as error:
-        raise TypeError(f"tokens are whole numbers of 64 bits, [L], got {got}") from error
+        raise ValueError(f"tokens are whole numbers of 64 bits, [L], got {got}") from error
 
 
 def _sealed(layer: Layer) -> int:
@@ -319,7 +283,7 @@ def _sealed(layer: Layer) -> int:
     return layer.first + len(layer.pages)
 
 
-def _column(layers: Sequence[Layer], number: int) -> list[Storable | None]:
+def _column(layers: Sequence[Layer], number: int) -> list[Page | None]:
     """Page `number` of each layer."""
     return [
         pages[number - first] if 0 <= number - first < len(pages) else None
@@ -327,15 +291,15 @@ def _column(layers: Sequence[Layer], number: int) -> list[Storable | None]:
     ]
 
 
-def _check_pages(layers: Sequence[Layer], count: int, levels: Sequence[Sequence[Node]]) -> None:
+def _check_pages(layers: Sequence[Layer], count: int, path: Sequence[Node]) -> None:
     """Refuse pages that are given twice, or that hold other tokens or another context's."""
     seen: set[int] = set()
     for number in range(count):
-        nodes = levels[number] if number < len(levels) else ()
+        node = path[number] if number < len(path) else None
         for layer, page in enumerate(_column(layers, number)):
             if page is None:
                 continue
-            if id(page) in seen or (page.node is not None and page.node not in nodes):
+            if id(page) in seen or (page.node is not None and page.node is not node):
                 how = "is given twice" if id(page) in seen else "is stored for another prefix"
                 raise ValueError(
                     f"page {number} of layer {layer} {how}; give the tokens of these caches from "
@@ -345,15 +309,25 @@ def _check_pages(layers: Sequence[Layer], count: int, levels: Sequence[Sequence[
             seen.add(id(page))
 
 
-def _ends(levels: Sequence[Sequence[Node]]) -> list[Node]:
-    """The last nodes of each path."""
-    parents = {id(node.parent) for level in levels for node in level}
-    return [node for level in levels for node in level if id(node) not in parents]
+def _usable(path: Sequence[Node]) -> tuple[int, dict[int | None, int]]:
+    """How many pages of a path every layer can resume after, and each kind of layer."""
+    kinds = path[-1].kinds
+    most: dict[int | None, int] = {None: len(path)} if kinds.full else {}
+    agreed = set(range(1, len(path) + 1))
+    for i, (window, _) in enumerate(kinds.windowed):
+        run, usable = 0, []
+        for length, node in enumerate(path, 1):
+            run = run + 1 if node.whole[i] else 0
+            if run >= length - kinds.first(window, length):
+                usable.append(length)
+        most[window] = max(usable, default=0)
+        agreed.intersection_update(usable)
+    return max(agreed, default=0), most
 
 
-def _placed(path: Sequence[Node], layers: Sequence[Layer]) -> list[Storable]:
+def _placed(path: Sequence[Node], layers: Sequence[Layer]) -> list[Page]:
     """Put the pages of a sequence in the nodes that lack them; those that were."""
-    taken: list[Storable] = []
+    taken: list[Page] = []
     for number, node in enumerate(path):
         for layer, page in enumerate(_column(layers, number)):
             if page is not None and page.node is None and node.pages[layer] is None:
@@ -391,9 +365,3 @@ def _numbers(nodes: Sequence[Node], of: str = "") -> str:
     tokens = counted(sum(len(node.tokens) // _TOKEN for node in nodes), "token")
     pages = counted(sum(len(node.held()) for node in nodes), "page")
     return f"{prefixes}{of}, {branches}: {tokens} in {pages}"
-
-
-def _name(context: Context) -> str:
-    tenant = f"tenant {context.tenant!r}" if context.tenant else "shared"
-    adapter = f", adapter {context.adapter!r}" if context.adapter else ""
-    return f"{tenant}{adapter}, weights {context.weights[:8]}, {context.dtype}, {context.format}"

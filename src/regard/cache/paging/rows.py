@@ -92,8 +92,9 @@ class Rows:
 
     def retire(self, pages: Sequence[Page]) -> None:
         """Release pages that left the tables at the next call."""
-        self.retired += pages
-        self._segments = None
+        if pages:
+            self.retired += pages
+            self._segments = None
 
     def retire_before(self, numbers: Sequence[int]) -> None:
         """Retire the pages of each row before that number."""

@@ -31,8 +31,8 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
             lower case are one, and so is "quantised".
         **options: of that kind; none of a function. Those of `"paged"` are `pool=`, a `PagePool`,
             or without it `format="plain"`, `page_size=64` and `tokens=`, the most of each layer for
-            a new one; and `tenant=""`, `adapter=""`, `shared=False`, which say with whom prefixes
-            are shared, or `prefixes=False` for none.
+            a new one; and `name=""`, prefixes of other names being left alone, or `prefixes=False`
+            for none.
 
     A `"paged"` cache is for texts that begin alike. What a prompt has in common with earlier ones
     of its pool is not computed again, in whole pages: `generate` computes the rest. That is found

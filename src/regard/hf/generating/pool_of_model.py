@@ -39,9 +39,7 @@ def paged(
     tokens: int | None = None,
     page_size: int | None = None,
     prefixes: bool = True,
-    adapter: str = "",
-    tenant: str = "",
-    shared: bool = False,
+    name: str = "",
 ) -> PagedGenerationCache:
     """A cache in pages for a model; the arguments are those of `regard.hf.cache`."""
     module = called_module(model)
@@ -55,7 +53,7 @@ def paged(
         module_of = ref(module)
 
         def described() -> Context:
-            return _context(module_of(), pool.format, adapter, tenant, shared)
+            return _context(module_of(), name)
 
     return PagedGenerationCache(layers, module, pool, described)
 
@@ -92,22 +90,19 @@ def _check_pool(pool: Any, format: Any, tokens: Any, page_size: Any) -> None:
             )
 
 
-def _context(model: Any, format: PageFormat, adapter: str, tenant: str, shared: bool) -> Context:
+def _context(model: Any, name: str) -> Context:
     """What keys and values of a model depend on besides tokens, as it is now."""
     kind = model.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     context = context_of(
         model,
         dtype=torch.get_autocast_dtype(kind) if autocast else None,
-        format=format,
-        adapter=adapter,
-        tenant=tenant,
-        shared=shared,
+        name=name,
     )
-    settings = f"{context.settings}{_changes(model)}"
+    key = f"{context.key}{_changes(model)}"
     if any(is_bound(each) and _is_latent(each) for each in model.modules()):
-        settings += " joined latents"
-    return replace(context, settings=settings)
+        key += " joined latents"
+    return replace(context, key=key)
 
 
 def _changes(model: nn.Module) -> str:

@@ -21,8 +21,8 @@ TEXTS = {
 }
 
 
-def context_of(form="plain", **changes):
-    return replace(Context("5e1f", "float32", form, "Rotary(4)"), **changes)
+def context_of(**changes):
+    return replace(Context("5e1f", "Rotary(4)"), **changes)
 
 
 def pool_of(form="plain", pages=200):
@@ -42,7 +42,7 @@ def stored(pool, texts=None):
             for at in range(len(text)):
                 k = streams_of(text, at, layer)
                 cache.update(k, -k)
-        pool.store(text, caches, context=context_of(pool.format.name))
+        pool.store(text, caches, context=context_of())
         for cache in caches:
             cache.release()
     return pool
@@ -55,7 +55,7 @@ def streams_of(text, at, layer):
 
 def found(pool, text):
     """What a pool has of a text."""
-    prefix = pool.prefix([*text, 0], context=context_of(pool.format.name))
+    prefix = pool.prefix([*text, 0], context=context_of())
     values = [prefix.length]
     for cache in prefix.caches() if prefix.length else ():
         k = torch.ones(1, 2, 1, 6)
@@ -97,23 +97,23 @@ def test_what_is_stored_already_is_not_loaded_twice(tmp_path):
     assert all(same(found(pool, text), found(other, text)) for text in TEXTS.values())
 
 
-def test_tenants_stay_apart(tmp_path):
+def test_names_stay_apart(tmp_path):
     pool, again = pool_of(), pool_of()
     text = TEXTS["first"]
-    for tenant in ("a", "b"):
+    for name in ("a", "b"):
         cache = PagedCache(pool)
-        cache.update(torch.full((1, 1, 12, 4), float(ord(tenant))))
-        pool.store(text[:12], [cache], context=context_of(tenant=tenant))
+        cache.update(torch.full((1, 1, 12, 4), float(ord(name))))
+        pool.store(text[:12], [cache], context=context_of(key=name))
     pool.save(tmp_path / FILE)
     again.load(tmp_path / FILE, weights="5e1f")
-    for tenant in ("a", "b", "c"):
-        prefix = again.prefix(text, context=context_of(tenant=tenant))
-        if tenant == "c":
+    for name in ("a", "b", "c"):
+        prefix = again.prefix(text, context=context_of(key=name))
+        if name == "c":
             assert prefix.length == 0
             continue
         (cache,) = prefix.caches()
         (part,) = cache.peek(torch.zeros(1, 1, 0, 4))
-        assert part.streams[0].eq(ord(tenant)).all()
+        assert part.streams[0].eq(ord(name)).all()
 
 
 def test_an_empty_pool_is_saved(tmp_path):
@@ -134,8 +134,8 @@ def test_pools_that_do_not_fit_refuse_and_are_as_before(tmp_path):
     for made, weights, says in (
         (pool_of(), "theirs", "other weights give wrong results"),
         (bound, "5e1f", "give each model a pool of its own"),
-        (pool_of("K8V4"), "5e1f", "make a PagePool with format='plain'"),
-        (other, "5e1f", "make a PagePool with page_size=4"),
+        (pool_of("K8V4"), "5e1f", "format='plain'"),
+        (other, "5e1f", "page_size=4"),
         (small, "5e1f", "make a larger PagePool"),
     ):
         before = made.weights
@@ -148,21 +148,17 @@ def test_pools_that_do_not_fit_refuse_and_are_as_before(tmp_path):
 def rewritten(path, change, numbers=None):
     """The file again with a change of its content."""
     with open_tensors(path) as file:
-        content = json.loads(file.metadata["content"])
+        caches = json.loads(file.metadata["caches"])
         tensors = {name: file.read(name) for name in file.entries}
         metadata = dict(file.metadata)
-    change(content)
+    change(caches[0]["state"])
     if numbers is not None:
         numbers(tensors)
-    write_tensors(path, {**metadata, "content": json.dumps(content)}, tensors)
+    write_tensors(path, {**metadata, "caches": json.dumps(caches)}, tensors)
 
 
 def entry(**values):
     return lambda content: content["entries"][0].update(values)
-
-
-def in_context(**values):
-    return lambda content: content["entries"][0]["context"].update(values)
 
 
 def layer(index, value):
@@ -170,7 +166,7 @@ def layer(index, value):
 
 
 def page(at, value):
-    return lambda tensors: tensors["pages"].__setitem__(at, value)
+    return lambda tensors: tensors["layers.0.streams.1"].__setitem__(at, value)
 
 
 def nothing(content):
@@ -180,17 +176,12 @@ def nothing(content):
 WRONG = {
     "no entries": (lambda content: content.update(entries=3), None, "entries are a list"),
     "an entry less": (lambda content: content["entries"].pop(), None, "belong to no entry|fewer"),
-    "a key more": (lambda content: content.update(more=3), None, "its content has"),
-    "an entry that is none": (lambda c: c["entries"].append(3), None, "an entry has a context"),
-    "a field less": (lambda c: c["entries"][0]["context"].pop("rope"), None, "a context has"),
-    "a field that is no text": (in_context(rope=3), None, "rope is text"),
-    "a tenant that is no text": (in_context(tenant=["a"]), None, "tenant is text"),
-    "shared": (in_context(shared=1), None, "a context has"),
-    "other weights": (in_context(weights="theirs"), None, "weights and the format of its file"),
-    "another format": (in_context(format="K8V4"), None, "weights and the format of its file"),
+    "no groups": (lambda content: content.pop("groups"), None, "groups of pages are a list"),
+    "an entry that is none": (lambda c: c["entries"].append(3), None, "an entry has a key"),
+    "a key that is no text": (entry(key=["a"]), None, "the key of an entry is text"),
     "tokens": (entry(tokens=-1), None, "a number of tokens"),
     "more tokens": (entry(tokens=1 << 30), None, "fewer tokens|belong to no entry|numbers below"),
-    "no layers": (entry(layers=[]), None, "a number of tokens and layers"),
+    "no layers": (entry(layers=[]), None, "a layer has a window"),
     "other layers": (entry(layers=[[None, 0, 2], [None, 0, 2]]), None, "have the windows"),
     "a layer that is none": (layer(0, [None, 0]), None, "a layer has a window"),
     "a window of none": (layer(1, [0, 0, 3]), None, "a layer has a window"),
@@ -202,10 +193,12 @@ WRONG = {
     "a page twice": (nothing, page(0, 1), "different ones|belong to no entry"),
     "numbers": (
         nothing,
-        lambda tensors: tensors.update(tokens=tensors["tokens"].float()),
-        "a row of 64-bit integers",
+        lambda tensors: tensors.update(
+            {"layers.0.streams.0": tensors["layers.0.streams.0"].float()}
+        ),
+        "its tensors are",
     ),
-    "streams": (nothing, lambda tensors: tensors.pop("streams.1"), "tokens, pages and 2 streams"),
+    "streams": (nothing, lambda tensors: tensors.pop("layers.0.streams.3"), "its tensors are"),
 }
 
 

@@ -21,6 +21,7 @@ NAMES = {
     "local_blocks": "LocalAttention",
     "padded_rows": "Attention",
     "two_dropouts": "SelfAttention",
+    "two_sided": "WindowAttention",
     "whole_blocks": "BlockAttention",
 }
 PARTLY = {"differential", "whole_blocks"}  # whose values no definition gives
@@ -64,6 +65,15 @@ FAULTS = {
     ),
     "the padding before the first block is visible": Fault(
         "local_blocks", "(keys < 0) | (keys >= n)", "keys >= n", "convexity", "padding",
+    ),
+    "the padding after the last token is visible": Fault(
+        "two_sided", "(keys < 0) | (keys >= n)", "keys < 0", "convexity", "padding",
+    ),
+    "one later key is hidden": Fault(
+        "two_sided", "(keys >= n)", "(keys >= n) | (keys == at + r)", "causality_exact", "future",
+    ),
+    "keys of a window are scaled by the width": Fault(
+        "two_sided", "(d // h) ** -0.5", "d ** -0.5", "scale_closed_form", "the whole width",
     ),
     "queries are scaled by the width": Fault(
         "local_blocks", "(d // h) ** -0.5", "d ** -0.5", "scale_closed_form", "the whole width",

@@ -176,7 +176,9 @@ def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str
 
 def _windows_and_blocks(length: int) -> Iterator[dict[str, Any]]:
     """Windows to both sides, and patterns of at least two blocks, as conventions."""
-    for near in range(1, length - 1):  # as many before as after: others are mistakes of causal rules
+    for near in range(
+        1, length - 1
+    ):  # as many before as after: others are mistakes of causal rules
         yield {"causal": False, "window": near + 1, "after": near}
     for causal, size in product((False, True), range(2, length // 2 + 1)):
         for near in product(range(3), range(1 if causal else 3)):

@@ -75,7 +75,8 @@ FAULTS = {
         "two_sided", "(keys >= n)", "(keys >= n) | (keys == at + r)", "causality_exact", "future",
     ),
     "a mask turns the causal rule off": Fault(
-        "memory_keys", "if causal:", "if causal and mask is None:", "mask_and_causal", "causal rule",
+        "memory_keys", "if causal:", "if causal and mask is None:",
+        "mask_and_causal", "causal rule",
     ),
     "the second input is ignored": Fault(
         "second_input", "p(y)", "p(x)", "cross_attention", "the other sequence",

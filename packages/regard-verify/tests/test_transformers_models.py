@@ -24,7 +24,7 @@ def judged(name, implementation, only=LAWS, **arguments):
     return check(made, {"arguments": given, **window}, only=list(only), quick=True)
 
 
-IMPLEMENTATIONS = ["eager", "sdpa", "regard"] if LONG else ["sdpa"]
+IMPLEMENTATIONS = ["eager", "sdpa", "flex_attention", "regard"] if LONG else ["sdpa"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

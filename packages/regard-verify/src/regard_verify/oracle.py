@@ -106,13 +106,15 @@ def pattern(
     *,
     causal: bool = False,
     window: int = 0,
+    after: int | None = None,
     alignment: str = "bottom-right",
     block: int = 0,
     blocks: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Which keys each query may attend to [L, S], by a causal rule, a window and blocks.
 
-    With blocks of `block` tokens a query sees its own, `blocks[0]` before and `blocks[1]` after.
+    Of the keys after its own a query sees `after`, or all where that is None and nothing is causal.
+    With blocks of `block` tokens it sees its own, `blocks[0]` before and `blocks[1]` after.
 
     Examples:
         >>> pattern(1, 3, causal=True, window=2).tolist()
@@ -126,6 +128,8 @@ def pattern(
         visible = visible & (j <= i)
     if window:
         visible = visible & (j > i - window)
+    if after is not None:
+        visible = visible & (j <= i + after)
     if block:
         distance = j // block - i // block
         visible = visible & (distance >= -blocks[0]) & (distance <= blocks[1])

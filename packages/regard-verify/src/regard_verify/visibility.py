@@ -147,8 +147,8 @@ def differs(shape: object, expected: Tensor, actual: Tensor) -> Counterexample |
 def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str, Any], str]:
     """The simplest pattern nearest to a square visibility [L, L], as conventions and in words.
 
-    `diagonal` is whether the diagonal was measured. Patterns of blocks are found where they are
-    exactly what is visible.
+    `diagonal` is whether the diagonal was measured. Windows to both sides and patterns of blocks
+    are found where they are exactly what is visible.
     """
     length = visible.shape[0]
     options: list[dict[str, Any]] = [{"causal": False, "window": 0}, {"causal": True, "window": 0}]
@@ -160,10 +160,12 @@ def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str
 
     best = min(options, key=wrong)  # the first of equals: the simplest
     if wrong(best):
-        exact = (option for option in _blocks(length) if not wrong(option))
+        exact = (option for option in _windows_and_blocks(length) if not wrong(option))
         best = next(exact, best)
     words = "earlier keys and its own" if best["causal"] else "all keys"
     words = f"a window of {best['window']} keys" if best["window"] else words
+    if "after" in best:
+        words = f"a window of {best['after']} keys to both sides of its own"
     if best.get("block"):
         before, after = best["blocks"]
         words += f", in blocks of {best['block']}: its own, {before} before and {after} after"
@@ -172,8 +174,12 @@ def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str
     return best, words
 
 
-def _blocks(length: int) -> Iterator[dict[str, Any]]:
-    """Patterns of at least two blocks, as conventions."""
+def _windows_and_blocks(length: int) -> Iterator[dict[str, Any]]:
+    """Windows to both sides, and patterns of at least two blocks, as conventions."""
+    for near in range(
+        1, length - 1
+    ):  # as many before as after: others are mistakes of causal rules
+        yield {"causal": False, "window": near + 1, "after": near}
     for causal, size in product((False, True), range(2, length // 2 + 1)):
         for near in product(range(3), range(1 if causal else 3)):
             yield {"causal": causal, "window": 0, "block": size, "blocks": near}

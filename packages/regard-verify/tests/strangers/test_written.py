@@ -19,11 +19,14 @@ NAMES = {
     "complex_buffer": "LlamaAttention",
     "differential": "differential_attention",
     "local_blocks": "LocalAttention",
+    "memory_keys": "MemoryAttention",
     "padded_rows": "Attention",
+    "second_input": "SharedAttention",
     "two_dropouts": "SelfAttention",
+    "two_sided": "WindowAttention",
     "whole_blocks": "BlockAttention",
 }
-PARTLY = {"differential", "whole_blocks"}  # whose values no definition gives
+PARTLY = {"differential", "memory_keys", "whole_blocks"}  # whose values no definition gives
 
 
 class Fault(NamedTuple):
@@ -64,6 +67,22 @@ FAULTS = {
     ),
     "the padding before the first block is visible": Fault(
         "local_blocks", "(keys < 0) | (keys >= n)", "keys >= n", "convexity", "padding",
+    ),
+    "the padding after the last token is visible": Fault(
+        "two_sided", "(keys < 0) | (keys >= n)", "keys < 0", "convexity", "padding",
+    ),
+    "one later key is hidden": Fault(
+        "two_sided", "(keys >= n)", "(keys >= n) | (keys == at + r)", "causality_exact", "future",
+    ),
+    "a mask turns the causal rule off": Fault(
+        "memory_keys", "if causal:", "if causal and mask is None:",
+        "mask_and_causal", "causal rule",
+    ),
+    "the second input is ignored": Fault(
+        "second_input", "p(y)", "p(x)", "cross_attention", "the other sequence",
+    ),
+    "keys of a window are scaled by the width": Fault(
+        "two_sided", "(d // h) ** -0.5", "d ** -0.5", "scale_closed_form", "the whole width",
     ),
     "queries are scaled by the width": Fault(
         "local_blocks", "(d // h) ** -0.5", "d ** -0.5", "scale_closed_form", "the whole width",

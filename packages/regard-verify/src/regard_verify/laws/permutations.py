@@ -12,7 +12,7 @@ from regard_verify.subject.subject import Subject
 
 def _needs_no_positions(subject: Subject) -> None:
     own = subject.conventions
-    if own.causal or own.window or own.block:
+    if own.causal or own.window or own.after is not None or own.block:
         raise NotApplicable("it hides keys by their position")
     if subject.conventions.pairing != "none":
         raise NotApplicable("its scores depend on positions")

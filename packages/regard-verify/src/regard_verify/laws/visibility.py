@@ -151,7 +151,8 @@ def alignment_probe(subject: Subject, trial: Trial) -> None:
     options = subject.causal_options()
     if options is None:
         raise NotApplicable("it has no causal rule of its own")
-    for queries, keys in ((3, 7), (1, 5), (7, 3)):  # one query cannot tell a corner from no rule
+    fewer = () if subject.module else ((7, 3),)  # a causal layer never has fewer keys than queries
+    for queries, keys in ((3, 7), (1, 5), *fewer):  # one query cannot tell a corner from no rule
         sizes = subject.fit(Sizes(1, 1, 1, queries, keys, 4, keys))
         try:
             got = subject.attended(sizes, trial, **options)

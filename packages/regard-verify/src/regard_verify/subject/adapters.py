@@ -9,6 +9,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,9 +144,12 @@ class TransformersModel(Adapter):
         if document_ids is not None:
             same = document_ids[:, :, None] == document_ids[:, None]
             given["position_ids"] = same.tril(-1).sum(-1)
-        out = base(
-            inputs_embeds=x, attention_mask=attention_mask, use_cache=cache is not None, **given
-        )
+        # transformers compiles flex_attention anew for each shape, which takes minutes
+        compiled = torch.compiler.is_compiling()
+        with nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
+            out = base(
+                inputs_embeds=x, attention_mask=attention_mask, use_cache=cache is not None, **given
+            )
         hidden: Tensor = out.last_hidden_state
         return hidden
 

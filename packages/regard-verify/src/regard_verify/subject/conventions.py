@@ -47,6 +47,8 @@ class Conventions:
         causal: whether later keys are hidden by default.
         alignment: the corner of the causal rule where queries and keys differ in number.
         window: keys visible to a query by default, its own included; 0 for all.
+        after: keys after its own that are visible to a query by default; None for what `causal`
+            says. A window to both sides of 3 keys each is `window=4, after=3`.
         block: tokens of a block, where the keys of a query depend on its block; 0 for none.
         blocks: how many blocks before and after its own a query sees, as `(1, 0)`.
         multiple: lengths of sequences are multiples of it.
@@ -91,6 +93,7 @@ class Conventions:
     causal: bool | None = None
     alignment: str | None = None
     window: int | None = None
+    after: int | None = None
     block: int | None = None
     blocks: tuple[int, int] | None = None
     multiple: int | None = None

@@ -50,6 +50,7 @@ class ModuleCall:
     Attributes:
         order: what its forward takes first: "x", or queries, keys and values in this order.
         context: the argument for another sequence, or "".
+        alone: whether x is enough where that argument has a default; otherwise x is given for it.
         names: the names of its arguments for options.
     """
 
@@ -59,6 +60,7 @@ class ModuleCall:
     layout: str = "BLE"
     order: str = "x"
     context: str = ""
+    alone: bool = True
     heads: int = 1
     names: dict[str, str] = field(default_factory=dict)
 
@@ -88,7 +90,8 @@ class ModuleCall:
             keep = torch.ones(1, 1, x.shape[1], before + x.shape[1], dtype=torch.bool)
         if keep is not None:
             raw = self.form.encode(keep, (x.shape[0], max(self.heads, keep.shape[1])), x.dtype)
-        if context is None and is_required(forward_of(self.module), self.context):
+        required = is_required(forward_of(self.module), self.context)
+        if context is None and (required or not self.alone):
             context = x  # it must be given another sequence: here, its own
         if raw is not None:
             own = context is None or not self.names.get("context mask")

@@ -165,7 +165,8 @@ def _first_forms(call: ModuleCall, subject: Subject) -> list[ModuleCall]:
     """The call without a mask; where a mask is required, then with each form of mask."""
     names = masks_of(call.module)
     if not names or not call.requires_a_mask():
-        return [replace(call, form=MaskForm(names[0] if names else ""))]
+        plain = replace(call, form=MaskForm(names[0] if names else ""))
+        return [plain, replace(plain, alone=False)] if call.context else [plain]
     made = [replace(call, form=form) for form in forms(names, subject.conventions)]
     return [_without_a_mask(call), *made]
 
@@ -206,7 +207,7 @@ def _mask_of_layer(
     subject.attend = None
     if form is None:
         return replace(call, own=replace(subject.conventions, options=call.own.options))
-    subject.layer_form = form
+    subject.form = subject.layer_form = form
     options = {n: v for n, v in call.own.options.items() if n != form.argument}
     return replace(call, own=replace(subject.conventions, options=options), form=form)
 
@@ -276,7 +277,6 @@ def _use_heads(attend: Any, subject: Subject, trial: Trial) -> None:
         subject.fixed = {}
         subject.notes.append(f"Its heads could not be reached: {error}.")
         return
-    subject.form = subject.layer_form
     if subject.form.argument and not _mask_reaches_heads(subject, trial):
         subject.notes.append("Its mask hides other keys when its heads are called directly.")
     subject.has.heads = True

@@ -237,6 +237,7 @@ class Subject:
             causal=causal or bool(own.causal),
             window=window or (own.window or 0),
             alignment=own.alignment or "bottom-right",
+            after=own.after,
             block=own.block or 0,
             blocks=own.blocks or (0, 0),
         )

@@ -176,10 +176,9 @@ def nearest_pattern(visible: Tensor, *, diagonal: bool = True) -> tuple[dict[str
 
 def _windows_and_blocks(length: int) -> Iterator[dict[str, Any]]:
     """Windows to both sides, and patterns of at least two blocks, as conventions."""
-    for near in range(
-        1, length - 1
-    ):  # as many before as after: others are mistakes of causal rules
-        yield {"causal": False, "window": near + 1, "after": near}
+    # As many keys before as after: other windows are mistakes of causal rules.
+    for after in range(1, length - 1):
+        yield {"causal": False, "window": after + 1, "after": after}
     for causal, size in product((False, True), range(2, length // 2 + 1)):
         for near in product(range(3), range(1 if causal else 3)):
             yield {"causal": causal, "window": 0, "block": size, "blocks": near}

@@ -34,7 +34,7 @@ from regard.tracing import is_concrete
 
 
 class RuleMask(Tensor):
-    """A mask `[B, 1, L, S]` of booleans that knows its rule.
+    """A mask `[B, 1, L, S]` of booleans, or of numbers to add, that knows its rule.
 
     Attention reads the rule. Every other use of the tensor, such as a slice, makes its cells first.
 
@@ -49,10 +49,16 @@ class RuleMask(Tensor):
 
     @staticmethod
     def __new__(
-        cls, rule: Mask, span: Span, batch: int, make: Callable[[], Tensor], device: Any
+        cls,
+        rule: Mask,
+        span: Span,
+        batch: int,
+        make: Callable[[], Tensor],
+        device: Any,
+        dtype: torch.dtype = torch.bool,
     ) -> "RuleMask":
         shape = batch, 1, span.num_queries, span.num_keys
-        self: RuleMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        self: RuleMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.rule, self.span, self.make = rule, span, make
         return self
 

@@ -1,13 +1,16 @@
 """register: regard among transformers' attention functions, for every model that calls those."""
 
+import sys
+from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.hf.packages import check_version, require
 from regard.hf.running.calls import attended, described, of_one_dtype, one_part, refuse
-from regard.hf.running.mask_rules import mask_of
+from regard.hf.running.mask_rules import RuleMask, mask_of
 from regard.hf.running.masks import in_documents, visible
 from regard.layers.attending import Keys
 
@@ -40,8 +43,37 @@ def register() -> str:
 
     check_version()
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask_of)
+    AttentionMaskInterface.register(NAME, mask)
     return NAME
+
+
+def mask(*, config: Any = None, **given: Any) -> Tensor | None:
+    """What transformers calls a mask function: `mask_of`, with cells to be added to scores for the
+    models that `sdpa` does not serve, since their code may read and extend them.
+
+    Raises:
+        ValueError: if the model computes attention itself: it would add a bool mask to its scores.
+    """
+    from transformers.masking_utils import eager_mask
+
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    made, file = mask_of(config=config, **given), sys.modules.get(name)
+    if file is None:
+        return made
+    if not hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
+        raise ValueError(
+            f"models of {type(config).__name__} compute their attention themselves and do not "
+            "call transformers' AttentionInterface, so regard cannot run it; "
+            'call model.set_attn_implementation("eager")'
+        )
+    own = [each for each in vars(file).values() if getattr(each, "__module__", "") == name]
+    if all(getattr(each, "_supports_sdpa", True) for each in own):
+        return made
+    added = partial(eager_mask, config=config, **given)
+    if not isinstance(made, RuleMask):
+        return added()
+    dtype = given.get("dtype", torch.float32)
+    return RuleMask(made.rule, made.span, made.shape[0], added, made.device, dtype)
 
 
 def attention(

@@ -90,6 +90,8 @@ def shrunk(config: Any, layers: int | None = None) -> dict[str, Any]:
         kinds = kinds and ["sliding_attention", "full_attention"]
     layers = layers or max(LAYERS, len(kinds))
     heads = given.get("num_attention_heads") or given.get("n_head") or given.get("num_heads") or 0
+    if given.get("is_decoder") is False:
+        small["is_decoder"] = True
     rope = given.get("rope_parameters")
     if isinstance(rope, dict) and rope.get("rope_theta", 0) is None:
         small["rope_parameters"] = {**rope, "rope_theta": 10_000.0}
@@ -280,7 +282,7 @@ def usual(kind: type) -> str:
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
 
 
-def registered(name: str, config: Any) -> tuple[str, dict[str, Any]]:
+def registered(name: str, config: Any, row: dict[str, str]) -> tuple[str, dict[str, Any]]:
     """Results with regard as one of transformers' attention functions."""
     calls = Counter[str]()
     own = registering.attention
@@ -302,7 +304,7 @@ def registered(name: str, config: Any) -> tuple[str, dict[str, Any]]:
     return "", made
 
 
-def installed(name: str, config: Any) -> tuple[str, dict[str, Any]]:
+def installed(name: str, config: Any, row: dict[str, str]) -> tuple[str, dict[str, Any]]:
     """Results with `install`."""
     model = built(name, config, usual(getattr(transformers, models()[name])))
     try:
@@ -310,6 +312,8 @@ def installed(name: str, config: Any) -> tuple[str, dict[str, Any]]:
     except ValueError as error:
         return " ".join(str(error).split()), {}
     left = set(done.left_alone.values())
+    row["install_how"] = "calls" if done.called else "knows"
+    row["install_said"] = "; ".join(sorted(set(done.called.values())))
     return "left alone: " + "; ".join(sorted(left)) if left else "", results(model)
 
 
@@ -330,7 +334,7 @@ def surveyed(name: str) -> dict[str, str]:
     row["own"] = "; ".join(f"{each}: {made}" for each, made in own.items() if isinstance(made, str))
     for way, run in (("register", registered), ("install", installed)):
         try:
-            why, ours = run(name, config)
+            why, ours = run(name, config, row)
         except Exception as error:  # noqa: BLE001
             row |= {way: "different", f"{way}_why": f"{type(error).__name__}: {error}"}
             continue

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from regard.hf.families.finding import find, unknown_attention
-from regard.hf.families.table import family_of
+from regard.hf.families.recognising import family_of
 from regard.hf.running import heads, latent
 from regard.hf.running.binding import all_bound
 from regard.hf.running.installing import is_readable

@@ -1,13 +1,13 @@
 """The attention modules of a model: those with a row in the table of families, and others."""
 
-import sys
+import inspect
 from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
 
-from regard.hf.families.table import FAMILIES, family_of
+from regard.hf.families.recognising import family_of, is_named_attention
+from regard.hf.families.table import FAMILIES
 
 
 class Found(NamedTuple):
@@ -20,13 +20,16 @@ class Found(NamedTuple):
 def find(model: nn.Module) -> Found:
     """The attention modules of a model.
 
-    A module is attention if its family is known; or if it has parameters, the name of its class or
-    of a base class contains "attention", and it neither contains nor is part of other attention.
+    A module is attention if its family is known; or if it has parameters, calls transformers'
+    AttentionInterface or has "attention" in the name of its class or of a base class, and neither
+    contains nor is part of other attention.
     """
     known = {name: module for name, module in model.named_modules() if family_of(module)}
     unknown: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not _is_named_attention(module) or not list(module.parameters()):
+        if not (is_named_attention(type(module)) or calls_the_interface(module)):
+            continue
+        if not list(module.parameters()):
             continue
         wraps = any(each == name or each.startswith(f"{name}.") for each in known)
         inside = any(name.startswith(f"{each}.") for each in (*known, *unknown))
@@ -35,16 +38,12 @@ def find(model: nn.Module) -> Found:
     return Found(known, unknown)
 
 
-def uses_the_interface(modules: Iterable[nn.Module]) -> bool:
-    """Whether all of these get their attention function from transformers' AttentionInterface: the
-    files that define their classes then import it."""
-    files = [sys.modules.get(type(module).__module__) for module in modules]
-    return bool(files) and all(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
-
-
-def _is_named_attention(module: nn.Module) -> bool:
-    """Whether the name of the module's class, or of a base class, contains "attention"."""
-    return any("attention" in each.__name__.lower() for each in type(module).__mro__)
+def calls_the_interface(module: nn.Module) -> bool:
+    """Whether the module's forward gets its attention function from transformers'
+    AttentionInterface, by the name in its config."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
+    return code is not None and names <= set(code.co_names) and hasattr(module, "config")
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

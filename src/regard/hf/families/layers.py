@@ -8,7 +8,8 @@ from torch import nn
 
 from regard.hf.families import rotating
 from regard.hf.families.projecting import Separate
-from regard.hf.families.table import FAMILIES, Family, family_of, is_placed
+from regard.hf.families.recognising import family_of
+from regard.hf.families.table import FAMILIES, Family, is_placed
 from regard.layers.attention import Attention
 from regard.rope import NO_ROPE, NoRotary, Pairing, Rotary
 from regard.rope.scaling import NTK, LinearScaling, Llama3, LongRope, Scaling, Yarn
@@ -46,6 +47,11 @@ def attention_of(module: Any) -> Attention:
         raise ValueError(
             f"{type(module).__name__} has no row in regard.hf.families; it has "
             f"{', '.join(FAMILIES)}"
+        )
+    if FAMILIES.get(type(module).__name__) is not family and not is_placed(module):
+        raise ValueError(
+            f"{type(module).__name__} is known by its source, which does not say at what angles "
+            "its model rotates; regard.hf.install runs the module as it is"
         )
     if is_placed(module):
         raise ValueError(f"this {module.kind} layer is regard's own already, and no Attention")

@@ -18,11 +18,13 @@ LIBRARIES = ("torch", "math", "typing", "collections", "functools")  # used as t
 
 @cache
 def text_of(kind: type) -> tuple[str, ...]:
-    """The lines of the forward of a class and of each function that it calls; () without source."""
+    """The lines of the forward of a class and of each function that it calls; () if they cannot be
+    read, or call a base class."""
     try:
-        return tuple(_lines(kind, vars_of(kind)["forward"], set()))
+        lines = tuple(_lines(kind, vars_of(kind)["forward"], set()))
     except (OSError, TypeError, SyntaxError, KeyError):
         return ()
+    return () if any("super()" in line for line in lines) else lines
 
 
 def first_difference(ours: tuple[str, ...], others: tuple[str, ...]) -> str:
@@ -71,6 +73,11 @@ class _Form(ast.NodeTransformer):
             node.body = node.body[1:] or [ast.Pass()]
         return self.generic_visit(node)
 
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        """Whether an argument may be left out changes nothing that is computed from it."""
+        node.defaults = [each for each in node.defaults if not _is_none(each)]
+        return self.generic_visit(node)
+
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None
         return node
@@ -102,3 +109,7 @@ class _Form(ast.NodeTransformer):
                 self.called.append(found)
             return f"function_{self.called.index(found)}"
         return name
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None

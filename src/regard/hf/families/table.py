@@ -83,6 +83,7 @@ class Family:
 
     Args:
         attention: the class's name; its module says which model it belongs to.
+        folder: transformers' folder of it, for classes that have the same source; `""` for none.
         project: hidden states to heads.
         output: merged heads to hidden states.
         rotate: what is done to queries and keys with the model's own angles.
@@ -107,6 +108,7 @@ class Family:
     """
 
     attention: str
+    folder: str = ""
     project: Projection = _THREE
     output: Callable[[Any, Tensor], Tensor] = _O_PROJ
     rotate: rotating.Rotate = rotating.halves
@@ -156,7 +158,7 @@ class Family:
 
 
 _BERT = Family(
-    "BertSelfAttention",
+    "BertSelfAttention", "bert",
     project=separate(q="query", k="key", v="value", head_dim="attention_head_size"),
     output=through(),
     rotate=rotating.not_rotated,
@@ -164,7 +166,7 @@ _BERT = Family(
 )
 _BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hidden_states")
 _BART = Family(
-    "BartAttention",
+    "BartAttention", "bart",
     output=through("out_proj"),
     rotate=rotating.not_rotated,
     dropout=_ANY_DROPOUT,
@@ -174,27 +176,27 @@ _BART = Family(
 FAMILIES = {
     family.attention: family
     for family in (
-        Family("LlamaAttention"),
-        Family("MistralAttention", window=_EVERY_LAYER),
+        Family("LlamaAttention", "llama"),
+        Family("MistralAttention", "mistral", window=_EVERY_LAYER),
         Family("MixtralAttention", window=_EVERY_LAYER),
-        Family("Qwen2Attention", window=_SOME_LAYERS),
-        Family("Qwen3Attention", project=separate(norm="head"), window=_SOME_LAYERS),
-        Family("Phi3Attention", project=blocks("qkv_proj"), window=_EVERY_LAYER),
+        Family("Qwen2Attention", "qwen2", window=_SOME_LAYERS),
+        Family("Qwen3Attention", "qwen3", project=separate(norm="head"), window=_SOME_LAYERS),
+        Family("Phi3Attention", "phi3", project=blocks("qkv_proj"), window=_EVERY_LAYER),
         Family("GemmaAttention"),
-        Family("Gemma2Attention", window=_SOME_LAYERS, softcap=own("attn_logit_softcapping")),
-        Family("Gemma3Attention", project=separate(norm="head"), window=_SOME_LAYERS),
-        Family("SmolLM3Attention", rotate=rotating.halves_where_used, window=_SOME_LAYERS),
-        Family("OlmoAttention", project=separate(clip="clip_qkv")),
-        Family("Olmo2Attention", project=separate(norm="width")),
-        Family("Starcoder2Attention", window=_EVERY_LAYER, output=_starcoder_output),
+        Family("Gemma2Attention", "gemma2", window=_SOME_LAYERS, softcap=own("attn_logit_softcapping")),
+        Family("Gemma3Attention", "gemma3", project=separate(norm="head"), window=_SOME_LAYERS),
+        Family("SmolLM3Attention", "smollm3", rotate=rotating.halves_where_used, window=_SOME_LAYERS),
+        Family("OlmoAttention", "olmo", project=separate(clip="clip_qkv")),
+        Family("Olmo2Attention", "olmo2", project=separate(norm="width")),
+        Family("Starcoder2Attention", "starcoder2", window=_EVERY_LAYER, output=_starcoder_output),
         Family(
-            "GptOssAttention",
+            "GptOssAttention", "gpt_oss",
             rotate=rotating.half_angles,
             window=_SOME_LAYERS,
             sinks=own("sinks"),
         ),
         Family(
-            "GPT2Attention",
+            "GPT2Attention", "gpt2",
             project=gpt2(),
             output=through("c_proj", "resid_dropout"),
             rotate=rotating.not_rotated,
@@ -203,13 +205,13 @@ FAMILIES = {
             context_mask="encoder_attention_mask",
         ),
         Family(
-            "GPTNeoXAttention",
+            "GPTNeoXAttention", "gpt_neox",
             project=by_head("query_key_value", "head_size"),
             output=through("dense"),
             cache="layer_past",
         ),
         Family(
-            "FalconAttention",
+            "FalconAttention", "falcon",
             project=by_group("query_key_value"),
             output=through("dense"),
             rotate=rotating.halves_without_alibi,
@@ -219,13 +221,13 @@ FAMILIES = {
         ),
         _BERT,
         _BERT_CROSS,
-        replace(_BERT, attention="RobertaSelfAttention"),
-        replace(_BERT_CROSS, attention="RobertaCrossAttention"),
-        Family("ViTAttention", rotate=rotating.not_rotated),
+        replace(_BERT, attention="RobertaSelfAttention", folder=""),
+        replace(_BERT_CROSS, attention="RobertaCrossAttention", folder=""),
+        Family("ViTAttention", "vit", rotate=rotating.not_rotated),
         _BART,
-        replace(_BART, attention="WhisperAttention"),
+        replace(_BART, attention="WhisperAttention", folder="whisper"),
         Family(
-            "T5Attention",
+            "T5Attention", "t5",
             project=separate(q="q", k="k", v="v", head_dim="key_value_proj_dim"),
             output=through("o"),
             rotate=rotating.not_rotated,
@@ -236,8 +238,8 @@ FAMILIES = {
             context_mask="mask",
             returns_bias=True,
         ),
-        Family("DeepseekV2Attention", rotate=rotating.complex_pairs, latent=True),
-        Family("DeepseekV3Attention", rotate=rotating.pairs_or_halves, latent=True),
+        Family("DeepseekV2Attention", "deepseek_v2", rotate=rotating.complex_pairs, latent=True),
+        Family("DeepseekV3Attention", "deepseek_v3", rotate=rotating.pairs_or_halves, latent=True),
     )
 }
 
@@ -245,12 +247,3 @@ FAMILIES = {
 def is_placed(module: nn.Module) -> bool:
     """Whether this is a layer of regard in a model of transformers: its class holds its family."""
     return isinstance(vars(type(module)).get("family"), Family)
-
-
-def family_of(module: nn.Module) -> Family | None:
-    """The row for an attention module, by its type's own name: a subclass may do something else."""
-    if is_placed(module):
-        family: Family = vars(type(module))["family"]
-        return family
-    known = type(module).__module__.startswith("transformers.")
-    return FAMILIES.get(type(module).__name__) if known else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from regard.cache import Cache
 from regard.hf.families.finding import find
-from regard.hf.families.table import family_of
+from regard.hf.families.recognising import family_of
 from regard.hf.generating.watching import called_module
 from regard.hf.packages import require
 from regard.words import one_of

@@ -15,7 +15,7 @@ from regard.cache.paging.formats import PageFormat, format_of
 from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pool import PagePool
 from regard.cache.streams import check_whole
-from regard.hf.families.table import family_of
+from regard.hf.families.recognising import family_of
 from regard.hf.generating.caches import CacheLayer
 from regard.hf.generating.paged import PagedGenerationCache
 from regard.hf.generating.watching import called_module, is_own

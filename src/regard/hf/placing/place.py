@@ -14,7 +14,8 @@ from torch import nn
 
 from regard.hf.families.finding import attention_modules
 from regard.hf.families.layers import attention_of
-from regard.hf.families.table import family_of, is_placed
+from regard.hf.families.recognising import family_of
+from regard.hf.families.table import is_placed
 from regard.hf.placing.placed import LatentLayer, empty_copy, window_of
 from regard.layers.attention import Attention
 from regard.matrices import matrix_objection

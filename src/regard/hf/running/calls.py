@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.cache import Part
-from regard.hf.families.table import Family, family_of
+from regard.hf.families.recognising import family_of
+from regard.hf.families.table import Family
 from regard.hf.running.masks import Visible, in_documents, visible
 from regard.layers.attending import Attending, Keys
 from regard.ops.attend import prepare

@@ -5,17 +5,23 @@ model's own angles; keys and values are in transformers' own caches or in one of
 so `generate` works as before.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from regard.hf.families.finding import find, unknown_attention, uses_the_interface
-from regard.hf.families.table import Family, family_of, is_placed
+from regard.hf.families.finding import calls_the_interface, find, unknown_attention
+from regard.hf.families.recognising import family_of, nearest
+from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
 from regard.hf.running import heads, latent
 from regard.hf.running.binding import bind, replace, restore
+from regard.hf.running.probing import disagreement
+from regard.hf.running.registering import register
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import Span
 from regard.ops.attend import prepare
@@ -23,12 +29,6 @@ from regard.ops.check import check_options
 from regard.words import counted
 
 READABLE = ("sdpa", "eager", "regard")  # the attn_implementations whose masks are tensors or None
-THROUGH_THE_INTERFACE = (  # the lines are for a model called `model`
-    "it goes through transformers' AttentionInterface, and runs on regard after these two lines:"
-    "\n\n"
-    "    regard.hf.register()\n"
-    '    model.set_attn_implementation("regard")\n'
-)
 NO_WAY = "it does not go through transformers' AttentionInterface, so regard cannot run it"
 PREFILL, DECODE = Span(0, 1024, 0, 1024), Span(1024, 1025, 0, 1025)
 
@@ -78,6 +78,8 @@ class Installation:
         model: the name of the model's class.
         layers: the attention layers that run on regard.
         left_alone: the names of other attention modules, and why regard does not run them.
+        called: the names of attention modules that project and rotate in their own way and call
+            regard for the attention alone, and the first difference from a known class.
 
     Examples:
         >>> from regard.hf import Installation, InstalledLayer
@@ -90,15 +92,19 @@ class Installation:
     model: str
     layers: tuple[InstalledLayer, ...]
     left_alone: dict[str, str]
+    called: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         groups: dict[str, list[str]] = {}
         for layer in self.layers:
             groups.setdefault(str(layer), []).append(layer.name)
+        for name, reason in self.called.items():
+            groups.setdefault(f"its own forward, which calls regard; {reason}", []).append(name)
         for name, reason in self.left_alone.items():
             groups.setdefault(f"left alone: {reason}", []).append(name)
-        run = "runs" if len(self.layers) == 1 else "run"
-        lines = [f"{self.model}: {counted(len(self.layers), 'attention layer')} {run} on regard"]
+        count = len(self.layers) + len(self.called)
+        run = "runs" if count == 1 else "run"
+        lines = [f"{self.model}: {counted(count, 'attention layer')} {run} on regard"]
         for text, names in groups.items():
             where = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
             lines.append(f"  {where}: {text}")
@@ -140,22 +146,49 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     check_version()
     check_options(dropout=0.0, softcap=None, precision=precision, scale=None)
     found = find(model)
-    if not found.known:
-        out = THROUGH_THE_INTERFACE if uses_the_interface(found.unknown.values()) else NO_WAY
-        raise ValueError(f"{unknown_attention(model, found)}; {out}")
-    for module in found.known.values():
+    for module in (*found.known.values(), *found.unknown.values()):
         _check_readable(module)
-    layers = tuple(_describe(name, module, precision) for name, module in found.known.items())
-    for module in found.known.values():
+    own = {name: each for name, each in found.known.items() if _agrees(each)}
+    others = {name: each for name, each in found.known.items() if name not in own} | found.unknown
+    calling = {name: list(filter(calls_the_interface, m.modules())) for name, m in others.items()}
+    if not own and not any(calling.values()):
+        raise ValueError(f"{unknown_attention(model, found)}; {NO_WAY}")
+    layers = tuple(_describe(name, module, precision) for name, module in own.items())
+    for module in own.values():
         replace(module, "precision", precision)
         if not is_placed(module):  # a placed layer runs on regard already
-            known = family_of(module)
-            bind(module, latent.forward if known and known.latent else heads.forward)
-    return Installation(
-        type(model).__name__,
-        layers,
-        {name: _no_row(module) for name, module in found.unknown.items()},
-    )
+            bind(module, _forward_of(module))
+    for module in chain.from_iterable(calling.values()):
+        replace(module, "precision", precision)
+        _call_regard(module)
+    why = {name: f"{type(each).__name__} {nearest(type(each))}" for name, each in others.items()}
+    called = {name: reason for name, reason in why.items() if calling[name]}
+    left = {name: _no_row(others[name]) for name in why if name not in called}
+    return Installation(type(model).__name__, layers, left, called)
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    known = family_of(module)
+    return latent.forward if known and known.latent else heads.forward
+
+
+def _agrees(module: nn.Module) -> bool:
+    """Whether regard's forward computes what the module's own does, as far as a probe can say."""
+    family = family_of(module)
+    if family is None or is_placed(module):
+        return True
+    return disagreement(family, module, _forward_of(module)) is None
+
+
+def _call_regard(module: Any) -> None:
+    """Let this module alone find regard where its config names the attention function; the config
+    of the model stays."""
+    if vars(module).get("_before_regard", {}).get("config") is not None:
+        return
+    config = copy(module.config)
+    vars(config)["_masks_before_regard"] = module.config._attn_implementation
+    vars(config)["_attn_implementation_internal"] = register()
+    replace(module, "config", config)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -184,7 +217,8 @@ def _no_row(module: nn.Module) -> str:
 
 def is_readable(module: Any) -> bool:
     """Whether the model passes its masks to this attention as tensors, or as None."""
-    return getattr(module.config, "_attn_implementation", None) in READABLE
+    config = getattr(module, "config", None)
+    return config is None or getattr(config, "_attn_implementation", None) in READABLE
 
 
 def _check_readable(module: Any) -> None:

@@ -15,6 +15,11 @@ from regard.ops.bias import split_additive
 from regard.tracing import is_concrete
 
 
+# where a config names the implementation whose masks the model makes: of one that `install` has set
+# aside, and of all others
+IMPLEMENTATIONS = ("_masks_before_regard", "_attn_implementation")
+
+
 class Visible(NamedTuple):
     """Which keys the queries of a call may attend to, and what its mask adds to the scores."""
 
@@ -54,7 +59,8 @@ def visible(
     if queries == 1 and window is None:  # whatever the module is: reading its config takes 10 us
         return Visible(EVERYTHING, None, last)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+    config = getattr(module, "config", None)
+    eager = "eager" in (getattr(config, each, None) for each in IMPLEMENTATIONS)
     if eager or not causal or queries == 1:
         mask: Mask = EVERYTHING if window is None or eager else SlidingWindow(window)
         return Visible(mask, None, last)

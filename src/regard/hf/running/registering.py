@@ -9,7 +9,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.hf.packages import check_version, require
-from regard.hf.running.calls import attended, described, of_one_dtype, one_part, refuse
+from regard.hf.running.calls import (
+    attended,
+    described,
+    of_one_dtype,
+    one_part,
+    precision_of,
+    refuse,
+)
 from regard.hf.running.mask_rules import RuleMask, mask_of
 from regard.hf.running.masks import in_documents, visible
 from regard.layers.attending import Keys
@@ -112,6 +119,7 @@ def attention(
         "softcap": softcap,
         "sinks": s_aux,
         "dropout": dropout,
+        "precision": precision_of(module),
     }
     call = described(query, keys, at, bias=position_bias, **options)
     out, weights = attended(call, query, keys, given)

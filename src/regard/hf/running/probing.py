@@ -1,0 +1,139 @@
+"""The numeric probe: a module's own forward and regard's, on the same few random tokens.
+
+It is for modules that are known by their source: of each kind one is tried, once a process. The
+module's own weights are read; nothing of it is changed.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.hf.families import rotating
+from regard.hf.families.recognising import REFUSED
+from regard.hf.families.table import FAMILIES, Family
+
+TOKENS, ROWS = 5, 2
+_AGREED: set[tuple[type, tuple[Any, ...]]] = set()  # kinds of modules that were tried
+Forward = Callable[..., Any]
+
+
+def disagreement(family: Family, module: nn.Module, ours: Forward) -> str | None:
+    """In words: how regard's forward differs from the module's own; None if it does not, or the
+    table has its name, or its weights are not here to be tried."""
+    if FAMILIES.get(type(module).__name__) is family or not _is_here(module):
+        return None
+    kind = type(module), tuple(sorted(_settings(module).items()))
+    if kind in _AGREED:
+        return None
+    why = _difference(family, module, ours)
+    if why is None:
+        _AGREED.add(kind)
+    else:
+        REFUSED[type(module)] = why
+    return why
+
+
+def _is_here(module: nn.Module) -> bool:
+    return all(each.is_floating_point() and not each.is_meta for each in module.parameters())
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """What tells the modules of one class apart, but for their place in the model."""
+    simple = bool | int | float | str
+    return {
+        name: repr(value)
+        for name, value in vars(module).items()
+        if isinstance(value, simple) and name not in ("layer_idx", "training")
+    }
+
+
+def _difference(family: Family, module: Any, ours: Forward) -> str | None:
+    """The first case in which the two forwards differ."""
+    with _undisturbed(module), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, case in _cases(family, module):
+            try:
+                own, other = case(type(module).forward), case(ours)
+            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                return f"with {name}, it cannot be tried: {type(error).__name__}: {error}"
+            near = 1e-4 if own.dtype in (torch.float32, torch.float64) else 5e-2
+            far = float((own - other).abs().max() / own.abs().max().clamp_min(1e-9))
+            if not far <= near:
+                return f"its outputs differ with {name}, by {far:.1e} of the largest"
+    return None
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; the module is as before afterwards."""
+    modes = {each: each.training for each in module.modules()}
+    try:
+        module.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+
+
+def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward], Tensor]]]:
+    """Calls of a forward, by what they are called with."""
+    from transformers import DynamicCache
+
+    one = next(module.parameters())
+    x = torch.randn(ROWS, TOKENS, module.config.hidden_size).to(one)
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).repeat(ROWS, 1, 1, 1)
+    hidden[0, ..., :2] = True  # padding
+    hidden &= ~torch.eye(TOKENS, dtype=torch.bool)
+    padded = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(one.dtype).min).to(one)
+    angles = partial(_angles, family, module, like=one)
+
+    def all_at_once(forward: Forward, mask: Tensor | None) -> Tensor:
+        given = {family.mask: mask, "position_embeddings": angles(TOKENS)}
+        out: Tensor = forward(module, x, **_accepted(module, given))[0]
+        return out
+
+    def one_by_one(forward: Forward) -> Tensor:
+        cache, outs = DynamicCache(), []
+        for start, stop in ((0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)):
+            rotated = _cut(angles(TOKENS), start, stop)
+            given = {family.mask: padded[:, :, start:stop, :stop], family.cache: cache}
+            given = _accepted(module, given | {"position_embeddings": rotated})
+            outs.append(forward(module, x[:, start:stop], **given)[0])
+        return torch.cat(outs, dim=1)
+
+    yield "no mask", lambda forward: all_at_once(forward, None)
+    yield "padding", lambda forward: all_at_once(forward, padded)
+    if family.cache in inspect.signature(type(module).forward).parameters:
+        yield "a cache", one_by_one
+
+
+def _accepted(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that the module's own forward takes."""
+    takes = inspect.signature(type(module).forward).parameters
+    return {name: value for name, value in given.items() if name in takes}
+
+
+def _angles(family: Family, module: Any, tokens: int, *, like: Tensor) -> Any:
+    """Random angles in the form that a family's rotation reads."""
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    part = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
+    width = module.qk_rope_head_dim if family.latent else family.sizes(module)[2] * part
+    angles = torch.linspace(0, 3, ROWS * tokens * (int(width) // 2), device=like.device)
+    angles = angles.view(ROWS, tokens, -1).sin() * 3
+    if family.rotate is rotating.complex_pairs:
+        return torch.polar(torch.ones_like(angles), angles)
+    if family.rotate is not rotating.half_angles:
+        angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(like), angles.sin().to(like)
+
+
+def _cut(angles: Any, start: int, stop: int) -> Any:
+    if isinstance(angles, tuple):
+        return tuple(each[:, start:stop] for each in angles)
+    return angles[:, start:stop]

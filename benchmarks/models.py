@@ -1,7 +1,7 @@
 """Every decoder of the installed transformers, tiny and random: is it itself under regard?
 
-Question: of all models that `AutoModelForCausalLM` knows, which compute the same under `install` and
-under `attn_implementation="regard"`, which are refused and why, and is any of them different?
+Question: of all models that `AutoModelForCausalLM` knows, which compute the same under `install`
+and under `attn_implementation="regard"`, which are refused and why, and is any of them different?
 
 Each model is built from its configuration class, its sizes shrunk by rules that know no model. Its
 own eager forward is the reference: logits with padding left and right, greedy generation with its
@@ -9,7 +9,8 @@ cache, beams, a static cache, gradients, bfloat16.
 
     python benchmarks/models.py
     python benchmarks/models.py --only llama mistral
-    python benchmarks/models.py --write          # the tables in docs/guides/transformers.md
+    python benchmarks/models.py --json rows.json --write  # and the guide's tables
+    python benchmarks/models.py --read rows.json --write     # the same from rows of before
 """
 
 import argparse
@@ -81,7 +82,9 @@ def models() -> dict[str, str]:
 def shrunk(config: Any, layers: int | None = None) -> dict[str, Any]:
     """The values of a configuration with which its model is tiny."""
     given = config.to_dict()
-    own = next((given[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in given), 0)
+    own = next(
+        (given[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in given), 0
+    )
     types = given.get("layer_types") or []
     kinds = list(dict.fromkeys(types))
     small: dict[str, Any] = {}
@@ -106,8 +109,16 @@ def shrunk(config: Any, layers: int | None = None) -> dict[str, Any]:
                 (kinds * layers)[:layers] if name == "layer_types" else list(_spread(value, layers))
             )
         elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
-            small[name] = min(value, 2) if name.startswith(("pad", "bos", "eos")) else 90 + len(small) % 9
-        elif name in ("num_key_value_heads", "n_head_kv", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads"):
+            small[name] = (
+                min(value, 2) if name.startswith(("pad", "bos", "eos")) else 90 + len(small) % 9
+            )
+        elif name in (
+            "num_key_value_heads",
+            "n_head_kv",
+            "num_kv_heads",
+            "swa_num_key_value_heads",
+            "num_global_key_value_heads",
+        ):
             small[name] = value if value in (None, 1) else HEADS if value == heads else HEADS // 2
         elif isinstance(value, dict) and value and all(str(each).isdigit() for each in value):
             small[name] = {key: each for key, each in value.items() if int(key) < layers}
@@ -116,7 +127,8 @@ def shrunk(config: Any, layers: int | None = None) -> dict[str, Any]:
         elif name in COUNTS and value is None:
             small[name] = COUNTS[name]
         elif isinstance(value, int) and not isinstance(value, bool) and value > 1:
-            small |= {name: size for rule, size in RULES[:2][::-1] + RULES[2:] if re.fullmatch(rule, name)}
+            sizes = [size for rule, size in RULES if re.fullmatch(rule, name)]
+            small |= dict.fromkeys([name][: len(sizes)], sizes[-1] if sizes else 0)
     if "qk_rope_head_dim" in small and given.get("head_dim") == given["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]  # a size that is computed
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
@@ -231,7 +243,7 @@ def results(model: nn.Module) -> dict[str, Any]:
     for name, check in checks().items():
         try:
             made[name] = check(model)
-        except Exception as error:  # noqa: BLE001  any model may fail in any way
+        except Exception as error:
             made[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return made
 
@@ -249,7 +261,9 @@ def difference(own: Any, ours: Any, near: float) -> str | None:
         return None if own.isnan().any() or far <= near else f"{far:.1e} of the largest"
     (text, steps, score), (other_text, other_steps, other_score) = own, ours
     if score is not None:
-        same = torch.equal(text, other_text) or bool(((score - other_score).abs() <= near * 9).all())
+        same = torch.equal(text, other_text) or bool(
+            ((score - other_score).abs() <= near * 9).all()
+        )
         return None if same else "other texts"
     prompt = text.shape[1] - len(steps)
     for step in range(len(steps)):
@@ -273,7 +287,11 @@ def judged(own: dict[str, Any], ours: dict[str, Any]) -> tuple[str, str]:
             expected = exact
         why = difference(expected, ours[name], near)
         if why is not None:
-            kind = "refused" if "regard" in why and why.startswith(("ValueError", "TypeError")) else "different"
+            kind = (
+                "refused"
+                if "regard" in why and why.startswith(("ValueError", "TypeError"))
+                else "different"
+            )
             return kind, f"{name}: {why}"
     return "equal", ""
 
@@ -328,14 +346,14 @@ def surveyed(name: str) -> dict[str, str]:
         model = built(name, config, "eager")
         own = results(model)
         if isinstance(own["logits"], str):
-            raise ValueError(own["logits"])  # noqa: TRY301
-    except Exception as error:  # noqa: BLE001
+            raise ValueError(own["logits"])
+    except Exception as error:
         return row | {"unbuilt": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     row["own"] = "; ".join(f"{each}: {made}" for each, made in own.items() if isinstance(made, str))
     for way, run in (("register", registered), ("install", installed)):
         try:
             why, ours = run(name, config, row)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             row |= {way: "different", f"{way}_why": f"{type(error).__name__}: {error}"}
             continue
         kind, what = judged(own, ours) if ours else ("refused", why)
@@ -366,22 +384,84 @@ def bounded(name: str) -> dict[str, str]:
     return row
 
 
+def table(rows: list[dict[str, str]], words: tuple[str, ...]) -> str:
+    """The models of each outcome, as Markdown."""
+    groups: dict[str, list[str]] = {each: [] for each in words}
+    known, calls, part, refused, registered, not_registered, different, unbuilt = groups.values()
+    for row in rows:
+        name = f"`{row['model']}`"
+        if "unbuilt" in row:
+            unbuilt.append(name)
+            continue
+        of = {"equal": known if row.get("install_how") == "knows" else calls, "in part": part}
+        (of | {"refused": refused, "different": different})[row["install"]].append(name)
+        of = {"equal": registered, "refused": not_registered, "different": different}
+        of[row["register"]].append(name)
+    lines = ["|  | | |", "|---|---|---|"]
+    for said, names in groups.items():
+        shown = "" if names is registered else ", ".join(sorted(set(names)))
+        lines.append(f"| {said} | {len(names)} | {shown} |")
+    return "\n".join(lines)
+
+
+ENGLISH = (
+    "equal under `install`, as layers that regard knows",
+    "equal under `install`, by their own forward, which calls regard",
+    "equal under `install`, which leaves some of the attention alone",
+    "refused by `install`",
+    'equal under `attn_implementation="regard"`',
+    'refused under `attn_implementation="regard"`',
+    "different",
+    "not built by the survey, so not compared",
+)
+CHINESE = (
+    "`install` 后相同，regard 认识其注意力层",
+    "`install` 后相同，由其自身的 forward 调用 regard",
+    "`install` 后相同，但保留了部分注意力不变",
+    "`install` 拒绝",
+    '`attn_implementation="regard"` 时相同',
+    '`attn_implementation="regard"` 时拒绝',
+    "不同",
+    "此调查未能构建，因此没有比较",
+)
+
+
+def write(rows: list[dict[str, str]]) -> None:
+    """Put the tables between the marks of the guide and of its twin."""
+    for path, words in zip(GUIDES, (ENGLISH, CHINESE), strict=True):
+        before, _, rest = path.read_text().partition(MARKS[0])
+        _, _, after = rest.partition(MARKS[1])
+        path.write_text(f"{before}{MARKS[0]}\n\n{table(rows, words)}\n\n{MARKS[1]}{after}")
+
+
+def shown(row: dict[str, str]) -> str:
+    """A row in one line."""
+    if "unbuilt" in row:
+        return f"{row['model']:28}cannot be built: {row['unbuilt'][:200]}"
+    ways = (f"{way} {row[way]} {row[f'{way}_why'][:90]}" for way in ("register", "install"))
+    return f"{row['model']:28}{' | '.join(ways)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="model types")
     parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--read", type=Path, help="take the rows from here, without a run")
+    parser.add_argument("--write", action="store_true", help="write the tables of the guide")
     options = parser.parse_args()
-    began, rows = time.perf_counter(), []
-    for name in options.only or models():
-        row = bounded(name)
-        rows.append(row)
-        said = row.get("unbuilt")
-        said = f"cannot be built: {said}" if said else f"register {row['register']} {row['register_why'][:90]} | install {row['install']} {row['install_why'][:90]}"
-        print(f"{name:28}{said[:300]}", flush=True)
-    counts = {way: Counter(row.get(way, "unbuilt") for row in rows) for way in ("register", "install")}
+    began = time.perf_counter()
+    rows = json.loads(options.read.read_text()) if options.read else []
+    for name in () if options.read else options.only or models():
+        rows.append(bounded(name))
+        print(shown(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
-    print(json.dumps({"models": len(rows), **counts, "seconds": round(time.perf_counter() - began)}))
+    if options.write:
+        write(rows)
+    ways = ("register", "install")
+    counts = {way: Counter(row.get(way, "unbuilt") for row in rows) for way in ways}
+    seconds = round(time.perf_counter() - began)
+    print(json.dumps({"models": len(rows), **counts, "seconds": seconds}))
 
 
 if __name__ == "__main__":

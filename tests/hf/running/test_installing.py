@@ -261,13 +261,35 @@ def test_a_model_of_unknown_attention_is_refused_by_its_type():
 
 def test_a_subclass_may_do_something_else():
     class Mine(transformers.models.llama.modeling_llama.LlamaAttention):
-        pass
+        def forward(self, *args, **given):
+            out, weights = super().forward(*args, **given)
+            return 2 * out, weights
 
     model = ZOO["llama"].build()
     for layer in model.model.layers:
         layer.self_attn.__class__ = Mine
     with pytest.raises(ValueError, match="Mine"):
         regard.hf.install(model)
+
+
+def test_attention_that_is_not_known_calls_regard_and_says_how_it_differs():
+    sizes = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 16, "eos_token_id": 1}
+    config = transformers.CohereConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
+    model = transformers.CohereForCausalLM(config).eval()
+    given = {"input_ids": tokens(2, 7)}
+    before = run(model, given)
+    report = regard.hf.install(model)
+    assert list(report.called) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert "CohereAttention most like LlamaAttention, but for `" in str(report)
+    seen, prepared = [], calls.prepare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "prepare", lambda *a, **g: seen.append(a) or prepared(*a, **g))
+        torch.testing.assert_close(run(model, given), before, **CLOSE)
+        assert len(seen) == 2
+        assert model.config._attn_implementation == "sdpa"
+        regard.hf.uninstall(model)
+        assert run(model, given).equal(before)
+        assert len(seen) == 2
 
 
 def test_a_model_without_attention_is_refused():

@@ -158,7 +158,8 @@ class Family:
 
 
 _BERT = Family(
-    "BertSelfAttention", "bert",
+    "BertSelfAttention",
+    "bert",
     project=separate(q="query", k="key", v="value", head_dim="attention_head_size"),
     output=through(),
     rotate=rotating.not_rotated,
@@ -166,7 +167,8 @@ _BERT = Family(
 )
 _BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hidden_states")
 _BART = Family(
-    "BartAttention", "bart",
+    "BartAttention",
+    "bart",
     output=through("out_proj"),
     rotate=rotating.not_rotated,
     dropout=_ANY_DROPOUT,
@@ -183,20 +185,26 @@ FAMILIES = {
         Family("Qwen3Attention", "qwen3", project=separate(norm="head"), window=_SOME_LAYERS),
         Family("Phi3Attention", "phi3", project=blocks("qkv_proj"), window=_EVERY_LAYER),
         Family("GemmaAttention"),
-        Family("Gemma2Attention", "gemma2", window=_SOME_LAYERS, softcap=own("attn_logit_softcapping")),
+        Family(
+            "Gemma2Attention", "gemma2", window=_SOME_LAYERS, softcap=own("attn_logit_softcapping")
+        ),
         Family("Gemma3Attention", "gemma3", project=separate(norm="head"), window=_SOME_LAYERS),
-        Family("SmolLM3Attention", "smollm3", rotate=rotating.halves_where_used, window=_SOME_LAYERS),
+        Family(
+            "SmolLM3Attention", "smollm3", rotate=rotating.halves_where_used, window=_SOME_LAYERS
+        ),
         Family("OlmoAttention", "olmo", project=separate(clip="clip_qkv")),
         Family("Olmo2Attention", "olmo2", project=separate(norm="width")),
         Family("Starcoder2Attention", "starcoder2", window=_EVERY_LAYER, output=_starcoder_output),
         Family(
-            "GptOssAttention", "gpt_oss",
+            "GptOssAttention",
+            "gpt_oss",
             rotate=rotating.half_angles,
             window=_SOME_LAYERS,
             sinks=own("sinks"),
         ),
         Family(
-            "GPT2Attention", "gpt2",
+            "GPT2Attention",
+            "gpt2",
             project=gpt2(),
             output=through("c_proj", "resid_dropout"),
             rotate=rotating.not_rotated,
@@ -205,13 +213,15 @@ FAMILIES = {
             context_mask="encoder_attention_mask",
         ),
         Family(
-            "GPTNeoXAttention", "gpt_neox",
+            "GPTNeoXAttention",
+            "gpt_neox",
             project=by_head("query_key_value", "head_size"),
             output=through("dense"),
             cache="layer_past",
         ),
         Family(
-            "FalconAttention", "falcon",
+            "FalconAttention",
+            "falcon",
             project=by_group("query_key_value"),
             output=through("dense"),
             rotate=rotating.halves_without_alibi,
@@ -227,7 +237,8 @@ FAMILIES = {
         _BART,
         replace(_BART, attention="WhisperAttention", folder="whisper"),
         Family(
-            "T5Attention", "t5",
+            "T5Attention",
+            "t5",
             project=separate(q="q", k="k", v="v", head_dim="key_value_proj_dim"),
             output=through("o"),
             rotate=rotating.not_rotated,

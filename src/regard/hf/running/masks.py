@@ -14,7 +14,6 @@ from regard.masks.dense import HIDDEN_BELOW
 from regard.ops.bias import split_additive
 from regard.tracing import is_concrete
 
-
 # where a config names the implementation whose masks the model makes: of one that `install` has set
 # aside, and of all others
 IMPLEMENTATIONS = ("_masks_before_regard", "_attn_implementation")

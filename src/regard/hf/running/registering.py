@@ -22,7 +22,8 @@ from regard.hf.running.masks import in_documents, visible
 from regard.layers.attending import Keys
 
 NAME = "regard"
-UNREADABLE = ("cache",)  # transformers' paged cache, whose blocks of keys are not supported
+# transformers' paged cache, whose blocks of keys are not supported; sinks of each query (Inkling)
+UNREADABLE = ("cache", "sinks")
 
 
 def register() -> str:

@@ -415,14 +415,14 @@ ENGLISH = (
     "not built by the survey, so not compared",
 )
 CHINESE = (
-    "`install` 后相同，regard 认识其注意力层",
-    "`install` 后相同，由其自身的 forward 调用 regard",
-    "`install` 后相同，但保留了部分注意力不变",
+    "`install` 后相同: regard 认识其注意力层",
+    "`install` 后相同: 由其自身的 forward 调用 regard",
+    "`install` 后相同: 但保留了部分注意力不变",
     "`install` 拒绝",
     '`attn_implementation="regard"` 时相同',
     '`attn_implementation="regard"` 时拒绝',
     "不同",
-    "此调查未能构建，因此没有比较",
+    "此调查未能构建: 因此没有比较",
 )
 
 

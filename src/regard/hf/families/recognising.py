@@ -6,6 +6,7 @@ but for names. `install` then also compares what both compute.
 
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
@@ -49,7 +50,7 @@ def _known(row: Family) -> tuple[str, ...]:
 def family_of(module: nn.Module) -> Family | None:
     """The row for an attention module: by its type's own name, since a subclass may do something
     else, or by its source."""
-    kind = type(module)
+    kind: Any = type(module)  # typed: mypy takes no class of modules for hashable
     if is_placed(module):
         family: Family = vars(kind)["family"]
         return family

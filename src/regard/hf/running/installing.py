@@ -161,10 +161,14 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     for module in chain.from_iterable(calling.values()):
         replace(module, "precision", precision)
         _call_regard(module)
-    why = {name: f"{type(each).__name__} {nearest(type(each))}" for name, each in others.items()}
+    why = {name: _difference_of(type(each)) for name, each in others.items()}
     called = {name: reason for name, reason in why.items() if calling[name]}
     left = {name: _no_row(others[name]) for name in why if name not in called}
     return Installation(type(model).__name__, layers, left, called)
+
+
+def _difference_of(kind: Any) -> str:
+    return f"{kind.__name__} {nearest(kind)}"
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -14,8 +14,7 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, 
 @pytest.fixture
 def module(monkeypatch):
     monkeypatch.setattr(probing, "_AGREED", set())
-    monkeypatch.setattr(recognising, "REFUSED", {})
-    monkeypatch.setattr(probing, "REFUSED", recognising.REFUSED)
+    monkeypatch.setattr(recognising, "_REFUSED", {})
     config = transformers.GraniteConfig(**SIZES, num_hidden_layers=1, intermediate_size=16)
     return transformers.GraniteForCausalLM(config).train().model.layers[0].self_attn
 
@@ -51,7 +50,7 @@ def test_another_result_is_refused_with_the_case(module, case, wrong):
 
     why = probing.disagreement(FAMILIES["LlamaAttention"], module, forward)
     assert f"differ with {case}" in why
-    assert recognising.REFUSED[type(module)] == why
+    assert recognising._REFUSED[type(module)] == why
 
 
 def test_an_attribute_that_is_missing_is_said(module):

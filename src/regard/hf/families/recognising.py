@@ -13,9 +13,17 @@ from torch import nn
 from regard.hf.families.sources import first_difference, text_of
 from regard.hf.families.table import FAMILIES, Family, is_placed
 
-__all__ = ["Family", "family_of", "is_named_attention", "is_placed", "nearest", "recognised"]
+__all__ = [
+    "Family",
+    "exclude",
+    "family_of",
+    "is_named_attention",
+    "is_placed",
+    "nearest",
+    "recognised",
+]
 
-REFUSED: dict[type, str] = {}  # classes of known source whose outputs differ, and how
+_REFUSED: dict[type, str] = {}  # classes of known source whose outputs differ, and how
 
 
 @cache
@@ -26,12 +34,18 @@ def recognised(kind: type) -> Family | None:
     return next((row for row in rows if _known(row) == text), None)
 
 
+def exclude(kind: type, why: str) -> None:
+    """Recognise a class no more: its outputs differ."""
+    _REFUSED[kind] = why
+    nearest.cache_clear()
+
+
 @cache
 def nearest(kind: type) -> str:
     """In words: the class of the table that is most like this one, and the first difference."""
     text = text_of(kind)
-    if kind in REFUSED:
-        return REFUSED[kind]
+    if kind in _REFUSED:
+        return _REFUSED[kind]
     if not text:
         return "its source cannot be read"
     known = {row.attention: _known(row) for row in FAMILIES.values() if row.folder}
@@ -57,7 +71,7 @@ def family_of(module: nn.Module) -> Family | None:
         family: Family = vars(kind)["family"]
         return family
     named = FAMILIES.get(kind.__name__) if kind.__module__.startswith("transformers.") else None
-    if named is not None or kind in REFUSED or not is_named_attention(kind):
+    if named is not None or kind in _REFUSED or not is_named_attention(kind):
         return named
     return recognised(kind)
 

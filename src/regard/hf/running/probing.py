@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.hf.families import rotating
-from regard.hf.families.recognising import REFUSED
+from regard.hf.families.recognising import exclude
 from regard.hf.families.table import FAMILIES, Family
 
 TOKENS, ROWS = 5, 2
@@ -34,7 +34,7 @@ def disagreement(family: Family, module: nn.Module, ours: Forward) -> str | None
     if why is None:
         _AGREED.add(kind)
     else:
-        REFUSED[type(module)] = why
+        exclude(type(module), why)
     return why
 
 

@@ -67,10 +67,37 @@ RULES: tuple[tuple[str, int], ...] = (  # of a configuration: what ends like thi
 COUNTS = {"num_experts_per_tok": 2, "num_key_value_heads": HEADS // 2, "head_dim": HEAD}  # if None
 OVERRIDES: dict[str, dict[str, Any]] = {  # where the sizes of one model depend on one another
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            each: {"rope_type": "default", "rope_theta": 10_000.0}
+            for each in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [64] * 4,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "musicgen": {},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "smollm3": {
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * 2,
+        "no_rope_layers": [1, 0],
+    },
 }
 
 

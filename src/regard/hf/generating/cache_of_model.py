@@ -186,4 +186,4 @@ def _windows(model: Any) -> list[int | None]:
         if (family := family_of(module)) and getattr(module, "layer_idx", None) is not None
     }
     by_type: dict[str, int | None] = {FULL: None, WINDOWED: getattr(config, "sliding_window", None)}
-    return [known.get(index, by_type[kinds[index]]) for index in range(layers)]
+    return [known.get(index) or by_type[kinds[index]] for index in range(layers)]

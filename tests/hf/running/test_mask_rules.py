@@ -9,7 +9,8 @@ from transformers import masking_utils
 import regard.hf
 from regard.hf.running import mask_rules
 from regard.hf.running.mask_rules import KNOWN, RuleMask, mask_of
-from regard.masks import Span
+from regard.hf.running.masks import visible
+from regard.masks import Causal, Span
 from zoo import ZOO, inputs, result, tokens
 
 BLOCKS = torch.tensor([[-1, 0, 0, 0, 1, 1, -1, -1, 2, 2, 2], [0, 0, -1, -1, -1, -1, 1, 1, 1, 1, 1]])
@@ -105,6 +106,23 @@ def test_a_rule_that_is_used_as_a_tensor_is_one():
     assert type(mask[..., :2]) is torch.Tensor
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     assert "Causal()" in repr(mask)
+
+
+def test_cells_that_a_model_writes_to_are_those_that_attention_reads():
+    mask = mask_of(batch_size=1, q_length=3, kv_length=3)
+    assert visible(torch.nn.Module(), mask, 3, 3).mask == Causal()
+    mask[:, :, 0, 2] = True
+    found, _, span = visible(torch.nn.Module(), mask, 3, 3)
+    cells = found.dense(span).expand(1, 1, 3, 3)[0, 0]
+    assert cells.int().tolist() == [[1, 0, 1], [1, 1, 0], [1, 1, 1]]
+
+
+def test_a_mask_that_must_be_there_is():
+    """Some models append columns to it."""
+    last = {"batch_size": 1, "q_length": 1, "kv_length": 3, "q_offset": 2}
+    assert mask_of(**last) is None
+    one = mask_of(**last, allow_is_causal_skip=False)
+    assert one.shape == (1, 1, 1, 3) and one.all()
 
 
 def test_a_model_with_windows_and_padding_makes_no_cells(monkeypatch):

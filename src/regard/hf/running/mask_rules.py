@@ -30,21 +30,24 @@ from regard.masks import (
     Span,
 )
 from regard.masks.runs import NEAR
-from regard.tracing import is_concrete
+from regard.tracing import is_immediate
 
 
 class RuleMask(Tensor):
     """A mask `[B, 1, L, S]` of booleans, or of numbers to add, that knows its rule.
 
-    Attention reads the rule. Every other use of the tensor, such as a slice, makes its cells first.
+    Attention reads the rule. Every other use of the tensor, such as a slice, makes its cells, which
+    attention reads from then on: code of a model may have written to them.
 
     Attributes:
         rule: which keys are visible, over the slots of `span`.
         span: slots of the queries and keys; keys begin with slot 0.
+        cells: the mask without a rule, once something other than attention has used it.
     """
 
     rule: Mask
     span: Span
+    cells: Tensor | None
     make: Callable[[], Tensor]
 
     @staticmethod
@@ -59,8 +62,14 @@ class RuleMask(Tensor):
     ) -> "RuleMask":
         shape = batch, 1, span.num_queries, span.num_keys
         self: RuleMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self.rule, self.span, self.make = rule, span, make
+        self.rule, self.span, self.cells, self.make = rule, span, None, make
         return self
+
+    def made(self) -> Tensor:
+        """The cells, made once."""
+        if self.cells is None:
+            self.cells = self.make()
+        return self.cells
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RuleMask({self.rule}, {list(self.shape)})"
@@ -69,10 +78,10 @@ class RuleMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        def cells(each: Any) -> Any:
-            return each.make() if isinstance(each, RuleMask) else each
+        def made(each: Any) -> Any:
+            return each.made() if isinstance(each, RuleMask) else each
 
-        return func(*tree_map(cells, args), **tree_map(cells, kwargs or {}))
+        return func(*tree_map(made, args), **tree_map(made, kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,8 @@ def mask_of(
         q_offset=q_offset, kv_offset=kv_offset, mask_function=function,
         attention_mask=attention_mask, device=device, **given,
     )  # fmt: skip
-    if isinstance(q_offset, Tensor) or not is_concrete(torch.empty(0)):
+    read = () if attention_mask is None else (attention_mask,)
+    if isinstance(q_offset, Tensor) or not is_immediate(*read):
         return cells()
     held = Held(kv_offset, kv_offset + kv_length)
     rule = rule_of(function, held)
@@ -136,7 +146,8 @@ def mask_of(
         rule = rule & Padding(held.part(attention_mask.bool(), False))
     first = q_offset - kv_offset
     span = Span(first, first + q_length, 0, kv_length)
-    if q_length == 1 and rule.within(span) is EVERYTHING:
+    optional = q_length == 1 and given.get("allow_is_causal_skip", True)
+    if optional and rule.within(span) is EVERYTHING:
         return None
     always = given | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return RuleMask(rule, span, batch_size, partial(cells, **always), device)

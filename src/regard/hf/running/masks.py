@@ -48,9 +48,9 @@ def visible(
         ValueError: if it is not `[B, H, L, S]`.
     """
     if isinstance(given, RuleMask):
-        if given.shape[-2:] == (queries, keys):
+        if given.cells is None and given.shape[-2:] == (queries, keys):
             return Visible(given.rule, None, given.span)
-        given = given.make()
+        given = given.made()
     if given is not None:
         _check(given)
         return _simplest(module, given, queries, keys, window)

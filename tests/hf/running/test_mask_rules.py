@@ -42,7 +42,7 @@ def functions():
 FUNCTIONS = functions()
 
 
-@pytest.mark.parametrize("valid", [None, VALID], ids=["", "padded"])
+@pytest.mark.parametrize("valid", [None, VALID, VALID[:, :9] | True], ids=["", "padded", "too few"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(
     ("queries", "keys", "first_query", "first_key"),

@@ -142,8 +142,9 @@ def mask_of(
     rule = rule_of(function, held)
     if rule is None:
         return cells()
-    if attention_mask is not None and not bool(attention_mask.all()):
-        rule = rule & Padding(held.part(attention_mask.bool(), False))
+    valid = None if attention_mask is None else held.part(attention_mask.bool(), False)
+    if valid is not None and not bool(valid.all()):
+        rule = rule & Padding(valid)
     first = q_offset - kv_offset
     span = Span(first, first + q_length, 0, kv_length)
     optional = q_length == 1 and given.get("allow_is_causal_skip", True)

@@ -121,7 +121,7 @@ class Looking:
         real = self._real.to(q.device)
         first = int(real.int().argmax())
         sinks = prepared.call.sinks is not None
-        totals = Totals(call.heads, real[self._past :], first, self._tokens, sinks=sinks)
+        totals = Totals(call.call.num_heads, real[self._past :], first, self._tokens, sinks=sinks)
         kept = self._room(layer, call)
         for block in call.blocks():
             totals.add(block)
@@ -139,7 +139,7 @@ class Looking:
         if layer not in choice.layers:
             return None
         start, stop = choice.keys
-        shape = len(self._heads(call.heads)), len(choice.queries), stop - start
+        shape = len(self._heads(call.call.num_heads)), len(choice.queries), stop - start
         self._maps[layer] = torch.zeros(shape, dtype=torch.float32)
         return self._maps[layer]
 

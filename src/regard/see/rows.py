@@ -5,7 +5,7 @@ as large as queries x keys.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,8 @@ from torch import Tensor
 from regard.cache import Part
 from regard.constants import accumulating_dtype
 from regard.masks import Dense, Span
-from regard.ops.call import Call, is_everything, narrowed
+from regard.ops import blocks
+from regard.ops.call import Call, narrowed
 from regard.ops.definition import scores_of, softmax
 from regard.ops.parts import concatenated, visible_parts
 from regard.ops.prepared import Prepared
@@ -43,12 +44,13 @@ class OneRow:
     """A call of attention that ran, reduced to one row of its batch.
 
     Args:
-        call: the call, over all keys that it read.
+        call: the call of this row, over all keys that it read.
         q: queries.
         k: keys, in float32 or float64.
         row: the row of the batch.
         past: tokens before the first query. Its slot is another number where a window's cache
             numbers the keys it still holds from 0.
+        dropped: tokens before slot 0.
     """
 
     call: Call
@@ -56,53 +58,66 @@ class OneRow:
     k: Float[Tensor, "G S D"]
     row: int
     past: int
-
-    @property
-    def heads(self) -> int:
-        """Query heads."""
-        return self.call.num_heads
+    dropped: int
 
     @property
     def last_key(self) -> int:
         """The last key that a query may attend to, as an index into the tokens."""
-        return self.call.span.kv_stop - 1 + self._dropped
-
-    @property
-    def _q_start(self) -> int:
-        """The slot of the first query."""
-        start = self.call.given_span.q_start
-        return int(start[self.row]) if isinstance(start, Tensor) else start
-
-    @property
-    def _dropped(self) -> int:
-        """Tokens before slot 0."""
-        ragged = isinstance(self.call.given_span.q_start, Tensor)
-        return 0 if ragged else max(0, self.past - self._q_start)
+        return self.call.span.kv_stop - 1 + self.dropped
 
     def blocks(self) -> Iterator[Block]:
         """The weights of all queries, some at a time."""
-        size = max(1, BLOCK // (self.heads * max(1, self.call.num_keys)))
+        size = max(1, BLOCK // (self.call.num_heads * max(1, self.call.num_keys)))
         for start in range(0, self.call.num_queries, size):
-            yield self.block(start, min(start + size, self.call.num_queries))
+            yield self.block(start, min(size, self.call.num_queries - start))
 
-    def block(self, start: int, stop: int) -> Block:
-        """The weights of the queries `start` up to `stop` of the call."""
-        call = _of_rows(self.call, self.row, self._q_start + start, stop - start)
-        first = call.span.kv_start - self.call.span.kv_start
-        k = self.k.narrow(1, first, call.num_keys)
+    def block(self, start: int, count: int) -> Block:
+        """The weights of `count` queries of the call from `start`."""
+        whole, mask = self.call.span, self.call.mask
+        span = whole.part(start, start + count, whole.kv_start, whole.kv_stop)
+        span = narrowed(span, mask.within(span))
+        keys = [(span.kv_start, span.kv_stop)]
+        some = blocks.Block((0, 1), start, count, keys, whole.kv_start, mask, aligned=False)
+        call = blocks.part_of(self.call, some)
+        k = self.k.narrow(1, span.kv_start - whole.kv_start, call.num_keys)
         with without_autocast(call.device):
-            q = self.q[:, start:stop].to(k.dtype) * call.scale
+            q = self.q[:, start : start + count].to(k.dtype) * call.scale
             grouped = q.reshape(call.num_kv_heads, -1, q.shape[-1])
-            raw = (grouped @ k.mT).view(1, call.num_heads, stop - start, call.num_keys)
+            raw = (grouped @ k.mT).view(1, call.num_heads, count, call.num_keys)
             weights = _softmax(call, scores_of(call, raw))
-        return Block(weights[0], self.past + start, call.span.kv_start + self._dropped)
+        row = self.row if len(weights) > 1 else 0  # a rule of biases may have rows of its own
+        return Block(weights[row], self.past + start, span.kv_start + self.dropped)
 
 
 def one_row(prepared: Prepared, q: Tensor, parts: Iterable[Part], row: int, past: int) -> OneRow:
     """One row of the batch of a call that ran."""
     part = concatenated(visible_parts(prepared.span, parts))
     call = prepared.call.over(part)
-    return OneRow(call, q[row], part.streams[0][row].to(accumulating_dtype(call.dtype)), row, past)
+    k = part.streams[0][row].to(accumulating_dtype(call.dtype))
+    start, ragged = call.given_span.q_start, isinstance(call.given_span.q_start, Tensor)
+    dropped = 0 if ragged else max(0, past - int(start))
+    return OneRow(_of_row(call, row), q[row], k, row, past, dropped)
+
+
+def _of_row(call: Call, row: int) -> Call:
+    """The call of one batch row: its own slots of queries, mask and bias."""
+    start = call.given_span.q_start
+    q_start = int(start[row]) if isinstance(start, Tensor) else start
+    slots = q_start, q_start + call.num_queries
+    span, given = (
+        Span(*slots, each.kv_start, each.kv_stop) for each in (call.span, call.given_span)
+    )
+    mask = call.mask if call.mask.batch in (None, 1) else call.mask.row(row)
+    if mask is None:  # its rows are not known one by one
+        mask = Dense(_in_row(call.keep(), row)).within(call.span)
+    bias = call.score_bias
+    return call.but(
+        batch=1,
+        span=span,
+        given_span=given,
+        mask=mask.within(span),
+        score_bias=_in_row(bias, row) if isinstance(bias, Tensor) else bias,
+    )
 
 
 def _softmax(call: Call, scores: Tensor) -> Tensor:
@@ -111,45 +126,6 @@ def _softmax(call: Call, scores: Tensor) -> Tensor:
     return scores.softmax(-1) if call.sinks is None and rows_see else softmax(call, scores)
 
 
-def _of_rows(call: Call, row: int, q_start: int, count: int) -> Call:
-    """The call for `count` of its queries, of one batch row."""
-    span = Span(q_start, q_start + count, call.span.kv_start, call.span.kv_stop)
-    mask = call.mask.within(span)
-    span = narrowed(span, mask)
-    mask = mask.within(span)
-    device, heads = call.device, call.num_heads
-    if not is_everything(mask):
-        keep = mask.dense(span, batch=call.batch, heads=heads, device=device)
-        mask = Dense(_in_row(keep, row)).within(span)
-    return replace(
-        call,
-        batch=1,
-        span=span,
-        given_span=span,
-        mask=mask,
-        score_bias=_bias(call, row, span),
-    )
-
-
-def _bias(call: Call, row: int, span: Span) -> Tensor | None:
-    """What is added to the scores of a span, for one batch row."""
-    bias = call.score_bias
-    if bias is None:
-        return None
-    if not isinstance(bias, Tensor):
-        dtype = accumulating_dtype(call.dtype)
-        return _in_row(bias.bias(span, device=call.device, dtype=dtype), row)
-    whole = call.given_span
-    own = whole.q_start[row] if isinstance(whole.q_start, Tensor) else whole.q_start
-    if bias.dim() >= 2 and bias.shape[-2] != 1:
-        bias = bias.narrow(-2, span.first_query - int(own), span.num_queries)
-    if bias.dim() and bias.shape[-1] != 1:
-        bias = bias.narrow(-1, span.kv_start - whole.kv_start, span.num_keys)
-    return _in_row(bias, row)
-
-
 def _in_row(values: Tensor, row: int) -> Tensor:
-    """Of a tensor that broadcasts to `[B, H, L, S]`, one batch row."""
-    if values.dim() < 4 or values.shape[0] == 1:
-        return values
-    return values.narrow(0, row, 1)
+    """One batch row of a tensor that broadcasts to `[B, H, L, S]`."""
+    return values if values.dim() < 4 or values.shape[0] == 1 else values.narrow(0, row, 1)

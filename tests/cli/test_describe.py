@@ -12,10 +12,10 @@ from rich.console import Console
 from interpreters import run_python
 from published_configs import PUBLISHED
 from regard.cli.describe import as_data, cache_of, ranges, run, shortened, show
+from regard.cli.sentences import printable
 from regard.plan.building import describe_config
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES, ModelShape
-from regard_cli.sentences import printable
 
 
 def described(name: str, shown: str = "") -> ModelShape:

@@ -11,9 +11,9 @@ import torch
 import regard.cli.explain as cli
 from pages import shown_commands, without_figures
 from regard import Causal, Chunked, SlidingWindow, Span, explain
+from regard.cli.app import run
 from regard.ops.backends import BACKENDS
 from regard.plan.shapes import LayerShape, ModelShape
-from regard_cli.app import run
 
 SIZES = ("--num-heads", 4, "--num-kv-heads", 2, "--head-dim", 16)
 GQA = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16}

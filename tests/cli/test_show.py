@@ -10,8 +10,8 @@ import pytest
 
 from pages import shown_commands
 from regard import Causal, SlidingWindow, Span
+from regard.cli.app import run
 from regard.see import mask_picture
-from regard_cli.app import run
 
 WINDOW = "Causal() & SlidingWindow(4)"
 

@@ -10,9 +10,9 @@ from importlib import import_module, metadata
 
 import pytest
 
-import regard_cli.app as app
-import regard_cli.names as names
-import regard_cli.options as options
+import regard.cli.app as app
+import regard.cli.options as options
+import regard.names as names
 from regard.cache import format_of
 from regard.cli import cache as stored
 from regard.compare import CANDIDATES
@@ -31,7 +31,7 @@ OTHERS = {"convert": [field.name for field in fields(Job)]} | {
 SPELLED = {"as_json": "json", "listed": "list", "every_law": "all", "every": "all"}
 RUN = """
 import sys
-from regard_cli import main
+from regard.cli import main
 sys.argv = ["regard", *sys.argv[1:]]
 try:
     main()

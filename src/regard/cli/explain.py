@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from regard.cli.describe import ranges
 from regard.cli.layout import Column, tabulate
 from regard.cli.loading import device_named
+from regard.cli.sentences import printable, wrapped
 from regard.cli.terminal import print_json, say, stdout
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
@@ -21,7 +22,6 @@ from regard.ops.explain import Explanation, explanation
 from regard.plan.shapes import LayerShape, ModelShape
 from regard.see.grammar import mask_from
 from regard.words import counted
-from regard_cli.sentences import printable, wrapped
 
 CONTEXT = 4096  # tokens, if none are given
 MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits

@@ -15,8 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from regard.cli.sentences import printable
 from regard.cli.terminal import say
-from regard_cli.sentences import printable
 
 GAP = 2  # spaces between columns, and before lines below a first cell
 READABLE = 20  # characters of a line of wrapped words at least

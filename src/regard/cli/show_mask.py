@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from regard.cli.sentences import printable
 from regard.cli.terminal import print_json, stdout
 from regard.masks import Mask, Span
 from regard.masks.draw import grid
@@ -12,7 +13,6 @@ from regard.see.grammar import mask_from
 from regard.see.mask_picture import png, sentence, span_of, svg, text
 from regard.whole_file import write_whole
 from regard.words import counted
-from regard_cli.sentences import printable
 
 PIPED = 80  # columns where stdout is no terminal
 LISTED = 1 << 20  # cells of which --json lists the visible ones: about 7 MB of text

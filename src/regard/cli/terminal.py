@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from regard_cli.sentences import printable, wrapped
+from regard.cli.sentences import printable, wrapped
 
 PIPED = 100  # columns of a table where stdout is a file or a pipe
 UNWRAPPED = 1_000_000  # columns where a file or a pipe gets each paragraph as one line

@@ -214,7 +214,7 @@ def pool_svg(pool: PagePool, caches: Sequence[PagedCache] = ()) -> str:
             shapes.append(_box(GAP, y, Cell(state, STATES[state].sign)))
             write(GAP + SIDE + 6, f"{count:,} {STATES[state].meaning}")
             y += HEADING
-    width, height = max(widths) + GAP, y + GAP
+    width, height = max(widths) + GAP, y - HEADING + SIDE + GAP
     title = escape(without_controls(picture.title))
     return "\n".join(
         [

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from regard_cli.names import STORAGES, UNCHANGED
-from regard_cli.options import Json, named, verb
+from regard.cli.options import Json, named, verb
+from regard.names import STORAGES, UNCHANGED
 
 LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors

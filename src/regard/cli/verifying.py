@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from regard_cli.options import VERBS, app
+from regard.cli.options import VERBS, app
 
 MISSING = (
     "regard verify needs regard-verify: python -m pip install 'regard-verify[cli]', or, from a "

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from regard_cli.options import Json, OptionalModel, Threads, group, verb
+from regard.cli.options import Json, OptionalModel, Threads, group, verb
 
 MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
 

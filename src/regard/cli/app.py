@@ -1,4 +1,7 @@
-"""Every verb's options. An error of the user is a sentence and exit code 2."""
+"""The command line, and its verbs that load or measure a model.
+
+An error of the user is a sentence and exit code 2.
+"""
 
 import sys
 import warnings
@@ -13,7 +16,17 @@ from rich.console import Console
 from rich.text import Text
 
 from regard.cli import planning, seeing  # noqa: F401  (their verbs join `app`)
-from regard.cli.options import Device, Dtype, Json, OptionalModel, Threads, app, named, verb
+from regard.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    OptionalModel,
+    Threads,
+    app,
+    imported,
+    named,
+    verb,
+)
 from regard.cli.sentences import printable, wrapped
 from regard.cli.verifying import add_verify
 from regard.names import CACHES, PAGES, PLAIN
@@ -63,8 +76,10 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Cache, speed and perplexity of a model under each attention it can be converted to."""
+    given = locals()
     if memory <= 0:
         raise typer.BadParameter(f"{memory} GiB is not above 0", param_hint="--memory")
+    imported("compare").run(**given)
 
 
 @verb
@@ -108,6 +123,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a model's attention, report what that lost, and save it in a folder."""
+    imported("convert").run(**locals())
 
 
 @verb
@@ -156,9 +172,11 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text with a transformers model on regard, with its time and memory."""
+    given = locals()
     if cache.lower() != "paged" and (prefix_cache is not None or format != PLAIN):
         hint = "--format" if prefix_cache is None else "--prefix-cache"
         raise typer.BadParameter(f"it needs --cache paged, got --cache {cache}", param_hint=hint)
+    imported("generate").run(**given)
 
 
 @verb
@@ -174,10 +192,12 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time decoding and prefill on this machine: regard and its backends against torch."""
+    given = locals()
     if heads % kv_heads:
         raise typer.BadParameter(
             f"{kv_heads} does not divide the {heads} query heads", param_hint="--kv-heads"
         )
+    imported("bench", timed=True).run(**given)
 
 
 @verb
@@ -192,6 +212,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Measure this machine once, so that the fastest backend is chosen on it."""
+    imported("tune", timed=True).run(**locals())
 
 
 @verb
@@ -203,6 +224,7 @@ def cache(
     as_json: Json = False,
 ) -> None:
     """What regard stores on this disk, where and how much; and its removal."""
+    imported("cache").run(**locals())
 
 
 add_verify()

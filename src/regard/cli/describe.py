@@ -4,17 +4,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import print_json, remarks, say, stdout
+from regard.cli.terminal import remarks, say
 from regard.page.readable import readable_bytes
 from regard.plan.cost import Workload, cache_bytes, parameters, token_bytes
-from regard.plan.describing import describe
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard.words import counted
 
@@ -22,15 +20,6 @@ NEXT = "Next: regard plan says what other attentions and caches cost, and what f
 PLAIN = STORAGES["plain"]
 SHOWN = 5  # runs of layers that are listed, at most
 LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
-
-
-def run(*, model: Path, as_json: bool) -> None:
-    """Describe, and print a table or JSON."""
-    shape = describe(model)
-    if as_json:
-        print_json(as_data(shape))
-    else:
-        show(shape, stdout(80))
 
 
 def as_data(model: ModelShape) -> dict[str, Any]:

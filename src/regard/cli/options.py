@@ -1,6 +1,5 @@
 """The application of the command line, its verbs' decorator, and the options that verbs share."""
 
-import functools
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -42,15 +41,13 @@ app = typer.Typer(
 # Turns of a loop in which a thread of GNU's OpenMP waits before it sleeps: 30 microseconds, about
 # the time between two operators. The default of 300,000 takes the cores from other programs.
 SPINS = 10_000
-TIMERS = ("bench", "tune")  # verbs that time calls as they run in the user's own programs
 
-VERBS: dict[str, Callable[..., None]] = {}  # each verb's options, by what is typed: "show mask"
+VERBS: dict[str, Callable[..., None]] = {}  # by what is typed, as "show mask"
 
 
-def verb(options: Callable[..., None]) -> Callable[..., None]:
-    """A verb with the options of this function, which may refuse them. Then it calls `run` in the
-    module of the same name in `regard.cli`, which is imported only then."""
-    return _added(app, options.__name__, options, options.__name__)
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a verb. It refuses wrong options first, then imports what it needs."""
+    return _added(app, function.__name__, function, function.__name__)
 
 
 def group(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -58,27 +55,20 @@ def group(name: str, text: str) -> Callable[[Callable[..., None]], Callable[...,
     verbs = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(verbs, name=name, short_help=text)
 
-    def verb_of_group(options: Callable[..., None]) -> Callable[..., None]:
-        short = options.__name__.removeprefix(f"{name}_")
-        return _added(verbs, short, options, f"{name} {short}")
+    def verb_of_group(function: Callable[..., None]) -> Callable[..., None]:
+        short = function.__name__.removeprefix(f"{name}_")
+        return _added(verbs, short, function, f"{name} {short}")
 
     return verb_of_group
 
 
 def _added(
-    verbs: typer.Typer, name: str, options: Callable[..., None], typed: str
+    verbs: typer.Typer, name: str, function: Callable[..., None], typed: str
 ) -> Callable[..., None]:
-    @functools.wraps(options)
-    def run(**given: Any) -> None:
-        options(**given)
-        if options.__name__ not in TIMERS and "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))  # read when torch is imported
-        _imported(f"regard.cli.{options.__name__}").run(**given)
-
-    VERBS[typed] = options
-    first_line = (options.__doc__ or "").partition("\n")[0]
-    verbs.command(name, short_help=first_line)(run)
-    return options
+    VERBS[typed] = function
+    first_line = (function.__doc__ or "").partition("\n")[0]
+    verbs.command(name, short_help=first_line)(function)
+    return function
 
 
 def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:
@@ -99,13 +89,29 @@ def named(names: Sequence[str], text: str, also: Sequence[str] = ()) -> Any:
     return typer.Option(help=text, autocompletion=lambda: list(names), callback=check)
 
 
-def _imported(name: str) -> Any:
-    """A module, imported without garbage collections: of torch's half a million objects each takes
-    a tenth of a second, and none of them is garbage."""
+def set_threads(threads: int | None) -> None:
+    """Let torch use so many threads of the CPU; as many as it chooses if None."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def imported(name: str, *, timed: bool = False) -> Any:
+    """The module of a verb in this package, imported without garbage collections: of torch's half a
+    million objects each takes a tenth of a second, and none of them is garbage.
+
+    Args:
+        name: of the module.
+        timed: whether the verb times calls as they run in the user's own programs, so that threads
+            wait as they do there.
+    """
+    if not timed and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))  # read when torch is imported
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return import_module(name)
+        return import_module(f"regard.cli.{name}")
     finally:
         gc.freeze()
         if collecting:

@@ -1,18 +1,18 @@
-"""The options of `regard describe` and `regard plan`."""
+"""`regard describe` and `regard plan`."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from regard.cli.options import Json, named, verb
+from regard.cli.options import Json, imported, named, verb
 from regard.names import STORAGES, UNCHANGED
 
 LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
-MOST_OF = {"--context": 10**12, "--window": 10**12, "--batch": 10**9}  # tokens, tokens, rows
+MOST_OF = {"context": 10**12, "window": 10**12, "batch": 10**9}  # tokens, tokens, rows
 MOST_OF_OTHERS = 10**6  # heads, channels, layers, ranks
 
 
@@ -36,6 +36,16 @@ def describe(
     Read from a description of transformers 4 or 5, of llama.cpp, or one that regard has saved. An
     architecture or an entry that is not known is refused by name: a description would be a guess.
     """
+    imported("describe")
+    from regard.cli import describe as described
+    from regard.cli.terminal import print_json, stdout
+    from regard.plan.describing import describe as describe_file
+
+    shape = describe_file(model)
+    if as_json:
+        print_json(described.as_data(shape))
+    else:
+        described.show(shape, stdout(80))
 
 
 @verb
@@ -129,37 +139,78 @@ def plan(
 ) -> None:
     """What each attention a model could have costs: cache, time, and the context that fits."""
     sizes = {
-        "--num-heads": num_heads,
-        "--hidden-size": hidden_size,
-        "--num-kv-heads": num_kv_heads,
-        "--head-dim": head_dim,
-        "--v-head-dim": v_head_dim,
-        "--num-layers": num_layers,
-        "--kv-lora-rank": kv_lora_rank,
-        "--q-lora-rank": q_lora_rank,
-        "--qk-rope-head-dim": qk_rope_head_dim,
-        "--window": window,
+        "num_heads": num_heads,
+        "hidden_size": hidden_size,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "num_layers": num_layers,
+        "kv_lora_rank": kv_lora_rank,
+        "q_lora_rank": q_lora_rank,
+        "qk_rope_head_dim": qk_rope_head_dim,
+        "window": window,
     }
-    _check_most(
-        sizes
-        | {"--context": context, "--batch": batch, "--tp": tp, "--cp": cp, "--page-size": page_size}
-        | {"--block": block}
-    )
-    given = [name for name, value in sizes.items() if value is not None]
-    if model is not None and given:
-        raise typer.BadParameter("a MODEL has its own sizes", param_hint=given[0])
-    if model is None and (num_heads is None or hidden_size is None):
-        raise typer.BadParameter(
-            "give a MODEL, or --num-heads and --hidden-size", param_hint="MODEL"
-        )
+    call = {"context": context, "batch": batch, "tp": tp, "cp": cp}
+    call |= {"page_size": page_size, "block": block}
+    given = _chosen_sizes(model, sizes)
+    _check_most(sizes | call)
     if not (math.isfinite(memory) and 0 < memory <= MOST_MEMORY):
         raise typer.BadParameter(
             f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}", param_hint="--memory"
         )
+    imported("plan")
+    from regard.cli.plan import as_data, show
+    from regard.cli.terminal import print_json, say, stdout
+    from regard.plan.from_sizes import model_from_sizes
+    from regard.plan.planning import GIBIBYTE
+    from regard.plan.planning import plan as plan_model
+
+    if model is None:
+        shape = model_from_sizes(**given, dtype=dtype or "float32")
+    else:
+        from regard.plan.describing import describe  # imports transformers
+
+        shape = describe(model)
+    found = plan_model(
+        shape,
+        **call,
+        memory=max(1, int(memory * GIBIBYTE)),
+        devices=device or (),
+        dtype=dtype,
+        links=link or (),
+        attentions=attention or (),
+        storages=storage or (),
+    )
+    if html is not None:
+        from regard.see.pages.curves import write_plan
+
+        write_plan(found, html)
+    if as_json:
+        print_json(as_data(found))
+        return
+    show(found, stdout(80), every=every or block > 0, why=why)
+    if html is not None:
+        say(stdout(80), f"written to {html}")
+
+
+def _chosen_sizes(model: Path | None, sizes: Mapping[str, int | None]) -> dict[str, Any]:
+    """The sizes that are given, which stand in place of a model."""
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if model is not None and given:
+        raise typer.BadParameter("a MODEL has its own sizes", param_hint=_option(min(given)))
+    if model is None and not {"num_heads", "hidden_size"} <= given.keys():
+        raise typer.BadParameter(
+            "give a MODEL, or --num-heads and --hidden-size", param_hint="MODEL"
+        )
+    return given
 
 
 def _check_most(given: Mapping[str, int | None]) -> None:
     for name, value in given.items():
         most = MOST_OF.get(name, MOST_OF_OTHERS)
         if value is not None and value > most:
-            raise typer.BadParameter(f"{value} is above {most:,}", param_hint=name)
+            raise typer.BadParameter(f"{value} is above {most:,}", param_hint=_option(name))
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,12 +1,23 @@
-"""The options of `regard show` and `regard explain`."""
+"""`regard show` and `regard explain`."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from regard.cli.options import Json, OptionalModel, Threads, group, verb
+from regard.cli.options import (
+    DEFAULT_MODEL,
+    Json,
+    OptionalModel,
+    Threads,
+    group,
+    imported,
+    set_threads,
+    verb,
+)
 
+CONTEXT = 4096  # tokens, if none are given
 MOST = 10**12  # tokens, heads, channels, rows: a larger number is taken for an error
 
 show = group("show", "Draw a mask, or where the heads of a model look.")
@@ -52,6 +63,26 @@ def show_mask(
 ) -> None:
     """Draw a mask: which keys each query may attend to, and why."""
     _check(queries=queries, keys=keys, q_start=q_start, kv_start=kv_start)
+    imported("show_mask")
+    from regard.cli.show_mask import as_data, check_row, slots_of, write
+    from regard.cli.terminal import print_json, print_lines, stdout
+    from regard.see.grammar import mask_from
+    from regard.see.mask_picture import sentence, span_of
+    from regard.see.mask_picture import text as text_of
+
+    rule = mask_from(mask)
+    check_row("batch-row", batch_row, rule.batch, "row")
+    check_row("head", head, rule.heads, "head")
+    span = span_of(rule, queries, keys, q_start=q_start, kv_start=kv_start)
+    place = {"b": batch_row, "h": head}
+    said = None if cell is None else sentence(rule, span, *slots_of(cell), **place)
+    write(rule, span, place, svg, png, html)
+    if as_json:
+        print_json({**as_data(rule, span, **place), "cell": said}, indent=None)
+        return
+    console, files = stdout(80), [file for file in (svg, png, html) if file is not None]
+    saved = "\n".join(f"Saved in {file}." for file in files)
+    print_lines(console, said or saved or text_of(rule, span, **place, width=console.width))
 
 
 @show
@@ -87,6 +118,22 @@ def show_attention(
         raise typer.BadParameter("give one of --text and --text-file", param_hint="--text")
     if window is not None and find is not None:
         raise typer.BadParameter("give one of --window and --find", param_hint="--find")
+    imported("show_attention")
+    from regard.cli import show_attention as shown
+    from regard.cli.terminal import print_json, say, stdout
+
+    set_threads(threads)
+    prompt = str(text) if text_file is None else text_file.read_text(encoding="utf-8")
+    most = shown.LARGEST if out is not None else shown.PAGE if html is not None else 0
+    lists = (layers, heads, queries)
+    looked = shown.look(model, prompt, lists, window=window, find=find, most=most)
+    maps, asked, name = looked.maps, looked.asked, str(model or DEFAULT_MODEL)
+    shown.write(looked, name, out=out, html=html, pictures=(svg, png))
+    if as_json:
+        print_json(shown.as_data(maps, asked, name, looked.found), indent=None)
+        return
+    say(stdout(80), f"{name}: {shown.said(maps, asked)}, in {looked.seconds:.1f} s.")
+    shown.show(maps, asked, stdout(80), word=find, found=looked.found)
 
 
 @verb
@@ -142,15 +189,52 @@ def explain(
         "keys": keys,
     }
     _check(**sizes, queries=queries, context=context, batch=batch)
-    given = [name for name, value in {**sizes, "mask": mask}.items() if value is not None]
+    _check_call(model, context, {**sizes, "mask": mask})
+    imported("explain")
+    from regard.cli import explain as shown
+    from regard.cli.terminal import print_json, stdout
+    from regard.plan.shapes import LayerShape
+    from regard.words import counted
+
+    set_threads(threads)
+    tokens, missing, title = context or keys or CONTEXT, {}, ""
+    if num_heads is not None and head_dim is not None:
+        layer = LayerShape(
+            hidden_size=num_heads * head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads or num_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim or head_dim,
+        )
+        rule = mask or "Causal()"
+        found = [shown.of_sizes(layer, rule, queries, tokens, batch, dtype or "float32", device)]
+    else:
+        from regard.plan.describing import describe  # imports transformers
+
+        shape = describe(cast("Path", model))
+        dtype = dtype or shape.dtype
+        found = shown.of_model(shape, tokens, queries, batch, dtype, device)
+        missing = shown.refused(shape)
+        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {dtype}"
+    if as_json:
+        calls = [asdict(each) for each in found]
+        print_json({"model": title, "calls": calls, "refused": missing})
+        return
+    title += f"; {counted(tokens, 'token')}, {counted(batch, 'row')}" if title else ""
+    shown.show(title, found, missing, stdout(80), why=why)
+
+
+def _check_call(model: Path | None, context: int | None, sizes: dict[str, Any]) -> None:
+    """Refuse sizes beside a model, and sizes that are no call."""
+    given = {name: value for name, value in sizes.items() if value is not None}
     if model is not None and given:
-        raise typer.BadParameter("a model says this itself", param_hint=_option(given[0]))
+        raise typer.BadParameter("a model says this itself", param_hint=_option(min(given)))
     if model is None and context is not None:
         raise typer.BadParameter("goes with a model; of sizes it is --keys", param_hint="--context")
-    if model is None and (num_heads is None or head_dim is None):
+    if model is None and not {"num_heads", "head_dim"} <= given.keys():
         raise typer.BadParameter("give a model, or --num-heads and --head-dim", param_hint="MODEL")
-    if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
+    if given.get("num_heads", 0) % given.get("num_kv_heads", 1):
         raise typer.BadParameter(
-            f"{num_kv_heads} does not divide the {num_heads} query heads",
+            f"{given['num_kv_heads']} does not divide the {given['num_heads']} query heads",
             param_hint="--num-kv-heads",
         )

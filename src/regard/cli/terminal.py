@@ -50,6 +50,12 @@ def say(
     console.print(text, soft_wrap=True)
 
 
+def print_lines(console: Console, text: str) -> None:
+    """Print lines as they are, with control characters as their escapes."""
+    for line in text.splitlines():
+        console.print(printable(line), markup=False, soft_wrap=True)
+
+
 def print_json(data: Any, indent: int | None = 2) -> None:
     """Print data as JSON on stdout, with every control character as its escape."""
     text = json.dumps(data, indent=indent, allow_nan=False)

@@ -26,9 +26,11 @@ class Mask:
     (`__call__`), and which runs of keys are visible to a run of queries (`runs`). All else follows.
 
     Examples:
-        >>> from regard.masks import Causal, Mask
-        >>> isinstance(Causal(), Mask), isinstance(~Causal(), Mask)
-        (True, True)
+        >>> import torch
+        >>> from regard.masks import Causal
+        >>> query, key = torch.tensor(3), torch.tensor(4)
+        >>> Causal()(0, 0, query, key).item(), (~Causal())(0, 0, query, key).item()
+        (False, True)
     """
 
     operators: ClassVar[dict[str, Callable[..., "Mask"]]] = {}  # `regard.masks.algebra` adds them

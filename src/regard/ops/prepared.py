@@ -40,11 +40,11 @@ class Prepared(NamedTuple):
 
     Examples:
         >>> import torch
-        >>> from regard import Part, Prepared, attend, prepare
+        >>> from regard import Part, attend, prepare
         >>> q = torch.randn(1, 2, 3, 8)
         >>> prepared = prepare(q, q, q, backend="eager")
-        >>> isinstance(prepared, Prepared), prepared.name
-        (True, 'eager')
+        >>> prepared.name
+        'eager'
         >>> torch.equal(prepared.run(q, [Part(0, 3, (q, q))]), attend(q, q, q, backend="eager"))
         True
     """

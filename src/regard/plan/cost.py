@@ -68,11 +68,11 @@ class Cost:
             FLOPs and bytes moved are those of the other layers.
 
     Examples:
-        >>> from regard.plan import STORAGES, Cost, LayerShape, cost_of
+        >>> from regard.plan import STORAGES, LayerShape, cost_of
         >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
         >>> cost = cost_of(gqa, STORAGES["plain"], context=100)
-        >>> isinstance(cost, Cost), cost.cache_bytes, (cost + cost).cache_bytes
-        (True, 12800, 25600)
+        >>> cost.cache_bytes, (cost + cost).cache_bytes
+        (12800, 25600)
     """
 
     parameters: int = 0

@@ -65,11 +65,11 @@ class AttentionMaps:
     Examples:
         >>> import torch
         >>> from regard import Attention, Causal
-        >>> from regard.see import AttentionMaps, attention
+        >>> from regard.see import attention
         >>> layer = Attention(8, 2, mask=Causal())
         >>> maps = attention(layer, torch.randn(1, 3, 8), heads=[0], names=["a", "b", "c"])
-        >>> isinstance(maps, AttentionMaps), maps.weights.shape, maps.entropy.shape
-        (True, torch.Size([1, 1, 3, 3]), torch.Size([1, 2]))
+        >>> maps.weights.shape, maps.entropy.shape
+        (torch.Size([1, 1, 3, 3]), torch.Size([1, 2]))
         >>> maps.top(layer=0, head=0, query=0)
         [('a', 1.0)]
     """

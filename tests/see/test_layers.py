@@ -8,7 +8,7 @@ import regard.hf
 from regard import Attention
 from regard.convert import as_latent
 from regard.hf.placing.placed import PlacedLatentKV
-from regard.see.layers import attention_layers, on_regard
+from regard.see.maps_of_model import attention_layers, on_regard
 from tiny import tiny
 
 

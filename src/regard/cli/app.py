@@ -5,7 +5,7 @@ An error of the user is a sentence and exit code 2.
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from regard.cli import planning, seeing  # noqa: F401  (their verbs join `app`)
 from regard.cli.options import (
+    VERBS,
     Device,
     Dtype,
     Json,
@@ -28,7 +29,6 @@ from regard.cli.options import (
     verb,
 )
 from regard.cli.sentences import printable, wrapped
-from regard.cli.verifying import add_verify
 from regard.names import CACHES, PAGES, PLAIN
 
 __all__ = ["app", "run"]
@@ -42,6 +42,10 @@ STORED = ("model", "gguf", "compare", "compiled", "rates", "all")
 TARGETS = (
     "mha, gqa:N, mqa; latent-50, deepseek-50, portable-50 (rows of compare, of any percentage); "
     "mla:RANK, mla:RANK+ROPE, or mla with a budget"
+)
+VERIFY_MISSING = (
+    "regard verify needs regard-verify: python -m pip install 'regard-verify[cli]', or, from a "
+    "clone of regard, python -m pip install './packages/regard-verify[cli]'"
 )
 
 
@@ -225,6 +229,37 @@ def cache(
 ) -> None:
     """What regard stores on this disk, where and how much; and its removal."""
     imported("cache").run(**locals())
+
+
+def verb_of_regard_verify() -> Callable[..., None]:
+    """The function whose parameters are the options of the verb.
+
+    Raises:
+        ModuleNotFoundError: if a package other than regard-verify is missing.
+    """
+    try:
+        from regard_verify.command import verify
+    except ModuleNotFoundError as error:
+        if error.name != "regard_verify":
+            raise
+        return missing
+    return verify
+
+
+def missing(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="SUBJECT")] = None,
+) -> None:
+    """Check an attention of any origin; it needs the package regard-verify."""
+    raise ImportError(VERIFY_MISSING)
+
+
+def add_verify() -> None:
+    """Add the verb to the command line of regard."""
+    verb = verb_of_regard_verify()
+    VERBS["verify"] = verb
+    first_line = (verb.__doc__ or "").partition("\n")[0]
+    lenient = {"ignore_unknown_options": True} if verb is missing else {}
+    app.command("verify", short_help=first_line, context_settings=lenient)(verb)
 
 
 add_verify()

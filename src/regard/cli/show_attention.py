@@ -17,7 +17,7 @@ from regard.hf.packages import quiet
 from regard.see import AttentionMaps, attention, find
 from regard.see.map_picture import draw
 from regard.see.map_text import bar, best, map_text, readable
-from regard.see.pages import heads
+from regard.see.pages import head_maps
 from regard.words import counted
 
 LARGEST = 2**27  # weights of all maps together, at most: 512 MiB in float32
@@ -248,7 +248,7 @@ def write(
     if out is not None:
         maps.save(out)
     if html is not None:
-        heads.write(maps, html, title=f"{name}: where its heads look", pairs=asked.pairs)
+        head_maps.write(maps, html, title=f"{name}: where its heads look", pairs=asked.pairs)
     for path in pictures:
         if path is not None:
             draw(maps, path, printed(maps, asked) if asked.anything else ())

@@ -13,14 +13,14 @@ from regard.masks import Mask, Padding
 from regard.masks.algebra import AllOf
 from regard.ops.prepared import Prepared
 from regard.see.maps import AttentionMaps
-from regard.see.rows import Block, OneRow, one_row
+from regard.see.row_weights import OneRow, RowBlock, one_row
 from regard.see.statistics import Statistics, Totals
 
 CONTEXTS = ("context", "key_value_states", "encoder_hidden_states")  # arguments with other tokens
 
 
 @dataclass(frozen=True)
-class Choice:
+class MapChoice:
     """The layers, heads, queries and keys whose weights are returned; None for all of them."""
 
     layers: Sequence[int] | None = None
@@ -28,7 +28,7 @@ class Choice:
     queries: Sequence[int] | None = None
     keys: tuple[int, int] | None = None
 
-    def among(self, layers: int, past: int, tokens: int) -> "Choice":
+    def among(self, layers: int, past: int, tokens: int) -> "MapChoice":
         """The choice with indices from 0, of so many layers and of the tokens from `past`.
 
         Raises:
@@ -38,7 +38,7 @@ class Choice:
         asked = range(layers) if self.layers is None else self.layers
         rows = range(past, tokens) if self.queries is None else self.queries
         start, stop, _ = slice(*(self.keys or (0, tokens))).indices(tokens)
-        return Choice(
+        return MapChoice(
             () if none else indices("layers", asked, 0, layers),
             self.heads,
             () if none else indices("queries", rows, past, tokens),
@@ -63,7 +63,7 @@ class Looking:
     """Statistics of every layer that runs, and maps of the chosen ones."""
 
     def __init__(
-        self, choice: Choice, row: int, past: int, tokens: int, padding: Tensor | None
+        self, choice: MapChoice, row: int, past: int, tokens: int, padding: Tensor | None
     ) -> None:
         self._choice, self._row, self._past, self._tokens = choice, row, past, tokens
         real = torch.ones(tokens, dtype=torch.bool) if padding is None else padding
@@ -147,7 +147,7 @@ class Looking:
         asked = range(count) if self._choice.heads is None else self._choice.heads
         return indices("heads", asked, 0, count)
 
-    def _keep(self, kept: Tensor, block: Block) -> None:
+    def _keep(self, kept: Tensor, block: RowBlock) -> None:
         """Copy the chosen rows and columns of the chosen heads."""
         assert self._choice.queries is not None
         assert self._choice.keys is not None

@@ -25,7 +25,7 @@ BLOCK = 2**20  # weights of a block: 4 MiB of float32, which a core's cache hold
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """The weights of some queries of one batch row.
 
     Args:
@@ -65,13 +65,13 @@ class OneRow:
         """The last key that a query may attend to, as an index into the tokens."""
         return self.call.span.kv_stop - 1 + self.dropped
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[RowBlock]:
         """The weights of all queries, some at a time."""
         size = max(1, BLOCK // (self.call.num_heads * max(1, self.call.num_keys)))
         for start in range(0, self.call.num_queries, size):
             yield self.block(start, min(size, self.call.num_queries - start))
 
-    def block(self, start: int, count: int) -> Block:
+    def block(self, start: int, count: int) -> RowBlock:
         """The weights of `count` queries of the call from `start`."""
         whole, mask = self.call.span, self.call.mask
         span = whole.part(start, start + count, whole.kv_start, whole.kv_stop)
@@ -86,7 +86,7 @@ class OneRow:
             raw = (grouped @ k.mT).view(1, call.num_heads, count, call.num_keys)
             weights = _softmax(call, scores_of(call, raw))
         row = self.row if len(weights) > 1 else 0  # a rule of biases may have rows of its own
-        return Block(weights[row], self.past + start, span.kv_start + self.dropped)
+        return RowBlock(weights[row], self.past + start, span.kv_start + self.dropped)
 
 
 def one_row(prepared: Prepared, q: Tensor, parts: Iterable[Part], row: int, past: int) -> OneRow:

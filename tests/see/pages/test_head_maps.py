@@ -12,7 +12,6 @@ import torch
 
 from regard.page.page import page
 from regard.see import AttentionMaps, attention
-from regard.see.pages import heads
 
 HOSTILE = ("<b onclick=alert(1)>&amp;", "שלום", "🙂\u200d👧", "\n", " ", "</script>", "a'b\"c")
 WORDS = (*HOSTILE, " the", " c", "at", " s", "at", " on", " a", " mat", ".", " The")
@@ -49,7 +48,7 @@ def invented(layers=3, heads=2, tokens=WORDS, seed=0):
 
 
 def html_of(maps):
-    return page("Maps", heads.sections(maps))
+    return page("Maps", head_maps.sections(maps))
 
 
 def decoded(data):
@@ -78,7 +77,7 @@ def test_a_page_holds_the_weights_up_to_half_a_step(kind):
         maps = replace(maps, weights=chosen, queries=rows, keys=columns)
     elif kind == "bidirectional":
         maps = replace(maps, weights=maps.weights.flip(-1))
-    data = heads.data_of(maps)
+    data = head_maps.data_of(maps)
     assert data["causal"] == (kind != "bidirectional")
     assert data["steps"] == 255
     assert (decoded(data) - maps.weights).abs().max() <= 0.5 / 255 + 1e-6
@@ -89,27 +88,27 @@ def test_steps_are_coarser_where_there_are_more_weights(monkeypatch):
     sizes = {}
     for budget in (12_000, 7_000, 5_000):
         monkeypatch.setattr(heads, "BUDGET", budget)
-        data = heads.data_of(maps)
+        data = head_maps.data_of(maps)
         sizes[data["steps"]] = sum(map(len, data["maps"]))
         assert sizes[data["steps"]] <= budget
         assert f"multiples of 1/{data['steps']}" in html_of(maps)
     assert len(sizes) == 3
     monkeypatch.setattr(heads, "BUDGET", 100)
     with pytest.raises(ValueError, match=r"3 layers of 2 heads over 64 tokens.*choose fewer"):
-        heads.data_of(maps)
+        head_maps.data_of(maps)
 
 
 def test_weights_that_are_not_finite_are_refused():
     maps = invented()
     maps.weights[0, 1, 5, 2] = torch.nan
     with pytest.raises(ValueError, match="finite"):
-        heads.data_of(maps)
+        head_maps.data_of(maps)
 
 
 def test_a_statistic_that_is_not_finite_is_unknown():
     maps = invented()
     maps.previous_share[1, 1] = torch.nan
-    (found,) = [s for s in heads.data_of(maps)["statistics"] if "before" in s["name"]]
+    (found,) = [s for s in head_maps.data_of(maps)["statistics"] if "before" in s["name"]]
     assert found["values"][1][1] is None
     json.dumps(found, allow_nan=False)
 
@@ -401,6 +400,6 @@ def test_all_maps_of_a_real_model_fit_in_2_mb(tmp_path):
         model, torch.tensor(ids), layers=range(30), names=[tokenizer.decode(i) for i in ids]
     )
     assert maps.weights.shape == (30, 9, 256, 256)
-    heads.write(maps, tmp_path / "heads.html")
+    head_maps.write(maps, tmp_path / "heads.html")
     assert 1_000_000 < (tmp_path / "heads.html").stat().st_size < 2_000_000
-    assert heads.data_of(maps)["steps"] >= 100
+    assert head_maps.data_of(maps)["steps"] >= 100

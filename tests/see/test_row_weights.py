@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import regard.see.rows
+import regard.see.row_weights
 from regard import (
     Alibi,
     Causal,
@@ -19,7 +19,7 @@ from regard import (
     attention_weights,
     prepare,
 )
-from regard.see.rows import one_row
+from regard.see.row_weights import one_row
 
 L = 13
 KEEP = torch.rand(2, 4, L, L, generator=torch.Generator().manual_seed(0)) > 0.4
@@ -62,7 +62,7 @@ MORE = (
 @pytest.mark.parametrize("size", [1, 300, 1 << 20])
 @pytest.mark.parametrize("name", MASKS)
 def test_blocks_are_the_rows_of_the_whole(name, size, monkeypatch):
-    monkeypatch.setattr(regard.see.rows, "BLOCK", size)
+    monkeypatch.setattr(regard.see.row_weights, "BLOCK", size)
     q, k = heads(2, 4, L, 8), heads(2, 2, L, 8)
     for more in MORE:
         options = {"mask": MASKS[name], "span": Span(0, L, 0, L), **more}

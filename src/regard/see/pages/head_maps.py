@@ -61,12 +61,12 @@ def write(
         >>> import torch
         >>> from regard import Attention, Causal
         >>> from regard.see import attention
-        >>> from regard.see.pages import heads
+        >>> from regard.see.pages import head_maps
         >>> layer = Attention(8, 2, mask=Causal())
         >>> maps = attention(layer, torch.randn(1, 3, 8), layers=[0], names=["a", "b", "c"])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     file = Path(folder) / "heads.html"
-        ...     heads.write(maps, file)
+        ...     head_maps.write(maps, file)
         ...     file.read_text()[:15]
         '<!doctype html>'
     """

@@ -12,15 +12,11 @@ import pytest
 
 import regard.cli.app as app
 import regard.cli.options as options
-import regard.names as names
-from regard.cache import format_of
 from regard.cli import cache as stored
 from regard.compare import CANDIDATES
 from regard.convert.job import Job
 from regard.convert.targets import GRAMMAR
 from regard.hf import SMOLLM2, write
-from regard.hf.generating.caches import NAMES
-from regard.plan.shapes import STORAGES
 
 VERBS = list(options.VERBS)
 OTHERS = {  # where further options go
@@ -104,16 +100,6 @@ def test_what_the_options_list_is_what_there_is():
     assert app.TARGETS == GRAMMAR
     assert options.DEFAULT_MODEL == SMOLLM2
     assert (*stored.KINDS, stored.ALL) == app.STORED
-
-
-def test_caches_have_one_list_of_names():
-    assert (*NAMES,) == names.CACHES
-    assert (*STORAGES,) == names.STORAGES
-    assert {each.cache for each in CANDIDATES if isinstance(each.cache, str)} <= {*names.CACHES}
-    for each in names.PAGES:
-        assert format_of(each).name == each
-    for each in names.CODES:
-        assert str(STORAGES[each].key_bits) in each
 
 
 @pytest.mark.parametrize(

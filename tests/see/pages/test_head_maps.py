@@ -12,6 +12,7 @@ import torch
 
 from regard.page.page import page
 from regard.see import AttentionMaps, attention
+from regard.see.pages import head_maps
 
 HOSTILE = ("<b onclick=alert(1)>&amp;", "שלום", "🙂\u200d👧", "\n", " ", "</script>", "a'b\"c")
 WORDS = (*HOSTILE, " the", " c", "at", " s", "at", " on", " a", " mat", ".", " The")

@@ -7,7 +7,7 @@ import torch
 
 
 class DeviceRates(NamedTuple):
-    """What a device does in a second.
+    """The rates of a device: bytes and floating-point operations a second.
 
     Attributes:
         name: the start of the device's name, as torch gives it.

@@ -267,8 +267,8 @@ def _measured(
 
 
 def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]]:
-    """What is measured: torch's kernel, the chosen backend and others; the name of the chosen one;
-    and why the backends left out are absent."""
+    """The functions to time: torch's kernel, the chosen backend and others; the name of the chosen
+    backend; and the reasons of absent ones."""
     key_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
     k, v = store(*key_shape), store(*key_shape)

@@ -33,7 +33,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 
 class Record(NamedTuple):
-    """What a cache stores: what JSON can express, and streams `[B, G, tokens, W]`."""
+    """The content of a cache in a file: values for JSON, and streams `[B, G, tokens, W]`."""
 
     state: dict[str, Any]  # lengths, first slot, ...
     streams: Sequence[Any]  # tensors, or a Stacked that is to be written

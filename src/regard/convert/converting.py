@@ -232,7 +232,8 @@ def _counts(
 
 
 def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:
-    """`make`, whose layers are refitted and appended to a conversion and its report."""
+    """Wrap `make`: each layer that it makes is refitted and appended to a conversion, and its error
+    to the report."""
 
     def made(step: Step) -> Made:
         layer = make(step)

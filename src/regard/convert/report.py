@@ -30,7 +30,8 @@ class Healing:
 
 @dataclass(frozen=True)
 class Report:
-    """What was converted to what, and the measurements before and after."""
+    """The result of a conversion: the model, its attention before and after, and the measurements
+    of both."""
 
     model: str
     was: str

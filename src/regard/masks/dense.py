@@ -149,7 +149,8 @@ class Dense(DataMask):
         return place.kv_start, place.kv_stop - 1
 
     def finder(self) -> Finder:
-        """Queries see what the strips that they meet see. Those without a row see nothing."""
+        """The function `runs`: queries see the keys of the strips of rows that they lie in; queries
+        without a row see none."""
         place = self.place
         if place is None or isinstance(place.q_start, Tensor) or not on_cpu(self.keep):
             return unknown
@@ -224,7 +225,8 @@ def strip_of(rows: Tensor) -> Strip:
 
 
 def edges_of(strips: list[Strip]) -> Iterator[int]:
-    """The rows where blocks of queries should begin: other keys are visible there.
+    """The rows whose visible keys differ from those of the row before: blocks of queries should
+    begin there.
 
     Examples:
         >>> keep = torch.zeros(256, 256, dtype=torch.bool)

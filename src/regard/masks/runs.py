@@ -34,7 +34,7 @@ class Shown(NamedTuple):
     edges: Iterable[int] = ()
 
     def edges_between(self, first: int, stop: int) -> list[int]:
-        """Those after `first` and before `stop`, each once, in order."""
+        """The edges after `first` and before `stop`, each once, in order."""
         return sorted({slot for slot in self.edges if first < slot < stop})
 
 
@@ -42,7 +42,8 @@ Finder = Callable[[int, int], Shown]  # from the first and the last slot of a ru
 
 
 def unknown(first: int, last: int) -> Shown:
-    """Of a rule of which nothing is known."""
+    """The result of `runs` for a rule that cannot be analysed: some keys may be visible, and none
+    surely is."""
     return Shown(ALL, NONE)
 
 

@@ -127,7 +127,8 @@ class Call:
         return self.but(given_span=span, span=span)
 
     def but(self, **fields: Any) -> "Call":
-        """This call with other values of some fields, in a fifth of the time of `replace`."""
+        """A copy of this call with some fields changed, in a fifth of the time of
+        `dataclasses.replace`."""
         call = object.__new__(Call)
         vars(call).update(vars(self), **fields)
         return call
@@ -177,7 +178,7 @@ class Call:
         return bias.to(dtype)
 
     def _bias_of(self, rule: ScoreBias, dtype: torch.dtype) -> Tensor:
-        """The bias of a rule, which may be a user's."""
+        """The tensor of a rule for biases. A rule of a user may raise or return a wrong shape."""
         try:
             bias: object = rule.bias(self.span, device=self.device, dtype=dtype)
         except torch.OutOfMemoryError:

@@ -204,8 +204,9 @@ def forward_sums(layer: LayerShape, work: Workload, tokens: int, keys: int | Non
 def backward_sums(
     layer: LayerShape, work: Workload, keys: int | None = None, key_channels: int | None = None
 ) -> int:
-    """Bytes of the sums of gradients of what every rank reads for its own heads: the input or the
-    latents, squares, norms of heads; and of key heads that several ranks have, their weights.
+    """Bytes of the all-reduces of a backward pass: the gradients of the hidden states or latents
+    that every rank reads for its own heads, of the norms of heads, and of the weights of key heads
+    that several ranks have.
 
     Args:
         keys: that are projected; None for as many as tokens.

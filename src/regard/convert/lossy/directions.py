@@ -70,7 +70,8 @@ def directions_of(
 
 
 def _balance(energy: Float64[Tensor, "R R"]) -> Float64[Tensor, " R"]:
-    """Factors of the rows that give values the weight `VALUES` relative to keys."""
+    """The factors of the rows of keys and values with which an error of a value counts `VALUES`
+    times as much as one of a key."""
     keys, values = energy.diagonal().chunk(2)
     ratio = (keys.sum() / values.sum()).sqrt().nan_to_num(1.0)
     share = VALUES * ratio.clamp(1 / LARGEST_BALANCE, LARGEST_BALANCE)

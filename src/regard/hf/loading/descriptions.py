@@ -90,7 +90,8 @@ def _read(field: Field, name: str, value: Any, file: Path) -> Any:
 
 
 def _such(accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    """A function that returns a value which is accepted, and raises a ValueError for others."""
+    """A check of a value from a file: a function that returns an accepted value and raises a
+    ValueError for any other."""
 
     def read(value: Any) -> Any:
         if not accepts(value):

@@ -120,7 +120,7 @@ def attend(tile, call, padded, pair, first, queries, part):
 @phase
 @no_type_check
 def begin(tile, call, batch, head, padded, queries, part):
-    """The scaled queries in scratch, and a part that holds no key yet."""
+    """Write the scaled queries to the scratch memory, and begin a partial result without keys."""
     sums, maxima = floats(part), floats(part + padded * tile.sum_bytes)
     for i in range(padded * (tile.value_width + 2 * tile.lanes)):
         sums[i] = np.float32(0)
@@ -133,7 +133,8 @@ def begin(tile, call, batch, head, padded, queries, part):
 @phase
 @no_type_check
 def block_at(tile, call, batch, j, stop):
-    """Where the block lies that begins with key `j`, in tokens, and its keys: those of one page."""
+    """The position in memory, in tokens, of the block that begins with key `j`, and its number of
+    keys, all in one page."""
     at, count = j, min(tile.block, stop - j)
     if tile.paged:
         place = call.skipped + j
@@ -146,7 +147,8 @@ def block_at(tile, call, batch, j, stop):
 @phase
 @no_type_check
 def next_block(tile, call, batch, at, j):
-    """Where key `j` lies, which begins the block after the one at `at`; anywhere after the last."""
+    """The position in memory of key `j`, with which the block after the one at `at` begins; any
+    position after the last block."""
     following = at + tile.block
     if tile.paged and j < call.keys:
         following, _ = block_at(tile, call, batch, j, call.keys)
@@ -156,7 +158,7 @@ def next_block(tile, call, batch, at, j):
 @phase
 @no_type_check
 def page_ahead(tile, call, batch, j):
-    """Where the key lies that is a page after key `j`, or the last one."""
+    """The position in memory of the key one page after key `j`, or of the last key."""
     far = j
     if tile.paged:
         far, _ = block_at(tile, call, batch, min(call.keys - 1, j + call.page), call.keys)
@@ -210,8 +212,8 @@ def visible(tile, call, count, bias):
 @phase
 @no_type_check
 def floating_keys(tile, count, k, stride, scales, pace, floating):
-    """Where a block's keys lie, and the bytes from one to the next: codes are dequantised first,
-    unless they are while they are multiplied."""
+    """The address of a block's keys, and the bytes from one key to the next. Codes are dequantised
+    to scratch memory first, unless the products dequantise them."""
     if tile.k_quantized and not tile.k_direct:
         dequantize_keys(tile, count, k, stride, scales, pace, floating)
         k, stride = floating, 4 * tile.width
@@ -221,7 +223,8 @@ def floating_keys(tile, count, k, stride, scales, pace, floating):
 @phase
 @no_type_check
 def floating_values(tile, count, v, stride, scales, pace, floating):
-    """The same of its values, after its keys are read; values within keys are there already."""
+    """The address of a block's values, and the bytes from one value to the next; values that are
+    part of the keys are dequantised already."""
     if tile.v_quantized and not tile.v_direct:
         dequantize_values(tile, count, v, stride, scales, pace, floating)
         v, stride = floating, 4 * tile.value_width
@@ -246,7 +249,8 @@ def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, 
 @phase
 @no_type_check
 def softmax(tile, call, padded, count, bias, scores, part):
-    """Scores become powers of 2 below the running maximum; what was summed so far is rescaled."""
+    """Replace scores by powers of 2 relative to the running maximum, and rescale the sums of
+    earlier blocks."""
     maxima = floats(part + padded * tile.sum_bytes)
     totals = floats(part + padded * (tile.sum_bytes + 4 * tile.lanes))
     for i in range(call.rows):

@@ -96,7 +96,8 @@ def lanes_for(width: int, value_width: int, dtype: torch.dtype, *, joined: bool)
 def memory(
     tile: Tile, rows: int, heads: int, ranges: int, threads: int, more: int = 0
 ) -> tuple[int, int, int, int]:
-    """Addresses in one workspace: the counters, all zero; the parts; the scratch; `more` bytes."""
+    """The addresses of four areas in one workspace: counters, all zero; partial results; scratch
+    memory; and `more` bytes."""
     padded = tile.padded(rows)
     counters = -(-8 * (heads + 2) // LINE) * LINE  # int64: tasks, threads, finished tasks of a head
     parts = heads * ranges * padded * tile.part_bytes
@@ -146,7 +147,8 @@ def _stream(
     shape: tuple[int, int, int, int],
     page: int,
 ) -> tuple[Format, Place, Place]:
-    """How keys or values are stored, where they lie, and where the scales of their codes lie."""
+    """The format of keys or values, their address and strides, and those of the scales of their
+    codes."""
     if isinstance(x, Tensor):
         form = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
         return form, place_of(name, x, dtype, shape), NOWHERE

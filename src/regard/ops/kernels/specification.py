@@ -168,7 +168,7 @@ class Specification(NamedTuple):
         return weights, Part(part.sums * shrink[:, None], maxima, totals)
 
     def gather(self, weights: Floats, v: Floats, part: Part) -> Part:
-        """The weighted values added to the sums, key after key."""
+        """Add the weighted values to the sums, key after key."""
         sums = part.sums
         for j, value in enumerate(v):
             sums = self.add_product(weights[:, j, None], value, sums)

@@ -102,7 +102,7 @@ class Tile(NamedTuple):
 
     @property
     def v_direct(self) -> bool:
-        """The same of values."""
+        """Whether values are codes that are dequantised as they are multiplied."""
         return self.direct and self.v_quantized
 
     @property

@@ -73,7 +73,7 @@ def sections_of_comparison(result: Comparison) -> list[Section]:
 
 
 def curves_of_comparison(result: Comparison) -> Curves:
-    """A line for each row that ran and whose cache has a formula."""
+    """A line for each row that ran and whose cache bytes are known from shapes."""
     lines = tuple(
         line_of(row.name, row.layers, [row.storage], dtype=result.cache_dtype)
         for row in result.rows

@@ -41,7 +41,8 @@ def as_data(model: ModelShape) -> dict[str, Any]:
 
 
 def _costs(model: ModelShape, layer: LayerShape) -> dict[str, int | None]:
-    """Parameters, and what is cached; None where it does not follow from the sizes."""
+    """The parameters of a layer and the bytes that it caches; None where these do not follow from
+    the sizes."""
     return {
         "parameters": _parameters(layer),
         "cache_bytes_per_token": _token_bytes(model, layer),
@@ -57,7 +58,7 @@ def _parameters(layer: LayerShape) -> int | None:
 
 
 def _all_parameters(model: ModelShape) -> int | None:
-    """Of all layers together; None if there are some that cannot be counted."""
+    """The parameters of all layers together; None if those of a layer cannot be counted."""
     found = [(_parameters(layer), len(indices)) for layer, indices in model.distinct().items()]
     counted_ones = [count * times for count, times in found if count is not None]
     return sum(counted_ones) if len(counted_ones) == len(found) else None
@@ -134,7 +135,7 @@ def _print_reasons(model: ModelShape, console: Console) -> None:
 
 
 def _common_traits(layers: Iterable[LayerShape]) -> list[str]:
-    """What distinguishes all layers alike, where there are several kinds of them."""
+    """The traits that all layers share, where there are several kinds of layers."""
     first, *others = (traits(layer) for layer in layers)
     return [each for each in first if others and all(each in other for other in others)]
 
@@ -168,7 +169,7 @@ def _cells(
 
 
 def traits(layer: LayerShape) -> list[str]:
-    """What distinguishes a layer besides its kind, in words.
+    """The traits of a layer besides its kind, in words.
 
     Args:
         layer: of any kind.
@@ -227,7 +228,8 @@ def _totals(model: ModelShape) -> list[str]:
 
 
 def _growth(model: ModelShape) -> str:
-    """What a token adds to all caches, before and after windows are full."""
+    """A sentence on the bytes that a token adds to all caches, before and after windows are
+    full."""
     bounded = [each for each in model.layers if each.window is not None or each.chunk is not None]
     every = sum(_token_bytes(model, layer) for layer in model.layers)
     sentence = f"A token takes {counted(every, 'byte')} of cache"

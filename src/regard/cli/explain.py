@@ -125,7 +125,8 @@ def _cells(each: Explained) -> list[str]:
 
 
 def _say_line(console: Console, line: str) -> None:
-    """A line that begins with a name, its further lines below its text."""
+    """Print a line that begins with a name; when it is wrapped, further lines are indented to its
+    text."""
     line = printable(line)
     text = wrapped(line[NAME:], console.width - NAME, margin="").splitlines()
     margin = "\n" + " " * NAME
@@ -172,7 +173,7 @@ def refused(model: ModelShape) -> dict[str, list[int]]:
 
 
 def _merged(calls: Iterator[Explained]) -> list[Explained]:
-    """Calls that are alike as one, with the layers of all."""
+    """Join calls that are alike, with the layers of all of them."""
     layers: dict[tuple[object, ...], list[int]] = {}
     first: dict[tuple[object, ...], Explained] = {}
     for each in calls:

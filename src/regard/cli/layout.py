@@ -101,7 +101,7 @@ def _least(column: Column, at: int, cells: Cells) -> int:
 
 
 def _grown(columns: Sequence[Column], cells: Cells, least: Sequence[int], width: int) -> list[int]:
-    """The widths with the rest of the line added: to wrapped words first, then to headings."""
+    """Distribute the rest of a line over the columns: first to wrapped words, then to headings."""
     widths, spare = list(least), width - _across(least)
     for at in sorted(range(len(columns)), key=lambda at: not columns[at].words):
         longest = max((row[at].cell_len for row in cells), default=0)

@@ -119,7 +119,8 @@ def _measured(row: Row) -> list[str]:
 
 
 def _print_sent(found: Plan, console: Console) -> None:
-    """What a rank sends, whatever the storage of its cache, and the times of each link."""
+    """Print the bytes that a rank sends, which do not depend on the storage of its cache, and the
+    times of each link."""
     columns = [Column("attention", words=True)]
     columns += [Column(f"sent: {work}", group="sent") for work in SENT.values()]
     for key in found.links:
@@ -134,7 +135,8 @@ def _print_sent(found: Plan, console: Console) -> None:
 
 
 def _verdict(found: Plan) -> list[str]:
-    """What the first row takes; what fits with other storages, and with other attentions."""
+    """Sentences on the bytes of the first row, and on the contexts that fit with other storages and
+    other attentions."""
     first, memory = found.rows[0], readable_bytes(found.memory)
     own = [row for row in found.rows if row.key == first.key]
     others = [row for row in found.rows if row.key != first.key]
@@ -174,7 +176,7 @@ def _bytes(row: Row) -> int:
 
 
 def _next(found: Plan, every: bool) -> str:
-    """The options and the command that say more."""
+    """A sentence that names the options and the command that tell more."""
     parts = ["regard compare measures the quality and speed of each"]
     if not every:
         parts.append("--all: what regard allocates. --block 16: what whole blocks take")
@@ -212,7 +214,7 @@ def _explained(found: Plan) -> list[str]:
 
 
 def _sent(found: Plan) -> list[str]:
-    """Which rank and which bytes, and what its links do in a second."""
+    """Sentences on the rank and the bytes that are counted, and on the rates of each link."""
     rank = found.rows[0].sent.rank
     counted_rank = f"; rank {rank}, which sends most" if found.cp > 1 else ""
     sentences = [

@@ -101,8 +101,8 @@ def look(
 
 
 def said(maps: AttentionMaps, asked: Asked) -> str:
-    """What the maps are of. They are stored as layers by heads, and of these the heads that were
-    named as LAYER.HEAD are shown alone."""
+    """The number of layers, heads and maps, in words. Maps are stored as layers by heads; heads
+    that are named as LAYER.HEAD are counted alone."""
     if not asked.pairs:
         return str(maps)
     queries = counted(len(maps.queries), "query", "queries")
@@ -117,7 +117,7 @@ def asked_for(
     found: tuple[int, ...],
     tokens: int,
 ) -> Asked:
-    """The options as numbers.
+    """Parse the options into numbers.
 
     Raises:
         ValueError: if one of them is not a list of numbers, or there are no such tokens.
@@ -255,7 +255,7 @@ def write(
 
 
 def as_data(maps: AttentionMaps, asked: Asked, model: str, found: Sequence[int]) -> dict[str, Any]:
-    """What is printed, for programs."""
+    """The maps and statistics as data for JSON."""
     statistics = ("entropy", "distance", "sink_share", "previous_share", "self_share")
     return {
         "model": model,

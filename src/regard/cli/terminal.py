@@ -107,7 +107,7 @@ class Bar:
         self._task = progress.add_task("loading", total=None)
 
     def say(self, what: str) -> None:
-        """Name the present step otherwise, until the next one."""
+        """Replace the name of the present step until the next step begins."""
         self._progress.update(self._task, description=printable(what))
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -160,12 +160,12 @@ class Lines:
 
 
 class _Progress(Progress):
-    """A bar below something else."""
+    """A progress bar with a table above it."""
 
     above: RenderableType = ""
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """What stands above, if anything, and the bar."""
+        """The table above the bar, if there is one, and the bar."""
         if self.above:
             yield self.above
         yield from super().get_renderables()

@@ -224,7 +224,7 @@ def decode_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
 
 
 def _moved(layer: LayerShape, work: Workload, tokens: int, *, read: int, written: int) -> int:
-    """Parameters, hidden states of the tokens, and the cache's bytes of each row."""
+    """The sum of the bytes of parameters, of the tokens' hidden states, and of each row's cache."""
     cached = read if layer.keys_of is not None else read + written
     hidden = 2 * work.batch * tokens * layer.hidden_size * work.itemsize
     return parameters(layer, work) * work.itemsize + hidden + work.batch * cached

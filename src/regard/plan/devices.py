@@ -16,7 +16,7 @@ THIS = "this"
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do at most, or was measured to do.
+    """The rates of a device, by its data sheet or as measured.
 
     Args:
         name: in full.
@@ -190,7 +190,7 @@ def roofline_seconds(
 
 @dataclass(frozen=True)
 class Link:
-    """What carries the messages of a rank, by documents.
+    """A link between ranks, with rates from the documents of its makers.
 
     Args:
         name: in full.

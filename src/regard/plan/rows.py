@@ -27,7 +27,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The least time that a link needs for what a rank sends, and it alone.
+    """The least time that a link needs for the bytes that one rank sends.
 
     Args:
         link: its key in `regard.plan.devices.LINKS`.

@@ -75,7 +75,7 @@ class Looking:
 
     @contextmanager
     def at(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """While the block runs, know in which of these layers a call is."""
+        """A context in which hooks tell in which of these layers a call is."""
         handles = []
         for index, module in enumerate(layers.values()):
             handles.append(
@@ -104,7 +104,7 @@ class Looking:
         self._current = None
 
     def seen(self, prepared: Prepared, q: Tensor, parts: tuple[Part, ...]) -> None:
-        """Keep what is wanted of one call that ran."""
+        """Add one call that ran to the statistics, and store the chosen rows of its maps."""
         layer = self._current
         if layer is None:
             return
@@ -168,7 +168,7 @@ class Looking:
         kept[:, into, first - start : last - start] = columns.float().cpu()
 
     def maps(self, names: tuple[str, ...], tokens: tuple[str, ...]) -> AttentionMaps:
-        """All that was kept.
+        """The maps and statistics of all layers.
 
         Raises:
             ValueError: if a layer did not run, or layers have different numbers of heads.

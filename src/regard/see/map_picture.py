@@ -111,8 +111,8 @@ def _name(axes: Any, maps: AttentionMaps) -> None:
 
 
 def inked(weights: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns 4"]:
-    """One colour, whose opacity is the square root of a weight, so that attention that is spread
-    over many keys is visible beside a sink."""
+    """Paint weights in one colour. Its opacity is the square root of a weight, so that attention
+    spread over many keys is visible beside a sink."""
     colour = torch.tensor(INK) / 255
     opacity = weights.clamp(0, 1).sqrt().unsqueeze(-1)
     return torch.cat([colour.expand(*weights.shape, 3), opacity], dim=-1)

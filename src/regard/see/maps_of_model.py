@@ -205,7 +205,7 @@ def _is_others(module: nn.Module) -> bool:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """What `regard.hf.install` binds."""
+    """The forward that `regard.hf.install` would bind to the module."""
     family = family_of(module)
     return latent.forward if family is not None and family.latent else heads.forward
 

@@ -55,13 +55,14 @@ class Strip(NamedTuple):
 
     @classmethod
     def of(cls, heading: str, cells: Iterable[Cell], count: int) -> "Strip":
-        """A strip of `count` cells: the first ones, where they are too many to draw."""
+        """A strip of the first of `count` cells, as many as are drawn at most."""
         more = f", the first {MOST:,} of {count:,}" if count > MOST else ""
         return cls(heading + more, tuple(islice(cells, MOST)))
 
 
 class Picture(NamedTuple):
-    """What a picture of a pool shows."""
+    """The content of a picture of a pool: strips of pages, and the number of pages in each
+    state."""
 
     title: str
     strips: tuple[Strip, ...]
@@ -69,7 +70,7 @@ class Picture(NamedTuple):
 
 
 def described(pool: PagePool, caches: Sequence[PagedCache] = ()) -> Picture:
-    """What a picture of a pool shows: of each strip at most `MOST` pages.
+    """The content of a picture of a pool: at most `MOST` pages of each strip.
 
     Args:
         pool: the pool.

@@ -86,7 +86,7 @@ class Totals:
         return Statistics(overview=overview.float().cpu(), **mean)
 
     def _sum(self, name: str, values: Tensor, seen: Tensor) -> None:
-        """Add what is true of each query, `[H, R]`, of those that count."""
+        """Add the values `[H, R]` of the queries that see a key."""
         total = values.to(torch.float64).masked_fill(~seen, 0).sum(-1)
         self._sums[name] = self._sums.get(name, 0) + total
         self._counts[name] = self._counts.get(name, 0) + seen.sum(-1)
@@ -128,7 +128,7 @@ def _distance(weights: Tensor, own: Tensor) -> Float[Tensor, "H R"]:
 
 
 def _at(weights: Float[Tensor, "H R S"], columns: Tensor) -> Float[Tensor, "H R"]:
-    """Of each row the weight in one column; 0 where there is no such column."""
+    """The weight of each row in one column; 0 where there is no such column."""
     keys = weights.shape[2]
     if not keys:
         return weights.new_zeros(weights.shape[:2])

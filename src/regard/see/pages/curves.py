@@ -143,7 +143,8 @@ def _memory(start: int) -> Slider:
 
 
 def _bits(storages: Iterable[Storage], dtype: str) -> Slider:
-    """The storages from the smallest to the largest; at first the plain one, if it is there."""
+    """The slider over storages, from the smallest to the largest; it starts at the plain one, if it
+    is there."""
     own = 8 * DTYPE_BYTES[dtype]
     bits = {each.name: sum(each.bits or (own, own)) / 2 for each in storages}
     names = tuple(sorted(bits, key=lambda name: bits[name]))

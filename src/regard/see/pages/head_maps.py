@@ -83,7 +83,7 @@ def sections(maps: AttentionMaps, pairs: Sequence[tuple[int, int]] = ()) -> list
 
 
 def data_of(maps: AttentionMaps, pairs: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
-    """What the page's script reads.
+    """The data of the page's script.
 
     `maps` has for each layer the codes of its heads, compressed: a code times `1 / steps` is a
     weight. For each head and each key, the codes of the queries that may see it follow each other:
@@ -187,7 +187,7 @@ def _heading(name: str) -> str:
 
 
 def _said(maps: AttentionMaps, steps: int, pairs: Sequence[tuple[int, int]]) -> str:
-    """What is on the page, and how exact it is."""
+    """A paragraph on the maps of the page and their precision."""
     layers, heads = maps.entropy.shape
     of = f"{counted(layers, 'layer')} of {counted(heads, 'head')}"
     stored = len(pairs) or len(maps.layers) * len(maps.heads)

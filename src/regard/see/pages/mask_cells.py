@@ -59,7 +59,7 @@ def sections(mask: Mask, span: Span, *, b: int = 0, h: int = 0) -> list[Section]
 
 
 def data_of(mask: Mask, span: Span, b: int, h: int) -> dict[str, Any]:
-    """What the page's script reads.
+    """The data of the page's script.
 
     `tree` combines rules by their place in `rules`: 2 is a rule, `["&", 0, 1]` an intersection,
     `["|", 0, 1]` a union, `["~", 0]` a complement. `visible` is a byte a cell; `hidden` has a line

@@ -149,8 +149,7 @@ class Dense(DataMask):
         return place.kv_start, place.kv_stop - 1
 
     def finder(self) -> Finder:
-        """The function `runs`: queries see the keys of the strips of rows that they lie in; queries
-        without a row see none."""
+        """Queries see the keys of the strips that their rows lie in; without a row, none."""
         place = self.place
         if place is None or isinstance(place.q_start, Tensor) or not on_cpu(self.keep):
             return unknown

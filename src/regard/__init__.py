@@ -14,11 +14,11 @@ Examples:
     (0, 0)
 """
 
+import importlib
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import typing
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from regard.public import *  # noqa: F403
     from regard.public import __all__ as __all__
 
@@ -30,12 +30,12 @@ if "torch" in sys.modules:  # its next call of MKL may come before the first use
     _call_vector_functions()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     """Load torch and the library at the first use of a public name: the command line parses its
     options and prints its help without them."""
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
-    public = import_module("regard.public")
+    public = importlib.import_module("regard.public")
     globals().update({each: getattr(public, each) for each in public.__all__})
     globals()["__all__"] = public.__all__
     if name not in globals():  # neither a name nor a folder that these have loaded

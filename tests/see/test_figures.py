@@ -7,8 +7,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from regard.see.figures import figure, pixels_as_png
-from regard.see.map_picture import GAP, INK, cells, sheet
+from regard.see.figures import GAP, INK, cells, figure, pixels_as_png, sheet
 
 
 def test_cells_of_heads_lie_side_by_side():

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from regard.cli.options import Json, imported, named, verb
 from regard.names import STORAGES, UNCHANGED
+
+if TYPE_CHECKING:
+    from regard.plan import ModelShape, Plan
 
 LINKS = ("nvlink-4", "nvlink-5", "pcie-5", "infiniband-ndr", "ethernet-100")
 MOST_MEMORY = 10**9  # GiB; larger numbers here and below are taken for errors
@@ -159,20 +162,11 @@ def plan(
             f"{memory} GiB is not above 0 and at most {MOST_MEMORY:,}", param_hint="--memory"
         )
     imported("plan")
-    from regard.cli.plan import as_data, show
-    from regard.cli.terminal import print_json, say, stdout
-    from regard.plan.from_sizes import model_from_sizes
     from regard.plan.planning import GIBIBYTE
     from regard.plan.planning import plan as plan_model
 
-    if model is None:
-        shape = model_from_sizes(**given, dtype=dtype or "float32")
-    else:
-        from regard.plan.describing import describe  # imports transformers
-
-        shape = describe(model)
     found = plan_model(
-        shape,
+        _shape(model, given, dtype),
         **call,
         memory=max(1, int(memory * GIBIBYTE)),
         devices=device or (),
@@ -181,6 +175,25 @@ def plan(
         attentions=attention or (),
         storages=storage or (),
     )
+    _report(found, every=every or block > 0, why=why, html=html, as_json=as_json)
+
+
+def _shape(model: Path | None, sizes: dict[str, Any], dtype: str | None) -> "ModelShape":
+    """The shapes of a model, or of one with these sizes."""
+    if model is None:
+        from regard.plan.from_sizes import model_from_sizes
+
+        return model_from_sizes(**sizes, dtype=dtype or "float32")
+    from regard.plan.describing import describe  # imports transformers
+
+    return describe(model)
+
+
+def _report(found: "Plan", *, every: bool, why: bool, html: Path | None, as_json: bool) -> None:
+    """Write the page of a plan, and print its table or JSON."""
+    from regard.cli.plan import as_data, show
+    from regard.cli.terminal import print_json, say, stdout
+
     if html is not None:
         from regard.see.pages.curves import write_plan
 
@@ -188,7 +201,7 @@ def plan(
     if as_json:
         print_json(as_data(found))
         return
-    show(found, stdout(80), every=every or block > 0, why=why)
+    show(found, stdout(80), every=every, why=why)
     if html is not None:
         say(stdout(80), f"written to {html}")
 

@@ -6,9 +6,10 @@ import textwrap
 def wrapped(text: str, width: int, *, margin: str = "") -> str:
     """The text in lines of so many columns; a word longer than the line stays whole.
 
-    >>> print(wrapped("one two three", 8, margin=" "))
-     one two
-     three
+    Examples:
+        >>> print(wrapped("one two three", 8, margin=" "))
+         one two
+         three
     """
     return "\n".join(
         line
@@ -27,7 +28,8 @@ def wrapped(text: str, width: int, *, margin: str = "") -> str:
 def printable(text: str) -> str:
     """The text with control characters, which could move a terminal's cursor, as their escapes.
 
-    >>> print(printable("a\\x1b[31mb"))
-    a\\x1b[31mb
+    Examples:
+        >>> print(printable("a\\x1b[31mb"))
+        a\\x1b[31mb
     """
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -39,7 +39,7 @@ STANDING_OUT = {  # a row of the table: the statistic, and whether the smallest 
 
 @dataclass(frozen=True)
 class Asked:
-    """The maps that are asked for; as the arguments of `attention`, and which heads are printed."""
+    """The options as arguments of `attention`, and the pairs of layer and head that are printed."""
 
     layers: tuple[int, ...] | None
     heads: tuple[int, ...] | None

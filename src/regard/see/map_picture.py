@@ -4,17 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from regard.see.figures import figure, picture, pixels_as_png
+from regard.see.figures import GAP, cells, figure, inked, picture
 from regard.see.map_text import readable
 from regard.see.maps import AttentionMaps
 from regard.whole_file import write_whole
 
-INK = (36, 92, 168)  # red, green, blue of a weight of 1; it reads on light and on dark pages
-GAP = 2  # pixels between two heads of the overview
 GREY = "#7d8590"  # text: a contrast above 3.8 on white and on black
 LABELLED = 32  # tokens whose names fit beside a map
 ACROSS = 3  # maps in a row of the picture
@@ -41,23 +35,6 @@ def draw(maps: AttentionMaps, path: Path, heads: Sequence[tuple[int, int]] = ())
         raise ValueError(f"a picture is .svg or .png, got {str(path)!r}")
     drawn = _maps(maps, heads) if heads else overview(maps)
     write_whole(path, picture(drawn, path.suffix[1:], bbox_inches="tight"))
-
-
-def sheet(overview: Float[Tensor, "layers heads rows columns"]) -> bytes:
-    """A PNG of all heads, a pixel a cell, through which the page shows where a cell is 0.
-
-    Examples:
-        >>> import torch
-        >>> sheet(torch.eye(4).expand(2, 3, 4, 4))[1:4]
-        b'PNG'
-    """
-    return pixels_as_png(inked(cells(overview)))
-
-
-def cells(overview: Float[Tensor, "layers heads rows columns"]) -> Float[Tensor, "down across"]:
-    """The cells of all heads in one plane, layers down, heads across, with gaps of 0 between."""
-    spaced = torch.nn.functional.pad(overview, (0, GAP, 0, GAP))
-    return spaced.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:-GAP, :-GAP].contiguous()
 
 
 def overview(maps: AttentionMaps) -> Any:
@@ -108,14 +85,6 @@ def _name(axes: Any, maps: AttentionMaps) -> None:
         axes.set(**{f"{names}ticks": at, f"{names}ticklabels": said})
     if len(maps.keys) <= LABELLED:
         axes.tick_params("x", rotation=90)
-
-
-def inked(weights: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns 4"]:
-    """Paint weights in one colour. Its opacity is the square root of a weight, so that attention
-    spread over many keys is visible beside a sink."""
-    colour = torch.tensor(INK) / 255
-    opacity = weights.clamp(0, 1).sqrt().unsqueeze(-1)
-    return torch.cat([colour.expand(*weights.shape, 3), opacity], dim=-1)
 
 
 def _plain(axes: Any) -> None:

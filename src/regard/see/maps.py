@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.see.figures import sheet
 from regard.whole_file import write_whole
 from regard.words import counted
 
@@ -169,8 +170,6 @@ class AttentionMaps:
 
     def _repr_html_(self) -> str:
         """The overview of all heads as one picture, for notebooks."""
-        from regard.see.map_picture import sheet
-
         layers, heads = self.entropy.shape
         try:
             source = f"data:image/png;base64,{b64encode(sheet(self.overview)).decode()}"

@@ -153,12 +153,12 @@ def _attend_pages(call: Call, q: Tensor, k: PagedStream, v: PagedStream) -> tupl
     """Attend to keys and values in pages. Where the output is not finite, hidden tokens may be the
     reason: the pages are then copied, some tokens at a time."""
     from regard.ops.kernels.launching import decode
-    from regard.ops.kernels.tiles import Pages
+    from regard.ops.kernels.tiles import KeyPages
 
     slab, table, size, skipped, keys = k[:5]
     same = v.table is table or v.table.equal(table)
     assert same and v[2:5] == (size, skipped, keys), "keys and values share their pages"
-    rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), Pages(*k[1:5])
+    rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), KeyPages(*k[1:5])
     of_values, width = (None, call.v_head_dim) if call.joined else (v.slab, None)
     out, lse = decode(
         rows, slab, of_values, scale=call.scale, bias=_addend(call), width=width, pages=pages

@@ -52,7 +52,7 @@ phase = numba.njit(inline="always")  # compiled as a part of the kernel that cal
 @functools.cache
 @no_type_check
 def kernel(tile: Tile) -> Any:
-    """The machine code of a tile: a C function of the address of one `Arguments` record."""
+    """The machine code of a tile: a C function of the address of one `Decode` record."""
 
     def decode(data):
         call = carray(data, 1)[0]

@@ -20,9 +20,9 @@ from regard.ops.kernels.tiles import (
     LINE,
     NIBBLES,
     PACKED,
-    Arguments,
+    Decode,
     Format,
-    Pages,
+    KeyPages,
     Tile,
     tile_for,
 )
@@ -41,7 +41,7 @@ def decode(
     bias: Tensor | None = None,
     width: int | None = None,
     lanes: int | None = None,
-    pages: Pages | None = None,
+    pages: KeyPages | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
@@ -80,7 +80,7 @@ def decode(
     ranges, range_keys = tile.ranges(s, b * g, threads)
     threads = min(threads, b * g * ranges)
     room = memory(tile, m, b * g, ranges, threads)[:3]
-    data = Arguments(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *bias_at,
+    data = Decode(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *bias_at,
                      out_at, lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
     launch(address, PACKED.pack(*data), threads)
     return out, lse
@@ -202,7 +202,7 @@ def is_plain(*tensors: Tensor) -> bool:
     return all(type(x) in _PLAIN and x.is_cpu and not x.is_neg() for x in tensors)
 
 
-def _table(pages: Pages, batch: int, tokens: int) -> Place:
+def _table(pages: KeyPages, batch: int, tokens: int) -> Place:
     """The table's address and row stride, the size of a page, and the tokens that are skipped.
 
     Checked as `place_of` checks tensors: no number may lead out of the tensors of so many tokens.

@@ -114,7 +114,7 @@ def show(model: ModelShape, console: Console) -> None:
     console.print()
     if every:
         say(console, f"Every layer: {'; '.join(every)}.")
-    for rope, indices in _by(model, lambda layer: layer.rope).items():
+    for rope, indices in by_words(model, lambda layer: layer.rope).items():
         say(console, f"Layers {_few(indices)}: {shortened(rope)}.")
     say(console, " ".join(_totals(model)))
     _print_reasons(model, console)
@@ -126,7 +126,7 @@ def show(model: ModelShape, console: Console) -> None:
 
 def _print_reasons(model: ModelShape, console: Console) -> None:
     """Why no layer of regard computes some layers."""
-    reasons = _by(model, lambda layer: layer.unsupported)
+    reasons = by_words(model, lambda layer: layer.unsupported)
     if [len(indices) for indices in reasons.values()] == [len(model.layers)]:
         say(console, f"No layer of regard computes them: {', '.join(reasons)}.")
         return
@@ -199,7 +199,7 @@ def traits(layer: LayerShape) -> list[str]:
     return [words for holds, words in found if holds]
 
 
-def _by(model: ModelShape, words: Callable[[LayerShape], str]) -> dict[str, list[int]]:
+def by_words(model: ModelShape, words: Callable[[LayerShape], str]) -> dict[str, list[int]]:
     """The indices of the layers that have the same words, without those that have none."""
     indices: dict[str, list[int]] = {}
     for index, layer in enumerate(model.layers):

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from regard.cli.describe import ranges
+from regard.cli.describe import by_words, ranges
 from regard.cli.layout import Column, tabulate
 from regard.cli.loading import device_named
 from regard.cli.sentences import printable, wrapped
@@ -22,6 +22,7 @@ from regard.plan.shapes import LayerShape, ModelShape
 from regard.see.grammar import mask_from
 
 MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits
+STATE = "their state is no cache of keys and values"
 NAME = 9  # columns of the names that lines begin with
 COLUMNS = (
     Column("", left=True),
@@ -164,12 +165,7 @@ def _calls(
 
 def refused(model: ModelShape) -> dict[str, list[int]]:
     """Layers that regard does not compute by attention, by the reason."""
-    found: dict[str, list[int]] = {}
-    for index, layer in enumerate(model.layers):
-        if layer.unsupported or layer.kind == "linear":
-            reason = layer.unsupported or "their state is no cache of keys and values"
-            found.setdefault(reason, []).append(index)
-    return found
+    return by_words(model, lambda layer: layer.unsupported or STATE * (layer.kind == "linear"))
 
 
 def _merged(calls: Iterator[Explained]) -> list[Explained]:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/regard"
 VERIFY = "regard_verify"  # of packages/regard-verify
 WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
-    ".": (1897, 1897),  # the modules beside the folders; the design names no budget for them
+    ".": (1954, 1954),  # the modules beside the folders; the design names no budget for them
     "layers": (1600, 1756),
     "rope": (850, 850),
     "masks": (2000, 2000),
@@ -23,11 +23,11 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "hf": (4800, 6932),
     "convert": (4600, 5307),
     "compare": (1100, 1697),
-    "plan": (2600, 3149),
-    "see": (2600, 3362),
+    "plan": (2600, 3121),
+    "see": (2600, 3131),
     "distributed": (4800, 6467),
-    "bench": (600, 817),
-    "cli": (2200, 2632),
+    "bench": (600, 743),
+    "cli": (2200, 3440),
     VERIFY: (10_000, 14_225),
 }
 

@@ -53,8 +53,7 @@ class Stream(Protocol):
         """The tokens side by side in memory: a view where they lie so, else a copy."""
 
     def cuts(self, most: int) -> Iterator[tuple[int, int]]:
-        """Ranges of tokens to read one after the other; a range that has to be copied has at most
-        `most` tokens."""
+        """Ranges of tokens to read in turn; a range that is copied has at most `most` tokens."""
 
 
 AnyStream = Tensor | Stream

@@ -21,8 +21,7 @@ from regard.tracing import is_forward_mode
 
 
 class _Storage(NamedTuple):
-    """The storage of one stream: its bits, or None if it is not quantised, and its groups of
-    channels."""
+    """The storage of one stream: its bits, None if it is not quantised, and its groups."""
 
     bits: int | None
     rotation: tuple[int, ...]

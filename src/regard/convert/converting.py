@@ -232,8 +232,7 @@ def _counts(
 
 
 def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:
-    """Wrap `make`: each layer that it makes is refitted and appended to a conversion, and its error
-    to the report."""
+    """Wrap `make`: each layer it makes is refitted and appended, and its error reported."""
 
     def made(step: Step) -> Made:
         layer = make(step)

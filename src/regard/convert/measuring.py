@@ -171,8 +171,7 @@ def measure_speeds(models: Sequence[Any], window: Int[Tensor, " L"]) -> list[dic
 
 
 def _time(phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], count: int) -> None:
-    """Run every function once without timing, since first calls compile and allocate; then time
-    them in turns."""
+    """Run every function once untimed, since first calls compile; then time them in turns."""
     for timings, run in runs:
         timings.observe(phase, run)
         run()  # no backend is counted any more, as in the runs that are timed
@@ -180,8 +179,7 @@ def _time(phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], co
 
 
 def _step(model: Any, tokens: Int[Tensor, "1 L"]) -> Callable[[], Tensor]:
-    """A function that decodes one token; the cache holds the window but for as many tokens as there
-    will be steps."""
+    """A function that decodes one token, on a cache of the window but for the steps to come."""
     cache = _filled(model, tokens[:, : max(1, tokens.shape[1] - STEPS - 2)])
 
     def step() -> Tensor:

@@ -30,8 +30,7 @@ class Healing:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a conversion: the model, its attention before and after, and the measurements
-    of both."""
+    """A conversion: the attention before and after, and the measurements of both."""
 
     model: str
     was: str

@@ -224,8 +224,7 @@ def strip_of(rows: Tensor) -> Strip:
 
 
 def edges_of(strips: list[Strip]) -> Iterator[int]:
-    """The rows whose visible keys differ from those of the row before: blocks of queries should
-    begin there.
+    """The rows whose visible keys differ from the row before: edges for blocks of queries.
 
     Examples:
         >>> keep = torch.zeros(256, 256, dtype=torch.bool)

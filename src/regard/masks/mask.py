@@ -26,11 +26,9 @@ class Mask:
     (`__call__`), and which runs of keys are visible to a run of queries (`runs`). All else follows.
 
     Examples:
-        >>> import torch
         >>> from regard.masks import Causal
-        >>> query, key = torch.tensor(3), torch.tensor(4)
-        >>> Causal()(0, 0, query, key).item(), (~Causal())(0, 0, query, key).item()
-        (False, True)
+        >>> Causal().explain(b=0, h=0, q=1, k=2)
+        'query 1 may not attend to key 2: Causal() hides keys after the query (2 > 1)'
     """
 
     operators: ClassVar[dict[str, Callable[..., "Mask"]]] = {}  # `regard.masks.algebra` adds them

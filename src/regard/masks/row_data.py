@@ -37,8 +37,7 @@ class DataMask(Mask):
         return super().within(span)
 
     def row(self, row: int) -> Mask | None:
-        """The rule for one batch row, made from that row of its tensors; None if these are not on
-        the CPU."""
+        """The rule for one batch row, from that row of its tensors; None off the CPU."""
         given = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
         data = {name: getattr(self, name) for name in given}
         if not all(on_cpu(each) for each in data.values() if isinstance(each, Tensor)):

@@ -42,8 +42,7 @@ Finder = Callable[[int, int], Shown]  # from the first and the last slot of a ru
 
 
 def unknown(first: int, last: int) -> Shown:
-    """The result of `runs` for a rule that cannot be analysed: some keys may be visible, and none
-    surely is."""
+    """The runs of a rule that cannot be analysed: any key may be visible, none surely is."""
     return Shown(ALL, NONE)
 
 

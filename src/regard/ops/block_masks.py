@@ -65,8 +65,7 @@ def _plan(call: Call) -> Planned:
 
 
 def _ordered(blocks: Bool[Tensor, "B H Lb Sb"]) -> tuple[Int[Tensor, "B H Lb"], Tensor]:
-    """The number of chosen blocks in each row, and the indices of all blocks of the row, chosen
-    ones first."""
+    """The number of chosen blocks in each row, and the row's blocks, chosen ones first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -124,10 +123,10 @@ def all_keys_visible(mask: Mask, span: Span) -> bool:
 def mask_mod(call: Call) -> MaskMod:
     """The mask as a function of `(b, h, q_idx, kv_idx)`, counted from the first query and key of
     the call's span, that reads tensors on the call's device."""
-    return _mod(call.mask, SlotTensors(call))
+    return _mod(call.mask, Slots(call))
 
 
-class SlotTensors:
+class Slots:
     """The slots of a call as tensors on its device: `query` is `[B or 1, L]`, `key` is `[1, S]`."""
 
     def __init__(self, call: Call) -> None:
@@ -151,7 +150,7 @@ def lookup(data: Tensor) -> Lookup:
     return lambda b, index: row[index]
 
 
-def _mod(mask: Mask, slots: SlotTensors) -> MaskMod:
+def _mod(mask: Mask, slots: Slots) -> MaskMod:
     """Translate a mask to a `mask_mod`: a combination part by part, a rule of distance by its
     limits, and another rule unchanged if it cannot change later."""
     match mask:
@@ -171,7 +170,7 @@ def _mod(mask: Mask, slots: SlotTensors) -> MaskMod:
     return by_cell(_keep(slots.call, mask, slots.call.span))
 
 
-def _limits(mask: Mask, slots: SlotTensors) -> list[MaskMod]:
+def _limits(mask: Mask, slots: Slots) -> list[MaskMod]:
     """The first and the last key that a query sees, for a rule that depends on distance alone."""
     limits = []
     for low, high in mask.runs(0, 0).some:
@@ -182,14 +181,12 @@ def _limits(mask: Mask, slots: SlotTensors) -> list[MaskMod]:
     return limits
 
 
-def _compared(
-    slots: SlotTensors, compare: Callable[[Tensor, Tensor], Tensor], distance: int
-) -> MaskMod:
+def _compared(slots: Slots, compare: Callable[[Tensor, Tensor], Tensor], distance: int) -> MaskMod:
     key, limit = lookup(slots.key), lookup(slots.query + distance)
     return lambda b, h, q_idx, kv_idx: compare(key(b, kv_idx), limit(b, q_idx))
 
 
-def _called(mod: MaskMod, slots: SlotTensors) -> MaskMod:
+def _called(mod: MaskMod, slots: Slots) -> MaskMod:
     """Call a function of slots, and make a plain True or False that it returns a tensor."""
     query, key = lookup(slots.query), lookup(slots.key)
     return lambda b, h, q_idx, kv_idx: (

@@ -83,8 +83,7 @@ class Block(NamedTuple):
             view.add_(piece)
 
     def key_views(self, x: Tensor) -> list[Tensor]:
-        """Views of the block's keys in `x`, whose axis 2 has all keys of the call: one for each
-        run."""
+        """Views of the block's keys in `x`, along axis 2: one for each run."""
         x = self._rows_of(x)
         return [x.narrow(2, start - self.kv_start, stop - start) for start, stop in self.runs]
 
@@ -232,8 +231,7 @@ def _concatenated(parts: list[Call]) -> Call:
 
 
 def _side_by_side(pieces: list[Tensor], widths: list[int]) -> Tensor:
-    """Concatenate along the keys tensors that broadcast to `[B, H, L, S]`, each `widths` keys
-    wide."""
+    """Concatenate along the keys tensors that broadcast to `[B, H, L, S]`."""
     leading = torch.broadcast_shapes(*(piece.shape[:-1] for piece in pieces))
     wide = zip(pieces, widths, strict=True)
     return torch.cat([piece.expand(*leading, width) for piece, width in wide], dim=-1)

@@ -76,8 +76,7 @@ def per_score(call: Call) -> float:
 
 
 def _reads(call: Call, queries: int) -> tuple[float, float, float]:
-    """Seconds to read one element of the keys: from memory, from the processor's cache with a
-    conversion, or packed."""
+    """Seconds to read an element of the keys: from memory, or from a cache, converted or packed."""
     width, itemsize = 2 * max(call.head_dim, call.v_head_dim), call.dtype.itemsize
     part = 1 / 6 if call.num_keys * width * itemsize <= _L2 else 1 / 2
     memory = 1 / SPEED.row_float

@@ -29,8 +29,7 @@ NOTE = (
 
 
 def suits(call: Call) -> bool:
-    """Whether a call allows `precision="fast"` and gains from it: products in float16 are slow on
-    CPUs."""
+    """Whether a call may use fast precision and gains: float16 products are slow on CPUs."""
     if call.precision != "fast" or call.dtype != torch.bfloat16 or call.dropout:
         return False
     return call.device.type == "cpu"

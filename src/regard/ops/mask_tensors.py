@@ -147,8 +147,7 @@ def intervals_of(mask: Mask, span: Span) -> Interval | None:
 
 
 def _interval(mask: Mask, queries: Tensor, span: Span) -> Interval | None:
-    """The interval of visible keys in slots; an empty interval begins after all slots and ends
-    before them."""
+    """Visible keys as an interval of slots; an empty one begins after all slots."""
     if mask.opaque:
         return None
     if isinstance(mask, AllOf | AnyOf):
@@ -170,8 +169,7 @@ def _common(one: Interval | None, other: Interval | None) -> Interval | None:
 
 
 def _joined(one: Interval | None, other: Interval | None) -> Interval | None:
-    """The union of two intervals of each query; None if two that are not empty have a gap between
-    them."""
+    """The union of two intervals of each query; None if there is a gap between them."""
     if one is None or other is None:
         return None
     begin, end = torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
@@ -181,8 +179,7 @@ def _joined(one: Interval | None, other: Interval | None) -> Interval | None:
 
 
 def _by_distance(mask: Mask, queries: Tensor) -> Interval | None:
-    """The intervals of a rule that depends on distance alone: that of the query at slot 0, shifted
-    to each query."""
+    """Intervals of a rule of distance: that of the query at slot 0, shifted to each query."""
     runs = mask.runs(0, 0).some
     if len(runs) > 1:
         return None
@@ -209,8 +206,7 @@ def _by_rows(mask: Mask, queries: Tensor, span: Span) -> Interval | None:
 
 
 def _of_documents(ids: Tensor, queries: Tensor) -> Interval | None:
-    """The intervals of thousands of documents at once; None if a document lies in several
-    pieces."""
+    """Intervals of thousands of documents; None if a document lies in several pieces."""
     begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
     if not begins.sum(1).equal((ids.sort(1).values.diff(dim=1) != 0).sum(1)):
         return None

@@ -174,8 +174,7 @@ def _pieces(mask: Mask) -> tuple[Mask, ...]:
 
 
 def _parts_in(given: Mask, mask: Mask) -> tuple[int, ...] | None:
-    """The indices of the parts of a mask that its simplification consists of; None if the
-    simplification has a part that the mask has not."""
+    """The indices of a mask's parts that its simplification keeps; None if it has others."""
     places = {id(part): index for index, part in enumerate(_pieces(given))}
     pieces = [id(part) for part in _pieces(mask)]
     return tuple(places[part] for part in pieces) if places.keys() >= {*pieces} else None

@@ -60,8 +60,7 @@ def concatenated(parts: Iterable[Part]) -> Part:
 
 
 def readable(part: Part, backend: Backend) -> Iterator[Part]:
-    """The pieces in which a backend reads a part: one, if it reads the streams as they are
-    stored."""
+    """The pieces in which a backend reads a part; one, if it reads streams as stored."""
     if part.is_scattered and not reads_stored(backend, part):
         yield from part.pieces(GATHERED)
     else:
@@ -114,8 +113,7 @@ def attend_part(
 def attend_rows(
     backend: Backend, call: Call, q: Tensor, part: Part, *, partial: bool = False
 ) -> Results:
-    """Attention to one part; rows of the batch that share its keys attend to them as rows of one
-    product."""
+    """Attention to one part; batch rows that share its keys become rows of one product."""
     rows = rows_at_once(call, part, backend)
     if rows == 1:
         return attend_part(backend, call, q, part, partial=partial)
@@ -147,7 +145,7 @@ def _of_rows(call: Call, rows: int) -> Call:
 
 
 def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
-    """Compute keys and values from a part's streams as they are read, for caches that hold latents.
+    """Compute keys and values from streams as they are read, as from latents.
 
     Of parts in pages, a piece at a time, so that memory is bounded; what rows share, once for all
     of them. The only piece, or the first of several, is made at once.

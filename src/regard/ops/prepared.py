@@ -90,8 +90,7 @@ class Prepared(NamedTuple):
 
     def _plain(self, parts: Iterable[Part]) -> Sequence[Tensor] | None:
         """The keys and values of a call that goes straight to the backend; None if there are
-        several parts, other streams than tensors, rows that share keys, or hooks that observe
-        calls."""
+        several parts, other streams than tensors, rows that share keys, or hooks."""
         call, span = self.call, self.call.span
         if type(parts) is not tuple or len(parts) != 1 or CALLS or BACKEND_RUNS:
             return None

@@ -9,11 +9,8 @@ Examples:
     (8, 0)
 """
 
-from regard.first_calls import call_vector_functions
 from regard.rope.rotary import NO_ROPE, NoRotary, Pairing, Rope, Rotary
 from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Scaling, Yarn
-
-call_vector_functions()
 
 __all__ = [
     "NO_ROPE",

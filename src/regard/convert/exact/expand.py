@@ -158,8 +158,7 @@ def _up_projections(layer: MultiHeadLatentAttention, dim: int) -> tuple[Paramete
 def _composed(
     layer: MultiHeadLatentAttention, down: str, norm: str, width: int, up: Parameters
 ) -> nn.Module:
-    """The composition of `down` and `up`: one linear layer, or `LowRank` if there is a norm between
-    them."""
+    """`down` and `up` composed: one linear layer, or `LowRank` with a norm between them."""
     between = layer.get_submodule(norm)
     if not isinstance(between, nn.Identity):
         return LowRank(layer.get_submodule(down), between, width, linear_of(*up))

@@ -177,8 +177,7 @@ def normed_directions(
     rank: int,
     inputs: Float[Tensor, "*N E"] | None,
 ) -> tuple[Float64[Tensor, "R rank"], Float64[Tensor, "rank E"], float]:
-    """The best low-rank directions of keys and values where `layer.k_norm` normalises the keys
-    afterwards; otherwise as `directions_of`.
+    """As `directions_of`, for keys that `layer.k_norm` normalises after the projection.
 
     `inputs` are those of the covariance; without them all tokens have the same weight.
     """
@@ -248,8 +247,7 @@ def plain_norm(norm: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _alike(made: nn.Module, norm: nn.Module, weight: Tensor) -> bool:
-    """Whether two norms return the same for inputs of ordinary size and for inputs as small as
-    epsilon."""
+    """Whether two norms agree for inputs of ordinary size and as small as epsilon."""
     sizes = torch.tensor([[1.0], [1e-3], [30.0]], device=weight.device)
     x = (sizes * torch.linspace(-2.0, 1.0, len(weight), device=weight.device)).to(weight.dtype)
     one, other = made(x.to(made.get_parameter("weight").dtype)).float(), norm(x).float()

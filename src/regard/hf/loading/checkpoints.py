@@ -176,8 +176,7 @@ def _from_folder(path: Path, dtype: torch.dtype, low_memory: bool = False) -> tu
 
 
 def _from_gguf(path: Path, dtype: torch.dtype, progress: Progress) -> tuple[Any, Any]:
-    """Load a GGUF from its safetensors copy, if there is a sound one; else from the GGUF itself,
-    and write the copy."""
+    """Load a GGUF from its safetensors copy, or from itself and write the copy."""
     checked = sound_gguf(path)
     name = gguf_copies.name_of(path, dtype)
     copy = gguf_copies.find(name)

@@ -90,8 +90,7 @@ def _read(field: Field, name: str, value: Any, file: Path) -> Any:
 
 
 def _such(accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    """A check of a value from a file: a function that returns an accepted value and raises a
-    ValueError for any other."""
+    """A check of a file's value: returns an accepted one, raises a ValueError for others."""
 
     def read(value: Any) -> Any:
         if not accepts(value):

@@ -237,8 +237,7 @@ def _check_blocks(values: Mapping[str, Any], names: Iterable[str], file: Path) -
 
 
 def _check_tensors(tensors: Tensors, alignment: int, size: int, file: Path) -> Contents:
-    """The contents of the tensors in `size` bytes of data; raises if tensors overlap or lie outside
-    of these bytes."""
+    """The contents of the tensors in `size` bytes; raises if they overlap or lie outside."""
     spans, elements = [], 0
     for name, (dims, kind, offset) in tensors.items():
         nbytes = _nbytes(name, dims, kind, file)

@@ -29,8 +29,7 @@ FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float6
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint according to its headers; `dtypes` counts the elements of each
-    dtype."""
+    """The contents of a checkpoint by its headers; `dtypes` counts the elements of each."""
 
     names: frozenset[str]
     elements: int
@@ -60,8 +59,7 @@ def check_weights(folder: Path) -> Contents:
 
 
 def check_index(file: Path) -> Contents:
-    """The contents of all shards; each must be beside the index and hold the tensors that the index
-    lists."""
+    """The contents of all shards; each must be beside the index and hold its tensors."""
     places = read_json(file).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise refused(file, "'weight_map' must be an object that is not empty", places)

@@ -96,8 +96,7 @@ class PlacedMLA(MultiHeadLatentAttention):
 
 
 def empty_copy(layer: LatentLayer) -> nn.Module:
-    """A layer of the same sizes in the form that transformers calls, whose parameters are not
-    filled yet.
+    """A layer of the same sizes that transformers can call, its parameters not filled yet.
 
     Raises:
         ValueError: as `arguments_of`.

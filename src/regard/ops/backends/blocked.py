@@ -211,8 +211,7 @@ def steps_of(call: Call, blocks: list[Block]) -> Iterator[Step]:
 
 
 def _one_by_one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend to each block by a backend that can run it; with gradients, under activation
-    checkpointing."""
+    """Attend to each block by a backend that can run it; with gradients, checkpointed."""
     # Split once: the gradient of a view for each block would be as long as the sequence.
     blocks = plan(call)
     queries = q.split([block.queries for block in blocks], 2)

@@ -106,8 +106,7 @@ def without_hidden(
 def zero_hidden(
     call: Call, k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"], keep: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Zero the keys and values that the tensor `keep` hides from every query. Padding and unused
-    slots may hold anything."""
+    """Zero the keys and values that the tensor `keep` hides from every query."""
     hidden = hidden_keys(call, keep)
     return k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
 

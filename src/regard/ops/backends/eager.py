@@ -21,8 +21,7 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """The time of two matrix products and a dozen passes over the scores, which are slow where the
-    scores exceed the processor's cache."""
+    """The time of two matrix products, and of a dozen passes over the scores."""
     cells = call.batch * call.num_heads * call.num_queries * call.num_keys
     products = 2 * cells * (call.head_dim + call.v_head_dim)
     keys = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)

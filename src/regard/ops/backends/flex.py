@@ -19,7 +19,7 @@ from regard.constants import accumulating_dtype
 from regard.masks import Span
 from regard.ops.backends.common import four_dims, zero_hidden
 from regard.ops.bias import Alibi, RelativeBias
-from regard.ops.block_masks import MaskMod, SlotTensors, by_cell, lookup, planned
+from regard.ops.block_masks import MaskMod, Slots, by_cell, lookup, planned
 from regard.ops.call import Call, is_empty, is_everything, shown
 from regard.ops.estimates import GENERATED, on_device, visible_share
 from regard.ops.partial import Partial, merge
@@ -204,5 +204,5 @@ def _by_distance(call: Call, rule: Alibi | RelativeBias) -> MaskMod:
     keys = Span(last, last + 1, span.kv_start, span.kv_stop + last - span.first_query)
     dtype = accumulating_dtype(call.dtype)
     table = lookup(rule.bias(keys, device=call.device, dtype=dtype)[0, :, 0])  # [H, L + S - 1]
-    before = lookup(last - SlotTensors(call).query)
+    before = lookup(last - Slots(call).query)
     return lambda b, h, q_idx, kv_idx: table(h, kv_idx + before(b, q_idx))

@@ -150,8 +150,7 @@ def _unfolded(call: Call, found: Partial) -> Partial:
 
 
 def _heads(call: Call, rows: Tensor) -> Tensor:
-    """Unfold rows to heads; where keys and values are one stream, keep the columns of the
-    values."""
+    """Unfold rows to heads; of joined keys and values, keep the columns of the values."""
     rows = rows[..., : call.v_head_dim] if call.joined else rows
     return unfold_heads(rows, call.num_queries)
 

@@ -73,8 +73,7 @@ def lse_objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """The time of the kernel, of the operators around it, and of the dense mask where there is
-    one."""
+    """The time of the kernel, the operators around it, and the dense mask, if any."""
     if call.device.type != "cpu":
         return _on_device(call)
     share = min(1.0, 0.5 + _KEYS / 2 / call.num_keys) if _is_causal(call) else 1.0
@@ -97,8 +96,7 @@ def estimate(call: Call) -> float:
 
 
 def _on_device(call: Call) -> float:
-    """The time on a GPU: of FlashAttention, or of the kernel that takes masks, float32 and wide
-    heads."""
+    """The time on a GPU: of FlashAttention, or of the kernel for masks and wide heads."""
     masked = not (_is_causal(call) or hides_nothing(call))
     share = visible_share(call) if _is_causal(call) else 1.0
     if _suits_flash(call, masked):
@@ -189,7 +187,7 @@ def partial(
 
 
 class Hiding(NamedTuple):
-    """A mask in the form of torch's kernel: a tensor to add, and the rows and keys to set to zero.
+    """A mask for torch's kernel: a tensor to add, and rows and keys to set to zero.
 
     Attributes:
         added: 0 where a key is visible, else -inf; fully masked rows are 0.

@@ -89,8 +89,7 @@ def estimate(call: Call) -> float:
 
 
 def _scores(starts: Tensor, stops: Tensor) -> float:
-    """The number of scores computed for a head, in all rows: the kernel computes whole blocks of
-    queries and keys."""
+    """The scores computed for a head, in all rows: whole blocks of queries and keys."""
     empty, missing = stops <= starts, -starts.shape[1] % _SIDE
     low = F.pad(starts.masked_fill(empty, _FAR), (0, missing), value=_FAR)
     high = F.pad(stops.masked_fill(empty, 0), (0, missing))

@@ -230,8 +230,7 @@ def begin_sums(e, panel, sums, state, maximum, total):
 @emits(types.void)
 @no_type_check
 def store_rows(e, panel, count, sums, state, out, stride):
-    """Divide the sums by the totals and store them as rows of the output, of `count` queries; 0
-    where no key was visible."""
+    """Store sums over totals as output rows of `count` queries; 0 where no key was visible."""
     b, zero = e.builder, e.constant(0.0)
     columns = 16 if panel.wide else 32  # of a row: a vector
     for i in HALVES:

@@ -133,8 +133,7 @@ def begin(tile, call, batch, head, padded, queries, part):
 @phase
 @no_type_check
 def block_at(tile, call, batch, j, stop):
-    """The position in memory, in tokens, of the block that begins with key `j`, and its number of
-    keys, all in one page."""
+    """The position, in tokens, of the block that begins with key `j`, and its number of keys."""
     at, count = j, min(tile.block, stop - j)
     if tile.paged:
         place = call.skipped + j
@@ -147,8 +146,7 @@ def block_at(tile, call, batch, j, stop):
 @phase
 @no_type_check
 def next_block(tile, call, batch, at, j):
-    """The position in memory of key `j`, with which the block after the one at `at` begins; any
-    position after the last block."""
+    """The position of key `j`, where the block after that at `at` begins."""
     following = at + tile.block
     if tile.paged and j < call.keys:
         following, _ = block_at(tile, call, batch, j, call.keys)
@@ -223,8 +221,7 @@ def floating_keys(tile, count, k, stride, scales, pace, floating):
 @phase
 @no_type_check
 def floating_values(tile, count, v, stride, scales, pace, floating):
-    """The address of a block's values, and the bytes from one value to the next; values that are
-    part of the keys are dequantised already."""
+    """The address of a block's values, and the bytes from one value to the next."""
     if tile.v_quantized and not tile.v_direct:
         dequantize_values(tile, count, v, stride, scales, pace, floating)
         v, stride = floating, 4 * tile.value_width
@@ -249,8 +246,7 @@ def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, 
 @phase
 @no_type_check
 def softmax(tile, call, padded, count, bias, scores, part):
-    """Replace scores by powers of 2 relative to the running maximum, and rescale the sums of
-    earlier blocks."""
+    """Replace scores by powers of 2 below the running maximum; rescale earlier sums."""
     maxima = floats(part + padded * tile.sum_bytes)
     totals = floats(part + padded * (tile.sum_bytes + 4 * tile.lanes))
     for i in range(call.rows):

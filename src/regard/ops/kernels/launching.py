@@ -96,8 +96,7 @@ def lanes_for(width: int, value_width: int, dtype: torch.dtype, *, joined: bool)
 def memory(
     tile: Tile, rows: int, heads: int, ranges: int, threads: int, more: int = 0
 ) -> tuple[int, int, int, int]:
-    """The addresses of four areas in one workspace: counters, all zero; partial results; scratch
-    memory; and `more` bytes."""
+    """Addresses in one workspace: zeroed counters, partial results, scratch, `more` bytes."""
     padded = tile.padded(rows)
     counters = -(-8 * (heads + 2) // LINE) * LINE  # int64: tasks, threads, finished tasks of a head
     parts = heads * ranges * padded * tile.part_bytes
@@ -147,8 +146,7 @@ def _stream(
     shape: tuple[int, int, int, int],
     page: int,
 ) -> tuple[Format, Place, Place]:
-    """The format of keys or values, their address and strides, and those of the scales of their
-    codes."""
+    """The format of keys or values, and addresses and strides of them and their scales."""
     if isinstance(x, Tensor):
         form = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
         return form, place_of(name, x, dtype, shape), NOWHERE

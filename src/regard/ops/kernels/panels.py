@@ -52,13 +52,12 @@ class Panel(NamedTuple):
 
     @property
     def sums_at(self) -> int:
-        """The offset of the sums in the memory of a block of queries, after the packed queries."""
+        """The offset of a block's sums, after its packed queries."""
         return 2 * TILE * self.steps
 
     @property
     def state_at(self) -> int:
-        """The offset of the maxima in the memory of a block of queries, after the sums; the totals
-        are the next row."""
+        """The offset of a block's maxima, after its sums; the totals are the next row."""
         return self.sums_at + ROW * SIDE * self.strips
 
     @property

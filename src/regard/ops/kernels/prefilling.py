@@ -152,8 +152,7 @@ def begin(panel, call, batch, head, first, last, parts):
 @phase
 @no_type_check
 def visible(panel, call, limits, block):
-    """The range of keys that some query of a block may attend to, then the range that all of them
-    may attend to."""
+    """The ranges of keys that some, and that all, queries of a block may attend to."""
     starts = ints(panel, call.starts + limits + 4 * SIDE * block)
     stops = ints(panel, call.stops + limits + 4 * SIDE * block)
     low, high, inner, end = call.keys, 0, 0, call.keys

@@ -34,7 +34,7 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
-class RunningSums(NamedTuple):
+class Sums(NamedTuple):
     """Attention over some of the keys, not yet divided by its total."""
 
     sums: Floats  # [M, Dv]: the sum of 2**(score - maximum) times the value
@@ -123,11 +123,11 @@ class Specification(NamedTuple):
         first: int,
         stop: int,
         pages: KeyPages | None = None,
-    ) -> RunningSums:
+    ) -> Sums:
         """A range of one head's keys, a block at a time: q [M, D], k [S, D], v [S, Dv]."""
         rows = len(q)
         q = q * np.float32(scale * math.log2(math.e))
-        part = RunningSums(
+        part = Sums(
             np.zeros((rows, v.shape[1]), np.float32),
             np.full(rows, LOWEST),
             np.zeros(rows, np.float32),
@@ -151,9 +151,7 @@ class Specification(NamedTuple):
             sums = self.add_product(q[:, None, columns], k[None, :, columns], sums)
         return self.sum_of_lanes(sums)
 
-    def softmax(
-        self, scores: Floats, bias: Floats | None, part: RunningSums
-    ) -> tuple[Floats, RunningSums]:
+    def softmax(self, scores: Floats, bias: Floats | None, part: Sums) -> tuple[Floats, Sums]:
         """Weights [M, block], and the part rescaled to the new maximum, its total increased."""
         if bias is not None:
             scores = scores + bias * LOG2E
@@ -167,16 +165,16 @@ class Specification(NamedTuple):
         for i in range(0, self.tile.block, self.tile.lanes):
             total = total + weights[:, i : i + self.tile.lanes]
         totals = part.totals * shrink + self.sum_of_lanes(total)
-        return weights, RunningSums(part.sums * shrink[:, None], maxima, totals)
+        return weights, Sums(part.sums * shrink[:, None], maxima, totals)
 
-    def gather(self, weights: Floats, v: Floats, part: RunningSums) -> RunningSums:
+    def gather(self, weights: Floats, v: Floats, part: Sums) -> Sums:
         """Add the weighted values to the sums, key after key."""
         sums = part.sums
         for j, value in enumerate(v):
             sums = self.add_product(weights[:, j, None], value, sums)
         return part._replace(sums=sums)
 
-    def merge(self, parts: list[RunningSums]) -> tuple[Floats, Floats]:
+    def merge(self, parts: list[Sums]) -> tuple[Floats, Floats]:
         """The output [M, Dv] and the log-sum-exp [M], from the parts in the order of their keys."""
         top = np.max([part.maxima for part in parts], axis=0)
         total = np.zeros_like(top)

@@ -98,8 +98,7 @@ class Plan(NamedTuple):
 def _places(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: int, plan: Plan
 ) -> tuple[Place, ...] | None:
-    """The addresses and strides of the queries, keys, values and both buffers; None if the kernel
-    cannot use one of these tensors."""
+    """The addresses and strides of queries, keys, values and buffers; None if unusable."""
     dtype, b, h, g, d, dv = plan[:6]
     found = (
         place_if_readable(q, dtype, (b, h, 1, d)),

@@ -181,7 +181,7 @@ def test_the_mask_of_a_layer():
         ((*SIZES, "--queries", 9, "--keys", 8), "at most as many; got 9 queries and 8 keys"),
         ((*SIZES, "--device", "nonsense"), "'nonsense' is no device of torch"),
         ((*SIZES, "--device", "meta"), "computes nothing"),
-        ((*SIZES, "--mask", "Causal"), "a rule is called: Causal()"),
+        ((*SIZES, "--mask", "Causal"), "Causal is called: Causal()"),
         ((*SIZES, "--mask", "Padding([[1], [1]])"), "is for a batch of 2, q of a batch of 1"),
         ((*SIZES, "--keys", 10**12, "--batch", 10**6), "a tensor has at most 4.6e+18 numbers"),
         (("no-such-folder",), "no-such-folder"),

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/regard"
 VERIFY = "regard_verify"  # of packages/regard-verify
 WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
-    ".": (1954, 1954),  # the modules beside the folders; the design names no budget for them
+    ".": (1957, 1957),  # the modules beside the folders; the design names no budget for them
     "layers": (1600, 1756),
     "rope": (850, 850),
     "masks": (2000, 2000),

@@ -42,7 +42,9 @@ RULES: dict[str, type[Mask]] = {
 }  # fmt: skip
 CONSTANTS = {"EVERYTHING": EVERYTHING, "NOTHING": NOTHING}
 DATA = (ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
-REFUSED = {  # characters and lengths that no mask has, before Python's parser reads the text
+REFUSED = {  # names, characters and lengths that no mask has, before Python's parser reads the text
+    r"\bWhere\b": "Where(function) holds Python, which is not run from a text; draw it in Python: "
+    "mask.draw(), or regard.see.mask_picture.svg(mask)",
     r"<": "the numbers of a tensor are not in the mask's code; write them out, as in "
     "Padding([[1, 1, 0]])",
     r"[^A-Za-z0-9_.\s()\[\],=&|~-]": "{!r} means nothing here; masks combine with & | ~ "
@@ -54,10 +56,6 @@ PYTHONS = {  # other operators, by the node of Python's parser
     "Or": "masks combine with |, not `or`",
     "Not": "the complement of a mask is ~mask, not `not`",
 }
-WHERE = (
-    "Where(function) holds Python, which is not run from a text; draw it in Python: mask.draw(), "
-    "or regard.see.mask_picture.svg(mask)"
-)
 
 
 def mask_from(text: str) -> Mask:
@@ -135,8 +133,6 @@ class _Builder:
             case ast.Name(name) if name in RULES:
                 needs = "needs data" if _parameters(name) else "is called"
                 self._refuse(node, f"{name} {needs}: {_call(name)}")
-            case ast.Name("Where") | ast.Call(ast.Name("Where")):
-                self._refuse(node, WHERE)
             case ast.BoolOp(op) | ast.UnaryOp(op) if type(op).__name__ in PYTHONS:
                 self._refuse(node, PYTHONS[type(op).__name__])
         called = node.func if isinstance(node, ast.Call) else node

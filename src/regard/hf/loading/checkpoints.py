@@ -245,8 +245,7 @@ def _has_tokenizer(path: Path) -> bool:
 
 
 def sound_gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
-    """Check a GGUF and the JSON files beside it. Returns arguments of `from_pretrained`, the
-    contents of the weights, and whether there is a tokenizer."""
+    """Check a GGUF and the JSON files beside it; returns what `_folder` returns."""
     checked = check_gguf(path)
     check_json_files(path.parent)
     source = _local(path.parent, gguf_file=path.name)

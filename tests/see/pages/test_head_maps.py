@@ -88,13 +88,13 @@ def test_steps_are_coarser_where_there_are_more_weights(monkeypatch):
     maps = invented(tokens=["word"] * 64)
     sizes = {}
     for budget in (12_000, 7_000, 5_000):
-        monkeypatch.setattr(heads, "BUDGET", budget)
+        monkeypatch.setattr(head_maps, "BUDGET", budget)
         data = head_maps.data_of(maps)
         sizes[data["steps"]] = sum(map(len, data["maps"]))
         assert sizes[data["steps"]] <= budget
         assert f"multiples of 1/{data['steps']}" in html_of(maps)
     assert len(sizes) == 3
-    monkeypatch.setattr(heads, "BUDGET", 100)
+    monkeypatch.setattr(head_maps, "BUDGET", 100)
     with pytest.raises(ValueError, match=r"3 layers of 2 heads over 64 tokens.*choose fewer"):
         head_maps.data_of(maps)
 

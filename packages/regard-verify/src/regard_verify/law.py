@@ -128,7 +128,6 @@ class Law:
         statement: the law in one sentence.
         kind: exact (bitwise, or by counting), bounded (up to rounding), statistical, or resource
             (bytes, compilations).
-        catches: the mistakes that break it.
         needs: abilities that the subject must have; an entry may list alternatives, as in
             `"heads|layer"`.
         run: raises `Broken` with a counter-example, `NotApplicable`, or `Undecided`.
@@ -145,7 +144,6 @@ class Law:
     name: str
     statement: str
     kind: LawKind
-    catches: str
     needs: tuple[str, ...]
     run: LawFunction = field(repr=False)
     advised: bool = False
@@ -153,17 +151,16 @@ class Law:
 
 
 def law(
-    statement: str,
-    kind: LawKind,
-    catches: str,
-    *needs: str,
-    advised: bool = False,
-    quick: bool = True,
+    kind: LawKind, *needs: str, advised: bool = False, quick: bool = True
 ) -> Callable[[LawFunction], Law]:
-    """A decorator: the function below becomes a `Law` of the same name."""
+    """A decorator: the function below becomes a `Law` of the same name.
+
+    The first paragraph of its docstring is the law in one sentence.
+    """
 
     def made(run: LawFunction) -> Law:
-        return Law(run.__name__, statement, kind, catches, needs, run, advised, quick)
+        statement = " ".join((run.__doc__ or run.__name__).split("\n\n")[0].split())
+        return Law(run.__name__, statement, kind, needs, run, advised, quick)
 
     return made
 

@@ -55,33 +55,23 @@ def _pieces(subject: Subject, trial: Trial, ways: list[list[int]]) -> None:
             raise Broken(replace(broken.example, cause=_cause(got, whole, cuts))) from None
 
 
-@law(
-    "A sequence in pieces gives what it gives at once, however it is cut.",
-    "bounded",
-    "a mask without the cache's offset, a causal rule skipped with a cache, positions that restart",
-    "cache|unusable_cache",
-)
+@law("bounded", "cache|unusable_cache")
 def chunked_prefill(subject: Subject, trial: Trial) -> None:
+    """A sequence in pieces gives what it gives at once, however it is cut."""
     _pieces(subject, trial, [[LENGTH], [5, 4], [1, 5, 3], [3, 1, 1, 4]])
 
 
-@law(
-    "Token by token gives what the whole sequence gives, at every position.",
-    "bounded",
-    "a cache appended on the wrong axis, positions that do not advance, a window off by one",
-    "cache|unusable_cache",
-)
+@law("bounded", "cache|unusable_cache")
 def decode_equals_full(subject: Subject, trial: Trial) -> None:
+    """Token by token gives what the whole sequence gives, at every position."""
     _pieces(subject, trial, [[1] * LENGTH, [4] + [1] * (LENGTH - 4)])
 
 
-@law(
-    "After drafted tokens are dropped from a cache, the next give what they give without drafts.",
-    "bounded",
-    "a window that forgot what drafts pushed out, positions that count dropped tokens",
-    "cache",
-)
+@law("bounded", "cache")
 def drafts_dropped(subject: Subject, trial: Trial) -> None:
+    """After drafted tokens are dropped from a cache, the next give what they give without
+    drafts.
+    """
     x, whole = _whole(subject, trial)
     assert subject.stepper is not None
     for drafts in (1, 3):
@@ -111,13 +101,9 @@ def _drop(method: Callable[[int], Any], name: str, drafts: int) -> None:
         called(method, -drafts)
 
 
-@law(
-    "Two caches are independent.",
-    "exact",
-    "a cache shared by layers, requests or instances",
-    "cache|cache_object",
-)
+@law("exact", "cache|cache_object")
 def cache_isolation(subject: Subject, trial: Trial) -> None:
+    """Two caches are independent."""
     if subject.stepper is None:
         stores = [new_store(subject) for _ in range(2)]
         given = [new_tokens(trial, 2) for _ in range(2)]
@@ -147,13 +133,9 @@ def same_tokens(subject: Subject, label: str, got: Tensor, expected: Tensor, cau
     require(label, got, expected, allowed, cause)
 
 
-@law(
-    "After any operations in any order a cache holds what a plain list would.",
-    "exact",
-    "a truncation that keeps too much, a reorder that leaves out a buffer, a wrong length",
-    "cache_object",
-)
+@law("exact", "cache_object")
 def cache_state_machine(subject: Subject, trial: Trial) -> None:
+    """After any operations in any order a cache holds what a plain list would."""
     runs, steps = (5, 10) if trial.quick else (40, 15)
     for _ in range(runs):
         _random_operations(subject, trial, steps)
@@ -213,14 +195,11 @@ def _holds(
         same_tokens(subject, "; ".join(done), mine.to(right.dtype), right, cause)
 
 
-@law(
-    "Beyond its capacity a cache refuses before it changes anything; a window holds no more memory "
-    "than it declares.",
-    "resource",
-    "a silent wrap, a length that advances although it raised, memory held by a view",
-    "cache_object",
-)
+@law("resource", "cache_object")
 def cache_bounds(subject: Subject, trial: Trial) -> None:
+    """Beyond its capacity a cache refuses before it changes anything; a window holds no more memory
+    than it declares.
+    """
     capacity, window = subject.conventions.capacity, subject.conventions.window
     if not capacity and not window:
         raise NotApplicable("it declares no capacity and no window")
@@ -254,13 +233,9 @@ def _overflow(subject: Subject, trial: Trial, capacity: int) -> None:
     fail(label, "", "an error", "none", "tokens that do not fit are lost or overwrite the first")
 
 
-@law(
-    "A token costs at most the declared bytes.",
-    "resource",
-    "an MLA cache that holds keys and values instead of the latent, heads stored repeatedly",
-    "cache_object|cache",
-)
+@law("resource", "cache_object|cache")
 def cache_bytes(subject: Subject, trial: Trial) -> None:
+    """A token costs at most the declared bytes."""
     declared = subject.conventions.cache_bytes
     if declared is None:
         raise NotApplicable("it declares no bytes for a token")
@@ -283,14 +258,11 @@ def cache_bytes(subject: Subject, trial: Trial) -> None:
         fail(f"{tokens} tokens", "bytes for each", f"{declared:g}", f"{held / tokens:.1f}", cause)
 
 
-@law(
-    "A cache that rounds is as exact for late tokens as for early ones, after an outlier, "
-    "and beside any other rows.",
-    "bounded",
-    "a scale fixed by the first tokens, shared by the batch, or applied twice",
-    "cache_object",
-)
+@law("bounded", "cache_object")
 def quant_drift(subject: Subject, trial: Trial) -> None:
+    """A cache that rounds is as exact for late tokens as for early ones, after an outlier, and
+    beside any other rows.
+    """
     if subject.conventions.capacity or subject.conventions.window:
         raise NotApplicable("it holds too few tokens")
     k = trial.randn(2, HEADS, 40, DIM) * 0.05
@@ -313,13 +285,9 @@ def quant_drift(subject: Subject, trial: Trial) -> None:
              )  # fmt: skip
 
 
-@law(
-    "A deep copy of a cache is independent of it.",
-    "exact",
-    "a copy that shares storage, a deepcopy that fails",
-    "cache_object",
-)
+@law("exact", "cache_object")
 def serialise_cache(subject: Subject, trial: Trial) -> None:
+    """A deep copy of a cache is independent of it."""
     store = new_store(subject)
     first = new_tokens(trial, 3)
     store.append(*first)
@@ -336,13 +304,9 @@ def serialise_cache(subject: Subject, trial: Trial) -> None:
     same_tokens(subject, label, got, expected, cause)
 
 
-@law(
-    "A cache copies its inputs: what the caller does to them later changes nothing.",
-    "exact",
-    "a cache that holds a view of the caller's tensor",
-    "cache_object",
-)
+@law("exact", "cache_object")
 def cache_no_alias(subject: Subject, trial: Trial) -> None:
+    """A cache copies its inputs: what the caller does to them later changes nothing."""
     store = new_store(subject)
     k, v = new_tokens(trial, 3)
     before = k.clone()
@@ -351,9 +315,3 @@ def cache_no_alias(subject: Subject, trial: Trial) -> None:
     got, _ = store.append(*new_tokens(trial, 1))
     cause = "it holds a view of its input"
     same_tokens(subject, "3 tokens, then the caller writes", got[:, :, -4:-1], before, cause)
-
-
-LAWS = (
-    chunked_prefill, decode_equals_full, drafts_dropped, cache_isolation, cache_state_machine,
-    cache_bounds, cache_bytes, quant_drift, serialise_cache, cache_no_alias,
-)  # fmt: skip

@@ -49,14 +49,11 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@law(
-    "torch's default dtype changes nothing: under a bfloat16 or float64 default, float32 inputs "
-    "give the same, or are refused.",
-    "bounded",
-    "memory allocated or tables computed in the default dtype, a constant that promotes",
-    "heads|layer",
-)
+@law("bounded", "heads|layer")
 def default_dtype(subject: Subject, trial: Trial) -> None:
+    """torch's default dtype changes nothing: under a bfloat16 or float64 default, float32 inputs
+    give the same, or are refused.
+    """
     usual = _that_run([*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial)])
     rounding = _rounded_scale(subject, usual)
 
@@ -139,14 +136,9 @@ class Slope(NamedTuple):
         return f"{self.call.label}, along {self.name}"
 
 
-@law(
-    "A forward-mode derivative is the slope of the output, or is refused; it is never missing.",
-    "bounded",
-    "a kernel that is chosen because nothing requires a gradient, a tangent that is dropped",
-    "heads|layer",
-    quick=False,
-)
+@law("bounded", "heads|layer", quick=False)
 def forward_mode(subject: Subject, trial: Trial) -> None:
+    """A forward-mode derivative is the slope of the output, or is refused; it is never missing."""
     calls = [*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial, pieces=False)]
     calls += _after_cached_tokens(subject, trial)
     slopes = [each for call, out in _that_run(calls) for each in _slopes(call, out, trial)]
@@ -257,14 +249,12 @@ def _jvp(each: Slope) -> Tensor | None:
     return tangent
 
 
-@law(
-    "Under autocast no more is lost than where everything is in bfloat16.",
-    "bounded",
-    "float32 products that autocast casts back, tables and sums in half precision",
-    "heads|layer",
-)
+@law("bounded", "heads|layer")
 def autocast_precision(subject: Subject, trial: Trial) -> None:
-    """Two or three times the error of the same code in bfloat16, or of rounding its output."""
+    """Under autocast no more is lost than where everything is in bfloat16.
+
+    Two or three times the error of the same code in bfloat16, or of rounding its output.
+    """
     checked = False
     for call, half in _calls_and_halves(subject, trial):
         try:
@@ -331,14 +321,11 @@ def _pair(
     )
 
 
-@law(
-    "Under autocast the output has one dtype: masked or not, with gradients or without, in pieces "
-    "or at once.",
-    "exact",
-    "a path that casts its output back, and another that does not",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def autocast_dtype(subject: Subject, trial: Trial) -> None:
+    """Under autocast the output has one dtype: masked or not, with gradients or without, in pieces
+    or at once.
+    """
     calls = calls_on_tokens(subject, trial)
     if subject.module is None:
         calls += calls_on_heads(subject, trial)
@@ -354,6 +341,3 @@ def autocast_dtype(subject: Subject, trial: Trial) -> None:
         if other != dtype:
             fail(label, "", f"{dtype}, as of {first}", str(other),
                  "the dtype under autocast depends on the path through the code")  # fmt: skip
-
-
-LAWS = (default_dtype, forward_mode, autocast_precision, autocast_dtype)

@@ -11,13 +11,9 @@ from regard_verify.laws.cases import attending, modes, needs_the_definition, on_
 from regard_verify.subject.subject import Subject, called
 
 
-@law(
-    "The gradients of q, k and v are those of the definition.",
-    "bounded",
-    "a wrong backward: a detached score, a hand-written gradient, an in-place edit",
-    "heads",
-)
+@law("bounded", "heads")
 def oracle_gradient(subject: Subject, trial: Trial) -> None:
+    """The gradients of q, k and v are those of the definition."""
     needs_the_definition(subject)
 
     def attempt(sizes: Sizes) -> None:
@@ -56,6 +52,3 @@ def _gradients(out: Tensor, push: Tensor, inputs: list[Tensor]) -> list[Tensor]:
         raise NotApplicable("its output has no gradient")
     called((out * push).sum().backward)
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
-
-
-LAWS = (oracle_gradient,)

@@ -8,13 +8,9 @@ from regard_verify.subject.probe_weights import read_head_order
 from regard_verify.subject.subject import Subject, SubjectError
 
 
-@law(
-    "Shared key heads give what copies of them give, one for each query head.",
-    "bounded",
-    "heads repeated along the wrong axis, a wrong divisor",
-    "gqa",
-)
+@law("bounded", "gqa")
 def gqa_limits(subject: Subject, trial: Trial) -> None:
+    """Shared key heads give what copies of them give, one for each query head."""
     if "G" in subject.fixed:
         raise NotApplicable("its number of key heads cannot be changed")
     for heads, groups in ((4, 4), (4, 1), (6, 2), (6, 3)):
@@ -26,13 +22,9 @@ def gqa_limits(subject: Subject, trial: Trial) -> None:
         require(sizes, subject.run(q, k, v), expected, tolerance(v), cause)
 
 
-@law(
-    "Query head h reads key head h // (H / G).",
-    "exact",
-    "key heads tiled where neighbours should share one",
-    "gqa",
-)
+@law("exact", "gqa")
 def gqa_order(subject: Subject, trial: Trial) -> None:
+    """Query head h reads key head h // (H / G)."""
     sizes = subject.fit(Sizes(1, 6, 2))
     got = read_head_order(subject, trial)
     tiled = subject.conventions.head_order == "tiled"
@@ -44,13 +36,9 @@ def gqa_order(subject: Subject, trial: Trial) -> None:
         fail(sizes, "key head of each query head", right, got, cause)
 
 
-@law(
-    "Heads split over ranks, each with the key head that it reads, give the heads of the whole.",
-    "bounded",
-    "a head count stored by another call, more ranks than key heads",
-    "gqa",
-)
+@law("bounded", "gqa")
 def shards_agree(subject: Subject, trial: Trial) -> None:
+    """Heads split over ranks, each with the key head that it reads, give the heads of the whole."""
     if "G" in subject.fixed or "H" in subject.fixed:
         raise NotApplicable("its numbers of heads cannot be changed")
     if subject.has.unknown_positions:
@@ -71,14 +59,9 @@ def shards_agree(subject: Subject, trial: Trial) -> None:
         require(sizes, torch.cat(shards, 1), whole, tolerance(v), cause)
 
 
-@law(
-    "Shapes that do not fit together are refused with an error.",
-    "exact",
-    "broadcasting that hides a wrong shape",
-    "heads",
-    advised=True,
-)
+@law("exact", "heads", advised=True)
 def error_messages(subject: Subject, trial: Trial) -> None:
+    """Shapes that do not fit together are refused with an error."""
     if subject.module is not None:
         raise NotApplicable("a module makes its queries, keys and values itself")
     sizes = subject.fit(Sizes(2, 4, 4, 3, 3, 4, 4))
@@ -99,6 +82,3 @@ def error_messages(subject: Subject, trial: Trial) -> None:
             continue
         fail(sizes, case, "an error", f"an output of shape {list(out.shape)}",
              "shapes that do not fit were broadcast or cut")  # fmt: skip
-
-
-LAWS = (gqa_limits, gqa_order, shards_agree, error_messages)

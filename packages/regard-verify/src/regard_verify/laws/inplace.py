@@ -36,14 +36,11 @@ class Pass(NamedTuple):
     changes: dict[str, Change]
 
 
-@law(
-    "A tensor that is changed in place between the forward and the backward pass gives an error or "
-    "the right gradient.",
-    "exact",
-    "tensors that a backward pass reads without autograd's version check, an overwritten cache",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def inplace_between_passes(subject: Subject, trial: Trial) -> None:
+    """A tensor that is changed in place between the forward and the backward pass gives an error or
+    the right gradient.
+    """
     checked = [_has_right_gradients(each, trial) for each in _passes(subject, trial)]
     if not any(checked):
         raise NotApplicable("it has no gradient")
@@ -199,6 +196,3 @@ def _emptied(state: CacheState) -> CacheState:
         raise SubjectError("it cannot be truncated")
     called(getattr(state.held, truncate), 0)
     return CacheState(state.held, 0)
-
-
-LAWS = (inplace_between_passes,)

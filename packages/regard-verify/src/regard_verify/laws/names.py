@@ -21,14 +21,11 @@ LETTER = {
 CUTS = {"blocked": ("part", "head", "channel"), "by head": ("head", "part", "channel")}
 
 
-@law(
-    "It has as many heads as it names, its projections make what they are named after, and they "
-    "are cut as declared.",
-    "exact",
-    "one head of the whole width, the projection of keys used for queries",
-    "module",
-)
+@law("exact", "module")
 def named_heads(subject: Subject, trial: Trial) -> None:
+    """It has as many heads as it names, its projections make what they are named after, and they
+    are cut as declared.
+    """
     attend, module = subject.attend, subject.module
     if not isinstance(attend, ProjectedHeads) or module is None:
         raise NotApplicable("its heads were not reached")
@@ -83,6 +80,3 @@ def _letter(name: str) -> str | None:
     last = name.removesuffix(".weight").rpartition(".")[2].lower()
     words = [word for word in last.split("_") if word and not FILLERS.fullmatch(word)]
     return LETTER.get(words[0]) if len(words) == 1 else None
-
-
-LAWS = (named_heads,)

@@ -33,13 +33,9 @@ from regard_verify.subject.subject import Subject, SubjectError
 ROUNDED = 4e-3  # half of the spacing of bfloat16 below 1: what rounding changes in a sum of weights
 
 
-@law(
-    "The output is softmax(scale q k + mask) v in every shape, up to rounding in float32.",
-    "bounded",
-    "everything gross: scale, softmax axis, head order, softcap that is ignored, lost keys",
-    "heads",
-)
+@law("bounded", "heads")
 def oracle_forward(subject: Subject, trial: Trial) -> None:
+    """The output is softmax(scale q k + mask) v in every shape, up to rounding in float32."""
     needs_the_definition(subject)
 
     def attempt(sizes: Sizes) -> None:
@@ -91,13 +87,9 @@ def _structural(
     return dict(mistakes(plain, own.pairing or "none", own.theta))
 
 
-@law(
-    "Two keys whose scores differ by 1 before scaling have weights in the ratio exp(scale).",
-    "bounded",
-    "a scale that is missing, doubled, or of the wrong size",
-    "heads",
-)
+@law("bounded", "heads")
 def scale_closed_form(subject: Subject, trial: Trial) -> None:
+    """Two keys whose scores differ by 1 before scaling have weights in the ratio exp(scale)."""
     needs_the_definition(subject)
     if subject.conventions.pairing in ("halves", "pairs"):
         raise NotApplicable("rotation changes the scores; oracle_forward tests the scale")
@@ -130,13 +122,9 @@ def _scale_cause(got: float, dim: int, subject: Subject) -> str:
     return f"the scale is {got * dim**0.5:.4g} times what it should be"
 
 
-@law(
-    "Weights sum to 1: where all values are 1, so is the output.",
-    "bounded",
-    "a mask after the softmax, dropout that runs, a softmax over the wrong axis",
-    "heads",
-)
+@law("bounded", "heads")
 def convexity(subject: Subject, trial: Trial) -> None:
+    """Weights sum to 1: where all values are 1, so is the output."""
     if subject.sinks is not None:
         raise NotApplicable("sinks take a part of the weight")
 
@@ -157,13 +145,10 @@ def convexity(subject: Subject, trial: Trial) -> None:
     on_sizes(subject, trial, attempt, most=7)
 
 
-@law(
-    "The output is linear in the values.",
-    "bounded",
-    "values that enter the scores, rounding or clipping of values",
-    "heads",
-)
+@law("bounded", "heads")
 def value_linearity(subject: Subject, trial: Trial) -> None:
+    """The output is linear in the values."""
+
     def attempt(sizes: Sizes) -> None:
         q, k, v = subject.inputs(sizes, trial)
         other = trial.randn(*v.shape)
@@ -177,13 +162,9 @@ def value_linearity(subject: Subject, trial: Trial) -> None:
     on_sizes(subject, trial, attempt, most=7)
 
 
-@law(
-    "A constant added to all scores of a query changes nothing.",
-    "bounded",
-    "a softmax that does not subtract the largest score, and overflows",
-    "heads",
-)
+@law("bounded", "heads")
 def score_shift(subject: Subject, trial: Trial) -> None:
+    """A constant added to all scores of a query changes nothing."""
     if subject.conventions.pairing != "none" or subject.conventions.softcap:
         raise NotApplicable("with a rotation or a softcap the scores do not shift by a constant")
     if subject.sinks is not None:
@@ -205,15 +186,11 @@ def score_shift(subject: Subject, trial: Trial) -> None:
     on_sizes(subject, trial, attempt, most=6)
 
 
-@law(
-    "The only visible key gets all the weight, however low its score; and of very different scores "
-    "the highest does.",
-    "exact",
-    "a finite fill that is mistaken for a score, overflow",
-    "heads",
-    advised=True,
-)
+@law("exact", "heads", advised=True)
 def extreme_scores(subject: Subject, trial: Trial) -> None:
+    """The only visible key gets all the weight, however low its score; and of very different scores
+    the highest does.
+    """
     needs_the_definition(subject)
     if subject.conventions.softcap or subject.sinks is not None:
         raise NotApplicable("with a softcap or sinks other keys keep some weight")
@@ -237,13 +214,9 @@ def extreme_scores(subject: Subject, trial: Trial) -> None:
     only_key_0("scores of 5e5 and -5e5 overflow")
 
 
-@law(
-    "The scale, softcap and bias of a call are applied, with a mask and without.",
-    "bounded",
-    "an argument that is accepted and ignored, a bias that is scaled, a cap over the mask",
-    "scale|softcap|bias",
-)
+@law("bounded", "scale|softcap|bias")
 def options_obeyed(subject: Subject, trial: Trial) -> None:
+    """The scale, softcap and bias of a call are applied, with a mask and without."""
     needs_the_definition(subject)
     if subject.module is not None:
         raise NotApplicable("the options of a module are set when it is built")
@@ -264,9 +237,3 @@ def options_obeyed(subject: Subject, trial: Trial) -> None:
                 raise
             expected = torch.where(attends, subject.expected(q, k, v, **options).out, out)
             require(f"{label}, {name}", out, expected, 1e-4, {f"{name} is ignored": ignored})
-
-
-LAWS = (
-    oracle_forward, scale_closed_form, convexity, value_linearity, score_shift, extreme_scores,
-    options_obeyed,
-)  # fmt: skip

@@ -34,13 +34,9 @@ def _pages(trial: Trial, heads: int, groups: int) -> tuple[Tensor, ...]:
     return trial.randn(len(lengths), heads, 8), *pools, table, lengths
 
 
-@law(
-    "Pages give what the same keys give in one piece; no other slot is read.",
-    "bounded",
-    "stale slots, a table read past its end, a page counted twice",
-    "paged",
-)
+@law("bounded", "paged")
 def paged_equals_dense(subject: Subject, trial: Trial) -> None:
+    """Pages give what the same keys give in one piece; no other slot is read."""
     for heads, groups in ((2, 2), (4, 2), (4, 1)):
         q, k, v, table, lengths = _pages(trial, heads, groups)
         with torch.no_grad():
@@ -54,14 +50,9 @@ def paged_equals_dense(subject: Subject, trial: Trial) -> None:
             require(label, out[row].double(), expected, 1e-4, cause)
 
 
-@law(
-    "A row longer than its table is refused.",
-    "exact",
-    "a read past the end of the table",
-    "paged",
-    advised=True,
-)
+@law("exact", "paged", advised=True)
 def paged_bounds(subject: Subject, trial: Trial) -> None:
+    """A row longer than its table is refused."""
     q, k, v, table, lengths = _pages(trial, 2, 2)
     lengths[-1] = BLOCK * TABLE + 1
     try:
@@ -132,14 +123,11 @@ class _Allocations:
         self.owned.append(got)
 
 
-@law(
-    "No block has two owners, free and used add up, a failed request takes nothing, and all blocks "
-    "come back.",
-    "exact",
-    "a double free, a leak, a partial allocation that is not undone",
-    "allocator",
-)
+@law("exact", "allocator")
 def allocator_invariants(subject: Subject, trial: Trial) -> None:
+    """No block has two owners, free and used add up, a failed request takes nothing, and all blocks
+    come back.
+    """
     state = _Allocations(called(subject.thing))
     total = subject.conventions.capacity or state.free()
     if not total:
@@ -158,13 +146,9 @@ def allocator_invariants(subject: Subject, trial: Trial) -> None:
              "after all are freed, not every block comes back once")  # fmt: skip
 
 
-@law(
-    "A prefix is found by its tokens and its salt alone, with the value that was inserted.",
-    "exact",
-    "keys that ignore the salt or the type, a hit for a longer or other prefix",
-    "prefix",
-)
+@law("exact", "prefix")
 def prefix_isolation(subject: Subject, trial: Trial) -> None:
+    """A prefix is found by its tokens and its salt alone, with the value that was inserted."""
     prefixes = called(subject.thing)
     salted = "salt" in parameters_of(prefixes.lookup)
 
@@ -192,6 +176,3 @@ def prefix_isolation(subject: Subject, trial: Trial) -> None:
         got = called(prefixes.lookup, tokens, **salt_of(salt))
         if got != expected:
             fail(f"lookup {tokens} with salt {salt!r}", "", expected, got, cause)
-
-
-LAWS = (paged_equals_dense, paged_bounds, allocator_invariants, prefix_isolation)

@@ -21,13 +21,9 @@ Wrong = Callable[[CacheState], bool]  # makes a mistake; returns whether that ra
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_num", "idx")
 
 
-@law(
-    "If two layers are given one cache, the second refuses it, or each reads its own tokens.",
-    "exact",
-    "one cache for all layers of a model, a cache stored in the class and not in the layer",
-    "cache",
-)
+@law("exact", "cache")
 def one_past_two_layers(subject: Subject, trial: Trial) -> None:
+    """If two layers are given one cache, the second refuses it, or each reads its own tokens."""
     assert subject.stepper is not None
     if subject.stepper.style == "tuple":
         raise NotApplicable("its cache is a returned value, which is not shared")
@@ -102,13 +98,9 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@law(
-    "A refused step leaves the cache as it was: the right token then gives its usual output.",
-    "exact",
-    "a token that is counted or stored before it is checked",
-    "cache|cache_object",
-)
+@law("exact", "cache|cache_object")
 def refused_step(subject: Subject, trial: Trial) -> None:
+    """A refused step leaves the cache as it was: the right token then gives its usual output."""
     if subject.stepper is None:
         _refused_update(subject, trial)
         return
@@ -122,14 +114,11 @@ def refused_step(subject: Subject, trial: Trial) -> None:
     _leave_the_cache(stepper, x, tries)
 
 
-@law(
-    "A step that ends in an error leaves the cache as it was, or the cache is refused afterwards.",
-    "exact",
-    "a cache that grew by a token whose output was never returned: a retry reads it twice",
-    "cache",
-    advised=True,
-)
+@law("exact", "cache", advised=True)
 def interrupted_step(subject: Subject, trial: Trial) -> None:
+    """A step that ends in an error leaves the cache as it was, or the cache is refused
+    afterwards.
+    """
     if subject.stepper is None or subject.module is None:
         raise NotApplicable("no cache of it was found")
     stepper, x = subject.stepper, subject.tokens(2, 6, trial)
@@ -260,6 +249,3 @@ def _refused_update(subject: Subject, trial: Trial) -> None:
                 same_tokens(subject, label, got[:, :, -4:], torch.cat(put, 2), cause)
     if not checked:
         raise NotApplicable("it refuses nothing")
-
-
-LAWS = (one_past_two_layers, refused_step, interrupted_step)

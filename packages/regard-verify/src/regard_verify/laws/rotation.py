@@ -39,13 +39,9 @@ def pairing_of(subject: Subject) -> str | None:
     return next((name for name, found in PAIRINGS.items() if found == channels), None)
 
 
-@law(
-    "Scores of rotated queries and keys depend on their distance alone, near and far.",
-    "bounded",
-    "absolute positions that leak, wrong tables, values that are rotated too",
-    "rope|rotation",
-)
+@law("bounded", "rope|rotation")
 def rope_relative(subject: Subject, trial: Trial) -> None:
+    """Scores of rotated queries and keys depend on their distance alone, near and far."""
     if subject.kind != "rope":
         return _weights_by_distance(subject, trial)
     q, k = (trial.randn(1, 1, 1, DIM).expand(1, 1, 6, DIM) for _ in "qk")
@@ -78,14 +74,11 @@ def _weights_by_distance(subject: Subject, trial: Trial) -> None:
         _all_equal(f"{sizes}, distance {distance}", row[row.isfinite()], 1e-3)
 
 
-@law(
-    "Channels are rotated in the declared pairs, (i, i + D/2) or (2i, 2i + 1), by decreasing "
-    "frequencies.",
-    "exact",
-    "halves mixed up with pairs, frequencies in another order",
-    "rotation|rope",
-)
+@law("exact", "rotation|rope")
 def rope_layout(subject: Subject, trial: Trial) -> None:
+    """Channels are rotated in the declared pairs, (i, i + D/2) or (2i, 2i + 1), by decreasing
+    frequencies.
+    """
     declared = subject.conventions.pairing
     if subject.kind != "rope":
         return  # probing has matched its scores to one of the two
@@ -106,13 +99,9 @@ def rope_layout(subject: Subject, trial: Trial) -> None:
     require(f"L=5 D={DIM}", rotate(subject, x, positions), expected, 1e-4, causes)
 
 
-@law(
-    "Rotation keeps lengths, and is right at positions up to a million, in half precision too.",
-    "bounded",
-    "tables in half precision, positions that overflow or run past a table",
-    "rotation",
-)
+@law("bounded", "rotation")
 def rope_norm_and_long(subject: Subject, trial: Trial) -> None:
+    """Rotation keeps lengths, and is right at positions up to a million, in half precision too."""
     pairing = pairing_of(subject)
     if pairing is None:
         raise NotApplicable("its pairing is not known")
@@ -137,13 +126,9 @@ def rope_norm_and_long(subject: Subject, trial: Trial) -> None:
             require(label, got, expected, allowed, cause)
 
 
-@law(
-    "Positions are not rounded under autocast.",
-    "exact",
-    "angles computed in half precision because autocast is on",
-    "rotation",
-)
+@law("exact", "rotation")
 def rope_autocast(subject: Subject, trial: Trial) -> None:
+    """Positions are not rounded under autocast."""
     x, positions = trial.randn(1, 1, 3, DIM), torch.arange(70_000, 70_003)
     try:
         base = rotate(subject, x, positions)
@@ -155,13 +140,11 @@ def rope_autocast(subject: Subject, trial: Trial) -> None:
     require("positions from 70000, autocast", got.double(), base.double(), 1e-6, cause)
 
 
-@law(
-    "In latent attention, the channels that carry positions are attention to one shared key head.",
-    "bounded",
-    "a rotation of the queries or of the keys alone, of the latent, of a position too many",
-    "heads",
-)
+@law("bounded", "heads")
 def latent_positions(subject: Subject, trial: Trial) -> None:
+    """In latent attention, the channels that carry positions are attention to one shared key
+    head.
+    """
     attend = subject.attend.shared_keys() if isinstance(subject.attend, ProjectedHeads) else None
     if attend is None:
         raise NotApplicable("it has no keys that all heads share beside keys of each head")
@@ -189,6 +172,3 @@ def latent_positions(subject: Subject, trial: Trial) -> None:
                 right = turned(plain, pairing, theta).out()
                 require(label, out, right, allowed, {sentence: would})
     raise NotApplicable("its positions enter the shared channels in a way that is not known")
-
-
-LAWS = (rope_relative, rope_layout, rope_norm_and_long, rope_autocast, latent_positions)

@@ -68,13 +68,9 @@ def layer_visibility(subject: Subject, label: str, x: Tensor, **options: Any) ->
     same_visibility(f"L={length}{label}", expected, depends | free, mask)
 
 
-@law(
-    "Changes to later tokens never change an earlier output, not even its last bit.",
-    "exact",
-    "attending to the future: a mask upside down, off by one, or skipped",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def causality_exact(subject: Subject, trial: Trial) -> None:
+    """Changes to later tokens never change an earlier output, not even its last bit."""
     calls = []
     for batch, length in ((1, 2), (1, 3), (2, 6)):
         calls += _causal_calls(subject, trial, batch, length)
@@ -113,13 +109,9 @@ def _causal_calls(subject: Subject, trial: Trial, batch: int, length: int) -> li
     return found
 
 
-@law(
-    "A query attends to its own token.",
-    "exact",
-    "a causal mask that excludes the diagonal",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def self_visible(subject: Subject, trial: Trial) -> None:
+    """A query attends to its own token."""
     if subject.attend is None:
         if not subject.conventions.causal:
             raise NotApplicable("it is not causal, and its heads were not reached")
@@ -141,13 +133,11 @@ def first_attends(subject: Subject, label: str, x: Tensor) -> None:
              "the same", cause)  # fmt: skip
 
 
-@law(
-    "Where queries and keys differ in number, the causal rule is counted from the declared corner.",
-    "exact",
-    "top-left for bottom-right: a decoding step that attends to the first key only",
-    "cross",
-)
+@law("exact", "cross")
 def alignment_probe(subject: Subject, trial: Trial) -> None:
+    """Where queries and keys differ in number, the causal rule is counted from the declared
+    corner.
+    """
     options = subject.causal_options()
     if options is None:
         raise NotApplicable("it has no causal rule of its own")
@@ -164,13 +154,9 @@ def alignment_probe(subject: Subject, trial: Trial) -> None:
         same_visibility(sizes, expected | masked, got | masked)
 
 
-@law(
-    "The keys with a weight above 0 are exactly those that pattern and mask leave visible.",
-    "exact",
-    "any wrong mask: a window off by one, a wrong axis, one cell too many",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def visible_set_probe(subject: Subject, trial: Trial) -> None:
+    """The keys with a weight above 0 are exactly those that pattern and mask leave visible."""
     longest = pattern_length(subject.conventions)
     if subject.attend is None:
         for length in (2, 3, 6, longest):
@@ -202,13 +188,9 @@ def visible_under(
     same_visibility(f"{sizes}{label}", expected | free, attended | free, mask)
 
 
-@law(
-    "Under a window of W, min(i + 1, W) keys are visible to query i, its own included.",
-    "exact",
-    "a window off by one, a window that is ignored or hides everything",
-    "heads",
-)
+@law("exact", "heads")
 def window_edges(subject: Subject, trial: Trial) -> None:
+    """Under a window of W, min(i + 1, W) keys are visible to query i, its own included."""
     sizes = subject.fit(Sizes(1, 1, 1, 6, 6, 4, 6))
     length = sizes.L
     if not subject.has.window or subject.module:
@@ -223,6 +205,3 @@ def window_edges(subject: Subject, trial: Trial) -> None:
         expected = subject.visible(length, length, causal=True, window=window)
         same_visibility(f"{sizes} window={window}", expected, attended)
     return None
-
-
-LAWS = (causality_exact, self_visible, alignment_probe, visible_set_probe, window_edges)

@@ -39,7 +39,6 @@ class Outcome:
             says nothing about the subject) or not applicable.
         statement: the law in one sentence.
         kind: exact, bounded, statistical or resource.
-        catches: the mistakes that break it.
         reason: why it does not apply, is undecided, or which error this suite made.
         example: the counter-example.
         known: where the same defect is reported.
@@ -60,7 +59,6 @@ class Outcome:
     status: Status
     statement: str
     kind: str
-    catches: str
     reason: str = ""
     example: Counterexample | None = None
     known: str = ""
@@ -126,7 +124,7 @@ class Report:
 
     Examples:
         >>> from regard_verify import Outcome, Report
-        >>> report = Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded", "")])
+        >>> report = Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded")])
         >>> report.exit_code, report.verdict
         (0, 'kept')
         >>> print(report.badge().partition("]")[0])
@@ -237,7 +235,7 @@ class Report:
 
         Examples:
             >>> case = Counterexample("L=2", "weight of key 1", "0", "0.3", "no causal mask")
-            >>> late = "causal", "failed", "No later key has weight.", "exact", "", "", case
+            >>> late = "causal", "failed", "No later key has weight.", "exact", "", case
             >>> print(Report("mine", outcomes=[Outcome(*late)]))
             broken causal
               No later key has weight.
@@ -276,7 +274,7 @@ class Report:
         """One line: the verdict, and how much was judged.
 
         Examples:
-            >>> passed = Outcome("convexity", "passed", "", "bounded", "")
+            >>> passed = Outcome("convexity", "passed", "", "bounded")
             >>> Report("mine", outcomes=[passed]).summary()
             'mine: right as far as it was judged. 1 of 1 law was asked, none is broken.'
         """
@@ -351,9 +349,7 @@ def outcome(
     """The outcome of a law; a broken recommendation is advice."""
     if status == "failed" and law.advised:
         status = "advice"
-    return Outcome(
-        law.name, status, law.statement, law.kind, law.catches, reason, example, known, seconds
-    )
+    return Outcome(law.name, status, law.statement, law.kind, reason, example, known, seconds)
 
 
 def ended(law: Law, cause: str) -> Outcome:

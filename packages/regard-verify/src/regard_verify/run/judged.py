@@ -14,7 +14,7 @@ def unjudged(report: Report) -> str:
 
     Examples:
         >>> from regard_verify.report.report import Outcome
-        >>> asked = Outcome("oracle_forward", "not applicable", "", "", "", reason="no heads")
+        >>> asked = Outcome("oracle_forward", "not applicable", "", "", reason="no heads")
         >>> unjudged(Report("mine", "module", outcomes=[asked]))[:52]
         'Its values and its scale were not judged: no heads. '
     """

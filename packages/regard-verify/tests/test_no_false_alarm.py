@@ -117,7 +117,7 @@ def test_regards_caches(cache, like):
 def test_regards_layers_with_our_caches(layer, cache):
     if cache == "sliding" and "window" not in layer:
         pytest.skip("a sliding cache needs a window")
-    laws = ["chunked_prefill", "decode_equals_full", "cache_isolation"]
+    laws = ["chunked_prefill", "decode_equals_full", "refused_step"]
     report = check(LAYERS[layer](), {"new_cache": f"subjects.{cache}"}, only=laws)
     keeps(report, least=3)
 
@@ -125,7 +125,7 @@ def test_regards_layers_with_our_caches(layer, cache):
 def test_torchs_function():
     report = check(nn.functional.scaled_dot_product_attention, quick=not LONG)
     keeps(report, least=34)
-    assert set(report.advice) == {"masked_poison", "error_messages"}
+    assert set(report.advice) == {"masked_poison"}
     poison = next(each for each in report.outcomes if each.law == "masked_poison")
     assert poison.known == "pytorch#103963"
     assert report.inferred["causal alignment"] == "top-left corner"

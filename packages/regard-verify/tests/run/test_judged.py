@@ -8,7 +8,7 @@ from torch import nn
 
 from regard_verify import check
 from regard_verify.report.report import Outcome, Report
-from regard_verify.run.judged import unjudged
+from regard_verify.run.check import unjudged
 
 
 class ByChannel(nn.Module):

@@ -32,10 +32,10 @@ ABILITIES = {
     foreign.holder.attend: ("BHLD", "causal"),
     foreign.Holder: ("BHLD", "cross"),
     foreign.compiled: ("BHLD", "causal cross"),
-    foreign.operator: ("BHLD", "causal scale"),
-    foreign.packet: ("BHLD", "causal scale"),
-    foreign.scripted: ("BHLD", "causal cross"),
-    foreign.Applied: ("BHLD", "causal cross"),
+    foreign.operator: ("BHLD", "cross"),
+    foreign.packet: ("BHLD", "cross"),
+    foreign.scripted: ("BHLD", "cross"),
+    foreign.Applied: ("BHLD", "cross"),
 }
 
 

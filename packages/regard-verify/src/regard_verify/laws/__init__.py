@@ -7,16 +7,13 @@ from regard_verify.laws import (
     callers,
     compiler,
     execution,
-    gradients,
     heads,
     inplace,
     layers,
     masks,
-    names,
     numbers,
     padding,
     pages,
-    permutations,
     refused_steps,
     rotation,
     visibility,
@@ -24,8 +21,8 @@ from regard_verify.laws import (
 
 MODULES = (
     built,  # that it is a module which runs
-    *(numbers, names, permutations, heads),  # what is computed
-    *(visibility, masks, padding, gradients, rotation),  # which keys a query may attend to
+    *(numbers, heads),  # what is computed
+    *(visibility, masks, padding, rotation),  # which keys a query may attend to
     *(execution, callers, inplace, compiler),  # how a call runs
     *(caches, refused_steps, pages, layers),  # what is stored between calls
 )

@@ -1,6 +1,5 @@
 """Laws of caches: pieces against the whole sequence, truncation, reordering, copies, and bytes."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -99,31 +98,6 @@ def _drop(method: Callable[[int], Any], name: str, drafts: int) -> None:
         called(method, drafts if name in BY_AMOUNT else 5)
     except SubjectError:
         called(method, -drafts)
-
-
-@law("exact", "cache|cache_object")
-def cache_isolation(subject: Subject, trial: Trial) -> None:
-    """Two caches are independent."""
-    if subject.stepper is None:
-        stores = [new_store(subject) for _ in range(2)]
-        given = [new_tokens(trial, 2) for _ in range(2)]
-        stores[0].append(*given[0])
-        k, _ = stores[1].append(*given[1])
-        cause = "a new cache holds tokens that were given to another"
-        return same_tokens(subject, "two caches", k, given[1][0], cause)
-    if subject.stepper.style == "internal":
-        raise NotApplicable("its cache is in the layer: there is one")
-    x, whole = _whole(subject, trial)
-    y = subject.tokens(2, LENGTH, trial)
-    one, other = subject.stepper.new(), subject.stepper.new()
-    pieces = []
-    for a, b in zip(x.split(3, 1), y.split(3, 1), strict=True):
-        first, one = subject.stepper.step(a, one)
-        second, other = subject.stepper.step(b, other)
-        pieces.append(torch.cat([first, second]))
-    expected = torch.cat([whole, at_once(subject, y)])
-    label, cause = f"B=2 L={LENGTH}, two sequences in turns", "one cache leaks into the other"
-    return require(label, torch.cat(pieces, 1), expected, tolerance(whole), cause)
 
 
 def same_tokens(subject: Subject, label: str, got: Tensor, expected: Tensor, cause: str) -> None:
@@ -283,25 +257,6 @@ def quant_drift(subject: Subject, trial: Trial) -> None:
              f"token {token}", "an error below 20 % of the token", f"{float(relative.max()):.0%}",
              "the scale is fixed by the first tokens, or shared with larger tokens or rows",
              )  # fmt: skip
-
-
-@law("exact", "cache_object")
-def serialise_cache(subject: Subject, trial: Trial) -> None:
-    """A deep copy of a cache is independent of it."""
-    store = new_store(subject)
-    first = new_tokens(trial, 3)
-    store.append(*first)
-    try:
-        twin = replace(store, held=copy.deepcopy(store.held))
-    except Exception as error:
-        fail("3 tokens", "deepcopy", "a copy", f"{type(error).__name__}", str(error))
-    one, other, last = (new_tokens(trial, 1) for _ in range(3))
-    store.append(*one)
-    twin.append(*other)
-    got = store.append(*last)[0][:, :, -5:-1]  # a window may hold less
-    expected = torch.cat([first[0], one[0]], 2)[:, :, -got.shape[2] :]
-    label, cause = "3 tokens, a copy and one token each", "its copy writes into it"
-    same_tokens(subject, label, got, expected, cause)
 
 
 @law("exact", "cache_object")

@@ -1,4 +1,4 @@
-"""Laws of how a call runs: memory layout, mutation, dropout, repeatability, dtypes, autocast."""
+"""Laws of how a call runs: memory layout, mutation, dropout, dtypes."""
 
 import copy
 import math
@@ -196,24 +196,6 @@ def _differs(call: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> 
         return not torch.equal(call(x.clone()), call(x.clone()))
 
 
-@law("exact", "heads|layer")
-def repeatability(subject: Subject, trial: Trial) -> None:
-    """The same call gives the same bits every time, in the backward pass too."""
-    for call in subject.calls(Sizes(2, 4, 4, 33, 33, 8, 8), trial):
-        base: list[Tensor] = []
-        required = differentiable(call)
-        for number in range(5 if trial.quick else 50):
-            out, given = call.with_gradients(required)
-            found = [out.detach().clone()]
-            if out.requires_grad:
-                called(out.sum().backward)
-                found += [x.grad for x in given.values() if x.grad is not None]
-            base = base or found
-            for one, other in zip(base, found, strict=True):
-                one, other = torch.nan_to_num(one), torch.nan_to_num(other)
-                require(f"call {number}", other, one, 0.0, "the same call gave other values")
-
-
 @law("bounded", "heads|layer")
 def dtype_bound(subject: Subject, trial: Trial) -> None:
     """In float32, bfloat16 and float16 the error is what rounding explains: 4 u vmax (1 + S)."""
@@ -274,18 +256,6 @@ def _layer_in(subject: Subject, module: nn.Module, trial: Trial, dtype: torch.dt
     cause = "the layer in this dtype is far from the layer in float32"
     expected = where_finite(expected, out.double())
     require(f"B=2 L=9, {dtype}", out.double(), expected, allowed, cause)
-
-
-@law("bounded", "heads|layer")
-def autocast_invariance(subject: Subject, trial: Trial) -> None:
-    """Under autocast to bfloat16 the output is the same, up to bfloat16's rounding."""
-    for call in subject.calls(Sizes(1, 2, 2, 9, 9, 8, 8), trial):
-        base = call().double()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got = call().double()
-        size = float(torch.nan_to_num(base).abs().max())
-        cause = "something that must not be rounded to bfloat16 is"
-        require("L=9, autocast", got, where_finite(base, got), 0.08 * (size + 1e-3), cause)
 
 
 @law("bounded", "weights")

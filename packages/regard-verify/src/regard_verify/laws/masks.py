@@ -23,7 +23,6 @@ from regard_verify.laws.visibility import (
     same_visibility,
     visible_under,
 )
-from regard_verify.oracle import bound
 from regard_verify.subject.other_masks import argument_forms, with_causal, with_form
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import read_dependence
@@ -43,45 +42,6 @@ def mask_polarity(subject: Subject, trial: Trial) -> None:
             layer_visibility(subject, label, x, keep=keep)
         else:
             visible_under(subject, sizes, trial, label, keep=keep)
-
-
-@law("bounded", "mask")
-def mask_float_bool_agree(subject: Subject, trial: Trial) -> None:
-    """A boolean mask, and a mask of 0 and -inf or of 0 and the least finite value, have one
-    effect.
-    """
-    needs_heads(subject)
-    if subject.form.polarity != "additive" and not _also_additive(subject, trial):
-        raise NotApplicable("it takes one type of mask")
-    sizes = subject.fit(Sizes(1, 2, 2, 5, 5, 4, 4))
-    form = subject.form._replace(polarity="additive", dtype="float")
-    for _ in range(4):
-        keep = random_mask(subject, sizes, trial)
-        q, k, v = subject.inputs(sizes, trial)
-        k = k * 1024.0  # with large scores too small a fill does not hide
-        right = subject.expected(q, k, v, keep=keep)
-        allowed = bound(right, v, torch.float32)
-        for low in (float("-inf"), torch.finfo(torch.float32).min, -1e9):
-            mask = form.encode(keep, (sizes.B, sizes.H), torch.float32)
-            mask = mask.masked_fill(mask < 0, low)
-            got = subject.run(q, k, v, raw=mask).double()
-            cause = f"a mask of 0 and {low:g} does not hide what a boolean mask hides"
-            require(f"{sizes}, fill {low:g}", got, right.out, allowed, cause)
-
-
-def _also_additive(subject: Subject, trial: Trial) -> bool:
-    """Whether a function of boolean masks takes additive ones too: -inf hides key 1."""
-    if subject.form.dtype == "int":
-        return False
-    sizes = subject.fit(FOUR)
-    keep = sizes.mask(1)
-    form = subject.form._replace(polarity="additive", dtype="float")
-    mask = form.encode(keep, (sizes.B, sizes.H), torch.float32)
-    try:
-        attended = subject.attended(sizes, trial, raw=mask)
-    except SubjectError:
-        return False
-    return bool((attended == (subject.visible(4, 4) & keep)).all())
 
 
 @law("exact", "mask|padding", advised=True)

@@ -28,7 +28,7 @@ from regard_verify.laws.cases import (
 from regard_verify.mistakes import heads_of, mistakes
 from regard_verify.oracle import bound, variants
 from regard_verify.subject.probe_weights import read_scale
-from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.subject.subject import Subject, SubjectError, called
 
 ROUNDED = 4e-3  # half of the spacing of bfloat16 below 1: what rounding changes in a sum of weights
 
@@ -146,23 +146,6 @@ def convexity(subject: Subject, trial: Trial) -> None:
 
 
 @law("bounded", "heads")
-def value_linearity(subject: Subject, trial: Trial) -> None:
-    """The output is linear in the values."""
-
-    def attempt(sizes: Sizes) -> None:
-        q, k, v = subject.inputs(sizes, trial)
-        other = trial.randn(*v.shape)
-        parts = [subject.run(q, k, each).double() for each in (v, other)]
-        both = subject.run(q, k, 2.0 * v - 0.5 * other).double()
-        expected = 2.0 * parts[0] - 0.5 * parts[1]
-        allowed = tolerance(torch.nan_to_num(expected))
-        cause = "the output is not a weighted mean of the values"
-        require(sizes, both, where_finite(expected, both), allowed, cause)
-
-    on_sizes(subject, trial, attempt, most=7)
-
-
-@law("bounded", "heads")
 def score_shift(subject: Subject, trial: Trial) -> None:
     """A constant added to all scores of a query changes nothing."""
     if subject.conventions.pairing != "none" or subject.conventions.softcap:
@@ -184,34 +167,6 @@ def score_shift(subject: Subject, trial: Trial) -> None:
             require(sizes, got, expected, tolerance(v, 1e-3), cause)
 
     on_sizes(subject, trial, attempt, most=6)
-
-
-@law("exact", "heads", advised=True)
-def extreme_scores(subject: Subject, trial: Trial) -> None:
-    """The only visible key gets all the weight, however low its score; and of very different scores
-    the highest does.
-    """
-    needs_the_definition(subject)
-    if subject.conventions.softcap or subject.sinks is not None:
-        raise NotApplicable("with a softcap or sinks other keys keep some weight")
-    if subject.conventions.pairing != "none":
-        raise NotApplicable("rotation changes the scores")
-    sizes = subject.fit(Sizes(1, 1, 1, 3, 3, 4, 3))
-    q, k, v = subject.inputs(sizes, trial)
-    q, k = torch.zeros_like(q), torch.zeros_like(k)
-    q[..., 0] = 1.0
-    k[:, :, :, 0] = -5e5 / (subject.conventions.scale or sizes.D**-0.5)
-
-    def only_key_0(cause: str, **options: Any) -> None:
-        got = subject.run(q, k, v, **options).double()
-        value = v.double()[:, :, :1].repeat_interleave(got.shape[1] // v.shape[1], 1)
-        require("scores of -5e5", got, value.expand_as(got), 0.0, cause)
-
-    if subject.has.padding:
-        hidden = "a hidden key gets the weight of a visible one whose score is very low"
-        only_key_0(hidden, keep=sizes.mask(*range(1, sizes.S)))
-    k[:, :, 0, 0] = -k[:, :, 0, 0]
-    only_key_0("scores of 5e5 and -5e5 overflow")
 
 
 @law("bounded", "scale|softcap|bias")
@@ -237,3 +192,46 @@ def options_obeyed(subject: Subject, trial: Trial) -> None:
                 raise
             expected = torch.where(attends, subject.expected(q, k, v, **options).out, out)
             require(f"{label}, {name}", out, expected, 1e-4, {f"{name} is ignored": ignored})
+
+
+@law("bounded", "heads")
+def oracle_gradient(subject: Subject, trial: Trial) -> None:
+    """The gradients of q, k and v are those of the definition."""
+    needs_the_definition(subject)
+
+    def attempt(sizes: Sizes) -> None:
+        for label, options in modes(subject, sizes, trial):
+            _right_gradients(subject, sizes, trial, label, options)
+
+    on_sizes(subject, trial, attempt, most=6)
+
+
+def _right_gradients(
+    subject: Subject, sizes: Sizes, trial: Trial, label: str, options: dict[str, Any]
+) -> None:
+    given = subject.inputs(sizes, trial)
+    attends = attending(subject, sizes, **options)
+    push = trial.randn(sizes.B, sizes.H, sizes.L, sizes.V) * attends
+    ours = [x.clone().requires_grad_() for x in given]
+    assert subject.attend is not None
+    out = subject.attend(*ours, **options)
+    got = _gradients(out, push.to(out.dtype), ours)
+    theirs = [x.double().requires_grad_() for x in given]
+    right = subject.expected(*theirs, **options)
+    expected = _gradients(right.out, push.double(), theirs)
+    value = torch.where(attends, right.out.detach(), out.detach().double())
+    off = worst(out.detach(), value)[1] > 1e-3
+    why = "because the output is: see oracle_forward" if off else "while the output is right"
+    for name, mine, wanted in zip("qkv", got, expected, strict=True):
+        size = float(wanted.abs().max()) + 1.0
+        allowed = 64 * 2.0**-24 * (1 + right.largest) * size * math.sqrt(sizes.S)
+        cause = f"the gradient of {name} is wrong {why}"
+        require(f"{label}, d{name}", mine.double(), wanted, allowed, cause)
+
+
+def _gradients(out: Tensor, push: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients of the sum of out times push, 0 where there is none."""
+    if not out.requires_grad:
+        raise NotApplicable("its output has no gradient")
+    called((out * push).sum().backward)
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]

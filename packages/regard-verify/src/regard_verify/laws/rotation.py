@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, worst
+from regard_verify.law import NotApplicable, Trial, fail, law, require, worst
 from regard_verify.mistakes import heads_of, mistakes, turned
 from regard_verify.oracle import attention, bound, rotated
 from regard_verify.subject.projected_heads import ProjectedHeads
@@ -39,42 +39,7 @@ def pairing_of(subject: Subject) -> str | None:
     return next((name for name, found in PAIRINGS.items() if found == channels), None)
 
 
-@law("bounded", "rope|rotation")
-def rope_relative(subject: Subject, trial: Trial) -> None:
-    """Scores of rotated queries and keys depend on their distance alone, near and far."""
-    if subject.kind != "rope":
-        return _weights_by_distance(subject, trial)
-    q, k = (trial.randn(1, 1, 1, DIM).expand(1, 1, 6, DIM) for _ in "qk")
-    base = torch.zeros(1, 1, 6, 6)
-    for shift in (0, 1, 1_000, 100_000):
-        positions = torch.arange(6) + shift
-        scores = rotate(subject, q, positions).double() @ rotate(subject, k, positions).double().mT
-        base = scores if shift == 0 else base
-        allowed = max(2e-6 * (10 + shift) ** 0.75 * float(1 + base.abs().max()), 2e-5)
-        cause = "scores depend on the positions themselves, not on their distance alone"
-        require(f"L=6, positions from {shift}", scores, base, allowed, cause)
-    for distance in range(1, 5):
-        _all_equal(f"L=6, distance {distance}", base[0, 0].diagonal(-distance), 1e-4)
-    return None
-
-
-def _all_equal(label: str, row: Tensor, allowed: float) -> None:
-    require(label, row, row[:1].expand_as(row), allowed, "equal distances give unequal scores")
-
-
-def _weights_by_distance(subject: Subject, trial: Trial) -> None:
-    sizes = subject.fit(Sizes(1, 1, 1, 8, 8, 8, 8))
-    length = sizes.L
-    q, k, _ = subject.inputs(sizes._replace(L=1, S=1), trial)
-    q, k = q.expand(-1, -1, length, -1), k.expand(-1, -1, length, -1)
-    weights = subject.read_weights(q, k).double()
-    odds = torch.log(weights[0, 0] / weights[0, 0].diagonal()[:, None])
-    for distance in range(1, length - 1):
-        row = odds.diagonal(-distance)
-        _all_equal(f"{sizes}, distance {distance}", row[row.isfinite()], 1e-3)
-
-
-@law("exact", "rotation|rope")
+@law("exact", "rotation")
 def rope_layout(subject: Subject, trial: Trial) -> None:
     """Channels are rotated in the declared pairs, (i, i + D/2) or (2i, 2i + 1), by decreasing
     frequencies.

@@ -44,14 +44,11 @@ LACKS = {  # why a law does not apply, by the ability that it needs
     "module": "it is not a module",
     "weights": "it returns no weights",
     "scale": "its calls take no scale, softcap or bias",
-    "rope": "it has no rotation",
     "reference": "no reference is declared",
 }
 THINGS = {  # abilities of a subject that is not attention
     "cache_object": "cache",
     "paged": "paged attention",
-    "allocator": "block allocator",
-    "prefix": "prefix cache",
     "rotation": "rotation",
 }
 FIRST = "eval_determinism"
@@ -72,7 +69,7 @@ def lacking(law: Law, subject: Subject) -> str | None:
     if thing is not None:
         return None if thing in needed else f"it is not about a {THINGS[thing]}"
     if needed <= set(THINGS):
-        return "it is about caches, pages, allocators, prefixes or rotations alone"
+        return "it is about caches, pages or rotations alone"
     for need in law.needs:
         if not subject.has.any_of(need):
             return next(LACKS[name] for name in need.split("|") if name in LACKS)

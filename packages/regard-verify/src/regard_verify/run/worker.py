@@ -5,6 +5,7 @@ to another. If the subject ends the process, the lines written so far stay.
 """
 
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -46,12 +47,19 @@ def main(request: str, answers: str) -> None:
         options = {name: asked[name] for name in ("only", "skip", "quick", "seed")}
         for law, outcome in run_laws(subject, **options):
             if outcome is None:
+                limit_time(asked["limit"])
                 _write(out, "law", law=law.name, total=len(LAWS))
             else:
                 _write(out, "outcome", outcome=asdict(outcome))
         _write(out, "law", law="pictures", total=len(LAWS))
         pictures = [asdict(each) for each in pictures_of(subject)]
         _write(out, "done", pictures=pictures, notes=subject.notes)
+
+
+def limit_time(seconds: float) -> None:
+    """End this process by SIGPROF when it has used so much processor time from now on."""
+    if hasattr(signal, "setitimer"):  # not on Windows
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_memory(gibibytes: float) -> None:

@@ -78,8 +78,6 @@ class Abilities:
     cache_truncate: bool = False  # ... that can drop its last tokens
     cache_reorder: bool = False  # ... that can select rows of the batch
     paged: bool = False  # a function that reads keys and values from pages
-    allocator: bool = False  # an allocator of pages
-    prefix: bool = False  # a cache of prefixes
     rotation: bool = False  # a function that rotates x by positions
 
     def any_of(self, names: str) -> bool:

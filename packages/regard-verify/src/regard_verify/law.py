@@ -81,14 +81,6 @@ class NotApplicable(Exception):
     """The law does not apply to this subject; carries the reason."""
 
 
-class Undecided(Exception):
-    """A law was not decided within its time limit; the message is the reason."""
-
-
-class OwnError(Exception):
-    """An error of this suite, in words: it says nothing about the subject."""
-
-
 class Trial:
     """One run of one law: its own random numbers, and whether it should be quick."""
 
@@ -130,7 +122,7 @@ class Law:
             (bytes, compilations).
         needs: abilities that the subject must have; an entry may list alternatives, as in
             `"heads|layer"`.
-        run: raises `Broken` with a counter-example, `NotApplicable`, or `Undecided`.
+        run: raises `Broken` with a counter-example, or `NotApplicable`.
         advised: a recommendation: a counter-example is reported as advice, not as a failure.
         quick: whether `--quick` runs it.
 

@@ -72,7 +72,7 @@ FAULTS = {
         "weights are divided by their sum over queries", SUM + " oracle_forward", "over the queries"
     ),
     "weights_with_epsilon": fault("weights sum to less than 1", SUM),
-    "weights_detached": fault("no gradient passes the weights", "oracle_gradient forward_mode"),
+    "weights_detached": fault("no gradient passes the weights", "oracle_gradient"),
     "scores_rolled": fault("a head gets the scores of its neighbour", HEADS, HEADS_TEXT),
     "key_heads_swapped": fault("key heads are swapped", HEADS, HEADS_TEXT),
     "groups_tiled": fault("key heads are repeated in tiles", HEADS, "tiled", "head_order"),

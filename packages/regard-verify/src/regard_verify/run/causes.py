@@ -19,12 +19,11 @@ from regard_verify.report.report import Outcome
 _GRADIENTS = ("oracle_gradient", "fully_masked_backward")
 _RUNS = (  # the same code run in another way, or in another dtype
     "dtype_bound", "strides", "train_eval_agree", "needs_weights_agree", "autocast_precision",
-    "autocast_dtype", "default_dtype", "forward_mode", "inplace_between_passes", "compile_agree",
+    "autocast_dtype", "default_dtype", "inplace_between_passes", "compile_agree",
     "compile_count", "dropout_stats", "dropout_in_eval", "reference_parity", "mla_absorbed",
     "zero_sizes",
 )  # fmt: skip
-_STEPS = ("decode_equals_full", "chunked_prefill", "refused_step", "interrupted_step",
-          "one_past_two_layers")  # fmt: skip
+_STEPS = ("decode_equals_full", "chunked_prefill", "refused_step", "one_past_two_layers")
 _VALUES = ("oracle_forward", "options_obeyed", "padding_side", "score_shift", "cross_attention",
            *_GRADIENTS, *_RUNS, *_STEPS)  # fmt: skip
 _MASKED = (

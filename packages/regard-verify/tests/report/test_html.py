@@ -9,7 +9,7 @@ import pytest
 
 import subjects
 from judged import JUDGED
-from regard_verify import Counterexample, Outcome, Picture, Report, check
+from regard_verify import Counterexample, Outcome, Report, check
 from regard_verify.report.html import page
 from regard_verify.report.report import Status
 
@@ -46,8 +46,7 @@ def test_the_page_escapes_every_text():
         Outcome(TEXT + each, each, TEXT, TEXT, TEXT, example, TEXT, 0.0, f"{TEXT}failed", TEXT)
         for each in get_args(Status)
     ]
-    pictures = [Picture(TEXT, [[True]], [[True]])]
-    report = Report(TEXT, TEXT, {TEXT: TEXT}, {TEXT: TEXT}, [TEXT], every, pictures, unjudged=TEXT)
+    report = Report(TEXT, TEXT, {TEXT: TEXT}, {TEXT: TEXT}, [TEXT], every, unjudged=TEXT)
     for made in (report, replace(report, problem=TEXT)):
         html = page(made)
         assert "<u>" not in html

@@ -1,1 +1,1 @@
-"""What was found: as values, as a page, and as pictures of what is visible."""
+"""What was found: as values and as a page."""

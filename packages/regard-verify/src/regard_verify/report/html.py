@@ -1,4 +1,4 @@
-"""A report as one HTML page: laws, counter-examples, pictures of visible keys."""
+"""A report as one HTML page: laws, and counter-examples with their visible keys."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -97,7 +97,6 @@ def _parts(report: Report) -> Iterator[tuple[str, str]]:
     yield "Not decided in time (changes no verdict)", _by_reason(report.reasons("undecided"))
     defects = _by_reason(report.reasons("defect"))
     yield "An error of regard-verify itself: nothing is counted, please report it", defects
-    yield "Which keys each query attends to", _pictures(report)
     yield "Found out", _inferred(report)
     yield "The laws", _laws(report.asked)
     yield "Not applicable", _by_reason(report.reasons("not applicable"))
@@ -120,15 +119,6 @@ def _inferred(report: Report) -> str:
     )
     notes = "".join(f"<p class=aside>{escape(note)}</p>" for note in report.notes)
     return f"{_table('Found out', rows)}{notes}"
-
-
-def _pictures(report: Report) -> str:
-    drawn = "".join(
-        f"<figure>{_both(each.expected, each.actual)}<figcaption>{escape(each.title)}"
-        f"</figcaption></figure>"
-        for each in report.pictures
-    )
-    return drawn and f"{_key()}{drawn}"
 
 
 def _key() -> str:

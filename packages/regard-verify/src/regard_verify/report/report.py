@@ -83,27 +83,6 @@ class Outcome:
         return [sentence for sentence in said if sentence]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """Which keys each query attends to: expected and measured.
-
-    Attributes:
-        title: the case.
-        expected: `[L, S]`, True where the law requires attention.
-        actual: `[L, S]`, as measured.
-
-    Examples:
-        >>> from regard_verify import Picture
-        >>> causal = [[True, False], [True, True]]
-        >>> Picture("causal", causal, [[True, True], [True, True]]).actual == causal
-        False
-    """
-
-    title: str
-    expected: list[list[bool]]
-    actual: list[list[bool]]
-
-
 @dataclass(repr=False)
 class Report:
     """The outcomes of all laws for one subject.
@@ -115,7 +94,6 @@ class Report:
         declared: its conventions, declared or found out.
         notes: remarks.
         outcomes: of all laws, in their order.
-        pictures: of the visible keys.
         problem: why no law could be checked, if so.
         unjudged: what could not be judged, and what to declare so that it can be: then the subject
             is partly judged.
@@ -137,7 +115,6 @@ class Report:
     declared: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    pictures: list[Picture] = field(default_factory=list)
     problem: str = ""
     unjudged: str = ""
     seed: int = 0
@@ -315,7 +292,6 @@ class Report:
         whole = json.loads(text)
         whole = {name: whole[name] for name in Report.__dataclass_fields__}
         whole["outcomes"] = [outcome_from(each) for each in whole["outcomes"]]
-        whole["pictures"] = [Picture(**each) for each in whole["pictures"]]
         return Report(**whole)
 
 

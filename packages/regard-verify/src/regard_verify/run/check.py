@@ -12,7 +12,6 @@ from regard_verify.run.crashes import crash
 from regard_verify.run.in_process import (
     describe,
     end_early,
-    pictures_of,
     problem_of,
     run_laws,
     undisturbed,
@@ -170,7 +169,6 @@ def _here(
             progress(law.name, len(report.outcomes), total)
         else:
             report.outcomes.append(outcome)
-    report.pictures = pictures_of(understood) if only is None else []
     report.notes = list(understood.notes)
     report.seconds = round(time.perf_counter() - start, 2)
     return report

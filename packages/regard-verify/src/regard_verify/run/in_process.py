@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -16,16 +15,14 @@ from regard_verify.law import (
     Counterexample,
     Law,
     NotApplicable,
-    Sizes,
     Trial,
 )
 from regard_verify.laws import LAWS
 from regard_verify.laws.built import with_dropout
-from regard_verify.report.report import Outcome, Picture, Report, outcome
+from regard_verify.report.report import Outcome, Report, outcome
 from regard_verify.run.causes import TOPICS
 from regard_verify.run.lines import lines_of
 from regard_verify.subject.subject import Subject, SubjectError
-from regard_verify.visibility import read_dependence
 
 LACKS = {  # why a law does not apply, by the ability that it needs
     "heads": "its heads were not reached",
@@ -248,36 +245,3 @@ def describe(subject: Subject, seed: int) -> Report:
         notes=list(subject.notes),
         seed=seed,
     )
-
-
-def pictures_of(subject: Subject) -> list[Picture]:
-    """Which keys each query attends to: by default, causal, with fewer queries, with a mask."""
-    found: list[Picture] = []
-    trial = Trial("picture")
-    with contextlib.suppress(SubjectError), undisturbed():
-        if subject.attend is not None:
-            found.extend(_heads_pictures(subject, trial))
-        elif subject.layer is not None:
-            depends = read_dependence(subject.run_layer, subject.tokens(1, 6, trial))
-            expected = subject.visible(6, 6) | torch.eye(6, dtype=torch.bool)
-            found.append(Picture("no mask", expected.tolist(), depends.tolist()))
-    return found
-
-
-def _heads_pictures(subject: Subject, trial: Trial) -> Iterator[Picture]:
-    def picture(title: str, queries: int, keys: int, **options: Any) -> Picture:
-        sizes = subject.fit(Sizes(1, 1, 1, queries, keys, 4, keys))
-        attended = subject.attended(sizes, trial, **options)[0, 0]
-        expected = subject.visible(queries, keys, causal="causal" in options)
-        if "keep" in options:
-            expected = expected & options["keep"][0, 0]
-        title = f"{title}, {queries} queries, {keys} keys"
-        return Picture(title, expected.tolist(), attended.tolist())
-
-    for queries, keys in [(6, 6), (3, 6)] if subject.has.cross else [(6, 6)]:
-        yield picture("no mask", queries, keys)
-        if options := subject.causal_options():
-            yield picture("causal", queries, keys, **options)
-    if subject.has.mask:
-        keep = torch.rand(1, 1, 6, 6, generator=trial.generator) < 0.6
-        yield picture("a mask", 6, 6, keep=keep | torch.eye(6, dtype=torch.bool))

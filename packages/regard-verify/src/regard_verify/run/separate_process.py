@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 from regard_verify.laws import LAWS
-from regard_verify.report.report import Picture, Report, ended, outcome, outcome_from
+from regard_verify.report.report import Report, ended, outcome, outcome_from
 from regard_verify.run import worker
 from regard_verify.run.in_process import end_early
 
@@ -249,7 +249,6 @@ def _record(run: Run, line: str, progress: Progress) -> None:
         run.report.outcomes.append(outcome_from(event["outcome"]))
         run.done.add(event["outcome"]["law"])
     elif event["event"] == "done":
-        run.report.pictures = [Picture(**each) for each in event["pictures"]]
         run.report.notes = list(dict.fromkeys([*run.report.notes, *event["notes"]]))
         run.finished = True
 
@@ -268,8 +267,6 @@ def _ended(run: Run, code: int, too_long: str, last_line: str) -> None:
         run.report.outcomes.append(found)
         run.done.add(law.name)
         run.deaths += 1
-    elif run.current == "pictures":
-        run.finished = True
     else:
         run.report.problem = f"while it was loaded and probed, {cause}"
 

@@ -23,7 +23,6 @@ def main(request: str, answers: str) -> None:
         from regard_verify.run.crashes import crash
         from regard_verify.run.in_process import (
             describe,
-            pictures_of,
             problem_of,
             run_laws,
             undisturbed,
@@ -51,9 +50,7 @@ def main(request: str, answers: str) -> None:
                 _write(out, "law", law=law.name, total=len(LAWS))
             else:
                 _write(out, "outcome", outcome=asdict(outcome))
-        _write(out, "law", law="pictures", total=len(LAWS))
-        pictures = [asdict(each) for each in pictures_of(subject)]
-        _write(out, "done", pictures=pictures, notes=subject.notes)
+        _write(out, "done", notes=subject.notes)
 
 
 def limit_time(seconds: float) -> None:

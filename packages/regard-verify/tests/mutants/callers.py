@@ -97,12 +97,6 @@ class RoPEOnTheFly(nn.Module):
 # --- forward mode
 
 
-
-
-
-
-
-
 # --- autocast
 
 
@@ -387,10 +381,6 @@ class ChecksLate:
         if len(k) != rows:
             raise ValueError(f"{len(k)} rows after {rows}")
         return tuple(torch.cat(each, dim=2) for each in zip(*self.pieces, strict=True))
-
-
-
-
 
 
 # --- right

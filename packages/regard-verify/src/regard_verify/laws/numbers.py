@@ -20,8 +20,8 @@ from regard_verify.law import (
 )
 from regard_verify.laws.cases import (
     attending,
+    by_definition,
     modes,
-    needs_the_definition,
     on_sizes,
     refused,
 )
@@ -34,9 +34,9 @@ ROUNDED = 4e-3  # half of the spacing of bfloat16 below 1: what rounding changes
 
 
 @law("bounded", "heads")
+@by_definition
 def oracle_forward(subject: Subject, trial: Trial) -> None:
     """The output is softmax(scale q k + mask) v in every shape, up to rounding in float32."""
-    needs_the_definition(subject)
 
     def attempt(sizes: Sizes) -> None:
         for peak in (0.3, 4.0):
@@ -88,16 +88,14 @@ def _structural(
 
 
 @law("bounded", "heads")
+@by_definition
 def scale_closed_form(subject: Subject, trial: Trial) -> None:
     """Two keys whose scores differ by 1 before scaling have weights in the ratio exp(scale)."""
-    needs_the_definition(subject)
     if subject.conventions.pairing in ("halves", "pairs"):
         raise NotApplicable("rotation changes the scores; oracle_forward tests the scale")
     for dim in (4,) if subject.fixed.get("D") else (1, 4, 9, 64):
         dim = subject.fixed.get("D", dim)
-        right = subject.conventions.scale or dim**-0.5
-        if subject.conventions.softcap:
-            right = subject.conventions.softcap * math.tanh(right / subject.conventions.softcap)
+        right = _capped(subject, subject.conventions.scale or dim**-0.5)
         got = read_scale(subject, trial, dim)
         if got is None:
             raise NotApplicable("key 0 or key 1 is hidden from query 1")
@@ -106,8 +104,15 @@ def scale_closed_form(subject: Subject, trial: Trial) -> None:
             fail(f"D={dim}", "log odds of two keys", f"{right:.6g}", f"{got:.6g}", cause)
 
 
+def _capped(subject: Subject, score: float) -> float:
+    """A score under the subject's softcap."""
+    cap = subject.conventions.softcap
+    return cap * math.tanh(score / cap) if cap else score
+
+
 def _scale_cause(got: float, dim: int, subject: Subject) -> str:
     width = subject.conventions.width or dim
+    right = subject.conventions.scale or dim**-0.5
     usual = {
         "the scores are not scaled": 1.0,
         "the scores are divided by the head size without its root": 1 / dim,
@@ -116,7 +121,8 @@ def _scale_cause(got: float, dim: int, subject: Subject) -> str:
         "the scores are scaled by the root of the number of keys": 2**-0.5,
         "the scores have no effect": 0.0,
     }
-    for mistake, would in usual.items():
+    usual = {mistake: _capped(subject, would) for mistake, would in usual.items()}
+    for mistake, would in {**usual, "the softcap is ignored": right}.items():
         if abs(got - would) <= 1e-5 * (1 + abs(would)):
             return mistake
     return f"the scale is {got * dim**0.5:.4g} times what it should be"
@@ -170,9 +176,9 @@ def score_shift(subject: Subject, trial: Trial) -> None:
 
 
 @law("bounded", "scale|softcap|bias")
+@by_definition
 def options_obeyed(subject: Subject, trial: Trial) -> None:
     """The scale, softcap and bias of a call are applied, with a mask and without."""
-    needs_the_definition(subject)
     if subject.module is not None:
         raise NotApplicable("the options of a module are set when it is built")
     sizes = subject.fit(Sizes(2, 2, 2, 4, 4, 4, 4))
@@ -195,9 +201,9 @@ def options_obeyed(subject: Subject, trial: Trial) -> None:
 
 
 @law("bounded", "heads")
+@by_definition
 def oracle_gradient(subject: Subject, trial: Trial) -> None:
     """The gradients of q, k and v are those of the definition."""
-    needs_the_definition(subject)
 
     def attempt(sizes: Sizes) -> None:
         for label, options in modes(subject, sizes, trial):

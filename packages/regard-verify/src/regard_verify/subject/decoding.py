@@ -152,7 +152,8 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
             for x in subject.tokens(1, 3, trial).split([2, 1], dim=1):
                 _, state = steps.step(x, state)
         except (SubjectError, StopIteration) as error:
-            filled = steps.new_cache is not None and state and content_of(state.held) != before
+            own_class = steps.new_cache not in (None, dict)
+            filled = own_class and state and content_of(state.held) != before
             if declared or filled:  # a class of its own file, in which the first tokens were put
                 subject.has.unusable_cache = True
                 subject.inferred["cache"] = f"{steps.argument} could not be used: {error}"

@@ -21,6 +21,7 @@ from regard_verify.subject.modules import (
     made_identity,
     masks_of,
     size_of,
+    softcap_of,
 )
 from regard_verify.subject.other_masks import causal_works
 from regard_verify.subject.probe_functions import (
@@ -249,7 +250,8 @@ def _heads(
     known = {n: x for n, x in found.known.items() if getattr(declared, n) is None}
     if plain.module is not call.module:
         known.pop("pairing", None)  # of the module without its rotation
-    own = own.found(heads=heads, kv_heads=groups, head_dim=dim)
+    softcap = softcap_of(call.module)
+    own = own.found(heads=heads, kv_heads=groups, head_dim=dim, softcap=softcap)
     subject.conventions = replace(own, **known)
     return found
 

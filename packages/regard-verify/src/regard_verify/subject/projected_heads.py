@@ -120,6 +120,28 @@ class ProjectedHeads:
         order = torch.tensor([c for head in self.roles.outputs for c in head])
         return merged[..., order].unflatten(-1, (heads, width)).transpose(1, 2)
 
+    def normalizes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether three times larger queries and keys give the same output: it normalises them."""
+        with torch.no_grad():
+            one, other = (self(n * q, n * k, v, bare=False) for n in (1.0, 3.0))
+        return bool(torch.allclose(one, other, atol=1e-3))
+
+    def learned(self, q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+        """The parameters that change the merged heads of chosen queries, keys and values.
+
+        Such are temperatures, biases of positions, and mixtures of heads; projections are not.
+        """
+        if not isinstance(self.attention, Attention):
+            return []  # its projections run, too
+        named = {n: x for n, x in self.call.module.named_parameters() if x.requires_grad}
+        with torch.enable_grad():
+            out = self(q, k, v)
+            push = torch.randn_like(out)
+            if not out.requires_grad:
+                return []
+            grads = torch.autograd.grad(out, list(named.values()), push, allow_unused=True)
+        return [n for n, g in zip(named, grads, strict=True) if g is not None and bool(g.any())]
+
     def _refuse_other_dtypes(self, dtype: torch.dtype) -> None:
         """The products with weights are left out here, and would refuse another dtype."""
         known = {x.dtype for x in self.call.module.parameters() if x.is_floating_point()}

@@ -22,7 +22,7 @@ PRODUCTS = {
     torch.tensordot, torch.inner, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm,
     Tensor.__matmul__, Tensor.__rmatmul__, Tensor.inner,
 }  # fmt: skip
-NORMS = {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.group_norm}
+NORMS = {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.group_norm, F.normalize}
 
 Key = tuple[int, int]  # of a projection: the identity of its weight, and which use of it
 
@@ -332,15 +332,10 @@ class bare_norms:
             return
         for name, each in self.module.named_modules():
             words = f"{name.rpartition('.')[2]} {type(each).__name__}".lower()
-            if name and "norm" in words and not _has_products(each):
+            if name and "norm" in words and not list(each.children()):  # no block with a norm in it
                 hook = each.register_forward_hook(lambda norm, given, out: given[0])
                 self.handles.append(hook)
 
     def __exit__(self, *error: object) -> None:
         for handle in self.handles:
             handle.remove()
-
-
-def _has_products(module: nn.Module) -> bool:
-    """A block that contains a norm, as a pre-norm wrapper does, is no norm."""
-    return any(parameter.ndim >= 2 for parameter in module.parameters())

@@ -25,7 +25,7 @@ from regard_verify.laws.cases import (
     on_sizes,
     refused,
 )
-from regard_verify.mistakes import heads_of, mistakes
+from regard_verify.mistakes import AVERAGED, halves_averaged, heads_of, mistakes
 from regard_verify.oracle import bound, variants
 from regard_verify.subject.probe_weights import read_scale
 from regard_verify.subject.subject import Subject, SubjectError, called
@@ -63,13 +63,15 @@ def _causes(
     found = {mistake: right(**changes).out for mistake, changes in variants(q, v, width).items()}
     many = q.shape[1] // v.shape[1]
     mean = v.double().mean(2, keepdim=True).repeat_interleave(many, 1)
+    structural = _structural(subject, q, k, v, options)
     return {
+        **{each: structural[each] for each in structural if each == AVERAGED},
         **found,
         "the mask is ignored": subject.expected(q, k, v).out,
         "queries and keys do not matter: it is the mean of the values": mean.expand_as(right().out),
         "the softcap is ignored": right(softcap=0.0).out,
         "the sinks are ignored": right(sinks=None).out,
-        **_structural(subject, q, k, v, options),
+        **structural,
     }
 
 
@@ -84,7 +86,8 @@ def _structural(
     keep = keep & options["keep"] if "keep" in options else keep
     scale = q.shape[-1] ** -0.5 if own.scale is None else own.scale
     plain = heads_of(q, k, v, keep, scale, tiled=own.head_order == "tiled")
-    return dict(mistakes(plain, own.pairing or "none", own.theta))
+    ranks = {AVERAGED: halves_averaged(plain)} if own.ranks == 2 else {}
+    return {**ranks, **dict(mistakes(plain, own.pairing or "none", own.theta))}
 
 
 @law("bounded", "heads")

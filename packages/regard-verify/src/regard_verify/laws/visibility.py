@@ -149,7 +149,7 @@ def alignment_probe(subject: Subject, trial: Trial) -> None:
         except SubjectError as error:
             subject.notes.append(f"Causal with {queries} queries and {keys} keys: {error}.")
             continue
-        expected = subject.visible(queries, keys, **options)
+        expected = subject.visible(sizes.L, sizes.S, **options)
         masked = ~expected.any(-1, keepdim=True)  # other laws test the output of such a query
         same_visibility(sizes, expected | masked, got | masked)
 

@@ -25,7 +25,6 @@ from regard_verify.subject.configurations import (
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import HEADS, SIZES, VALUES, WIDTH, is_large, role_of
 from regard_verify.subject.lines import first_line_of, line_of_subject
-from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import SubjectError, called
 
 DEPTH = 3  # objects that an argument is built from, at most: a configuration in a configuration
@@ -79,32 +78,7 @@ def build(made_by: Any, own: Conventions, *, dropout: float | None = None, **cha
             return _built(made_by, arguments)
         except SubjectError as error:
             failures.append(_explained(made_by, arguments, error))
-    if _takes_any_name(made_by):
-        arguments = _asked_for(made_by, given, Guesser(dropout=dropout))
-        return _built(made_by, arguments)
     raise failures[0]
-
-
-def _takes_any_name(made_by: Any) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in parameters_of(made_by).values())
-
-
-def _asked_for(made_by: Any, given: Mapping[str, Any], guesser: Guesser) -> dict[str, Any]:
-    """The arguments that a class takes out of `**kwargs`: each that it misses is guessed."""
-    found = dict(given)
-    for _ in range(20):
-        try:
-            called(made_by, **found)
-        except SubjectError as error:
-            cause = error.__cause__
-            name = cause.args[0] if isinstance(cause, KeyError) and cause.args else None
-            value = guesser.value(name, None, EMPTY) if isinstance(name, str) else EMPTY
-            if value is EMPTY or name in found:
-                raise _explained(made_by, found, error) from error.__cause__
-            found[str(name)] = value
-            continue
-        break
-    return found
 
 
 def _divides(made_by: Any, arguments: Mapping[str, Any]) -> bool:

@@ -52,6 +52,8 @@ class Conventions:
         block: tokens of a block, where the keys of a query depend on its block; 0 for none.
         blocks: how many blocks before and after its own a query sees, as `(1, 0)`.
         multiple: lengths of sequences are multiples of it.
+        ranks: of a function, how many processes of a gloo group it is called in at once, each with
+            its part of the tokens, as in context parallelism; it takes no mask then.
         scale: factor of the scores.
         softcap: bound of the scores; 0 for none.
         heads: query heads of a module.
@@ -97,6 +99,7 @@ class Conventions:
     block: int | None = None
     blocks: tuple[int, int] | None = None
     multiple: int | None = None
+    ranks: int | None = None
     scale: float | None = None
     softcap: float | None = None
     heads: int | None = None

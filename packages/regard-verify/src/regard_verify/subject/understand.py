@@ -32,6 +32,7 @@ from regard_verify.subject.positions import moved, positioned
 from regard_verify.subject.probe_functions import probe_function
 from regard_verify.subject.probe_modules import probe_module
 from regard_verify.subject.probe_weights import read_scale
+from regard_verify.subject.ranks import OnRanks
 from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import Abilities, Subject, SubjectError
 
@@ -118,6 +119,9 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
 
 
 def _function(target: Any, own: Conventions, name: str, trial: Trial) -> Subject:
+    if own.ranks:
+        own = own.found(layout="BHLD", multiple=own.ranks, mask="")
+        target = OnRanks(target, own.ranks or 1, own.layout or "BHLD")
     subject = Subject(name, "function", replace(own, kind="function", arguments={}), thing=target)
     probe_function(target, subject, trial)
     return subject

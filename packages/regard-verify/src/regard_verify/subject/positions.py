@@ -4,7 +4,7 @@ The tables are those of RoPE for base 10,000, in the first usual layout that the
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +70,11 @@ class Positioned(Adapter):
     While `rotating` is False nothing is rotated: cosines are 1, sines 0, and all positions 0.
     """
 
-    def __init__(self, inner: Any, tables: Tables | None, flat: bool = True) -> None:
+    def __init__(
+        self, inner: Any, tables: Tables | None, names: Sequence[str], flat: bool = True
+    ) -> None:
         super().__init__(inner)
-        self.known = {}
+        self.known, self.names = {}, names
         copied = any(name in PAIRS for name in parameters_of(inner.forward))
         self.hidden = "min" if copied else "-inf"  # as transformers hides keys
         self.makes_tables, self.flat, self.rotating = tables, flat, True
@@ -91,11 +93,10 @@ class Positioned(Adapter):
     def positions(self, x: Tensor, past: int) -> dict[str, Any]:
         """Its arguments for positions, by name."""
         batch, length = x.shape[:2]
-        names = [name for name in parameters_of(self.inner.forward) if name in KNOWN]
         ids = torch.arange(past, past + length)[None].expand(batch, -1)
         tables = self._tables(ids, x.dtype) if self.makes_tables else None
         given: dict[str, Any] = {}
-        for name in names:
+        for name in self.names:
             if name in STARTS:
                 given[name] = past
             elif name in IDS:
@@ -129,13 +130,14 @@ def positioned(module: nn.Module, own: Conventions) -> nn.Module:
     if not required and (not names or not _failure(module, own)):
         return module
     failures: list[str] = []
-    for tables in _ways(module, names, own):
-        for flat in (True, False) if any(name in IDS for name in names) else (True,):
-            tried = Positioned(module, tables, flat)
-            failure = _failure(tried, own)
-            if not failure:
-                return tried
-            failures.append(failure)
+    for given in dict.fromkeys((tuple(names), tuple(required or names))):  # all, or what it needs
+        for tables in _ways(module, given, own):
+            for flat in (True, False) if any(name in IDS for name in given) else (True,):
+                tried = Positioned(module, tables, given, flat)
+                failure = _failure(tried, own)
+                if not failure:
+                    return tried
+                failures.append(failure)
     if not required:
         return module
     raise SubjectError(
@@ -148,10 +150,10 @@ def moved(like: nn.Module, inner: nn.Module) -> nn.Module:
     """Another module of the same kind in the adapter of the first."""
     if not isinstance(like, Positioned):
         return inner
-    return Positioned(inner, like.makes_tables, like.flat).train(inner.training)
+    return Positioned(inner, like.makes_tables, like.names, like.flat).train(inner.training)
 
 
-def _ways(module: Any, names: list[str], own: Conventions) -> Iterator[Tables | None]:
+def _ways(module: Any, names: Sequence[str], own: Conventions) -> Iterator[Tables | None]:
     """Makers of tables, the likeliest first."""
     if all(name in (*STARTS, *IDS) for name in names):
         yield None

@@ -96,7 +96,7 @@ class Trial:
         return (drawn * times).to(dtype)
 
     def rand(self, *shape: int) -> Tensor:
-        """Uniform values in float64."""
+        """Uniform values from 0 to 1, in float64."""
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
@@ -219,7 +219,7 @@ def tolerance(expected: Tensor, share: float = 1e-4) -> float:
 
 
 def where_finite(expected: Tensor, got: Tensor) -> Tensor:
-    """`expected`, and `got` where that is NaN or infinite: other laws report those."""
+    """`expected`, with the entries of `got` where it is not finite: other laws report those."""
     return torch.where(expected.isfinite(), expected, got)
 
 

@@ -32,11 +32,11 @@ class Heads(NamedTuple):
         return torch.einsum("bhid,bhjd->bhij", self.q, self.k) * self.scale
 
     def weights(self) -> Tensor:
-        """[B, H, L, S]: right ones."""
+        """The right weights [B, H, L, S]."""
         return softmax(self.scores(), self.keep)
 
     def out(self) -> Tensor:
-        """[B, H, L, D]: the right output."""
+        """The right output [B, H, L, D]."""
         return self.weights() @ self.v
 
 

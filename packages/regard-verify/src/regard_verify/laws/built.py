@@ -130,7 +130,7 @@ def _inputs(subject: Subject, trial: Trial) -> Iterator[tuple[str, dict[str, Ten
 
 
 def _run(subject: Subject, twin: nn.Module, given: dict[str, Tensor]) -> Tensor:
-    """The output of another module for the same inputs."""
+    """The output of `twin`, another module of the subject's class, for these inputs."""
     ours = {name: x.clone() for name, x in given.items()}
     with torch.no_grad():
         if subject.module is not None:

@@ -25,7 +25,7 @@ from regard_verify.subject.subject import Call, Subject, SubjectError
 HALF = torch.finfo(torch.bfloat16).eps / 2  # unit roundoff of bfloat16
 
 
-def _that_run(calls: list[Call]) -> list[tuple[Call, Tensor]]:
+def _working_calls(calls: list[Call]) -> list[tuple[Call, Tensor]]:
     """The calls that work in the usual setting, each with its output."""
     found = []
     for call in calls:
@@ -51,7 +51,7 @@ def default_dtype(subject: Subject, trial: Trial) -> None:
     """torch's default dtype changes nothing: under a bfloat16 or float64 default, float32 inputs
     give the same, or are refused.
     """
-    usual = _that_run([*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial)])
+    usual = _working_calls([*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial)])
     rounding = _rounded_scale(subject, usual)
 
     answers = 0
@@ -114,7 +114,7 @@ def _unchanged(label: str, got: Tensor, base: Tensor, share: float) -> None:
 
 @law("bounded", "heads|layer")
 def autocast_precision(subject: Subject, trial: Trial) -> None:
-    """Under autocast no more is lost than where everything is in bfloat16.
+    """Under autocast the error is at most that of the same code in bfloat16.
 
     Two or three times the error of the same code in bfloat16, or of rounding its output.
     """
@@ -193,7 +193,7 @@ def autocast_dtype(subject: Subject, trial: Trial) -> None:
     if subject.module is None:
         calls += calls_on_heads(subject, trial)
     found: dict[str, torch.dtype] = {}
-    for call, _ in _that_run(calls):
+    for call, _ in _working_calls(calls):
         with torch.autocast("cpu", dtype=torch.bfloat16), suppress(SubjectError):  # it may refuse
             found[call.label] = call().dtype
             found[f"{call.label}, with gradients"] = call.with_gradients()[0].dtype

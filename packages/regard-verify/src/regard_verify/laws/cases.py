@@ -1,4 +1,4 @@
-"""What laws share: sizes from small to odd, masks, calls to repeat, and causal calls."""
+"""Shared by laws: sizes from small to odd, masks, calls to repeat, and causal calls."""
 
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
@@ -129,7 +129,7 @@ def causal_layer_call(subject: Subject, length: int) -> dict[str, Any] | None:
 def attending(
     subject: Subject, sizes: Sizes, *, keep: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Which queries [.., L, 1] are neither fully masked, which other laws judge, nor padding."""
+    """The queries [.., L, 1] that are neither fully masked, which other laws judge, nor padding."""
     visible = subject.visible(sizes.L, sizes.S, **options)[None, None]
     visible = visible if keep is None else visible & keep
     return visible.any(-1, keepdim=True) & ~subject.declared_padding(keep)

@@ -172,7 +172,7 @@ def every_mask_argument(subject: Subject, trial: Trial) -> None:
 
 
 def _both_hide(subject: Subject, label: str, x: Tensor, one: Tensor, other: Tensor) -> None:
-    """Raise unless the outputs of the layer depend on what both masks leave visible."""
+    """Raise unless the layer's outputs depend on exactly the tokens that both masks show."""
     both = (one & other)[:1]
     free = torch.eye(4, dtype=torch.bool) | ~both.diagonal(dim1=-2, dim2=-1)[..., None]
     expected = subject.visible(4, 4) & both | free

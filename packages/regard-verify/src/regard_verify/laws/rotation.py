@@ -34,7 +34,7 @@ PAIRINGS = {"pairs": [0, 1], "halves": [0, DIM // 2]}  # what channel 0 is mixed
 
 
 def pairing_of(subject: Subject) -> str | None:
-    """Which channels are rotated together."""
+    """The pairing of the rotated channels, a key of `PAIRINGS`; None for another."""
     channels = _mixed_with_channel_0(subject)
     return next((name for name, found in PAIRINGS.items() if found == channels), None)
 
@@ -66,7 +66,7 @@ def rope_layout(subject: Subject, trial: Trial) -> None:
 
 @law("bounded", "rotation")
 def rope_norm_and_long(subject: Subject, trial: Trial) -> None:
-    """Rotation keeps lengths, and is right at positions up to a million, in half precision too."""
+    """Rotation keeps norms, and is right at positions up to a million, in half precision too."""
     pairing = pairing_of(subject)
     if pairing is None:
         raise NotApplicable("its pairing is not known")

@@ -1,1 +1,1 @@
-"""What was found: as values and as a page."""
+"""The report: as values and as a page."""

@@ -122,7 +122,7 @@ def _inferred(report: Report) -> str:
 
 
 def _key() -> str:
-    """What the colours of cells mean."""
+    """The key of the colours of cells."""
     swatch = f"<svg width={CELL} height={CELL}><rect width={CELL} height={CELL} class={{}} /></svg>"
     colours = "; ".join(f"{swatch.format(each)} {words}" for each, words in KEY.items())
     return f"<p class=aside>Queries down, keys across: {colours}.</p>"

@@ -1,4 +1,4 @@
-"""Which broken law explains which: one fault breaks many laws, and one of them names its cause.
+"""Explaining broken laws by others: one fault breaks many laws, and one names its cause.
 
 A law *presupposes* another if it cannot be judged where that one is broken: the values cannot be
 those of the definition where the scale is wrong, and padding cannot be hidden where the mask is
@@ -183,7 +183,7 @@ def _switches_off(broken: Mapping[str, Outcome]) -> bool:
 
 
 def _reads_wrongly(broken: Mapping[str, Outcome]) -> bool:
-    """Whether weights do not sum to 1 without a mask: then values do not show what is visible."""
+    """Whether weights fail to sum to 1 even without a mask: the visible keys are then not known."""
     return _is_plain("convexity", broken)
 
 

@@ -113,7 +113,7 @@ def _completed(report: Report, only: Sequence[str] | None) -> Report:
 
 
 def unjudged(report: Report) -> str:
-    """What could not be judged of an attention, and what to declare; empty if its values were.
+    """The part of an attention that was not judged, and what to declare; empty without such.
 
     Examples:
         >>> from regard_verify import Outcome

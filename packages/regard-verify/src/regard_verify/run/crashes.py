@@ -100,7 +100,7 @@ def _note(runs: list[str], name: str) -> Any:
 
 
 def _takes_only(target: Any, count: int) -> bool:
-    """Whether all arguments behind the first have a default."""
+    """Whether all arguments after the first `count` have a default."""
     forward = getattr(target, "forward", target)
     names = list(parameters_of(forward))
     return bool(names) and set(required_of(forward)) <= set(names[:count])

@@ -80,9 +80,10 @@ def run_laws(
     quick: bool = False,
     seed: int = 0,
 ) -> Iterator[tuple[Law, Outcome | None]]:
-    """Each law, first without and then with its outcome; from `FIRST` to `LAST`.
+    """Yield each law with None before it is checked, and again with its outcome.
 
-    If that is broken no other law is asked: what differs from call to call breaks them all.
+    They run from `FIRST` to `LAST`. If `FIRST` is broken no other law is asked: a subject whose
+    calls differ breaks them all.
     """
     wanted = set(LAWS if only is None else only) - set(skip)
     differs = False
@@ -236,7 +237,7 @@ def end_early(
 
 
 def describe(subject: Subject, seed: int) -> Report:
-    """A report without outcomes."""
+    """A report on what was found out about the subject, without outcomes."""
     return Report(
         subject.name,
         subject.kind,

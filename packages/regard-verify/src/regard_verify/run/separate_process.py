@@ -52,7 +52,7 @@ Start = Callable[[str, str, BinaryIO], Worker]  # the request, the answers, what
 
 @dataclass
 class Request:
-    """What the other process is to do.
+    """A request to the worker.
 
     Attributes:
         conventions: declared ones.
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass
 class Run:
-    """What is known so far of one subject, over all its processes."""
+    """The results on one subject so far, over all its processes."""
 
     report: Report
     done: set[str] = field(default_factory=set)
@@ -151,7 +151,7 @@ class ForkedWorker:
 
     @staticmethod
     def _work(request: str, answers: str, printed: BinaryIO) -> NoReturn:
-        """Run the worker as a new Python would, and end this process."""
+        """Run the worker with its output redirected, as a new Python would, and exit."""
         code = 1
         try:
             sys.path.insert(0, str(Path.cwd()))  # as of `python -m`
@@ -179,7 +179,7 @@ class ForkedWorker:
         return self.returncode
 
     def wait(self) -> int:
-        """Wait until it has ended; the exit code."""
+        """Wait until the process has ended; returns its exit code."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
@@ -254,7 +254,7 @@ def _record(run: Run, line: str, progress: Progress) -> None:
 
 
 def _ended(run: Run, code: int, too_long: str, last_line: str) -> None:
-    """The process ended early: that is the outcome of the current law."""
+    """Record the early end of the process as the outcome of the current law."""
     if too_long:
         cause = f"it did not come back within {too_long}"
     elif code < 0:

@@ -60,7 +60,7 @@ def limit_time(seconds: float) -> None:
 
 
 def limit_memory(gibibytes: float) -> None:
-    """Limit the address space to what is in use now and so much more, where the system can."""
+    """Limit the address space to the memory in use now plus `gibibytes`, where the system can."""
     try:
         import resource
 

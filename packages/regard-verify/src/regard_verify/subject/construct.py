@@ -90,7 +90,7 @@ def _divides(made_by: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _guessers(made_by: Any, dropout: float | None) -> Iterator[Guesser]:
-    """Ways of guessing, the most careful first: defaults stay, unless they are large."""
+    """Ways of guessing arguments, the most careful first: defaults are kept unless large."""
     roles = {name: role_of(name) for name in arguments_of(made_by)}
     large = any(is_large(roles[n], each.default) for n, each in arguments_of(made_by).items())
     wide = {**VALUES, "key width": WIDTH}
@@ -254,7 +254,7 @@ def _forgot_super(made_by: Any, error: SubjectError) -> bool:
 
 
 def _explained(made_by: Any, arguments: Mapping[str, Any], error: SubjectError) -> SubjectError:
-    """Which arguments it was built with, the line that refused them, and what to do."""
+    """The error with the arguments that were tried, the line that refused them, and the way out."""
     line = line_of_subject(error)
     text = ", ".join(f"{name}={value!r}" for name, value in _plain(arguments).items())
     where = f" ({line})" if line else ""

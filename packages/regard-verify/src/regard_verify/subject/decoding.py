@@ -98,7 +98,9 @@ class Steps:
 
 
 def _returned_cache(result: Any) -> Any:
-    """What follows the output: a tuple, list, single or object, or all keys and values."""
+    """The cache among the returned values: a tuple, a list, an object, or one tensor of keys
+    and values.
+    """
     if isinstance(result, (tuple, list)):
         for each in result[1:][::-1]:
             if isinstance(each, (tuple, list, dict)) or not isinstance(each, (Tensor, type(None))):
@@ -180,7 +182,7 @@ def _use(steps: Steps, subject: Subject) -> None:
 
 
 def _agrees(steps: Steps, subject: Subject, trial: Trial) -> bool:
-    """Whether pieces give what one call gives; it may hold where that cannot be asked."""
+    """Whether a sequence in pieces gives what one call gives, where the two can be compared."""
     if not subject.conventions.causal and not subject.has.mask:
         return steps.style != "internal" or _is_certain(steps)
     x = subject.tokens(2, 5, trial)

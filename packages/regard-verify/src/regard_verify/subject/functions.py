@@ -1,4 +1,4 @@
-"""A function of (q, k, v) behind the canonical call: layouts, masks, names of options."""
+"""Calling a function of (q, k, v) in its own layout, with its own masks and options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -81,13 +81,13 @@ class Positioned(Adapter):
 
     @property
     def signature_of_forward(self) -> dict[str, inspect.Parameter]:
-        """The arguments that are left to the caller."""
+        """The arguments of the module's forward that the caller gives."""
         left = {n: p for n, p in parameters_of(self.inner.forward).items() if n not in KNOWN}
         past = inspect.Parameter("past", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int)
         return {**left, "past": past}
 
     def forward(self, x: Tensor, *rest: Any, past: int = 0, **given: Any) -> Any:
-        """What the module returns, with the positions of x."""
+        """The result of the module for x and its positions."""
         return self.inner(x, *rest, **given, **self.positions(x, past))
 
     def positions(self, x: Tensor, past: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def positioned(module: nn.Module, own: Conventions) -> nn.Module:
 
 
 def moved(like: nn.Module, inner: nn.Module) -> nn.Module:
-    """Another module of the same kind in the adapter of the first."""
+    """Another module of the same class, in an adapter like that of the first."""
     if not isinstance(like, Positioned):
         return inner
     return Positioned(inner, like.makes_tables, like.names, like.flat).train(inner.training)

@@ -162,7 +162,7 @@ def pattern_length(own: Conventions) -> int:
 
 
 def say_multiple(subject: Subject) -> None:
-    """What was found out about the lengths that it takes, in words."""
+    """Say which lengths the subject takes."""
     if subject.conventions.multiple:
         subject.inferred["lengths"] = f"multiples of {subject.conventions.multiple}"
 
@@ -174,7 +174,7 @@ def summary(failures: list[str]) -> str:
 
 
 def _returns(call: FunctionCall, trial: Trial) -> str:
-    """The layout of the output."""
+    """The layout of the function's output."""
     sizes = _sizes_for(call, Sizes(2, 3, 3, 5, 5, 4, 4))
     q, k, v = Subject("", "function", call.own).inputs(sizes, trial)
     with torch.no_grad():
@@ -254,7 +254,7 @@ def _takes_windows(subject: Subject, trial: Trial) -> bool:
 
 
 def probe_pattern(subject: Subject, trial: Trial) -> None:
-    """Which keys it hides by default."""
+    """Find the keys that the subject hides by default."""
     own = subject.conventions
     if own.causal is not None and own.window is not None:
         return
@@ -313,7 +313,7 @@ def choose_form(
 
 
 def hides_one_key(subject: Subject, trial: Trial) -> bool:
-    """Whether a mask that hides key 1 hides key 1, beside what its own pattern hides.
+    """Whether a mask of key 1 hides key 1 alone, beside the keys that the own pattern hides.
 
     One that switches its own pattern off is a mask too: a law reports that.
     """

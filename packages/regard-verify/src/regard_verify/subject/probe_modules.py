@@ -315,7 +315,7 @@ def _mask_reaches_heads(subject: Subject, trial: Trial) -> bool:
 
 
 def _drops(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
-    """Whether two calls in train mode differ: it has dropout that is not 0."""
+    """Whether two calls in train mode differ, as under dropout."""
     x = subject.tokens(4, 9, trial)
     module = call.module
     module.train()

@@ -1,4 +1,4 @@
-"""What the weights of a subject show: their sign, rotation, scale, and the order of the heads."""
+"""Probing the weights of a subject: their sign, rotation, scale, and the order of the heads."""
 
 import torch
 

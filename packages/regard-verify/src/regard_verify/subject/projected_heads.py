@@ -46,7 +46,7 @@ class ProjectedHeads:
         return replace(self, attention=replace(self.attention, call=call))
 
     def named_roles(self) -> dict[str, str]:
-        """Which of "qkv" each projection makes, by the name of its parameter; only where it is one.
+        """The one of "qkv" that each projection makes, by the name of its parameter; only where it is one.
 
         A projection that makes several, or a gate, is left out.
         """
@@ -73,7 +73,7 @@ class ProjectedHeads:
         return next((names.get(each, "?") for each in makers if makers.count(each) > 1), "")
 
     def shared_keys(self) -> "ProjectedHeads | None":
-        """The same for the channels that were left out: keys that all heads share; None if none."""
+        """The module as a function of the keys that all heads share, as in MLA, or None."""
         roles = self.roles
         if not (roles.other_queries and roles.other_keys):
             return None

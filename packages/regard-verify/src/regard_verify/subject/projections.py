@@ -110,7 +110,7 @@ class Products(TorchFunctionMode):
 
 
 class Reached(BaseException):
-    """The run came to the input of the output projection; carries it."""
+    """Raised when a run comes to the output projection; carries the input of that projection."""
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Place:
         return x.flatten(2) if x.ndim > 2 else x[..., None]
 
     def _order(self) -> list[int]:
-        """The axes in the order rows, tokens, constants."""
+        """The axes, sorted into rows, tokens and constant sizes."""
         places = list(range(len(self.axes)))
         first = [i for i in places if self.axes[i] in ("B", "BL", "BS")]
         second = [i for i in places if self.axes[i] in ("L", "S")]
@@ -189,7 +189,7 @@ class Place:
 
 
 def placed(key: Key, shapes: Sequence[tuple[torch.Size, dict[str, int]]]) -> Place | None:
-    """Which axes of a tensor are rows and tokens: those that change with them, over two runs.
+    """The axes of a tensor: rows and tokens are axes that change with them, over two runs.
 
     Examples:
         >>> sizes = [{"B": 2, "L": 3, "S": 3}, {"B": 3, "L": 5, "S": 5}]

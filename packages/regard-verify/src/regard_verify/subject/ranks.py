@@ -24,7 +24,7 @@ AXES = {"BHLD": 2, "BLHD": 1, "BLE": 1}  # of tokens, by layout
 
 
 class OnRanks:
-    """A function as one of whole tensors: it runs in `ranks` processes of one gloo group.
+    """Calls a function in `ranks` processes of one gloo group, as one function of whole tensors.
 
     Queries, keys and values are split along the tokens, a part for each rank, and the outputs are
     joined. The processes are forked at the first call and serve all further ones.

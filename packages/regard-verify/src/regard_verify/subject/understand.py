@@ -187,7 +187,7 @@ def _of_transformers(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remember(subject: Subject, built: Built, made_by: Any, own: Conventions) -> None:
-    """What is known of how it was built, and how to build another."""
+    """Record how the subject was built, and how to build another."""
     if isinstance(built.made, nn.Module):
         like = subject.thing
         subject.another = lambda **changes: moved(
@@ -217,7 +217,7 @@ def _in_float32(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    """A module in eval mode."""
+    """The subject of a module, which is judged in eval mode and float32."""
     module, remark = _in_float32(module)
     module.eval()
     own = replace(own, kind="module", arguments={})

@@ -23,8 +23,8 @@ def test_a_module_lists_all_its_laws():
     assert faults == []
 
 
-def test_the_table_has_83_laws_and_their_names_are_those_of_the_functions():
-    assert len(LAWS) == 83
+def test_the_table_has_66_laws_and_their_names_are_those_of_the_functions():
+    assert len(LAWS) == 66
     assert all(name == law.name == law.run.__name__ for name, law in LAWS.items())
 
 

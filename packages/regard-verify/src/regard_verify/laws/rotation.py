@@ -18,7 +18,7 @@ def rotate(subject: Subject, x: Tensor, positions: Tensor) -> Tensor:
     with torch.no_grad():
         out = called(subject.thing, x.clone(), positions.clone())
     if not isinstance(out, Tensor) or out.shape != x.shape:
-        raise SubjectError("it did not return x, rotated, in the same shape")
+        raise SubjectError("it returned no tensor of the shape of x")
     return out
 
 

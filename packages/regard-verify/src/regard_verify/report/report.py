@@ -67,7 +67,7 @@ class Outcome:
     line: str = ""
 
     def sentences(self, following: Sequence[str] = ()) -> list[str]:
-        """The sentences on a broken law: the law, its smallest case, the mistake, the subject's line.
+        """The sentences on a broken law: law, smallest case, likely mistake, the subject's line.
 
         Args:
             following: names of the laws that are broken because of this one.

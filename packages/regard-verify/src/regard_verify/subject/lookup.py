@@ -208,7 +208,9 @@ def _in_package(path: Path) -> Any:
     parts = path.resolve().with_suffix("").relative_to(top.parent).parts
     held = sys.modules.get(parts[0])
     if held is not None and str(top) not in _paths(held):
-        raise SubjectError(f"{path} is in a package that is called {parts[0]!r}, as another is")
+        raise SubjectError(
+            f"the package of {path} is called {parts[0]!r} like another that is imported"
+        )
     name = ".".join(parts)
     try:
         return importlib.import_module(name)

@@ -139,7 +139,7 @@ NO_CONTEXT = ("mask", "cache", "past", "pos", "freq", "cos", "sin", "bias", "cau
 
 
 class Inputs(NamedTuple):
-    """The sequences that a module's forward takes first: x, or queries, keys and values in some order.
+    """The sequences that a forward takes first: x, or queries, keys and values in some order.
 
     `order` is "x" or an order of "qkv"; `context` is the argument for another sequence, or "".
     """

@@ -136,7 +136,10 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
             mixed.append(found)
     if mixed:  # in every layout: take the most common one, and the laws report what is wrong
         return mixed[0]
-    raise SubjectError(f"it could not be called with (q, k, v): {summary(failures)}")
+    raise SubjectError(
+        f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs, "
+        "name a function that calls it with q, k and v, or declare layout or options"
+    )
 
 
 def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tuple[str, ...]]]:

@@ -100,7 +100,7 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
         return call
     if refusals:
         raise refusals[0]
-    raise SubjectError("the width of its input could not be found out; declare --like width=NUMBER")
+    raise SubjectError("the width of its input is not known: declare it, --like width=NUMBER")
 
 
 def _widths(module: nn.Module, declared: int | None) -> list[int]:
@@ -153,7 +153,10 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
             failures.append(f"{layout}: rows of the batch are mixed")
     if any(failure.endswith("mixed") for failure in failures):
         return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
-    raise SubjectError(f"it could not be called: {summary(failures)}")
+    raise SubjectError(
+        f"it could not be called with x [B, L, E]: {summary(failures)}; if it takes other inputs, "
+        "name a function or module that calls it with x alone"
+    )
 
 
 def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:

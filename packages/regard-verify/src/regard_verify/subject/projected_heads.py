@@ -46,7 +46,7 @@ class ProjectedHeads:
         return replace(self, attention=replace(self.attention, call=call))
 
     def named_roles(self) -> dict[str, str]:
-        """The one of "qkv" that each projection makes, by the name of its parameter; only where it is one.
+        """The one of "qkv" that each projection makes, by the name of its parameter.
 
         A projection that makes several, or a gate, is left out.
         """
@@ -105,7 +105,7 @@ class ProjectedHeads:
         heads, _, _, width = self.roles.sizes
         self._refuse_other_dtypes(q.dtype)
         if keys != length and not self.attention.cross:
-            raise SubjectError("it has as many keys as queries")
+            raise SubjectError("it takes as many keys as queries")
         parts = [x.transpose(1, 2).flatten(-2) for x in (q, k, v)]
         values = []
         for place, index in zip(self.attention.sources, self.pools, strict=True):

@@ -104,7 +104,7 @@ class Products(TorchFunctionMode):
             return out
         if key not in self.instead:
             raise SubjectError(
-                "it multiplies by other weights for these inputs"
+                "for these inputs it runs other projections"
             ) from NotImplementedError("another way through the module")
         return self.instead[key]
 
@@ -269,7 +269,7 @@ class Attention:
                 assert self.sink is not None
                 return self.sink.read(reached.given, batch, length)
         if self.sink is not None:
-            raise SubjectError("its output projection was not reached")
+            raise SubjectError("it did not come to its output projection")
         return out
 
     def channels(self) -> list[int]:

@@ -13,7 +13,6 @@ from regard_verify.laws import (
     masks,
     numbers,
     padding,
-    pages,
     refused_steps,
     rotation,
     visibility,
@@ -24,7 +23,7 @@ MODULES = (
     *(numbers, heads),  # what is computed
     *(visibility, masks, padding, rotation),  # which keys a query may attend to
     *(execution, callers, inplace, compiler),  # how a call runs
-    *(caches, refused_steps, pages, layers),  # what is stored between calls
+    *(caches, refused_steps, layers),  # what is stored between calls
 )
 LAWS: dict[str, Law] = {
     law.name: law for module in MODULES for law in vars(module).values() if isinstance(law, Law)

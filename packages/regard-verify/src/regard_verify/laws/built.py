@@ -18,7 +18,7 @@ _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, 
 
 @law("exact", "heads|layer")
 def runs(subject: Subject, trial: Trial) -> None:
-    """It runs on the input that it documents."""
+    """It runs on the inputs that it documents."""
     for sizes in (Sizes(1, 1, 1, 2, 2, 4, 4), ODD):
         for call in subject.calls(sizes, trial):
             call()
@@ -39,8 +39,8 @@ def super_init(subject: Subject, trial: Trial) -> None:
 
 @law("exact", "heads|layer")
 def dropout_in_eval(subject: Subject, trial: Trial) -> None:
-    """Dropout runs in training only: in eval mode a module with dropout gives what the same weights
-    give without.
+    """Dropout runs in training only: in eval mode a module with dropout gives the output of the
+    same weights without dropout.
     """
     module = subject.module
     if module is None and isinstance(subject.thing, nn.Module):

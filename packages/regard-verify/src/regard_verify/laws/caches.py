@@ -61,20 +61,20 @@ def _pieces(subject: Subject, trial: Trial, ways: list[list[int]]) -> None:
 
 @law("bounded", "cache|unusable_cache")
 def chunked_prefill(subject: Subject, trial: Trial) -> None:
-    """A sequence in pieces gives what it gives at once, however it is cut."""
+    """A sequence in pieces gives the outputs of one call, however it is cut."""
     _pieces(subject, trial, [[LENGTH], [5, 4], [1, 5, 3], [3, 1, 1, 4]])
 
 
 @law("bounded", "cache|unusable_cache")
 def decode_equals_full(subject: Subject, trial: Trial) -> None:
-    """Token by token gives what the whole sequence gives, at every position."""
+    """Decoding token by token gives the outputs of one call on the whole sequence."""
     _pieces(subject, trial, [[1] * LENGTH, [4] + [1] * (LENGTH - 4)])
 
 
 @law("bounded", "cache")
 def drafts_dropped(subject: Subject, trial: Trial) -> None:
-    """After drafted tokens are dropped from a cache, the next give what they give without
-    drafts.
+    """After drafted tokens are dropped from a cache, the next tokens give the outputs that they
+    give without drafts.
     """
     x, whole = _whole(subject, trial)
     assert subject.stepper is not None
@@ -114,7 +114,7 @@ def same_tokens(subject: Subject, label: str, got: Tensor, expected: Tensor, cau
 
 @law("exact", "cache_object")
 def cache_state_machine(subject: Subject, trial: Trial) -> None:
-    """After any operations in any order a cache holds what a plain list would."""
+    """After any operations in any order a cache holds the tokens that a plain list would."""
     runs, steps = (5, 10) if trial.quick else (40, 15)
     for _ in range(runs):
         _random_operations(subject, trial, steps)
@@ -266,7 +266,7 @@ def quant_drift(subject: Subject, trial: Trial) -> None:
 
 @law("exact", "cache_object")
 def cache_no_alias(subject: Subject, trial: Trial) -> None:
-    """A cache copies its inputs: what the caller does to them later changes nothing."""
+    """A cache copies its inputs: later changes of these tensors change nothing."""
     store = new_store(subject)
     k, v = new_tokens(trial, 3)
     before = k.clone()
@@ -297,7 +297,7 @@ def _pages(trial: Trial, heads: int, groups: int) -> tuple[Tensor, ...]:
 
 @law("bounded", "paged")
 def paged_equals_dense(subject: Subject, trial: Trial) -> None:
-    """Pages give what the same keys give in one piece; no other slot is read."""
+    """Pages give the output of the same keys in one piece; no other slot is read."""
     for heads, groups in ((2, 2), (4, 2), (4, 1)):
         q, k, v, table, lengths = _pages(trial, heads, groups)
         with torch.no_grad():

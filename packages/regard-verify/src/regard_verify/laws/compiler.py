@@ -34,7 +34,7 @@ def compile_agree(subject: Subject, trial: Trial) -> None:
 
 @law("resource", "heads|layer", quick=False)
 def compile_count(subject: Subject, trial: Trial) -> None:
-    """It is compiled once, and not again for every call of the same shapes."""
+    """It is compiled once for calls of the same shapes, and not again for each call."""
     for target, given in _compilable(subject, trial):
         graphs: list[int] = []
 

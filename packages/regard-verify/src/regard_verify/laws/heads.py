@@ -37,8 +37,8 @@ CUTS = {"blocked": ("part", "head", "channel"), "by head": ("head", "part", "cha
 
 @law("exact", "module")
 def named_heads(subject: Subject, trial: Trial) -> None:
-    """It has as many heads as it names, its projections make what they are named after, and they
-    are cut as declared.
+    """A module has as many heads as it names, each projection makes the part that it is named
+    after, and projections are cut as declared.
     """
     attend, module = subject.attend, subject.module
     if not isinstance(attend, ProjectedHeads) or module is None:

@@ -78,7 +78,7 @@ def cross_attention(subject: Subject, trial: Trial) -> None:
 
 @law("exact", "module")
 def state_dict(subject: Subject, trial: Trial) -> None:
-    """Its state dict, loaded into a copy with other weights, makes the same layer."""
+    """The state dict, loaded into a copy with other weights, makes the same layer."""
     module = subject.module
     assert module is not None
     try:
@@ -140,7 +140,7 @@ def memory_law(subject: Subject, trial: Trial) -> None:
 
 @law("bounded", "module")
 def train_eval_agree(subject: Subject, trial: Trial) -> None:
-    """Without dropout, train mode gives what eval mode gives."""
+    """Without dropout, train mode and eval mode give the same output."""
     module = subject.module
     assert module is not None
     if subject.has.dropout:

@@ -35,7 +35,7 @@ def _masking_queries(subject: Subject, sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 @law("exact", "mask|padding")
 def fully_masked_forward(subject: Subject, trial: Trial) -> None:
-    """A fully masked query gives what is declared, by default zeros, and changes no other
+    """A fully masked query gives the declared output, by default zeros, and changes no other
     output.
     """
     if subject.attend is None:
@@ -69,7 +69,7 @@ def _fully_masked_row(subject: Subject, trial: Trial) -> None:
 
 @law("exact", "mask|padding")
 def fully_masked_backward(subject: Subject, trial: Trial) -> None:
-    """With a fully masked query all gradients are finite, and its own is 0."""
+    """With a fully masked query all gradients are finite, and that query's gradient is 0."""
     needs_heads(subject)
     assert subject.attend is not None
     sizes = subject.fit(SOME)
@@ -165,7 +165,7 @@ def padding_side(subject: Subject, trial: Trial) -> None:
 
 @law("bounded", "documents")
 def documents_apart(subject: Subject, trial: Trial) -> None:
-    """Documents that are packed in one row give what each gives alone."""
+    """Documents that are packed in one row give the outputs that each document gives alone."""
     call: Any = subject.layer
     lengths = [subject.length(each) for each in (3, 4)]
     ids = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))[None]
@@ -182,7 +182,9 @@ def documents_apart(subject: Subject, trial: Trial) -> None:
 
 @law("exact", "heads|layer")
 def batch_invariance(subject: Subject, trial: Trial) -> None:
-    """A row of the batch gives what it gives alone, whatever other rows there are, in any order."""
+    """A row of the batch gives the output that it gives alone, beside any other rows, in any
+    order.
+    """
     for sizes in (SOME, Sizes(5, 4, 4, 5, 5, 4, 4)):
         if subject.fixed.get("B") == 1:
             raise NotApplicable("it has no batch")
@@ -221,7 +223,9 @@ def _masked_rows(subject: Subject, sizes: Sizes, trial: Trial) -> None:
 
 @law("exact", "heads|layer", advised=True)
 def zero_sizes(subject: Subject, trial: Trial) -> None:
-    """No queries, no keys, no rows, one channel: the output has its shape and nothing is raised."""
+    """With no queries, no keys, no rows or one channel the output has its shape, and nothing is
+    raised.
+    """
     changes: list[dict[str, int]] = [{"D": 1, "V": 1}, {"L": 1, "S": 1}, {"B": 0}]
     if subject.attend is not None:
         if subject.has.cross:

@@ -42,7 +42,7 @@ def test_names_as_strangers_choose_them(made_by, width, heads, key_heads):
 
 
 def test_arguments_that_a_class_takes_out_of_kwargs_are_declared():
-    with pytest.raises(SubjectError, match="KeyError: 'd_model'.*declare it"):
+    with pytest.raises(SubjectError, match=r"KeyError: 'd_model'.*declare it"):
         build(named.AnyName, NOTHING)
     own = Conventions(arguments={"d_model": 32, "n_heads": 4})
     assert build(named.AnyName, own).made.heads == 4

@@ -25,6 +25,7 @@ from regard_verify.subject.configurations import (
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import HEADS, SIZES, VALUES, WIDTH, is_large, role_of
 from regard_verify.subject.lines import first_line_of, line_of_subject
+from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import SubjectError, called
 
 DEPTH = 3  # objects that an argument is built from, at most: a configuration in a configuration
@@ -78,6 +79,8 @@ def build(made_by: Any, own: Conventions, *, dropout: float | None = None, **cha
             return _built(made_by, arguments)
         except SubjectError as error:
             failures.append(_explained(made_by, arguments, error))
+    if given and any(each.kind is each.VAR_KEYWORD for each in parameters_of(made_by).values()):
+        return _built(made_by, given)  # as declared, whatever it takes out of them
     raise failures[0]
 
 

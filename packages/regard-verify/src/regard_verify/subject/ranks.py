@@ -31,6 +31,8 @@ class OnRanks:
     """
 
     def __init__(self, function: Callable[..., Any], ranks: int, layout: str) -> None:
+        if layout not in AXES:
+            raise SubjectError(f"on ranks the layout is {' or '.join(AXES)}; {layout} is declared")
         self.function, self.ranks, self.axis = function, ranks, AXES[layout]
         self.__name__ = getattr(function, "__name__", "attention")
         self.pipes: list[Connection] = []

@@ -218,6 +218,10 @@ def _in_float32(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
 def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
     """The subject of a module, which is judged in eval mode and float32."""
+    if own.ranks:
+        raise SubjectError(
+            "ranks are declared, and only a function of (q, k, v) is called on ranks"
+        )
     module, remark = _in_float32(module)
     module.eval()
     own = replace(own, kind="module", arguments={})

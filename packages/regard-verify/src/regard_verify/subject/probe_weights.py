@@ -2,7 +2,7 @@
 
 import torch
 
-from regard_verify.law import Sizes, Trial
+from regard_verify.law import Sizes, Trial, worst
 from regard_verify.oracle import key_heads
 from regard_verify.subject.projected_heads import ProjectedHeads
 from regard_verify.subject.rotation import probe_rotation
@@ -19,9 +19,9 @@ def probe_scores(subject: Subject, trial: Trial) -> None:
         if scale is not None:
             dim = subject.fit(Sizes(D=4)).D
             subject.inferred["scale"] = f"{scale:.6g} where 1/sqrt(D) is {dim**-0.5:.6g}"
-            if abs(scale - 1) < 1e-4 and _normalizes(subject, trial):
-                subject.conventions = subject.conventions.found(scale=1.0)
-                subject.inferred["scale"] = "1, of queries and keys that are normalised"
+    if subject.conventions.scale is None and _is_unscaled(subject, trial):
+        subject.conventions = subject.conventions.found(scale=1.0)
+        subject.inferred["scale"] = "1, of queries and keys that are normalised"
     if subject.conventions.head_order is None and subject.has.gqa:
         groups, sizes = read_head_order(subject, trial), subject.fit(Sizes(1, 6, 2))
         grouped = groups == key_heads(sizes.H, sizes.G)
@@ -43,10 +43,13 @@ def _probe_signs(subject: Subject, trial: Trial) -> None:
         subject.inferred["weights"] = f"{form} {subject.total:.4g}"
 
 
-def _normalizes(subject: Subject, trial: Trial) -> bool:
-    """Whether a module normalises its queries and keys, so that their size needs no scale."""
-    given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 4, 4)), trial)
-    return isinstance(subject.attend, ProjectedHeads) and subject.attend.normalizes(*given)
+def _is_unscaled(subject: Subject, trial: Trial) -> bool:
+    """Whether a module normalises queries and keys, and their scores have no scale."""
+    q, k, v = subject.inputs(subject.fit(Sizes(1, 2, 2, 5, 5, 8, 8)), trial)
+    attend = subject.attend
+    if not (isinstance(attend, ProjectedHeads) and attend.normalizes(q, k, v)):
+        return False
+    return worst(subject.run(q, k, v), subject.expected(q, k, v, scale=1.0).out)[1] < 1e-4
 
 
 def learned_in_scores(subject: Subject, trial: Trial) -> list[str]:

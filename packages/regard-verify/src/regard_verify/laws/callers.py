@@ -13,12 +13,7 @@ from torch import Tensor
 
 from regard_verify.blame import line_of
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, where_finite, worst
-from regard_verify.laws.cases import (
-    calls_on_heads,
-    calls_on_tokens,
-    modes,
-    refused,
-)
+from regard_verify.laws.cases import calls_on_heads, calls_on_tokens, modes, refused
 from regard_verify.subject.decoding import in_steps
 from regard_verify.subject.subject import Call, Subject, SubjectError
 

@@ -7,15 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from regard_verify.law import (
-    NotApplicable,
-    Sizes,
-    Trial,
-    fail,
-    law,
-    require,
-    where_finite,
-)
+from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, where_finite
 from regard_verify.laws.built import declares_dropout, with_dropout
 from regard_verify.laws.cases import ODD, random_mask
 from regard_verify.oracle import bound

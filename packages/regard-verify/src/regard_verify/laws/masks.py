@@ -7,15 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from regard_verify.law import (
-    Broken,
-    NotApplicable,
-    Sizes,
-    Trial,
-    fail,
-    law,
-    require,
-)
+from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, law, require
 from regard_verify.laws.cases import FOUR, needs_heads, random_mask
 from regard_verify.laws.visibility import (
     first_attends,

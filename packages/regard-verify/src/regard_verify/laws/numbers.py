@@ -18,13 +18,7 @@ from regard_verify.law import (
     where_finite,
     worst,
 )
-from regard_verify.laws.cases import (
-    attending,
-    by_definition,
-    modes,
-    on_sizes,
-    refused,
-)
+from regard_verify.laws.cases import attending, by_definition, modes, on_sizes, refused
 from regard_verify.mistakes import AVERAGED, halves_averaged, heads_of, mistakes
 from regard_verify.oracle import bound, variants
 from regard_verify.subject.probe_weights import read_scale

@@ -9,13 +9,7 @@ from regard_verify.laws import LAWS
 from regard_verify.report.report import DEFINITION, Report
 from regard_verify.run.causes import settled
 from regard_verify.run.crashes import crash
-from regard_verify.run.in_process import (
-    describe,
-    end_early,
-    problem_of,
-    run_laws,
-    undisturbed,
-)
+from regard_verify.run.in_process import describe, end_early, problem_of, run_laws, undisturbed
 from regard_verify.run.separate_process import Progress, Request, run_separately
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.subject.understand import understand

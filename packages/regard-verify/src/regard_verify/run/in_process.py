@@ -10,13 +10,7 @@ from dataclasses import replace
 import torch
 
 from regard_verify.blame import files_of, line_of, own_error, said
-from regard_verify.law import (
-    Broken,
-    Counterexample,
-    Law,
-    NotApplicable,
-    Trial,
-)
+from regard_verify.law import Broken, Counterexample, Law, NotApplicable, Trial
 from regard_verify.laws import LAWS
 from regard_verify.laws.built import with_dropout
 from regard_verify.report.report import Outcome, Report, outcome

@@ -21,12 +21,7 @@ def main(request: str, answers: str) -> None:
 
         from regard_verify.laws import LAWS
         from regard_verify.run.crashes import crash
-        from regard_verify.run.in_process import (
-            describe,
-            problem_of,
-            run_laws,
-            undisturbed,
-        )
+        from regard_verify.run.in_process import describe, problem_of, run_laws, undisturbed
         from regard_verify.subject.conventions import conventions_from
         from regard_verify.subject.understand import understand
 

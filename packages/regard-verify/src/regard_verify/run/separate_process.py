@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO, NoReturn, Union
 
 from regard_verify.laws import LAWS
 from regard_verify.report.report import Report, ended, outcome, outcome_from
@@ -32,21 +32,7 @@ PATIENCE = 4.0  # a limit of processor time is so many times longer in wall-cloc
 Progress = Callable[[str, int, int], None]  # the law, how many are done, how many there are
 
 
-class Worker(Protocol):
-    """A process that runs the worker, with the members of `subprocess.Popen` that are used."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def kill(self) -> None: ...
-
-
+Worker = Union["ForkedWorker", "subprocess.Popen[bytes]"]
 Start = Callable[[str, str, BinaryIO], Worker]  # the request, the answers, what it prints
 
 
@@ -208,7 +194,7 @@ def _variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "0"}
 
 
-def _follow(run: Run, process: "Worker", answers: Path, limit: float, progress: Progress) -> str:
+def _follow(run: Run, process: Worker, answers: Path, limit: float, progress: Progress) -> str:
     """Read events until the process ends or takes too long: then what it took, in words.
 
     The worker ends itself by SIGPROF when a law has used `limit` seconds of processor time, which

@@ -6,7 +6,7 @@ from torch import nn
 
 from projecting import by_head, right
 from regard_verify import check
-from regard_verify.laws.names import _letter
+from regard_verify.laws.heads import _letter
 
 
 class Named(nn.Module):

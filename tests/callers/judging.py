@@ -2,7 +2,6 @@
 
 import re
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,9 +12,8 @@ from callers.definition import Leaves
 from callers.programs import Program
 from callers.table import Caller, Found, cotangent, directions
 
-Change = Callable[[Leaves], Leaves]
 SOURCES = str(Path(regard.__file__).parent)
-DRAWS = 8  # of a plain implementation, whose largest error is what it usually makes
+POINTS = 32  # around the leaves, at which the error of a plain implementation is measured
 FACTORS = {torch.float32: 5.0, torch.bfloat16: 3.0, torch.float16: 3.0}  # for derivatives
 LAYERS = 2.0  # for the outputs of layers
 CODES = 0.05  # of the largest output: what eight bits for eight numbers lose
@@ -60,31 +58,41 @@ _USUAL: dict[tuple[object, ...], dict[str, float]] = {}
 
 
 def usual_errors(
-    row: object, what: str, dtype: torch.dtype, change: Change | None = None
+    program: Program, leaves: Leaves, what: str, dtype: torch.dtype
 ) -> dict[str, float]:
-    """The largest error that the plain definition makes in `dtype`, over a few draws."""
+    """The largest error of the plain definition in `dtype`, at points around these leaves.
+
+    How sensitive a layer is depends on its numbers, so the points lie a rounding unit or none away.
+    At one point alone, the order of sums decides whether rounding errors add or cancel.
+    """
     kind, *names = what.split()
-    key = (id(row), kind, tuple(names) if kind == "tangent" else (), dtype)
-    if change is not None:
-        return _errors(row, kind, names, dtype, change)
+    numbers = tuple(x.detach().double().numpy().tobytes() for x in leaves.values())
+    keep = program.keep.numpy().tobytes()
+    key = (id(program.row), kind, tuple(names) if kind == "tangent" else (), dtype, keep, numbers)
     if key not in _USUAL:
-        _USUAL[key] = _errors(row, kind, names, dtype, lambda leaves: leaves)
+        _USUAL[key] = _errors_around(program, narrow(leaves, dtype), kind, names)
     return _USUAL[key]
 
 
-def _errors(
-    row: object, kind: str, names: list[str], dtype: torch.dtype, change: Change
+def _errors_around(
+    program: Program, leaves: Leaves, kind: str, names: list[str]
 ) -> dict[str, float]:
     found: dict[str, float] = {}
-    for seed in range(DRAWS):
-        program = row.build(seed)
-        leaves = change(program.leaves())
-        right = answers(program, wide(leaves), kind, names)
-        rounded = answers(program, narrow(leaves, dtype), kind, names)
+    for seed in range(POINTS):
+        point = _near(leaves, seed)
+        right = answers(program, wide(point), kind, names)
+        rounded = answers(program, point, kind, names)
         for name, each in right.items():
             error = largest(rounded[name].double() - each)
             found[name] = max(error, found.get(name, 0.0))
     return found
+
+
+def _near(leaves: Leaves, seed: int) -> Leaves:
+    """Every number moved by one rounding unit up, down or not at all."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    steps = {n: torch.randint(-1, 2, x.shape, generator=generator) for n, x in leaves.items()}
+    return {n: x * (1 + steps[n].to(x.dtype) * torch.finfo(x.dtype).eps) for n, x in leaves.items()}
 
 
 def largest(x: Tensor) -> float:
@@ -104,7 +112,7 @@ def allowed(program: Program, found: Found, what: str, right: Tensor) -> float:
     if dtype == torch.float64:
         return EXACT * (1 + largest(right))
     factor = LAYERS if what == "out" else FACTORS[dtype]
-    return factor * usual_errors(program.row, what, dtype, found.change)[what]
+    return factor * usual_errors(program, leaves, what, dtype)[what]
 
 
 def narrowest(*dtypes: torch.dtype) -> torch.dtype:

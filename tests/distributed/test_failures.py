@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from layers import inputs, make
 from ranks import AFTER_AN_ERROR, Apart, Pool, on_ranks, restart_clock
 from regard import PagedCache, PagePool
-from regard.cache.paging.rows import Rows
+from regard.cache.paging.tables import Tables
 from regard.distributed import ShardedCache, context_parallel, failures, tensor_parallel
 from regard.distributed.ranks import CHECKED, RankError, Ranks
 from session import LONG
@@ -218,7 +218,7 @@ def dies_in_a_decoding_step(mesh):
                 raise
 
 
-def _dies_in_a_change(mesh, change, method):
+def _dies_in_a_change(mesh, change):
     """Rank 1 ends as its cache changes; the cache of the other is as before the call after it."""
     os.environ[CHECKED] = "0"
     ranks, layer = _start(mesh), tensor_parallel(make("GQA").eval(), mesh)
@@ -227,7 +227,7 @@ def _dies_in_a_change(mesh, change, method):
         layer(x[:, :8], cache=cache)
         _begin(ranks)
         if ranks.rank == 1:
-            setattr(Rows, method, lambda *_: os._exit(1))
+            Tables.replace = lambda *_: os._exit(1)
         change(cache)
         before = cache.length, [page for table in cache.rows for page in table.pages]
         try:
@@ -239,11 +239,11 @@ def _dies_in_a_change(mesh, change, method):
 
 
 def dies_in_a_truncation(mesh):
-    _dies_in_a_change(mesh, lambda cache: cache.truncate(torch.tensor([5, 4])), "cut")
+    _dies_in_a_change(mesh, lambda cache: cache.truncate(torch.tensor([5, 4])))
 
 
 def dies_in_a_reordering(mesh):
-    _dies_in_a_change(mesh, lambda cache: cache.reorder(torch.tensor([1, 0])), "choose")
+    _dies_in_a_change(mesh, lambda cache: cache.reorder(torch.tensor([1, 0])))
 
 
 CASES = {

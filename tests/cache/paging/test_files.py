@@ -11,9 +11,9 @@ import torch
 
 from regard import PagedCache, PagePool
 from regard.cache.files import open_tensors, write_tensors
-from regard.cache.paging.files import Group, Numbered, groups_from, taken
+from regard.cache.paging.files import Group, Numbered, groups_from, take_pages
 from regard.cache.paging.formats import format_of
-from regard.cache.paging.slabs import Outline
+from regard.cache.paging.pages import Outline
 
 FILE = "cache.safetensors"
 STREAMS = {
@@ -77,8 +77,8 @@ def test_shared_pages_are_written_once_and_shared_again(tmp_path, form):
     again = PagedCache(pool)
     again.load(tmp_path / FILE, weights="mine")
     assert pool.pages_in_use == cache.pool.pages_in_use
-    references = sorted(page.references for page in pool.pages())
-    assert references == sorted(page.references for page in cache.pool.pages())
+    references = sorted(page.references for page in pool.memory.in_order())
+    assert references == sorted(page.references for page in cache.pool.memory.in_order())
     assert same(content(cache), content(again))
     fork = again.fork()
     for each in (cache, again):
@@ -232,7 +232,7 @@ def pages_in(pool, rows=2):
 def test_each_page_has_one_number(form, sizes):
     pool = PagePool(20, 4, format=form)
     cache, pages = pages_in(pool)
-    numbered = Numbered(pool, [*pages, *pages])
+    numbered = Numbered(pool.memory, [*pages, *pages])
     assert [group.size for group in numbered.groups] == sizes  # first and open ones, and codes
     assert sorted(numbered.numbers.values()) == list(range(6))
     assert cache.length == 11
@@ -242,12 +242,12 @@ def test_each_page_has_one_number(form, sizes):
 def test_what_is_written_has_the_shapes_of_its_groups(form):
     pool = PagePool(20, 4, format=form)
     cache, pages = pages_in(pool)
-    numbered = Numbered(pool, pages)
+    numbered = Numbered(pool.memory, pages)
     want = [each for group in numbered.groups for each in group.shapes(4)]
     assert [(each.shape, each.dtype) for each in numbered.streams()] == want
     sizes = (math.prod(each.shape) * each.dtype.itemsize for each in numbered.streams())
     assert sum(sizes) == pool.nbytes.held
-    assert groups_from(numbered.text(), pool, CPU) == numbered.groups
+    assert groups_from(numbered.text(), pool.memory, CPU) == numbered.groups
     assert cache.length == 11
 
 
@@ -255,18 +255,22 @@ def test_what_is_written_has_the_shapes_of_its_groups(form):
 def test_pages_are_taken_with_their_content(form):
     pool, other = PagePool(20, 4, format=form), PagePool(6, 4, format=form)
     cache, pages = pages_in(pool)
-    numbered = Numbered(pool, pages)
-    new = taken(other, numbered.groups, iter([each.pieces for each in numbered.streams()]))
+    numbered = Numbered(pool.memory, pages)
+    streams = iter([each.pieces for each in numbered.streams()])
+    with other.memory.change:
+        new = take_pages(other.memory, numbered.groups, streams)
+        for page in new:
+            other.memory.retain(page)
     for page, number in numbered.numbers.items():
         mine, theirs = (each.slab.stored(each.index) for each in (page, new[number]))
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert other.pages_in_use == 6 and all(page.references == 1 for page in new)
-    with pytest.raises(ValueError, match="needs 6 pages more"):
-        taken(other, numbered.groups, iter(()))
+    assert other.pages_in_use == 6
+    with pytest.raises(ValueError, match="needs 6 pages more"), other.memory.change:
+        take_pages(other.memory, numbered.groups, iter(()))
     assert other.pages_in_use == 6 and cache.length == 11
 
 
-def test_pages_that_cannot_be_read_are_released():
+def test_pages_that_cannot_be_read_are_free_again():
     pool = PagePool(20, 4)
     group = Group((Outline(1, 2, torch.float32, CPU),), False, 3)
 
@@ -274,8 +278,8 @@ def test_pages_that_cannot_be_read_are_released():
         yield torch.zeros(1, 4, 2)
         raise OSError("the disk is gone")
 
-    with pytest.raises(OSError, match="gone"):
-        taken(pool, [group], iter([broken()]))
+    with pytest.raises(OSError, match="gone"), pool.memory.change:
+        take_pages(pool.memory, [group], iter([broken()]))
     assert pool.pages_in_use == 0
 
 
@@ -314,14 +318,14 @@ def group(shape=(1, 2, 0, 96), dtype="float32", rotation=(64, 32), **changes):
 def test_groups_that_no_pool_writes_are_refused(wrong, says):
     given = wrong if isinstance(wrong, list) else [wrong]
     with pytest.raises(ValueError, match=says):
-        groups_from(given, PagePool(9, 4, format="K4V4"), CPU)
+        groups_from(given, PagePool(9, 4, format="K4V4").memory, CPU)
 
 
 def test_keys_with_scales_by_channel_are_not_rotated():
     with pytest.raises(ValueError, match="are not rotated in blocks"):
-        groups_from([group(rotation=(64,))], PagePool(9, 4, format=BY_CHANNEL), CPU)
+        groups_from([group(rotation=(64,))], PagePool(9, 4, format=BY_CHANNEL).memory, CPU)
 
 
 def test_rotations_of_a_first_piece_are_known():
-    (found,) = groups_from([group(rotation=(64,))], PagePool(9, 4, format="K4V4"), CPU)
+    (found,) = groups_from([group(rotation=(64,))], PagePool(9, 4, format="K4V4").memory, CPU)
     assert found.outlines[0].rotation == (64,)

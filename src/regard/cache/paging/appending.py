@@ -8,29 +8,33 @@ import torch
 from torch import Tensor
 
 from regard.cache.codes import are_codable
-from regard.cache.paging.bookkeeping import Kind, Pages
-from regard.cache.paging.pages import Page, PageTable
-from regard.cache.paging.slabs import Slab
+from regard.cache.paging.memory import Kind, Memory
+from regard.cache.paging.pages import Page, PageTable, Slab
 
 
 class Append(NamedTuple):
-    """What appending `added` tokens to rows of these lengths takes.
+    """The pages that rows of these lengths need for `added` more tokens.
 
     Attributes:
-        slabs: of the pages that each row needs, in order.
-        full: number of the page that each row fills, if it was open; None if it fills none.
+        slabs: of the new pages of each row, in order.
+        full: the number of the page of each row that codes replace, as it was open and is full.
+        needed: the slabs of all pages to take.
     """
 
+    kind: Kind
     page_size: int
     lengths: list[int]
     added: int
     slabs: list[list[Slab]]
     full: list[int | None]
+    needed: list[Slab]
 
     @property
-    def needed(self) -> list[Slab]:
-        """The slabs of all pages to take, those of sealed copies included."""
-        return list(chain.from_iterable(self.slabs))
+    def stores_codes(self) -> bool:
+        """Whether new tokens are stored as codes at once."""
+        return self.kind.open is not self.kind.sealed and any(
+            slab is self.kind.sealed for slabs in self.slabs for slab in slabs
+        )
 
 
 def plan(
@@ -40,7 +44,7 @@ def plan(
     lengths: list[int],
     new: Sequence[Tensor],
 ) -> Append:
-    """Which pages new tokens `[B, G, L, W]` need.
+    """The pages that new tokens `[B, G, L, W]` need.
 
     Full pages of a pool of codes are written to sealed pages at once. In full precision are the
     first page of a row, those that stay open and, if tokens share scales, those with a number that
@@ -53,8 +57,9 @@ def plan(
         _new_pages(kind, page_size, table, length, added, tokens)
         for (table, length), tokens in zip(rows, spoilt, strict=True)
     ]
-    full = [_filled(kind, page_size, table, length, added) for table, length in rows]
-    return Append(page_size, lengths, added, slabs, full)
+    full = [_filled(kind, page_size, length, added) for length in lengths]
+    needed = [*chain.from_iterable(slabs), *[kind.sealed for n in full if n is not None]]
+    return Append(kind, page_size, lengths, added, slabs, full, needed)
 
 
 def _new_pages(
@@ -75,23 +80,25 @@ def _not_codable(new: Sequence[Tensor]) -> list[list[int]]:
     return [row.logical_not().nonzero().flatten().tolist() for row in codable.cpu()]
 
 
-def _filled(kind: Kind, size: int, table: PageTable, length: int, added: int) -> int | None:
-    """The page whose codes take the place of a full open one."""
+def _filled(kind: Kind, size: int, length: int, added: int) -> int | None:
+    """The number of the open page that is full then, where codes take its place."""
     number = length // size
     if kind.open is kind.sealed or not length % size or number == 0:
         return None
     return number if length + added >= (number + 1) * size else None
 
 
-def with_new_pages(pool: Pages, tables: Sequence[PageTable], append: Append) -> list[PageTable]:
-    """The tables with the pages that the plan takes."""
+def with_new_pages(memory: Memory, tables: list[PageTable], append: Append) -> list[PageTable]:
+    """The tables with the new pages; the same object if there are none."""
+    if not any(append.slabs):
+        return tables
     found = []
     for table, length, slabs in zip(tables, append.lengths, append.slabs, strict=True):
         new = table.copied()
         if not new.pages and slabs:
             new.first = length // append.page_size
         for slab in slabs:
-            new.pages.append(pool.take(slab, new.pages[-1] if new.pages else None))
+            new.pages.append(memory.take(slab, new.pages[-1] if new.pages else None))
         found.append(new)
     return found
 
@@ -132,7 +139,7 @@ def _write_row(table: PageTable, append: Append, row: int, new: Sequence[Tensor]
     while start < stop:
         pages = _run(table, start // size, -(-stop // size))
         end = min(stop, (start // size + len(pages)) * size)
-        places = torch.cat([_tokens(page) for page in pages])
+        places = torch.cat([page.tokens for page in pages])
         places = places.narrow(0, start % size, end - start)
         taken = start - append.lengths[row]
         tokens = [each.narrow(1, taken, end - start) for each in new]
@@ -168,37 +175,33 @@ def _clear_rest(page: Page, filled: int, size: int) -> None:
         page.slab.clear(page.start + filled, page.start + size)
 
 
-def seal(pool: Pages, kind: Kind, tables: Sequence[PageTable], append: Append) -> list[Page]:
-    """Let full pages be sealed, in a pool of codes by storing them as such; returns the pages whose
-    places these take in the tables."""
-    left = _coded(pool, kind, tables, append) if any(n is not None for n in append.full) else []
+def with_codes(memory: Memory, tables: list[PageTable], append: Append) -> list[PageTable]:
+    """The tables with codes in place of open pages that are full; the same object if there are
+    none. Pages with numbers that would spoil the codes of other tokens stay."""
+    kind, places = append.kind, []
+    for row, number in enumerate(append.full):
+        if number is not None:
+            page = _page(tables[row], number)
+            if not kind.sealed.shares_scales or _is_codable(page):
+                places.append((row, number, page))
+    if not places:
+        return tables
+    found = [table.copied() for table in tables]
+    for row, number, _ in places:
+        code = memory.take(kind.sealed, tables[row].at(number - 1))
+        found[row].pages[number - found[row].first] = code
+    codes = [_page(found[row], number) for row, number, _ in places]
+    values = kind.open.read(torch.cat([page.tokens for *_, page in places]))
+    kind.sealed.write(torch.cat([page.tokens for page in codes]), values)
+    return found
+
+
+def seal(tables: Sequence[PageTable], append: Append) -> None:
+    """Let full pages be sealed."""
     size = append.page_size
     for table, length in zip(tables, append.lengths, strict=True):
         for number in range(length // size, (length + append.added) // size):
             _page(table, number).sealed = True
-    return left
-
-
-def _coded(pool: Pages, kind: Kind, tables: Sequence[PageTable], append: Append) -> list[Page]:
-    """Store full open pages as codes; returns them."""
-    found = [(t, n) for t, n in zip(tables, append.full, strict=True) if n is not None]
-    if kind.sealed.shares_scales:
-        found = [each for each in found if _is_codable(_page(*each))]
-    if not found:
-        return []
-    before = [_page(table, number) for table, number in found]
-    places = torch.cat([_tokens(page) for page in before])
-    new = [pool.take(kind.sealed, table.at(number - 1)) for table, number in found]
-    targets = torch.cat([_tokens(page) for page in new])
-    kind.sealed.write(targets, kind.open.read(places))
-    for (table, number), page in zip(found, new, strict=True):
-        table.pages[number - table.first] = page
-    return before
-
-
-def _tokens(page: Page) -> Tensor:
-    """The numbers of a page's tokens in its slab."""
-    return torch.arange(page.start, page.start + page.slab.page_size, device="cpu")
 
 
 def _is_codable(page: Page) -> bool:

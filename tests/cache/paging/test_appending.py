@@ -18,7 +18,7 @@ def kind_of(pool):
 
 def appended(pool, table, length, new):
     memory = pool.memory
-    append = appending.plan(kind_of(pool), memory.page_size, [table], [length], (new,))
+    append = appending.plan(kind_of(pool), [table], [length], (new,))
     with memory.change:
         memory.reserve(append.needed)
         grown = appending.with_new_pages(memory, [table], append)

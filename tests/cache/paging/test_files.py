@@ -174,8 +174,8 @@ WRONG = {
     "a number of pages": (first_group(count=9), "pages are stored as"),
     "no pages": (first_group(count=0), "pages are stored as"),
     "codes": (first_group(codes=True), "have no codes|pages are stored as"),
-    "a rotation": (first_group(rotations=[[8]]), "are not rotated"),
-    "too many rotations": (first_group(rotations=[[], []]), "a rotation for each stream"),
+    "a rotation": (first_group(rotated=8), "are not rotated"),
+    "more rotated channels": (first_group(rotated=99), "channels of keys are rotated"),
     "other streams": (
         first_group(outlines=[{"shape": [1, 2, 0, 8], "dtype": "bfloat16"}]),
         "pages are stored as",
@@ -283,32 +283,30 @@ def test_pages_that_cannot_be_read_are_free_again():
     assert pool.pages_in_use == 0
 
 
-def group(shape=(1, 2, 0, 96), dtype="float32", rotation=(64, 32), **changes):
+def group(shape=(1, 2, 0, 96), dtype="float32", rotated=96, **changes):
     outlines = [{"shape": list(shape), "dtype": dtype}]
-    made = {"outlines": outlines, "rotations": [list(rotation)], "codes": True, "count": 2}
+    made = {"outlines": outlines, "rotated": rotated, "codes": True, "count": 2}
     return {**made, **changes}
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (group(rotation=(32, 64)), "are not rotated in blocks"),
-        (group(rotation=(128,)), "are not rotated in blocks"),
-        (group(rotation=(-64, 160)), "are not rotated in blocks"),
-        (group(dtype="int32"), "are not rotated in blocks"),
-        (group(rotations=[[64, 32], []]), "a rotation for each stream"),
-        (group(rotations=None), "a rotation for each stream"),
-        (group(outlines=[], rotations=[]), "a rotation for each stream"),
+        (group(rotated=95), "are not rotated in blocks"),
+        (group(rotated=128), "channels of keys are rotated"),
+        (group(rotated=-64), "channels of keys are rotated"),
+        (group(rotated=True), "channels of keys are rotated"),
+        (group(outlines=[]), "a group has streams"),
         (group(dtype="bool"), "outlines have a shape"),
         (group(shape=(1, 2, 3, 96)), "outlines have a shape"),
-        (group(count=0), "a count of pages"),
-        (group(count=True), "a count of pages"),
-        (group(codes=2), "a count of pages"),
-        (group(dtype="int32", rotation=()), "have no codes"),
+        (group(count=0), "a group has streams"),
+        (group(count=True), "a group has streams"),
+        (group(codes=2), "a group has streams"),
+        (group(dtype="int32", rotated=0), "have no codes"),
         ({"count": 3}, "a group of pages has"),
         (group(shape=(1, 0, 0, 96), count=1 << 20), "so that a file bounds their count"),
         (
-            group(shape=(1, 2, 0, 0), rotation=(), count=1 << 20),
+            group(shape=(1, 2, 0, 0), rotated=0, count=1 << 20),
             "so that a file bounds their count",
         ),
         ([group(), group(count=1)], "pages of one kind are one group"),
@@ -323,9 +321,9 @@ def test_groups_that_no_pool_writes_are_refused(wrong, says):
 
 def test_keys_with_scales_by_channel_are_not_rotated():
     with pytest.raises(ValueError, match="are not rotated in blocks"):
-        groups_from([group(rotation=(64,))], PagePool(9, 4, format=BY_CHANNEL).memory, CPU)
+        groups_from([group(rotated=64)], PagePool(9, 4, format=BY_CHANNEL).memory, CPU)
 
 
 def test_rotations_of_a_first_piece_are_known():
-    (found,) = groups_from([group(rotation=(64,))], PagePool(9, 4, format="K4V4").memory, CPU)
+    (found,) = groups_from([group(rotated=64)], PagePool(9, 4, format="K4V4").memory, CPU)
     assert found.outlines[0].rotation == (64,)

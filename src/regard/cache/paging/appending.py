@@ -22,12 +22,16 @@ class Append(NamedTuple):
     """
 
     kind: Kind
-    page_size: int
     lengths: list[int]
     added: int
     slabs: list[list[Slab]]
     full: list[int | None]
     needed: list[Slab]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.kind.open.page_size
 
     @property
     def stores_codes(self) -> bool:
@@ -38,11 +42,7 @@ class Append(NamedTuple):
 
 
 def plan(
-    kind: Kind,
-    page_size: int,
-    tables: Sequence[PageTable],
-    lengths: list[int],
-    new: Sequence[Tensor],
+    kind: Kind, tables: Sequence[PageTable], lengths: list[int], new: Sequence[Tensor]
 ) -> Append:
     """The pages that new tokens `[B, G, L, W]` need.
 
@@ -50,7 +50,7 @@ def plan(
     first page of a row, those that stay open and, if tokens share scales, those with a number that
     has no code, because it is not finite or too large: it would spoil other tokens.
     """
-    added = new[0].shape[2]
+    added, page_size = new[0].shape[2], kind.open.page_size
     rows = list(zip(tables, lengths, strict=True))
     spoilt = _not_codable(new) if kind.sealed.shares_scales and added > 1 else [[]] * len(rows)
     slabs = [
@@ -59,7 +59,7 @@ def plan(
     ]
     full = [_filled(kind, page_size, length, added) for length in lengths]
     needed = [*chain.from_iterable(slabs), *[kind.sealed for n in full if n is not None]]
-    return Append(kind, page_size, lengths, added, slabs, full, needed)
+    return Append(kind, lengths, added, slabs, full, needed)
 
 
 def _new_pages(
@@ -103,64 +103,43 @@ def with_new_pages(memory: Memory, tables: list[PageTable], append: Append) -> l
     return found
 
 
+class Run(NamedTuple):
+    """New tokens of one row that lie side by side in a slab."""
+
+    row: int
+    first: int  # of the new tokens
+    count: int
+    place: int  # in the slab
+
+
 def write(tables: Sequence[PageTable], append: Append, new: Sequence[Tensor]) -> None:
     """Write the new tokens `[B, G, L, W]`; the rest of a page that is open and new is zero."""
-    if append.added == 1:
-        _write_step(tables, append, new)
-        return
-    for row, table in enumerate(tables):
-        _write_row(table, append, row, [each[row] for each in new])
-
-
-def _write_step(tables: Sequence[PageTable], append: Append, new: Sequence[Tensor]) -> None:
-    """One token of each row; their pages lie in one slab but for those that are sealed at once."""
-    size = append.page_size
-    at: dict[Slab, tuple[list[int], list[int]]] = {}
+    size, runs = append.page_size, dict[Slab, list[Run]]()
     for row, (table, length) in enumerate(zip(tables, append.lengths, strict=True)):
-        page = _page(table, length // size)
-        if append.slabs[row] and not length % size:
-            _clear_rest(page, 1, size)
-        rows, places = at.setdefault(page.slab, ([], []))
-        rows.append(row)
-        places.append(page.start + length % size)
-    for slab, (rows, places) in at.items():
-        if len(places) == 1:
-            slab.put(places[0], [each[rows[0]] for each in new])
-            continue
-        chosen = [each if len(rows) == len(tables) else each[rows] for each in new]
-        tokens = [each[:, :, 0].transpose(0, 1) for each in chosen]
-        slab.write(torch.tensor(places, dtype=torch.int64, device="cpu"), tokens)
-
-
-def _write_row(table: PageTable, append: Append, row: int, new: Sequence[Tensor]) -> None:
-    """Runs of pages that lie in one slab are written together."""
-    size, start = append.page_size, append.lengths[row]
-    stop = start + append.added
-    while start < stop:
-        pages = _run(table, start // size, -(-stop // size))
-        end = min(stop, (start // size + len(pages)) * size)
-        places = torch.cat([page.tokens for page in pages])
-        places = places.narrow(0, start % size, end - start)
-        taken = start - append.lengths[row]
-        tokens = [each.narrow(1, taken, end - start) for each in new]
-        if all(page.index == pages[0].index + i for i, page in enumerate(pages)):
-            pages[0].slab.put(int(places[0]), tokens)
+        stop = length + append.added
+        for number in range(length // size, -(-stop // size)):
+            page, begin = _page(table, number), max(length, number * size)
+            count = min(stop, (number + 1) * size) - begin
+            run = Run(row, begin - length, count, page.start + begin % size)
+            _add(runs.setdefault(page.slab, []), run)
+        if append.slabs[row] and stop % size:
+            _clear_rest(_page(table, stop // size), stop % size, size)
+    for slab, found in runs.items():
+        tokens = [[each[r.row].narrow(1, r.first, r.count) for r in found] for each in new]
+        if len(found) == 1:
+            slab.put(found[0].place, [each[0] for each in tokens])
         else:
-            pages[0].slab.write(places, tokens)
-        start = end
-    if append.slabs[row] and stop % size:
-        _clear_rest(_page(table, stop // size), stop % size, size)
+            places = [torch.arange(r.place, r.place + r.count, device="cpu") for r in found]
+            slab.write(torch.cat(places), [torch.cat(each, 1) for each in tokens])
 
 
-def _run(table: PageTable, first: int, stop: int) -> list[Page]:
-    """The pages from `first` on that lie in one slab, each after the one before it."""
-    pages = [_page(table, first)]
-    for number in range(first + 1, stop):
-        page = _page(table, number)
-        if page.slab is not pages[0].slab:
-            break
-        pages.append(page)
-    return pages
+def _add(runs: list[Run], run: Run) -> None:
+    """Add a run to those before it, which it may lengthen."""
+    if runs:
+        row, first, count, place = runs[-1]
+        if run[:2] == (row, first + count) and run.place == place + count:
+            run = Run(row, first, count + run.count, runs.pop().place)
+    runs.append(run)
 
 
 def _page(table: PageTable, number: int) -> Page:

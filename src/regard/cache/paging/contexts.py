@@ -50,9 +50,6 @@ class Context:
             if not isinstance(value, str):
                 raise TypeError(f"Context: {name} is text, got {value!r}")
 
-    def __str__(self) -> str:
-        return f"{self.key or 'no key'}, weights {self.weights[:8]}"
-
 
 def context_of(module: Modules, *, name: str = "") -> Context:
     """The context of a model, or of its layers: its weights, what it computes, and a name.

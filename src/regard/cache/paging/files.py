@@ -14,9 +14,8 @@ from torch import Tensor
 from regard.cache.files import Stacked, TensorFile, is_naturals
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.memory import Kind, Memory
-from regard.cache.paging.pages import Outline, Page, PageTable
+from regard.cache.paging.pages import Outline, Page, PageTable, outlines_of
 from regard.cache.paging.prefixes import Node
-from regard.cache.rotation import blocks_of
 from regard.cache.saving import (
     Record,
     lengths_from,
@@ -73,7 +72,7 @@ class Numbered:
         return [
             {
                 "outlines": outlines_text([each.empty(1) for each in group.outlines]),
-                "rotations": [list(each.rotation) for each in group.outlines],
+                "rotated": sum(group.outlines[0].rotation),
                 "codes": group.codes,
                 "count": group.size,
             }
@@ -111,38 +110,25 @@ def groups_from(value: Any, memory: Memory, device: torch.device) -> list[Group]
 
 
 def _group(value: Any, memory: Memory, device: torch.device) -> Group:
-    names = {"outlines", "rotations", "codes", "count"}
+    names = {"outlines", "rotated", "codes", "count"}
     if not isinstance(value, dict) or set(value) != names:
         raise ValueError(f"a group of pages has {', '.join(sorted(names))}, got {value!r:.200}")
-    likes, rotations = outlines_from(value["outlines"], ()), value["rotations"]
-    if not isinstance(rotations, list) or len(rotations) != len(likes) or not likes:
-        raise ValueError(f"a group has a rotation for each stream, got {rotations!r:.200}")
-    count, codes = value["count"], value["codes"]
-    if not is_naturals([count]) or codes not in (0, 1) or (codes and not count):
-        raise ValueError(f"a group has a count of pages, and codes or not, got {value!r:.200}")
-    pairs = enumerate(zip(likes, rotations, strict=True))
-    outlines = tuple(_outline(i, like, rotation, memory, device) for i, (like, rotation) in pairs)
+    likes, count, codes = outlines_from(value["outlines"], ()), value["count"], value["codes"]
+    if not is_naturals([count]) or codes not in (0, 1) or (codes and not count) or not likes:
+        raise ValueError(f"a group has streams, a count, and codes or not, got {value!r:.200}")
+    rotated, width = value["rotated"], likes[0].shape[3]
+    if not is_naturals([rotated]) or rotated > width:
+        raise ValueError(f"up to {width} channels of keys are rotated, got {rotated!r:.99}")
+    streams = [like.to(device) for like in likes]
+    pieces = (rotated,) if rotated else None
+    outlines = outlines_of(streams, memory.format, memory.page_size, pieces)
+    if sum(outlines[0].rotation) != rotated:
+        raise ValueError(f"{width} channels are not rotated in blocks, got {rotated} of them")
     if codes and all(each.bits is None for each in outlines):
         raise ValueError(f"pages of format {memory.format.name!r} have no codes")
     if count and not any(each.heads * each.width for each in outlines):
         raise ValueError(f"pages have numbers, so that a file bounds their count, got {count}")
     return Group(outlines, bool(codes), count)
-
-
-def _outline(
-    index: int, like: Tensor, rotation: Any, memory: Memory, device: torch.device
-) -> Outline:
-    _, heads, _, width = like.shape
-    known = is_naturals(rotation) and tuple(rotation) == blocks_of(min(sum(rotation), width))
-    plain, blocks = Outline(heads, width, like.dtype, device), tuple(rotation) if known else ()
-    found = plain.coded(index, memory.format, memory.page_size, blocks)
-    rotated = found.bits is not None and found.bits < 8 and found.run == 1
-    if not known or (rotation and not rotated):
-        raise ValueError(
-            f"{width} channels in {found.bits or 'no'} bits are not rotated in blocks "
-            f"{rotation!r:.99}"
-        )
-    return found
 
 
 def check_shapes(groups: Sequence[Group], page_size: int, found: Sequence[Any]) -> None:

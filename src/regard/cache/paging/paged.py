@@ -137,7 +137,7 @@ class PagedCache(Stored):
             )
             tables = rows.tables or [PageTable() for _ in new[0]]
             lengths = self.row_lengths(len(tables))
-            append = appending.plan(kind, memory.page_size, tables, lengths, new)
+            append = appending.plan(kind, tables, lengths, new)
             rows.settle()
             memory.reserve(append.needed)
             several = append.added > 1 and self._lengths.rows is None

@@ -218,21 +218,6 @@ def test_what_other_threads_send_is_counted():
         assert grad.tolist() == [2.0] * 3
 
 
-def _different_sums(mesh):
-    ranks = Ranks(mesh)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
-        step = "queries" if ranks.rank == 1 else "keys"
-        with pytest.raises(ValueError, match=r"rank 0: keys, \(4,\).*rank 1: queries, \(4,\)"):
-            ranks.summed(torch.zeros(4), step)
-        with pytest.raises(ValueError, match=r"rank 0: sum, \(4,\).*rank 2: sum, \(6,\)"):
-            ranks.summed(torch.zeros(4 + ranks.rank), "sum")
-
-
-def test_different_sums_are_refused_on_every_rank_in_the_debug_mode():
-    on_ranks(3, _different_sums)
-
-
 def _no_mesh(_):
     with pytest.raises(TypeError, match="DeviceMesh"):
         Ranks([0, 1])

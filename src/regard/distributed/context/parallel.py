@@ -17,10 +17,10 @@ from regard.distributed.context.plan import (
     chosen_layout,
 )
 from regard.distributed.context.sending import uses_length
-from regard.distributed.models import is_of_transformers
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout
 from regard.distributed.tensor.heads import split_of
+from regard.distributed.tensor.parallel import is_of_transformers
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_kv import LatentKVAttention

@@ -52,11 +52,11 @@ class ShardedCache(Stored, Attending):
 
     Examples:
         >>> from regard.distributed import ShardedCache
-        >>> from regard.distributed.decode.slots import Slots
-        >>> slots = Slots(2, page_size=64)  # the table of a cache on two ranks
-        >>> slots.add(slots.following(150))
-        >>> slots.counts, hasattr(ShardedCache, "counts")  # pages of 64, 64 and 22 tokens
-        ([86, 64], True)
+        >>> try:
+        ...     ShardedCache(mesh=None)
+        ... except TypeError:
+        ...     print('a mesh: init_device_mesh("cpu", (2,))')
+        a mesh: init_device_mesh("cpu", (2,))
     """
 
     def __init__(

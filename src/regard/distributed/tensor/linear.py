@@ -76,14 +76,6 @@ class LocalForward(Split):
             own._parameters = parameters
 
 
-class LocalNorm(Split):
-    """RMSNorm whose weight every rank has."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        own: Any = self
-        return functional.rms_norm(x, own.normalized_shape, self.local("weight"), own.eps)
-
-
 class SummedSquares(Split):
     """RMSNorm over the channels of all heads: the sum of squares is that of all ranks."""
 

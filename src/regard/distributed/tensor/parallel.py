@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.context.agreement import agree
-from regard.distributed.models import is_of_transformers
 from regard.distributed.ranks import Ranks
 from regard.distributed.tensor.layers import Plan, kind_of
 
@@ -131,3 +130,16 @@ def plans_of(module: nn.Module, ranks: Ranks) -> dict[str, Plan]:
         if plan is not None:
             found[name] = plan
     return found
+
+
+def is_of_transformers(model: object) -> bool:
+    """Whether this is a model of transformers: a class of its package with a config.
+
+    Examples:
+        >>> from regard import Attention
+        >>> from regard.distributed.tensor.parallel import is_of_transformers
+        >>> is_of_transformers(Attention(8, 2))
+        False
+    """
+    packages = (each.__module__.partition(".")[0] for each in type(model).__mro__)
+    return isinstance(model, nn.Module) and hasattr(model, "config") and "transformers" in packages

@@ -42,7 +42,7 @@ def _start(mesh):
 
 def _begin(ranks, timeout=TIMEOUT):
     """What follows is measured, and has that time-out. All ranks have come as far."""
-    ranks.summed(torch.zeros(1), "start")
+    ranks.all_reduce(torch.zeros(1), "start")
     Ranks.timeout = timedelta(seconds=timeout)
     restart_clock()
 
@@ -51,14 +51,14 @@ def dies_before_a_gather(mesh):
     ranks = _start(mesh)
     if ranks.rank == 1:
         os._exit(1)
-    ranks.gathered(torch.zeros(4), "gather")
+    ranks.all_gather(torch.zeros(4), "gather")
 
 
 def dies_before_a_sum(mesh):
     ranks = _start(mesh)
     if ranks.rank == 2:
         os._exit(1)
-    ranks.summed(torch.zeros(4), "sum")
+    ranks.all_reduce(torch.zeros(4), "sum")
 
 
 def dies_in_a_ring(mesh):
@@ -83,13 +83,13 @@ def dies_as_host(mesh):
     ranks = _start(mesh)
     if ranks.rank == 0:
         os._exit(1)
-    ranks.gathered(torch.zeros(4), "gather")
+    ranks.all_gather(torch.zeros(4), "gather")
 
 
 def receives_another_size(mesh):
     ranks = _start(mesh)
     _begin(ranks, SHORT)
-    ranks.gathered(torch.zeros(4 + ranks.rank), "gather")
+    ranks.all_gather(torch.zeros(4 + ranks.rank), "gather")
 
 
 def receives_another_step(mesh):
@@ -97,7 +97,7 @@ def receives_another_step(mesh):
     ranks = _start(mesh)
     _begin(ranks, SHORT)
     for step in ("keys", "values")[:: 1 if ranks.rank else -1]:
-        ranks.gathered(torch.zeros(4), step)
+        ranks.all_gather(torch.zeros(4), step)
 
 
 def dies_as_host_in_a_ring(mesh):
@@ -113,18 +113,18 @@ def dies_in_a_part_of_the_world(mesh):
     """Ranks are named by their numbers in the world."""
     _start(mesh)
     ranks = Ranks(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
-    ranks.gathered(torch.zeros(1), "gather")
+    ranks.all_gather(torch.zeros(1), "gather")
     assert ranks.timeout == timedelta(seconds=TIMEOUT)  # that of the world
     if mesh.get_local_rank() == 3:
         os._exit(1)
-    ranks.gathered(torch.zeros(1), "gather")
+    ranks.all_gather(torch.zeros(1), "gather")
 
 
 def leaves_out_a_call(mesh):
     """Rank 2 makes one call fewer, and ends in good health."""
     ranks = _start(mesh)
     if ranks.rank != 2:
-        ranks.summed(torch.zeros(4), "sum of the gradients")
+        ranks.all_reduce(torch.zeros(4), "sum of the gradients")
     return "done"
 
 
@@ -133,8 +133,8 @@ def fails_a_second_time(mesh):
     if ranks.rank == 1:
         os._exit(1)
     with pytest.raises(RankError, match="the first gather: rank 1 did not"):
-        ranks.gathered(torch.zeros(4), "the first gather")
-    ranks.gathered(torch.zeros(4), "gather")
+        ranks.all_gather(torch.zeros(4), "the first gather")
+    ranks.all_gather(torch.zeros(4), "gather")
 
 
 @contextmanager
@@ -366,12 +366,12 @@ def test_a_rank_that_calls_a_layer_twice(started_plans):
 def _ends_in_the_pool(mesh):
     if mesh.get_local_rank() == 1:
         os._exit(3)
-    Ranks(mesh).gathered(torch.zeros(1), "gather")
+    Ranks(mesh).all_gather(torch.zeros(1), "gather")
 
 
 def _raises_in_the_pool(mesh):
     assert mesh.get_local_rank() != 1, "one rank raises"
-    Ranks(mesh).gathered(torch.zeros(1), "gather")
+    Ranks(mesh).all_gather(torch.zeros(1), "gather")
 
 
 def _number(mesh):

@@ -71,7 +71,7 @@ def failure(mesh: DeviceMesh, step: str, others: Collection[int], error: Excepti
     reports.collect(step, others)
     numbers = dist.get_process_group_ranks(group)
     silent = [numbers[rank] for rank in reports.silent()]
-    text = f"{step}: {_described(reports, silent, numbers)} ({_shortened(error)})"
+    text = f"{step}: {_explanation(reports, silent, numbers)} ({_shorten(error)})"
     _FIRST[group] = result = RankError(text, step, silent)
     return result
 
@@ -161,7 +161,7 @@ def _disconnect(mesh: DeviceMesh) -> None:
             message.wait(timedelta(milliseconds=1))
 
 
-def _described(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -> str:
+def _explanation(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -> str:
     """Which ranks did not answer, and in which steps the others failed."""
     own = numbers[reports.mesh.get_local_rank()]
     names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
@@ -173,7 +173,7 @@ def _described(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -
         )
     if ranks:
         elsewhere = set(reports.steps.values()) - {reports.steps[reports.mesh.get_local_rank()]}
-        also = f"; the others failed in {_listed(elsewhere)}" if elsewhere else ""
+        also = f"; the others failed in {_list_of(elsewhere)}" if elsewhere else ""
         return f"{names} did not answer rank {own}: ended, or not in this step yet{also}"
     steps = sorted(reports.steps.items())
     where = ", ".join(f"rank {numbers[rank]} in {step!r}" for rank, step in steps)
@@ -184,11 +184,11 @@ def _described(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -
     )
 
 
-def _listed(steps: Collection[str]) -> str:
+def _list_of(steps: Collection[str]) -> str:
     return ", ".join(repr(step) for step in sorted(steps))
 
 
-def _shortened(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     """The error of torch.distributed without its place in the source and its advice."""
     text = str(error).strip().partition("\n")[0]
     return text.rpartition("] ")[2].partition(". This is typically")[0][:300]

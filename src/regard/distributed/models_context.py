@@ -25,7 +25,7 @@ from regard.distributed.context.plan import (
     ContextParallel,
     Exchange,
     check_options,
-    chosen_layout,
+    choose_layout,
 )
 from regard.distributed.context.sending import widths_of
 from regard.distributed.models_attention import ShardedCall, forward
@@ -98,7 +98,7 @@ def context_parallel_of_model(
     patterns = {name: _family(module).pattern_of(module) for name, module in found.items()}
     facts = {name: f"{type(found[name]).__name__} {patterns[name]!r}" for name in found}
     agree(ranks, {"exchange": str(exchange), "layout": str(layout)} | facts, refusal=refusal)
-    chosen = chosen_layout(patterns.values()) if layout == "auto" else layout
+    chosen = choose_layout(patterns.values()) if layout == "auto" else layout
     plan = ModelContextParallel(ranks, chosen, exchange, tuple(found.values()))
     _run_on_shards(plan, model)
     return plan
@@ -189,7 +189,7 @@ def _run_on_shards(plan: ModelContextParallel, model: Any) -> None:
     """Let a model and its attention modules take shards, until `plan.remove()`."""
 
     def complete(model: Any, args: Any, given: Any) -> tuple[tuple[()], dict[str, Any]]:
-        return (), completed(plan, model, args, given)
+        return (), complete_arguments(plan, model, args, given)
 
     plan.undo.append(model.register_forward_pre_hook(complete, with_kwargs=True).remove)
     for module in plan.layers:
@@ -220,7 +220,7 @@ def _refuse_to_generate(model: Any, *args: Any, **options: Any) -> NoReturn:
     )
 
 
-def completed(
+def complete_arguments(
     plan: ContextParallel, model: Any, args: Any, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a call of a context-parallel model, by name, as its own forward takes them.
@@ -332,7 +332,7 @@ def _agreed(
 def _whole(ranks: Ranks, shards: Shards, x: Tensor, step: str) -> Tensor:
     """`[B, S]` of the whole sequence, of what each rank has for its tokens, `[B, L]`."""
     most = max(shards.lengths)
-    pieces = ranks.gathered(F.pad(x, (0, most - x.shape[1])), step)
+    pieces = ranks.all_gather(F.pad(x, (0, most - x.shape[1])), step)
     cut = [piece[:, :length] for piece, length in zip(pieces, shards.lengths, strict=True)]
     return shards.joined(cut)
 

@@ -201,7 +201,7 @@ class Ranks:
             launched.append(([other], work))
         return launched
 
-    def gathered(self, x: Tensor, step: str) -> list[Tensor]:
+    def all_gather(self, x: Tensor, step: str) -> list[Tensor]:
         """This tensor of every rank, all of one shape and dtype; this rank's is `x` itself.
 
         Raises:
@@ -212,7 +212,7 @@ class Ranks:
         self.exchange(dict.fromkeys(pieces, own), pieces, step).wait()
         return [pieces.get(rank, own) for rank in self]
 
-    def summed(self, x: Tensor, step: str) -> Tensor:
+    def all_reduce(self, x: Tensor, step: str) -> Tensor:
         """The sum of this tensor over all ranks, a new tensor. Sums in half precision are added up
         in float32.
 

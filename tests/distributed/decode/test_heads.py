@@ -7,7 +7,7 @@ from layers import LAYERS, assert_same, attention, inputs, make, run_in_pieces, 
 from ranks import on_ranks
 from regard import Alibi, Causal, Dense, KVCache, Padding, QuantizedCache, Rotary, Where
 from regard.distributed.decode.caches import sharded_caches
-from regard.distributed.decode.heads import bytes_of_parts, merged_over_ranks
+from regard.distributed.decode.heads import bytes_of_parts, merge_over_ranks
 from regard.distributed.decode.sharded import ShardedCache
 from regard.distributed.ranks import Ranks, counted
 from regard.distributed.tensor.parallel import tensor_parallel
@@ -185,7 +185,7 @@ def _merged(mesh, scores, values, sinks):
     found = Partial(mine.softmax(-1).nan_to_num() @ v, mine.logsumexp(-1))
     with pytest.MonkeyPatch.context() as patch, counted() as sent:
         patch.setenv("REGARD_CHECK_BYTES", "1")
-        out = merged_over_ranks(ranks, found, sinks)
+        out = merge_over_ranks(ranks, found, sinks)
     return out, sent.bytes
 
 

@@ -112,7 +112,7 @@ def _checked(mesh):
             layer(inputs().requires_grad_(), **options_of(name)).sum().backward()
 
         layer = tensor_parallel(drawn(LAYERS["mha"][0]), mesh)
-        patch.setattr(linear, "summed", lambda x, ranks, step: x)
+        patch.setattr(linear, "all_reduce", lambda x, ranks, step: x)
         with pytest.raises(AssertionError, match=r"a tensor-parallel layer.* 1920 bytes"):
             layer(inputs())
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
-from regard.distributed.context.agreement import agree, described
+from regard.distributed.context.agreement import agree, text_of
 from regard.distributed.context.attending import attend_shards
 from regard.distributed.context.needed import needs_of
 from regard.distributed.context.sending import Call, send, uses_length
@@ -232,7 +232,7 @@ def _facts(
         "autocast": _autocast_dtype(x.device.type),
         "mode": "train()" if layer.training else "eval()",
         "gradients": _gradients(layer, x),
-        "mask": described(mask),
+        "mask": text_of(mask),
         "score_bias": _described_bias(layer.score_bias),
         "cache": type(cache).__name__,
         "positions": "None" if positions is None else str(positions.dtype),

@@ -251,7 +251,7 @@ class _Backward:
         if self.task.exchange.ranks.rank in step.sources:
             self.total.add(found, self.total.runs)
         self.collect()
-        self.returning = self.task.exchange.returned(step, found)
+        self.returning = self.task.exchange.return_gradients(step, found)
 
     def collect(self) -> None:
         """Add the gradients that other ranks have sent."""

@@ -109,7 +109,7 @@ def check_options(exchange: str, layout: str) -> None:
         raise ValueError(f"layout is 'auto', 'zigzag' or 'contiguous', got {layout!r}")
 
 
-def chosen_layout(masks: Iterable[Mask]) -> Layout:
+def choose_layout(masks: Iterable[Mask]) -> Layout:
     """Zig-zag where a causal layer sees back to the start: its last queries have the most work."""
     return "zigzag" if any(map(_sees_all_before, masks)) else "contiguous"
 

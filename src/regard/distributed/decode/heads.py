@@ -70,9 +70,9 @@ class SameHeads:
         """The queries that this rank attends with."""
         return q
 
-    def merged(self, found: Partial, sinks: Tensor | None) -> Tensor:
+    def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
         """The outputs of this rank's heads, of what each rank found."""
-        return merged_over_ranks(self.ranks, found, sinks)
+        return merge_over_ranks(self.ranks, found, sinks)
 
     def bytes_sent(self, layer: Any, rows: Rows, v_head_dim: int) -> int:
         """Bytes that this rank sends in a call, whatever the number of tokens held."""
@@ -113,7 +113,7 @@ class SplitHeads:
             raise ValueError(_OTHERWISE)
         widths, joined = [each.shape[-1] for each in new], torch.cat(list(new), -1)
         with expected((self.ranks.size - 1) * joined.nbytes, KEYS):
-            every = self.ranks.gathered(joined, KEYS)
+            every = self.ranks.all_gather(joined, KEYS)
         own = [
             every[rank].narrow(1, 0, len(self.split.kv_heads(rank)))
             for rank in range(0, self.ranks.size, self.split.replicas)
@@ -123,10 +123,10 @@ class SplitHeads:
     def queries(self, q: Tensor) -> Tensor:
         """The queries of all heads."""
         with expected((self.ranks.size - 1) * q.nbytes, QUERIES):
-            every = self.ranks.gathered(q, QUERIES)
+            every = self.ranks.all_gather(q, QUERIES)
         return torch.cat([x.narrow(1, 0, self._count(rank)) for rank, x in enumerate(every)], 1)
 
-    def merged(self, found: Partial, sinks: Tensor | None) -> Tensor:
+    def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
         """The outputs of this rank's heads, of what each rank found."""
         me, heads = self.ranks.rank, [self.split.heads(rank) for rank in self.ranks]
         packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
@@ -136,7 +136,7 @@ class SplitHeads:
         with expected(sum(each.nbytes for each in send.values()), PARTS):
             self.ranks.exchange(send, arrived, PARTS).wait()
         every = [mine[me] if rank == me else arrived[rank] for rank in self.ranks]
-        out = merged(every, None if sinks is None else sinks[: len(heads[me])])
+        out = merge_parts(every, None if sinks is None else sinks[: len(heads[me])])
         padding = self.split.local_heads - out.shape[1]
         return out if not padding else torch.cat([out, out.new_zeros(_padding(out, padding))], 1)
 
@@ -210,7 +210,7 @@ def _query_width(layer: Any) -> int:
 # ---- outputs and log-sum-exps, merged in float32 ----
 
 
-def merged_over_ranks(ranks: Ranks, found: Partial, sinks: Tensor | None) -> Tensor:
+def merge_over_ranks(ranks: Ranks, found: Partial, sinks: Tensor | None) -> Tensor:
     """Attention to the tokens of all ranks, the same bits on every rank.
 
     Args:
@@ -221,11 +221,11 @@ def merged_over_ranks(ranks: Ranks, found: Partial, sinks: Tensor | None) -> Ten
     packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
     count = bytes_of_parts((ranks.size - 1) * found.lse.numel(), found.out.shape[-1], packed.dtype)
     with expected(count, STEP):
-        every = ranks.gathered(packed, STEP)
-    return merged(every, sinks)
+        every = ranks.all_gather(packed, STEP)
+    return merge_parts(every, sinks)
 
 
-def merged(every: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
+def merge_parts(every: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
     """The outputs, of packed outputs and log-sum-exps `[B, H, L, Dv + 1]` in order of ranks."""
     partials = [Partial(each[..., :-1], each[..., -1]) for each in every]
     if sinks is not None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from regard.distributed.ranks import Ranks
-from regard.distributed.tensor.sums import copied
+from regard.distributed.tensor.sums import all_reduce_gradient
 from regard.masks import (
     AllOf,
     AnyOf,
@@ -132,7 +132,9 @@ class HeadSplit(HeadLayout):
 
         Each of them reads it for its own heads.
         """
-        return copied(x, self.ranks, "tensor parallel: gradients of what the heads read")
+        return all_reduce_gradient(
+            x, self.ranks, "tensor parallel: gradients of what the heads read"
+        )
 
     def _numbers(self) -> tuple[int, ...]:
         """The query heads of this rank. For padding, the last of all heads, or another's."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from regard.distributed.tensor.sums import copied, summed
+from regard.distributed.tensor.sums import all_reduce, all_reduce_gradient
 from regard.distributed.tensor.weights import Split
 from regard.matrices import MatrixProduct
 
@@ -54,7 +54,7 @@ class SummedOutput(Split):
         if (real := self._real(x.shape[-1])) < x.shape[-1]:
             x, weight = x[..., :real], weight[:, :real]
         product = functional.linear(x, weight)
-        result = summed(product, self.split.ranks, "tensor parallel: sum of the outputs")
+        result = all_reduce(product, self.split.ranks, "tensor parallel: sum of the outputs")
         return result if bias is None else result + bias.to(result.dtype)
 
     def _real(self, channels: int) -> int:
@@ -91,7 +91,9 @@ class SummedSquares(Split):
     def total(self, squares: Tensor) -> Tensor:
         """The sum over all heads, which every rank reads for its own."""
         step = "tensor parallel: sums of squares of qk_norm"
-        return copied(summed(squares, self.split.ranks, step), self.split.ranks, step)
+        return all_reduce_gradient(
+            all_reduce(squares, self.split.ranks, step), self.split.ranks, step
+        )
 
 
 class SummedSquaresOfKeys(SummedSquares):

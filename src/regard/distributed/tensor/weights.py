@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from regard.distributed.ranks import Ranks
 from regard.distributed.tensor.heads import HeadSplit
-from regard.distributed.tensor.sums import copied
+from regard.distributed.tensor.sums import all_reduce_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,9 @@ class Share:
         local = parameter.to_local()
         if self.summed is None:
             return local
-        return copied(local, self.summed, "tensor parallel: gradients of what ranks share")
+        return all_reduce_gradient(
+            local, self.summed, "tensor parallel: gradients of what ranks share"
+        )
 
     def saved(self, parameter: Tensor) -> Tensor:
         """The parameter as on one device, to be saved: a DTensor of that shape."""

@@ -72,14 +72,6 @@ class Pair:
         assert free or all(page.references for page in stored)
         self.plain.dropped({page for page in stored if page.node is None})
 
-    def forget(self, number):
-        stored = sorted(self.plain.stored(), key=id)
-        if stored:
-            page = stored[number % len(stored)]
-            self.index.forget(page)
-            self.plain.dropped({page, *(each for each in stored if each.node is None)})
-            assert page.node is None
-
     def check(self):
         stored = self.plain.stored()
         assert all(page.node is not None and page in page.node.pages for page in stored)
@@ -91,15 +83,13 @@ class Pair:
 def test_an_index_is_a_plain_dict_of_sequences(data):
     pair = Pair(data.draw(st.integers(1, 3)), data.draw(st.sampled_from(WINDOWS)))
     for _ in range(data.draw(st.integers(1, 14))):
-        step = data.draw(st.sampled_from(["store", "store", "find", "release", "evict", "forget"]))
+        step = data.draw(st.sampled_from(["store", "store", "find", "release", "evict"]))
         if step in ("store", "find"):
             tokens, key = data.draw(TEXT), data.draw(st.sampled_from("ab"))
             if step == "store":
                 pair.store(tokens, key, retain=data.draw(st.booleans()))
             else:
                 pair.find(tokens, key)
-        elif step == "forget":
-            pair.forget(data.draw(st.integers(0, 99)))
         else:
             getattr(pair, step)()
         pair.check()
@@ -262,18 +252,6 @@ def test_windows_where_a_text_went_on_lately_stay_longer():
     assert index.find([10, 11, 12, 99], CONTEXT).length == 3
     assert index.evict() == [windows[20][2]]
     assert index.evict() == [windows[10][2]]
-
-
-def test_a_page_that_is_forgotten_is_not_found_again():
-    index, (layer,) = Prefixes(1), given([None], 4)
-    index.insert(range(4), CONTEXT, [layer])
-    pages = layer[2]
-    pages[3].references = 1
-    index.forget(pages[1])
-    assert [page.node is None for page in pages] == [False, True, True, True]
-    assert index.find(range(5), CONTEXT).length == 1 and len(index) == 1
-    index.forget(pages[1])
-    assert len(index) == 1
 
 
 def test_a_model_whose_prefixes_are_gone_may_come_back_with_other_layers():

@@ -353,6 +353,8 @@ def load_prefixes(
             node, new = memory.prefixes.add(parent, context, tokens, windows, own)
             nodes.append(node)
             count += len(new)
+            for page in new:
+                page.used = memory.operation()  # pages that were stored first are evicted first
     return count
 
 

@@ -13,6 +13,29 @@ from regard.cache.streams import check_whole
 from regard.words import counted
 
 
+class PoolBytes(NamedTuple):
+    """Bytes of the pages of a pool.
+
+    Attributes:
+        held: of pages that sequences hold; a page that several hold is counted once.
+        reusable: of stored prefixes that no sequence holds; they are evicted where room is needed.
+        free: allocated, and in no use.
+
+    Examples:
+        >>> import torch
+        >>> from regard import PagedCache, PagePool
+        >>> pool = PagePool(num_pages=8, page_size=4)
+        >>> cache = PagedCache(pool)
+        >>> _ = cache.update(torch.zeros(1, 1, 6, 8))
+        >>> pool.nbytes.held == 2 * 4 * 8 * 4  # two pages
+        True
+    """
+
+    held: int
+    reusable: int
+    free: int
+
+
 class Kind(NamedTuple):
     """The memory of layers whose streams have the same shapes."""
 
@@ -94,6 +117,14 @@ class Memory:
         order = {id(slab): number for number, slab in enumerate(self.slabs())}
         return sorted(self.pages, key=lambda page: (order[id(page.slab)], page.index))
 
+    def nbytes(self) -> PoolBytes:
+        """Bytes of pages held, reusable and free."""
+        self.settle()
+        held = sum(page.slab.page_bytes for page in self.pages if page.references)
+        used = sum(page.slab.page_bytes for page in self.pages)
+        allocated = sum(slab.allocated_bytes for slab in self.slabs())
+        return PoolBytes(held, used - held, allocated - used)
+
     # ---- room ----
 
     def check_room(self, needed: int, freed: int = 0) -> None:
@@ -115,8 +146,10 @@ class Memory:
                 "PagePool"
             )
 
-    def fits(self, needed: int) -> bool:
-        """Whether so many pages can be taken before any other is released."""
+    def fits(self, needed: int, freed: int) -> bool:
+        """Whether so many pages can be taken before `freed` others are free. Raises as
+        `check_room`."""
+        self.check_room(needed, freed)
         if needed <= self.num_pages - len(self.pages):
             return True
         return needed <= self.num_pages - sum(page.references > 0 for page in self.pages)

@@ -177,7 +177,8 @@ class PagedCache(Stored):
             self._rows.settle()
             rows = _numbers(lengths, len(self.rows))
             if self._kind is not None:
-                if not self._fits(cost_of_cut(self._kind, self.rows, rows)):
+                cost = cost_of_cut(self._kind, self.rows, rows)
+                if not self.memory.fits(cost.copies, cost.freed):
                     size = self.memory.page_size  # whole pages make room for the copies
                     whole = [-(-each // size) * size for each in rows]
                     self._cut(self._kind, [*map(min, whole, self.row_lengths())])
@@ -207,7 +208,8 @@ class PagedCache(Stored):
                 self._lengths = self._lengths.reordered(rows)
                 return
             numbers: list[int] = rows.tolist()
-            if not self._fits(cost_of_selection(self.rows, numbers)):
+            cost = cost_of_selection(self.rows, numbers)
+            if not self.memory.fits(cost.copies, cost.freed):
                 first = list(dict.fromkeys(numbers))  # rows that are dropped make room for copies
                 self._select(first)
                 numbers = [first.index(each) for each in numbers]
@@ -323,12 +325,6 @@ class PagedCache(Stored):
     def cost_of_selection(self, rows: Sequence[int]) -> Cost:
         """The pages that `reorder` to these rows takes and releases."""
         return cost_of_selection(self.rows, rows if self.rows else ())
-
-    def _fits(self, cost: Cost) -> bool:
-        """Whether copies fit beside the pages that are released. Raises if they do not even fit in
-        their place."""
-        self.memory.check_room(cost.copies, freed=cost.freed)
-        return self.memory.fits(cost.copies)
 
     def _cut(self, kind: Kind, lengths: list[int]) -> None:
         self._rows.replace(cut(self.memory, kind, self.rows, lengths))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,37 +11,14 @@ from regard.cache.files import open_tensors
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.files import arguments_of, load_prefixes, pool_record
 from regard.cache.paging.formats import PageFormat
-from regard.cache.paging.memory import Memory
+from regard.cache.paging.memory import Memory, PoolBytes
 from regard.cache.paging.offloading import Offload
 from regard.cache.paging.paged import PagedCache
-from regard.cache.paging.pages import Page, PageTable
+from regard.cache.paging.pages import PageTable
 from regard.cache.paging.prefixes import Layer, numbers_of
 from regard.cache.saving import read_entries, write_entries
 from regard.cache.streams import check_whole
 from regard.words import counted
-
-
-class PoolBytes(NamedTuple):
-    """Bytes of the pages of a pool.
-
-    Attributes:
-        held: of pages that sequences hold; a page that several hold is counted once.
-        reusable: of stored prefixes that no sequence holds; they are evicted where room is needed.
-        free: allocated, and in no use.
-
-    Examples:
-        >>> import torch
-        >>> from regard import PagedCache, PagePool
-        >>> pool = PagePool(num_pages=8, page_size=4)
-        >>> cache = PagedCache(pool)
-        >>> _ = cache.update(torch.zeros(1, 1, 6, 8))
-        >>> pool.nbytes.held == 2 * 4 * 8 * 4  # two pages
-        True
-    """
-
-    held: int
-    reusable: int
-    free: int
 
 
 class Prefix:
@@ -154,12 +131,7 @@ class PagePool:
     def nbytes(self) -> PoolBytes:
         """Bytes of pages held, reusable and free."""
         with self.memory.lock:
-            self.memory.settle()
-            pages = self.memory.pages
-            held = sum(page.slab.page_bytes for page in pages if page.references)
-            used = sum(page.slab.page_bytes for page in pages)
-            allocated = sum(slab.allocated_bytes for slab in self.memory.slabs())
-            return PoolBytes(held, used - held, allocated - used)
+            return self.memory.nbytes()
 
     @property
     def cold_pages(self) -> int:
@@ -298,15 +270,15 @@ class PagePool:
                 )
         with self.memory.lock:
             self.bind(context)
-            length = min([len(numbers), *(int(cache.row_lengths()[row]) for cache in caches)])
-            count = length // self.page_size
-            layers = []
-            for cache in caches:
-                table = cache.rows[row]
-                pages: list[Page] = table.pages[: max(0, count - table.first)]
-                layers.append(Layer(cache.window, table.first, pages))
-            self.memory.prefixes.insert(numbers[: count * self.page_size], context, layers)
-            return count * self.page_size
+            lengths = [len(numbers), *(cache.row_lengths()[row] for cache in caches)]
+            whole = min(lengths) // self.page_size * self.page_size
+            tables = [cache.rows[row].cut(whole, self.page_size) for cache in caches]
+            layers = [
+                Layer(cache.window, table.first, table.pages)
+                for cache, table in zip(caches, tables, strict=True)
+            ]
+            self.memory.prefixes.insert(numbers[:whole], context, layers)
+            return whole
 
     def save(self, path: str | Path) -> int:
         """Write the stored prefixes to a file, in the safetensors format, each page once.

@@ -188,7 +188,7 @@ class Prefixes:
                 without a window has all of them.
 
         Returns:
-            The pages that were taken: the index holds them until it evicts or forgets them.
+            The pages that were taken: the index holds them until it evicts them.
 
         Raises:
             ValueError: if tokens are not whole numbers, other layers are stored under this context,
@@ -296,17 +296,6 @@ class Prefixes:
                 free = [layer for layer, page in pages.items() if not page.references]
                 if window is None or free:
                     yield used, -node.depth, window is None, node, [] if window is None else free
-
-    def forget(self, page: Page) -> None:
-        """Remove a page from the index if it is there, and the pages that are not found without
-        it."""
-        node = page.node
-        if node is not None:
-            layer = next(i for i, each in enumerate(node.pages) if each is page)
-            if node.windows[layer] is None:
-                self._drop(node)
-            else:
-                self._remove(node, [layer])
 
     def _remove(self, node: Node, layers: Sequence[int]) -> list[Page]:
         """Remove the pages of layers with a window from a node."""

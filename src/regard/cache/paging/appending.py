@@ -22,16 +22,12 @@ class Append(NamedTuple):
     """
 
     kind: Kind
+    page_size: int
     lengths: list[int]
     added: int
     slabs: list[list[Slab]]
     full: list[int | None]
     needed: list[Slab]
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.kind.open.page_size
 
     @property
     def stores_codes(self) -> bool:
@@ -59,7 +55,7 @@ def plan(
     ]
     full = [_filled(kind, page_size, length, added) for length in lengths]
     needed = [*chain.from_iterable(slabs), *[kind.sealed for n in full if n is not None]]
-    return Append(kind, lengths, added, slabs, full, needed)
+    return Append(kind, page_size, lengths, added, slabs, full, needed)
 
 
 def _new_pages(
@@ -143,9 +139,7 @@ def _add(runs: list[Run], run: Run) -> None:
 
 
 def _page(table: PageTable, number: int) -> Page:
-    page = table.at(number)
-    assert page is not None, "a page that is written was taken"
-    return page
+    return table.pages[number - table.first]
 
 
 def _clear_rest(page: Page, filled: int, size: int) -> None:

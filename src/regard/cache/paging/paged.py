@@ -139,7 +139,8 @@ class PagedCache(Stored):
             lengths = self.row_lengths(len(tables))
             append = appending.plan(kind, tables, lengths, new)
             rows.settle()
-            memory.reserve(append.needed)
+            if append.needed or memory.offloading is not None:
+                memory.reserve(append.needed)
             several = append.added > 1 and self._lengths.rows is None
             parts = self._past_and(new) if several or append.stores_codes else None
             grown = appending.with_new_pages(memory, tables, append)
@@ -321,10 +322,6 @@ class PagedCache(Stored):
         """The pages that `truncate(length)` takes and releases."""
         rows = [min(length, each) for each in self.row_lengths()]
         return cost_of_cut(self._kind, self.rows, rows)
-
-    def cost_of_selection(self, rows: Sequence[int]) -> Cost:
-        """The pages that `reorder` to these rows takes and releases."""
-        return cost_of_selection(self.rows, rows if self.rows else ())
 
     def _cut(self, kind: Kind, lengths: list[int]) -> None:
         self._rows.replace(cut(self.memory, kind, self.rows, lengths))

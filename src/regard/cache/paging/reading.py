@@ -206,7 +206,7 @@ class Segment(NamedTuple):
         size: the number of pages.
         slab: in which the pages lie; None where rows have pages of different slabs.
         table: the page of each row; of one row, expanded, where all rows share the pages.
-        is_straight: whether all rows have the same pages, which follow one another in the slab.
+        begin: the first page in the slab, if all rows have the same pages, one after another.
         pages: of each row; None where a row has no such page.
     """
 
@@ -214,7 +214,7 @@ class Segment(NamedTuple):
     size: int
     slab: Slab | None
     table: Int64[Tensor, "rows n"] | None
-    is_straight: bool
+    begin: int | None
     pages: list[list[Page | None]]
 
     def part(self, page_size: int, start: int, stop: int) -> Part:
@@ -223,8 +223,8 @@ class Segment(NamedTuple):
         slab, table = self.slab, self.table
         if slab is None or table is None:
             return Part(start, stop, self._gathered(offset, size))
-        if self.is_straight and slab.read_on is None and not slab.shares_scales:
-            first, rows = self._first_page * page_size + offset, len(table)
+        if self.begin is not None and slab.read_on is None and not slab.shares_scales:
+            first, rows = self.begin * page_size + offset, len(table)
             views = [_side_by_side(each, first, size, rows) for each in slab.streams]
             return Part(start, stop, streams_of(views))
         tokens = self.size * page_size
@@ -233,10 +233,6 @@ class Segment(NamedTuple):
             for each in slab.streams
         ]
         return Part(start, stop, Streams(streams))
-
-    @property
-    def _first_page(self) -> int:
-        return next(page for row in self.pages if (page := row[0]) is not None).index
 
     def _gathered(self, offset: int, size: int) -> tuple[Tensor, ...]:
         """The values of rows whose pages lie in different slabs: these are few, around tails."""
@@ -299,7 +295,7 @@ def _segment(slab: Slab | None, same: bool, first: int, columns: list[_Column]) 
     rows, count = len(columns[0]), len(columns)
     pages = [list(row) for row in zip(*columns, strict=True)]
     if slab is None:
-        return Segment(first, count, None, None, False, pages)
+        return Segment(first, count, None, None, None, pages)
     some = [next(page for page in column if page is not None) for column in columns]
     # where a row has no page the mask hides that of another row
     indices = [
@@ -307,9 +303,9 @@ def _segment(slab: Slab | None, same: bool, first: int, columns: list[_Column]) 
         for row in pages[: 1 if same else rows]
     ]
     begin = indices[0][0]
-    is_straight = len(indices) == 1 and indices[0] == list(range(begin, begin + count))
+    straight = len(indices) == 1 and indices[0] == list(range(begin, begin + count))
     table = torch.tensor(indices, dtype=torch.int64, device="cpu").expand(rows, -1)
-    return Segment(first, count, slab, table, is_straight, pages)
+    return Segment(first, count, slab, table, begin if straight else None, pages)
 
 
 def _stacked(column: Sequence[Page | None]) -> tuple[Tensor, ...]:

@@ -86,7 +86,8 @@ def _must_be_copied(kind: Kind, page: Page) -> bool:
 
 def cost_of_selection(tables: Sequence[PageTable], rows: Sequence[int]) -> Cost:
     """The cost of `select`, in which open pages stay once."""
-    new = Counter(page for row in rows for page in tables[row].pages)
+    chosen = [tables[row] for row in rows] if tables else []
+    new = Counter(pages_of(chosen))
     copies = sum(count - 1 for page, count in new.items() if not page.sealed)
     return Cost(copies, Counter(pages_of(tables)) - new)
 

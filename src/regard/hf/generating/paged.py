@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pool import PagePool
-from regard.cache.paging.tables import Cost
+from regard.cache.paging.tables import Cost, cost_of_selection
 from regard.hf.generating.caches import CacheLayer
 from regard.hf.generating.generation_cache import GenerationCache
 from regard.hf.generating.texts import Text, text_of, tokens_wanted, without_first
@@ -194,7 +194,8 @@ class PagedGenerationCache(GenerationCache):
     def _reorder(self, rows: Tensor) -> None:
         with self.pool.memory.lock:
             self._check_rows(rows)
-            self._check_room(cache.cost_of_selection(rows.tolist()) for cache in self.caches)
+            numbers = rows.tolist()
+            self._check_room(cost_of_selection(cache.rows, numbers) for cache in self.caches)
             super().reorder(rows)
 
     def _check_room(self, costs: Iterable[Cost]) -> None:

@@ -162,7 +162,7 @@ def _disconnect(mesh: DeviceMesh) -> None:
 
 
 def _explanation(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -> str:
-    """Which ranks did not answer, and in which steps the others failed."""
+    """A sentence: the ranks that did not answer, and the steps in which the others failed."""
     own = numbers[reports.mesh.get_local_rank()]
     names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
     if reports.no_reports:

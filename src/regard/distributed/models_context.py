@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from regard.constants import accumulating_dtype
-from regard.distributed.context.agreement import NBYTES, agree
+from regard.distributed.context.agreement import agree
 from regard.distributed.context.layers import heads_objection
-from regard.distributed.context.needed import Bytes, bytes_sent, needs_of
 from regard.distributed.context.plan import (
     ContextParallel,
     Exchange,
@@ -49,35 +47,12 @@ class ModelContextParallel(ContextParallel):
 
     undo: list[Callable[[], None]] = field(default_factory=list)
 
-    def bytes_sent(
-        self,
-        batch: int,
-        length: int,
-        *,
-        mask: Mask = EVERYTHING,
-        dtype: torch.dtype = torch.float32,
-    ) -> Bytes:
-        """What this rank sends in a forward pass and in a backward pass, besides the gathers of
-        `attention_mask=`, `documents=` and `position_ids=`.
+    @property
+    def _agreements(self) -> int:
+        return 1
 
-        Args:
-            batch: rows.
-            length: tokens of the whole sequence.
-            mask: that of the calls; each module's own is added.
-            dtype: of keys and values.
-        """
-        forward, backward = (self.ranks.size - 1) * NBYTES, 0
-        for module in self.layers:
-            elements, others = _widths_of(module)
-            sent = bytes_sent(
-                needs_of(_family(module).pattern_of(module) & mask, self.shards(length)),
-                self.ranks.rank,
-                token_bytes=batch * (elements * dtype.itemsize + others),
-                gradient_bytes=batch * elements * accumulating_dtype(dtype).itemsize,
-                exchange=self.exchange,
-            )
-            forward, backward = forward + sent.forward, backward + sent.backward
-        return Bytes(forward, backward)
+    def _sends(self, layer: Any) -> tuple[Mask, tuple[int, int]]:
+        return _family(layer).pattern_of(layer), _widths_of(layer)
 
     def remove(self) -> None:
         """Let the model be as it was before the plan."""
@@ -343,7 +318,7 @@ def _mask(
     valid: Tensor | None,
     documents: Tensor | None,
 ) -> Mask:
-    """Which tokens of the sequence are real, and which of them may attend to each other.
+    """The mask of the sequence: padding, and documents that do not attend to each other.
 
     As in transformers, positions that do not go up by one begin another document, unless there is
     an attention mask.

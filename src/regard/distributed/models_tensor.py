@@ -51,7 +51,7 @@ class LocalSinks(Split):
 
 
 class ModelPlan(Plan):
-    """How a transformers model is split."""
+    """The tensor-parallel plan of a transformers model."""
 
     def objection(self) -> str | None:
         """Why the model cannot be split; None if it can."""

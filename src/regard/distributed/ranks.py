@@ -138,7 +138,7 @@ class Ranks:
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long to wait for a message: the time-out of the mesh's process group or that of the
+        """The time to wait for a message: the time-out of the mesh's process group or that of the
         world, whichever is shorter, since the groups of a mesh of several dimensions are made with
         torch's own, of 30 minutes. None where torch waits by itself, off the CPU."""
         if self.mesh.device_type != "cpu":

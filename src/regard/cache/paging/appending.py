@@ -42,9 +42,9 @@ def plan(
 ) -> Append:
     """The pages that new tokens `[B, G, L, W]` need.
 
-    Full pages of a pool of codes are written to sealed pages at once. In full precision are the
-    first page of a row, those that stay open and, if tokens share scales, those with a number that
-    has no code, because it is not finite or too large: it would spoil other tokens.
+    In a pool of codes, new tokens that fill a page are stored as codes at once. Three kinds of
+    pages stay in full precision: the first page of a row; open pages; and, where the tokens of a page
+    share scales, pages with a number that is too large or not finite and would spoil other tokens.
     """
     added, page_size = new[0].shape[2], kind.open.page_size
     rows = list(zip(tables, lengths, strict=True))
@@ -77,7 +77,7 @@ def _not_codable(new: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _filled(kind: Kind, size: int, length: int, added: int) -> int | None:
-    """The number of the open page that is full then, where codes take its place."""
+    """The number of the open page that new tokens fill, if codes replace it; else None."""
     number = length // size
     if kind.open is kind.sealed or not length % size or number == 0:
         return None
@@ -130,7 +130,7 @@ def write(tables: Sequence[PageTable], append: Append, new: Sequence[Tensor]) ->
 
 
 def _add(runs: list[Run], run: Run) -> None:
-    """Add a run to those before it, which it may lengthen."""
+    """Append a run to the list; two runs that lie side by side become one."""
     if runs:
         row, first, count, place = runs[-1]
         if run[:2] == (row, first + count) and run.place == place + count:

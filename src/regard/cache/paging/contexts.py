@@ -25,7 +25,7 @@ _BY_LENGTH = {"dynamic", "longrope"}  # rope types of transformers whose frequen
 
 @dataclass(frozen=True)
 class Context:
-    """What the keys and values of a prefix depend on, besides its tokens.
+    """The model and the name on which the keys and values of a prefix depend, besides tokens.
 
     A search finds what was stored under an equal context, and nothing else.
 
@@ -54,8 +54,9 @@ class Context:
 def context_of(module: Modules, *, name: str = "") -> Context:
     """The context of a model, or of its layers: its weights, what it computes, and a name.
 
-    What is computed are the modules' types and arguments, the dtype of the weights, the frequencies
-    of ropes, the config of a transformers model, and the active adapters of a PEFT model.
+    The key is made of the name, the dtype of the weights, the active adapters of a PEFT model, and
+    a digest of the modules' types and arguments, the frequencies of RoPE, and the config of a
+    transformers model.
 
     Args:
         module: a model, or its layers in order.

@@ -80,7 +80,7 @@ class Numbered:
         ]
 
     def streams(self) -> list[Stacked | Tensor]:
-        """What the pages store, group by group."""
+        """The tensors of the file, group by group."""
         found: list[Stacked | Tensor] = []
         for group, pages in zip(self.groups, self._pages, strict=True):
             stored = (page.slab.stored(page.index) for page in pages)

@@ -270,12 +270,12 @@ class Page:
     """`page_size` tokens of one row of one layer.
 
     Attributes:
-        slab: where it lies.
-        index: its number in the slab.
-        references: the number of tables that it is in.
-        sealed: whether it is full, and so immutable: others may share it.
-        used: when it was last found or stored as part of a prefix, in operations of its pool.
-        node: its place among stored prefixes; None if it is in none.
+        slab: the memory in which the page lies.
+        index: number of the page in the slab.
+        references: number of tables that hold the page.
+        sealed: whether the page is full, and so immutable: several tables may hold it.
+        used: number of the pool's operation that last found or stored the page as a prefix.
+        node: the node of a stored prefix that holds the page; None if no node does.
     """
 
     __slots__ = ("index", "node", "references", "sealed", "slab", "used")
@@ -288,17 +288,17 @@ class Page:
 
     @property
     def start(self) -> int:
-        """The number of its first token in the slab."""
+        """The number of the page's first token in the slab."""
         return self.index * self.slab.page_size
 
     @property
     def tokens(self) -> Int64[Tensor, " page_size"]:
-        """The numbers of its tokens in the slab."""
+        """The numbers of the page's tokens in the slab."""
         return torch.arange(self.start, self.start + self.slab.page_size, device="cpu")
 
     @property
     def is_private(self) -> bool:
-        """Whether one table alone has it."""
+        """Whether the page is in one table, and in no stored prefix."""
         return self.references == 1 and self.node is None
 
     def __repr__(self) -> str:
@@ -311,8 +311,8 @@ class PageTable:
     """The pages of one row, in order.
 
     Attributes:
-        pages: without those before a window.
-        first: the number of pages before them.
+        pages: the pages that are held; those before a window are released.
+        first: number of pages of the row before the first that is held.
     """
 
     pages: list[Page] = field(default_factory=list)

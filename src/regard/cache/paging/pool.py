@@ -117,7 +117,7 @@ class PagePool:
 
     @property
     def format(self) -> PageFormat:
-        """How sealed pages are stored."""
+        """The format of sealed pages."""
         return self.memory.format
 
     @property

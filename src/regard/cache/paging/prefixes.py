@@ -20,7 +20,7 @@ _TOKEN = 8  # bytes of a token in a key
 
 
 class Layer(NamedTuple):
-    """The pages of one layer: those of page numbers `first..first + len(pages)`."""
+    """The pages of one layer, with the page numbers `first..first + len(pages)`."""
 
     window: int | None  # tokens that a query attends to, its own counted; None: all
     first: int
@@ -143,7 +143,7 @@ class Prefixes:
         return found
 
     def _usable(self, path: Sequence[Node]) -> int:
-        """How many pages of a path every layer can resume after."""
+        """The number of pages of a path after which every layer can resume."""
         usable, missing = 0, [0] * len(path[0].windows) if path else []
         for count, node in enumerate(path, 1):
             for layer, page in enumerate(node.pages):
@@ -157,7 +157,7 @@ class Prefixes:
         return usable
 
     def _touch(self, pages: Iterable[Page | None]) -> None:
-        """Let these pages be those used last."""
+        """Give these pages the present time of use."""
         now = self._clock()
         for page in pages:
             assert page is not None and page.sealed, "stored pages are sealed, and a match has them"

@@ -31,7 +31,7 @@ class PagedStream(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether all of several rows read the same pages, because the table is one row's."""
+        """Whether several rows read the same pages: the table is one row, expanded."""
         return self.table.shape[0] > 1 and self.table.stride(0) == 0
 
     @property

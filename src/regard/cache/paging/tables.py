@@ -1,6 +1,7 @@
 """The page tables of a cache: cut, selected, read, and released with the cache.
 
-Sealed pages are shared, open ones copied. A page is referenced as often as it is in tables.
+Sealed pages are shared and open pages copied. The references of a page count the tables that hold
+it.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Whether all ranks make the same call, found out before any keys are sent.
+"""A check, before any keys are sent, that all ranks make the same call.
 
 One gather of a few integers a call. Only if the ranks differ, or one of them refuses the call, are
 texts gathered, so that every rank raises the same error, which names the ranks.
@@ -103,7 +103,7 @@ def _named(numbers: list[int]) -> str:
 
 
 def _told(ranks: Ranks, own: list[Any]) -> list[Any]:
-    """What each rank has to say, of any length."""
+    """Gather a JSON value of any length from every rank."""
     device = ranks.mesh.device_type
     text = json.dumps(own).encode()
     sizes = [int(n) for n in ranks.all_gather(torch.tensor([len(text)], device=device), _STEP)]

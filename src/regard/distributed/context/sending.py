@@ -1,4 +1,4 @@
-"""What each kind of layer sends of this rank's tokens, and how a receiver makes keys of it."""
+"""The streams that each kind of layer sends, and the keys that a receiver makes of them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ def rotate(layer: Any, call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
 
 
 def send(layer: Any, x: Tensor, call: Call) -> Sending:
-    """What a layer of any kind sends of this rank's tokens."""
+    """The queries and the streams of this rank's tokens, for a layer of any kind."""
     if isinstance(layer, Attention):
         return _send_keys(layer, x, call)
     if isinstance(layer, MultiHeadLatentAttention):

@@ -158,7 +158,7 @@ Heads = SameHeads | SplitHeads
 
 
 def heads_of(layer: Any, ranks: Ranks) -> Heads:
-    """Which heads each rank of a cache has, in a layer that fills it.
+    """The assignment of a layer's heads to the ranks of a cache.
 
     Raises:
         ValueError: if its heads are split over other ranks and some of these, or keys are rebuilt

@@ -107,7 +107,7 @@ class ShardedCache(Stored, Attending):
 
     @property
     def all_heads(self) -> bool:
-        """Whether the heads of its layer are split over its ranks, and it attends for them all."""
+        """Whether the cache attends for the heads of all ranks, between which they are split."""
         return self._heads.split is not None
 
     def check_layer(self, layer: Any) -> None:
@@ -311,7 +311,7 @@ class ShardedCache(Stored, Attending):
         self._check_room(pieces)
 
     def _placed(self, new: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
-        """Where the next tokens lie, and the streams of those that this rank stores."""
+        """The pieces of the next tokens, and the streams of the tokens that this rank stores."""
         pieces = self._slots.following(check_streams(new, ()))
         mine = [
             (piece.start - self.length, piece.stop - self.length)

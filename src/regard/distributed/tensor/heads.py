@@ -33,7 +33,7 @@ from regard.plan.shapes import replicas
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Which heads each of several ranks computes. Every rank has equally many.
+    """The assignment of heads to ranks. Every rank has equally many.
 
     With as many key heads as ranks or more, a rank has key heads of its own, and the query heads
     that they serve. With fewer, `replicas` ranks have the same key head, and share the query heads

@@ -36,7 +36,7 @@ Styles = dict[str, ParallelStyle]  # by the path of a module inside the layer
 
 
 class Kind(NamedTuple):
-    """How a kind of layer is split.
+    """The tensor-parallel plan of a kind of layer.
 
     Attributes:
         kv_heads: key heads whose weights are split.
@@ -50,12 +50,12 @@ class Kind(NamedTuple):
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """How a layer is split; None if it is none of regard's."""
+    """The plan for a layer's kind; None if the layer is not one of regard's."""
     return next((kind for each, kind in KINDS.items() if isinstance(layer, each)), None)
 
 
 def layout_of(layer: Any, size: int) -> HeadLayout:
-    """Which heads of a layer each of `size` ranks computes.
+    """The assignment of a layer's heads to `size` ranks.
 
     Examples:
         >>> from regard import GroupedQueryAttention
@@ -230,7 +230,7 @@ KINDS: dict[type[nn.Module], Kind] = {
 
 
 class Plan:
-    """How one module of a model is split. Other libraries' modules have subclasses of their own.
+    """The tensor-parallel plan of one module. Models of other libraries have subclasses.
 
     Args:
         module: one of regard's layers.

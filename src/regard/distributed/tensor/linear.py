@@ -25,16 +25,16 @@ class SplitLinear(Split, MatrixProduct):
 
 
 class CopiedInput(SplitLinear):
-    """A linear layer that alone reads its input for this rank's heads: the input's gradient is the
-    sum over the ranks."""
+    """A linear layer that reads a replicated input for this rank's heads: all-reduces the gradient
+    of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.split.shared(x))
 
 
 class CopiedOutput(SplitLinear):
-    """A replicated linear layer whose output each rank reads for its heads: the output's gradient
-    is the sum over the ranks."""
+    """A replicated linear layer whose output each rank reads for its heads: all-reduces the
+    gradient of the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.split.shared(super().forward(x))

@@ -115,13 +115,13 @@ def _checked(module: nn.Module, ranks: Ranks) -> dict[str, Plan]:
 
 
 def _facts(plan: Plan) -> str:
-    """What ranks must agree on, before weights are sent: the kind, and all shapes."""
+    """The facts on which ranks must agree before weights are sent: the kind, and all shapes."""
     shapes = [f"{n} {list(p.shape)} {p.dtype}" for n, p in plan.module.named_parameters()]
     return f"{type(plan.module).__name__} of {', '.join(shapes)}"
 
 
 def plans_of(module: nn.Module, ranks: Ranks) -> dict[str, Plan]:
-    """How each module of a model is split, by its name. Modules inside such a one have no plan."""
+    """The plans of a model's modules, by name. Modules inside a module with a plan have none."""
     found: dict[str, Plan] = {}
     for name, each in module.named_modules():
         if any(name.startswith(f"{above}.") or not above for above in found):

@@ -56,7 +56,7 @@ def _make_as_many_groups(ranks: Ranks) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Placing:
-    """How the parameters of a layer lie on the ranks.
+    """The placement of a layer's parameters on the ranks.
 
     Args:
         split: the heads of the layer.

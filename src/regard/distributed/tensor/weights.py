@@ -21,7 +21,7 @@ from regard.distributed.tensor.sums import all_reduce_gradient
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """How one parameter lies on the ranks.
+    """The placement of one parameter on the ranks.
 
     Args:
         mesh: of the DTensor.
@@ -104,7 +104,7 @@ def _like(whole: Tensor, parameter: DTensor) -> DTensor:
 
 
 class Split:
-    """What is added to the class of a module whose parameters lie on several ranks."""
+    """A mixin for the class of a module whose parameters are split over ranks."""
 
     one_device_class: ClassVar[type[nn.Module]]
     shares: dict[str, Share]

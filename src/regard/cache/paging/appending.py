@@ -43,8 +43,8 @@ def plan(
     """The pages that new tokens `[B, G, L, W]` need.
 
     In a pool of codes, new tokens that fill a page are stored as codes at once. Three kinds of
-    pages stay in full precision: the first page of a row; open pages; and, where the tokens of a page
-    share scales, pages with a number that is too large or not finite and would spoil other tokens.
+    pages stay in full precision: the first page of a row; open pages; and, where the tokens of a
+    page share scales, pages with a number that is too large or not finite: it would spoil others.
     """
     added, page_size = new[0].shape[2], kind.open.page_size
     rows = list(zip(tables, lengths, strict=True))
@@ -104,7 +104,7 @@ class Run(NamedTuple):
 
     row: int
     first: int  # of the new tokens
-    count: int
+    size: int
     place: int  # in the slab
 
 
@@ -115,26 +115,27 @@ def write(tables: Sequence[PageTable], append: Append, new: Sequence[Tensor]) ->
         stop = length + append.added
         for number in range(length // size, -(-stop // size)):
             page, begin = _page(table, number), max(length, number * size)
-            count = min(stop, (number + 1) * size) - begin
-            run = Run(row, begin - length, count, page.start + begin % size)
+            end = min(stop, (number + 1) * size)
+            run = Run(row, begin - length, end - begin, page.start + begin % size)
             _add(runs.setdefault(page.slab, []), run)
         if append.slabs[row] and stop % size:
             _clear_rest(_page(table, stop // size), stop % size, size)
     for slab, found in runs.items():
-        tokens = [[each[r.row].narrow(1, r.first, r.count) for r in found] for each in new]
+        tokens = [[each[r.row].narrow(1, r.first, r.size) for r in found] for each in new]
         if len(found) == 1:
             slab.put(found[0].place, [each[0] for each in tokens])
         else:
-            places = [torch.arange(r.place, r.place + r.count, device="cpu") for r in found]
+            places = [torch.arange(r.place, r.place + r.size, device="cpu") for r in found]
             slab.write(torch.cat(places), [torch.cat(each, 1) for each in tokens])
 
 
 def _add(runs: list[Run], run: Run) -> None:
     """Append a run to the list; two runs that lie side by side become one."""
     if runs:
-        row, first, count, place = runs[-1]
-        if run[:2] == (row, first + count) and run.place == place + count:
-            run = Run(row, first, count + run.count, runs.pop().place)
+        row, first, size, place = runs[-1]
+        if run == (row, first + size, run.size, place + size):
+            runs.pop()
+            run = Run(row, first, size + run.size, place)
     runs.append(run)
 
 

@@ -229,7 +229,8 @@ class Slab:
         _, width, dtype, _, bits, group, rotation, run = outline
         if bits is None:
             return buffers[0]
-        return QuantizedStream(*buffers, bits, group, width, dtype, rotation, run)
+        codes, scales = buffers
+        return QuantizedStream(codes, scales, bits, group, width, dtype, rotation, run)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer, not initialised."""

@@ -107,7 +107,7 @@ def explain(
     cache: Cache = NO_CACHE,
     positions: Tensor | None = None,
 ) -> str:
-    """The tokens that this rank sends and receives in this call, and a backend: of the last queries.
+    """The tokens that this rank sends and receives in this call, and the last queries' backend.
 
     As `forward`, every rank calls it.
     """

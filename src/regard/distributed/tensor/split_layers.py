@@ -131,7 +131,8 @@ def _compared(
     stored = isinstance(cache, Stored)
     if isinstance(layer, LatentKVAttention) and stored:  # it norms the keys of all cached tokens
         keys = cache.span(keys).num_keys
-    (batch, length, _), name = x.shape, str(x.dtype).removeprefix("torch.")
+    batch, length = x.shape[:2]
+    name = str(x.dtype).removeprefix("torch.")
     work = Workload(context=length, batch=batch, dtype=name, tp=layer.split.size)
     return expected(forward_sums(shape_of(layer), work, length, keys), "a tensor-parallel layer")
 

@@ -199,14 +199,14 @@ def dies_in_a_tensor_parallel_layer(mesh):
     ranks, layer = _start(mesh), tensor_parallel(make("everything").train(), mesh)
     layer(inputs(2, 5)).sum().backward()
     _begin(ranks)
-    with _ends(ranks, "summed", 1):
+    with _ends(ranks, "all_reduce", 1):
         layer(inputs(2, 5))
 
 
 def dies_in_a_decoding_step(mesh):
     ranks, layer, cache = _start(mesh), make("MLA"), ShardedCache(mesh, 2)
     x = inputs(2, 9)
-    with torch.no_grad(), _ends(ranks, "gathered", 3):
+    with torch.no_grad(), _ends(ranks, "all_gather", 3):
         layer(x[:, :5], cache=cache)
         _begin(ranks)
         for token in range(5, 9):

@@ -144,7 +144,7 @@ def _large(mesh, call):
 
 
 @pytest.mark.skipif(not LOOPBACK.exists(), reason="no counter of the loopback interface")
-@pytest.mark.parametrize("call", ["gathered", "summed"])
+@pytest.mark.parametrize("call", ["all_gather", "all_reduce"])
 def test_the_count_is_that_of_the_network_interface(call):
     sizes = []
     for _ in range(5):  # other traffic only adds: the least of several is closest

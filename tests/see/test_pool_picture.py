@@ -40,7 +40,7 @@ def test_the_states_are_those_of_the_tables(pool):
     assert sorted(tables.values()) == [1, 1, 1, 2, 2]
     counts = described(pool).counts
     assert counts == {"open": 2, "sealed": 1, "shared": 2, "reusable": 2, "cold": 0, "free": 9}
-    assert sum(counts.values()) == sum(slab.capacity for slab in pool.slabs())
+    assert sum(counts.values()) == sum(slab.capacity for slab in pool.memory.slabs())
 
 
 def test_rows_are_shown_page_by_page(pool):

@@ -42,7 +42,7 @@ class Record(NamedTuple):
 def weights_text(weights: str | nn.Module) -> str:
     """The fingerprint of a module, or a text that names its weights and no others."""
     if isinstance(weights, nn.Module):
-        from regard.cache.paging.fingerprints import fingerprint
+        from regard.cache.paging.contexts import fingerprint
 
         return fingerprint(weights)
     if not isinstance(weights, str):

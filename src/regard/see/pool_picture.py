@@ -6,11 +6,9 @@ from html import escape
 from itertools import islice
 from typing import NamedTuple
 
-from regard.cache.paging.offloading import ColdSlab
 from regard.cache.paging.paged import PagedCache
-from regard.cache.paging.pages import Page, PageTable
+from regard.cache.paging.pages import Page, PageTable, Slab
 from regard.cache.paging.pool import PagePool
-from regard.cache.paging.slabs import Slab
 from regard.svg import INK
 from regard.words import counted, without_controls
 
@@ -85,17 +83,17 @@ def described(pool: PagePool, caches: Sequence[PagedCache] = ()) -> Picture:
         >>> described(pool, [cache]).counts["sealed"]
         2
     """
-    with pool.lock:
-        pages = pool.pages()
+    with pool.memory.lock:
+        pages = pool.memory.in_order()
         found = {(id(page.slab), page.index): _cell(page) for page in pages}
         strips = [
             _of_table(_name_of_row(caches, number, row, pool.page_size), table)
             for number, cache in enumerate(caches)
             for row, table in enumerate(cache.rows)
         ]
-        strips += [_of_slab(slab, found, pool) for slab in pool.slabs() if slab.capacity]
+        strips += [_of_slab(slab, found, pool) for slab in pool.memory.slabs() if slab.capacity]
         counts = Counter(cell.state for cell in found.values())
-        counts["free"] = sum(slab.capacity - slab.in_use for slab in pool.slabs())
+        counts["free"] = sum(slab.capacity - slab.in_use for slab in pool.memory.slabs())
         title = f"{pool!r}: {counted(len(pages), 'page')} in use"
         return Picture(title, tuple(strips), {state: counts[state] for state in STATES})
 
@@ -104,7 +102,7 @@ def _of_slab(slab: Slab, found: dict[tuple[int, int], Cell], pool: PagePool) -> 
     free = Cell("free", STATES["free"].sign)
     cells = (found.get((id(slab), index), free) for index in range(slab.capacity))
     form = pool.format.name if slab.sealed and pool.format.name != "plain" else "full precision"
-    place = "offloaded, " if isinstance(slab, ColdSlab) else ""
+    place = "offloaded, " if slab.host_of is not None else ""
     heading = (
         f"{place}{form}, {slab.page_bytes:,} bytes a page of {counted(pool.page_size, 'token')}"
     )
@@ -130,7 +128,7 @@ def _cell(page: Page) -> Cell:
 
 
 def _state(page: Page) -> str:
-    if isinstance(page.slab, ColdSlab):
+    if page.slab.host_of is not None:
         return "cold"
     if not page.references:
         return "reusable"

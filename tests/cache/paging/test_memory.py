@@ -21,7 +21,9 @@ def test_bytes_are_held_or_free():
     pool = PagePool(40, 4)
     cache = filled(pool, 10)
     held, reusable, free = pool.nbytes
-    assert (held, reusable) == (3 * PAGE, 0) and free == pool.slabs()[0].allocated_bytes - held
+    assert (held, reusable) == (3 * PAGE, 0) and free == pool.memory.slabs()[
+        0
+    ].allocated_bytes - held
     assert cache.nbytes == 10 * PAGE // 4 and cache.allocated_bytes == held
 
 
@@ -62,7 +64,7 @@ def test_layers_of_several_widths_share_the_number_of_pages():
     first, second = PagedCache(pool), PagedCache(pool)
     first.update(X[:1, :, :8], X[:1, :, :8])
     second.update(X[:1, :1, :8, :3])
-    assert len(pool.slabs()) == 2 and pool.pages_in_use == 4
+    assert len(pool.memory.slabs()) == 2 and pool.pages_in_use == 4
     with pytest.raises(ValueError, match="needs 2 pages more, and of num_pages=5 1 are free"):
         second.update(X[:1, :1, :8, :3])
 

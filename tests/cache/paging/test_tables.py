@@ -1,13 +1,14 @@
 """Tables that are cut, chosen and forked: references, copies, and the pool when it is full."""
 
+import gc
 from collections import Counter
 
 import pytest
 import torch
 
 from regard import PagedCache, PagePool
-from regard.cache.paging.changing import pages_of
-from regard.cache.paging.slabs import Slab
+from regard.cache.paging.pages import Slab
+from regard.cache.paging.tables import Tables, cost_of_selection, pages_of
 
 X = torch.randn(3, 2, 20, 8)
 
@@ -153,3 +154,56 @@ def test_a_cut_that_is_interrupted_in_a_full_pool_ends_with_a_page(monkeypatch):
     fork.truncate(6)
     assert torch.equal(read(fork), before[:, :, :6]) and torch.equal(read(cache), before)
     check_references(cache, fork)
+
+
+# ---- references ----
+
+
+def test_retired_pages_are_released_at_the_next_call():
+    pool, cache = filled()
+    tables = Tables(cache, pool.memory)
+    with pool.memory.lock:
+        tables.replace([table.copied() for table in cache.rows])
+        tables.replace([table.since(2) for table in tables.tables], retires=True)
+    assert tables.tables[0].first == 2 and [page.references for page in tables.retired] == [2, 2]
+    tables.settle()
+    assert [page.references for page in cache.rows[0].pages] == [1, 1, 2]
+    tables.release()
+    assert [page.references for page in cache.rows[0].pages] == [1, 1, 1] and tables.are_released
+
+
+def test_tables_that_come_back_take_their_retired_pages_with_them():
+    pool, cache = filled()
+    before = [table.copied() for table in cache.rows]
+    tables = cache._rows
+    tables.replace([table.since(2) for table in tables.tables], retires=True)
+    tables.replace(before)
+    assert tables.retired == [] and tables.tables == before and pool.pages_in_use == 3
+    check_references(cache)
+
+
+def test_the_pages_of_an_owner_are_dropped_with_it():
+    pool, cache = filled()
+    assert pool.pages_in_use == 3
+    del cache
+    gc.collect()
+    assert pool.pages_in_use == 0
+
+
+def test_parts_are_empty_where_there_are_no_tokens():
+    tables = Tables(torch.nn.Identity(), PagePool(2).memory)
+    (part,) = tables.parts(3, 3, (X[:, :, :0],))
+    assert (part.kv_start, part.kv_stop) == (3, 3) and part.streams[0].shape[2] == 0
+
+
+def test_the_cost_of_a_change_is_what_it_takes_and_frees():
+    pool, cache = filled(rows=2)
+    fork, before = cache.fork(), pool.pages_in_use
+    cost = fork.cost_of_cut(6)
+    assert (cost.copies, cost.freed) == (2, 2)  # of each row a sealed page, and the open one
+    fork.truncate(6)
+    assert pool.pages_in_use == before
+    cost = cost_of_selection(fork.rows, [1, 1, 1])
+    assert (cost.copies, cost.freed) == (2, 1)
+    fork.reorder(torch.tensor([1, 1, 1]))
+    assert pool.pages_in_use == before + 1

@@ -212,10 +212,10 @@ def explain(
         from regard.plan.describing import describe  # imports transformers
 
         shape = describe(cast("Path", model))
-        dtype = dtype or shape.dtype
-        found = shown.of_model(shape, tokens, queries, batch, dtype, device)
+        numbers = dtype or shape.dtype
+        found = shown.of_model(shape, tokens, queries, batch, numbers, device)
         missing = shown.refused(shape)
-        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {dtype}"
+        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {numbers}"
     if as_json:
         calls = [asdict(each) for each in found]
         print_json({"model": title, "calls": calls, "refused": missing})

@@ -66,7 +66,7 @@ class Looked:
 def look(
     model: Path | None,
     prompt: str,
-    lists: Sequence[str | None],
+    lists: tuple[str | None, str | None, str | None],
     *,
     window: tuple[int, int] | None = None,
     find: str | None = None,

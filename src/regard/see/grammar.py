@@ -141,7 +141,7 @@ class _Builder:
         self._refuse(node, f"{code[:EXCERPT]!r} is no rule; the rules are {listed}")
 
     def _rule(self, node: ast.Call, name: str) -> Mask:
-        given = {word.arg: word.value for word in node.keywords}
+        given = {str(word.arg): word.value for word in node.keywords}
         try:
             if len(given) < len(node.keywords):
                 raise TypeError("an argument is given twice")

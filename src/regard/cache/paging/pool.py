@@ -28,7 +28,14 @@ class Prefix:
 
     Attributes:
         length: the tokens of the prefix; 0 if nothing is stored.
+
+    Examples:
+        >>> from regard.cache import Context, PagePool
+        >>> PagePool(num_pages=8).prefix(range(100), context=Context("5e1f"))
+        Prefix(length=0, layers=0)
     """
+
+    length: int
 
     def __init__(self, length: int, caches: Sequence[PagedCache]) -> None:
         self.length, self._caches = length, tuple(caches)
@@ -76,7 +83,6 @@ class PagePool:
             all do.
 
     Attributes:
-        memory: the pages.
         weights: the fingerprint of the model that the pages are of; None before a prefix is stored
             or looked for.
 
@@ -166,11 +172,13 @@ class PagePool:
             return "\n".join(lines)
 
     def evict(self, keep: int = 0) -> int:
-        """Free reusable pages, least recently used first, until so many are left; returns how many
-        were freed.
+        """Free reusable pages, least recently used first, until so many are left.
 
         Args:
             keep: reusable pages that stay, at most.
+
+        Returns:
+            The number of pages that were freed.
         """
         check_whole("keep", keep)
         with self.memory.lock:

@@ -64,8 +64,9 @@ class ContextParallel:
         mask: Mask = EVERYTHING,
         dtype: torch.dtype = torch.float32,
     ) -> Bytes:
-        """The bytes that this rank sends in a forward and in a backward pass of all layers, without
-        the gathers of `attention_mask=`, `documents=` and `position_ids=` of a model.
+        """The bytes that this rank sends in a forward and in a backward pass of all layers.
+
+        Without the gathers of `attention_mask=`, `documents=` and `position_ids=` of a model.
 
         Args:
             batch: rows.

@@ -48,8 +48,8 @@ def compare(
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 1024,
     windows: Annotated[
-        int, typer.Option(min=2, help="Windows of text to measure on: more for smaller intervals.")
-    ] = 2,
+        int, typer.Option(min=1, help="Windows of text to measure on: more for smaller intervals.")
+    ] = 1,
     memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
     dtype: Dtype = None,
     device: Device = "cpu",

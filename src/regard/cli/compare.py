@@ -17,6 +17,7 @@ from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
 from regard.compare.measure import SHORT, cells
 from regard.compare.result import explained
+from regard.convert.healing.environment import keep_freed_memory
 from regard.hf import SMOLLM2, fetch_smollm2
 from regard.hf.packages import quiet
 from regard.ops.explain import kernel_objection
@@ -53,6 +54,7 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     rows = chosen(attention or ())
+    keep_freed_memory()
     found: list[Comparison] = []
     stopped = None
     with quiet(), progress_bar() as progress:

@@ -171,6 +171,9 @@ def bench(
         Literal["float32", "bfloat16"], typer.Option(help="Of queries, keys and values.")
     ] = "float32",
     threads: Threads = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Rows of torch and of every backend, too.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time decoding and prefill on this machine: regard and its backends against torch."""

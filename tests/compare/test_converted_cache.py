@@ -11,7 +11,6 @@ from regard.convert import convert, target_of
 from regard.hf import attention_modules, attention_of
 from tiny import tiny, tokens
 
-
 RESULTS = {  # the norms of outputs, layer by layer
     "mqa": [0.879, 1.958],
     "latent-50": [1.159, 1.926],

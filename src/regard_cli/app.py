@@ -46,7 +46,7 @@ def compare(
             autocompletion=lambda: ROWS.split(", "),
         ),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 1024,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 512,
     windows: Annotated[
         int, typer.Option(min=1, help="Windows of text to measure on: more for smaller intervals.")
     ] = 1,

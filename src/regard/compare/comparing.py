@@ -164,13 +164,22 @@ def _proof(
     candidate: Candidate,
     measured: Sample | str,
 ) -> Proof:
-    """The proof that the first row is, if it is the attention as shipped and its logits are those
-    that are wanted; else that of `prove`, which finds out why they are not."""
-    if candidate.key == "shipped" and isinstance(measured, Sample):
-        proof = bounded(model, measured.difference, max(float(largest(each)) for each in wanted))
-        if proof.holds:
-            return proof
-    return prove(model, windows[0])
+    """The proof that the first row is, if it is the attention as shipped; else that of `prove`.
+
+    Raises:
+        ValueError: with the reason that `prove` finds, if the row's logits are not the model's own.
+    """
+    if candidate.key != "shipped" or isinstance(measured, str):
+        return prove(model, windows[0])
+    proof = bounded(model, measured.difference, max(float(largest(each)) for each in wanted))
+    if not proof.holds:
+        prove(model, windows[0])
+        raise ValueError(
+            f"the logits of {candidate.name} differ from the model's own by "
+            f"{proof.largest_difference:.2e}, rounding explains {proof.tolerance:.2e} at most, and "
+            "a second run did not; nothing was compared: run it again"
+        )
+    return proof
 
 
 def _rows(

@@ -64,6 +64,9 @@ def test_a_first_row_that_is_not_the_model_ends_the_comparison(texts, monkeypatc
     monkeypatch.setattr(Runner, "hidden", lambda runner, x: own(runner, x) + 1e-2)
     with pytest.raises(ValueError, match=r"logits of GQA, as shipped differ .* a second run did"):
         compare(tiny("llama"), texts, candidates=rows, on_row=given.append)
+    monkeypatch.setattr(Runner, "hidden", lambda runner, x: own(runner, x) * math.nan)
+    with pytest.raises(ValueError, match=r"logits of GQA, as shipped differ .* by nan"):
+        compare(tiny("llama"), texts, candidates=rows, on_row=given.append)
     assert not given
 
 

@@ -75,7 +75,8 @@ def show(result: Bench, console: Console, *, every: bool = False) -> None:
     say(console, _verdict(result))
     say(console, LEGEND, style="dim")
     console.print()
-    say(console, _next(result, every))
+    more = "" if every else "--all shows torch and every backend; "
+    say(console, f"Next: {more}regard tune measures the rates from which backends are chosen.")
 
 
 def _rows(measured: Measured, every: bool) -> list[list[str]]:
@@ -101,29 +102,18 @@ def _own(measured: Measured) -> Entry:
 
 
 def _verdict(result: Bench) -> str:
-    """In how many shapes regard is faster than torch, and slower."""
-    found = [_own(each) for each in result.shapes]
-    faster = [each for each in found if each.differs and each.ratio < 1]
-    slower = [each for each in found if each.differs and each.ratio > 1]
-    said = f"regard is faster than torch's sdpa in {len(faster)} of {counted(len(found), 'shape')}"
-    said += f", slower in {len(slower)}" if slower else ", slower in none"
-    better = [each.shape.name for each in result.shapes if _better(each)]
-    if better:
-        return f"{said}. Another backend than regard's choice was faster: {'; '.join(better)}."
-    return f"{said}; no backend was faster than regard's choice."
+    """In how many shapes regard is faster than torch and slower, and where its choice was wrong."""
+    differing = [own.ratio for each in result.shapes if (own := _own(each)).differs]
+    faster, shapes = sum(ratio < 1 for ratio in differing), counted(len(result.shapes), "shape")
+    said = f"regard is faster than torch's sdpa in {faster} of {shapes}"
+    said += f", slower in {len(differing) - faster}"
+    better = "; ".join(each.shape.name for each in result.shapes if _has_better(each))
+    return f"{said}. Another backend was faster than its choice: {better or 'nowhere'}."
 
 
-def _better(measured: Measured) -> bool:
+def _has_better(measured: Measured) -> bool:
     """Whether a backend's quartiles lie below those of regard's choice."""
     return any(each.high < _own(measured).low for each in measured.entries[1:])
-
-
-def _next(result: Bench, every: bool) -> str:
-    """The next command."""
-    tune = "regard tune measures the rates from which backends are chosen."
-    if any(map(_better, result.shapes)):
-        return f"Next: {tune}"
-    return f"Next: {tune}" if every else f"Next: --all shows torch and every backend. {tune}"
 
 
 def _absent(result: Bench) -> dict[str, str]:

@@ -28,6 +28,7 @@ from regard.see.pages.curves import write_comparison
 from regard.words import counted
 
 GIBIBYTE = 1 << 30
+NEXT = "Next: --windows 4 halves the intervals; regard convert makes a model of a row."
 
 
 def run(
@@ -137,7 +138,7 @@ def show(result: Comparison, console: Console, *, full: bool = True) -> None:
     console.print()
     for sentence in backends_of(result.rows) if full else []:
         say(console, sentence, style="dim")
-    say(console, f"Measured in {result.seconds:.0f} s.", style="dim")
+    say(console, f"Measured in {result.seconds:.0f} s. {NEXT}")
 
 
 def _proved(proof: Proof) -> str:

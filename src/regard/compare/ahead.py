@@ -31,17 +31,10 @@ def kernels_ahead(
     device: str = "cpu",
 ) -> Iterator[None]:
     """While the `with` block runs, a forked process compiles the kernels that rows without a
-    conversion decode with, in the order of the rows.
+    conversion decode with: with `context` tokens, by the heads in the config.json of a folder.
 
     Nothing depends on it: a kernel that is not stored yet is compiled where it is needed. Only on
-    Linux, before torch has started threads: a forked process cannot use those of its parent.
-
-    Args:
-        model: a folder; the heads are read from its config.json.
-        candidates: the rows.
-        context: tokens in the caches.
-        dtype: in which the model runs; float32 if None.
-        device: where it runs; the kernels are those of a CPU.
+    Linux, for a CPU, before torch has started threads: a forked process cannot use them.
     """
     if sys.platform != "linux" or device != "cpu":
         yield

@@ -86,7 +86,8 @@ def compare(
     runners = Runners(
         model, shipped, named, texts.calibration.to(model.device), stored, DECODED + 1
     )
-    work = Work(progress, _seconds(len(named), len(runners.missing), prefills))
+    seconds = len(named) * (ROW + PREFILLING * prefills) + len(runners.missing) * CONVERTING
+    work = Work(progress, seconds)
     measured: dict[str, Sample | str] = {}
 
     def so_far() -> Comparison:
@@ -127,10 +128,6 @@ def _named(candidates: Sequence[Candidate], kind: str) -> list[Candidate]:
     """The candidates with their names in the table, the shipped one first."""
     ordered = sorted(candidates, key=lambda each: "shipped" not in each.name)
     return [replace(each, name=each.name.format(kind=kind)) for each in ordered]
-
-
-def _seconds(rows: int, conversions: int, prefills: bool) -> int:
-    return rows * (ROW + PREFILLING * prefills) + conversions * CONVERTING
 
 
 def _ran(measured: dict[str, Sample | str]) -> list[Sample]:

@@ -172,7 +172,8 @@ class Sample:
         self.bytes_per_token = self.runner.cache_bytes / len(window)
         losses, difference = compare_logits(self.runner.model, window, hidden[0], wanted)
         self.losses.append(losses)
-        self.difference = max(self.difference, difference)
+        both = (self.difference, difference)
+        self.difference = max(both, key=lambda each: (math.isnan(each), each))
 
     def decode(self, window: Int[Tensor, " L"], first: "Sample | None" = None) -> None:
         """Decode the last tokens of a window that the caches hold, one at a time.
@@ -256,12 +257,8 @@ class Sample:
 class Steps:
     """Decoding steps of one token, over the last tokens of a window.
 
-    The first is taken at once: it may compile and allocate. Calls beyond the window repeat its last
-    token.
-
-    Args:
-        sample: its runner's caches hold the window, or as much of it as earlier steps left.
-        window: at least two tokens.
+    The caches of the sample's runner hold the window, or what earlier steps left of it. The first
+    step is taken at once: it may compile. Calls beyond the window repeat its last token.
     """
 
     def __init__(self, sample: Sample, window: Int[Tensor, " L"]) -> None:

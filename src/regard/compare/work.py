@@ -12,24 +12,7 @@ PREFILLING = 6  # each row
 
 
 class Work:
-    """Reports the present step and the work done before it.
-
-    Args:
-        progress: called with the step, the work done and all work.
-        total: seconds of all work.
-
-    Examples:
-        >>> from regard.compare.work import Work
-        >>> work = Work(lambda *given: print(*given), total=10)
-        >>> work.begin("the first row", 6)
-        the first row 0 10
-        >>> work.part("the first row", 1, 2)
-        the first row: 1 of 2 3 10
-        >>> work.begin("the second row", 4)
-        the second row 6 10
-        >>> work.end()
-        done 10 10
-    """
+    """Calls `progress` with the present step, the seconds of work before it, and of all work."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total = progress, total

@@ -105,6 +105,6 @@ def stored_by_compare() -> str:
         return ""
     folder = cache_folder() / KINDS["compare"][1]
     return (
-        f"Converted layers are stored in {folder}, {readable_bytes(found.nbytes)} of 1 GiB at "
-        "most, for the next comparison; regard cache --clear compare removes them."
+        f"Converted layers take {readable_bytes(found.nbytes)} of 1 GiB in {folder}: "
+        "regard cache --clear compare removes them."
     )

@@ -128,7 +128,7 @@ def show(result: Comparison, console: Console, *, full: bool = True) -> None:
         f"{result.context:,} tokens of {result.text}",
         bold=result.model,
     )
-    say(console, f"Run by regard, {_proved(result.proof)}.")
+    say(console, f"Its logits under regard are its own {_proved(result.proof)}.")
     console.print()
     _print_table(result, full, console)
     say(console, explained(result), style="dim")
@@ -143,11 +143,8 @@ def show(result: Comparison, console: Console, *, full: bool = True) -> None:
 
 def _proved(proof: Proof) -> str:
     if proof.largest_difference == 0.0:
-        return "its logits are its own to the last bit"
-    return (
-        f"its logits are its own: they differ by {proof.largest_difference:.1e} at most, "
-        f"and rounding explains {proof.tolerance:.1e}"
-    )
+        return "to the last bit"
+    return f"within rounding: {proof.largest_difference:.1e} of {proof.tolerance:.1e}"
 
 
 def backends_of(rows: Sequence[Row]) -> list[str]:

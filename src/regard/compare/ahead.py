@@ -1,7 +1,6 @@
 """Decoding kernels compiled in a second process, while the model loads.
 
-A kernel takes seconds to compile, once on a machine: numba stores it in a folder, where the
-comparison finds it. Loading a model uses one core.
+A kernel takes seconds to compile, once on a machine: numba stores it, and the comparison finds it.
 """
 
 import json
@@ -30,11 +29,9 @@ def kernels_ahead(
     dtype: str | None = None,
     device: str = "cpu",
 ) -> Iterator[None]:
-    """While the `with` block runs, a forked process compiles the kernels that rows without a
-    conversion decode with: with `context` tokens, by the heads in the config.json of a folder.
-
-    Nothing depends on it: a kernel that is not stored yet is compiled where it is needed. Only on
-    Linux, for a CPU, before torch has started threads: a forked process cannot use them.
+    """While the block runs, a forked process compiles the kernels that rows without a conversion
+    decode with, by the heads in the config.json of a folder. A kernel that is not stored when it is
+    needed is compiled there. Call it before torch starts threads: a fork cannot use them.
     """
     if sys.platform != "linux" or device != "cpu":
         yield
@@ -44,7 +41,7 @@ def kernels_ahead(
         child = os.fork()
     if not child:
         with suppress(BaseException):
-            logging.disable()  # that it compiles is no news: nobody waits for it
+            logging.disable()  # nobody waits for what is compiled here
             torch.set_num_threads(1)
             compile_kernels(model, candidates, context=context, dtype=dtype)
         os._exit(0)

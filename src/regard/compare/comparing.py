@@ -20,7 +20,7 @@ from regard.compare.result import Comparison
 from regard.compare.runner import Runner, Runners
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
-from regard.compare.work import CONVERTING, PREFILLING, ROW, Progress, Work
+from regard.compare.work import PREFILLING, ROW, Progress, Work
 from regard.convert.measuring import LOGITS, dtype_name, largest, last_logits
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
@@ -79,15 +79,13 @@ def compare(
     context, stored = windows.shape[1], cache_dtype or model.dtype
     _check_length(model, context)
     progress("reading the text with the model's own attention", 0, 0)
-    share = LOGITS // len(windows)
-    wanted = [last_logits(model, hidden_states(model, each[None])[0], share) for each in windows]
+    wanted = _logits(model, windows)
     shipped = [attention_of(module) for module in attention_modules(model).values()]
     named = _named(chosen(()) if candidates is None else candidates, shipped[0].kind)
     runners = Runners(
         model, shipped, named, texts.calibration.to(model.device), stored, DECODED + 1
     )
-    seconds = len(named) * (ROW + PREFILLING * prefills) + len(runners.missing) * CONVERTING
-    work = Work(progress, seconds)
+    work = Work(progress, len(named), len(runners.missing), len(named) * prefills)
     measured: dict[str, Sample | str] = {}
 
     def so_far() -> Comparison:
@@ -122,6 +120,12 @@ def compare(
         time_prefills(_ran(measured), windows[-1])
     work.end()
     return so_far()
+
+
+def _logits(model: Any, windows: Int[Tensor, "N L"]) -> list[Float[Tensor, "K V"]]:
+    """The model's own logits over the last tokens of each window."""
+    share = LOGITS // len(windows)
+    return [last_logits(model, hidden_states(model, each[None])[0], share) for each in windows]
 
 
 def _named(candidates: Sequence[Candidate], kind: str) -> list[Candidate]:

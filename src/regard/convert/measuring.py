@@ -116,14 +116,7 @@ def _seconds(run: Callable[[], Tensor], tries: int) -> float:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, as configurations write it.
-
-    Examples:
-        >>> import torch
-        >>> from regard.convert.measuring import dtype_name
-        >>> dtype_name(torch.float16)
-        'float16'
-    """
+    """The name of a dtype, as configurations write it: "float16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -205,12 +198,7 @@ def loss_of(model: Any, window: Int[Tensor, " L"]) -> float:
 
 
 def ratio(after: Mapping[str, float], before: Mapping[str, float]) -> float:
-    """The geometric mean over texts of one perplexity divided by another.
-
-    Examples:
-        >>> ratio({"a": 20.0, "b": 5.0}, {"a": 10.0, "b": 10.0})
-        1.0
-    """
+    """The geometric mean over texts of one perplexity divided by another."""
     logs = [math.log(after[name] / before[name]) for name in after]
     return math.exp(statistics.fmean(logs))
 
@@ -219,12 +207,9 @@ def last_logits(
     model: Any, hidden: Float[Tensor, "L E"], nbytes: int = LOGITS
 ) -> Float[Tensor, "K V"]:
     """The logits of the last tokens, as many as `nbytes` of them hold; one at least."""
-    last = _wide_logits(model, hidden[-1:])
-    count = min(len(hidden), max(1, nbytes // last.nbytes))
-    kept = last.new_empty(count, last.shape[1])
-    for start, stop in pieces(count):
-        kept[start:stop] = _wide_logits(model, hidden[len(hidden) - count :][start:stop])
-    return kept
+    one = _wide_logits(model, hidden[-1:]).nbytes
+    last = hidden[-max(1, nbytes // one) :]
+    return torch.cat([_wide_logits(model, last[start:stop]) for start, stop in pieces(len(last))])
 
 
 def compare_logits(

@@ -219,9 +219,8 @@ def compare_logits(
     wanted: Float[Tensor, "K V"],
 ) -> tuple[Float[Tensor, " T"], float]:
     """The loss of every token of a window but the first, and the largest difference of a logit of
-    the last K tokens from those that are `wanted`; from hidden states.
-
-    A logit that is not a number makes the difference not a number.
+    the last K tokens from those that are `wanted`, not a number if a logit is none; from hidden
+    states.
     """
     losses, differences = [], []
     begin = len(window) - len(wanted)

@@ -17,6 +17,8 @@ def test_calibration_text_is_not_measured_on():
     default = texts_for(Words(), context=64)
     assert default.windows.shape == (1, 64)
     assert default.calibration.shape == (6, 512)
+    more = [texts_for(Words(), context=64, windows=n).calibration.shape for n in (2, 3, 4)]
+    assert more == [(12, 512), (18, 512), (18, 512)]
     own = texts_for(Words(), context=10, text="ab" * 5000, name="own")
     assert own.source == "own"
     assert own.calibration.shape == (6, 512)

@@ -29,7 +29,7 @@ FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float6
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds according to its headers; `dtypes` counts the elements of each."""
+    """The contents of a checkpoint by its headers; `dtypes` counts the elements of each."""
 
     names: frozenset[str]
     elements: int
@@ -44,7 +44,7 @@ class Contents:
 
 
 def check_weights(folder: Path) -> Contents:
-    """What the weights of `folder` hold, after checks of their headers.
+    """Check the headers of the weights in `folder`, and return their contents.
 
     Raises:
         FileNotFoundError: if a file of weights is missing.
@@ -59,7 +59,7 @@ def check_weights(folder: Path) -> Contents:
 
 
 def check_index(file: Path) -> Contents:
-    """What the shards hold together; each must be beside the index and hold its tensors."""
+    """The contents of all shards; each must be beside the index and hold its tensors."""
     places = read_json(file).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise refused(file, "'weight_map' must be an object that is not empty", places)
@@ -85,7 +85,7 @@ def _plain(name: str) -> bool:
 
 
 def check_safetensors(file: Path) -> Contents:
-    """What a safetensors file holds, read from its header alone.
+    """The contents of a safetensors file, read from its header alone.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -125,7 +125,7 @@ def _check_metadata(metadata: Any, file: Path) -> None:
 
 
 def _check_tensor(name: str, entry: Any, file: Path) -> tuple[int, int, str, int]:
-    """Where a tensor begins and ends, its name, and its number of elements."""
+    """The first and last byte of a tensor, its name, and its number of elements."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise refused(file, f"{name!r} must have dtype, shape and data_offsets", entry)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

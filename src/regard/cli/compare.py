@@ -10,13 +10,16 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from regard.cache_folder import cache_folder
 from regard.cli.cache import stored_by_compare
 from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
+from regard.compare.ahead import kernels_ahead
 from regard.compare.measure import SHORT, cells
 from regard.compare.result import explained
+from regard.convert.healing.environment import keep_freed_memory
 from regard.hf import SMOLLM2, fetch_smollm2
 from regard.hf.packages import quiet
 from regard.ops.explain import kernel_objection
@@ -25,6 +28,7 @@ from regard.see.pages.curves import write_comparison
 from regard.words import counted
 
 GIBIBYTE = 1 << 30
+NEXT = "Next: --windows 4 halves the intervals; regard convert makes a model of a row."
 
 
 def run(
@@ -53,9 +57,13 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     rows = chosen(attention or ())
+    keep_freed_memory()
     found: list[Comparison] = []
     stopped = None
-    with quiet(), progress_bar() as progress:
+    ahead = kernels_ahead(
+        model or cache_folder() / SMOLLM2, rows, context=context, dtype=dtype, device=device
+    )
+    with ahead, quiet(), progress_bar() as progress:  # a fork comes before threads
 
         def on_row(so_far: Comparison) -> None:
             found.append(so_far)
@@ -120,7 +128,7 @@ def show(result: Comparison, console: Console, *, full: bool = True) -> None:
         f"{result.context:,} tokens of {result.text}",
         bold=result.model,
     )
-    say(console, f"Run by regard, {_proved(result.proof)}.")
+    say(console, f"Its logits under regard are its own {_proved(result.proof)}.")
     console.print()
     _print_table(result, full, console)
     say(console, explained(result), style="dim")
@@ -130,16 +138,13 @@ def show(result: Comparison, console: Console, *, full: bool = True) -> None:
     console.print()
     for sentence in backends_of(result.rows) if full else []:
         say(console, sentence, style="dim")
-    say(console, f"Measured in {result.seconds:.0f} s.", style="dim")
+    say(console, f"Measured in {result.seconds:.0f} s. {NEXT}")
 
 
 def _proved(proof: Proof) -> str:
     if proof.largest_difference == 0.0:
-        return "its logits are its own to the last bit"
-    return (
-        f"its logits are its own: they differ by {proof.largest_difference:.1e} at most, "
-        f"and rounding explains {proof.tolerance:.1e}"
-    )
+        return "to the last bit"
+    return f"within rounding: {proof.largest_difference:.1e} of {proof.tolerance:.1e}"
 
 
 def backends_of(rows: Sequence[Row]) -> list[str]:

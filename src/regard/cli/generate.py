@@ -112,6 +112,9 @@ def show(runs: list[Written], console: Console) -> None:
     objection = kernel_objection()
     if objection is not None:
         say(console, f"fused did not run: {objection}.", style="dim")
+    if len(runs) == 1:
+        console.print()
+        say(console, "Next: --against transformers compares the speeds; --cache K8V4 saves memory.")
 
 
 def _cells(written: Written) -> list[str]:

@@ -10,9 +10,8 @@ from regard.page.readable import readable_bytes
 from regard.words import counted
 
 RATIOS = (
-    "Speeds: tokens a second, then ratios to the first row's, taken in turns; same: no measurable "
-    "difference. ±: of a perplexity, two standard errors of its ratio to the first row's; of a "
-    "speed, half of the distance between its quartiles."
+    "Speeds but the first are ratios to it, taken in turns. ±: two standard errors of the ratio to "
+    "the first row's; of a speed, half of its quartiles' distance; same: no measurable difference."
 )
 
 

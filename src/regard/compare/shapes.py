@@ -18,12 +18,6 @@ def storage_of(caches: Sequence[Cache], windows: Sequence[int | None] = ()) -> S
     Args:
         caches: of a model, one for each layer.
         windows: of the layers; none of them has one if there are none.
-
-    Examples:
-        >>> from regard import QuantizedCache
-        >>> from regard.compare.shapes import storage_of
-        >>> storage_of([QuantizedCache(bits=4, group=32)])
-        Storage(name='int4', key_bits=4, value_bits=4, group=32, page_size=0)
     """
     from regard.cache.quantized import QuantizedWindow
 
@@ -53,14 +47,6 @@ def bytes_of_caches(
         storage: of their caches.
         context: tokens.
         dtype: of numbers that are not codes.
-
-    Examples:
-        >>> from regard import GroupedQueryAttention
-        >>> from regard.compare.shapes import bytes_of_caches, shape_of
-        >>> from regard.plan import STORAGES
-        >>> layers = [shape_of(GroupedQueryAttention(64, num_heads=8, num_kv_heads=2))] * 3
-        >>> bytes_of_caches(layers, STORAGES["plain"], context=10, dtype="float16")
-        1920
     """
     work = Workload(context=context, dtype=dtype)
     counts = Counter(layers).items()

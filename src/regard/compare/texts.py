@@ -9,9 +9,9 @@ from torch import Tensor
 
 from regard.convert.texts import calibration, python_topics
 
-NUM_WINDOWS = 2  # to measure on, if no other number is given: one in each order of the rows
-CALIBRATION_WINDOWS = 6  # two of each kind of text; a third of `convert`'s, as ten rows are made
-CALIBRATION_LENGTH = 1024  # tokens, as in `convert`
+NUM_WINDOWS = 1  # to measure on, if no other number is given
+CALIBRATION_WINDOWS = 6  # for each window to measure on: two of each kind of text
+CALIBRATION_LENGTH = 512  # tokens
 CHARACTERS = 16  # characters read per token needed: more than a token has on average in any text
 
 
@@ -57,7 +57,7 @@ def texts_for(
         context: tokens of a window.
         text: the text to use instead of the default.
         name: its name in the result.
-        windows: to measure on; with four times as many, intervals of perplexity are half as wide.
+        windows: to measure on; 3,072 tokens are calibrated on for each, up to three.
 
     Raises:
         ValueError: if `text` has fewer tokens than the windows.
@@ -68,9 +68,10 @@ def texts_for(
         ...     return {"input_ids": [ord(each) % 20 for each in text]}
         >>> texts = texts_for(tokenizer, context=8, text="to measure on, then calibrate. " * 300)
         >>> texts.windows.shape, texts.calibration.shape
-        (torch.Size([2, 8]), torch.Size([6, 1024]))
+        (torch.Size([1, 8]), torch.Size([6, 512]))
     """
-    measured, following = windows * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH
+    count = CALIBRATION_WINDOWS * min(windows, 3)
+    measured, following = windows * context, count * CALIBRATION_LENGTH
     if text is None:
         text, name, following = python_topics()[1], "pydoc_data.topics", 0
     beginning = text[: CHARACTERS * (measured + following)]
@@ -83,7 +84,7 @@ def texts_for(
     measuring = torch.tensor(tokens[:measured]).unflatten(0, (windows, context))
     rest = torch.tensor(tokens[measured : measured + following])
     if 0 < following == len(rest):
-        calibrating = rest.unflatten(0, (CALIBRATION_WINDOWS, CALIBRATION_LENGTH))
+        calibrating = rest.unflatten(0, (count, CALIBRATION_LENGTH))
     else:
-        calibrating = calibration(tokenizer, windows=CALIBRATION_WINDOWS, length=CALIBRATION_LENGTH)
+        calibrating = calibration(tokenizer, windows=count, length=CALIBRATION_LENGTH)
     return Texts(measuring, calibrating, name or "text")

@@ -4,35 +4,18 @@ from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]  # the present step, the work done, all of it
 
-# Seconds that each part takes on two cores with a model of 135M parameters, about: their ratios
-# make the share of work that is done.
+# Seconds on two cores with a model of 135M parameters, about: their ratios make the share of work.
 ROW = 6
-CONVERTING = 12  # each conversion
-PREFILLING = 6  # each row
+CONVERTING = 12
+PREFILLING = 8
 
 
 class Work:
-    """Reports the present step and the work done before it.
+    """Calls `progress` with the present step, the seconds of work before it, and of all work."""
 
-    Args:
-        progress: called with the step, the work done and all work.
-        total: seconds of all work.
-
-    Examples:
-        >>> from regard.compare.work import Work
-        >>> work = Work(lambda *given: print(*given), total=10)
-        >>> work.begin("the first row", 6)
-        the first row 0 10
-        >>> work.part("the first row", 1, 2)
-        the first row: 1 of 2 3 10
-        >>> work.begin("the second row", 4)
-        the second row 6 10
-        >>> work.end()
-        done 10 10
-    """
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total = progress, total
+    def __init__(self, progress: Progress, rows: int, conversions: int, prefills: int) -> None:
+        self._progress = progress
+        self._total = rows * ROW + conversions * CONVERTING + prefills * PREFILLING
         self._done = self._present = 0
 
     def begin(self, what: str, seconds: int) -> None:

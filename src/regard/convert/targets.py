@@ -20,6 +20,7 @@ from regard.convert.linear import JOINT_LATENT, refuse_unsupported, refuse_width
 from regard.convert.lossy.directions import frequencies_of
 from regard.layers.attention import Attention
 from regard.masks import Causal
+from regard.words import counted
 
 Form = Literal["exact-rope", "deepseek"]
 GRAMMAR = (
@@ -88,8 +89,8 @@ class Target:
 
     def __str__(self) -> str:
         if self.kind == "heads":
-            merged = "" if self.method == "aligned" else f", {self.method}"
-            return f"{self.num_kv_heads} key heads{merged}"
+            heads = counted(self.num_kv_heads, "key head")
+            return heads if self.method == "aligned" else f"{heads}, {self.method}"
         rotary = f"+{self.rope_dim}" if self.kind == "deepseek" else ""
         return f"mla:{self.rank}{rotary} {self.kind}{', portable' if self.portable else ''}"
 

@@ -35,6 +35,7 @@ from regard.layers.attention import (
 )
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.layers.memory import Memory
+from regard.layers.query_scale import UNSCALED, PositionScale
 from regard.masks import (
     EVERYTHING,
     NOTHING,
@@ -71,6 +72,7 @@ __all__ = [
     "NO_CACHE",
     "NO_ROPE",
     "NTK",
+    "UNSCALED",
     "Alibi",
     "Attention",
     "Cache",
@@ -98,6 +100,7 @@ __all__ = [
     "PagedCache",
     "Part",
     "Partial",
+    "PositionScale",
     "Prefix",
     "Prepared",
     "QuantizedCache",

@@ -7,7 +7,6 @@ They differ in `num_kv_heads`: `num_heads` for MHA, 1 for MQA, a divisor in betw
 
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -20,13 +19,17 @@ from regard.layers.construct import (
     biased_projections,
     build_gate,
     build_norm,
+    build_sinks,
     constructor_code,
+    gated,
     normed_heads,
     records_arguments,
+    reset_sinks,
     size_of_head,
 )
 from regard.layers.inputs import Arrival, arrive, check_rope, check_width, options_of
 from regard.layers.memory import Context, Memory, check_own, recorded_for
+from regard.layers.query_scale import UNSCALED, QueryScale, check_query_scale
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -60,6 +63,7 @@ class Attention(nn.Module):
         mask: the layer's pattern, such as `Causal()`; intersected with the mask of each call.
         scale: of the scores; `head_dim ** -0.5` times the rope's softmax factor if None.
         score_bias: a tensor or a rule (`Alibi`, `RelativeBias`) added to the scores.
+        query_scale: a factor of the queries by their positions, such as `PositionScale`.
         softcap: `softcap * tanh(score / softcap)`, as in Gemma 2.
         sinks: one learned score for each head, with a value of 0 (gpt-oss).
         gate: `"head"` or `"channel"`: `sigmoid(gate_proj(x))` times the output, before `o_proj`.
@@ -83,7 +87,7 @@ class Attention(nn.Module):
     pieces: tuple[int, ...] = ()  # keys and values are separate streams
     caches_positions, input_projection = False, "q_proj"
     options, weights, explain = options_of, weights, explain
-    __repr__ = constructor_code
+    gated, reset_parameters, __repr__ = gated, reset_sinks, constructor_code
 
     @records_arguments
     def __init__(
@@ -102,6 +106,7 @@ class Attention(nn.Module):
         mask: Mask | None = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
+        query_scale: QueryScale = UNSCALED,
         softcap: float | None = None,
         sinks: bool = False,
         gate: Literal["head", "channel"] | None = None,
@@ -119,6 +124,7 @@ class Attention(nn.Module):
         check_mask(mask)
         check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
         check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
+        check_query_scale(query_scale)
         biased = biased_projections(bias, _PROJECTIONS, usual=_PROJECTIONS)
         out_bias = "o_proj" in biased if out_bias is None else out_bias
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -129,16 +135,12 @@ class Attention(nn.Module):
         self.norm_width = qk_norm == "width"
         self.q_norm = build_norm(qk_norm, self.head_dim, width, norm_eps)
         self.k_norm = build_norm(qk_norm, self.head_dim, kv_width, norm_eps)
-        self.sinks: Tensor | None = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.sinks: Tensor | None = build_sinks(sinks, num_heads)
         self.gate_proj = build_gate(gate, hidden_size, num_heads, width)
         self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
         self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.score_bias, self.backend, self.precision = score_bias, backend, precision
-
-    def reset_parameters(self) -> None:
-        """Initialise the parameters that belong to no submodule: sinks are 0."""
-        if self.sinks is not None:
-            nn.init.zeros_(self.sinks)
+        self.score_bias, self.query_scale = score_bias, query_scale
+        self.backend, self.precision = backend, precision
 
     @property
     def kind(self) -> str:
@@ -242,13 +244,6 @@ class Attention(nn.Module):
                 f"context does not share the positions of x, so rope={self.rope} has no meaning "
                 "for it; build the layer with rope=NO_ROPE"
             )
-
-    def gated(self, x: Tensor, out: Tensor) -> Tensor:
-        """The output of the heads times the gate of the input, if the layer has one."""
-        if self.gate_proj is None:
-            return out
-        gate = torch.sigmoid(self.gate_proj(x))
-        return out * split_heads(gate, gate.shape[-1] // out.shape[1]).to(out.dtype)
 
 
 class SelfAttention(Attention):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal, ParamSpec, SupportsIndex
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -148,9 +149,29 @@ def normed_heads(
     return normed(norm, split_heads(flat, head_dim))
 
 
+def build_sinks(wanted: bool, num_heads: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.zeros(num_heads)) if wanted else None
+
+
+def reset_sinks(layer: Any) -> None:
+    """Initialise the parameters that belong to no submodule: sinks are 0."""
+    if layer.sinks is not None:
+        nn.init.zeros_(layer.sinks)
+
+
 def build_gate(kind: str | None, hidden_size: int, num_heads: int, width: int) -> nn.Linear | None:
     if kind is None:
         return None
     if kind not in ("head", "channel"):
         raise ValueError(f"gate is 'head', 'channel' or None, got {kind!r}")
     return nn.Linear(hidden_size, num_heads if kind == "head" else width, bias=False)
+
+
+def gated(
+    layer: Any, x: Float[Tensor, "B L E"], out: Float[Tensor, "B H L Dv"]
+) -> Float[Tensor, "B H L Dv"]:
+    """The outputs of the heads times the gate of the input, if the layer has one."""
+    if layer.gate_proj is None:
+        return out
+    gate = torch.sigmoid(layer.gate_proj(x))
+    return out * split_heads(gate, gate.shape[-1] // out.shape[1]).to(out.dtype)

@@ -21,6 +21,7 @@ from regard.layers.construct import (
 )
 from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
 from regard.layers.memory import Context
+from regard.layers.query_scale import UNSCALED
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -79,6 +80,7 @@ class LatentKVAttention(nn.Module):
     options, weights, explain = options_of, weights, explain
     __repr__, check_context = constructor_code, staticmethod(refuse_context)
     sinks: Tensor | None = None
+    query_scale = UNSCALED
 
     @records_arguments
     def __init__(

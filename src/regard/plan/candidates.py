@@ -104,7 +104,7 @@ def _with_heads(layer: LayerShape, heads: int) -> LayerShape:
 
 def _mla(layer: LayerShape, share: int) -> LayerShape:
     """DeepSeek's form: a latent, and a key with RoPE that all heads share, beside it."""
-    _refuse(layer, "DeepSeek's MLA", "qk_norm", "gate", "sinks", "softcap")
+    _refuse(layer, "DeepSeek's MLA", "qk_norm", "gate", "sinks", "softcap", "query_scale")
     own = layer.kind == "MLA"
     rotary = layer.qk_rope_head_dim
     content = layer.head_dim - rotary if own else layer.head_dim
@@ -122,7 +122,7 @@ def _mla(layer: LayerShape, share: int) -> LayerShape:
 def _latent(layer: LayerShape, share: int, beside: int) -> LayerShape:
     """Keys and values from one latent, rotated when they are read (`LatentKVAttention`); the
     position that is cached beside it takes the bytes of so many numbers."""
-    _refuse(layer, "a joint latent", "gate", "sinks")
+    _refuse(layer, "a joint latent", "gate", "sinks", "query_scale")
     if layer.kind == "MLA" or layer.head_dim != layer.v_head_dim:
         raise ValueError("a joint latent has keys and values of one width, all rotated alike")
     return replace(

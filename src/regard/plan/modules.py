@@ -19,6 +19,7 @@ from regard.hf.families.recognising import Family, family_of
 from regard.hf.placing.placed import window_of
 from regard.layers.attention import Attention
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
+from regard.layers.query_scale import UNSCALED
 from regard.masks import AllOf, Causal
 from regard.plan.shapes import LayerShape, Workload
 from regard.plan.weights import parameters
@@ -66,6 +67,9 @@ def shape_of(layer: Any) -> LayerShape:
         "causal": Causal() in rules,
         "bias": _biases(layer),
         "rope": repr(layer.rope) if layer.rope.dim else "",
+        "query_scale": "" if layer.query_scale is UNSCALED else repr(layer.query_scale),
+        "sinks": layer.sinks is not None,
+        "gate": _own_gate(layer),
     }
     latent = isinstance(layer, MultiHeadLatentAttention)
     usual = (layer.qk_head_dim if latent else layer.head_dim) ** -0.5 * layer.rope.softmax_factor
@@ -93,12 +97,15 @@ def shape_of(layer: Any) -> LayerShape:
         rank = layer.kv_lora_rank
         return LayerShape(**common, kv_lora_rank=rank, keys_by_position=True, latent_norm=False)
     assert isinstance(layer, Attention)
-    gate = None if layer.gate_proj is None else layer.gate_proj.out_features
-    return LayerShape(
-        **common,
-        sinks=layer.sinks is not None,
-        gate=None if gate is None else "head" if gate == layer.num_heads else "channel",
-    )
+    return LayerShape(**common)
+
+
+def _own_gate(layer: Any) -> Literal["head", "channel"] | None:
+    """The gate of a layer of regard."""
+    gate = getattr(layer, "gate_proj", None)
+    if gate is None:
+        return None
+    return "head" if gate.out_features == layer.num_heads else "channel"
 
 
 def shape_of_module(

@@ -234,12 +234,13 @@ def _sums_of_squares(layer: LayerShape, work: Workload, tokens: int, keys: int |
 def _read(layer: LayerShape) -> list[int]:
     """Channels of what every rank reads for its own heads, each with a sum of its own."""
     hidden = layer.hidden_size
+    gate = [] if layer.gate is None else [hidden]
     if layer.kind == "MLA":
         queries = hidden if layer.q_lora_rank is None else layer.q_lora_rank
-        return [layer.latent + layer.qk_rope_head_dim, queries]
+        return [layer.latent + layer.qk_rope_head_dim, queries, *gate]
     if layer.kind == "LatentKV":
         return [layer.latent, hidden]
-    return [hidden] if layer.gate is None else [hidden, hidden]
+    return [hidden, *gate]
 
 
 def _of_shared_heads(layer: LayerShape, key_channels: int | None) -> list[int]:

@@ -42,6 +42,8 @@ class LayerShape:
         gate: `"head"` or `"channel"` if outputs are gated; None if not.
         softcap: the bound of the scores; None without.
         scale: the factor of the scores; None for `head_dim ** -0.5`.
+        query_scale: the code of the factor of queries by their positions, as `PositionScale(0.1,
+            8192)`; `""` without.
         rope: the code of the rotary embedding, as `Rotary(64, theta=500000.0)`; `""` without RoPE.
         unsupported: why no layer of regard computes this one; `""` if one does.
 
@@ -73,6 +75,7 @@ class LayerShape:
     gate: Literal["head", "channel"] | None = None
     softcap: float | None = None
     scale: float | None = None
+    query_scale: str = ""
     rope: str = ""
     unsupported: str = ""
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.heads import split_heads
 from regard.hf.families import rotating
 from regard.hf.families.projecting import Projection, blocks, by_group, by_head, gpt2, separate
+from regard.layers.query_scale import UNSCALED, PositionScale, QueryScale
 from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
 
 Reads = Callable[[Any], Any]  # one fact about an attention module
@@ -68,6 +70,35 @@ def _no_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Ten
     return None
 
 
+def _unscaled(module: Any) -> QueryScale:
+    return UNSCALED
+
+
+def _no_gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
+    return out
+
+
+def gated_by(child: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    """The gate is the sigmoid of a child's output: one factor for each head or each channel."""
+
+    def gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
+        factor = getattr(module, child)(x).float().sigmoid()
+        return out * split_heads(factor, factor.shape[-1] // out.shape[1]).to(out.dtype)
+
+    return gate
+
+
+def _ministral_scale(module: Any) -> QueryScale:
+    rope = module.config.rope_parameters
+    return PositionScale(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+
+
+def _llama4_scale(module: Any) -> QueryScale:
+    if module.use_rope or not module.attn_temperature_tuning:
+        return UNSCALED
+    return PositionScale(module.attn_scale, module.floor_scale, offset=1)
+
+
 _THREE = separate()
 _O_PROJ = through("o_proj")
 _SCALING = own("scaling")
@@ -93,6 +124,10 @@ class Family:
         scale: reads the factor of the scores.
         dropout: reads the probability of dropping a weight in training.
         bias: what is added to the scores besides the mask, or None.
+        query_scale: reads the factor of queries by their positions; `UNSCALED` without one.
+        counts_positions: whether that factor counts positions from the cache, whatever the model's
+            `position_ids` are (Llama 4).
+        gate: multiplies the outputs of the heads by a gate of the hidden states.
         mask: the argument that holds the mask.
         cache: the argument that holds the cache.
         context: the argument that holds another sequence; `""` if there is none.
@@ -118,6 +153,9 @@ class Family:
     scale: Reads = _SCALING
     dropout: Reads = _DROPOUT
     bias: Callable[[Any, Any, int, int, Any], Tensor | None] = _no_bias
+    query_scale: Callable[[Any], QueryScale] = _unscaled
+    counts_positions: bool = False
+    gate: Callable[[Any, Tensor, Tensor], Tensor] = _no_gate
     mask: str = "attention_mask"
     cache: str = "past_key_values"
     context: str = ""
@@ -166,6 +204,9 @@ _BERT = Family(
     dropout=_ANY_DROPOUT,
 )
 _BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hidden_states")
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3Attention", "deepseek_v3", rotate=rotating.pairs_or_halves, latent=True
+)
 _BART = Family(
     "BartAttention",
     "bart",
@@ -250,7 +291,36 @@ FAMILIES = {
             returns_bias=True,
         ),
         Family("DeepseekV2Attention", "deepseek_v2", rotate=rotating.complex_pairs, latent=True),
-        Family("DeepseekV3Attention", "deepseek_v3", rotate=rotating.pairs_or_halves, latent=True),
+        _DEEPSEEK_V3,
+        replace(_DEEPSEEK_V3, attention="AXK1Attention", folder="axk1"),
+        replace(
+            _DEEPSEEK_V3,
+            attention="Mistral4Attention",
+            folder="mistral4",
+            query_scale=_ministral_scale,
+        ),
+        Family("MiniCPM3Attention", "minicpm3", latent=True),
+        Family("KimiLinearAttention", "kimi_linear", rotate=rotating.not_rotated, latent=True),
+        Family(
+            "BailingHybridAttention",
+            "bailing_hybrid",
+            rotate=rotating.pairs,
+            gate=gated_by("g_proj"),
+            latent=True,
+        ),
+        Family(
+            "Ministral3Attention",
+            "ministral3",
+            window=_EVERY_LAYER,
+            query_scale=_ministral_scale,
+        ),
+        Family(
+            "Llama4TextAttention",
+            "llama4",
+            rotate=rotating.complex_pairs_where_used,
+            query_scale=_llama4_scale,
+            counts_positions=True,
+        ),
     )
 }
 

@@ -20,7 +20,10 @@ from regard.hf.placing.placed import LatentLayer, empty_copy, window_of
 from regard.layers.attention import Attention
 from regard.matrices import matrix_objection
 
-SAME = ("hidden_size", "num_heads", "head_dim", "norm_width", "rope", "mask", "softcap", "dropout")
+SAME = (
+    *("hidden_size", "num_heads", "head_dim", "norm_width", "rope", "mask", "softcap", "dropout"),
+    "query_scale",
+)
 Layer = Attention | LatentLayer
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -21,6 +21,7 @@ from regard.hf.running.calls import (
     of_one_dtype,
     one_part,
     options_of,
+    scaler_of,
     sharded_cache,
     visible_in,
 )
@@ -43,14 +44,14 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     family, given = arrive(self, args, given)
     projected = None
     if (same := repeated_step(family, self, hidden_states, given)) is not None:
-        projected = family.project.both(self, hidden_states)
+        projected = _projected(family, self, hidden_states, given)
         if (stepped := same.run(family, self, projected, given)) is not None:
-            return family.output(self, merge_heads(stepped)), None
+            return _output(family, self, hidden_states, stepped), None
     across = bool(family.context) and given.get(family.context) is not None
     if across:
         q, parts, past, sharded = _across(family, self, hidden_states, given)
     else:
-        projected = projected or family.project.both(self, hidden_states)
+        projected = projected or _projected(family, self, hidden_states, given)
         q, parts, past, sharded = _along(family, self, projected, given)
     queries, count = q.shape[2], number_of_keys(parts, sharded)
     at = visible_in(family, self, given, queries, count, across=across)
@@ -61,8 +62,19 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     sinks = options["sinks"]
     heads, weights = attended(call, q, keys, given, sharded=sharded, sinks=sinks)
     record_step(family, self, hidden_states, given, call)
-    out = family.output(self, merge_heads(heads))
+    out = _output(family, self, hidden_states, heads)
     return (out, bias, weights) if family.returns_bias else (out, weights)
+
+
+def _projected(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Projected:
+    """Queries, scaled by their positions, which commutes with rotation; keys and values."""
+    q, k, v = family.project.both(module, x)
+    return scaler_of(family, module, x, given)(q), k, v
+
+
+def _output(family: Family, module: Any, x: Tensor, heads: Tensor) -> Tensor:
+    """Hidden states from the outputs of the heads."""
+    return family.output(module, merge_heads(family.gate(module, x, heads)))
 
 
 def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, Any]) -> Heads:

@@ -36,6 +36,7 @@ from regard.layers.attention import (
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.layers.memory import Memory
 from regard.layers.query_scale import UNSCALED, PositionScale
+from regard.layers.shared_kv import SharedCache, SharedKVAttention
 from regard.masks import (
     EVERYTHING,
     NOTHING,
@@ -107,6 +108,8 @@ __all__ = [
     "RelativeBias",
     "Rotary",
     "SelfAttention",
+    "SharedCache",
+    "SharedKVAttention",
     "SlidingCache",
     "SlidingWindow",
     "Span",

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from regard.heads import split_heads
 from regard.hf.families import rotating
-from regard.hf.families.projecting import Projection, blocks, by_group, by_head, gpt2, separate
+from regard.hf.families.projecting import (
+    Projection,
+    blocks,
+    by_group,
+    by_head,
+    gpt2,
+    separate,
+    with_normed_values,
+)
 from regard.layers.query_scale import UNSCALED, PositionScale, QueryScale
 from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
 
@@ -74,6 +82,16 @@ def _unscaled(module: Any) -> QueryScale:
     return UNSCALED
 
 
+def _not_shared(module: Any) -> tuple[str, str]:
+    return "", ""
+
+
+def _shared_by_type(module: Any) -> tuple[str, str]:
+    """Gemma 3n and 4: the last layers read those of the last layer before them of their type."""
+    name: str = module.layer_type
+    return name * module.is_kv_shared_layer, name * module.store_full_length_kv
+
+
 def _no_gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
     return out
 
@@ -127,6 +145,8 @@ class Family:
         query_scale: reads the factor of queries by their positions; `UNSCALED` without one.
         counts_positions: whether that factor counts positions from the cache, whatever the model's
             `position_ids` are (Llama 4).
+        sharing: reads the names under which a module takes its keys and values from another layer,
+            and under which it leaves them for others; each is "" for none.
         gate: multiplies the outputs of the heads by a gate of the hidden states.
         mask: the argument that holds the mask.
         cache: the argument that holds the cache.
@@ -155,6 +175,7 @@ class Family:
     bias: Callable[[Any, Any, int, int, Any], Tensor | None] = _no_bias
     query_scale: Callable[[Any], QueryScale] = _unscaled
     counts_positions: bool = False
+    sharing: Callable[[Any], tuple[str, str]] = _not_shared
     gate: Callable[[Any, Tensor, Tensor], Tensor] = _no_gate
     mask: str = "attention_mask"
     cache: str = "past_key_values"
@@ -207,6 +228,13 @@ _BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hi
 _DEEPSEEK_V3 = Family(
     "DeepseekV3Attention", "deepseek_v3", rotate=rotating.pairs_or_halves, latent=True
 )
+_GEMMA4 = Family(
+    "Gemma4TextAttention",
+    "gemma4",
+    project=with_normed_values(),
+    window=_SOME_LAYERS,
+    sharing=_shared_by_type,
+)
 _BART = Family(
     "BartAttention",
     "bart",
@@ -230,6 +258,9 @@ FAMILIES = {
             "Gemma2Attention", "gemma2", window=_SOME_LAYERS, softcap=own("attn_logit_softcapping")
         ),
         Family("Gemma3Attention", "gemma3", project=separate(norm="head"), window=_SOME_LAYERS),
+        _GEMMA4,
+        replace(_GEMMA4, attention="Gemma4UnifiedTextAttention", folder="gemma4_unified"),
+        replace(_GEMMA4, attention="Gemma3nTextAttention", folder="gemma3n"),
         Family(
             "SmolLM3Attention", "smollm3", rotate=rotating.halves_where_used, window=_SOME_LAYERS
         ),

@@ -25,6 +25,7 @@ from regard.hf.running.calls import (
     sharded_cache,
     visible_in,
 )
+from regard.hf.running.shared_keys import leave, take
 from regard.hf.running.steps import Projected, record_step, repeated_step
 from regard.layers.attending import Keys
 
@@ -48,11 +49,16 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         if (stepped := same.run(family, self, projected, given)) is not None:
             return _output(family, self, hidden_states, stepped), None
     across = bool(family.context) and given.get(family.context) is not None
+    taken, left = family.sharing(self)
     if across:
         q, parts, past, sharded = _across(family, self, hidden_states, given)
+    elif taken:
+        q, parts, past, sharded = _taken(family, self, hidden_states, given, taken)
     else:
         projected = projected or _projected(family, self, hidden_states, given)
         q, parts, past, sharded = _along(family, self, projected, given)
+    if left:
+        leave(given, left, parts, sharded)
     queries, count = q.shape[2], number_of_keys(parts, sharded)
     at = visible_in(family, self, given, queries, count, across=across)
     bias = family.bias(self, given, queries, count, past)
@@ -91,6 +97,16 @@ def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, An
     past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
     parts = appended(cache, module.layer_idx, k, v)
     return Heads(q, parts, past, sharded_cache(cache, module))
+
+
+def _taken(family: Family, module: Any, x: Tensor, given: Mapping[str, Any], name: str) -> Heads:
+    """Attention to the keys of another layer, after that layer's norms and rotation."""
+    assert family.project.queries is not None
+    q = scaler_of(family, module, x, given)(family.project.queries(module, x))
+    q = family.rotate(module, q, given.get("position_embeddings"))
+    shared = take(given, name)
+    q, _ = of_one_dtype(q, shared.parts[0].outlines[0])
+    return Heads(q, shared.parts, 0, shared.sharded)
 
 
 def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Heads:

@@ -33,10 +33,12 @@ from regard.layers.attention import (
     MultiQueryAttention,
     SelfAttention,
 )
+from regard.layers.differential import DifferentialAttention
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.layers.memory import Memory
 from regard.layers.query_scale import UNSCALED, PositionScale
 from regard.layers.shared_kv import SharedCache, SharedKVAttention
+from regard.layers.tied_kv import TiedKVAttention
 from regard.masks import (
     EVERYTHING,
     NOTHING,
@@ -81,6 +83,7 @@ __all__ = [
     "Causal",
     "Chunked",
     "Dense",
+    "DifferentialAttention",
     "Documents",
     "Everything",
     "Frequencies",
@@ -114,6 +117,7 @@ __all__ = [
     "SlidingWindow",
     "Span",
     "StaticCache",
+    "TiedKVAttention",
     "Tree",
     "Where",
     "Yarn",

@@ -92,6 +92,18 @@ def _shared_by_type(module: Any) -> tuple[str, str]:
     return name * module.is_kv_shared_layer, name * module.store_full_length_kv
 
 
+def _proportional_runs(module: Any) -> tuple[tuple[int, int], ...] | None:
+    """Gemma 4, where one projection makes keys and values that no other layer reads, and where only
+    the first channels of each half are rotated."""
+    if not module.use_alternative_attention or any(_shared_by_type(module)):
+        return None
+    rope, half = module.config.rope_parameters[module.layer_type], module.head_dim // 2
+    rotated = int(rope.get("partial_rotary_factor", 1.0) * half)
+    if rope["rope_type"] != "proportional" or rotated == half:
+        return None
+    return ((0, rotated), (half, half + rotated))
+
+
 def _no_gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
     return out
 
@@ -147,6 +159,8 @@ class Family:
             `position_ids` are (Llama 4).
         sharing: reads the names under which a module takes its keys and values from another layer,
             and under which it leaves them for others; each is "" for none.
+        tied: reads the runs of channels that are rotated, of a module whose keys are its values
+            but for them; None of others.
         gate: multiplies the outputs of the heads by a gate of the hidden states.
         mask: the argument that holds the mask.
         cache: the argument that holds the cache.
@@ -176,6 +190,7 @@ class Family:
     query_scale: Callable[[Any], QueryScale] = _unscaled
     counts_positions: bool = False
     sharing: Callable[[Any], tuple[str, str]] = _not_shared
+    tied: Reads = absent
     gate: Callable[[Any, Tensor, Tensor], Tensor] = _no_gate
     mask: str = "attention_mask"
     cache: str = "past_key_values"
@@ -234,6 +249,7 @@ _GEMMA4 = Family(
     project=with_normed_values(),
     window=_SOME_LAYERS,
     sharing=_shared_by_type,
+    tied=_proportional_runs,
 )
 _BART = Family(
     "BartAttention",
@@ -260,7 +276,7 @@ FAMILIES = {
         Family("Gemma3Attention", "gemma3", project=separate(norm="head"), window=_SOME_LAYERS),
         _GEMMA4,
         replace(_GEMMA4, attention="Gemma4UnifiedTextAttention", folder="gemma4_unified"),
-        replace(_GEMMA4, attention="Gemma3nTextAttention", folder="gemma3n"),
+        replace(_GEMMA4, attention="Gemma3nTextAttention", folder="gemma3n", tied=absent),
         Family(
             "SmolLM3Attention", "smollm3", rotate=rotating.halves_where_used, window=_SOME_LAYERS
         ),

@@ -47,7 +47,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     if (same := repeated_step(family, self, hidden_states, given)) is not None:
         projected = _projected(family, self, hidden_states, given)
         if (stepped := same.run(family, self, projected, given)) is not None:
-            return _output(family, self, hidden_states, stepped), None
+            return output_of(family, self, hidden_states, stepped), None
     across = bool(family.context) and given.get(family.context) is not None
     taken, left = family.sharing(self)
     if across:
@@ -68,7 +68,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     sinks = options["sinks"]
     heads, weights = attended(call, q, keys, given, sharded=sharded, sinks=sinks)
     record_step(family, self, hidden_states, given, call)
-    out = _output(family, self, hidden_states, heads)
+    out = output_of(family, self, hidden_states, heads)
     return (out, bias, weights) if family.returns_bias else (out, weights)
 
 
@@ -78,7 +78,7 @@ def _projected(family: Family, module: Any, x: Tensor, given: Mapping[str, Any])
     return scaler_of(family, module, x, given)(q), k, v
 
 
-def _output(family: Family, module: Any, x: Tensor, heads: Tensor) -> Tensor:
+def output_of(family: Family, module: Any, x: Tensor, heads: Tensor) -> Tensor:
     """Hidden states from the outputs of the heads."""
     return family.output(module, merge_heads(family.gate(module, x, heads)))
 

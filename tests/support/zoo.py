@@ -209,9 +209,7 @@ ZOO = {
         rope_parameters={**YARN, "rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "deepseek-v3 halves": _lm("DeepseekV3", {**LATENT, "q_lora_rank": None}, rope_interleave=False),
-    "kimi-linear": _lm(
-        "KimiLinear", LATENT, layer_types=["full_attention"] * 3, num_experts=4
-    ),
+    "kimi-linear": _lm("KimiLinear", LATENT, layer_types=["full_attention"] * 3, num_experts=4),
     "axk1": _lm("AXK1", LATENT, rope_interleave=False),
     "minicpm3": _lm("MiniCPM3", LATENT),
     "mistral4": _lm("Mistral4", LATENT, rope_parameters=LONG_QUERIES),

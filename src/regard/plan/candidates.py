@@ -165,7 +165,8 @@ def cached_elements(layer: LayerShape) -> int:
     """Numbers that a layer caches a token."""
     if layer.kv_lora_rank is not None:
         return layer.kv_lora_rank + (0 if layer.keys_by_position else layer.qk_rope_head_dim)
-    return layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
+    beside = layer.head_dim if layer.tied_channels is None else layer.tied_channels
+    return layer.num_kv_heads * (layer.v_head_dim + beside)
 
 
 def _named(layers: tuple[LayerShape, ...]) -> str:

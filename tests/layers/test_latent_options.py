@@ -1,4 +1,4 @@
-"""MLA with a gate, sinks, no rotation and scaled queries, beside transformers' classes in float64."""
+"""MLA with a gate, sinks, no rotation, scaled queries: transformers' classes in float64."""
 
 import pytest
 import torch

@@ -100,6 +100,8 @@ def _placed(model: Any, name: str, layer: Any) -> nn.Module:
     placed: Any = empty_copy(layer)
     for child_name, child in list(placed.named_children()):
         setattr(placed, child_name, _like(child, layer.get_submodule(child_name)))
+    for parameter_name, parameter in layer.named_parameters(recurse=False):
+        setattr(placed, parameter_name, parameter)
     placed.layer_idx, placed.config = module.layer_idx, module.config
     install_output_capuring_hook(placed, "attentions", 1)  # transformers collects by class
     placed.train(module.training)

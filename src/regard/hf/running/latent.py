@@ -45,7 +45,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     family, given = arrive(self, args, given)
     q_nope, q_rope, latent, k_rope = project_latent(self, hidden_states)
     angles = given.get("position_embeddings")  # a placed layer passes positions here
-    scaled = scaler_of(family, self, hidden_states, given)
+    q_nope, q_rope = map(scaler_of(family, self, hidden_states, given), (q_nope, q_rope))
     q_rope, k_rope = (family.rotate(self, x, angles) for x in (q_rope, k_rope))
     if getattr(self, "head_split", None) is not None:  # each rank reads both for its heads
         joined = self.head_split.shared(torch.cat([latent, k_rope], dim=-1))
@@ -57,7 +57,6 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     at = visible_in(family, self, given, q_rope.shape[2], keys)
     form, options = choose_form(self, at.span), options_of(family, self)
     q, made, bias = _read(form, q_nope, q_rope, parts, at, options["scale"], sharded)
-    q = scaled(q)
     call = described(q, made, at, bias=bias, sharded=sharded, **options)
     heads, weights = attended(call, q, made, given, sharded=sharded, sinks=options["sinks"])
     heads = family.gate(self, hidden_states, form.output(heads))

@@ -33,12 +33,12 @@ from regard.layers.attention import (
     MultiQueryAttention,
     SelfAttention,
 )
-from regard.layers.differential import DifferentialAttention
+from regard.layers.forms.differential import DifferentialAttention
+from regard.layers.forms.shared_kv import SharedCache, SharedKVAttention
+from regard.layers.forms.tied_kv import TiedKVAttention
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.layers.memory import Memory
 from regard.layers.query_scale import UNSCALED, PositionScale
-from regard.layers.shared_kv import SharedCache, SharedKVAttention
-from regard.layers.tied_kv import TiedKVAttention
 from regard.masks import (
     EVERYTHING,
     NOTHING,

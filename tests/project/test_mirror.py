@@ -20,6 +20,7 @@ MIRRORED = [  # folders whose every module has its file of tests
     "convert/healing",
     "convert/lossy",
     "layers",
+    "layers/forms",
     "masks",
     "ops",
     "ops/backends",
@@ -55,6 +56,7 @@ OTHER = {  # files of tests in mirrored folders that are about no module of thei
     "cache/paging/test_pools_in_files.py": "stored prefixes of a pool, saved and found by another",
     "convert/test_low_memory.py": "conversions of a model whose weights stay on disk",
     "distributed/test_fsdp.py": "layers as torch's data parallelism wraps them",
+    "layers/test_latent_options.py": "MLA's options beside transformers' classes",
     "plan/test_wrong_formulas.py": "costs with one mistake each, which named tests must notice",
 }
 TESTLESS = {  # modules without tests of their own

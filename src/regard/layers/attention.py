@@ -22,18 +22,19 @@ from regard.layers.construct import (
     build_sinks,
     constructor_code,
     gated,
+    kind_of_heads,
     normed_heads,
     records_arguments,
     reset_sinks,
-    size_of_head,
+    set_heads,
+    set_rules,
 )
-from regard.layers.inputs import Arrival, arrive, check_rope, check_width, options_of
+from regard.layers.inputs import Arrival, arrive, check_width, options_of
 from regard.layers.memory import Context, Memory, check_own, recorded_for
-from regard.layers.query_scale import UNSCALED, QueryScale, check_query_scale
+from regard.layers.query_scale import UNSCALED, QueryScale
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
-from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope
 
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
@@ -88,6 +89,7 @@ class Attention(nn.Module):
     caches_positions, input_projection = False, "q_proj"
     options, weights, explain = options_of, weights, explain
     gated, reset_parameters, __repr__ = gated, reset_sinks, constructor_code
+    kind = property(kind_of_heads)
 
     @records_arguments
     def __init__(
@@ -115,16 +117,12 @@ class Attention(nn.Module):
         precision: Precision = "strict",
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
-        self.hidden_size = hidden_size
+        set_heads(self, hidden_size, num_heads, num_kv_heads, head_dim)
         self.context_size = hidden_size if context_size is None else context_size
-        mask = EVERYTHING if mask is None else mask
-        check_mask(mask)
-        check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
-        check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
-        check_query_scale(query_scale)
+        set_rules(
+            self, rope, mask, scale, dropout=dropout, softcap=softcap, score_bias=score_bias,
+            query_scale=query_scale, backend=backend, precision=precision,
+        )  # fmt: skip
         biased = biased_projections(bias, _PROJECTIONS, usual=_PROJECTIONS)
         out_bias = "o_proj" in biased if out_bias is None else out_bias
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -137,17 +135,6 @@ class Attention(nn.Module):
         self.k_norm = build_norm(qk_norm, self.head_dim, kv_width, norm_eps)
         self.sinks: Tensor | None = build_sinks(sinks, num_heads)
         self.gate_proj = build_gate(gate, hidden_size, num_heads, width)
-        self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
-        self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.score_bias, self.query_scale = score_bias, query_scale
-        self.backend, self.precision = backend, precision
-
-    @property
-    def kind(self) -> str:
-        """The name of this attention: `"MHA"`, `"GQA"` or `"MQA"`."""
-        if self.num_kv_heads == self.num_heads:
-            return "MHA"
-        return "MQA" if self.num_kv_heads == 1 else "GQA"
 
     def forward(
         self,

@@ -10,7 +10,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.heads import split_heads
-from regard.ops.check import divisors
+from regard.layers.inputs import check_rope
+from regard.layers.query_scale import UNSCALED, QueryScale, check_query_scale
+from regard.masks import EVERYTHING, Mask
+from regard.ops.attend import Precision
+from regard.ops.check import check_mask, check_options, divisors
+from regard.rope import Rope
 
 Norm = Literal["head", "width"] | Callable[[int], nn.Module] | None
 P = ParamSpec("P")
@@ -112,6 +117,47 @@ def biased_projections(
         names = f"{condition}choose from {sorted(projections)}"
         raise ValueError(f"bias names {sorted(biased - projections)}; {names}")
     return biased
+
+
+def set_heads(
+    layer: Any, hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> None:
+    """Check and set the sizes of a layer, as `Attention` completes them."""
+    layer.hidden_size, layer.num_heads = hidden_size, num_heads
+    layer.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    layer.head_dim = size_of_head(hidden_size, num_heads, layer.num_kv_heads, head_dim)
+
+
+def kind_of_heads(layer: Any) -> str:
+    """The name of this attention: `"MHA"`, `"GQA"` or `"MQA"`."""
+    if layer.num_kv_heads == layer.num_heads:
+        return "MHA"
+    return "MQA" if layer.num_kv_heads == 1 else "GQA"
+
+
+def set_rules(
+    layer: Any,
+    rope: Rope,
+    mask: Mask | None,
+    scale: float | None,
+    *,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    score_bias: Any = None,
+    query_scale: QueryScale = UNSCALED,
+    backend: str,
+    precision: Precision,
+) -> None:
+    """Check and set what a layer of `head_dim` channels does to its scores."""
+    mask = EVERYTHING if mask is None else mask
+    check_mask(mask)
+    check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
+    check_rope(rope, range(layer.head_dim + 1), f"head_dim={layer.head_dim}")
+    check_query_scale(query_scale)
+    layer.rope, layer.mask, layer.dropout, layer.softcap = rope, mask, dropout, softcap
+    layer.scale = layer.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
+    layer.score_bias, layer.query_scale = score_bias, query_scale
+    layer.backend, layer.precision = backend, precision
 
 
 def build_norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module | None:

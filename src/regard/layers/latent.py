@@ -142,8 +142,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
-        self.pieces = kv_lora_rank, qk_rope_head_dim
-        self.v_head_dim = v_head_dim
+        self.pieces, self.v_head_dim = (kv_lora_rank, qk_rope_head_dim), v_head_dim
         width = num_heads * self.qk_head_dim
         queries = {"q_proj"} if q_lora_rank is None else {"q_a_proj", "q_b_proj"}
         projections = _AFTER_QUERIES | queries
@@ -168,10 +167,10 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = linear("o_proj", num_heads * v_head_dim, hidden_size)
         self.sinks: Tensor | None = build_sinks(sinks, num_heads)
         self.gate_proj = build_gate(gate, hidden_size, num_heads, num_heads * v_head_dim)
-        self.rope, self.mask, self.score_bias, self.dropout = rope, mask, score_bias, dropout
-        self.query_scale = query_scale
+        self.rope, self.mask, self.dropout, self.query_scale = rope, mask, dropout, query_scale
         self.scale = self.qk_head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.form, self.backend, self.precision = form, backend, precision
+        self.score_bias, self.form = score_bias, form
+        self.backend, self.precision = backend, precision
 
     def forward(
         self,

@@ -18,10 +18,10 @@ from regard.hf.families.layers import rope_of
 from regard.hf.families.recognising import Family, family_of
 from regard.hf.placing.placed import window_of
 from regard.layers.attention import Attention
+from regard.layers.forms.shared_kv import SharedKVAttention
+from regard.layers.forms.tied_kv import TiedKeys, TiedKVAttention
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.layers.query_scale import UNSCALED
-from regard.layers.shared_kv import SharedKVAttention
-from regard.layers.tied_kv import TiedKeys, TiedKVAttention
 from regard.masks import AllOf, Causal
 from regard.plan.shapes import LayerShape, Workload
 from regard.plan.weights import parameters
@@ -101,6 +101,11 @@ def shape_of(layer: Any) -> LayerShape:
             qk_rope_head_dim=layer.qk_rope_head_dim,
             latent_norm=not isinstance(layer.kv_a_layernorm, nn.Identity),
         )
+    return _shape_of_heads(layer, common)
+
+
+def _shape_of_heads(layer: Any, common: dict[str, Any]) -> LayerShape:
+    """The sizes of a layer of regard with key heads."""
     common |= {
         "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,

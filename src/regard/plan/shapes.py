@@ -28,8 +28,8 @@ class LayerShape:
         qk_rope_head_dim: of MLA, channels of the key that carries RoPE and is cached beside the
             latent; of other layers the channels of a head that are rotated.
         keys_by_position: of a latent layer whose keys are rotated when they are read: its cache
-            holds the latent and an integer position (`LatentKVAttention`). Of tied keys, whether the
-            cache holds positions.
+            holds the latent and an integer position (`LatentKVAttention`). Of tied keys, whether
+            the cache holds positions.
         tied_channels: of a layer whose keys are its values, scaled and rotated (`TiedKVAttention`):
             channels of a key that are cached beside its value; None for keys of their own.
         window: keys a query can see at most, its own included; None without a window.

@@ -22,9 +22,9 @@ from regard.hf.running import heads, latent, tied
 from regard.hf.running.binding import bind, replace, restore
 from regard.hf.running.probing import disagreement
 from regard.hf.running.registering import register
+from regard.layers.forms.tied_kv import TiedKeys
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.layers.query_scale import UNSCALED
-from regard.layers.tied_kv import TiedKeys
 from regard.masks import Span
 from regard.ops.attend import prepare
 from regard.ops.check import check_options

@@ -1,4 +1,4 @@
-"""Keys and values that one layer of a model leaves for others, as the parts that its cache returned."""
+"""Keys and values that a layer of a model leaves for others: the parts that its cache returned."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +13,9 @@ ARGUMENT = "shared_kv_states"  # the dictionary that a model passes to each of i
 
 
 class SharedKeys(Sequence[Tensor]):
-    """Keys and values as transformers passes them between layers, a pair of tensors: indexing copies
-    them out, and layers that regard runs read the parts.
+    """Keys and values as transformers passes them between layers, a pair of tensors.
+
+    Indexing copies them out of pages or codes. Layers that regard runs read the parts.
 
     Attributes:
         parts: as the cache returned them, which may be pages or codes.
@@ -37,7 +38,9 @@ def leave(given: Mapping[str, Any], name: str, parts: tuple[Part, ...], sharded:
 
 
 def take(given: Mapping[str, Any], name: str) -> SharedKeys:
-    """The parts that an earlier layer of the same call left; tensors that the model moved to another
-    device, or that its caller gave, are one part."""
+    """The parts that an earlier layer of the same call left.
+
+    Tensors that the model moved to another device, or that its caller gave, are one part.
+    """
     held = given[ARGUMENT][name]
     return held if isinstance(held, SharedKeys) else SharedKeys(one_part(*held), None)

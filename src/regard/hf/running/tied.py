@@ -23,7 +23,7 @@ from regard.hf.running.calls import (
     sharded_cache,
     visible_in,
 )
-from regard.layers.tied_kv import TiedKeys
+from regard.layers.forms.tied_kv import TiedKeys
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:

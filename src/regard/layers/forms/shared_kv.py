@@ -21,17 +21,18 @@ from regard.layers.construct import (
     build_sinks,
     constructor_code,
     gated,
+    kind_of_heads,
     normed_heads,
     records_arguments,
     reset_sinks,
-    size_of_head,
+    set_heads,
+    set_rules,
 )
-from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
+from regard.layers.inputs import Arrival, arrive, options_of, refuse_context
 from regard.layers.memory import Context
-from regard.layers.query_scale import UNSCALED, QueryScale, check_query_scale
+from regard.layers.query_scale import UNSCALED, QueryScale
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.attend import Precision
-from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope
 
 
@@ -248,8 +249,7 @@ class SharedKVAttention(nn.Module):
     caches_positions, input_projection = False, "q_proj"
     options, weights, explain = options_of, weights, explain
     gated, reset_parameters, __repr__ = gated, reset_sinks, constructor_code
-    check_context = staticmethod(refuse_context)
-    score_bias: None = None
+    check_context, kind = staticmethod(refuse_context), property(kind_of_heads)
 
     @records_arguments
     def __init__(
@@ -275,31 +275,18 @@ class SharedKVAttention(nn.Module):
         precision: Precision = "strict",
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
-        self.hidden_size, width = hidden_size, num_heads * self.head_dim
-        mask = EVERYTHING if mask is None else mask
-        check_mask(mask)
-        check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
-        check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
-        check_query_scale(query_scale)
+        set_heads(self, hidden_size, num_heads, num_kv_heads, head_dim)
+        set_rules(
+            self, rope, mask, scale, dropout=dropout, softcap=softcap,
+            query_scale=query_scale, backend=backend, precision=precision,
+        )  # fmt: skip
+        width = num_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=bias)
         self.o_proj = nn.Linear(width, hidden_size, bias=bias if out_bias is None else out_bias)
         self.norm_width = qk_norm == "width"
         self.q_norm = build_norm(qk_norm, self.head_dim, width, norm_eps)
         self.sinks: Tensor | None = build_sinks(sinks, num_heads)
         self.gate_proj = build_gate(gate, hidden_size, num_heads, width)
-        self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
-        self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.query_scale, self.backend, self.precision = query_scale, backend, precision
-
-    @property
-    def kind(self) -> str:
-        """`"MHA"`, `"GQA"` or `"MQA"`."""
-        if self.num_kv_heads == self.num_heads:
-            return "MHA"
-        return "MQA" if self.num_kv_heads == 1 else "GQA"
 
     def forward(
         self,

@@ -17,18 +17,18 @@ from regard.layers.attending import Keys, attended, explain, rebuild, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     constructor_code,
+    kind_of_heads,
     normed,
     normed_heads,
     records_arguments,
-    size_of_head,
+    set_heads,
+    set_rules,
 )
-from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
+from regard.layers.inputs import Arrival, arrive, options_of, refuse_context
 from regard.layers.latent_kv import as_stream
 from regard.layers.memory import Context
-from regard.layers.query_scale import UNSCALED
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
-from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope, Rotary
 
 Runs = tuple[tuple[int, int], ...]  # first and last, exclusive, of channels that lie side by side
@@ -164,10 +164,7 @@ class TiedKVAttention(nn.Module):
     input_projection = "q_proj"
     options, weights, explain = options_of, weights, explain
     __repr__, check_context = constructor_code, staticmethod(refuse_context)
-    sinks: None = None
-    softcap: None = None
-    score_bias: None = None
-    query_scale = UNSCALED
+    kind, sinks = property(kind_of_heads), None
 
     @records_arguments
     def __init__(
@@ -188,32 +185,18 @@ class TiedKVAttention(nn.Module):
         precision: Precision = "strict",
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
-        mask = EVERYTHING if mask is None else mask
-        check_mask(mask)
-        check_options(dropout=dropout, softcap=None, precision=precision, scale=scale)
-        check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
+        set_heads(self, hidden_size, num_heads, num_kv_heads, head_dim)
+        rules = {"dropout": dropout, "backend": backend, "precision": precision}
+        set_rules(self, rope, mask, scale, **rules)  # type: ignore[arg-type]
         if form not in ("absorbed", "expanded"):
             raise ValueError(f"form is 'absorbed' or 'expanded', got {form!r}")
-        self.hidden_size, width = hidden_size, num_heads * self.head_dim
+        self.form, self.runs, width = form, rotated_runs(rope), num_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=bias)
         self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(width, hidden_size, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps)  # its weight alone is read
         self.v_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, elementwise_affine=False)
-        self.rope, self.runs, self.mask, self.dropout = rope, rotated_runs(rope), mask, dropout
-        self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.form, self.backend, self.precision = form, backend, precision
-
-    @property
-    def kind(self) -> str:
-        """`"MHA"`, `"GQA"` or `"MQA"`."""
-        if self.num_kv_heads == self.num_heads:
-            return "MHA"
-        return "MQA" if self.num_kv_heads == 1 else "GQA"
 
     @property
     def tied(self) -> TiedKeys:

@@ -11,14 +11,12 @@ from regard.cache.parts import streams_of
 from regard.heads import merge_heads, split_heads
 from regard.layers.attending import Keys, attended, describe, explain
 from regard.layers.cache_use import requiring_grad, restored_on_error
-from regard.layers.construct import constructor_code, records_arguments, size_of_head
-from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
+from regard.layers.construct import constructor_code, records_arguments, set_heads, set_rules
+from regard.layers.inputs import Arrival, arrive, options_of, refuse_context
 from regard.layers.memory import Context
-from regard.layers.query_scale import UNSCALED
 from regard.masks import EVERYTHING, Mask
 from regard.ops import explain as ops
 from regard.ops.attend import Precision
-from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope
 
 
@@ -71,12 +69,7 @@ class DifferentialAttention(nn.Module):
     caches_positions, input_projection = False, "q_proj"
     options, explain = options_of, explain
     __repr__, check_context = constructor_code, staticmethod(refuse_context)
-    sinks: None = None
-    softcap: None = None
-    score_bias: None = None
-    query_scale = UNSCALED
-    dropout = 0.0  # two softmaxes have no weights in common that could be dropped
-    kind = "Differential"
+    kind, sinks = "Differential", None
 
     @records_arguments
     def __init__(
@@ -96,19 +89,14 @@ class DifferentialAttention(nn.Module):
         precision: Precision = "strict",
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
+        set_heads(self, hidden_size, num_heads, num_kv_heads, head_dim)
+        set_rules(self, rope, mask, scale, backend=backend, precision=precision)
         if num_heads % 2 or self.num_kv_heads % 2:
             raise ValueError(
                 "each of the two softmaxes has half of the heads: num_heads and num_kv_heads are "
                 f"even, got {num_heads} and {self.num_kv_heads}"
             )
-        mask = EVERYTHING if mask is None else mask
-        check_mask(mask)
-        check_options(dropout=0.0, softcap=None, precision=precision, scale=scale)
-        check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
-        self.hidden_size, width = hidden_size, num_heads * self.head_dim
+        self.lambda_init, width = lambda_init, num_heads * self.head_dim
         kv_width = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=bias)
         self.k_proj = nn.Linear(hidden_size, kv_width, bias=bias)
@@ -118,9 +106,6 @@ class DifferentialAttention(nn.Module):
             nn.Parameter(torch.empty(self.head_dim)) for _ in range(4)
         )
         self.groupnorm = nn.RMSNorm(2 * self.head_dim, eps=norm_eps, elementwise_affine=False)
-        self.lambda_init, self.rope, self.mask = lambda_init, rope, mask
-        self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.backend, self.precision = backend, precision
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -162,8 +147,9 @@ class DifferentialAttention(nn.Module):
         cache: Cache | None = NO_CACHE,
         positions: Int[Tensor, "*B L"] | None = None,
     ) -> Float[Tensor, "B h L S"]:
-        """The differences of the two softmaxes in the same call, `[B, num_heads / 2, L, S]`; the
-        cache does not change. A row sums to `1 - lambda`, and weights may be negative.
+        """The differences of the two softmaxes, `[B, num_heads / 2, L, S]`.
+
+        The cache does not change. A row sums to `1 - lambda`, and weights may be negative.
 
         Raises:
             TypeError, ValueError: as `Attention.weights`.
@@ -176,8 +162,10 @@ class DifferentialAttention(nn.Module):
         return first - self.factor().to(first.dtype) * second
 
     def project(self, x: Float[Tensor, "B L E"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, H, L, D]` and keys `[B, G, L, D]` before rotation; values `[B, G/2, L, 2 D]`,
-        those of two heads side by side."""
+        """Queries `[B, H, L, D]`, keys `[B, G, L, D]`, before rotation, and values.
+
+        Values are `[B, G / 2, L, 2 D]`, those of two heads side by side.
+        """
         q, k, v = (
             split_heads(projection(x), self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)

@@ -243,6 +243,8 @@ ZOO = {
         "Gemma4TextConfig",
         {
             **GEMMA4,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
             "num_kv_shared_layers": 0,
             "global_head_dim": 16,
             "num_global_key_value_heads": 1,

@@ -16,6 +16,7 @@ from regard.layers.attending import Keys, attended, explain, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
+    Settings,
     biased_projections,
     build_gate,
     build_norm,
@@ -40,7 +41,7 @@ from regard.rope import NO_ROPE, Rope
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, Settings):
     """Softmax attention over heads that may share keys and values.
 
     MHA: Vaswani et al. 2017, arXiv:1706.03762. MQA: Shazeer 2019, arXiv:1911.02150. GQA: Ainslie et

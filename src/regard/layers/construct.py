@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, ParamSpec, SupportsIndex
+from typing import Any, Literal, ParamSpec, Protocol, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,7 @@ from regard.layers.inputs import check_rope
 from regard.layers.query_scale import UNSCALED, QueryScale, check_query_scale
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
+from regard.ops.bias import ScoreBias
 from regard.ops.check import check_mask, check_options, divisors
 from regard.rope import Rope
 
@@ -119,8 +120,37 @@ def biased_projections(
     return biased
 
 
+class Settings:
+    """The settings of a layer with key heads, which `set_heads` and `set_rules` set."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    mask: Mask
+    scale: float
+    dropout: float
+    softcap: float | None
+    score_bias: Tensor | ScoreBias | None
+    query_scale: QueryScale
+    backend: str
+    precision: Precision
+
+
+class Gated(Protocol):
+    """The optional parameters of a layer."""
+
+    sinks: Tensor | None
+    gate_proj: nn.Linear | None
+
+
 def set_heads(
-    layer: Any, hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+    layer: Settings,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
 ) -> None:
     """Check and set the sizes of a layer, as `Attention` completes them."""
     layer.hidden_size, layer.num_heads = hidden_size, num_heads
@@ -128,7 +158,7 @@ def set_heads(
     layer.head_dim = size_of_head(hidden_size, num_heads, layer.num_kv_heads, head_dim)
 
 
-def kind_of_heads(layer: Any) -> str:
+def kind_of_heads(layer: Settings) -> str:
     """The name of this attention: `"MHA"`, `"GQA"` or `"MQA"`."""
     if layer.num_kv_heads == layer.num_heads:
         return "MHA"
@@ -136,14 +166,14 @@ def kind_of_heads(layer: Any) -> str:
 
 
 def set_rules(
-    layer: Any,
+    layer: Settings,
     rope: Rope,
     mask: Mask | None,
     scale: float | None,
     *,
     dropout: float = 0.0,
     softcap: float | None = None,
-    score_bias: Any = None,
+    score_bias: Tensor | ScoreBias | None = None,
     query_scale: QueryScale = UNSCALED,
     backend: str,
     precision: Precision,
@@ -199,7 +229,7 @@ def build_sinks(wanted: bool, num_heads: int) -> nn.Parameter | None:
     return nn.Parameter(torch.zeros(num_heads)) if wanted else None
 
 
-def reset_sinks(layer: Any) -> None:
+def reset_sinks(layer: Gated) -> None:
     """Initialise the parameters that belong to no submodule: sinks are 0."""
     if layer.sinks is not None:
         nn.init.zeros_(layer.sinks)
@@ -214,7 +244,7 @@ def build_gate(kind: str | None, hidden_size: int, num_heads: int, width: int) -
 
 
 def gated(
-    layer: Any, x: Float[Tensor, "B L E"], out: Float[Tensor, "B H L Dv"]
+    layer: Gated, x: Float[Tensor, "B L E"], out: Float[Tensor, "B H L Dv"]
 ) -> Float[Tensor, "B H L Dv"]:
     """The outputs of the heads times the gate of the input, if the layer has one."""
     if layer.gate_proj is None:

@@ -12,6 +12,7 @@ from regard.layers.attending import Keys, attended, explain, rebuild, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
+    Settings,
     build_norm,
     check_sizes,
     constructor_code,
@@ -28,7 +29,7 @@ from regard.ops.bias import ScoreBias
 from regard.rope import NO_ROPE, Rope
 
 
-class LatentKVAttention(nn.Module):
+class LatentKVAttention(nn.Module, Settings):
     """Grouped-query attention over a joint latent of keys and values, with exact rotary embedding.
 
     Its cache is smaller, its steps are slower: keys are rebuilt when they are read (as in Palu,

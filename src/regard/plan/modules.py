@@ -72,7 +72,8 @@ def shape_of(layer: Any) -> LayerShape:
         >>> shape.kind, shape.head_dim, shape.kv_lora_rank
         ('MLA', 12, 16)
     """
-    if not isinstance(layer, DESCRIBED):
+    is_described = isinstance(layer, DESCRIBED)
+    if not is_described:
         known = ", ".join(each.__name__ for each in DESCRIBED)
         raise TypeError(f"sizes are known of {known}, got {type(layer).__name__}")
     rules = layer.mask.parts if isinstance(layer.mask, AllOf) else (layer.mask,)

@@ -76,9 +76,8 @@ def test_one_query_and_many_read_the_same_keys(rope, form):
         layer(x[:, :-1], cache=cache)
         last = layer.weights(x[:, -1:], cache=cache)
     torch.testing.assert_close(last, whole[:, :, -1:].detach())
-    layer.form = "expanded"
-    wanted = gradients(layer, layer(x))
-    layer.form = form
+    other = layer_of(rope, form="expanded")
+    wanted = gradients(other, other(x))
     pieces = KVCache()
     stepped = torch.cat([layer(each, cache=pieces) for each in x.split(1, 1)], 1)
     for name, gradient in gradients(layer, stepped).items():
@@ -111,7 +110,7 @@ def test_the_cache_holds_values_and_what_is_rotated(rope, form, numbers, positio
     assert parameters(shape, work) == sum(each.numel() for each in layer.parameters())
 
 
-def gemma4(rotated: float):
+def gemma4(rotated: float, form: str):
     """Gemma 4's module of a global layer, its angles, and the layer that computes the same."""
     rope = {"rope_type": "proportional", "partial_rotary_factor": rotated, "rope_theta": 50.0}
     sliding = {"rope_type": "default", "rope_theta": 10.0}
@@ -134,7 +133,7 @@ def gemma4(rotated: float):
     frequencies = angles.full_attention_inv_freq.tolist()
     layer = TiedKVAttention(
         12, 4, num_kv_heads=2, head_dim=8, scale=1.0, mask=Causal(), norm_eps=config.rms_norm_eps,
-        rope=Rotary(8, scaling=Frequencies(frequencies)),
+        rope=Rotary(8, scaling=Frequencies(frequencies)), form=form,
     )  # fmt: skip
     for each in module.parameters():
         torch.nn.init.normal_(each, std=0.5)
@@ -147,8 +146,8 @@ def gemma4(rotated: float):
 def test_it_is_gemma_4(rotated, form):
     with float64():
         torch.manual_seed(1)
-        module, angles, layer = gemma4(rotated)
-        layer.form, x = form, x_of()
+        module, angles, layer = gemma4(rotated, form)
+        x = x_of()
         places = torch.arange(TOKENS)[None]
         mask = additive(TOKENS).expand(2, -1, -1, -1)
         turned = angles(x, places, "full_attention")

@@ -124,7 +124,7 @@ def expand(layer: MultiHeadLatentAttention) -> Attention:
         "query_scale": layer.query_scale,
     }
     if layer.sinks is not None:
-        children["sinks"], arguments["sinks"] = layer.sinks, True
+        children["sinks"], arguments["sinks"] = layer.get_parameter("sinks"), True
     if layer.gate_proj is not None:
         children["gate_proj"] = _gate(layer, dim)
         by_head = layer.gate_proj.out_features == layer.num_heads

@@ -11,7 +11,13 @@ from regard.cache.parts import streams_of
 from regard.heads import merge_heads, split_heads
 from regard.layers.attending import Keys, attended, describe, explain
 from regard.layers.cache_use import requiring_grad, restored_on_error
-from regard.layers.construct import constructor_code, records_arguments, set_heads, set_rules
+from regard.layers.construct import (
+    Settings,
+    constructor_code,
+    records_arguments,
+    set_heads,
+    set_rules,
+)
 from regard.layers.inputs import Arrival, arrive, options_of, refuse_context
 from regard.layers.memory import Context
 from regard.masks import EVERYTHING, Mask
@@ -20,7 +26,7 @@ from regard.ops.attend import Precision
 from regard.rope import NO_ROPE, Rope
 
 
-class DifferentialAttention(nn.Module):
+class DifferentialAttention(nn.Module, Settings):
     """Differential attention: `(softmax(q1 k1) - lambda * softmax(q2 k2)) v`, head by head.
 
     Ye et al. 2024, arXiv:2410.05258. The first half of the query and key heads makes the first
@@ -69,7 +75,8 @@ class DifferentialAttention(nn.Module):
     caches_positions, input_projection = False, "q_proj"
     options, explain = options_of, explain
     __repr__, check_context = constructor_code, staticmethod(refuse_context)
-    kind, sinks = "Differential", None
+    kind = "Differential"
+    sinks: Tensor | None = None
 
     @records_arguments
     def __init__(

@@ -16,6 +16,7 @@ from regard.layers.attending import Keys, attended, explain, weights
 from regard.layers.cache_use import restored_on_error
 from regard.layers.construct import (
     Norm,
+    Settings,
     build_gate,
     build_norm,
     build_sinks,
@@ -117,8 +118,9 @@ class SharedCache:
         held = self.cache
         return self.last, held.snapshot() if isinstance(held, Stored) else held.length
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: object) -> None:
         """Undo the updates since `snapshot` was called; nothing else may have happened."""
+        assert isinstance(snapshot, tuple)
         self.last, before = snapshot
         if isinstance(self.cache, Stored):
             self.cache.restore(before)
@@ -185,8 +187,9 @@ class FollowingCache:
         """The update that was read last."""
         return self._read
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: object) -> None:
         """Undo the reading since `snapshot` was called."""
+        assert snapshot is None or isinstance(snapshot, _Update)
         self._read = snapshot
 
     def _last(self) -> _Update:
@@ -202,7 +205,7 @@ class FollowingCache:
         return f"{self.shared!r}.follow()"
 
 
-class SharedKVAttention(nn.Module):
+class SharedKVAttention(nn.Module, Settings):
     """Attention to the keys and values of an earlier layer: it has queries and an output alone.
 
     Cross-layer attention (Brandon et al. 2024, arXiv:2405.12981), YOCO (Sun et al. 2024,

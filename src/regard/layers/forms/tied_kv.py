@@ -16,6 +16,7 @@ from regard.heads import merge_heads, split_heads
 from regard.layers.attending import Keys, attended, explain, rebuild, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
+    Settings,
     constructor_code,
     kind_of_heads,
     normed,
@@ -117,7 +118,7 @@ def rotated_runs(rope: Rope) -> Runs:
     return tuple((int(start), int(stop)) for start, stop in edges.view(-1, 2).tolist())
 
 
-class TiedKVAttention(nn.Module):
+class TiedKVAttention(nn.Module, Settings):
     """Grouped-query attention whose keys are `rope(v * weight)` of its values, as in Gemma 4.
 
     One projection makes both: `v = v_norm(k_proj(x))`, an RMSNorm without a weight, and
@@ -164,7 +165,9 @@ class TiedKVAttention(nn.Module):
     input_projection = "q_proj"
     options, weights, explain = options_of, weights, explain
     __repr__, check_context = constructor_code, staticmethod(refuse_context)
-    kind, sinks = property(kind_of_heads), None
+    kind = property(kind_of_heads)
+    sinks: Tensor | None = None
+    pieces: tuple[int, ...]
 
     @records_arguments
     def __init__(
@@ -197,21 +200,13 @@ class TiedKVAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps)  # its weight alone is read
         self.v_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, elementwise_affine=False)
+        self.pieces = self.tied.pieces if form == "absorbed" else ()
+        self.caches_positions = form == "expanded"
 
     @property
     def tied(self) -> TiedKeys:
         """How keys follow from values."""
         return TiedKeys(self.k_norm.weight, self.runs)
-
-    @property
-    def pieces(self) -> tuple[int, ...]:
-        """The widths of the pieces of the joined stream; none where values are cached alone."""
-        return self.tied.pieces if self.form == "absorbed" else ()
-
-    @property
-    def caches_positions(self) -> bool:
-        """Whether the cache holds rotary positions, as int32."""
-        return self.form == "expanded"
 
     def forward(
         self,

@@ -238,6 +238,9 @@ ZOO = {
         },
     ),
     "gemma4": Kind("Gemma4ForCausalLM", "Gemma4TextConfig", {**GEMMA4, "global_head_dim": 16}),
+    "gemma4 unified": Kind(
+        "Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextConfig", {**GEMMA4, "global_head_dim": 16}
+    ),
     "gemma4 tied": Kind(
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",

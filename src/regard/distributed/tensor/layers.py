@@ -153,7 +153,7 @@ def _attention(layer: Any, place: Placing) -> Styles:
 
 
 def _gate(layer: Any, place: Placing) -> Styles:
-    if layer.gate_proj is None:
+    if getattr(layer, "gate_proj", None) is None:  # transformers' MLA has no such attribute
         return {}
     channels = layer.gate_proj.out_features // layer.num_heads
     return {"gate_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(channels)))}

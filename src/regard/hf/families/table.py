@@ -199,6 +199,20 @@ class Family:
     returns_bias: bool = False
     latent: bool = False
 
+    def beyond_heads(self, module: nn.Module) -> str:
+        """In words, what a module does besides projection, rotation and attention, or ""."""
+        # a layer of regard in a model has the attribute, which may be None
+        gated = self.gate is not _no_gate and getattr(module, "gate_proj", "") is not None
+        for holds, words in (
+            (gated, "gates its outputs"),
+            (any(self.sharing(module)), "shares its keys with other layers"),
+            (self.tied(module) is not None, "has keys that are its values"),
+            (self.query_scale(module) is not UNSCALED, "scales queries by their positions"),
+        ):
+            if holds:
+                return words
+        return ""
+
     def window_of(self, module: nn.Module) -> int | None:
         """The sliding window of one attention module, or None."""
         size: int | None = self.window(module)

@@ -1,9 +1,10 @@
 """Keys that are values: bytes and time of a decoding step in a global layer of Gemma 4.
 
-Question: does one stream instead of two (`TiedKVAttention`) save time as well as bytes? The peers are
-the same layer with keys and values apart, which is the cache of every other library, in regard's own
-kernels and in torch's. The limit is the time of reading the cached bytes once, measured in the same
-run. Sizes: 512 channels a head, 128 of them rotated, 8 query heads to a key head.
+Question: does one stream instead of two (`TiedKVAttention`) save time as well as bytes? The peers
+are a layer of the same sizes with keys and values apart, which is the cache of every other library,
+in regard's own kernels and in torch's. The limit is the time of reading the cached bytes once,
+measured in the same run. Sizes: 512 channels a head, 128 of them rotated, 8 query heads to a key
+head.
 
     python benchmarks/tied.py
     python benchmarks/tied.py --contexts 4096 --kv-heads 1 --dtype bfloat16
@@ -39,7 +40,9 @@ def layers(kv_heads: int, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
     }
 
 
-def step(layer: torch.nn.Module, context: int, dtype: torch.dtype) -> tuple[Callable[[], None], int]:
+def step(
+    layer: torch.nn.Module, context: int, dtype: torch.dtype
+) -> tuple[Callable[[], None], int]:
     """A decoding step after so many tokens, which is then taken back; and the bytes held."""
     cache, x = KVCache(), torch.randn(1, 1, WIDTH, dtype=dtype)
     layer(torch.randn(1, 1, WIDTH, dtype=dtype), cache=cache)

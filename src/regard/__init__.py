@@ -1,10 +1,10 @@
 """Attention layers that are right, fast and cache-aware, on PyTorch.
 
-Four constants are neutral values: they stand where an argument is not given.
+Five constants are neutral values: they stand where an argument is not given.
 
 Examples:
     >>> import torch
-    >>> from regard import EVERYTHING, NOTHING, NO_CACHE, NO_ROPE, Causal, attend
+    >>> from regard import EVERYTHING, NOTHING, NO_CACHE, NO_ROPE, UNSCALED, Causal, attend
     >>> Causal() & EVERYTHING, Causal() | NOTHING  # neutral masks
     (Causal(), Causal())
     >>> x = torch.ones(1, 1, 2, 4)
@@ -12,6 +12,8 @@ Examples:
     0.0
     >>> NO_CACHE.length, NO_ROPE.dim  # no tokens held, no channels rotated
     (0, 0)
+    >>> UNSCALED(x, torch.arange(2)) is x  # queries as they are, whatever their positions
+    True
 """
 
 import importlib

@@ -18,8 +18,12 @@ from regard.layers.attention import (
     MultiQueryAttention,
     SelfAttention,
 )
+from regard.layers.forms.differential import DifferentialAttention
+from regard.layers.forms.shared_kv import SharedCache, SharedKVAttention
+from regard.layers.forms.tied_kv import TiedKVAttention
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.layers.memory import Memory
+from regard.layers.query_scale import UNSCALED, PositionScale
 from regard.masks import (
     EVERYTHING,
     NOTHING,
@@ -52,6 +56,7 @@ __all__ = [
     "NO_CACHE",
     "NO_ROPE",
     "NTK",
+    "UNSCALED",
     "Alibi",
     "Attention",
     "Cache",
@@ -59,6 +64,7 @@ __all__ = [
     "Causal",
     "Chunked",
     "Dense",
+    "DifferentialAttention",
     "Documents",
     "Everything",
     "Frequencies",
@@ -79,16 +85,20 @@ __all__ = [
     "PagedCache",
     "Part",
     "Partial",
+    "PositionScale",
     "Prefix",
     "Prepared",
     "QuantizedCache",
     "RelativeBias",
     "Rotary",
     "SelfAttention",
+    "SharedCache",
+    "SharedKVAttention",
     "SlidingCache",
     "SlidingWindow",
     "Span",
     "StaticCache",
+    "TiedKVAttention",
     "Tree",
     "Where",
     "Yarn",

@@ -20,6 +20,7 @@ MIRRORED = [  # folders whose every module has its file of tests
     "convert/healing",
     "convert/lossy",
     "layers",
+    "layers/forms",
     "masks",
     "ops",
     "ops/backends",
@@ -58,6 +59,7 @@ OTHER = {  # files of tests in mirrored folders that are about no module of thei
     "bench/test_common.py": "what the benchmark programs share",
     "plan/test_bytes_moved.py": "bytes moved, counted by hand",
     "see/test_model_layers.py": "the attention layers of a model, and what runs in them",
+    "layers/test_latent_options.py": "MLA's options beside transformers' classes",
     "plan/test_wrong_formulas.py": "costs with one mistake each, which named tests must notice",
 }
 TESTLESS = {  # modules without tests of their own

@@ -51,7 +51,7 @@ def joined(layer: Attention) -> MultiHeadLatentAttention:
     return made.to(layer.q_proj.weight.dtype)
 
 
-def random_mla(model: nn.Module, *, pairing: str = "halves", seed: int = 0):
+def random_mla(model: nn.Module, *, pairing: str = "halves", seed: int = 0, **options):
     """Latent layers of one outline for every layer of a model, and of no relation to its own."""
     torch.manual_seed(seed)
     config = model.config
@@ -69,6 +69,7 @@ def random_mla(model: nn.Module, *, pairing: str = "halves", seed: int = 0):
             rope=rope,
             mask=Causal(),
             scale=0.5,
+            **options,
         )
         for _ in range(config.num_hidden_layers)
     ]

@@ -1,5 +1,6 @@
 """A tiny random model of every family, with every switch of that family turned on somewhere."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,17 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+LONG_QUERIES = {**YARN, "rope_theta": 100.0, "llama_4_scaling_beta": 0.5}
+LONG_QUERIES["original_max_position_embeddings"] = 4
+GEMMA4 = {
+    **HEADS_OF_8,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": VOCABULARY,
 }
 GPT2 = {
     "vocab_size": VOCABULARY,
@@ -109,7 +121,7 @@ class Kind:
     def build(self, implementation: str | None = None) -> Any:
         """The model, in eval mode and float32, its weights large enough for attention to matter."""
         torch.manual_seed(0)
-        config = getattr(t, self.config)(**self.options)
+        config = getattr(t, self.config)(**copy.deepcopy(self.options))
         capped = self.model.startswith("Gemma2")  # old versions dropped its softcap under sdpa
         if implementation or capped:
             config._attn_implementation = implementation or "eager"
@@ -197,6 +209,51 @@ ZOO = {
         rope_parameters={**YARN, "rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "deepseek-v3 halves": _lm("DeepseekV3", {**LATENT, "q_lora_rank": None}, rope_interleave=False),
+    "kimi-linear": _lm("KimiLinear", LATENT, layer_types=["full_attention"] * 3, num_experts=4),
+    "axk1": _lm("AXK1", LATENT, rope_interleave=False),
+    "minicpm3": _lm("MiniCPM3", LATENT),
+    "mistral4": _lm("Mistral4", LATENT, rope_parameters=LONG_QUERIES),
+    "bailing": _lm("BailingHybrid", LATENT, layer_types=["full_attention"] * 3, num_experts=4),
+    "ministral3": _lm("Ministral3", HEADS_OF_8, sliding_window=9, rope_parameters=LONG_QUERIES),
+    "llama4": Kind(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **HEADS_OF_8,
+            **EXPERTS,
+            "intermediate_size_mlp": 32,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 7,
+            "floor_scale": 3,
+        },
+    ),
+    "gemma3n": Kind(
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        {
+            **GEMMA4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "intermediate_size": [32] * 4,
+            "laurel_rank": 4,
+        },
+    ),
+    "gemma4": Kind("Gemma4ForCausalLM", "Gemma4TextConfig", {**GEMMA4, "global_head_dim": 16}),
+    "gemma4 unified": Kind(
+        "Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextConfig", {**GEMMA4, "global_head_dim": 16}
+    ),
+    "gemma4 tied": Kind(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 0,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+    ),
     "bert": Kind("BertModel", "BertConfig", ENCODER, "encoder"),
     "bert decoder": Kind(
         "BertLMHeadModel", "BertConfig", {**ENCODER, "is_decoder": True, **SPECIAL}

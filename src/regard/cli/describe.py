@@ -189,7 +189,12 @@ def traits(layer: LayerShape) -> list[str]:
         (not layer.causal, "not causal"),
         (not layer.rope and not layer.state_elements, "no RoPE"),
         (layer.keys_of is not None, f"keys of layer {layer.keys_of}"),
+        (
+            layer.tied_channels is not None,
+            f"values are keys, {layer.tied_channels or 0:,} with RoPE",
+        ),
         (layer.qk_norm, f"queries and keys normalised by {layer.qk_norm}"),
+        (layer.query_scale, "queries scaled by position"),
         (layer.sinks, "sinks"),
         (layer.gate, f"gated by {layer.gate}"),
         (layer.softcap, f"softcap {layer.softcap}"),

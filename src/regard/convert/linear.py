@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from regard.hf.loading.offloaded import fetched, only_offloaded
 from regard.layers.attention import Attention
+from regard.layers.query_scale import UNSCALED
 from regard.matrices import matrix_objection
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -108,7 +109,7 @@ JOINT_LATENT = "a joint latent of keys and values"
 SUPPORTED = {  # the optional features that each target can represent
     JOINT_LATENT: {"qk_norm", "softcap"},
     "DeepSeek's MLA": set(),
-    "an aligned merge": {"softcap"},
+    "an aligned merge": {"softcap", "query_scale"},
 }
 
 
@@ -121,6 +122,7 @@ def refuse_unsupported(layer: Attention, target: str) -> None:
         "sinks": layer.sinks is not None,
         "context_size": layer.context_size != layer.hidden_size,
         "softcap": layer.softcap is not None,
+        "query_scale": layer.query_scale is not UNSCALED,
     }
     features = {name for name, given in has.items() if given}
     unsupported = features - SUPPORTED[target]

@@ -149,6 +149,8 @@ def _objection(module: Any, ranks: Ranks) -> str | None:
     if getattr(vars(module).get("forward"), "__func__", None) is forward:
         return "is context-parallel already; remove() the former plan first"
     lacking = "which has no context parallel; tensor_parallel splits heads instead of tokens"
+    if words := family.beyond_heads(module):
+        return f"{words}, {lacking}"
     if family.returns_bias:
         return f"adds a bias for each pair of tokens to its scores, {lacking}"
     if family.rotate is rotating.halves_without_alibi and module.config.alibi:

@@ -114,8 +114,13 @@ def share_inputs(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, di
 def _objection(module: Any, size: int) -> str | None:
     """Why the heads of an attention module cannot be split; None if they can."""
     family = _family(module)
+    alone = "leave it on one device, with install alone"
     if is_placed(module):
-        return objection(module, size)
+        optional = ("sinks", "gate_proj")
+        has = [name for name in optional if getattr(module, name, None) is not None]
+        return f"has {' and '.join(has)}; {alone}" if has else objection(module, size)
+    if (words := family.beyond_heads(module)) and "positions" not in words:
+        return f"{words}; {alone}"
     runs_on_regard = getattr(module.config, "_attn_implementation", None) == NAME
     if not is_bound(module) and not (runs_on_regard and not family.latent):
         return "does not run on regard; call regard.hf.install(model) first"

@@ -95,8 +95,10 @@ def describe(layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
 
 
 def attended(layer: Layer, q: Tensor, keys: Keys | tuple[Part, ...], at: Arrival) -> Tensor:
-    """Attention of `q` to the keys, `[B, H, L, Dv]`; arguments and errors of `describe`."""
+    """Attention of `q`, scaled by their positions, to the keys, `[B, H, L, Dv]`; arguments and
+    errors of `describe`."""
     keys = keys if isinstance(keys, Keys) else Keys(keys[0], keys)
+    q = layer.query_scale(q, at.positions)
     call = describe(layer, q, keys, at)
     if isinstance(at.cache, Attending):
         return at.cache.attend(call, q, keys.parts, layer.options(at)["sinks"])
@@ -142,6 +144,7 @@ def weights(
             "rank; use KVCache() for it"
         )
     q, keys = self.queries_and_keys(x, context, at)
+    q = self.query_scale(q, at.positions)
     return ops.weights_of(describe(self, q, keys, at), q, keys.parts)
 
 

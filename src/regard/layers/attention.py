@@ -7,7 +7,6 @@ They differ in `num_kv_heads`: `num_heads` for MHA, 1 for MQA, a divisor in betw
 
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -17,26 +16,32 @@ from regard.layers.attending import Keys, attended, explain, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
+    Settings,
     biased_projections,
     build_gate,
     build_norm,
+    build_sinks,
     constructor_code,
+    gated,
+    kind_of_heads,
     normed_heads,
     records_arguments,
-    size_of_head,
+    reset_sinks,
+    set_heads,
+    set_rules,
 )
-from regard.layers.inputs import Arrival, arrive, check_rope, check_width, options_of
+from regard.layers.inputs import Arrival, arrive, check_width, options_of
 from regard.layers.memory import Context, Memory, check_own, recorded_for
+from regard.layers.query_scale import UNSCALED, QueryScale
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
-from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope
 
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, Settings):
     """Softmax attention over heads that may share keys and values.
 
     MHA: Vaswani et al. 2017, arXiv:1706.03762. MQA: Shazeer 2019, arXiv:1911.02150. GQA: Ainslie et
@@ -60,6 +65,7 @@ class Attention(nn.Module):
         mask: the layer's pattern, such as `Causal()`; intersected with the mask of each call.
         scale: of the scores; `head_dim ** -0.5` times the rope's softmax factor if None.
         score_bias: a tensor or a rule (`Alibi`, `RelativeBias`) added to the scores.
+        query_scale: a factor of the queries by their positions, such as `PositionScale`.
         softcap: `softcap * tanh(score / softcap)`, as in Gemma 2.
         sinks: one learned score for each head, with a value of 0 (gpt-oss).
         gate: `"head"` or `"channel"`: `sigmoid(gate_proj(x))` times the output, before `o_proj`.
@@ -83,7 +89,8 @@ class Attention(nn.Module):
     pieces: tuple[int, ...] = ()  # keys and values are separate streams
     caches_positions, input_projection = False, "q_proj"
     options, weights, explain = options_of, weights, explain
-    __repr__ = constructor_code
+    gated, reset_parameters, __repr__ = gated, reset_sinks, constructor_code
+    kind = property(kind_of_heads)
 
     @records_arguments
     def __init__(
@@ -102,6 +109,7 @@ class Attention(nn.Module):
         mask: Mask | None = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
+        query_scale: QueryScale = UNSCALED,
         softcap: float | None = None,
         sinks: bool = False,
         gate: Literal["head", "channel"] | None = None,
@@ -110,15 +118,12 @@ class Attention(nn.Module):
         precision: Precision = "strict",
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = size_of_head(hidden_size, num_heads, self.num_kv_heads, head_dim)
-        self.hidden_size = hidden_size
+        set_heads(self, hidden_size, num_heads, num_kv_heads, head_dim)
         self.context_size = hidden_size if context_size is None else context_size
-        mask = EVERYTHING if mask is None else mask
-        check_mask(mask)
-        check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
-        check_rope(rope, range(self.head_dim + 1), f"head_dim={self.head_dim}")
+        set_rules(
+            self, rope, mask, scale, dropout=dropout, softcap=softcap, score_bias=score_bias,
+            query_scale=query_scale, backend=backend, precision=precision,
+        )  # fmt: skip
         biased = biased_projections(bias, _PROJECTIONS, usual=_PROJECTIONS)
         out_bias = "o_proj" in biased if out_bias is None else out_bias
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -129,23 +134,8 @@ class Attention(nn.Module):
         self.norm_width = qk_norm == "width"
         self.q_norm = build_norm(qk_norm, self.head_dim, width, norm_eps)
         self.k_norm = build_norm(qk_norm, self.head_dim, kv_width, norm_eps)
-        self.sinks: Tensor | None = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.sinks: Tensor | None = build_sinks(sinks, num_heads)
         self.gate_proj = build_gate(gate, hidden_size, num_heads, width)
-        self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
-        self.scale = self.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.score_bias, self.backend, self.precision = score_bias, backend, precision
-
-    def reset_parameters(self) -> None:
-        """Initialise the parameters that belong to no submodule: sinks are 0."""
-        if self.sinks is not None:
-            nn.init.zeros_(self.sinks)
-
-    @property
-    def kind(self) -> str:
-        """The name of this attention: `"MHA"`, `"GQA"` or `"MQA"`."""
-        if self.num_kv_heads == self.num_heads:
-            return "MHA"
-        return "MQA" if self.num_kv_heads == 1 else "GQA"
 
     def forward(
         self,
@@ -242,13 +232,6 @@ class Attention(nn.Module):
                 f"context does not share the positions of x, so rope={self.rope} has no meaning "
                 "for it; build the layer with rope=NO_ROPE"
             )
-
-    def gated(self, x: Tensor, out: Tensor) -> Tensor:
-        """The output of the heads times the gate of the input, if the layer has one."""
-        if self.gate_proj is None:
-            return out
-        gate = torch.sigmoid(self.gate_proj(x))
-        return out * split_heads(gate, gate.shape[-1] // out.shape[1]).to(out.dtype)
 
 
 class SelfAttention(Attention):

@@ -3,13 +3,20 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, ParamSpec, SupportsIndex
+from typing import Any, Literal, ParamSpec, Protocol, SupportsIndex
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.heads import split_heads
-from regard.ops.check import divisors
+from regard.layers.inputs import check_rope
+from regard.layers.query_scale import UNSCALED, QueryScale, check_query_scale
+from regard.masks import EVERYTHING, Mask
+from regard.ops.attend import Precision
+from regard.ops.bias import ScoreBias
+from regard.ops.check import check_mask, check_options, divisors
+from regard.rope import Rope
 
 Norm = Literal["head", "width"] | Callable[[int], nn.Module] | None
 P = ParamSpec("P")
@@ -113,6 +120,76 @@ def biased_projections(
     return biased
 
 
+class Settings:
+    """The settings of a layer with key heads, which `set_heads` and `set_rules` set."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    mask: Mask
+    scale: float
+    dropout: float
+    softcap: float | None
+    score_bias: Tensor | ScoreBias | None
+    query_scale: QueryScale
+    backend: str
+    precision: Precision
+
+
+class Gated(Protocol):
+    """The optional parameters of a layer."""
+
+    sinks: Tensor | None
+    gate_proj: nn.Linear | None
+
+
+def set_heads(
+    layer: Settings,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+) -> None:
+    """Check and set the sizes of a layer, as `Attention` completes them."""
+    layer.hidden_size, layer.num_heads = hidden_size, num_heads
+    layer.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    layer.head_dim = size_of_head(hidden_size, num_heads, layer.num_kv_heads, head_dim)
+
+
+def kind_of_heads(layer: Settings) -> str:
+    """The name of this attention: `"MHA"`, `"GQA"` or `"MQA"`."""
+    if layer.num_kv_heads == layer.num_heads:
+        return "MHA"
+    return "MQA" if layer.num_kv_heads == 1 else "GQA"
+
+
+def set_rules(
+    layer: Settings,
+    rope: Rope,
+    mask: Mask | None,
+    scale: float | None,
+    *,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    score_bias: Tensor | ScoreBias | None = None,
+    query_scale: QueryScale = UNSCALED,
+    backend: str,
+    precision: Precision,
+) -> None:
+    """Check and set what a layer of `head_dim` channels does to its scores."""
+    mask = EVERYTHING if mask is None else mask
+    check_mask(mask)
+    check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
+    check_rope(rope, range(layer.head_dim + 1), f"head_dim={layer.head_dim}")
+    check_query_scale(query_scale)
+    layer.rope, layer.mask, layer.dropout, layer.softcap = rope, mask, dropout, softcap
+    layer.scale = layer.head_dim**-0.5 * rope.softmax_factor if scale is None else scale
+    layer.score_bias, layer.query_scale = score_bias, query_scale
+    layer.backend, layer.precision = backend, precision
+
+
 def build_norm(kind: Norm, head_dim: int, width: int, eps: float) -> nn.Module | None:
     match kind:
         case None:
@@ -148,9 +225,29 @@ def normed_heads(
     return normed(norm, split_heads(flat, head_dim))
 
 
+def build_sinks(wanted: bool, num_heads: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.zeros(num_heads)) if wanted else None
+
+
+def reset_sinks(layer: Gated) -> None:
+    """Initialise the parameters that belong to no submodule: sinks are 0."""
+    if layer.sinks is not None:
+        nn.init.zeros_(layer.sinks)
+
+
 def build_gate(kind: str | None, hidden_size: int, num_heads: int, width: int) -> nn.Linear | None:
     if kind is None:
         return None
     if kind not in ("head", "channel"):
         raise ValueError(f"gate is 'head', 'channel' or None, got {kind!r}")
     return nn.Linear(hidden_size, num_heads if kind == "head" else width, bias=False)
+
+
+def gated(
+    layer: Gated, x: Float[Tensor, "B L E"], out: Float[Tensor, "B H L Dv"]
+) -> Float[Tensor, "B H L Dv"]:
+    """The outputs of the heads times the gate of the input, if the layer has one."""
+    if layer.gate_proj is None:
+        return out
+    gate = torch.sigmoid(layer.gate_proj(x))
+    return out * split_heads(gate, gate.shape[-1] // out.shape[1]).to(out.dtype)

@@ -10,6 +10,7 @@ from regard.cache import NO_CACHE, Cache, NoCache
 from regard.cache.stored import Stored
 from regard.layers.cache_use import check_use
 from regard.layers.memory import Context, Memory
+from regard.layers.query_scale import QueryScale
 from regard.masks import EVERYTHING, Mask, Span
 from regard.matrices import product_objection
 from regard.ops.attend import Precision
@@ -51,6 +52,7 @@ class Layer(Protocol):
     mask: Mask
     scale: float
     score_bias: Tensor | ScoreBias | None
+    query_scale: QueryScale
     softcap: float | None
     sinks: Tensor | None
     dropout: float

@@ -12,14 +12,19 @@ from regard.layers.attending import Keys, attended, explain, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     biased_projections,
+    build_gate,
+    build_sinks,
     check_sizes,
     constructor_code,
+    gated,
     records_arguments,
+    reset_sinks,
 )
 from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
 from regard.layers.latent_forms import FORMS, Form, choose_form, project_latent
 from regard.layers.latent_kv import LatentKVAttention
 from regard.layers.memory import Context
+from regard.layers.query_scale import UNSCALED, QueryScale, check_query_scale
 from regard.masks import EVERYTHING, Mask, Span
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
@@ -55,11 +60,16 @@ class MultiHeadLatentAttention(nn.Module):
             is always expanded.
         latent_norm: whether the latents are RMS-normed.
         norm_eps: epsilon of those norms.
-        rope: a `Rotary(qk_rope_head_dim)`, with `pairing="pairs"` for DeepSeek's checkpoints.
+        rope: a `Rotary(qk_rope_head_dim)`, with `pairing="pairs"` for DeepSeek's checkpoints;
+            `NO_ROPE` leaves those channels as they are (Kimi Linear).
         mask: the layer's pattern; intersected with the mask of each call.
         scale: of the scores; `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5` times the rope's
             softmax factor if None.
         score_bias: a tensor or a rule added to the scores.
+        query_scale: a factor of the queries by their positions, such as `PositionScale` (Mistral
+            4).
+        sinks: one learned score for each head, with a value of 0 (gpt-oss).
+        gate: `"head"` or `"channel"`: `sigmoid(gate_proj(x))` times the output, before `o_proj`.
         dropout: probability of dropping a weight, in training only.
         form: `"expanded"`, `"absorbed"`, or `"auto"` for the one with less work.
         backend: `"auto"`, or the name of one.
@@ -85,9 +95,9 @@ class MultiHeadLatentAttention(nn.Module):
     arguments: dict[str, Any]  # `type(layer)(**layer.arguments)` builds the same layer anew
     caches_positions, input_projection = False, "kv_a_proj_with_mqa"
     options, weights, explain = options_of, weights, explain
-    __repr__, check_context = constructor_code, staticmethod(refuse_context)
-    softcap: float | None = None  # MLA has neither softcap nor sinks
-    sinks: Tensor | None = None
+    gated, reset_parameters, __repr__ = gated, reset_sinks, constructor_code
+    check_context = staticmethod(refuse_context)
+    softcap: float | None = None  # MLA has none
     pieces: tuple[int, ...]
 
     @records_arguments
@@ -108,6 +118,9 @@ class MultiHeadLatentAttention(nn.Module):
         mask: Mask | None = EVERYTHING,
         scale: float | None = None,
         score_bias: Tensor | ScoreBias | None = None,
+        query_scale: QueryScale = UNSCALED,
+        sinks: bool = False,
+        gate: Literal["head", "channel"] | None = None,
         dropout: float = 0.0,
         form: Literal["auto", "expanded", "absorbed"] = "auto",
         backend: str = "auto",
@@ -123,13 +136,13 @@ class MultiHeadLatentAttention(nn.Module):
             raise ValueError(f"form is 'auto', 'expanded' or 'absorbed', got {form!r}")
         mask = EVERYTHING if mask is None else mask
         check_mask(mask)
+        check_query_scale(query_scale)
         check_options(dropout=dropout, softcap=None, precision=precision, scale=scale)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.kv_lora_rank, self.q_lora_rank = kv_lora_rank, q_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
-        self.pieces = kv_lora_rank, qk_rope_head_dim
-        self.v_head_dim = v_head_dim
+        self.pieces, self.v_head_dim = (kv_lora_rank, qk_rope_head_dim), v_head_dim
         width = num_heads * self.qk_head_dim
         queries = {"q_proj"} if q_lora_rank is None else {"q_a_proj", "q_b_proj"}
         projections = _AFTER_QUERIES | queries
@@ -152,9 +165,12 @@ class MultiHeadLatentAttention(nn.Module):
         rebuilt = num_heads * (qk_nope_head_dim + v_head_dim)
         self.kv_b_proj = linear("kv_b_proj", kv_lora_rank, rebuilt)
         self.o_proj = linear("o_proj", num_heads * v_head_dim, hidden_size)
-        self.rope, self.mask, self.score_bias, self.dropout = rope, mask, score_bias, dropout
+        self.sinks: Tensor | None = build_sinks(sinks, num_heads)
+        self.gate_proj = build_gate(gate, hidden_size, num_heads, num_heads * v_head_dim)
+        self.rope, self.mask, self.dropout, self.query_scale = rope, mask, dropout, query_scale
         self.scale = self.qk_head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.form, self.backend, self.precision = form, backend, precision
+        self.score_bias, self.form = score_bias, form
+        self.backend, self.precision = backend, precision
 
     def forward(
         self,
@@ -176,7 +192,7 @@ class MultiHeadLatentAttention(nn.Module):
         with restored_on_error(self, at.cache, at.mask):
             parts = at.cache.update(self.join(latent, k_rope))
             out = attended(self, form.queries(q_nope, q_rope), form.keys(parts, at), at)
-            return self.o_proj(merge_heads(form.output(out)))
+            return self.o_proj(merge_heads(self.gated(x, form.output(out))))
 
     def queries_and_keys(self, x: Tensor, context: Context, at: Arrival) -> tuple[Tensor, Keys]:
         """Queries and keys of a call, for which the cache does not change."""
@@ -195,7 +211,7 @@ class MultiHeadLatentAttention(nn.Module):
         qk_rope_head_dim]`.
         """
         q_nope, q_rope, latent, k_rope = project_latent(self, x)
-        others = q_nope, q_rope, self.kv_b_proj, self.score_bias
+        others = q_nope, q_rope, self.kv_b_proj, self.sinks, self.score_bias
         latent, k_rope = requiring_grad(others, latent, k_rope)
         return q_nope, q_rope, latent, k_rope
 

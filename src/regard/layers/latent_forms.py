@@ -24,7 +24,6 @@ class Latent(Protocol):
     """The attributes of an MLA module that the forms read."""
 
     kv_lora_rank: int
-    q_lora_rank: int | None
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     qk_head_dim: int
@@ -36,6 +35,7 @@ class Projections(Latent, Protocol):
     """The linear layers and norms of an MLA module, which has `q_proj` or, of a low rank, the three
     `q_a_proj`, `q_a_layernorm` and `q_b_proj`."""
 
+    _modules: dict[str, nn.Module | None]
     q_proj: nn.Module
     q_a_proj: nn.Module
     q_a_layernorm: nn.Module
@@ -113,7 +113,7 @@ def project_latent(
     """Queries of every head in two pieces, one latent `[B, 1, L, R]` and one rotary key
     `[B, 1, L, Dr]` for all of them; before rotation."""
     layer = cast(Projections, module)
-    if layer.q_lora_rank is None:
+    if layer._modules.get("q_proj") is not None:
         q = layer.q_proj(x)
     else:
         q = layer.q_b_proj(normed(layer.q_a_layernorm, layer.q_a_proj(x)))

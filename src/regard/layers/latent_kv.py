@@ -12,23 +12,24 @@ from regard.layers.attending import Keys, attended, explain, rebuild, weights
 from regard.layers.cache_use import requiring_grad, restored_on_error
 from regard.layers.construct import (
     Norm,
+    Settings,
     build_norm,
     check_sizes,
     constructor_code,
     normed_heads,
     records_arguments,
-    size_of_head,
+    set_heads,
+    set_rules,
 )
-from regard.layers.inputs import Arrival, arrive, check_rope, options_of, refuse_context
+from regard.layers.inputs import Arrival, arrive, options_of, refuse_context
 from regard.layers.memory import Context
 from regard.masks import EVERYTHING, Mask
 from regard.ops.attend import Precision
 from regard.ops.bias import ScoreBias
-from regard.ops.check import check_mask, check_options
 from regard.rope import NO_ROPE, Rope
 
 
-class LatentKVAttention(nn.Module):
+class LatentKVAttention(nn.Module, Settings):
     """Grouped-query attention over a joint latent of keys and values, with exact rotary embedding.
 
     Its cache is smaller, its steps are slower: keys are rebuilt when they are read (as in Palu,
@@ -103,14 +104,13 @@ class LatentKVAttention(nn.Module):
         precision: Precision = "strict",
     ) -> None:
         super().__init__()
-        size_of_head(hidden_size, num_heads, num_kv_heads, head_dim)
+        set_heads(self, hidden_size, num_heads, num_kv_heads, head_dim)
         check_sizes(kv_lora_rank=kv_lora_rank)
-        mask = EVERYTHING if mask is None else mask
-        check_mask(mask)
-        check_options(dropout=dropout, softcap=softcap, precision=precision, scale=scale)
-        check_rope(rope, range(head_dim + 1), f"head_dim={head_dim}")
-        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        self.head_dim, self.kv_lora_rank = head_dim, kv_lora_rank
+        self.kv_lora_rank = kv_lora_rank
+        set_rules(
+            self, rope, mask, scale, dropout=dropout, softcap=softcap, score_bias=score_bias,
+            backend=backend, precision=precision,
+        )  # fmt: skip
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.kv_a_proj = nn.Linear(hidden_size, kv_lora_rank, bias=False)
         self.kv_b_proj = nn.Linear(kv_lora_rank, 2 * num_kv_heads * head_dim, bias=bias)
@@ -118,9 +118,6 @@ class LatentKVAttention(nn.Module):
         self.norm_width = qk_norm == "width"
         self.q_norm = build_norm(qk_norm, head_dim, num_heads * head_dim, norm_eps)
         self.k_norm = build_norm(qk_norm, head_dim, num_kv_heads * head_dim, norm_eps)
-        self.rope, self.mask, self.dropout, self.softcap = rope, mask, dropout, softcap
-        self.scale = head_dim**-0.5 * rope.softmax_factor if scale is None else scale
-        self.score_bias, self.backend, self.precision = score_bias, backend, precision
 
     def forward(
         self,

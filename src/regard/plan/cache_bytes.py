@@ -6,7 +6,7 @@ storage of its cache, and the workload whose tokens, rows, dtype and ranks count
 
 from regard.plan.shapes import STORAGES, LayerShape, Storage, Workload, ceil_div
 
-POSITION = 4  # bytes of the int32 position that LatentKVAttention caches beside a latent
+POSITION = 4  # bytes of the int32 position that is cached beside a latent or beside tied values
 SCALE_AND_ZERO = 4  # bytes for a group of channels: QuantizedCache stores two bfloat16 numbers
 FIRST_CAPACITY = 256  # tokens of the first buffers of KVCache and SlidingCache
 
@@ -28,6 +28,10 @@ def _tokens_bytes(layer: LayerShape, storage: Storage, work: Workload, tokens: i
         return _keys(layer.latent + layer.qk_rope_head_dim, storage, work, tokens)
     if layer.kind == "LatentKV":
         return _keys(layer.latent, storage, work, tokens) + tokens * POSITION
+    if layer.tied_channels is not None:
+        positions = tokens * POSITION * layer.keys_by_position
+        joined = _keys(layer.v_head_dim + layer.tied_channels, storage, work, tokens)
+        return work.key_heads(layer) * joined + positions
     keys = _keys(layer.head_dim, storage, work, tokens)
     values = tokens * _stored(layer.v_head_dim, storage.value_bits, storage.group, work)
     return work.key_heads(layer) * (keys + values)

@@ -104,7 +104,7 @@ def _with_heads(layer: LayerShape, heads: int) -> LayerShape:
 
 def _mla(layer: LayerShape, share: int) -> LayerShape:
     """The layer as DeepSeek's MLA: a latent, and beside it one rotary key that all heads share."""
-    _refuse(layer, "DeepSeek's MLA", "qk_norm", "gate", "sinks", "softcap")
+    _refuse(layer, "DeepSeek's MLA", "qk_norm", "gate", "sinks", "softcap", "query_scale")
     own = layer.kind == "MLA"
     rotary = layer.qk_rope_head_dim
     content = layer.head_dim - rotary if own else layer.head_dim
@@ -122,7 +122,7 @@ def _mla(layer: LayerShape, share: int) -> LayerShape:
 def _latent(layer: LayerShape, share: int, beside: int) -> LayerShape:
     """The layer as `LatentKVAttention`: keys and values from one latent, rotated when they are
     read. The position cached beside the latent takes the bytes of `beside` numbers."""
-    _refuse(layer, "a joint latent", "gate", "sinks")
+    _refuse(layer, "a joint latent", "gate", "sinks", "query_scale")
     if layer.kind == "MLA" or layer.head_dim != layer.v_head_dim:
         raise ValueError("a joint latent has keys and values of one width, all rotated alike")
     return replace(
@@ -165,7 +165,8 @@ def cached_elements(layer: LayerShape) -> int:
     """The number of elements that a layer caches for each token."""
     if layer.kv_lora_rank is not None:
         return layer.kv_lora_rank + (0 if layer.keys_by_position else layer.qk_rope_head_dim)
-    return layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
+    beside = layer.head_dim if layer.tied_channels is None else layer.tied_channels
+    return layer.num_kv_heads * (layer.v_head_dim + beside)
 
 
 def _named(layers: tuple[LayerShape, ...]) -> str:

@@ -18,7 +18,10 @@ from regard.hf.families.layers import rope_of
 from regard.hf.families.recognising import Family, family_of
 from regard.hf.placing.placed import window_of
 from regard.layers.attention import Attention
+from regard.layers.forms.shared_kv import SharedKVAttention
+from regard.layers.forms.tied_kv import TiedKeys, TiedKVAttention
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
+from regard.layers.query_scale import UNSCALED
 from regard.masks import AllOf, Causal
 from regard.plan.shapes import LayerShape, Workload
 from regard.plan.weights import parameters
@@ -38,6 +41,13 @@ PROJECTIONS = {
 }
 FUSED = ("qkv_proj", "query_key_value", "c_attn")  # queries, keys and values in one projection
 NOTHING = torch.empty(0)  # in place of the weight of a module without one
+DESCRIBED = (
+    Attention,
+    LatentKVAttention,
+    MultiHeadLatentAttention,
+    SharedKVAttention,
+    TiedKVAttention,
+)
 WINDOWS_ROTATE = {  # of models with windows, these rotate in layers with a window alone
     *("Cohere2Attention", "Cohere2MoeAttention", "Exaone4Attention", "Exaone4_5Attention"),
     *("ExaoneMoeAttention", "AfmoeAttention", "FlintAttention", "Kolibri1Attention"),
@@ -48,7 +58,11 @@ def shape_of(layer: Any) -> LayerShape:
     """The sizes of a layer of regard.
 
     Args:
-        layer: `Attention`, `LatentKVAttention` or `MultiHeadLatentAttention`.
+        layer: `Attention`, `LatentKVAttention`, `MultiHeadLatentAttention`, `SharedKVAttention` or
+            `TiedKVAttention`.
+
+    Raises:
+        TypeError: for another one, such as `DifferentialAttention`.
 
     Examples:
         >>> from regard import Causal, MultiHeadLatentAttention, Rotary
@@ -58,6 +72,10 @@ def shape_of(layer: Any) -> LayerShape:
         >>> shape.kind, shape.head_dim, shape.kv_lora_rank
         ('MLA', 12, 16)
     """
+    is_described = isinstance(layer, DESCRIBED)
+    if not is_described:
+        known = ", ".join(each.__name__ for each in DESCRIBED)
+        raise TypeError(f"sizes are known of {known}, got {type(layer).__name__}")
     rules = layer.mask.parts if isinstance(layer.mask, AllOf) else (layer.mask,)
     common: dict[str, Any] = {
         "hidden_size": layer.hidden_size,
@@ -66,6 +84,9 @@ def shape_of(layer: Any) -> LayerShape:
         "causal": Causal() in rules,
         "bias": _biases(layer),
         "rope": repr(layer.rope) if layer.rope.dim else "",
+        "query_scale": "" if layer.query_scale is UNSCALED else repr(layer.query_scale),
+        "sinks": layer.sinks is not None,
+        "gate": _own_gate(layer),
     }
     latent = isinstance(layer, MultiHeadLatentAttention)
     usual = (layer.qk_head_dim if latent else layer.head_dim) ** -0.5 * layer.rope.softmax_factor
@@ -81,24 +102,43 @@ def shape_of(layer: Any) -> LayerShape:
             qk_rope_head_dim=layer.qk_rope_head_dim,
             latent_norm=not isinstance(layer.kv_a_layernorm, nn.Identity),
         )
+    return _shape_of_heads(layer, common)
+
+
+def _shape_of_heads(layer: Any, common: dict[str, Any]) -> LayerShape:
+    """The sizes of a layer of regard with key heads."""
     common |= {
         "num_kv_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
         "v_head_dim": layer.head_dim,
         "qk_rope_head_dim": layer.rope.dim,
-        "qk_norm": None if layer.q_norm is None else "width" if layer.norm_width else "head",
+        "qk_norm": _own_norm(layer),
         "softcap": layer.softcap,
     }
+    if isinstance(layer, TiedKVAttention):
+        beside = sum(layer.pieces[1:]) if layer.form == "absorbed" else 0
+        return LayerShape(**common, tied_channels=beside, keys_by_position=layer.caches_positions)
+    if isinstance(layer, SharedKVAttention):
+        return LayerShape(**common, keys_of=-1)
     if isinstance(layer, LatentKVAttention):
         rank = layer.kv_lora_rank
         return LayerShape(**common, kv_lora_rank=rank, keys_by_position=True, latent_norm=False)
-    assert isinstance(layer, Attention)
-    gate = None if layer.gate_proj is None else layer.gate_proj.out_features
-    return LayerShape(
-        **common,
-        sinks=layer.sinks is not None,
-        gate=None if gate is None else "head" if gate == layer.num_heads else "channel",
-    )
+    return LayerShape(**common)
+
+
+def _own_norm(layer: Any) -> Literal["head", "width"] | None:
+    """The norm of queries and keys of a layer of regard."""
+    if layer.q_norm is None:
+        return None
+    return "width" if getattr(layer, "norm_width", False) else "head"
+
+
+def _own_gate(layer: Any) -> Literal["head", "channel"] | None:
+    """The gate of a layer of regard."""
+    gate = getattr(layer, "gate_proj", None)
+    if gate is None:
+        return None
+    return "head" if gate.out_features == layer.num_heads else "channel"
 
 
 def shape_of_module(
@@ -137,6 +177,8 @@ def shape_of_module(
         chunk=config.attention_chunk_size if kind == "chunked_attention" else None,
         causal=bool(getattr(inner, "is_causal", True)),
         keys_of=keys_of,
+        tied_channels=_tied(inner, family),
+        query_scale="" if (scaled := reader.query_scale(inner)) is UNSCALED else repr(scaled),
         bias=_biases(module),
         qk_norm=_qk_norm(inner, sizes),
         sinks=getattr(inner, "sinks", None) is not None,
@@ -288,6 +330,12 @@ def _qk_norm(module: Any, sizes: dict[str, Any]) -> Literal["head", "width"] | N
     return "head" if weight.numel() == sizes["head_dim"] else "width"
 
 
+def _tied(module: Any, family: Family | None) -> int | None:
+    """The channels of a key that are cached beside its value, where both are one projection."""
+    runs = None if family is None else family.tied(module)
+    return None if runs is None else TiedKeys(module.k_norm.weight, runs).pieces[1]
+
+
 def _gate(module: nn.Module, sizes: dict[str, Any]) -> Literal["head", "channel"] | None:
     """The gate that is the other half of the projection of queries (Qwen3-Next)."""
     outputs = _outputs(module, "q_proj")
@@ -299,13 +347,9 @@ def _unsupported(shape: LayerShape, module: nn.Module, config: Any) -> str:
     names = {name.partition(".")[0] for name, _ in module.named_modules()}
     weight = getattr(getattr(module, "q_norm", None), "weight", None)
     for holds, reason in (
-        ("v_norm" in names, "values are normalised"),
+        ("v_norm" in names and shape.tied_channels is None, "values are normalised"),
         (weight is not None and weight.dim() > 1, "each head has a LayerNorm of its own"),
         ("qk_norm" in names, "queries and keys are normalised after RoPE"),
-        (
-            not shape.rope and getattr(module, "attn_temperature_tuning", False),
-            "queries are scaled by their position (attn_temperature_tuning)",
-        ),
         (
             getattr(config, "clip_qkv", None) is not None,
             "queries, keys and values are clipped (clip_qkv)",

@@ -236,12 +236,13 @@ def _read(layer: LayerShape) -> list[int]:
     """The channels of each tensor that every rank reads for its own heads; the gradient of each is
     all-reduced."""
     hidden = layer.hidden_size
+    gate = [] if layer.gate is None else [hidden]
     if layer.kind == "MLA":
         queries = hidden if layer.q_lora_rank is None else layer.q_lora_rank
-        return [layer.latent + layer.qk_rope_head_dim, queries]
+        return [layer.latent + layer.qk_rope_head_dim, queries, *gate]
     if layer.kind == "LatentKV":
         return [layer.latent, hidden]
-    return [hidden] if layer.gate is None else [hidden, hidden]
+    return [hidden, *gate]
 
 
 def _of_shared_heads(layer: LayerShape, key_channels: int | None) -> list[int]:

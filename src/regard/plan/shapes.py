@@ -28,11 +28,15 @@ class LayerShape:
         qk_rope_head_dim: of MLA, channels of the key that carries RoPE and is cached beside the
             latent; of other layers the channels of a head that are rotated.
         keys_by_position: of a latent layer whose keys are rotated when they are read: its cache
-            holds the latent and an integer position (`LatentKVAttention`).
+            holds the latent and an integer position (`LatentKVAttention`). Of tied keys, whether
+            the cache holds positions.
+        tied_channels: of a layer whose keys are its values, scaled and rotated (`TiedKVAttention`):
+            channels of a key that are cached beside its value; None for keys of their own.
         window: keys a query can see at most, its own included; None without a window.
         chunk: size of the chunks outside which nothing is visible; None without.
         causal: whether later keys are hidden.
         keys_of: the index of the layer whose keys and values this one uses; it caches none itself.
+            -1 for a layer by itself, whose model is not known.
         state_elements: of linear attention and other recurrent layers: numbers of a row's state,
             which does not grow with the context.
         bias: names of the projections that have a bias.
@@ -42,6 +46,8 @@ class LayerShape:
         gate: `"head"` or `"channel"` if outputs are gated; None if not.
         softcap: the bound of the scores; None without.
         scale: the factor of the scores; None for `head_dim ** -0.5`.
+        query_scale: the code of the factor of queries by their positions, as `PositionScale(0.1,
+            8192)`; `""` without.
         rope: the code of the rotary embedding, as `Rotary(64, theta=500000.0)`; `""` without RoPE.
         unsupported: why no layer of regard computes this one; `""` if one does.
 
@@ -61,6 +67,7 @@ class LayerShape:
     q_lora_rank: int | None = None
     qk_rope_head_dim: int = 0
     keys_by_position: bool = False
+    tied_channels: int | None = None
     window: int | None = None
     chunk: int | None = None
     causal: bool = True
@@ -73,6 +80,7 @@ class LayerShape:
     gate: Literal["head", "channel"] | None = None
     softcap: float | None = None
     scale: float | None = None
+    query_scale: str = ""
     rope: str = ""
     unsupported: str = ""
 

@@ -93,7 +93,8 @@ def _key_outputs(layer: LayerShape, work: Workload) -> dict[str, int]:
     if layer.kind == "LatentKV":
         kv_b = heads * (layer.head_dim + layer.v_head_dim)
         return {"kv_a_proj": layer.latent, "kv_b_proj": kv_b}
-    return {"k_proj": heads * layer.head_dim, "v_proj": heads * layer.v_head_dim}
+    keys = {"k_proj": heads * layer.head_dim}
+    return keys if layer.tied_channels is not None else keys | {"v_proj": heads * layer.v_head_dim}
 
 
 def _norms(layer: LayerShape, work: Workload) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.hf.families.finding import find, unknown_attention
-from regard.hf.families.recognising import family_of
-from regard.hf.running import heads, latent
 from regard.hf.running.binding import all_bound
-from regard.hf.running.installing import is_readable
+from regard.hf.running.installing import forward_of, is_readable
 from regard.hf.running.registering import NAME as REGISTERED
 from regard.layers.attention import Attention
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
@@ -195,19 +193,13 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def on_regard(layers: dict[str, nn.Module]) -> Iterator[None]:
     """A block in which regard runs a transformers model's attention; an installed one stays so."""
-    with all_bound([(m, _forward_of(m)) for m in layers.values() if _is_others(m)]):
+    with all_bound([(m, forward_of(m)) for m in layers.values() if _is_others(m)]):
         yield
 
 
 def _is_others(module: nn.Module) -> bool:
     """Whether transformers' own attention might run in this module; a placed layer is regard's."""
     return not isinstance(module, OWN) and not _is_registered(module)
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward that `regard.hf.install` would bind to the module."""
-    family = family_of(module)
-    return latent.forward if family is not None and family.latent else heads.forward
 
 
 def _is_registered(module: nn.Module) -> bool:

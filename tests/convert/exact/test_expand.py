@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from layers import WIDTH, WINDOW, attention, everything_at_once, inputs, latent, scattered
-from regard import NO_ROPE, Alibi, Causal, KVCache, MultiHeadLatentAttention, Rotary, Yarn
+from regard import (
+    NO_ROPE,
+    Alibi,
+    Causal,
+    KVCache,
+    MultiHeadLatentAttention,
+    PositionScale,
+    Rotary,
+    Yarn,
+)
 from regard.convert import expand, spell_out
 from regard.convert.exact.expand import LowRank
 
@@ -33,6 +42,10 @@ VARIANTS = {
     "no rope": {"rope": NO_ROPE},
     "scale and bias of scores": {"scale": 0.3, "score_bias": Alibi.for_heads(3)},
     "window": {"mask": WINDOW},
+    "gate of heads, sinks": {"gate": "head", "sinks": True},
+    "gate of channels": {"gate": "channel"},
+    "gate of wider values": {"gate": "channel", "v_head_dim": 13},
+    "scaled queries": {"query_scale": PositionScale(0.8, 3)},
 }
 GROUPED = {
     "GQA": lambda: attention(4, num_kv_heads=2),

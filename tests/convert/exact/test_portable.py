@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from joined import joined, random_mla
-from regard import Causal, MultiHeadLatentAttention, Rotary, SlidingWindow
+from regard import Causal, MultiHeadLatentAttention, PositionScale, Rotary, SlidingWindow
 from regard.convert.exact.portable import to_deepseek_v3
 from regard.hf import attention_modules, attention_of
 from regard.hf.placing.place import place
@@ -161,6 +161,12 @@ REFUSED = {
     "another value size": ({"v_head_dim": 4}, "v_head_dim is 4, in layer 0 5"),
     "other frequencies": ({"rope": Rotary(4, theta=99.0)}, "frequencies are not those of layer 0"),
     "another pairing": ({"rope": Rotary(4, theta=100.0, pairing="pairs")}, "not those of layer 0"),
+    "sinks": ({"sinks": True}, "it has sinks"),
+    "a gate": ({"gate": "head"}, "it has gate_proj"),
+    "scaled queries": (
+        {"query_scale": PositionScale(0.1, 9)},
+        r"its queries are scaled by PositionScale\(0.1, 9\)",
+    ),
     "frequencies that change": ({"rope": Rotary(4, scaling=NTK(2, 64))}, "no fixed frequencies"),
 }
 

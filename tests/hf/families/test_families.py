@@ -96,7 +96,10 @@ def test_uninstalling_restores_to_the_bit(name):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", DECODERS)
+COUNTED = ["llama4"]  # queries are scaled by slots, whatever positions are, in transformers too
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in COUNTED])
 def test_no_tokens_result_depends_on_its_neighbours(name):
     """Alone, padded on the left, padded on the right, and with anything in the padding."""
     model = ZOO[name].build()
@@ -132,7 +135,7 @@ def test_encoders_do_not_attend_to_padding(name):
 UNPACKED = ("gpt-oss", "falcon", "falcon groups", "bert decoder")  # masks are transformers' own
 
 
-@pytest.mark.parametrize("name", [name for name in SPOKEN if name not in UNPACKED])
+@pytest.mark.parametrize("name", [name for name in SPOKEN if name not in (*UNPACKED, *COUNTED)])
 def test_packed_documents_do_not_attend_to_each_other(name):
     model = ZOO[name].build()
     regard.hf.install(model)
@@ -178,11 +181,12 @@ def test_every_family_has_a_model_in_the_zoo():
     assert seen == set(FAMILIES) - crossed
 
 
+OTHERS = ("kimi", "axk1", "minicpm3", "mistral4", "bailing", "llama4", "gemma3n", "gemma4")
 ALONE = [
     name
     for name in DECODERS
     if name.split()[0] not in ("phi3", "olmo", "starcoder2", "gpt2", "gpt-neox", "falcon", "bert")
-    and not name.startswith("deepseek")
+    and not name.startswith(("deepseek", *OTHERS))
 ]
 
 

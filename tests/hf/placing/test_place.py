@@ -1,6 +1,7 @@
 """A model with placed layers has their logits and generates their text, with any cache."""
 
 import copy
+import json
 import re
 
 import pytest
@@ -9,9 +10,10 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 import regard.hf
 from joined import joined, random_mla
-from regard import NO_CACHE, Alibi, Causal, LatentKVAttention, Rotary, SlidingWindow
+from regard import NO_CACHE, Alibi, Causal, LatentKVAttention, PositionScale, Rotary, SlidingWindow
 from regard.convert import as_latent, spell_out
 from regard.hf import attention_modules, attention_of
+from regard.hf.loading.descriptions import described, layer_from
 from regard.hf.placing.place import has_placed_layers, place
 from regard.hf.placing.placed import PlacedLatentKV, PlacedMLA
 from regard.hf.running import calls
@@ -276,11 +278,19 @@ def test_layers_share_their_numbers_with_the_model():
     assert copied.model.layers[1].self_attn.config is copied.config
 
 
-@pytest.mark.parametrize("pairing", ["halves", "pairs"])
-def test_a_latent_layer_that_is_not_exact_runs_as_it_does_alone(pairing):
+OPTIONS = {
+    "pairs": {"pairing": "pairs"},
+    "halves": {"pairing": "halves"},
+    "gate of heads, scaled queries": {"gate": "head", "query_scale": PositionScale(0.7, 2)},
+    "gate of channels, sinks": {"gate": "channel", "sinks": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_a_latent_layer_that_is_not_exact_runs_as_it_does_alone(options):
     """Both forms of MLA against the layer itself, called by regard's own rules."""
     model = tiny("llama")
-    layers = random_mla(model, pairing=pairing)
+    layers = random_mla(model, **options)
     x = torch.randn(2, 6, 24)
     wanted = layers[0](x, cache=NO_CACHE)
     place(model, layers)
@@ -295,6 +305,19 @@ def test_a_latent_layer_that_is_not_exact_runs_as_it_does_alone(pairing):
         torch.testing.assert_close(
             torch.cat(pieces, 1), logits(model, input_ids=tokens(2, 6)), **CLOSE
         )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_a_description_builds_the_same_layer(options, tmp_path):
+    layer = random_mla(tiny("llama"), **options)[0]
+    entry = json.loads(json.dumps(described(layer)))
+    again = layer_from(entry, tmp_path / "config.json")
+    names = ("gate", "sinks", "query_scale", "rope", "mask", "scale")
+    assert {name: again.arguments[name] for name in names} == {
+        name: layer.arguments[name] for name in names
+    }
+    older = {name: entry[name] for name in entry if name not in ("gate", "sinks", "query_scale")}
+    assert layer_from(older, tmp_path / "config.json").arguments["gate"] is None
 
 
 @pytest.mark.parametrize("family", ["llama", "llama with biases", "mistral", "qwen2", "qwen3"])

@@ -110,14 +110,25 @@ def expand(layer: MultiHeadLatentAttention) -> Attention:
     dim = max(layer.qk_head_dim, layer.v_head_dim)
     keys, values = _up_projections(layer, dim)
     latent = "kv_a_proj_with_mqa", "kv_a_layernorm", layer.kv_lora_rank
-    children = {
+    children: dict[str, nn.Module | nn.Parameter] = {
         "q_proj": _queries(layer, dim),
         "k_proj": _composed(layer, *latent, keys),
         "v_proj": _composed(layer, *latent, values),
         "o_proj": _output(layer, dim),
     }
     biased = {name for name, child in children.items() if getattr(child, "bias", None) is not None}
-    arguments = common_arguments(layer) | {"head_dim": dim, "bias": biased, "rope": layer.rope}
+    arguments = common_arguments(layer) | {
+        "head_dim": dim,
+        "bias": biased,
+        "rope": layer.rope,
+        "query_scale": layer.query_scale,
+    }
+    if layer.sinks is not None:
+        children["sinks"], arguments["sinks"] = layer.get_parameter("sinks"), True
+    if layer.gate_proj is not None:
+        children["gate_proj"] = _gate(layer, dim)
+        by_head = layer.gate_proj.out_features == layer.num_heads
+        arguments["gate"] = "head" if by_head else "channel"
     return rebuilt(Attention, arguments, children).train(layer.training)
 
 
@@ -177,6 +188,15 @@ def _output(layer: MultiHeadLatentAttention, dim: int) -> nn.Module:
     weight, bias = weight_and_bias(layer, "o_proj")
     columns = weight.mT.unflatten(0, (layer.num_heads, layer.v_head_dim))
     return linear_of(_padded(columns, dim).mT.contiguous(), bias)
+
+
+def _gate(layer: MultiHeadLatentAttention, dim: int) -> nn.Module:
+    """The gate; one for each channel is padded like the values, whose added channels are 0."""
+    assert layer.gate_proj is not None
+    if dim == layer.v_head_dim or layer.gate_proj.out_features == layer.num_heads:
+        return layer.gate_proj
+    weight, _ = weight_and_bias(layer, "gate_proj")
+    return linear_of(_padded(weight.unflatten(0, (layer.num_heads, -1)), dim))
 
 
 def _padded(heads: Float[Tensor, "H D *I"], dim: int) -> Float[Tensor, "HD *I"]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from regard.convert.linear import weight_and_bias
 from regard.layers.latent import MultiHeadLatentAttention
+from regard.layers.query_scale import UNSCALED
 from regard.masks import Causal
 from regard.rope import Rotary
 from regard.rope.frequencies import plain_frequencies
@@ -130,8 +131,11 @@ def _objections(layer: Any, first: Any) -> list[str]:
         )
     if layer.mask != Causal():
         found.append(f"its mask is {layer.mask!r}, and only Causal() is there")
-    if layer.score_bias is not None:
-        found.append("it has a score_bias")
+    for name in ("score_bias", "sinks", "gate_proj"):
+        if getattr(layer, name) is not None:
+            found.append(f"it has {name}")
+    if layer.query_scale is not UNSCALED:
+        found.append(f"its queries are scaled by {layer.query_scale!r}")
     for name in SIZES:
         if getattr(layer, name) != getattr(first, name):
             found.append(f"{name} is {getattr(layer, name)}, in layer 0 {getattr(first, name)}")

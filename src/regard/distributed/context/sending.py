@@ -103,6 +103,7 @@ def send(layer: Any, x: Tensor, call: Call) -> Sending:
 def _send_keys(layer: Attention, x: Tensor, call: Call) -> Sending:
     q, k, v = layer.project(x)
     q, k = rotate(layer, call, q, k)
+    q = layer.query_scale(q, call.positions)
     return Sending(q, (k, v), lambda out: layer.gated(x, out))
 
 
@@ -111,10 +112,14 @@ def _send_latent(layer: MultiHeadLatentAttention, x: Tensor, call: Call) -> Send
     q_nope, q_rope, latent, k_rope = layer.project(x)
     q_rope, k_rope = rotate(layer, call, q_rope, k_rope)
     form, joined = layer.choose(call.span), layer.join(latent, k_rope)
-    q = form.queries(q_nope, q_rope)
+    q = layer.query_scale(form.queries(q_nope, q_rope), call.positions)
+
+    def read(out: Tensor) -> Tensor:
+        return layer.gated(x, form.output(out))
+
     if isinstance(form, Expanded):
-        return Sending(q, (joined,), form.output, making_keys(layer, form.rebuild))
-    return Sending(q, (joined,), form.output, {"v_head_dim": layer.kv_lora_rank})
+        return Sending(q, (joined,), read, making_keys(layer, form.rebuild))
+    return Sending(q, (joined,), read, {"v_head_dim": layer.kv_lora_rank})
 
 
 def _send_latent_kv(layer: LatentKVAttention, x: Tensor, call: Call) -> Sending:

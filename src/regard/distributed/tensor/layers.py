@@ -140,18 +140,22 @@ def split_styles(layer: Any, ranks: Ranks) -> tuple[HeadSplit, Styles]:
 def _attention(layer: Any, place: Placing) -> Styles:
     size = layer.head_dim
     rows = SplitStyle(place.split, SplitLinear, _both(place.kv_heads(size)))
-    styles: Styles = {
+    return {
         "q_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(size))),
         "k_proj": rows,
         "v_proj": rows,
         "o_proj": _output(place, size),
         **_norms(layer, place),
+        **_gate(layer, place),
         "": SplitStyle(place.split, SplitAttention, {"sinks": place.heads(1)}),
     }
-    if layer.gate_proj is not None:
-        channels = layer.gate_proj.out_features // layer.num_heads
-        styles["gate_proj"] = SplitStyle(place.split, SplitLinear, _both(place.heads(channels)))
-    return styles
+
+
+def _gate(layer: Any, place: Placing) -> Styles:
+    if getattr(layer, "gate_proj", None) is None:  # transformers' MLA has no such attribute
+        return {}
+    channels = layer.gate_proj.out_features // layer.num_heads
+    return {"gate_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(channels)))}
 
 
 def latent_styles(layer: Any, place: Placing) -> Styles:
@@ -163,7 +167,8 @@ def latent_styles(layer: Any, place: Placing) -> Styles:
         "kv_a_layernorm": _norm(place, summed=False),
         "kv_b_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(rebuilt))),
         "o_proj": _output(place, layer.v_head_dim),
-        "": SplitStyle(place.split, SplitLatent, {}),
+        **_gate(layer, place),
+        "": SplitStyle(place.split, SplitLatent, {"sinks": place.heads(1)}),
     }
     if layer.q_lora_rank is None:
         return {"q_proj": SplitStyle(place.split, CopiedInput, queries), **styles}
@@ -218,7 +223,10 @@ KINDS: dict[type[nn.Module], Kind] = {
     ),
     MultiHeadLatentAttention: Kind(
         lambda layer: layer.num_heads,
-        ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        (
+            *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+            *("o_proj", "gate_proj"),
+        ),
         latent_styles,
     ),
     LatentKVAttention: Kind(

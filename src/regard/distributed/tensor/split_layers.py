@@ -49,18 +49,22 @@ class SplitLayer(Split):
         if not attends_for_all_heads(at.cache):
             options["mask"] = self.split.mask(options["mask"])
             options["score_bias"] = self.split.score_bias(options["score_bias"])
+        if options["sinks"] is not None:
+            options["sinks"] = self.local("sinks")
         return options
+
+    def gated(self, x: Tensor, out: Tensor) -> Tensor:
+        """The output of this rank's heads times their gates."""
+        own: Any = self
+        result: Tensor = own.one_device_class.gated(own, self._shared(x), out)
+        return result
+
+    def _shared(self, x: Any) -> Any:
+        return self.split.shared(x) if isinstance(x, Tensor) else x
 
 
 class SplitAttention(SplitLayer):
     """`Attention` with the heads of this rank."""
-
-    def options(self, at: Arrival) -> dict[str, Any]:
-        """The same, with the sinks of this rank's heads."""
-        options = super().options(at)
-        if options["sinks"] is not None:
-            options["sinks"] = self.local("sinks")
-        return options
 
     def project(self, x: Tensor, context: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads."""
@@ -73,19 +77,10 @@ class SplitAttention(SplitLayer):
         own: Any = super()
         return own.remember(self._shared(context))
 
-    def gated(self, x: Tensor, out: Tensor) -> Tensor:
-        """The output of this rank's heads times their gates."""
-        own: Any = super()
-        result: Tensor = own.gated(self._shared(x), out)
-        return result
-
     @property
     def memory_heads(self) -> int:
         """Key heads of this rank."""
         return self.split.local_kv_heads
-
-    def _shared(self, x: Any) -> Any:
-        return self.split.shared(x) if isinstance(x, Tensor) else x
 
 
 class SplitLatent(SplitLayer):

@@ -72,6 +72,7 @@ def attention_of(module: Any) -> Attention:
             mask=family.pattern_of(module),
             scale=family.scale(module),
             softcap=family.softcap(module),
+            query_scale=family.query_scale(module),
             sinks=family.sinks(module) is not None,
         )
     for name, child in children.items():
@@ -84,7 +85,8 @@ def attention_of(module: Any) -> Attention:
 def _children(family: Family, module: nn.Module) -> dict[str, Any]:
     """The children that an `Attention` has too, by name."""
     of, output = family.project.children, FAMILIES["LlamaAttention"].output
-    if of is None or of != Separate(norm=of.norm) or family.output is not output:
+    differs = of is None or of != Separate(norm=of.norm) or family.output is not output
+    if of is None or differs or family.latent:
         raise ValueError(
             f"{type(module).__name__} projects or outputs in a way that no single layer of regard "
             "does; regard.hf.install runs it as it is"

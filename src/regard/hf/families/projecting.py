@@ -70,6 +70,20 @@ def separate(**names: Any) -> Projection:
     return Projection(made.both, made.queries, made.memory, made)
 
 
+def with_normed_values() -> Projection:
+    """Three children, and norms of all three; one that is missing: values are the keys before their
+    norm and rotation (Gemma 3n and 4)."""
+
+    def memory(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        keys = _split(module, module.k_proj(x))
+        own = module._modules.get("v_proj")
+        values = keys if own is None else _split(module, own(x))
+        return module.k_norm(keys), module.v_norm(values)
+
+    queries = Separate(norm="head").queries
+    return Projection(lambda module, x: (queries(module, x), *memory(module, x)), queries, memory)
+
+
 def blocks(fused: str) -> Projection:
     """One child: all queries, then all keys, then all values (Phi-3)."""
 

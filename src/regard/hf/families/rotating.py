@@ -78,10 +78,21 @@ def halves_without_alibi(module: Any, x: Float[Tensor, "B H L D"], angles: Any) 
 def pairs_or_halves(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
     """Neighbouring channels are rotated together and returned as halves (DeepSeek-V3): queries and
     keys are permuted alike, so their products do not change."""
-    if not module.config.rope_interleave:
-        return halves(module, x, angles)
+    return (pairs if module.config.rope_interleave else halves)(module, x, angles)
+
+
+def pairs(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
+    """Neighbouring channels are rotated together and returned as halves."""
     cos, sin = (each[..., : each.shape[-1] // 2] for each in angles)
     return half_angles(module, torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1), (cos, sin))
+
+
+def complex_pairs_where_used(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:
+    """Some layers rotate neighbouring channels and then norm them, some do neither (Llama 4)."""
+    if not module.use_rope:
+        return x
+    rotated = complex_pairs(module, x, angles)
+    return module.qk_norm(rotated) if hasattr(module, "qk_norm") else rotated
 
 
 def complex_pairs(module: Any, x: Float[Tensor, "B H L D"], angles: Any) -> Tensor:

@@ -7,8 +7,18 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.heads import split_heads
 from regard.hf.families import rotating
-from regard.hf.families.projecting import Projection, blocks, by_group, by_head, gpt2, separate
+from regard.hf.families.projecting import (
+    Projection,
+    blocks,
+    by_group,
+    by_head,
+    gpt2,
+    separate,
+    with_normed_values,
+)
+from regard.layers.query_scale import UNSCALED, PositionScale, QueryScale
 from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
 
 Reads = Callable[[Any], Any]  # one fact about an attention module
@@ -68,6 +78,57 @@ def _no_bias(module: Any, given: Any, queries: int, keys: int, past: Any) -> Ten
     return None
 
 
+def _unscaled(module: Any) -> QueryScale:
+    return UNSCALED
+
+
+def _not_shared(module: Any) -> tuple[str, str]:
+    return "", ""
+
+
+def _shared_by_type(module: Any) -> tuple[str, str]:
+    """Gemma 3n and 4: the last layers read those of the last layer before them of their type."""
+    name: str = module.layer_type
+    return name * module.is_kv_shared_layer, name * module.store_full_length_kv
+
+
+def _proportional_runs(module: Any) -> tuple[tuple[int, int], ...] | None:
+    """Gemma 4, where one projection makes keys and values that no other layer reads, and where only
+    the first channels of each half are rotated."""
+    if not module.use_alternative_attention or any(_shared_by_type(module)):
+        return None
+    rope, half = module.config.rope_parameters[module.layer_type], module.head_dim // 2
+    rotated = int(rope.get("partial_rotary_factor", 1.0) * half)
+    if rope["rope_type"] != "proportional" or rotated == half:
+        return None
+    return ((0, rotated), (half, half + rotated))
+
+
+def _no_gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
+    return out
+
+
+def gated_by(child: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    """The gate is the sigmoid of a child's output: one factor for each head or each channel."""
+
+    def gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
+        factor = getattr(module, child)(x).float().sigmoid()
+        return out * split_heads(factor, factor.shape[-1] // out.shape[1]).to(out.dtype)
+
+    return gate
+
+
+def _ministral_scale(module: Any) -> QueryScale:
+    rope = module.config.rope_parameters
+    return PositionScale(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+
+
+def _llama4_scale(module: Any) -> QueryScale:
+    if module.use_rope or not module.attn_temperature_tuning:
+        return UNSCALED
+    return PositionScale(module.attn_scale, module.floor_scale, offset=1)
+
+
 _THREE = separate()
 _O_PROJ = through("o_proj")
 _SCALING = own("scaling")
@@ -93,6 +154,14 @@ class Family:
         scale: reads the factor of the scores.
         dropout: reads the probability of dropping a weight in training.
         bias: what is added to the scores besides the mask, or None.
+        query_scale: reads the factor of queries by their positions; `UNSCALED` without one.
+        counts_positions: whether that factor counts positions from the cache, whatever the model's
+            `position_ids` are (Llama 4).
+        sharing: reads the names under which a module takes its keys and values from another layer,
+            and under which it leaves them for others; each is "" for none.
+        tied: reads the runs of channels that are rotated, of a module whose keys are its values
+            but for them; None of others.
+        gate: multiplies the outputs of the heads by a gate of the hidden states.
         mask: the argument that holds the mask.
         cache: the argument that holds the cache.
         context: the argument that holds another sequence; `""` if there is none.
@@ -118,12 +187,31 @@ class Family:
     scale: Reads = _SCALING
     dropout: Reads = _DROPOUT
     bias: Callable[[Any, Any, int, int, Any], Tensor | None] = _no_bias
+    query_scale: Callable[[Any], QueryScale] = _unscaled
+    counts_positions: bool = False
+    sharing: Callable[[Any], tuple[str, str]] = _not_shared
+    tied: Reads = absent
+    gate: Callable[[Any, Tensor, Tensor], Tensor] = _no_gate
     mask: str = "attention_mask"
     cache: str = "past_key_values"
     context: str = ""
     context_mask: str = "attention_mask"
     returns_bias: bool = False
     latent: bool = False
+
+    def beyond_heads(self, module: nn.Module) -> str:
+        """In words, what a module does besides projection, rotation and attention, or ""."""
+        # a layer of regard in a model has the attribute, which may be None
+        gated = self.gate is not _no_gate and getattr(module, "gate_proj", "") is not None
+        for holds, words in (
+            (gated, "gates its outputs"),
+            (any(self.sharing(module)), "shares its keys with other layers"),
+            (self.tied(module) is not None, "has keys that are its values"),
+            (self.query_scale(module) is not UNSCALED, "scales queries by their positions"),
+        ):
+            if holds:
+                return words
+        return ""
 
     def window_of(self, module: nn.Module) -> int | None:
         """The sliding window of one attention module, or None."""
@@ -166,6 +254,17 @@ _BERT = Family(
     dropout=_ANY_DROPOUT,
 )
 _BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hidden_states")
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3Attention", "deepseek_v3", rotate=rotating.pairs_or_halves, latent=True
+)
+_GEMMA4 = Family(
+    "Gemma4TextAttention",
+    "gemma4",
+    project=with_normed_values(),
+    window=_SOME_LAYERS,
+    sharing=_shared_by_type,
+    tied=_proportional_runs,
+)
 _BART = Family(
     "BartAttention",
     "bart",
@@ -189,6 +288,9 @@ FAMILIES = {
             "Gemma2Attention", "gemma2", window=_SOME_LAYERS, softcap=own("attn_logit_softcapping")
         ),
         Family("Gemma3Attention", "gemma3", project=separate(norm="head"), window=_SOME_LAYERS),
+        _GEMMA4,
+        replace(_GEMMA4, attention="Gemma4UnifiedTextAttention", folder="gemma4_unified"),
+        replace(_GEMMA4, attention="Gemma3nTextAttention", folder="gemma3n", tied=absent),
         Family(
             "SmolLM3Attention", "smollm3", rotate=rotating.halves_where_used, window=_SOME_LAYERS
         ),
@@ -250,7 +352,36 @@ FAMILIES = {
             returns_bias=True,
         ),
         Family("DeepseekV2Attention", "deepseek_v2", rotate=rotating.complex_pairs, latent=True),
-        Family("DeepseekV3Attention", "deepseek_v3", rotate=rotating.pairs_or_halves, latent=True),
+        _DEEPSEEK_V3,
+        replace(_DEEPSEEK_V3, attention="AXK1Attention", folder="axk1"),
+        replace(
+            _DEEPSEEK_V3,
+            attention="Mistral4Attention",
+            folder="mistral4",
+            query_scale=_ministral_scale,
+        ),
+        Family("MiniCPM3Attention", "minicpm3", latent=True),
+        Family("KimiLinearAttention", "kimi_linear", rotate=rotating.not_rotated, latent=True),
+        Family(
+            "BailingHybridAttention",
+            "bailing_hybrid",
+            rotate=rotating.pairs,
+            gate=gated_by("g_proj"),
+            latent=True,
+        ),
+        Family(
+            "Ministral3Attention",
+            "ministral3",
+            window=_EVERY_LAYER,
+            query_scale=_ministral_scale,
+        ),
+        Family(
+            "Llama4TextAttention",
+            "llama4",
+            rotate=rotating.complex_pairs_where_used,
+            query_scale=_llama4_scale,
+            counts_positions=True,
+        ),
     )
 }
 

@@ -14,6 +14,7 @@ from torch import nn
 from regard.hf.loading.untrusted import refused
 from regard.hf.placing.placed import LatentLayer, arguments_of, pattern_of, window_of
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
+from regard.layers.query_scale import UNSCALED, PositionScale, QueryScale
 from regard.rope import NO_ROPE, NoRotary, Rotary
 from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Scaling, Yarn
 
@@ -105,6 +106,7 @@ _size = _such(lambda value: type(value) is int and 0 <= value <= WIDEST)
 _number = _such(lambda value: type(value) in (int, float) and math.isfinite(value))
 _flag = _such(lambda value: type(value) is bool)
 _norm = _such(lambda value: value in (None, "head", "width"))
+_gate = _such(lambda value: value in (None, "head", "channel"))
 _biases = _such(lambda value: isinstance(value, list) and all(each in MLA_BIASES for each in value))
 
 
@@ -122,6 +124,22 @@ def _written_rope(rope: Rotary | NoRotary) -> dict[str, Any] | None:
         "pairing": rope.pairing,
         "scaling": None if scaling is None else _written_scaling(scaling),
     }
+
+
+def _written_factor(scale: object) -> list[float] | None:
+    """A factor of queries by their positions."""
+    if scale is UNSCALED:
+        return None
+    if not isinstance(scale, PositionScale):
+        raise ValueError(f"query_scale={scale!r} cannot be saved; PositionScale can")
+    return [scale.beta, scale.original_max_position, scale.offset]
+
+
+def _read_factor(value: Any) -> QueryScale:
+    if value is None:
+        return UNSCALED
+    beta, most, offset = map(_number, value)
+    return PositionScale(beta, most, offset)
 
 
 def _written_scaling(scaling: Scaling) -> dict[str, Any]:
@@ -198,7 +216,11 @@ KINDS = {
         COMMON
         | {"q_lora_rank": OPTIONAL_SIZE, "qk_nope_head_dim": SIZE, "qk_rope_head_dim": SIZE}
         | {"v_head_dim": SIZE, "latent_norm": FLAG, "norm_eps": NUMBER}
-        | {"bias": BIASES},
+        | {"bias": BIASES, "sinks": FLAG, "gate": Field("null, 'head' or 'channel'", _gate)}
+        | {"query_scale": Field("null or three numbers", _read_factor, _written_factor)},
     ),
 }
-ADDED = {"LatentKV": {"qk_norm": None, "norm_eps": 1e-6}}  # older folders lack these
+ADDED: dict[str, dict[str, Any]] = {  # older folders lack these
+    "LatentKV": {"qk_norm": None, "norm_eps": 1e-6},
+    "MLA": {"sinks": False, "gate": None, "query_scale": None},
+}

@@ -20,7 +20,10 @@ from regard.hf.placing.placed import LatentLayer, empty_copy, window_of
 from regard.layers.attention import Attention
 from regard.matrices import matrix_objection
 
-SAME = ("hidden_size", "num_heads", "head_dim", "norm_width", "rope", "mask", "softcap", "dropout")
+SAME = (
+    *("hidden_size", "num_heads", "head_dim", "norm_width", "rope", "mask", "softcap", "dropout"),
+    "query_scale",
+)
 Layer = Attention | LatentLayer
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -97,6 +100,8 @@ def _placed(model: Any, name: str, layer: Any) -> nn.Module:
     placed: Any = empty_copy(layer)
     for child_name, child in list(placed.named_children()):
         setattr(placed, child_name, _like(child, layer.get_submodule(child_name)))
+    for parameter_name, parameter in layer.named_parameters(recurse=False):
+        setattr(placed, parameter_name, parameter)
     placed.layer_idx, placed.config = module.layer_idx, module.config
     install_output_capuring_hook(placed, "attentions", 1)  # transformers collects by class
     placed.train(module.training)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from regard.hf.families.table import Family, own, probability
 from regard.hf.running import latent, latent_kv
+from regard.hf.running.calls import positions_of_queries
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.masks import AllOf, Causal, Mask, SlidingWindow
 
@@ -68,7 +69,13 @@ class PlacedLatentKV(LatentKVAttention):
 class PlacedMLA(MultiHeadLatentAttention):
     """A `MultiHeadLatentAttention` that is called as transformers calls its attention."""
 
-    family: ClassVar[Family] = _family("PlacedMLA", latent=True)
+    family: ClassVar[Family] = _family(
+        "PlacedMLA",
+        latent=True,
+        sinks=own("sinks"),
+        query_scale=own("query_scale"),
+        gate=lambda module, x, out: module.gated(x, out),
+    )
     layer_idx: int
     config: Any
 
@@ -82,13 +89,14 @@ class PlacedMLA(MultiHeadLatentAttention):
         **given: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and, if asked for, weights. The model's own angles are not read."""
-        positions = latent_kv.positions_of_queries(
+        positions = positions_of_queries(
             hidden_states, position_ids, past_key_values, self.layer_idx
         )
         return latent.forward(
             self,
             hidden_states,
             position_embeddings=positions,
+            position_ids=positions,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             **given,
@@ -135,7 +143,13 @@ def arguments_of(layer: LatentLayer) -> dict[str, Any]:
     norm = layer.kv_a_layernorm
     normed = not isinstance(norm, nn.Identity)
     eps = getattr(norm, "eps", None) if normed else None
-    return arguments | {"bias": biased, "latent_norm": normed, "norm_eps": eps or 1e-6}
+    sinks = layer.sinks is not None
+    return arguments | {
+        "bias": biased - {"gate_proj"},
+        "latent_norm": normed,
+        "norm_eps": eps or 1e-6,
+        "sinks": sinks,
+    }
 
 
 def pattern_of(window: int | None) -> Mask:

@@ -1,9 +1,12 @@
 """What every call of attention in a transformers model has in common, however keys are made."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.cache import Part
@@ -11,6 +14,7 @@ from regard.hf.families.recognising import family_of
 from regard.hf.families.table import Family
 from regard.hf.running.masks import Visible, in_documents, visible
 from regard.layers.attending import Attending, Keys
+from regard.layers.query_scale import UNSCALED
 from regard.ops.attend import prepare
 from regard.ops.explain import weights_of
 from regard.ops.parts import Make
@@ -67,6 +71,28 @@ def visible_in(
         is_causal=False if across else given.get("is_causal"),
     )
     return at if across else in_documents(module, at, given)
+
+
+def positions_of_queries(
+    x: Float[Tensor, "B L E"], given: Int[Tensor, "*B L"] | None, cache: Any, layer: int | None
+) -> Int[Tensor, "*B L"]:
+    """The positions of new tokens: those of the model, or else counted on from the cache."""
+    if given is not None:
+        return given
+    past = 0 if cache is None else cache.get_seq_length(layer)
+    return (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
+
+
+def scaler_of(
+    family: Family, module: Any, x: Float[Tensor, "B L E"], given: Mapping[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    """The scaling of queries by their positions; made before the cache holds the new tokens."""
+    scale = family.query_scale(module)
+    if scale is UNSCALED:
+        return lambda q: q
+    positions = None if family.counts_positions else given.get("position_ids")
+    cache, layer = given.get(family.cache), getattr(module, "layer_idx", None)
+    return partial(scale, positions=positions_of_queries(x, positions, cache, layer))
 
 
 def options_of(family: Family, module: nn.Module) -> dict[str, Any]:

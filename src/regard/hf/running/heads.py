@@ -21,9 +21,11 @@ from regard.hf.running.calls import (
     of_one_dtype,
     one_part,
     options_of,
+    scaler_of,
     sharded_cache,
     visible_in,
 )
+from regard.hf.running.shared_keys import leave, take
 from regard.hf.running.steps import Projected, record_step, repeated_step
 from regard.layers.attending import Keys
 
@@ -43,15 +45,20 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     family, given = arrive(self, args, given)
     projected = None
     if (same := repeated_step(family, self, hidden_states, given)) is not None:
-        projected = family.project.both(self, hidden_states)
+        projected = _projected(family, self, hidden_states, given)
         if (stepped := same.run(family, self, projected, given)) is not None:
-            return family.output(self, merge_heads(stepped)), None
+            return output_of(family, self, hidden_states, stepped), None
     across = bool(family.context) and given.get(family.context) is not None
+    taken, left = family.sharing(self)
     if across:
         q, parts, past, sharded = _across(family, self, hidden_states, given)
+    elif taken:
+        q, parts, past, sharded = _taken(family, self, hidden_states, given, taken)
     else:
-        projected = projected or family.project.both(self, hidden_states)
+        projected = projected or _projected(family, self, hidden_states, given)
         q, parts, past, sharded = _along(family, self, projected, given)
+    if left:
+        leave(given, left, parts, sharded)
     queries, count = q.shape[2], number_of_keys(parts, sharded)
     at = visible_in(family, self, given, queries, count, across=across)
     bias = family.bias(self, given, queries, count, past)
@@ -61,8 +68,19 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     sinks = options["sinks"]
     heads, weights = attended(call, q, keys, given, sharded=sharded, sinks=sinks)
     record_step(family, self, hidden_states, given, call)
-    out = family.output(self, merge_heads(heads))
+    out = output_of(family, self, hidden_states, heads)
     return (out, bias, weights) if family.returns_bias else (out, weights)
+
+
+def _projected(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Projected:
+    """Queries, scaled by their positions, which commutes with rotation; keys and values."""
+    q, k, v = family.project.both(module, x)
+    return scaler_of(family, module, x, given)(q), k, v
+
+
+def output_of(family: Family, module: Any, x: Tensor, heads: Tensor) -> Tensor:
+    """Hidden states from the outputs of the heads."""
+    return family.output(module, merge_heads(family.gate(module, x, heads)))
 
 
 def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, Any]) -> Heads:
@@ -79,6 +97,16 @@ def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, An
     past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
     parts = appended(cache, module.layer_idx, k, v)
     return Heads(q, parts, past, sharded_cache(cache, module))
+
+
+def _taken(family: Family, module: Any, x: Tensor, given: Mapping[str, Any], name: str) -> Heads:
+    """Attention to the keys of another layer, after that layer's norms and rotation."""
+    assert family.project.queries is not None
+    q = scaler_of(family, module, x, given)(family.project.queries(module, x))
+    q = family.rotate(module, q, given.get("position_embeddings"))
+    shared = take(given, name)
+    q, _ = of_one_dtype(q, shared.parts[0].outlines[0])
+    return Heads(q, shared.parts, 0, shared.sharded)
 
 
 def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Heads:

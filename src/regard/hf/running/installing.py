@@ -18,11 +18,13 @@ from regard.hf.families.finding import calls_the_interface, find, unknown_attent
 from regard.hf.families.recognising import family_of, nearest
 from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
-from regard.hf.running import heads, latent
+from regard.hf.running import heads, latent, tied
 from regard.hf.running.binding import bind, replace, restore
 from regard.hf.running.probing import disagreement
 from regard.hf.running.registering import register
+from regard.layers.forms.tied_kv import TiedKeys
 from regard.layers.latent_forms import Absorbed, choose_form
+from regard.layers.query_scale import UNSCALED
 from regard.masks import Span
 from regard.ops.attend import prepare
 from regard.ops.check import check_options
@@ -157,7 +159,7 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     for module in own.values():
         replace(module, "precision", precision)
         if not is_placed(module):  # a placed layer runs on regard already
-            bind(module, _forward_of(module))
+            bind(module, forward_of(module))
     for module in chain.from_iterable(calling.values()):
         replace(module, "precision", precision)
         _call_regard(module)
@@ -171,8 +173,11 @@ def _difference_of(kind: Any) -> str:
     return f"{kind.__name__} {nearest(kind)}"
 
 
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The forward that is bound to a module of a known family."""
     known = family_of(module)
+    if known and known.tied(module) is not None:
+        return tied.forward
     return latent.forward if known and known.latent else heads.forward
 
 
@@ -181,7 +186,7 @@ def _agrees(module: nn.Module) -> bool:
     family = family_of(module)
     if family is None or is_placed(module):
         return True
-    return disagreement(family, module, _forward_of(module)) is None
+    return disagreement(family, module, forward_of(module)) is None
 
 
 def _call_regard(module: Any) -> None:
@@ -258,6 +263,8 @@ def _cached(family: Family, module: Any) -> tuple[str, int, int, int]:
         return "MLA", heads, 1, module.kv_lora_rank + module.qk_rope_head_dim
     if is_placed(module):
         return module.kind, heads, 1, module.kv_lora_rank
+    if (runs := family.tied(module)) is not None:
+        head_dim = sum(TiedKeys(module.k_norm.weight, runs).pieces)
     kind = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
     return kind, heads, kv_heads, head_dim
 
@@ -271,6 +278,12 @@ def _rules(family: Family, module: Any) -> list[str]:
         rules.append(f"softcap {family.softcap(module):g}")
     if family.sinks(module) is not None:
         rules.append("sinks")
+    if family.tied(module) is not None:
+        rules.append("values cached as keys")
+    if family.sharing(module)[0]:
+        rules.append("keys of an earlier layer")
+    if family.query_scale(module) is not UNSCALED:
+        rules.append("queries scaled by position")
     if family.returns_bias:
         rules.append("relative bias")
     return rules

@@ -23,6 +23,7 @@ from regard.hf.running.calls import (
     number_of_keys,
     one_part,
     options_of,
+    scaler_of,
     sharded_cache,
     visible_in,
 )
@@ -43,7 +44,8 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     """What a DeepSeek module's own forward computes, in the form that is less work."""
     family, given = arrive(self, args, given)
     q_nope, q_rope, latent, k_rope = project_latent(self, hidden_states)
-    angles = given["position_embeddings"]  # a placed layer passes positions here
+    angles = given.get("position_embeddings")  # a placed layer passes positions here
+    q_nope, q_rope = map(scaler_of(family, self, hidden_states, given), (q_nope, q_rope))
     q_rope, k_rope = (family.rotate(self, x, angles) for x in (q_rope, k_rope))
     if getattr(self, "head_split", None) is not None:  # each rank reads both for its heads
         joined = self.head_split.shared(torch.cat([latent, k_rope], dim=-1))
@@ -57,7 +59,8 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     q, made, bias = _read(form, q_nope, q_rope, parts, at, options["scale"], sharded)
     call = described(q, made, at, bias=bias, sharded=sharded, **options)
     heads, weights = attended(call, q, made, given, sharded=sharded, sinks=options["sinks"])
-    return family.output(self, merge_heads(form.output(heads))), weights
+    heads = family.gate(self, hidden_states, form.output(heads))
+    return family.output(self, merge_heads(heads)), weights
 
 
 def _stored(cache: Any, layer: int, latent: Tensor, k_rope: Tensor) -> tuple[Part, ...]:

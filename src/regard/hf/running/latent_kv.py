@@ -22,6 +22,7 @@ from regard.hf.running.calls import (
     number_of_keys,
     one_part,
     options_of,
+    positions_of_queries,
     sharded_cache,
     visible_in,
 )
@@ -59,16 +60,6 @@ def _stored(
         positions = _positions_of_keys(positions, cache, layer)
         latent, _ = cache.update(latent, latent[..., :0], layer)
     return one_part(latent, as_stream(positions, latent.shape[0]))
-
-
-def positions_of_queries(
-    x: Float[Tensor, "B L E"], given: Int[Tensor, "*B L"] | None, cache: Any, layer: int | None
-) -> Int[Tensor, "*B L"]:
-    """The positions of new tokens: those of the model, or else counted on from the cache."""
-    if given is not None:
-        return given
-    past = 0 if cache is None else cache.get_seq_length(layer)
-    return (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
 
 
 def _positions_of_keys(

@@ -93,8 +93,11 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
     padded = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(one.dtype).min).to(one)
     angles = partial(_angles, family, module, like=one)
 
+    places = torch.arange(TOKENS, device=one.device).unsqueeze(0)
+
     def all_at_once(forward: Forward, mask: Tensor | None) -> Tensor:
-        given = {family.mask: mask, "position_embeddings": angles(TOKENS)}
+        given = {"position_embeddings": angles(TOKENS), "position_ids": places}
+        given |= {family.mask: mask}
         out: Tensor = forward(module, x, **_accepted(module, given))[0]
         return out
 
@@ -103,7 +106,8 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
         for start, stop in ((0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)):
             rotated = _cut(angles(TOKENS), start, stop)
             given = {family.mask: padded[:, :, start:stop, :stop], family.cache: cache}
-            given = _accepted(module, given | {"position_embeddings": rotated})
+            given |= {"position_embeddings": rotated, "position_ids": places[:, start:stop]}
+            given = _accepted(module, given)
             outs.append(forward(module, x[:, start:stop], **given)[0])
         return torch.cat(outs, dim=1)
 

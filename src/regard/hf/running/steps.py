@@ -86,6 +86,8 @@ def is_step(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) ->
     nothing rotated, and a cache of regard whose keys stay where they are."""
     if x.shape[1] != 1 or family.returns_bias or given.get(family.context) is not None:
         return False
+    if any(family.sharing(module)):
+        return False
     angles = given.get("position_embeddings")
     if family.rotate is rotating.halves:
         if not isinstance(angles, tuple) or angles[0].dtype is not torch.float32:

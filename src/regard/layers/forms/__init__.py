@@ -1,0 +1,1 @@
+"""Attention layers of newer models, made of the functions of `regard.layers`."""

@@ -50,6 +50,11 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """A copy has buffers of its own, elsewhere than a step's addresses."""
         return {**vars(self), "step": None}
 
+    @property
+    def stored(self) -> tuple[Cache, ...]:
+        """What the layer stores, as caches that are truncated, saved and described."""
+        return (self.cache,)
+
     def state(self) -> "LayerState":
         """The present state, to which `restore` returns."""
         snapshot = self.cache.snapshot() if hasattr(self.cache, "snapshot") else None

@@ -53,6 +53,11 @@ class PagedGenerationCache(GenerationCache):
             pool.bind(described())
         super().__init__(layers, model)
 
+    @property
+    def _pages(self) -> list[PagedCache]:
+        """The caches in pages: of the layers with keys."""
+        return [layer.cache for layer in self._attending]
+
     # ---- calls of the model ----
 
     def begin(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -178,8 +183,9 @@ class PagedGenerationCache(GenerationCache):
         """As `GenerationCache.truncate`; raises too if a shared page must be copied and the pool
         is full."""
         self._settle()
+        start = self._start_of(length)
         with self.pool.lock:
-            self._check_room(_cut(cache, length) for cache in self.caches)
+            self._check_room(_cut(each, start) for each in self._pages)
             super().truncate(length)
         self._text = None if self._text is None else self._text.cut(length)
         self._stored = min(self._stored, length // self.pool.page_size)
@@ -195,7 +201,7 @@ class PagedGenerationCache(GenerationCache):
     def _reorder(self, rows: Tensor) -> None:
         with self.pool.lock:
             self._check_rows(rows)
-            self._check_room(_chosen(cache, rows.tolist()) for cache in self.caches)
+            self._check_room(_chosen(each, rows.tolist()) for each in self._pages)
             super().reorder(rows)
 
     def _check_room(self, changes: Iterable[tuple[int, "Counter[Page]"]]) -> None:

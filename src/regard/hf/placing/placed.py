@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.hf.families.table import Family, own, probability
+from regard.hf.packages import cache_in
 from regard.hf.running import latent, latent_kv
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
 from regard.masks import AllOf, Causal, Mask, SlidingWindow
@@ -52,17 +53,10 @@ class PlacedLatentKV(LatentKVAttention):
         hidden_states: Float[Tensor, "B L E"],
         position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and, if asked for, weights. The model's own angles are not read."""
-        return latent_kv.forward(
-            self,
-            hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **given,
-        )
+        return latent_kv.forward(self, hidden_states, attention_mask=attention_mask, **given)
 
 
 class PlacedMLA(MultiHeadLatentAttention):
@@ -77,20 +71,18 @@ class PlacedMLA(MultiHeadLatentAttention):
         hidden_states: Float[Tensor, "B L E"],
         position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         position_ids: Int[Tensor, "*B L"] | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and, if asked for, weights. The model's own angles are not read."""
         positions = latent_kv.positions_of_queries(
-            hidden_states, position_ids, past_key_values, self.layer_idx
+            hidden_states, position_ids, cache_in(given), self.layer_idx
         )
         return latent.forward(
             self,
             hidden_states,
             position_embeddings=positions,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             **given,
         )
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from regard.cache import Part
 from regard.hf.families.recognising import family_of
 from regard.hf.families.table import Family
+from regard.hf.packages import cache_in
 from regard.hf.running.masks import Visible, in_documents, visible
 from regard.layers.attending import Attending, Keys
 from regard.ops.attend import prepare
@@ -35,6 +36,8 @@ def arrive(
         names = list(inspect.signature(type(module).forward).parameters)[2:]
         given = {**dict(zip(names, args, strict=False)), **given}
     refuse(given, also=FROM_THE_MODULE)
+    if family.cache not in given:
+        given = {**given, family.cache: cache_in(given)}
     return family, given
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from regard.hf.families import rotating
 from regard.hf.families.recognising import exclude
 from regard.hf.families.table import FAMILIES, Family
+from regard.hf.packages import CACHES
 
 TOKENS, ROWS = 5, 2
 _AGREED: set[tuple[type, tuple[Any, ...]]] = set()  # kinds of modules that were tried
@@ -102,14 +103,15 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
         cache, outs = DynamicCache(), []
         for start, stop in ((0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)):
             rotated = _cut(angles(TOKENS), start, stop)
-            given = {family.mask: padded[:, :, start:stop, :stop], family.cache: cache}
-            given = _accepted(module, given | {"position_embeddings": rotated})
+            given = {family.mask: padded[:, :, start:stop, :stop], "position_embeddings": rotated}
+            given |= dict.fromkeys((family.cache, *CACHES), cache)
+            given = _accepted(module, given)
             outs.append(forward(module, x[:, start:stop], **given)[0])
         return torch.cat(outs, dim=1)
 
     yield "no mask", lambda forward: all_at_once(forward, None)
     yield "padding", lambda forward: all_at_once(forward, padded)
-    if family.cache in inspect.signature(type(module).forward).parameters:
+    if {family.cache, *CACHES} & set(inspect.signature(type(module).forward).parameters):
         yield "a cache", one_by_one
 
 

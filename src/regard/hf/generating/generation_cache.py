@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from regard.cache import Part, load_all, save_all, truncate_all
 from regard.cache.streams import check_rows
 from regard.hf.generating.caches import CacheLayer, cropped
-from regard.hf.generating.states import Call, StateLayer, States, call_of
+from regard.hf.generating.states import Call, StateLayer, States, call_of, check_states_go_on
 from regard.hf.generating.watching import watch
 from regard.hf.packages import cache_in
 
@@ -129,10 +129,11 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
                 "tokens; the cache is now as it was before that call: call again"
             )
         _check_follows(given, self.get_seq_length())
+        if self._with_states:
+            check_states_go_on(self._watched(), given, self.get_seq_length())
+            self._running = call_of(self._watched(), given, self.get_seq_length())
         layers = [layer.state() for layer in self.layers]
         self._before = layers, _Across.of(cache_in(given))
-        if self._with_states:
-            self._running = call_of(self._watched(), given, self.get_seq_length())
         self._thread = threading.get_ident()
         return given
 

@@ -4,8 +4,10 @@ A state is a sum over all tokens so far, so it cannot be cut: it returns to a re
 at all. In a hybrid model some layers have states, others keys and values, some both.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -323,6 +325,22 @@ class Call(NamedTuple):
         if name == "attention_mask":
             return value[:, : self.past + count]
         return value[..., :count] if name in _LAST else value[:, :count]
+
+
+def check_states_go_on(model: nn.Module, given: Mapping[str, Any], past: int) -> None:
+    """Raise for several tokens after others, if the model's states begin anew with each such call:
+    transformers' `mamba_selective_scan` takes no state to begin with."""
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if not past or tokens is None or tokens.shape[1] == 1:
+        return
+    scan = getattr(sys.modules[type(model).__module__], "mamba_selective_scan", None)
+    if scan is not None and not any("initial" in name for name in signature(scan).parameters):
+        raise ValueError(
+            f"the states of {type(model).__name__} forget earlier tokens in a call of several, as "
+            f"transformers computes them, got {tokens.shape[1]} tokens after {past}; feed the "
+            "whole prompt in the first call, then one token in each"
+        )
 
 
 _SECOND = ("input_ids", "inputs_embeds", "token_type_ids")  # arguments with tokens in dimension 1

@@ -15,7 +15,14 @@ from transformers.cache_utils import Cache as TransformersCache
 from regard.cache import Part, load_all, save_all, truncate_all
 from regard.cache.streams import check_rows
 from regard.hf.generating.caches import CacheLayer, cropped
-from regard.hf.generating.states import Call, StateLayer, States, call_of, check_states_go_on
+from regard.hf.generating.states import (
+    Call,
+    EmptyLayer,
+    StateLayer,
+    States,
+    call_of,
+    check_states_go_on,
+)
 from regard.hf.generating.watching import watch
 from regard.hf.packages import cache_in
 
@@ -97,14 +104,12 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     @property
     def is_linear(self) -> list[bool]:
         """Which layers have states and no keys, as transformers asks to choose masks."""
-        return [
-            isinstance(each, StateLayer) and each not in self._attending for each in self.layers
-        ]
+        return [isinstance(x, StateLayer) and not isinstance(x, CacheLayer) for x in self.layers]
 
     @property
     def is_dummy(self) -> list[bool]:
         """Which layers store nothing, as transformers asks to choose masks."""
-        return [not each.stored for each in self.layers]
+        return [isinstance(each, EmptyLayer) for each in self.layers]
 
     # ---- calls of the model ----
 

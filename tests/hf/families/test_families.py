@@ -175,7 +175,8 @@ def test_every_family_has_a_model_in_the_zoo():
         for kind in ZOO.values()
         for module in find(kind.build()).known.values()
     }
-    assert seen == set(FAMILIES) - crossed
+    eager = {"XGLM", "TrOCR", "Mvp", "MegatronBertSelf", "RemBertSelf"}  # test_eager_models.py
+    assert seen == set(FAMILIES) - crossed - {f"{each}Attention" for each in eager}
 
 
 ALONE = [

@@ -19,7 +19,8 @@ from regard.ops.prepared import Prepared
 from regard.tracing import is_autocast
 
 PAGED = ("indices", "block_table")  # of attention functions over blocks of keys
-FROM_THE_MODULE = ("softcap", "s_aux")  # read from the module: as arguments they would be ignored
+# read from the module, or not read (MVP's prompts): as arguments they would be ignored
+FROM_THE_MODULE = ("softcap", "s_aux", "attn_prompt")
 
 
 def arrive(

@@ -97,7 +97,7 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
     from transformers import DynamicCache
 
     one = next(module.parameters())
-    x = torch.randn(ROWS, TOKENS, module.config.hidden_size).to(one)
+    x = torch.randn(ROWS, TOKENS, _hidden_size(family, module)).to(one)
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).repeat(ROWS, 1, 1, 1)
     hidden[0, ..., :2] = True  # padding
     hidden &= ~torch.eye(TOKENS, dtype=torch.bool)
@@ -106,7 +106,7 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
 
     def alibi(keys: int) -> Tensor | None:
         """None rotates: a model with ALiBi passes a bias, here of 0."""
-        has = getattr(module.config, "alibi", False)
+        has = getattr(getattr(module, "config", None), "alibi", False)
         return one.new_zeros(ROWS * family.sizes(module)[0], 1, keys) if has else None
 
     def all_at_once(forward: Forward, mask: Tensor | None) -> Tensor:
@@ -131,6 +131,13 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
         yield "a cache", one_by_one
 
 
+def _hidden_size(family: Family, module: Any) -> int:
+    """The width of hidden states: of the config, or of the projection of a module without one."""
+    if family.project.children is None or hasattr(module, "config"):
+        return int(module.config.hidden_size)
+    return int(getattr(module, family.project.children.q).in_features)
+
+
 def _accepted(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that the module's own forward takes; None for others that it must be given."""
     takes = [*inspect.signature(type(module).forward).parameters.values()][2:]
@@ -140,7 +147,7 @@ def _accepted(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 def _angles(family: Family, module: Any, tokens: int, *, like: Tensor) -> Any:
     """Random angles in the form that a family's rotation reads."""
-    rope = getattr(module.config, "rope_parameters", None) or {}
+    rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     part = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
     width = module.qk_rope_head_dim if family.latent else family.sizes(module)[2] * part
     angles = torch.linspace(0, 3, ROWS * tokens * (int(width) // 2), device=like.device)

@@ -184,8 +184,9 @@ def _step(model: Any, tokens: Int[Tensor, "1 L"]) -> Callable[[], Tensor]:
     cache = _filled(model, tokens[:, : max(1, tokens.shape[1] - STEPS - 2)])
 
     def step() -> Tensor:
-        token = tokens[:, -1:]
-        logits: Tensor = model(input_ids=token, use_cache=True, **argument_of(model, cache)).logits
+        logits: Tensor = model(
+            input_ids=tokens[:, -1:], use_cache=True, **argument_of(model, cache)
+        ).logits
         return logits
 
     return step

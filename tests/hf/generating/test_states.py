@@ -79,6 +79,22 @@ def test_tokens_that_a_look_up_proposed_in_vain_leave_no_trace(name, kind):
     assert text.equal(plain)
 
 
+def test_forks_in_pages_have_layers_of_their_own():
+    model = hybrid("granite")
+    cache = new_cache(model, "paged")
+    fed(model, cache, PROMPT[:, :9])
+    fork = cache.fork()
+    fed(model, cache, PROMPT[:, 9:])
+    cache.reorder(torch.tensor([0, 0]))
+    assert fork.get_seq_length() == 9
+    fork.truncate(6)
+    whole = fed(model, None, PROMPT)
+    torch.testing.assert_close(fed(model, fork, PROMPT[:, 6:]), whole[:, 6:], rtol=1e-4, atol=1e-4)
+    fork.reorder(torch.tensor([0]))
+    with pytest.raises(ValueError, match="row"):
+        fork.reorder(torch.tensor([1]))
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_forks_and_files_go_on_alike(name, tmp_path):
     model = hybrid(name)

@@ -63,8 +63,6 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
 
     def __init__(self, layers: list[Any], model: nn.Module | None = None) -> None:
         super().__init__(layers=layers)
-        self._attending = [each for each in layers if isinstance(each, CacheLayer)]
-        self._with_states = [each for each in layers if isinstance(each, StateLayer)]
         self._last: Call | None = None  # the last call of the model, for layers with states
         self._running: Call | None = None  # the call that is running
         self._model = None if model is None else ref(model)
@@ -82,6 +80,16 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     def model(self) -> nn.Module | None:
         """The model it was made for; None if that exists no more."""
         return None if self._model is None else self._model()
+
+    @property
+    def _attending(self) -> list[CacheLayer]:
+        """The layers with keys and values."""
+        return [each for each in self.layers if isinstance(each, CacheLayer)]
+
+    @property
+    def _with_states(self) -> list[StateLayer]:
+        """The layers with recurrent or convolutional states."""
+        return [each for each in self.layers if isinstance(each, StateLayer)]
 
     @property
     def caches(self) -> list[Any]:
@@ -160,7 +168,7 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     def done(self) -> None:
         """The call of the model has returned."""
         before, self._before = self._before, None
-        if not self._with_states or before is None:
+        if before is None or not self._with_states:
             return
         self._last = self._running
         for layer, state in zip(self.layers, before[0], strict=True):
@@ -307,8 +315,8 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         model = self._watched()
         load_all(self.caches, path, weights=model, device=next(model.parameters()).device)
         for layer in self._attending:
-            layer.is_initialized = bool(layer.cache.length)
-            layer.batch_size = layer.cache.empty_streams[0].shape[0] if layer.is_initialized else 0
+            (cache, *_), layer.is_initialized = layer.stored, bool(layer.cache.length)
+            layer.batch_size = cache.empty_streams[0].shape[0] if layer.is_initialized else 0
 
     def _watched(self) -> nn.Module:
         model = self.model

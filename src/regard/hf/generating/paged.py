@@ -54,7 +54,7 @@ class PagedGenerationCache(GenerationCache):
         super().__init__(layers, model)
 
     @property
-    def _pages(self) -> list[PagedCache]:
+    def _pages(self) -> list[Any]:
         """The caches in pages: of the layers with keys."""
         return [layer.cache for layer in self._attending]
 

@@ -18,7 +18,7 @@ from regard.cache import Cache
 from regard.cache.files import is_naturals
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
-from regard.hf.generating.caches import CacheLayer, LayerState
+from regard.hf.generating.caches import CacheLayer
 from regard.hf.packages import CACHES, cache_argument
 from regard.words import counted
 
@@ -48,7 +48,6 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """
 
     is_compileable = False  # the number of tokens is counted by hooks, which compiled code has not
-    is_croppable = True  # to before the last call; later tokens are computed again
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
@@ -56,7 +55,12 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.before: tuple[int, Copied] | None = None
 
     @property
-    def stored(self) -> tuple[Stored, ...]:
+    def is_croppable(self) -> bool:
+        """To before the last call of the model, whose first tokens are then computed again."""
+        return True
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
         """What the layer stores, as caches that are truncated, saved and described."""
         return (States(self),)
 
@@ -66,7 +70,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def put(self, tokens: int, states: Copied) -> None:
         """Take a copy of states that are of so many tokens."""
-        vars(self).update(changed(states, Tensor.clone))
+        self.__dict__.update(changed(states, Tensor.clone))
         self.tokens = tokens
 
     def state(self) -> Any:
@@ -89,7 +93,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         def rows(each: Tensor) -> Tensor:
             return each.index_select(0, beam_idx.to(each.device))
 
-        vars(self).update(changed({name: vars(self)[name] for name in _NAMES}, rows))
+        self.__dict__.update(changed({name: vars(self)[name] for name in _NAMES}, rows))
         self.marks = {tokens: changed(states, rows) for tokens, states in self.marks.items()}
         if self.before is not None:
             self.before = self.before[0], changed(self.before[1], rows)
@@ -102,7 +106,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> "StateLayer":
         new = copy(self)
-        vars(new).update(self.copied())
+        new.__dict__.update(self.copied())
         new.marks = dict(self.marks)  # the copies in it never change
         return new
 
@@ -121,7 +125,7 @@ class HybridLayer(CacheLayer, StateLayer):
         self.is_compileable = False
 
     @property
-    def stored(self) -> tuple[Stored, ...]:
+    def stored(self) -> tuple[Any, ...]:
         return *CacheLayer.stored.__get__(self), States(self)
 
     def lazy_initialization(self, *args: Any, **given: Any) -> None:
@@ -132,7 +136,7 @@ class HybridLayer(CacheLayer, StateLayer):
     def state(self) -> Any:
         return CacheLayer.state(self), StateLayer.state(self)
 
-    def restore(self, before: tuple[LayerState, Any]) -> None:
+    def restore(self, before: Any) -> None:
         CacheLayer.restore(self, before[0])
         StateLayer.restore(self, before[1])
 
@@ -218,9 +222,8 @@ class States(Stored):
 
     def returns_to(self) -> dict[int, Copied]:
         """By number of tokens: the states that `truncate` can return to, but for the present."""
-        none = changed(vars(StateLayer(self.layer.number_of_states)), Tensor.clone)
         before = dict([self.layer.before]) if self.layer.before else {}
-        return {0: {name: none[name] for name in _NAMES}} | before | self.layer.marks
+        return {0: StateLayer(self.layer.number_of_states).copied()} | before | self.layer.marks
 
     def can_truncate(self, length: int | Tensor) -> bool:
         if isinstance(length, Tensor):
@@ -243,7 +246,7 @@ class States(Stored):
             )
         layer, found = self.layer, self.returns_to()
         if length != self.length:
-            layer.put(length, found[int(length)])
+            layer.put(int(length), found[int(length)])
         layer.marks = {tokens: each for tokens, each in layer.marks.items() if tokens <= length}
         if layer.before is not None and layer.before[0] > length:
             layer.before = None
@@ -263,8 +266,11 @@ class States(Stored):
         Raises:
             ValueError: if it could not be the record of such a layer.
         """
-        length, names = record.state.get("length"), record.state.get("tensors")
-        past, count = record.state.get("past"), self.layer.number_of_states
+        length: Any
+        names: Any
+        past: Any
+        length, names, past = (record.state.get(each) for each in ("length", "tensors", "past"))
+        count = self.layer.number_of_states
         every = [[name, index] for name in _TENSORS for index in range(count)]
         if (
             not is_naturals([length])

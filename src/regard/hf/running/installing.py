@@ -153,9 +153,9 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     others = {name: each for name, each in found.known.items() if name not in own} | found.unknown
     calling = {name: list(filter(calls_the_interface, m.modules())) for name, m in others.items()}
     if not own and not any(calling.values()):
-        why = sorted({_difference_of(type(each)) for each in others.values()})
+        differences = sorted({_difference_of(type(each)) for each in others.values()})
         unknown = unknown_attention(model, Found(own, others))
-        raise ValueError("; ".join([unknown, *why, NO_WAY]))
+        raise ValueError("; ".join([unknown, *differences, NO_WAY]))
     layers = tuple(_describe(name, module, precision) for name, module in own.items())
     for module in own.values():
         replace(module, "precision", precision)

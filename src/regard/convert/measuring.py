@@ -181,20 +181,20 @@ def _time(phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], co
 
 def _step(model: Any, tokens: Int[Tensor, "1 L"]) -> Callable[[], Tensor]:
     """A decoding step after the tokens, but for as many as there will be steps."""
-    filled = _filled(model, tokens[:, : max(1, tokens.shape[1] - STEPS - 2)])
+    given = argument_of(model, _filled(model, tokens[:, : max(1, tokens.shape[1] - STEPS - 2)]))
 
     def step() -> Tensor:
-        logits: Tensor = model(input_ids=tokens[:, -1:], use_cache=True, **filled).logits
+        logits: Tensor = model(input_ids=tokens[:, -1:], use_cache=True, **given).logits
         return logits
 
     return step
 
 
-def _filled(model: Any, tokens: Int[Tensor, "1 L"]) -> dict[str, Any]:
-    """A cache that holds these tokens, as the model's argument."""
-    filled = argument_of(model, cache_for(model))
-    model(input_ids=tokens, use_cache=True, logits_to_keep=1, **filled)
-    return filled
+def _filled(model: Any, tokens: Int[Tensor, "1 L"]) -> Any:
+    """A cache that holds these tokens."""
+    cache = cache_for(model)
+    model(input_ids=tokens, use_cache=True, logits_to_keep=1, **argument_of(model, cache))
+    return cache
 
 
 @torch.no_grad()

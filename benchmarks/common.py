@@ -3,23 +3,24 @@
 import json
 import os
 import platform
+import statistics
+from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from regard.bench.timing import (
+    COLD,
     LAST_LEVEL_CACHE,
-    Cold,
     Store,
     interleave,
-    processor,
     product_rate,
-    quartiles,
     read_bandwidth,
-    summary,
 )
+from regard.turns import ratio_of
 
 __all__ = [
     "LAST_LEVEL_CACHE",
@@ -41,7 +42,61 @@ __all__ = [
 
 THREADS = int(os.environ.get("THREADS", "2"))
 torch.set_num_threads(THREADS)
+MOST_BUFFERS = 512  # of small sizes, which other data push out of the cache anyway
 PEERS = ("transformers", "x-transformers", "onnx", "onnxruntime", "openvino")  # distributions
+
+
+class Cold:
+    """Buffers used in turn, together larger than the last-level cache: all are read from memory."""
+
+    def __init__(self, make: Callable[[], Any], nbytes: int, total: int = COLD) -> None:
+        wanted = -(-total // max(nbytes, 1))
+        self.buffers = [make() for _ in range(max(2, min(wanted, MOST_BUFFERS)))]
+        self.turn = 0
+
+    def __call__(self) -> Any:
+        self.turn = (self.turn + 1) % len(self.buffers)
+        return self.buffers[self.turn]
+
+
+def quartiles(times: list[float], base: list[float]) -> tuple[float, float, float]:
+    """The median, and the lower and upper quartile, of the ratios within rounds; further out, if
+    there are few (`regard.turns.ratio_of`).
+
+    Examples:
+        >>> quartiles([1.0, 2.0, 30.0], [1.0, 1.0, 10.0])
+        (2.0, 1.0, 3.0)
+    """
+    found = ratio_of(times, base)
+    return found.value, found.low, found.high
+
+
+def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
+    """For each variant: median milliseconds, and median and quartiles of its ratio to `base`."""
+    rows = {}
+    for name, seconds in times.items():
+        ratio, low, high = quartiles(seconds, times[base])
+        rows[name] = {
+            "ms": 1e3 * statistics.median(seconds),
+            "ratio": ratio,
+            "low": low,
+            "high": high,
+        }
+    return rows
+
+
+def processor() -> dict[str, str]:
+    """The model of this machine's processor, as its system names it, and torch's vector width.
+
+    Examples:
+        >>> sorted(processor())
+        ['processor', 'vectors']
+    """
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = named[0] if named else platform.processor() or platform.machine()
+    return {"processor": model, "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
 def installed(*modules: str) -> bool:

@@ -38,7 +38,7 @@ def programs(model: str) -> dict[str, tuple[tuple[str, ...], int]]:
     """The arguments of Python, and the milliseconds that are aimed at, by what is printed."""
     command = ("-m", "regard")
     return {
-        "import regard": (("-c", "import regard"), 50),
+        "import regard": (("-c", "import regard; regard.attend"), 50),
         "regard describe": ((*command, "describe", model), 3_000),  # imports transformers
         "regard plan": ((*command, "plan", *SIZES, "--device", "h100"), 300),
     }

@@ -14,7 +14,7 @@ from regard.see.pool_picture import pool_svg
 
 PAGE = 16  # tokens
 HEADS, WIDTH = 3, 64  # one layer of SmolLM2-135M, in bfloat16
-MODEL = Context("weights of the model", "bfloat16", "K8V4", "Rotary(64)")
+MODEL = Context("weights of the model", "bfloat16, K8V4, Rotary(64)")
 
 
 def draw(folder: Path) -> list[Path]:

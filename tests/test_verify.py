@@ -7,7 +7,7 @@ import pytest
 import regard.verify
 import regard_verify
 from interpreters import run_python
-from regard_cli.app import run
+from regard.cli.app import run
 
 WITHOUT = """
 import sys
@@ -18,7 +18,7 @@ class Absent:
             raise ModuleNotFoundError("No module named 'regard_verify'", name=name)
 
 sys.meta_path.insert(0, Absent())
-from regard_cli import main
+from regard.cli import main
 sys.argv = ["regard", *sys.argv[1:]]
 main()
 """

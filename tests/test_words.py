@@ -47,10 +47,10 @@ def test_the_code_of_a_dataclass_has_the_shapes_of_tensors():
 def test_every_verb_and_function_has_the_same_names_of_caches():
     """`hf.cache`, `regard generate`, `compare` and `plan` name the same storage in one way."""
     pytest.importorskip("transformers")
+    from regard.cli import app, planning
     from regard.compare import CANDIDATES
     from regard.hf.generating.caches import NAMES
     from regard.plan import STORAGES
-    from regard_cli import app, planning
 
     assert {*app.CACHES} == {*NAMES}
     assert {*planning.STORAGES} == {*STORAGES} == {*NAMES} & {*STORAGES} | {"plain"}

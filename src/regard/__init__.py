@@ -14,108 +14,34 @@ Examples:
     (0, 0)
 """
 
-from regard.cache import (
-    NO_CACHE,
-    Cache,
-    KVCache,
-    PagedCache,
-    PagePool,
-    Part,
-    QuantizedCache,
-    SlidingCache,
-    StaticCache,
-)
-from regard.first_calls import call_vector_functions as _call_vector_functions
-from regard.layers.attention import (
-    Attention,
-    GroupedQueryAttention,
-    MultiHeadAttention,
-    MultiQueryAttention,
-    SelfAttention,
-)
-from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
-from regard.layers.memory import Memory
-from regard.masks import (
-    EVERYTHING,
-    NOTHING,
-    Causal,
-    Chunked,
-    Dense,
-    Documents,
-    Everything,
-    Mask,
-    Nothing,
-    Padding,
-    Prefix,
-    SlidingWindow,
-    Span,
-    Tree,
-    Where,
-)
-from regard.ops.attend import attend, attend_partial, prepare
-from regard.ops.bias import Alibi, RelativeBias, split_additive
-from regard.ops.call import Call
-from regard.ops.explain import attention_weights, explain
-from regard.ops.partial import Partial, merge
-from regard.ops.prepared import Prepared
-from regard.rope import NO_ROPE, Rotary
-from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
+import importlib
+import sys
+import typing
+
+if typing.TYPE_CHECKING:
+    from regard.public import *  # noqa: F403
+    from regard.public import __all__ as __all__
 
 __version__ = "0.2.0"
 
-_call_vector_functions()
+if "torch" in sys.modules:  # its next call of MKL may come before the first use of a name below
+    from regard.first_calls import call_vector_functions as _call_vector_functions
 
-__all__ = [
-    "EVERYTHING",
-    "NOTHING",
-    "NO_CACHE",
-    "NO_ROPE",
-    "NTK",
-    "Alibi",
-    "Attention",
-    "Cache",
-    "Call",
-    "Causal",
-    "Chunked",
-    "Dense",
-    "Documents",
-    "Everything",
-    "Frequencies",
-    "GroupedQueryAttention",
-    "KVCache",
-    "LatentKVAttention",
-    "LinearScaling",
-    "Llama3",
-    "LongRope",
-    "Mask",
-    "Memory",
-    "MultiHeadAttention",
-    "MultiHeadLatentAttention",
-    "MultiQueryAttention",
-    "Nothing",
-    "Padding",
-    "PagePool",
-    "PagedCache",
-    "Part",
-    "Partial",
-    "Prefix",
-    "Prepared",
-    "QuantizedCache",
-    "RelativeBias",
-    "Rotary",
-    "SelfAttention",
-    "SlidingCache",
-    "SlidingWindow",
-    "Span",
-    "StaticCache",
-    "Tree",
-    "Where",
-    "Yarn",
-    "attend",
-    "attend_partial",
-    "attention_weights",
-    "explain",
-    "merge",
-    "prepare",
-    "split_additive",
-]
+    _call_vector_functions()
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Load torch and the library at the first use of a public name: the command line parses its
+    options and prints its help without them."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module 'regard' has no attribute {name!r}")
+    public = importlib.import_module("regard.public")
+    globals().update({each: getattr(public, each) for each in public.__all__})
+    globals()["__all__"] = public.__all__
+    if name not in globals():  # neither a name nor a folder that these have loaded
+        raise AttributeError(f"module 'regard' has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -1,6 +1,6 @@
 """Makes `python -m regard` the command `regard`."""
 
-from regard_cli import main
+from regard.cli import main
 
 if __name__ == "__main__":
     main()

@@ -97,7 +97,8 @@ class _Stored(FunctionCache):  # type: ignore[misc]
 
 @contextmanager
 def _announced(stored: Any) -> Iterator[None]:
-    """Says once in a process, while a user waits, that code is compiled and where it is stored."""
+    """Log once in a process that code is compiled now, which a user waits for, and where it is
+    stored."""
     where = stored.cache_path
     if where is not None and Path(stored._cache_file._index_path).exists():
         yield  # stored by an earlier process, and only loaded here

@@ -8,11 +8,14 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from regard.first_calls import call_vector_functions
 from regard.tracing import is_immediate
 
 P = ParamSpec("P")
 
 Device = torch.device | str | None
+
+call_vector_functions()  # before rope and ops compute cosines and exponentials
 
 
 def constant(make: Callable[P, Tensor]) -> Callable[P, Tensor]:

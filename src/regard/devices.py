@@ -7,7 +7,7 @@ import torch
 
 
 class DeviceRates(NamedTuple):
-    """What a device does in a second.
+    """The rates of a device: bytes and floating-point operations a second.
 
     Attributes:
         name: the start of the device's name, as torch gives it.
@@ -17,6 +17,8 @@ class DeviceRates(NamedTuple):
         tf32: the same for float32 inputs rounded to TF32; for devices without TF32, as `single`.
         single: floating-point operations in float32.
         source: the document that states them.
+        gigabytes: of its memory, in 10**9 bytes; of a name that is sold with several sizes the
+            smallest; None if it is not known.
     """
 
     name: str
@@ -25,28 +27,35 @@ class DeviceRates(NamedTuple):
     tf32: float
     single: float
     source: str
+    gigabytes: int | None = None
 
 
 # Longer names before those that they begin with. Figures "with sparsity" are halved.
 DATA_SHEETS = (
-    DeviceRates("NVIDIA B200", 8e12, 2250e12, 1125e12, 75e12, "NVIDIA HGX B200 data sheet"),
-    DeviceRates("NVIDIA H200 NVL", 4.8e12, 836e12, 418e12, 60e12, "NVIDIA H200 data sheet"),
-    DeviceRates("NVIDIA H200", 4.8e12, 989e12, 494e12, 67e12, "NVIDIA H200 data sheet"),
-    DeviceRates("NVIDIA H100 PCIe", 2.0e12, 756e12, 378e12, 51e12, "NVIDIA H100 data sheet"),
-    DeviceRates("NVIDIA H100 NVL", 3.9e12, 836e12, 418e12, 60e12, "NVIDIA H100 data sheet"),
-    DeviceRates("NVIDIA H100", 3.35e12, 989e12, 494e12, 67e12, "NVIDIA H100 data sheet"),
-    DeviceRates("NVIDIA A100-SXM4-80GB", 2.04e12, 312e12, 156e12, 19.5e12, "A100 80GB data sheet"),
-    DeviceRates("NVIDIA A100 80GB PCIe", 1.94e12, 312e12, 156e12, 19.5e12, "A100 80GB data sheet"),
-    DeviceRates("NVIDIA A100", 1.56e12, 312e12, 156e12, 19.5e12, "NVIDIA A100 data sheet"),
-    DeviceRates("NVIDIA L40S", 864e9, 362e12, 183e12, 91.6e12, "NVIDIA L40S data sheet"),
-    DeviceRates("NVIDIA L40", 864e9, 181e12, 90.5e12, 90.5e12, "NVIDIA L40 data sheet"),
-    DeviceRates("NVIDIA L4", 300e9, 121e12, 60e12, 30.3e12, "NVIDIA L4 data sheet"),
-    DeviceRates("NVIDIA A10", 600e9, 125e12, 62.5e12, 31.2e12, "NVIDIA A10 data sheet"),
-    DeviceRates("NVIDIA GeForce RTX 5090", 1.79e12, 209e12, 105e12, 105e12, "Blackwell whitepaper"),
-    DeviceRates("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 82.6e12, 82.6e12, "Ada whitepaper"),
-    DeviceRates("NVIDIA GeForce RTX 3090", 936e9, 71e12, 35.6e12, 35.6e12, "GA102 whitepaper"),
-    DeviceRates("Tesla V100", 900e9, 125e12, 15.7e12, 15.7e12, "NVIDIA V100 data sheet"),
-    DeviceRates("Tesla T4", 320e9, 65e12, 8.1e12, 8.1e12, "NVIDIA T4 data sheet"),
+    DeviceRates("NVIDIA B200", 8e12, 2250e12, 1125e12, 75e12, "NVIDIA HGX B200 data sheet", 180),
+    DeviceRates("NVIDIA H200 NVL", 4.8e12, 836e12, 418e12, 60e12, "NVIDIA H200 data sheet", 141),
+    DeviceRates("NVIDIA H200", 4.8e12, 989e12, 494e12, 67e12, "NVIDIA H200 data sheet", 141),
+    DeviceRates("NVIDIA H100 PCIe", 2.0e12, 756e12, 378e12, 51e12, "NVIDIA H100 data sheet", 80),
+    DeviceRates("NVIDIA H100 NVL", 3.9e12, 836e12, 418e12, 60e12, "NVIDIA H100 data sheet", 94),
+    DeviceRates("NVIDIA H100", 3.35e12, 989e12, 494e12, 67e12, "NVIDIA H100 data sheet", 80),
+    DeviceRates(
+        "NVIDIA A100-SXM4-80GB", 2.04e12, 312e12, 156e12, 19.5e12, "A100 80GB data sheet", 80
+    ),
+    DeviceRates(
+        "NVIDIA A100 80GB PCIe", 1.94e12, 312e12, 156e12, 19.5e12, "A100 80GB data sheet", 80
+    ),
+    DeviceRates("NVIDIA A100", 1.56e12, 312e12, 156e12, 19.5e12, "NVIDIA A100 data sheet", 40),
+    DeviceRates("NVIDIA L40S", 864e9, 362e12, 183e12, 91.6e12, "NVIDIA L40S data sheet", 48),
+    DeviceRates("NVIDIA L40", 864e9, 181e12, 90.5e12, 90.5e12, "NVIDIA L40 data sheet", 48),
+    DeviceRates("NVIDIA L4", 300e9, 121e12, 60e12, 30.3e12, "NVIDIA L4 data sheet", 24),
+    DeviceRates("NVIDIA A10", 600e9, 125e12, 62.5e12, 31.2e12, "NVIDIA A10 data sheet", 24),
+    DeviceRates(
+        "NVIDIA GeForce RTX 5090", 1.79e12, 209e12, 105e12, 105e12, "Blackwell whitepaper", 32
+    ),
+    DeviceRates("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 82.6e12, 82.6e12, "Ada whitepaper", 24),
+    DeviceRates("NVIDIA GeForce RTX 3090", 936e9, 71e12, 35.6e12, 35.6e12, "GA102 whitepaper", 24),
+    DeviceRates("Tesla V100", 900e9, 125e12, 15.7e12, 15.7e12, "NVIDIA V100 data sheet", 16),
+    DeviceRates("Tesla T4", 320e9, 65e12, 8.1e12, 8.1e12, "NVIDIA T4 data sheet", 16),
 )
 UNKNOWN = DeviceRates("a device of unknown rates", 1e12, 200e12, 100e12, 25e12, "none")
 

@@ -7,6 +7,7 @@ two threads make that first call together, one of them may run code with only 11
 for the whole process.
 """
 
+import functools
 import re
 import threading
 
@@ -30,10 +31,11 @@ def is_needed(config: str, has_mkl: bool) -> bool:
     return has_mkl and (found is None or int(found[1]) < FIXED)
 
 
+@functools.cache
 def call_vector_functions() -> None:
-    """Call each vector function of MKL once, on one number, in float32 and in float64.
+    """Call each vector function of MKL on one number, in float32 and in float64: once a process.
 
-    The calls are made in a short-lived thread, because the caller may import regard where calls do
+    The calls are made in a short-lived thread, because regard may be loaded where calls do
     not reach MKL: under fake tensors, `torch.device("meta")`, a functorch transform or while Dynamo
     traces. Such modes belong to a thread, and a new one has none of them.
     """

@@ -85,7 +85,7 @@ def _side(cells: int, blocks: int) -> int:
 
 
 def _any(cells: Tensor, high: int, wide: int) -> Tensor:
-    """Whether any cell of each block is True; there is none beyond the edges."""
+    """Whether any cell of each block is True. Beyond the edges of the mask no cell is."""
     if high == wide == 1:
         return cells
     rows, columns = cells.shape

@@ -153,7 +153,7 @@ def compiles_wide() -> bool:
 
 @functools.cache
 def processor() -> tuple[str, ...]:
-    """What the system says of the processor, the names of its vector instructions among it."""
+    """The system's description of the processor, with the names of its vector instructions."""
     known = "vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "CPU", "Features"
     facts = [platform.machine(), str(os.cpu_count()), os.environ.get("PROCESSOR_IDENTIFIER", "")]
     with suppress(OSError):

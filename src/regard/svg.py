@@ -97,7 +97,7 @@ def _text(
 
 
 def described(cells: Pooled, queries: Sequence[int], keys: Sequence[int]) -> str:
-    """What the picture shows, in words."""
+    """A sentence with the numbers of queries, keys, visible cells and fully masked rows."""
     rows = (
         f"{counted(len(queries), 'query', 'queries')}{_slots(queries)} by "
         f"{counted(len(keys), 'key')}{_slots(keys)}"
@@ -111,7 +111,8 @@ def _slots(slots: Sequence[int]) -> str:
 
 
 def _note(cells: Pooled) -> str:
-    """What colours and cells mean, where that is not plain."""
+    """A note on colours and blocks, where a cell stands for several keys or a row is fully
+    masked."""
     notes = [f"a cell is {_size(cells)}; pale: some are visible"] * (cells.high * cells.wide > 1)
     return "; ".join([*notes, *["red: fully masked rows"] * (cells.masked > 0)])
 

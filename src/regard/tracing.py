@@ -87,7 +87,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def same_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Makes contexts with the present autocast, for work that is done later."""
+    """A function that makes contexts with the present autocast settings, for a recomputation
+    later."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind):
         return nullcontext

@@ -53,7 +53,7 @@ class Ratio:
         return self.pairs >= LEAST and not self.low <= 1.0 <= self.high
 
     def of(self, speed: str) -> str:
-        """The ratio as the end of a sentence about a speed.
+        """The ratio in words, to end a sentence about a speed, as "1.2 times torch's".
 
         Examples:
             >>> from regard.turns import Ratio

@@ -23,7 +23,8 @@ def counted(number: int, one: str, many: str = "") -> str:
 def one_of(
     what: str, name: str, names: Iterable[str], meant: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """The name that is meant: upper and lower case are one, and so are -ise and -ize.
+    """The name of the list that a user's spelling stands for: upper and lower case are one, and so
+    are -ise and -ize.
 
     Raises:
         ValueError: if it is none of them; the error has the list, and the name that `meant` has for

@@ -15,8 +15,8 @@ import regard.cli.bench as bench_module
 from interpreters import run_python
 from regard.bench import bench
 from regard.bench.short import shapes
+from regard.cli.app import run
 from regard.ops.backends import BACKENDS, fused
-from regard_cli.app import run
 
 ROOT = Path(__file__).parents[2]
 TINY = {"heads": 4, "kv_heads": 2, "head_dim": 8, "keys": 32}

@@ -13,8 +13,8 @@ from own_rates import own_rates
 from regard.bench import Tuning, measure_speed
 from regard.bench.load import Load
 from regard.bench.tuning import MEASURED
+from regard.cli.app import run
 from regard.rates import SPEED, read_speed, speed_path, typical
-from regard_cli.app import run
 
 __all__ = ["own_rates"]
 QUIET = Load(0.01, 0.05)

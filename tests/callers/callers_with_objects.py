@@ -125,11 +125,11 @@ def laid_out(how: Callable[[Tensor], Tensor]) -> None:
 
     def run(program: Program) -> Found:
         twin, leaves = arranged(program)
-        return Found(forward(twin).values, leaves, change=given)
+        return Found(forward(twin).values, leaves)
 
     def run_trained(program: Program) -> Found:
         twin, leaves = arranged(program)
-        return Found(trained(twin).values, leaves, change=given)
+        return Found(trained(twin).values, leaves)
 
     name = how.__name__.replace("_", " ")
     caller(f"inputs {name}", plain=True)(run)
@@ -284,15 +284,12 @@ def changing_projections(how: Callable[[nn.Module, str], None]) -> None:
         return [_doubled(program.row.build(), name) for name in names]
 
     def _doubled(program: LayerProgram, name: str) -> Found:
-        def change(leaves: Leaves) -> Leaves:
-            kept = how in (by_pre_hook, by_parametrization)  # which leave biases alone
-            names = {f"layer.{name}.weight", *([] if kept else [f"layer.{name}.bias"])}
-            return {n: 2 * x if n in names else x for n, x in leaves.items()}
-
-        leaves = change(detached(program))
+        kept = how in (by_pre_hook, by_parametrization)  # which leave biases alone
+        names = {f"layer.{name}.weight", *([] if kept else [f"layer.{name}.bias"])}
+        leaves = {n: 2 * x if n in names else x for n, x in detached(program).items()}
         forward(program)  # what is memoised of the plain weights must not be used
         how(program.layer, name)
-        return Found(forward(program).values, leaves, change=change)
+        return Found(forward(program).values, leaves)
 
     caller(
         f"projections changed {how.__name__.replace('_', ' ')}", needs="layer", refusals=(ABSORBED,)
@@ -318,5 +315,4 @@ def after_a_step(program: Program) -> Found:
     with torch.no_grad():
         for parameter in program.parameters():
             parameter.mul_(0.5)
-    halved = lambda leaves: {n: x * 0.5 if "." in n else x for n, x in leaves.items()}  # noqa: E731
-    return Found(forward(program).values, detached(program), change=halved)
+    return Found(forward(program).values, detached(program))

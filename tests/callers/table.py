@@ -16,15 +16,14 @@ from callers.programs import Attend, AttendProgram, Layer, Program, drawn
 class Found:
     """What a caller got: by what it is, "out", "grad x", "tangent", "double x" or "like".
 
-    `leaves` are those it was computed of, the program's own if None; `change` makes such leaves of
-    others that are drawn alike. `rounding` is the dtype whose error is allowed, the program's own
-    if None; `data` that of the call's mask. "like" is a tensor without numbers.
+    `leaves` are those it was computed of, the program's own if None. `rounding` is the dtype whose
+    error is allowed, the program's own if None; `data` that of the call's mask. "like" is a tensor
+    without numbers.
     """
 
     values: dict[str, Tensor | None]
     leaves: Leaves | None = None
     rounding: torch.dtype | None = None
-    change: Callable[[Leaves], Leaves] | None = None
     data: Tensor | None = None
 
 

@@ -6,8 +6,8 @@ import pytest
 import typer
 
 from pages import read
-from regard_cli.app import app
-from regard_cli.options import VERBS
+from regard.cli.app import app
+from regard.cli.options import VERBS
 
 PAGE = read("docs/reference/command-line.md")
 COMMAND = typer.main.get_command(app)

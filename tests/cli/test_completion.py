@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-import regard_cli.app  # noqa: F401  (enters the verbs)
-from regard_cli.options import VERBS
+import regard.cli.app  # noqa: F401  (enters the verbs)
+from regard.cli.options import VERBS
 
 BASH = shutil.which("bash")
 PROGRAM = """
 import sys
-from regard_cli import main
+from regard.cli import main
 try:
     main()
 finally:

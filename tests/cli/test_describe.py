@@ -11,11 +11,12 @@ from rich.console import Console
 
 from interpreters import run_python
 from published_configs import PUBLISHED
-from regard.cli.describe import as_data, cache_of, ranges, run, shortened, show
+from regard.cli.describe import as_data, cache_of, ranges, shortened, show
+from regard.cli.planning import describe as verb
+from regard.cli.sentences import printable
 from regard.plan.building import describe_config
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES, ModelShape
-from regard_cli.sentences import printable
 
 
 def described(name: str, shown: str = "") -> ModelShape:
@@ -91,9 +92,9 @@ def test_json_agrees_with_the_costs(name: str) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-3.1-8B"]))
-    run(model=tmp_path, as_json=True)
+    verb(model=tmp_path, as_json=True)
     assert json.loads(capsys.readouterr().out)["attention_parameters"] == 32 * 41_943_040
-    run(model=tmp_path, as_json=False)
+    verb(model=tmp_path, as_json=False)
     assert "scaling=Llama3(8.0)" in capsys.readouterr().out
 
 

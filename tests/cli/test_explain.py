@@ -11,9 +11,9 @@ import torch
 import regard.cli.explain as cli
 from pages import shown_commands, without_figures
 from regard import Causal, Chunked, SlidingWindow, Span, explain
+from regard.cli.app import run
 from regard.ops.backends import BACKENDS
 from regard.plan.shapes import LayerShape, ModelShape
-from regard_cli.app import run
 
 SIZES = ("--num-heads", 4, "--num-kv-heads", 2, "--head-dim", 16)
 GQA = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
@@ -181,7 +181,7 @@ def test_the_mask_of_a_layer():
         ((*SIZES, "--queries", 9, "--keys", 8), "at most as many; got 9 queries and 8 keys"),
         ((*SIZES, "--device", "nonsense"), "'nonsense' is no device of torch"),
         ((*SIZES, "--device", "meta"), "computes nothing"),
-        ((*SIZES, "--mask", "Causal"), "a rule is called: Causal()"),
+        ((*SIZES, "--mask", "Causal"), "Causal is called: Causal()"),
         ((*SIZES, "--mask", "Padding([[1], [1]])"), "is for a batch of 2, q of a batch of 1"),
         ((*SIZES, "--keys", 10**12, "--batch", 10**6), "a tensor has at most 4.6e+18 numbers"),
         (("no-such-folder",), "no-such-folder"),

@@ -10,7 +10,7 @@ import regard.cli.tune as tune_module
 from full_disk import files_of_at_most
 from lettered import write_lettered
 from regard.cache_folder import FOLDER
-from regard_cli.app import run
+from regard.cli.app import run
 
 SUBJECT = """
 def attention(q, k, v):

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from gguf_headers import plain_block, write_header
 from lettered import write_lettered
 from regard.cache_folder import FOLDER
+from regard.cli.app import run
+from regard.cli.options import VERBS
 from regard.rates import typical, write_speed
-from regard_cli.app import run
-from regard_cli.options import VERBS
 
 NAME = "a\x1b[31m\u202e\x9b\x07\x7f[bold]<script>\nb"
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -160,7 +160,7 @@ def test_a_removed_file_is_named_without_them(tmp_path, monkeypatch, check):
 
 
 def test_a_warning_that_quotes_a_file_is_printable(monkeypatch):
-    from regard_cli import app
+    from regard.cli import app
 
     shown, usual = [], warnings.formatwarning
 

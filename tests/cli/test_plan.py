@@ -14,10 +14,10 @@ from rich.console import Console
 
 import regard.cli.plan as cli
 from pages import PRINTS, blocks, read
+from regard.cli.app import run
 from regard.plan.devices import DEVICES, LINKS
 from regard.plan.planning import plan
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
-from regard_cli.app import run
 
 GUIDES = ["docs/guides/plan.md", "docs/zh/guides/plan.md"]
 SIZES = ["--num-heads", "8", "--hidden-size", "64", "--num-kv-heads", "4", "--num-layers", "3"]
@@ -232,7 +232,7 @@ def test_what_is_refused_is_a_sentence(monkeypatch, capsys, options, reason):
 
 def test_refusals_of_options_need_no_torch():
     program = (
-        "import sys; from regard_cli.app import run; sys.argv = ['regard', 'plan', '--context', "
+        "import sys; from regard.cli.app import run; sys.argv = ['regard', 'plan', '--context', "
         "'0']; run(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -268,8 +268,8 @@ def test_the_guide_shows_what_is_printed(page, monkeypatch, capsys, tmp_path):
 
 
 def test_the_options_name_every_link_and_storage():
-    from regard_cli.planning import LINKS as links
-    from regard_cli.planning import STORAGES as storages
+    from regard.cli.planning import LINKS as links
+    from regard.cli.planning import STORAGES as storages
 
     assert set(links) == set(LINKS)
     assert list(storages) == list(STORAGES)

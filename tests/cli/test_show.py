@@ -10,8 +10,9 @@ import pytest
 
 from pages import shown_commands
 from regard import Causal, SlidingWindow, Span
+from regard.cli import terminal
+from regard.cli.app import run
 from regard.see import mask_picture
-from regard_cli.app import run
 
 WINDOW = "Causal() & SlidingWindow(4)"
 
@@ -36,7 +37,8 @@ def test_the_slots_are_chosen(monkeypatch, capsys):
 
 @pytest.mark.parametrize("columns", [40, 80, 132])
 def test_a_large_mask_fits(columns, monkeypatch, capsys):
-    monkeypatch.setattr("regard.cli.show_mask.PIPED", columns)
+    usual = terminal.stdout
+    monkeypatch.setattr(terminal, "stdout", lambda piped: usual(columns))
     code, out, _ = show(monkeypatch, capsys, "Causal() & SlidingWindow(300)", "--queries", 4000)
     assert code == 0
     assert len(out.splitlines()) < 40

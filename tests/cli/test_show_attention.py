@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from regard.cli import show_attention
-from regard.cli.show_attention import Asked, asked_for, kept, numbers, run
+from regard.cli.seeing import show_attention as verb
+from regard.cli.show_attention import Asked, asked_for, kept, numbers
 from regard.see import AttentionMaps, attention
 
 TEXT = "the capital of France is Paris and the capital of Spain is Madrid"
@@ -33,7 +34,7 @@ def loaded(monkeypatch):
 
 
 def shown(capsys, **options):
-    run(**LEFT_OUT | {"text": TEXT} | options)
+    verb(**LEFT_OUT | {"text": TEXT} | options)
     return capsys.readouterr().out
 
 

@@ -121,7 +121,7 @@ def test_tables_are_as_wide_as_the_terminal(columns, width, monkeypatch):
 
 def test_an_error_ends_its_lines_between_words():
     sentence = "nothing is at /a/path/that/is/longer/than/the/line; give a folder with config.json"
-    said = f"from regard_cli.app import _complain; _complain({sentence!r})"
+    said = f"from regard.cli.app import _complain; _complain({sentence!r})"
     lines = screen(on_terminal(["-c", said], columns=30), columns=60)
     assert lines[:4] == [
         "nothing is at",

@@ -10,6 +10,7 @@ import torch
 
 import regard
 from regard.cli import compare as cli
+from regard.cli.app import run
 from regard.compare import CANDIDATES, Runner, Texts, chosen, compare
 from regard.compare.candidates import ALL
 from regard.compare.measure import PREFILLS, STEPS
@@ -17,7 +18,6 @@ from regard.convert import measuring
 from regard.hf.generating.predicting import hidden_states, losses_of
 from regard.ops.backends import BACKENDS
 from regard.turns import LEAST
-from regard_cli.app import run
 from tiny import VOCABULARY, tiny, tokens
 
 COLUMNS = {

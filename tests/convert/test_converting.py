@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from regard.cli.app import run
 from regard.cli.convert import _read
 from regard.convert import convert, target_of
 from regard.convert.job import Job, run_job
 from regard.hf import attention_modules, attention_of, install, load, place
-from regard_cli.app import run
 from tiny import SIZES, tiny, tokens
 
 FAMILIES = ("llama", "qwen2", "mistral")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from layers import inputs, make
 from ranks import AFTER_AN_ERROR, Apart, Pool, on_ranks, restart_clock
 from regard import PagedCache, PagePool
-from regard.cache.paging.rows import Rows
+from regard.cache.paging.tables import Tables
 from regard.distributed import ShardedCache, context_parallel, failures, tensor_parallel
 from regard.distributed.ranks import CHECKED, RankError, Ranks
 from session import LONG
@@ -42,7 +42,7 @@ def _start(mesh):
 
 def _begin(ranks, timeout=TIMEOUT):
     """What follows is measured, and has that time-out. All ranks have come as far."""
-    ranks.summed(torch.zeros(1), "start")
+    ranks.all_reduce(torch.zeros(1), "start")
     Ranks.timeout = timedelta(seconds=timeout)
     restart_clock()
 
@@ -51,14 +51,14 @@ def dies_before_a_gather(mesh):
     ranks = _start(mesh)
     if ranks.rank == 1:
         os._exit(1)
-    ranks.gathered(torch.zeros(4), "gather")
+    ranks.all_gather(torch.zeros(4), "gather")
 
 
 def dies_before_a_sum(mesh):
     ranks = _start(mesh)
     if ranks.rank == 2:
         os._exit(1)
-    ranks.summed(torch.zeros(4), "sum")
+    ranks.all_reduce(torch.zeros(4), "sum")
 
 
 def dies_in_a_ring(mesh):
@@ -83,13 +83,13 @@ def dies_as_host(mesh):
     ranks = _start(mesh)
     if ranks.rank == 0:
         os._exit(1)
-    ranks.gathered(torch.zeros(4), "gather")
+    ranks.all_gather(torch.zeros(4), "gather")
 
 
 def receives_another_size(mesh):
     ranks = _start(mesh)
     _begin(ranks, SHORT)
-    ranks.gathered(torch.zeros(4 + ranks.rank), "gather")
+    ranks.all_gather(torch.zeros(4 + ranks.rank), "gather")
 
 
 def receives_another_step(mesh):
@@ -97,7 +97,7 @@ def receives_another_step(mesh):
     ranks = _start(mesh)
     _begin(ranks, SHORT)
     for step in ("keys", "values")[:: 1 if ranks.rank else -1]:
-        ranks.gathered(torch.zeros(4), step)
+        ranks.all_gather(torch.zeros(4), step)
 
 
 def dies_as_host_in_a_ring(mesh):
@@ -113,18 +113,18 @@ def dies_in_a_part_of_the_world(mesh):
     """Ranks are named by their numbers in the world."""
     _start(mesh)
     ranks = Ranks(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
-    ranks.gathered(torch.zeros(1), "gather")
+    ranks.all_gather(torch.zeros(1), "gather")
     assert ranks.timeout == timedelta(seconds=TIMEOUT)  # that of the world
     if mesh.get_local_rank() == 3:
         os._exit(1)
-    ranks.gathered(torch.zeros(1), "gather")
+    ranks.all_gather(torch.zeros(1), "gather")
 
 
 def leaves_out_a_call(mesh):
     """Rank 2 makes one call fewer, and ends in good health."""
     ranks = _start(mesh)
     if ranks.rank != 2:
-        ranks.summed(torch.zeros(4), "sum of the gradients")
+        ranks.all_reduce(torch.zeros(4), "sum of the gradients")
     return "done"
 
 
@@ -133,8 +133,8 @@ def fails_a_second_time(mesh):
     if ranks.rank == 1:
         os._exit(1)
     with pytest.raises(RankError, match="the first gather: rank 1 did not"):
-        ranks.gathered(torch.zeros(4), "the first gather")
-    ranks.gathered(torch.zeros(4), "gather")
+        ranks.all_gather(torch.zeros(4), "the first gather")
+    ranks.all_gather(torch.zeros(4), "gather")
 
 
 @contextmanager
@@ -199,14 +199,14 @@ def dies_in_a_tensor_parallel_layer(mesh):
     ranks, layer = _start(mesh), tensor_parallel(make("everything").train(), mesh)
     layer(inputs(2, 5)).sum().backward()
     _begin(ranks)
-    with _ends(ranks, "summed", 1):
+    with _ends(ranks, "all_reduce", 1):
         layer(inputs(2, 5))
 
 
 def dies_in_a_decoding_step(mesh):
     ranks, layer, cache = _start(mesh), make("MLA"), ShardedCache(mesh, 2)
     x = inputs(2, 9)
-    with torch.no_grad(), _ends(ranks, "gathered", 3):
+    with torch.no_grad(), _ends(ranks, "all_gather", 3):
         layer(x[:, :5], cache=cache)
         _begin(ranks)
         for token in range(5, 9):
@@ -218,7 +218,7 @@ def dies_in_a_decoding_step(mesh):
                 raise
 
 
-def _dies_in_a_change(mesh, change, method):
+def _dies_in_a_change(mesh, change):
     """Rank 1 ends as its cache changes; the cache of the other is as before the call after it."""
     os.environ[CHECKED] = "0"
     ranks, layer = _start(mesh), tensor_parallel(make("GQA").eval(), mesh)
@@ -227,7 +227,7 @@ def _dies_in_a_change(mesh, change, method):
         layer(x[:, :8], cache=cache)
         _begin(ranks)
         if ranks.rank == 1:
-            setattr(Rows, method, lambda *_: os._exit(1))
+            Tables.replace = lambda *_: os._exit(1)
         change(cache)
         before = cache.length, [page for table in cache.rows for page in table.pages]
         try:
@@ -239,11 +239,11 @@ def _dies_in_a_change(mesh, change, method):
 
 
 def dies_in_a_truncation(mesh):
-    _dies_in_a_change(mesh, lambda cache: cache.truncate(torch.tensor([5, 4])), "cut")
+    _dies_in_a_change(mesh, lambda cache: cache.truncate(torch.tensor([5, 4])))
 
 
 def dies_in_a_reordering(mesh):
-    _dies_in_a_change(mesh, lambda cache: cache.reorder(torch.tensor([1, 0])), "choose")
+    _dies_in_a_change(mesh, lambda cache: cache.reorder(torch.tensor([1, 0])))
 
 
 CASES = {
@@ -366,12 +366,12 @@ def test_a_rank_that_calls_a_layer_twice(started_plans):
 def _ends_in_the_pool(mesh):
     if mesh.get_local_rank() == 1:
         os._exit(3)
-    Ranks(mesh).gathered(torch.zeros(1), "gather")
+    Ranks(mesh).all_gather(torch.zeros(1), "gather")
 
 
 def _raises_in_the_pool(mesh):
     assert mesh.get_local_rank() != 1, "one rank raises"
-    Ranks(mesh).gathered(torch.zeros(1), "gather")
+    Ranks(mesh).all_gather(torch.zeros(1), "gather")
 
 
 def _number(mesh):

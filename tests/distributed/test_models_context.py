@@ -37,7 +37,7 @@ def _results(model, plan, batch):
     out = model(**{name: plan.shard(x) for name, x in batch.items()})
     out.loss.backward()
     sum_gradients(model, plan.ranks.mesh)
-    loss = plan.ranks.summed(out.loss.detach(), "loss")
+    loss = plan.ranks.all_reduce(out.loss.detach(), "loss")
     gradients = {name: each.grad for name, each in model.named_parameters()}
     return plan.gathered(out.logits).detach(), loss, gradients
 

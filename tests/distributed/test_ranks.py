@@ -14,8 +14,8 @@ from regard.distributed.ranks import Ranks, counted, expected, sum_bytes
 def _sum_and_gather(mesh):
     ranks = Ranks(mesh)
     with counted() as sent:
-        total = ranks.summed(torch.full((6,), float(ranks.rank)), "sum")
-        pieces = ranks.gathered(torch.tensor([ranks.rank]), "gather")
+        total = ranks.all_reduce(torch.full((6,), float(ranks.rank)), "sum")
+        pieces = ranks.all_gather(torch.tensor([ranks.rank]), "gather")
     return total, torch.cat(pieces), sent.steps
 
 
@@ -49,7 +49,7 @@ KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, 
 
 def _of_every_dtype(mesh):
     ranks = Ranks(mesh)
-    return [ranks.gathered(torch.arange(3).eq(ranks.rank).to(kind), "gather") for kind in KINDS]
+    return [ranks.all_gather(torch.arange(3).eq(ranks.rank).to(kind), "gather") for kind in KINDS]
 
 
 def test_tensors_of_every_dtype():
@@ -64,8 +64,8 @@ def _without_elements(mesh):
         ranks.exchange({}, {}, "nothing").wait()
         other = 1 - ranks.rank
         ranks.exchange({other: torch.empty(0, 3)}, {other: torch.empty(0, 3)}, "nothing").wait()
-        pieces = ranks.gathered(torch.empty(2, 0), "nothing")
-        total = ranks.summed(torch.empty(0), "nothing")
+        pieces = ranks.all_gather(torch.empty(2, 0), "nothing")
+        total = ranks.all_reduce(torch.empty(0), "nothing")
     return [x.shape for x in pieces], total.shape, sent.bytes
 
 
@@ -95,7 +95,7 @@ def _sums(mesh):
     ranks = Ranks(mesh)
     x = torch.tensor([1.0, 2.0**-9, -1.0][ranks.rank], dtype=torch.bfloat16)
     large = torch.tensor(2**53 + ranks.rank)
-    total = ranks.summed(x, "sum"), ranks.summed(large, "sum")
+    total = ranks.all_reduce(x, "sum"), ranks.all_reduce(large, "sum")
     assert x == [1.0, 2.0**-9, -1.0][ranks.rank]
     return total
 
@@ -115,7 +115,7 @@ def _messages_and_count(mesh):
         patch.setattr(
             torch.distributed, "isend", lambda x, **at: (given.append(x.nbytes), isend(x, **at))[1]
         )
-        ranks.gathered(torch.zeros(5, dtype=torch.bfloat16), "gather")
+        ranks.all_gather(torch.zeros(5, dtype=torch.bfloat16), "gather")
         other = (ranks.rank + 1) % 3
         ranks.exchange(
             {other: torch.zeros(7)}, {(ranks.rank - 1) % 3: torch.zeros(7)}, "ring"
@@ -134,17 +134,17 @@ def _large(mesh, call):
     """Bytes counted, and bytes over the loopback interface meanwhile."""
     ranks = Ranks(mesh)
     x = torch.zeros(2**21)
-    ranks.gathered(torch.zeros(1), "start")
+    ranks.all_gather(torch.zeros(1), "start")
     before = int(LOOPBACK.read_text())
-    ranks.gathered(torch.zeros(1), "start")
+    ranks.all_gather(torch.zeros(1), "start")
     with counted() as sent:
         getattr(ranks, call)(x, "large")
-    ranks.gathered(torch.zeros(1), "end")
+    ranks.all_gather(torch.zeros(1), "end")
     return sent.bytes, int(LOOPBACK.read_text()) - before
 
 
 @pytest.mark.skipif(not LOOPBACK.exists(), reason="no counter of the loopback interface")
-@pytest.mark.parametrize("call", ["gathered", "summed"])
+@pytest.mark.parametrize("call", ["all_gather", "all_reduce"])
 def test_the_count_is_that_of_the_network_interface(call):
     sizes = []
     for _ in range(5):  # other traffic only adds: the least of several is closest
@@ -156,7 +156,7 @@ def test_the_count_is_that_of_the_network_interface(call):
 def _sum_and_exchange(ranks, nbytes):
     other = 1 - ranks.rank
     with expected(nbytes, "layer 3"):
-        ranks.summed(torch.zeros(4), "sum")
+        ranks.all_reduce(torch.zeros(4), "sum")
         ranks.exchange({other: torch.zeros(2)}, {other: torch.zeros(2)}, "keys").wait()
 
 
@@ -171,12 +171,12 @@ def _other_bytes(mesh):
             pass
         with expected(16, "outer"), counted() as sent:
             with expected(8, "inner"):
-                ranks.summed(torch.zeros(2), "sum")
-            ranks.summed(torch.zeros(4), "sum")
+                ranks.all_reduce(torch.zeros(2), "sum")
+            ranks.all_reduce(torch.zeros(4), "sum")
         assert sent.bytes == 24
         patch.delenv("REGARD_CHECK_BYTES")
         with expected(8, "it"):
-            ranks.summed(torch.zeros(4), "sum")
+            ranks.all_reduce(torch.zeros(4), "sum")
 
 
 def test_other_bytes_than_planned_raise_in_the_debug_mode():
@@ -192,7 +192,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         with expected(12, "backward"):
-            return ctx.ranks.summed(grad, "gradient"), None
+            return ctx.ranks.all_reduce(grad, "gradient"), None
 
 
 def _in_another_thread(mesh):
@@ -216,21 +216,6 @@ def test_what_other_threads_send_is_counted():
     for steps, grad in on_ranks(2, _in_another_thread):
         assert steps == {"gradient": 28}
         assert grad.tolist() == [2.0] * 3
-
-
-def _different_sums(mesh):
-    ranks = Ranks(mesh)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
-        step = "queries" if ranks.rank == 1 else "keys"
-        with pytest.raises(ValueError, match=r"rank 0: keys, \(4,\).*rank 1: queries, \(4,\)"):
-            ranks.summed(torch.zeros(4), step)
-        with pytest.raises(ValueError, match=r"rank 0: sum, \(4,\).*rank 2: sum, \(6,\)"):
-            ranks.summed(torch.zeros(4 + ranks.rank), "sum")
-
-
-def test_different_sums_are_refused_on_every_rank_in_the_debug_mode():
-    on_ranks(3, _different_sums)
 
 
 def _no_mesh(_):
@@ -262,7 +247,7 @@ def _timeouts(mesh):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "timeout", timedelta(seconds=20))
         ranks.exchange({other: torch.zeros(2)}, {other: torch.zeros(2)}, "it").wait()
-        ranks.summed(torch.zeros(2), "it")
+        ranks.all_reduce(torch.zeros(2), "it")
     return before, after
 
 

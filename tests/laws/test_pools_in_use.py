@@ -11,7 +11,7 @@ import torch
 
 from pooled_texts import Sequence
 from regard import Attention, Causal, PagedCache, PagePool
-from regard.cache.paging.changing import pages_of
+from regard.cache.paging.tables import pages_of
 from session import LONG
 
 FORMATS = ["plain", "K8V8"]
@@ -86,7 +86,7 @@ def check_references(pool, sequences):
     tables = Counter(page for cache in caches for page in pages_of(cache.rows))
     for cache in caches:
         tables.update(cache._rows.retired)
-    for page in pool.pages():
+    for page in pool.memory.in_order():
         assert page.references == tables.pop(page, 0)
         assert page.references or page.node is not None
     assert not tables
@@ -97,8 +97,8 @@ def check_new(pool):
     gc.collect()
     assert pool.nbytes.held == 0
     pool.evict()
-    assert (pool.pages_in_use, pool.nbytes, len(pool.prefixes)) == (0, (0, 0, 0), 0)
-    assert all(slab.in_use == 0 and slab.streams == () for slab in pool.slabs())
+    assert (pool.pages_in_use, pool.nbytes, len(pool.memory.prefixes)) == (0, (0, 0, 0), 0)
+    assert all(slab.in_use == 0 and slab.streams == () for slab in pool.memory.slabs())
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -15,7 +15,7 @@ from regard.plan import cost as real_cost
 from regard.plan.shapes import storages_of
 
 SOURCES = Path(plan.__file__).parent
-MODULES = ("cache_bytes", "weights", "flops", "traffic", "cost")
+MODULES = ("cache_bytes", "weights", "flops", "cost")
 IN_ALL = "test_cost:test_costs_are_those_of_real_layers_and_caches"  # the random shapes
 
 
@@ -42,7 +42,7 @@ def weights(right, wrong, *names):
 
 
 def traffic(right, wrong, *names):
-    return Mutant("traffic", right, wrong, tuple(f"test_traffic:{name}" for name in names))
+    return Mutant("cost", right, wrong, tuple(f"test_bytes_moved:{name}" for name in names))
 
 
 def pages(right, wrong, name):

@@ -11,24 +11,24 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/regard"
 VERIFY = "regard_verify"  # of packages/regard-verify
 WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
-    ".": (1897, 1897),  # the modules beside the folders; the design names no budget for them
+    ".": (1957, 1957),  # the modules beside the folders; the design names no budget for them
     "layers": (1600, 1756),
     "rope": (850, 850),
     "masks": (2000, 2000),
     "cache -paging": (2400, 2400),
-    "cache/paging": (2600, 3943),
+    "cache/paging": (2600, 3447),
     "ops -backends -kernels": (3200, 3327),
     "ops/backends": (1700, 1722),
     "ops/kernels": (2900, 3110),
-    "hf": (4800, 7485),
+    "hf": (4800, 7461),
     "convert": (4600, 5307),
     "compare": (1100, 1697),
-    "plan": (2600, 3149),
-    "see": (2600, 3362),
-    "distributed": (4800, 6467),
-    "bench": (600, 817),
-    "cli": (2200, 2632),
-    VERIFY: (10_000, 14_225),
+    "plan": (2600, 3121),
+    "see": (2600, 3125),
+    "distributed": (4800, 6299),
+    "bench": (600, 743),
+    "cli": (2200, 3440),
+    VERIFY: (10_000, 12725),
 }
 
 

@@ -1,4 +1,4 @@
-"""docs/design.md is true: its tree is that of the files, and its outline that of the layers."""
+"""docs/design.md is true: its folders, its imports, and the outline of the layers."""
 
 import ast
 import inspect
@@ -17,38 +17,63 @@ PAGE = (ROOT / "docs/design.md").read_text()
 
 
 SOURCES = ("src/regard", "packages/regard-verify/src/regard_verify")
+PACKAGE = ROOT / SOURCES[0]
+LINES = ("For", "In", "Out", "Start", "Must not know")
+CORE = {"layers", "rope", "cache", "cache/paging", "masks", "ops", "ops/backends", "ops/kernels"}
 
 
-def files_of_the_tree(package):
-    """Every file of a package's tree, as a path in its src/."""
-    home = package.rpartition("/")[0] + "/"
-    (tree,) = re.findall(rf"```\n({package}/\n.*?)```", PAGE, re.DOTALL)
-    folders: list[str] = []
+def test_the_tree_has_every_folder_and_no_other():
+    (tree,) = re.findall(r"```\nsrc/regard/ .*?\n(.*?)packages/", PAGE, re.DOTALL)
+    named, folders = set(), []
     for line in tree.splitlines():
-        indent = (len(line) - len(line.lstrip())) // 2
-        first, *rest = line.split()
-        if first.endswith("/"):
-            folders[indent:] = [first.removeprefix(home)]
-            continue
-        alone = not all(name.endswith(".py") for name in rest)  # one file, and what it is
-        for name in [first] if alone else [first, *rest]:
-            yield "".join(folders[:indent]) + name.removeprefix(home)
+        indent = (len(line) - len(line.lstrip())) // 2 - 1
+        folders[indent:] = [line.split()[0].rstrip("/")]
+        named.add("/".join(folders))
+    found = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*/__init__.py")}
+    assert named == found
 
 
-@pytest.mark.parametrize("package", SOURCES)
-def test_the_tree_has_every_file_and_no_other(package):
-    named = list(files_of_the_tree(package))
-    hidden = ("__init__.py", "__main__.py")
-    home = (ROOT / package).parent
-    found = {
-        str(path.relative_to(home))
-        for path in home.rglob("*.py")
-        if path.name not in hidden and path.parts[-2] != "regard_cli"
-    }
-    assert len(found) > 40
-    assert len(named) == len(set(named))
-    assert set(named) - found == set(), "in the tree, and not in src/"
-    assert found - set(named) == set(), "in src/, and not in the tree"
+def test_the_path_from_the_readme_to_a_kernel_is_twelve_files():
+    files = re.findall(r"^\d+\. `([\w/.]+)`: ", PAGE, re.MULTILINE)
+    (kernel,) = re.findall(r"a kernel after them \(`([\w/.]+)`\)", PAGE)
+    assert len(files) == len({*files}) == 10
+    assert all((PACKAGE / file).is_file() for file in (*files, kernel))
+
+
+def rooms():
+    """The folders that the page describes, each with its lines."""
+    sections = re.findall(r"### `([\w/-]+)/`\n((?:- .*\n)+)", PAGE)
+    lines = r"^- ([A-Za-z ]+): (.*\.)$"
+    return {name: dict(re.findall(lines, text, re.MULTILINE)) for name, text in sections}
+
+
+def test_every_room_has_its_five_lines():
+    found = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | CORE
+    assert set(rooms()) == found | {"packages/regard-verify"}
+    assert all((*lines,) == LINES for lines in rooms().values())
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_room_starts_at_a_file_and_does_not_know_what_it_must_not(room):
+    lines = rooms()[room]
+    own = ROOT / room / "src" if room.startswith("packages/") else PACKAGE / room
+    for file in re.findall(r"`([\w/.-]+\.py)`", lines["Start"]):
+        assert (PACKAGE / file).is_file() or (ROOT / file).is_file(), file
+    refused = re.findall(r"`(\w+)`", lines["Must not know"])
+    names = {each if each == "regard" else f"regard.{each}" for each in refused}
+    for path in own.rglob("*.py"):
+        for module in imports_of(path):
+            assert not any(f"{module}.".startswith(f"{name}.") for name in names), (path, module)
+
+
+def imports_of(path):
+    """The modules that a module imports when it is imported itself."""
+    body = ast.parse(path.read_text()).body
+    for node in (each for each in body if isinstance(each, ast.Import | ast.ImportFrom)):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        else:
+            yield from (each.name for each in node.names)
 
 
 LAYERS = [Attention, MultiHeadLatentAttention, LatentKVAttention]
@@ -87,7 +112,8 @@ def test_the_global_state_is_in_the_table():
     listed = {*named}
     assert len(named) == len(listed), "a name stands in two rows"
     found = state_of(ROOT / SOURCES[0])
-    found |= {f"regard_verify/{name}" for name in state_of(ROOT / SOURCES[1])}
+    for source in ("src/regard_cli", SOURCES[1]):
+        found |= {f"{Path(source).name}/{name}" for name in state_of(ROOT / source)}
     assert found - listed == set(), "in src/, and not in the table"
     assert listed - found == set(), "in the table, and not in src/"
 
@@ -106,6 +132,8 @@ def test_the_global_state_is_in_the_table():
         ("_LAST = None\ndef f():\n    global _LAST\n    _LAST = 1", {"_LAST"}),
         ("def f():\n    import torch\n    torch.add = None", {"torch"}),
         ("from a import C\ndef f():\n    setattr(C, 'run', None)", {"C"}),
+        ("import torch\ndef f():\n    torch.set_num_threads(1)", {"torch"}),
+        ("import os\ndef f():\n    os.environ.setdefault('A', 'b')", {"os"}),
         ("TABLE = {1: 2}\ndef f(key):\n    return TABLE[key]", set()),
         ("FOUND = []\ndef f():\n    FOUND = []\n    FOUND.append(1)", set()),
     ],

@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("regard", "regard_cli", "jaxtyping"):
+        if name.partition(".")[0] in ("regard", "jaxtyping"):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())

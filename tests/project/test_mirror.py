@@ -55,6 +55,9 @@ OTHER = {  # files of tests in mirrored folders that are about no module of thei
     "cache/paging/test_pools_in_files.py": "stored prefixes of a pool, saved and found by another",
     "convert/test_low_memory.py": "conversions of a model whose weights stay on disk",
     "distributed/test_fsdp.py": "layers as torch's data parallelism wraps them",
+    "bench/test_common.py": "what the benchmark programs share",
+    "plan/test_bytes_moved.py": "bytes moved, counted by hand",
+    "see/test_model_layers.py": "the attention layers of a model, and what runs in them",
     "plan/test_wrong_formulas.py": "costs with one mistake each, which named tests must notice",
 }
 TESTLESS = {  # modules without tests of their own

@@ -101,7 +101,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(wheel):
     packages = {name.removeprefix("src/") for name in tracked("src")}
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == packages
-    assert {"regard/py.typed", "regard_cli/app.py"} <= names
+    assert {"regard/py.typed", "regard/cli/app.py"} <= names
     assert {f"regard/page/{each}" for each in ("page.css", "page.js", "curves.js")} <= names
     extra = {name.partition(".dist-info/")[2] for name in wheel.namelist()} - {""}
     assert extra == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
@@ -118,7 +118,7 @@ def test_the_source_archive_has_what_git_has(tmp_path):
 def test_the_wheel_names_its_command_and_no_plugin_of_pytest(wheel):
     (entries,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     text = wheel.read(entries).decode()
-    assert "regard = regard_cli:main" in text
+    assert "regard = regard.cli:main" in text
     assert "pytest11" not in text
     assert not [name for name in wheel.namelist() if "verify/" in name]
 

@@ -75,7 +75,7 @@ def test_the_command_says_how_to_install_what_it_lacks(missing):
 
 def test_the_version_needs_nothing_else():
     done = python(
-        "import sys; sys.argv[1:] = ['--version']; import regard_cli as c; c.main()", "typer"
+        "import sys; sys.argv[1:] = ['--version']; import regard.cli as c; c.main()", "typer"
     )
     assert done.returncode == 0
     assert re.fullmatch(r"regard \d+\.\d+\.\d+\n", done.stdout), done.stderr

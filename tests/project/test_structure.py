@@ -4,6 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ KNOWS = {  # which folders a folder may import from; "." is the files at the roo
     "ops": {".", "masks", "cache"},
     "layers": {".", "masks", "cache", "rope", "ops"},
 }
-KNOWS["regard"] = {*KNOWS}  # the public names; what stands below may import them
+KNOWS["public"] = {*KNOWS}  # the public names
+KNOWS["regard"] = {*KNOWS}  # loads them; what stands below may import them
 KNOWS["hf"] = {*KNOWS}
 KNOWS["auto"] = {"hf"}
 KNOWS["convert"] = {*KNOWS}
@@ -48,7 +50,7 @@ KNOWS["cli"] = {*KNOWS}
 
 def folder_of(module):
     """The folder of a module's file, in KNOWS' words."""
-    if module in ("regard", "regard.auto"):  # both are names for what stands below
+    if module in ("regard", "regard.auto", "regard.public"):  # names for what stands below
         return module.rpartition(".")[2]
     home = ROOT / "src" / Path(*module.split("."))
     return module.split(".")[1] if home.is_dir() or module.count(".") > 1 else "."
@@ -126,7 +128,7 @@ def test_backends_do_not_import_each_other():
 
 def test_importing_regard_imports_nothing_optional():
     optional = ["transformers", "typer", "rich", "gguf", "safetensors", "beartype", "hypothesis"]
-    code = f"import sys, regard; print([m for m in {optional} if m in sys.modules])"
+    code = f"import sys, regard; regard.attend; print([m for m in {optional} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -134,7 +136,7 @@ def test_importing_regard_imports_nothing_optional():
 def test_importing_regard_brings_only_itself():
     """What it costs in time is measured by benchmarks/importing.py."""
     code = (
-        "import sys, torch, jaxtyping; before = set(sys.modules); import regard; "
+        "import sys, torch, jaxtyping; before = set(sys.modules); import regard; regard.attend; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(sorted(new - set(sys.stdlib_module_names)))"
     )
@@ -193,3 +195,32 @@ def test_streams_and_calls_know_no_storage():
         known = {*imports_of(ROOT / f"src/regard/{name}.py")}
         assert not {each for each in known if each.startswith(tuple(storages))}, name
     assert len(regard.ops.call.Backend._fields) <= 7
+
+
+SHARED_NAMES = {"heads.py": 4, "layers.py": 3, "attending.py": 3, "texts.py": 3}  # may only shrink
+COMMAND = "__main__.py"  # a folder of them is a command
+
+
+def test_no_file_name_stands_more_than_twice():
+    found = Counter(path.name for path in SOURCES if path.name not in ("__init__.py", COMMAND))
+    more = {name: count for name, count in found.items() if count > 2}
+    assert more.keys() <= SHARED_NAMES.keys(), more
+    assert all(count <= SHARED_NAMES[name] for name, count in more.items()), more
+
+
+def test_no_class_name_stands_twice_in_a_folder():
+    """A folder of the package, with the folders in it."""
+    found = Counter(
+        (path.relative_to(ROOT / "src/regard").parts[0], node.name)
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "src/regard")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {each: count for each, count in found.items() if count > 1} == ENTRIES
+
+
+ENTRIES = {  # may only shrink
+    ("cache", "Entry"): 2,  # of a file of tensors, and of the table of prefixes
+    ("distributed", "Bytes"): 2,  # that a layer sends, and that a mask needs
+}

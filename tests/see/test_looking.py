@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard import Causal, Padding
-from regard.see.looking import Choice, indices, padding_of
+from regard.see.looking import MapChoice, indices, padding_of
 
 
 def test_indices_count_from_the_end_too():
@@ -29,7 +29,7 @@ def test_indices_count_from_the_end_too():
     ],
 )
 def test_what_is_left_out_means_all(asked, layers, queries, keys):
-    choice = Choice(**asked).among(3, past=2, tokens=5)
+    choice = MapChoice(**asked).among(3, past=2, tokens=5)
     assert (choice.layers, choice.queries, choice.keys) == (layers, queries, keys)
 
 

@@ -8,7 +8,8 @@ from matplotlib.image import imread
 
 from regard import Attention, Causal
 from regard.see import attention
-from regard.see.map_picture import draw, inked
+from regard.see.figures import inked
+from regard.see.map_picture import draw
 
 
 def maps_of(tokens=4, **choice):

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import regard.hf
-import regard.see.rows
+import regard.see.row_weights
 from regard import (
     Alibi,
     Attention,
@@ -231,7 +231,7 @@ LAYERS = {
 @pytest.mark.parametrize("rows", [1, 1 << 20], ids=["a row at a time", "at once"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_regard(name, rows, monkeypatch):
-    monkeypatch.setattr(regard.see.rows, "BLOCK", rows)
+    monkeypatch.setattr(regard.see.row_weights, "BLOCK", rows)
     layer, x = LAYERS[name]().eval(), torch.randn(3, 9, 24)
     if getattr(layer, "sinks", None) is not None:
         torch.nn.init.normal_(layer.sinks)
@@ -278,7 +278,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("queries", [None, [5, -1]])
 def test_nothing_is_as_large_as_queries_by_keys(queries, monkeypatch):
-    monkeypatch.setattr(regard.see.rows, "BLOCK", 1 << 16)
+    monkeypatch.setattr(regard.see.row_weights, "BLOCK", 1 << 16)
     layer, length = Attention(8, 2, mask=Causal()), 700
     with Largest() as largest:
         maps = attention(layer, torch.randn(1, length, 8), queries=queries)

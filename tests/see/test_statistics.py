@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from regard.see.rows import Block
+from regard.see.row_weights import RowBlock
 from regard.see.statistics import CELLS, Totals, shares
 
 NAMES = ("entropy", "distance", "sink_share", "previous_share", "self_share", "learned_sink")
@@ -44,7 +44,7 @@ def totals_of(weights, counted, first, *, sinks, size):
     totals, past = Totals(heads, counted, first, keys, sinks=sinks), keys - queries
     for start in range(0, queries, size):
         stop = min(start + size, queries)
-        totals.add(Block(weights[:, start:stop, first : past + stop], past + start, first))
+        totals.add(RowBlock(weights[:, start:stop, first : past + stop], past + start, first))
     return totals.means()
 
 

@@ -6,34 +6,33 @@ fork shares, a reference that is counted twice or not, a window one slot too nar
 
 from regard import KVCache, PagedCache, SlidingCache
 from regard.cache import streams
-from regard.cache.paging import appending, changing
-from regard.cache.paging.bookkeeping import Pages
-from regard.cache.paging.rows import Rows
-from regard.cache.paging.slabs import Slab
+from regard.cache.paging import appending, paged, tables
+from regard.cache.paging.memory import Memory
+from regard.cache.paging.pages import PageTable, Slab
+from regard.cache.paging.tables import Tables
 
 
 def fork_shares_the_open_page(patch):
-    def shared(pool, tables, stay):
-        for page in changing.pages_of(tables):
-            if not page.sealed and page not in stay:
-                pool.retain(page)
+    def shared(memory, tables, rows, *, copies_all=False):
+        return [tables[row].copied() for row in rows]
 
-    patch.setattr(changing, "_copy_open", shared)
+    patch.setattr(paged, "select", shared)
 
 
 def a_released_page_is_not_counted(patch):
-    patch.setattr(Pages, "retain", lambda self, page: None)
+    patch.setattr(Memory, "retain", lambda self, page: None)
 
 
 def a_page_before_the_window_is_lost(patch):
-    def forgotten(self, numbers):
-        for table, number in zip(self.tables, numbers, strict=True):
-            count = max(0, min(number - table.first, len(table.pages)))
-            del table.pages[:count]
-            table.first += count
-        self._segments = None
+    right = PageTable.since
 
-    patch.setattr(Rows, "retire_before", forgotten)
+    def forgotten(self, number):
+        found = right(self, number)
+        for page in self.pages[: found.first - self.first]:
+            page.references += 1
+        return found
+
+    patch.setattr(PageTable, "since", forgotten)
 
 
 def the_window_is_a_slot_too_narrow(patch):
@@ -57,31 +56,39 @@ def a_grown_slab_forgets_its_pages(patch):
 
 
 def a_cut_page_is_not_copied(patch):
-    patch.setattr(changing, "_must_be_copied", lambda kind, page: False)
+    patch.setattr(tables, "_must_be_copied", lambda kind, page: False)
 
 
 def a_restored_cache_holds_its_new_pages(patch):
-    patch.setattr(Rows, "go_back", lambda self, before: self.set(before))
+    def restore(self, snapshot):
+        self._rows.tables[:], self.pieces, self._kind, self._lengths, self._like = snapshot
+        self._rows._read = None
+
+    patch.setattr(PagedCache, "restore", restore)
 
 
 def parts_are_memoised_too_long(patch):
-    def same(self, tables):
-        self.tables[:] = tables
+    right = Tables.replace
 
-    patch.setattr(Rows, "set", same)
+    def same(self, new, **how):
+        read = self._read
+        right(self, new, **how)
+        self._read = None if read is None else (self.tables, read[1])
+
+    patch.setattr(Tables, "replace", same)
 
 
 def the_wrong_page_is_sealed(patch):
-    right = appending.seal
+    right = appending.with_codes
 
-    def sealed(pool, kind, tables, append):
-        found = right(pool, kind, tables, append)
-        for table in tables[1:]:
-            if found and len(table.pages) > 1:
+    def coded(memory, tables, append):
+        found = right(memory, tables, append)
+        for table in found[1:] if found is not tables else []:
+            if len(table.pages) > 1:
                 table.pages[-1], table.pages[-2] = table.pages[-2], table.pages[-1]
         return found
 
-    patch.setattr(appending, "seal", sealed)
+    patch.setattr(appending, "with_codes", coded)
 
 
 def a_prefix_is_one_page_too_long(patch):

@@ -10,9 +10,9 @@ from typing import Any
 import typer
 
 from pages import ROOT
+from regard.cli.app import app
 from regard.compare import chosen
 from regard.hf.generating.text import cache_name
-from regard_cli.app import app
 from regard_verify import LAWS, Conventions
 
 FOLDERS = ("src", "benchmarks", "docs", "scripts", "tests", "drawings", "examples", "packages")

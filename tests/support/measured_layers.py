@@ -20,8 +20,8 @@ from regard import (
     SlidingCache,
     SlidingWindow,
 )
+from regard.names import PAGES
 from regard.plan.shapes import STORAGES, LayerShape, Storage
-from regard_cli.names import PAGES
 
 # Storages whose FLOPs are counted: below 8 bits formats rotate, by products that are left out.
 UNROTATED = [STORAGES[name] for name in ("plain", "int8", "int4", "K8V8")]

@@ -87,11 +87,20 @@ def _changed(function: Function) -> set[str]:
             target = node.args[0]
         elif isinstance(node, ast.Call) and _called(node.func) in CHANGING:
             target = getattr(node.func, "value", None)
+        elif isinstance(node, ast.Call) and (_called(node.func) or "").startswith("set_"):
+            target = getattr(node.func, "value", None)  # torch.set_num_threads
         else:
             continue
-        if isinstance(target, ast.Name):
-            found.add(target.id)
+        if isinstance(root := _root(target), ast.Name):
+            found.add(root.id)
     return found
+
+
+def _root(node: ast.expr | None) -> ast.expr | None:
+    """The first name of a chain of attributes: `os` of `os.environ`."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node
 
 
 def _called(node: ast.expr | None) -> str | None:

@@ -64,7 +64,7 @@ class PoolWorld(World):
             if "num_pages" not in str(error):
                 raise
             self.count("exhausted")
-            held = sum(page.references > 0 for page in self.pool.pages())
+            held = sum(page.references > 0 for page in self.pool.memory.in_order())
             assert held + rows > PAGES, f"{held} pages of {PAGES} are held, and none is free"
             return None
 
@@ -200,14 +200,14 @@ class PoolWorld(World):
     def recount(self) -> None:
         """References are those of all live tables; pages are in use, reusable or free."""
         counts: Counter[int] = Counter()
-        bytes_of = {id(slab): slab.page_bytes for slab in self.pool.slabs()}
+        bytes_of = {id(slab): slab.page_bytes for slab in self.pool.memory.slabs()}
         for held in self.sequences:
             for cache in held.caches:
                 pages = [page for table in cache.rows for page in table.pages]
                 counts.update(id(page) for page in [*pages, *retired(cache)])
                 different = {id(page): page for page in pages}.values()
                 assert cache.allocated_bytes == sum(bytes_of[id(each.slab)] for each in different)
-        pages = {id(page): page for page in self.pool.pages()}
+        pages = {id(page): page for page in self.pool.memory.in_order()}
         assert counts.keys() <= pages.keys(), "a table has a page that is free"
         for number, page in pages.items():
             assert page.references == counts[number], (page, counts[number])
@@ -218,7 +218,7 @@ class PoolWorld(World):
         held = sum(bytes_of[id(page.slab)] for page in pages.values() if page.references)
         used = sum(bytes_of[id(page.slab)] for page in pages.values())
         assert (size.held, size.reusable) == (held, used - held)
-        allocated = sum(memory(each) for slab in self.pool.slabs() for each in slab.streams)
+        allocated = sum(memory(each) for slab in self.pool.memory.slabs() for each in slab.streams)
         assert size.held + size.reusable + size.free == allocated
 
     def poison(self) -> None:
@@ -250,9 +250,9 @@ def retired(cache: Any) -> list[Any]:
 def poison(pool: PagePool) -> None:
     """Fill the free pages of a pool with what no read may return."""
     used: dict[int, set[int]] = {}
-    for page in pool.pages():
+    for page in pool.memory.in_order():
         used.setdefault(id(page.slab), set()).add(page.index)
-    for slab in pool.slabs():
+    for slab in pool.memory.slabs():
         free = sorted(set(range(slab.capacity)) - used.get(id(slab), set()))
         assert slab.in_use == slab.capacity - len(free)
         size = pool.page_size

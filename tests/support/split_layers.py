@@ -15,8 +15,8 @@ from regard import (
     SlidingWindow,
 )
 from regard.distributed import counted, tensor_parallel
-from regard.distributed.tensor.sent import bytes_sent
 from regard.masks import Dense, Where
+from tensor_bytes import bytes_sent
 
 WIDTH, LENGTH = 24, 5
 ROPE = Rotary(4)

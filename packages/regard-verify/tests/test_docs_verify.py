@@ -1,6 +1,7 @@
 """The pages on verify: snippets and commands run, and numbers and reports are those of the code."""
 
 import json
+import math
 import re
 import subprocess
 from dataclasses import fields
@@ -100,6 +101,7 @@ def test_every_command_is_understood(line, folder, monkeypatch, capsys):
     ).stdout.splitlines()  # fmt: skip
     verb = ["regard-verify", *arguments, "--only", "convexity", "--json"]
     monkeypatch.setattr("sys.argv", verb)
+    monkeypatch.setattr("regard_verify.terminal.PAUSE", math.inf)  # no lines of progress
     run()
     out, err = capsys.readouterr()
     assert err.strip() == ""

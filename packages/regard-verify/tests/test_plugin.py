@@ -85,7 +85,7 @@ def asked(monkeypatch):
     def check(subject, like, *, only, quick):
         calls.append(only)
         names = list(LAWS) if only is None else only
-        return Report("mine", outcomes=[Outcome(each, "passed", "", "", "") for each in names])
+        return Report("mine", outcomes=[Outcome(each, "passed", "", "") for each in names])
 
     monkeypatch.setattr("regard_verify.check", check)
     return calls
@@ -168,7 +168,7 @@ def reports_of(*outcomes, accepted=None, **report):
 
 
 def outcome(status, **more):
-    return Outcome("convexity", status, "the law", "", "", **more)
+    return Outcome("convexity", status, "the law", "", **more)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_what_counts_nothing_has_headings_of_its_own():
     [("passed", "", "32"), ("failed", "", "31"), ("passed", "the scale", "33")],
 )
 def test_the_verdict_has_its_colour(status, unjudged, colour):
-    report = Report("mine", outcomes=[Outcome("convexity", status, "", "", "")], unjudged=unjudged)
+    report = Report("mine", outcomes=[Outcome("convexity", status, "", "")], unjudged=unjudged)
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="standard")
     cli.show(report, console)
     (line,) = [each for each in console.file.getvalue().splitlines() if "mine: " in each]
@@ -144,7 +144,7 @@ def test_a_pipe_gets_each_paragraph_as_one_line(monkeypatch, capsys):
 
 
 def test_a_partly_judged_subject_is_exit_code_3(monkeypatch, capsys):
-    report = Report("x", outcomes=[Outcome("a", "passed", "", "", "")], unjudged="Declare heads.")
+    report = Report("x", outcomes=[Outcome("a", "passed", "", "")], unjudged="Declare heads.")
     monkeypatch.setattr(cli, "check_in_fork", lambda *given, **options: report)
     assert command(monkeypatch, "x") == 3
     assert "Declare heads." in capsys.readouterr().out

@@ -14,7 +14,7 @@ _OTHERS = 0.1  # processors that other programs may keep busy, for each thread t
 
 @dataclass(frozen=True)
 class Load:
-    """What other programs took of this machine's processors during a measurement.
+    """The share of this machine's processors that other programs took during a measurement.
 
     Attributes:
         waited: share of the time in which the measuring thread did not run.
@@ -45,7 +45,7 @@ class Load:
 
 
 class Watch:
-    """Begins to watch when it is made; `load()` is the load since then.
+    """Watches the processors from its construction on; `load()` is the load since then.
 
     The thread that makes it must not sleep meanwhile: that counts as waiting.
 
@@ -68,7 +68,8 @@ class Watch:
 
 
 def _clocks() -> tuple[float, float, float, float]:
-    """Seconds: of the wall, and of processors for this thread, this process and all programs."""
+    """Wall-clock seconds, and processor seconds of this thread, of this process and of all
+    programs."""
     everyone = 0.0
     with suppress(OSError, ValueError, IndexError):
         columns = [int(each) for each in _STAT.read_text().split("\n", 1)[0].split()[1:]]

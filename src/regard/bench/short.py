@@ -110,12 +110,6 @@ class Entry:
         high: their upper quartile.
         of_limit: the least time that the machine allows, over the median time.
         pairs: the number of rounds.
-
-    Examples:
-        >>> from regard.bench import Entry
-        >>> entry = Entry("regard: fused", 0.8, 0.5, low=0.48, high=0.53, of_limit=0.9, pairs=15)
-        >>> f"{entry.ratio:.2f} of torch's time", entry.differs
-        ("0.50 of torch's time", True)
     """
 
     name: str
@@ -144,14 +138,6 @@ class Measured:
         limit_milliseconds: the least time that this allows.
         entries: the times, torch's first.
         absent: the backends that were not measured, and why.
-
-    Examples:
-        >>> from regard.bench import Entry, Measured, Shape
-        >>> shape = Shape("decode", heads=32, kv_heads=8, head_dim=128, queries=1, keys=4096)
-        >>> torchs = Entry("torch sdpa", 1.6, ratio=1.0, low=1.0, high=1.0, of_limit=0.5, pairs=15)
-        >>> measured = Measured(shape, "float32", "fused", "reads", 0.8, [torchs], {})
-        >>> [entry.name for entry in measured.entries]
-        ['torch sdpa']
     """
 
     shape: Shape
@@ -174,11 +160,6 @@ class Bench:
         read_bandwidth: bytes per second that the machine reads from memory.
         product_rate: floating-point operations per second of a large matrix product.
         shapes: the measurements.
-
-    Examples:
-        >>> from regard.bench import Bench
-        >>> Bench("2.13", threads=2, dtype="float32", read_bandwidth=2e10, product_rate=1e11).shapes
-        []
     """
 
     torch: str
@@ -286,8 +267,8 @@ def _measured(
 
 
 def _variants(shape: Shape, store: Store) -> tuple[Variants, str, dict[str, str]]:
-    """What is measured: torch's kernel, the chosen backend and others; the name of the chosen one;
-    and why the backends left out are absent."""
+    """The functions to time: torch's kernel, the chosen backend and others; the name of the chosen
+    backend; and the reasons of absent ones."""
     key_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     q = store(shape.batch, shape.heads, shape.queries, shape.head_dim)
     k, v = store(*key_shape), store(*key_shape)

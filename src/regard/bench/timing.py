@@ -5,37 +5,21 @@ and a drifting clock change all of them alike; reported is the median of the rat
 """
 
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.turns import in_turns, ratio_of
+from regard.turns import in_turns
 
 LAST_LEVEL_CACHE = 64 << 20  # bytes, of large processors
 COLD = 4 * LAST_LEVEL_CACHE  # bytes of all buffers, so that keys are read from memory
-_MOST_BUFFERS = 512  # of small sizes, which other data push out of the cache anyway
 
 Variants = dict[str, Callable[[], Any]]
-
-
-class Cold:
-    """Buffers used in turn, together larger than the last-level cache: all are read from memory."""
-
-    def __init__(self, make: Callable[[], Any], nbytes: int, total: int = COLD) -> None:
-        wanted = -(-total // max(nbytes, 1))
-        self.buffers = [make() for _ in range(max(2, min(wanted, _MOST_BUFFERS)))]
-        self.turn = 0
-
-    def __call__(self) -> Any:
-        self.turn = (self.turn + 1) % len(self.buffers)
-        return self.buffers[self.turn]
 
 
 class Store:
@@ -96,51 +80,11 @@ def _repeats(run: Callable[[], Any], sample: float) -> int:
     return max(1, int(sample / max(time.perf_counter() - start, 1e-7)))
 
 
-def quartiles(times: list[float], base: list[float]) -> tuple[float, float, float]:
-    """The median, and the lower and upper quartile, of the ratios within rounds; further out, if
-    there are few (`regard.turns.ratio_of`).
-
-    Examples:
-        >>> quartiles([1.0, 2.0, 30.0], [1.0, 1.0, 10.0])
-        (2.0, 1.0, 3.0)
-    """
-    found = ratio_of(times, base)
-    return found.value, found.low, found.high
-
-
-def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """For each variant: median milliseconds, and median and quartiles of its ratio to `base`."""
-    rows = {}
-    for name, seconds in times.items():
-        ratio, low, high = quartiles(seconds, times[base])
-        rows[name] = {
-            "ms": 1e3 * statistics.median(seconds),
-            "ratio": ratio,
-            "low": low,
-            "high": high,
-        }
-    return rows
-
-
 def read_bandwidth(mib: int = 512) -> float:
     """Bytes per second that this machine reads from memory: the limit of every decode step."""
     x = torch.ones((mib << 20) // 4)
     times = interleave({"sum": x.sum, "dot": lambda: torch.dot(x, x)}, rounds=5, sample=0.0)
     return x.numel() * 4 / min(statistics.median(t) for t in times.values())
-
-
-def processor() -> dict[str, str]:
-    """The model of this machine's processor, as its system names it, and torch's vector width.
-
-    Examples:
-        >>> sorted(processor())
-        ['processor', 'vectors']
-    """
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text().splitlines() if table.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = named[0] if named else platform.processor() or platform.machine()
-    return {"processor": model, "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
 def product_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:

@@ -74,7 +74,7 @@ def _fold(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class Rate:
-    """One rate: what is run, and how many units one run does.
+    """One rate: a function to time, and the units of work that one call does.
 
     With `inverse` the rate is seconds per unit, not units per second.
     """

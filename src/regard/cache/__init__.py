@@ -11,14 +11,12 @@ Examples:
 
 from regard.cache.fixed import StaticCache
 from regard.cache.growing import KVCache
-from regard.cache.paging.bookkeeping import PoolBytes
-from regard.cache.paging.contexts import Context, context_of
-from regard.cache.paging.fingerprints import fingerprint
+from regard.cache.paging.contexts import Context, context_of, fingerprint
 from regard.cache.paging.formats import PageFormat, format_of
+from regard.cache.paging.memory import PoolBytes
 from regard.cache.paging.offloading import Offload
 from regard.cache.paging.paged import PagedCache
-from regard.cache.paging.pool import PagePool
-from regard.cache.paging.sharing import Prefix
+from regard.cache.paging.pool import PagePool, Prefix
 from regard.cache.parts import Part
 from regard.cache.protocol import NO_CACHE, Cache, NoCache
 from regard.cache.quantized import QuantizedCache

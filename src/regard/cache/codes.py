@@ -132,7 +132,7 @@ class QuantizedStream(NamedTuple):
         return torch.cat(pieces, -1)
 
     def _scale_and_zero(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of each run of tokens, head and group of channels."""
+        """The scales and zeros of each run of tokens, head and group of channels."""
         return self.scales[..., 0::2].to(dtype), self.scales[..., 1::2].to(dtype)
 
     def _blocks(self) -> Iterator["QuantizedStream"]:
@@ -226,7 +226,7 @@ def _pack_step(codes: UInt8[Tensor, "... n"], bits: int) -> UInt8[Tensor, "... b
 
 
 def _join_fields(fields: UInt8[Tensor, "... n"], count: int) -> UInt8[Tensor, "... bytes"]:
-    """So many fields a byte, of 8 / count bits each."""
+    """Pack `count` codes of `8 / count` bits into each byte."""
     missing = -fields.shape[-1] % count
     first, *others = torch.nn.functional.pad(fields, (0, missing)).chunk(count, -1)
     for at, each in enumerate(others, 1):

@@ -50,10 +50,10 @@ class Stream(Protocol):
         """The rows `start..start + size` of the batch."""
 
     def in_one(self) -> "AnyStream":
-        """The same tokens side by side: a view where they lie so, else a copy."""
+        """The tokens side by side in memory: a view where they lie so, else a copy."""
 
     def cuts(self, most: int) -> Iterator[tuple[int, int]]:
-        """Ranges of tokens to be read one after the other: copies have `most` tokens or fewer."""
+        """Ranges of tokens to read in turn; a range that is copied has at most `most` tokens."""
 
 
 AnyStream = Tensor | Stream

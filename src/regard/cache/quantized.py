@@ -21,7 +21,7 @@ from regard.tracing import is_forward_mode
 
 
 class _Storage(NamedTuple):
-    """How one stream is stored; `bits` is None where its numbers are not changed."""
+    """The storage of one stream: its bits, None if it is not quantised, and its groups."""
 
     bits: int | None
     rotation: tuple[int, ...]
@@ -29,8 +29,8 @@ class _Storage(NamedTuple):
 
 
 class Quantizing(Contiguous):
-    """Base class of caches of codes; the class after it in a list of bases says which tokens stay,
-    and takes the arguments `store`. The others are those of `QuantizedCache`."""
+    """Base class of caches that quantise their streams. A subclass names it before the class of the
+    cache that decides which tokens are kept."""
 
     def __init__(
         self, bits: int, group: int, format: str | PageFormat | None, **store: int

@@ -33,7 +33,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 
 class Record(NamedTuple):
-    """What a cache stores: what JSON can express, and streams `[B, G, tokens, W]`."""
+    """The content of a cache in a file: values for JSON, and streams `[B, G, tokens, W]`."""
 
     state: dict[str, Any]  # lengths, first slot, ...
     streams: Sequence[Any]  # tensors, or a Stacked that is to be written
@@ -42,7 +42,7 @@ class Record(NamedTuple):
 def weights_text(weights: str | nn.Module) -> str:
     """The fingerprint of a module, or a text that names its weights and no others."""
     if isinstance(weights, nn.Module):
-        from regard.cache.paging.fingerprints import fingerprint
+        from regard.cache.paging.contexts import fingerprint
 
         return fingerprint(weights)
     if not isinstance(weights, str):

@@ -1,8 +1,25 @@
-"""The verbs of the command line, one module each: results on stdout, all else on stderr.
+"""The command line: results on stdout, all else on stderr.
 
-Their options are in `regard_cli`, which imports these modules only when a verb runs.
+Verbs are functions of typer in `app`, `planning` and `seeing`, which import no torch: help, the
+version and refused options take 0.3 s. The module of a verb's name prints what it found.
 """
 
-from regard_cli import main
+import sys
+from importlib import metadata
 
-__all__ = ["main"]
+MISSING = "the regard command needs {}: python -m pip install 'regard[cli]'\n"
+
+
+def main() -> None:
+    """Run the command; if a package is missing, print the version, or how to install it."""
+    try:
+        from regard.cli.app import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("typer", "rich", "click"):
+            raise
+        if sys.argv[1:] == ["--version"]:
+            sys.stdout.write(f"regard {metadata.version('regard')}\n")
+            sys.exit(0)
+        sys.stderr.write(MISSING.format(error.name))
+        sys.exit(2)
+    sys.exit(run())

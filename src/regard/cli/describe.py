@@ -4,17 +4,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import print_json, remarks, say, stdout
+from regard.cli.terminal import remarks, say
 from regard.page.readable import readable_bytes
 from regard.plan.cost import Workload, cache_bytes, parameters, token_bytes
-from regard.plan.describing import describe
 from regard.plan.shapes import STORAGES, LayerShape, ModelShape
 from regard.words import counted
 
@@ -22,15 +20,6 @@ NEXT = "Next: regard plan says what other attentions and caches cost, and what f
 PLAIN = STORAGES["plain"]
 SHOWN = 5  # runs of layers that are listed, at most
 LONG_LIST = re.compile(r"[(\[](?:[^()\[\],]+, ){5,}[^()\[\],]+[)\]]")  # six numbers or more
-
-
-def run(*, model: Path, as_json: bool) -> None:
-    """Describe, and print a table or JSON."""
-    shape = describe(model)
-    if as_json:
-        print_json(as_data(shape))
-    else:
-        show(shape, stdout(80))
 
 
 def as_data(model: ModelShape) -> dict[str, Any]:
@@ -52,7 +41,8 @@ def as_data(model: ModelShape) -> dict[str, Any]:
 
 
 def _costs(model: ModelShape, layer: LayerShape) -> dict[str, int | None]:
-    """Parameters, and what is cached; None where it does not follow from the sizes."""
+    """The parameters of a layer and the bytes that it caches; None where these do not follow from
+    the sizes."""
     return {
         "parameters": _parameters(layer),
         "cache_bytes_per_token": _token_bytes(model, layer),
@@ -68,7 +58,7 @@ def _parameters(layer: LayerShape) -> int | None:
 
 
 def _all_parameters(model: ModelShape) -> int | None:
-    """Of all layers together; None if there are some that cannot be counted."""
+    """The parameters of all layers together; None if those of a layer cannot be counted."""
     found = [(_parameters(layer), len(indices)) for layer, indices in model.distinct().items()]
     counted_ones = [count * times for count, times in found if count is not None]
     return sum(counted_ones) if len(counted_ones) == len(found) else None
@@ -124,7 +114,7 @@ def show(model: ModelShape, console: Console) -> None:
     console.print()
     if every:
         say(console, f"Every layer: {'; '.join(every)}.")
-    for rope, indices in _by(model, lambda layer: layer.rope).items():
+    for rope, indices in by_words(model, lambda layer: layer.rope).items():
         say(console, f"Layers {_few(indices)}: {shortened(rope)}.")
     say(console, " ".join(_totals(model)))
     _print_reasons(model, console)
@@ -136,7 +126,7 @@ def show(model: ModelShape, console: Console) -> None:
 
 def _print_reasons(model: ModelShape, console: Console) -> None:
     """Why no layer of regard computes some layers."""
-    reasons = _by(model, lambda layer: layer.unsupported)
+    reasons = by_words(model, lambda layer: layer.unsupported)
     if [len(indices) for indices in reasons.values()] == [len(model.layers)]:
         say(console, f"No layer of regard computes them: {', '.join(reasons)}.")
         return
@@ -145,7 +135,7 @@ def _print_reasons(model: ModelShape, console: Console) -> None:
 
 
 def _common_traits(layers: Iterable[LayerShape]) -> list[str]:
-    """What distinguishes all layers alike, where there are several kinds of them."""
+    """The traits that all layers share, where there are several kinds of layers."""
     first, *others = (traits(layer) for layer in layers)
     return [each for each in first if others and all(each in other for other in others)]
 
@@ -179,7 +169,7 @@ def _cells(
 
 
 def traits(layer: LayerShape) -> list[str]:
-    """What distinguishes a layer besides its kind, in words.
+    """The traits of a layer besides its kind, in words.
 
     Args:
         layer: of any kind.
@@ -209,7 +199,7 @@ def traits(layer: LayerShape) -> list[str]:
     return [words for holds, words in found if holds]
 
 
-def _by(model: ModelShape, words: Callable[[LayerShape], str]) -> dict[str, list[int]]:
+def by_words(model: ModelShape, words: Callable[[LayerShape], str]) -> dict[str, list[int]]:
     """The indices of the layers that have the same words, without those that have none."""
     indices: dict[str, list[int]] = {}
     for index, layer in enumerate(model.layers):
@@ -238,7 +228,8 @@ def _totals(model: ModelShape) -> list[str]:
 
 
 def _growth(model: ModelShape) -> str:
-    """What a token adds to all caches, before and after windows are full."""
+    """A sentence on the bytes that a token adds to all caches, before and after windows are
+    full."""
     bounded = [each for each in model.layers if each.window is not None or each.chunk is not None]
     every = sum(_token_bytes(model, layer) for layer in model.layers)
     sentence = f"A token takes {counted(every, 'byte')} of cache"

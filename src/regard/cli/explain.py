@@ -1,8 +1,7 @@
 """regard explain: which backend runs a call, and why the others do not; nothing is computed."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,23 +9,21 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from regard.cli.describe import ranges
+from regard.cli.describe import by_words, ranges
 from regard.cli.layout import Column, tabulate
 from regard.cli.loading import device_named
-from regard.cli.terminal import print_json, say, stdout
+from regard.cli.sentences import printable, wrapped
+from regard.cli.terminal import say
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
 from regard.ops.attend import prepare
 from regard.ops.explain import Explanation, explanation
 from regard.plan.shapes import LayerShape, ModelShape
 from regard.see.grammar import mask_from
-from regard.words import counted
-from regard_cli.sentences import printable, wrapped
 
-CONTEXT = 4096  # tokens, if none are given
 MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits
+STATE = "their state is no cache of keys and values"
 NAME = 9  # columns of the names that lines begin with
-PIPED = 80  # columns where stdout is no terminal
 COLUMNS = (
     Column("", left=True),
     Column("layers", words=True),
@@ -60,61 +57,25 @@ class Explained:
     call: Explanation
 
 
-def run(
-    *,
-    model: Path | None,
-    context: int | None,
-    num_heads: int | None,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    v_head_dim: int | None,
-    queries: int,
-    keys: int | None,
-    batch: int,
-    mask: str | None,
-    dtype: str | None,
-    device: str,
-    threads: int | None,
-    why: bool,
-    as_json: bool,
-) -> None:
-    """Explain the call of these sizes, or those of a model's layers."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    place = device_named(device)
-    if model is None:
-        assert num_heads is not None
-        assert head_dim is not None
-        layer = LayerShape(
-            hidden_size=num_heads * head_dim,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads or num_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim or head_dim,
-        )
-        rule, span = mask_from(mask or "Causal()"), _span(queries, keys or CONTEXT)
-        call = _call(layer, rule, span, batch, dtype or "float32", place)
-        found, refused = [Explained((), "", "", "", call)], {}
-        title = ""
-    else:
-        from regard.plan.describing import describe
+def of_sizes(
+    layer: LayerShape, rule: str, queries: int, keys: int, batch: int, dtype: str, device: str
+) -> Explained:
+    """The call of a layer of these sizes, for the newest queries of so many keys."""
+    mask, span = mask_from(rule), _span(queries, keys)
+    return Explained((), "", "", "", _call(layer, mask, span, batch, dtype, device_named(device)))
 
-        shape = describe(model)
-        calls = _calls(shape, context or CONTEXT, queries, batch, dtype or shape.dtype, place)
-        found, refused = _merged(calls), _refused(shape)
-        title = f"{shape.name}: {counted(len(shape.layers), 'layer')}, {dtype or shape.dtype}"
-    if as_json:
-        listed = {"model": title, "calls": [asdict(each) for each in found], "refused": refused}
-        print_json(listed)
-    else:
-        tokens = f"; {counted(context or CONTEXT, 'token')}, {counted(batch, 'row')}"
-        show(title and title + tokens, found, refused, stdout(piped=PIPED), why=why)
+
+def of_model(
+    model: ModelShape, context: int, queries: int, batch: int, dtype: str, device: str
+) -> list[Explained]:
+    """The prefill and a decoding step of every layer that regard computes, those alike as one."""
+    return _merged(_calls(model, context, queries, batch, dtype, device_named(device)))
 
 
 def show(
     title: str,
     found: Sequence[Explained],
-    refused: dict[str, list[int]],
+    missing: dict[str, list[int]],
     console: Console,
     *,
     why: bool = False,
@@ -129,7 +90,7 @@ def show(
     else:
         for each in found:
             _show_call(each, console)
-    for reason, layers in refused.items():
+    for reason, layers in missing.items():
         say(console, f"regard does not compute {_listed(layers)}: {reason.rstrip('.')}.")
     if title and not why:
         say(console, NEXT, style="dim")
@@ -165,7 +126,8 @@ def _cells(each: Explained) -> list[str]:
 
 
 def _say_line(console: Console, line: str) -> None:
-    """A line that begins with a name, its further lines below its text."""
+    """Print a line that begins with a name; when it is wrapped, further lines are indented to its
+    text."""
     line = printable(line)
     text = wrapped(line[NAME:], console.width - NAME, margin="").splitlines()
     margin = "\n" + " " * NAME
@@ -201,18 +163,13 @@ def _calls(
                 yield _of_layer(layer, indices, phase, span, batch, dtype, device)
 
 
-def _refused(model: ModelShape) -> dict[str, list[int]]:
+def refused(model: ModelShape) -> dict[str, list[int]]:
     """Layers that regard does not compute by attention, by the reason."""
-    found: dict[str, list[int]] = {}
-    for index, layer in enumerate(model.layers):
-        if layer.unsupported or layer.kind == "linear":
-            reason = layer.unsupported or "their state is no cache of keys and values"
-            found.setdefault(reason, []).append(index)
-    return found
+    return by_words(model, lambda layer: layer.unsupported or STATE * (layer.kind == "linear"))
 
 
 def _merged(calls: Iterator[Explained]) -> list[Explained]:
-    """Calls that are alike as one, with the layers of all."""
+    """Join calls that are alike, with the layers of all of them."""
     layers: dict[tuple[object, ...], list[int]] = {}
     first: dict[tuple[object, ...], Explained] = {}
     for each in calls:

@@ -15,8 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from regard.cli.sentences import printable
 from regard.cli.terminal import say
-from regard_cli.sentences import printable
 
 GAP = 2  # spaces between columns, and before lines below a first cell
 READABLE = 20  # characters of a line of wrapped words at least
@@ -101,7 +101,7 @@ def _least(column: Column, at: int, cells: Cells) -> int:
 
 
 def _grown(columns: Sequence[Column], cells: Cells, least: Sequence[int], width: int) -> list[int]:
-    """The widths with the rest of the line added: to wrapped words first, then to headings."""
+    """Distribute the rest of a line over the columns: first to wrapped words, then to headings."""
     widths, spare = list(least), width - _across(least)
     for at in sorted(range(len(columns)), key=lambda at: not columns[at].words):
         longest = max((row[at].cell_len for row in cells), default=0)

@@ -1,85 +1,22 @@
 """regard plan: what each attention that a model could have costs, from its sizes alone."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import print_json, remarks, say, stdout
+from regard.cli.terminal import remarks, say
 from regard.page.readable import readable_bytes
 from regard.plan.devices import THIS
-from regard.plan.from_sizes import model_from_sizes
-from regard.plan.planning import GIBIBYTE, plan
 from regard.plan.rows import Plan, Row
 from regard.plan.shapes import distinct
 from regard.words import counted
 
-TABLE = 80  # columns of a table where stdout is a file or a pipe
 UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 SENT = {"decode": "a token", "prefill": "prefill", "training": "training"}
 MEASURE = "--device this is this machine, whose rates `regard tune` measures"
-
-
-def run(
-    *,
-    model: Path | None,
-    num_layers: int | None,
-    dtype: str | None,
-    memory: float,
-    device: Sequence[str] | None,
-    link: Sequence[str] | None,
-    block: int,
-    attention: Sequence[str] | None,
-    storage: Sequence[str] | None,
-    every: bool,
-    why: bool,
-    html: Path | None,
-    as_json: bool,
-    context: int,
-    batch: int,
-    tp: int,
-    cp: int,
-    page_size: int,
-    **sizes: int | None,
-) -> None:
-    """Plan, and print a table or JSON; write a page. `sizes` are those of a layer."""
-    if model is None:
-        given: dict[str, Any] = sizes
-        shape = model_from_sizes(num_layers=num_layers or 1, dtype=dtype or "float32", **given)
-    else:
-        from regard.plan.describing import describe
-
-        shape = describe(model)
-    found = plan(
-        shape,
-        context=context,
-        batch=batch,
-        memory=max(1, int(memory * GIBIBYTE)),
-        devices=device or (),
-        dtype=dtype,
-        tp=tp,
-        cp=cp,
-        links=link or (),
-        block=block,
-        attentions=attention or (),
-        storages=storage or (),
-        page_size=page_size,
-    )
-    if html is not None:
-        from regard.see.pages.curves import write_plan
-
-        write_plan(found, html)
-    if as_json:
-        print_json(as_data(found))
-        return
-    console = stdout(TABLE)
-    show(found, console, every=every or block > 0, why=why)
-    if html is not None:
-        say(console, f"written to {html}")
 
 
 def show(found: Plan, console: Console, *, every: bool = False, why: bool = False) -> None:
@@ -182,7 +119,8 @@ def _measured(row: Row) -> list[str]:
 
 
 def _print_sent(found: Plan, console: Console) -> None:
-    """What a rank sends, whatever the storage of its cache, and the times of each link."""
+    """Print the bytes that a rank sends, which do not depend on the storage of its cache, and the
+    times of each link."""
     columns = [Column("attention", words=True)]
     columns += [Column(f"sent: {work}", group="sent") for work in SENT.values()]
     for key in found.links:
@@ -197,7 +135,8 @@ def _print_sent(found: Plan, console: Console) -> None:
 
 
 def _verdict(found: Plan) -> list[str]:
-    """What the first row takes; what fits with other storages, and with other attentions."""
+    """Sentences on the bytes of the first row, and on the contexts that fit with other storages and
+    other attentions."""
     first, memory = found.rows[0], readable_bytes(found.memory)
     own = [row for row in found.rows if row.key == first.key]
     others = [row for row in found.rows if row.key != first.key]
@@ -237,7 +176,7 @@ def _bytes(row: Row) -> int:
 
 
 def _next(found: Plan, every: bool) -> str:
-    """The options and the command that say more."""
+    """A sentence that names the options and the command that tell more."""
     parts = ["regard compare measures the quality and speed of each"]
     if not every:
         parts.append("--all: what regard allocates. --block 16: what whole blocks take")
@@ -275,7 +214,7 @@ def _explained(found: Plan) -> list[str]:
 
 
 def _sent(found: Plan) -> list[str]:
-    """Which rank and which bytes, and what its links do in a second."""
+    """Sentences on the rank and the bytes that are counted, and on the rates of each link."""
     rank = found.rows[0].sent.rank
     counted_rank = f"; rank {rank}, which sends most" if found.cp > 1 else ""
     sentences = [

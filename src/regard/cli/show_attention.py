@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from regard.cli.describe import ranges
 from regard.cli.layout import Column, tabulate
-from regard.cli.terminal import print_json, say, stdout, waiting
+from regard.cli.terminal import say, waiting
 from regard.hf import SMOLLM2, fetch_smollm2, load
 from regard.hf.packages import quiet
 from regard.see import AttentionMaps, attention, find
 from regard.see.map_picture import draw
 from regard.see.map_text import bar, best, map_text, readable
+from regard.see.pages import head_maps
 from regard.words import counted
 
 LARGEST = 2**27  # weights of all maps together, at most: 512 MiB in float32
@@ -39,7 +39,7 @@ STANDING_OUT = {  # a row of the table: the statistic, and whether the smallest 
 
 @dataclass(frozen=True)
 class Asked:
-    """The maps that are asked for; as the arguments of `attention`, and which heads are printed."""
+    """The options as arguments of `attention`, and the pairs of layer and head that are printed."""
 
     layers: tuple[int, ...] | None
     heads: tuple[int, ...] | None
@@ -53,65 +53,60 @@ class Asked:
         return any(each is not None for each in (self.layers, self.heads, self.queries, self.keys))
 
 
-def run(
-    *,
+@dataclass(frozen=True)
+class Looked:
+    """The maps of a prompt, the options as numbers, and the tokens of a word that was searched."""
+
+    maps: AttentionMaps
+    asked: Asked
+    found: tuple[int, ...]
+    seconds: float
+
+
+def look(
     model: Path | None,
-    text: str | None,
-    text_file: Path | None,
-    layers: str | None,
-    heads: str | None,
-    queries: str | None,
-    window: tuple[int, int] | None,
-    find: str | None,
-    out: Path | None,
-    svg: Path | None,
-    png: Path | None,
-    html: Path | None,
-    threads: int | None,
-    as_json: bool,
-) -> None:
-    """Load, look, and print for people or programs."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    prompt = text_file.read_text(encoding="utf-8") if text_file is not None else str(text)
+    prompt: str,
+    lists: Sequence[str | None],
+    *,
+    window: tuple[int, int] | None = None,
+    find: str | None = None,
+    most: int = 0,
+) -> Looked:
+    """Load a model and run it once on a prompt.
+
+    Args:
+        model: its folder or file; SmolLM2 if None.
+        prompt: the text.
+        lists: of layers, of heads and of queries, as they are typed.
+        window: the first token, and how many, that are shown.
+        find: the word around which tokens are shown.
+        most: numbers of all maps together up to which all are computed, if none is chosen.
+
+    Raises:
+        ValueError: if an option is no list of numbers, or names what is not there.
+    """
     with quiet(), waiting(f"loading {model or SMOLLM2}"):
         loaded, tokenizer = load(model or fetch_smollm2())
     ids, names = _tokens(tokenizer, prompt)
     found = _found(names, find)
-    asked = asked_for(layers, heads, queries, window, found, len(names))
-    most = LARGEST if out is not None else PAGE if html is not None else 0
+    asked = asked_for(*lists, window, found, len(names))
     with quiet(), waiting(f"looking at {counted(len(names), 'token')}"):
         started = time.perf_counter()
         chosen = kept(loaded.config, asked, len(names), most)
-        maps = _looked(loaded, ids, names=names, **chosen)
-        seconds = time.perf_counter() - started
-    _write(maps, out, html, f"{model or SMOLLM2}: where its heads look", asked.pairs)
-    for path in (svg, png):
-        if path is not None:
-            draw(maps, path, printed(maps, asked) if asked.anything else ())
-    if as_json:
-        print_json(as_data(maps, asked, str(model or SMOLLM2), found), indent=None)
-        return
-    console = stdout(piped=80)
-    say(console, f"{model or SMOLLM2}: {_said(maps, asked)}, in {seconds:.1f} s.")
-    show(maps, asked, console, word=find, found=found)
+        try:
+            maps = attention(loaded, ids, names=names, **chosen)
+        except IndexError as error:  # a layer, head or query that is not there
+            raise ValueError(str(error)) from error
+    return Looked(maps, asked, found, time.perf_counter() - started)
 
 
-def _said(maps: AttentionMaps, asked: Asked) -> str:
-    """What the maps are of. They are stored as layers by heads, and of these the heads that were
-    named as LAYER.HEAD are shown alone."""
+def said(maps: AttentionMaps, asked: Asked) -> str:
+    """The number of layers, heads and maps, in words. Maps are stored as layers by heads; heads
+    that are named as LAYER.HEAD are counted alone."""
     if not asked.pairs:
         return str(maps)
     queries = counted(len(maps.queries), "query", "queries")
     return f"{str(maps).partition(';')[0]}; {counted(len(asked.pairs), 'map')} of {queries}"
-
-
-def _looked(model: Any, ids: Any, **chosen: Any) -> AttentionMaps:
-    """`attention`, for which a layer, head or query that is not there is an error of the user."""
-    try:
-        return attention(model, ids, **chosen)
-    except IndexError as error:
-        raise ValueError(str(error)) from error
 
 
 def asked_for(
@@ -122,7 +117,7 @@ def asked_for(
     found: tuple[int, ...],
     tokens: int,
 ) -> Asked:
-    """The options as numbers.
+    """Parse the options into numbers.
 
     Raises:
         ValueError: if one of them is not a list of numbers, or there are no such tokens.
@@ -240,24 +235,27 @@ def kept(config: Any, asked: Asked, tokens: int, most: int) -> dict[str, Any]:
     }
 
 
-def _write(
-    maps: AttentionMaps,
+def write(
+    looked: Looked,
+    name: str,
+    *,
     out: Path | None,
     html: Path | None,
-    title: str,
-    pairs: Sequence[tuple[int, int]],
+    pictures: Sequence[Path | None],
 ) -> None:
-    """Write the files of numbers, and the page."""
+    """Write the files of numbers, of pictures, and the page."""
+    maps, asked = looked.maps, looked.asked
     if out is not None:
         maps.save(out)
     if html is not None:
-        from regard.see.pages.heads import write
-
-        write(maps, html, title=title, pairs=pairs)
+        head_maps.write(maps, html, title=f"{name}: where its heads look", pairs=asked.pairs)
+    for path in pictures:
+        if path is not None:
+            draw(maps, path, printed(maps, asked) if asked.anything else ())
 
 
 def as_data(maps: AttentionMaps, asked: Asked, model: str, found: Sequence[int]) -> dict[str, Any]:
-    """What is printed, for programs."""
+    """The maps and statistics as data for JSON."""
     statistics = ("entropy", "distance", "sink_share", "previous_share", "self_share")
     return {
         "model": model,

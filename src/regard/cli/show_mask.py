@@ -1,69 +1,24 @@
-"""regard show mask: which keys each query may attend to, and why."""
+"""The parts of `regard show mask`: its checks, its files and its JSON."""
 
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from regard.cli.terminal import print_json, stdout
 from regard.masks import Mask, Span
 from regard.masks.draw import grid
-from regard.see.grammar import mask_from
-from regard.see.mask_picture import png, sentence, span_of, svg, text
+from regard.see.mask_picture import png, svg
 from regard.whole_file import write_whole
 from regard.words import counted
-from regard_cli.sentences import printable
 
-PIPED = 80  # columns where stdout is no terminal
 LISTED = 1 << 20  # cells of which --json lists the visible ones: about 7 MB of text
 
 
-def run(
-    *,
-    mask: str,
-    queries: int | None,
-    keys: int | None,
-    q_start: int,
-    kv_start: int,
-    batch_row: int,
-    head: int,
-    cell: str | None,
-    svg: Path | None,
-    png: Path | None,
-    html: Path | None,
-    as_json: bool,
-) -> None:
-    """Draw the mask in the terminal, in the files that are given, or as JSON."""
-    rule = mask_from(mask)
-    _check_row("batch-row", batch_row, rule.batch, "row")
-    _check_row("head", head, rule.heads, "head")
-    span = span_of(rule, queries, keys, q_start=q_start, kv_start=kv_start)
-    place = {"b": batch_row, "h": head}
-    sentences = [] if cell is None else [sentence(rule, span, *_slots(cell), **place)]
-    _write(rule, span, place, svg, png, html)
-    if as_json:
-        listed = {**_listed(rule, span, **place), "cell": sentences[0] if sentences else None}
-        print_json(listed, indent=None)
-        return
-    console = stdout(piped=PIPED)
-    files = [file for file in (svg, png, html) if file is not None]
-    _print(console, sentences or [f"Saved in {file}." for file in files])
-    if not sentences and not files:
-        _print(console, text(rule, span, **place, width=console.width).splitlines())
-
-
-def _check_row(option: str, index: int, size: int | None, what: str) -> None:
+def check_row(option: str, index: int, size: int | None, what: str) -> None:
     if index >= (size or 1):
         has = counted(size or 1, what)
         raise ValueError(f"--{option} counts from 0, got {index}: the mask's data have {has}")
 
 
-def _print(console: Console, lines: list[str]) -> None:
-    for line in lines:
-        console.print(printable(line), markup=False, soft_wrap=True)
-
-
-def _slots(cell: str) -> tuple[int, int]:
+def slots_of(cell: str) -> tuple[int, int]:
     """The slots of a query and a key, as `Q,K`."""
     parts = [part.strip() for part in cell.split(",")]
     if len(parts) != 2 or not all(part.isascii() and part.isdecimal() for part in parts):
@@ -75,7 +30,7 @@ def _slots(cell: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _write(
+def write(
     mask: Mask,
     span: Span,
     place: dict[str, int],
@@ -93,7 +48,7 @@ def _write(
         mask_cells.write(mask, span, to_html, **place)
 
 
-def _listed(mask: Mask, span: Span, *, b: int, h: int) -> dict[str, Any]:
+def as_data(mask: Mask, span: Span, *, b: int, h: int) -> dict[str, Any]:
     """The mask's code, its slots, and the keys that each query may attend to."""
     if span.num_queries * span.num_keys > LISTED:
         raise ValueError(

@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from regard_cli.sentences import printable, wrapped
+from regard.cli.sentences import printable, wrapped
 
 PIPED = 100  # columns of a table where stdout is a file or a pipe
 UNWRAPPED = 1_000_000  # columns where a file or a pipe gets each paragraph as one line
@@ -48,6 +48,12 @@ def say(
     text = Text(lines, style=style)
     text.stylize("bold", 0, indent + len(bold) if bold else 0)
     console.print(text, soft_wrap=True)
+
+
+def print_lines(console: Console, text: str) -> None:
+    """Print lines as they are, with control characters as their escapes."""
+    for line in text.splitlines():
+        console.print(printable(line), markup=False, soft_wrap=True)
 
 
 def print_json(data: Any, indent: int | None = 2) -> None:
@@ -101,7 +107,7 @@ class Bar:
         self._task = progress.add_task("loading", total=None)
 
     def say(self, what: str) -> None:
-        """Name the present step otherwise, until the next one."""
+        """Replace the name of the present step until the next step begins."""
         self._progress.update(self._task, description=printable(what))
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -154,12 +160,12 @@ class Lines:
 
 
 class _Progress(Progress):
-    """A bar below something else."""
+    """A progress bar with a table above it."""
 
     above: RenderableType = ""
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """What stands above, if anything, and the bar."""
+        """The table above the bar, if there is one, and the bar."""
         if self.above:
             yield self.above
         yield from super().get_renderables()

@@ -67,15 +67,15 @@ class Converted:
     Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> from regard.convert import Converted, convert, target_of
+        >>> from regard.convert import convert, target_of
         >>> from regard.hf import attention_modules, attention_of
         >>> config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
         ...     vocab_size=20, num_hidden_layers=1, intermediate_size=16)
         >>> model = LlamaForCausalLM(config)
         >>> shipped = [attention_of(module) for module in attention_modules(model).values()]
         >>> (mha,) = convert(model, [target_of("mha", shipped)], torch.zeros(1, 8).long())
-        >>> isinstance(mha, Converted), mha.layers[0].kind, mha.report
-        (True, 'MHA', [])
+        >>> mha.layers[0].kind, mha.report
+        ('MHA', [])
     """
 
     target: Target
@@ -232,7 +232,7 @@ def _counts(
 
 
 def _appending(to: Converted, names: list[str], make: Callable[[Step], nn.Module]) -> Make:
-    """`make`, whose layers are refitted and appended to a conversion and its report."""
+    """Wrap `make`: each layer it makes is refitted and appended, and its error reported."""
 
     def made(step: Step) -> Made:
         layer = make(step)

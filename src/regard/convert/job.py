@@ -160,7 +160,7 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
 
 
 def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tuple[Target, str]:
-    """The target, and a description of the shipped attention."""
+    """Parse the job's target; return it with a description of the shipped attention."""
     if job.low_memory and job.device != "cpu":
         raise ValueError(f"low_memory computes on the CPU, got device={job.device!r}")
     if job.low_memory and (job.heal or job.portable):

@@ -63,7 +63,7 @@ class Timings:
     ran: defaultdict[Phase, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def observe(self, phase: Phase, run: Callable[[], Tensor]) -> Tensor:
-        """Run, without turns, and note the backends; returns the result."""
+        """Time one run without turns, note the backends that ran, and return the result."""
         started = time.perf_counter()
         with backends_run() as ran:
             result = run()
@@ -104,7 +104,7 @@ def take_turns(
 
 
 def _seconds(run: Callable[[], Tensor], tries: int) -> float:
-    """Of the fastest of some runs."""
+    """Seconds of the fastest of some runs."""
     found = []
     for _ in range(tries):
         started = time.perf_counter()
@@ -172,7 +172,7 @@ def measure_speeds(models: Sequence[Any], window: Int[Tensor, " L"]) -> list[dic
 
 
 def _time(phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], count: int) -> None:
-    """Run all once without timing, since first calls compile and allocate; then in turns."""
+    """Run every function once untimed, since first calls compile; then time them in turns."""
     for timings, run in runs:
         timings.observe(phase, run)
         run()  # no backend is counted any more, as in the runs that are timed
@@ -180,7 +180,7 @@ def _time(phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], co
 
 
 def _step(model: Any, tokens: Int[Tensor, "1 L"]) -> Callable[[], Tensor]:
-    """A decoding step after the tokens, but for as many as there will be steps."""
+    """A function that decodes one token, on a cache of the window but for the steps to come."""
     given = argument_of(model, _filled(model, tokens[:, : max(1, tokens.shape[1] - STEPS - 2)]))
 
     def step() -> Tensor:

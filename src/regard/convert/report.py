@@ -30,7 +30,7 @@ class Healing:
 
 @dataclass(frozen=True)
 class Report:
-    """What was converted to what, and the measurements before and after."""
+    """A conversion: the attention before and after, and the measurements of both."""
 
     model: str
     was: str

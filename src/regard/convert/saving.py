@@ -122,7 +122,7 @@ def save(
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """A new folder that is renamed to `out` at the end, and removed after an error."""
+    """A new folder beside `out`, renamed to `out` at the end and removed after an error."""
     from safetensors import SafetensorError
 
     folder = out.with_name(f".{out.name}.{uuid4().hex[:8]}.partial")

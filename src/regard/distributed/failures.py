@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,21 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 GRACE = 2.0
 _ASKED = 0.02  # seconds between two looks at the store
 _KEY = "regard/failed"
-
-
-@runtime_checkable
-class Members(Protocol):
-    """What is read of `regard.distributed.ranks.Ranks`."""
-
-    @property
-    def mesh(self) -> DeviceMesh: ...
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    def others(self) -> list[int]: ...
 
 
 class RankError(RuntimeError):
@@ -68,25 +53,26 @@ class RankError(RuntimeError):
 _FIRST: WeakKeyDictionary[dist.ProcessGroup, RankError] = WeakKeyDictionary()
 
 
-def failure(ranks: Members, step: str, others: Collection[int], error: Exception) -> RankError:
+def failure(mesh: DeviceMesh, step: str, others: Collection[int], error: Exception) -> RankError:
     """The error that names the ranks that do not answer and the step, for a message that failed.
 
     Args:
-        ranks: this rank and the others.
+        mesh: of one dimension, with this rank and the others.
         step: what was sent.
-        others: those at the other ends of the message, by their numbers in the mesh.
+        others: the ranks at the other ends of the message, by their numbers in the mesh.
         error: that of torch.distributed.
     """
-    first = _FIRST.get(ranks.group)
+    group = mesh.get_group()
+    first = _FIRST.get(group)
     if first is not None:
         message = f"{step}: these ranks have no connections any more, since {first}"
         return RankError(message, step, first.ranks)
-    reports = Reports(ranks)
+    reports = Reports(mesh)
     reports.collect(step, others)
-    numbers = dist.get_process_group_ranks(ranks.group)
+    numbers = dist.get_process_group_ranks(group)
     silent = [numbers[rank] for rank in reports.silent()]
-    text = f"{step}: {_described(reports, silent, numbers)} ({_shortened(error)})"
-    _FIRST[ranks.group] = result = RankError(text, step, silent)
+    text = f"{step}: {_explanation(reports, silent, numbers)} ({_shorten(error)})"
+    _FIRST[group] = result = RankError(text, step, silent)
     return result
 
 
@@ -94,7 +80,7 @@ def failure(ranks: Members, step: str, others: Collection[int], error: Exception
 class Reports:
     """The steps in which ranks failed, and the ranks that they waited for."""
 
-    ranks: Members
+    mesh: DeviceMesh
     steps: dict[int, str] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     store_lost: bool = False
@@ -102,8 +88,8 @@ class Reports:
     def collect(self, step: str, others: Collection[int]) -> None:
         """Report, and read the reports of the others for at most `GRACE` seconds. In a thread,
         since a store whose host is gone may never answer."""
-        self._add(self.ranks.rank, step, others)
-        _disconnect(self.ranks)
+        self._add(self.mesh.get_local_rank(), step, others)
+        _disconnect(self.mesh)
         self.store_lost = True
         thread = Thread(target=self._converse, args=(step, others), daemon=True)
         thread.start()
@@ -112,10 +98,10 @@ class Reports:
     def silent(self) -> list[int]:
         """The ranks that did not report: of them, those that others waited for."""
         if self.no_reports:
-            members = dist.get_process_group_ranks(self.ranks.group)
+            members = dist.get_process_group_ranks(self.mesh.get_group())
             hosted = 0 in members and not _launcher_holds_store()
             return [members.index(0)] if hosted else sorted(self.awaited)
-        missing = set(range(self.ranks.size)) - set(self.steps)
+        missing = set(range(self.mesh.size())) - set(self.steps)
         return sorted(missing & self.awaited or missing)
 
     @property
@@ -129,12 +115,12 @@ class Reports:
 
     def _converse(self, step: str, others: Collection[int]) -> None:
         with suppress(RuntimeError):
-            store, until = _store_of(self.ranks.group), time.monotonic() + GRACE
+            store, until = _store_of(self.mesh.get_group()), time.monotonic() + GRACE
             awaited = ",".join(map(str, sorted(others)))
-            store.set(f"{_KEY}/{self.ranks.rank}", f"{awaited};{step}")
+            store.set(f"{_KEY}/{self.mesh.get_local_rank()}", f"{awaited};{step}")
             store.add(_KEY, 1)
             seen = 0
-            while len(self.steps) < self.ranks.size and time.monotonic() < until:
+            while len(self.steps) < self.mesh.size() and time.monotonic() < until:
                 count = store.add(_KEY, 0)
                 if count != seen:
                     seen = count
@@ -143,7 +129,7 @@ class Reports:
             self.store_lost = False
 
     def _read(self, store: Any) -> None:
-        for rank in range(self.ranks.size):
+        for rank in range(self.mesh.size()):
             key = f"{_KEY}/{rank}"
             if rank not in self.steps and store.check([key]):
                 others, _, step = store.get(key).decode().partition(";")
@@ -161,22 +147,23 @@ def _launcher_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _disconnect(ranks: Members) -> None:
+def _disconnect(mesh: DeviceMesh) -> None:
     """Close this rank's connections, so that ranks that wait for it fail now and report."""
-    if ranks.mesh.device_type != "cpu":
+    if mesh.device_type != "cpu":
         with suppress(RuntimeError):
-            ranks.group.abort()
+            mesh.get_group().abort()
         return
-    for other in ranks.others():  # gloo closes all connections when one message's time is up
-        with suppress(RuntimeError):
-            message = dist.irecv(torch.empty(1, device="cpu"), group=ranks.group, group_src=other)
+    own, group = mesh.get_local_rank(), mesh.get_group()
+    for other in (rank for rank in range(mesh.size()) if rank != own):
+        with suppress(RuntimeError):  # gloo closes all connections when one message's time is up
+            message = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=other)
             assert message is not None
             message.wait(timedelta(milliseconds=1))
 
 
-def _described(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -> str:
-    """Which ranks did not answer, and in which steps the others failed."""
-    own = numbers[reports.ranks.rank]
+def _explanation(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -> str:
+    """A sentence: the ranks that did not answer, and the steps in which the others failed."""
+    own = numbers[reports.mesh.get_local_rank()]
     names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
     if reports.no_reports:
         host = "the launcher" if _launcher_holds_store() else "rank 0"
@@ -185,8 +172,8 @@ def _described(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -
             f"{host} holds; it has ended, or its machine cannot be reached"
         )
     if ranks:
-        elsewhere = set(reports.steps.values()) - {reports.steps[reports.ranks.rank]}
-        also = f"; the others failed in {_listed(elsewhere)}" if elsewhere else ""
+        elsewhere = set(reports.steps.values()) - {reports.steps[reports.mesh.get_local_rank()]}
+        also = f"; the others failed in {_list_of(elsewhere)}" if elsewhere else ""
         return f"{names} did not answer rank {own}: ended, or not in this step yet{also}"
     steps = sorted(reports.steps.items())
     where = ", ".join(f"rank {numbers[rank]} in {step!r}" for rank, step in steps)
@@ -197,11 +184,11 @@ def _described(reports: Reports, ranks: Sequence[int], numbers: Sequence[int]) -
     )
 
 
-def _listed(steps: Collection[str]) -> str:
+def _list_of(steps: Collection[str]) -> str:
     return ", ".join(repr(step) for step in sorted(steps))
 
 
-def _shortened(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     """The error of torch.distributed without its place in the source and its advice."""
     text = str(error).strip().partition("\n")[0]
     return text.rpartition("] ")[2].partition(". This is typically")[0][:300]

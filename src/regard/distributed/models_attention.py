@@ -32,7 +32,7 @@ _HELD = "_call_of_regard"  # attribute of the stand-in of a mask: the call it be
 
 @dataclass(frozen=True)
 class ShardedCall:
-    """What the attention modules of one call of a model share.
+    """The arguments that all attention modules share in one call of a model.
 
     Args:
         ranks: that hold the sequence.
@@ -66,7 +66,7 @@ class ShardedCall:
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
-    """What a module's own forward computes for this rank's tokens."""
+    """The forward of an attention module on this rank's tokens."""
     family, given = arrive(self, args, given)
     call = _call_in(self, given.get(family.mask))
     options = options_of(family, self)

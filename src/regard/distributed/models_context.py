@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from regard.constants import accumulating_dtype
-from regard.distributed.context.agreement import NBYTES, agree
+from regard.distributed.context.agreement import agree
 from regard.distributed.context.layers import heads_objection
-from regard.distributed.context.needed import Bytes, bytes_sent, needs_of
 from regard.distributed.context.plan import (
     ContextParallel,
     Exchange,
     check_options,
-    chosen_layout,
+    choose_layout,
 )
 from regard.distributed.context.sending import widths_of
 from regard.distributed.models_attention import ShardedCall, forward
@@ -49,35 +47,12 @@ class ModelContextParallel(ContextParallel):
 
     undo: list[Callable[[], None]] = field(default_factory=list)
 
-    def bytes_sent(
-        self,
-        batch: int,
-        length: int,
-        *,
-        mask: Mask = EVERYTHING,
-        dtype: torch.dtype = torch.float32,
-    ) -> Bytes:
-        """What this rank sends in a forward pass and in a backward pass, besides the gathers of
-        `attention_mask=`, `documents=` and `position_ids=`.
+    @property
+    def _agreements(self) -> int:
+        return 1
 
-        Args:
-            batch: rows.
-            length: tokens of the whole sequence.
-            mask: that of the calls; each module's own is added.
-            dtype: of keys and values.
-        """
-        forward, backward = (self.ranks.size - 1) * NBYTES, 0
-        for module in self.layers:
-            elements, others = _widths_of(module)
-            sent = bytes_sent(
-                needs_of(_family(module).pattern_of(module) & mask, self.shards(length)),
-                self.ranks.rank,
-                token_bytes=batch * (elements * dtype.itemsize + others),
-                gradient_bytes=batch * elements * accumulating_dtype(dtype).itemsize,
-                exchange=self.exchange,
-            )
-            forward, backward = forward + sent.forward, backward + sent.backward
-        return Bytes(forward, backward)
+    def _sends(self, layer: Any) -> tuple[Mask, tuple[int, int]]:
+        return _family(layer).pattern_of(layer), _widths_of(layer)
 
     def remove(self) -> None:
         """Let the model be as it was before the plan."""
@@ -98,7 +73,7 @@ def context_parallel_of_model(
     patterns = {name: _family(module).pattern_of(module) for name, module in found.items()}
     facts = {name: f"{type(found[name]).__name__} {patterns[name]!r}" for name in found}
     agree(ranks, {"exchange": str(exchange), "layout": str(layout)} | facts, refusal=refusal)
-    chosen = chosen_layout(patterns.values()) if layout == "auto" else layout
+    chosen = choose_layout(patterns.values()) if layout == "auto" else layout
     plan = ModelContextParallel(ranks, chosen, exchange, tuple(found.values()))
     _run_on_shards(plan, model)
     return plan
@@ -189,7 +164,7 @@ def _run_on_shards(plan: ModelContextParallel, model: Any) -> None:
     """Let a model and its attention modules take shards, until `plan.remove()`."""
 
     def complete(model: Any, args: Any, given: Any) -> tuple[tuple[()], dict[str, Any]]:
-        return (), completed(plan, model, args, given)
+        return (), complete_arguments(plan, model, args, given)
 
     plan.undo.append(model.register_forward_pre_hook(complete, with_kwargs=True).remove)
     for module in plan.layers:
@@ -220,7 +195,7 @@ def _refuse_to_generate(model: Any, *args: Any, **options: Any) -> NoReturn:
     )
 
 
-def completed(
+def complete_arguments(
     plan: ContextParallel, model: Any, args: Any, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a call of a context-parallel model, by name, as its own forward takes them.
@@ -331,7 +306,7 @@ def _agreed(
 def _whole(ranks: Ranks, shards: Shards, x: Tensor, step: str) -> Tensor:
     """`[B, S]` of the whole sequence, of what each rank has for its tokens, `[B, L]`."""
     most = max(shards.lengths)
-    pieces = ranks.gathered(F.pad(x, (0, most - x.shape[1])), step)
+    pieces = ranks.all_gather(F.pad(x, (0, most - x.shape[1])), step)
     cut = [piece[:, :length] for piece, length in zip(pieces, shards.lengths, strict=True)]
     return shards.joined(cut)
 
@@ -342,7 +317,7 @@ def _mask(
     valid: Tensor | None,
     documents: Tensor | None,
 ) -> Mask:
-    """Which tokens of the sequence are real, and which of them may attend to each other.
+    """The mask of the sequence: padding, and documents that do not attend to each other.
 
     As in transformers, positions that do not go up by one begin another document, unless there is
     an attention mask.

@@ -51,7 +51,7 @@ class LocalSinks(Split):
 
 
 class ModelPlan(Plan):
-    """How a transformers model is split."""
+    """The tensor-parallel plan of a transformers model."""
 
     def objection(self) -> str | None:
         """Why the model cannot be split; None if it can."""
@@ -90,7 +90,7 @@ def _save_pretrained(model: Any, folder: Any, *, ranks: Ranks, **options: Any) -
     weights = options.pop("state_dict", None) or get_model_state_dict(model, options=whole)
     if ranks.rank == 0:
         type(model).save_pretrained(model, folder, state_dict=weights, **options)
-    ranks.summed(torch.zeros(1, device=ranks.mesh.device_type), "end of save_pretrained")
+    ranks.all_reduce(torch.zeros(1, device=ranks.mesh.device_type), "end of save_pretrained")
 
 
 def _family(module: nn.Module) -> Family:

@@ -66,7 +66,7 @@ Message = tuple[Callable[..., Any], int, Tensor]  # dist.isend or dist.irecv, th
 
 class Pending(NamedTuple):
     """Messages on their way, by the ranks that they go to or come from. `wait` returns when they
-    have arrived, and has to be called: those that come after a dropped one may be lost."""
+    have arrived. It has to be called: messages after one that was dropped may be lost."""
 
     messages: Sequence[tuple[Collection[int], Any]]
     step: str
@@ -83,7 +83,7 @@ class Pending(NamedTuple):
             try:
                 _wait(message, timeout)
             except RuntimeError as error:
-                raise failure(self.ranks, self.step, others, error) from error
+                raise failure(self.ranks.mesh, self.step, others, error) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class Ranks:
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long to wait for a message: the time-out of the mesh's process group or that of the
+        """The time to wait for a message: the time-out of the mesh's process group or that of the
         world, whichever is shorter, since the groups of a mesh of several dimensions are made with
         torch's own, of 30 minutes. None where torch waits by itself, off the CPU."""
         if self.mesh.device_type != "cpu":
@@ -190,18 +190,18 @@ class Ranks:
             try:
                 return [(others, work) for work in dist.batch_isend_irecv(batch)]
             except RuntimeError as error:
-                raise failure(self, step, others, error) from error
+                raise failure(self.mesh, step, others, error) from error
         launched: list[tuple[Collection[int], Any]] = []
         for run, other, x in messages:
             end = "group_dst" if run is dist.isend else "group_src"
             try:
                 work = run(x, group=group, tag=_tag(step, x), **{end: other})
             except RuntimeError as error:
-                raise failure(self, step, [other], error) from error
+                raise failure(self.mesh, step, [other], error) from error
             launched.append(([other], work))
         return launched
 
-    def gathered(self, x: Tensor, step: str) -> list[Tensor]:
+    def all_gather(self, x: Tensor, step: str) -> list[Tensor]:
         """This tensor of every rank, all of one shape and dtype; this rank's is `x` itself.
 
         Raises:
@@ -212,7 +212,7 @@ class Ranks:
         self.exchange(dict.fromkeys(pieces, own), pieces, step).wait()
         return [pieces.get(rank, own) for rank in self]
 
-    def summed(self, x: Tensor, step: str) -> Tensor:
+    def all_reduce(self, x: Tensor, step: str) -> Tensor:
         """The sum of this tensor over all ranks, a new tensor. Sums in half precision are added up
         in float32.
 
@@ -222,30 +222,12 @@ class Ranks:
         dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
         total = x.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self._assert_place(total, step)
-        if checked():  # a sum has no tag
-            self._check_same(f"{step}, {tuple(x.shape)}, {x.dtype}")
         self._count(step, sum_bytes(total.nbytes, self.size))
         try:
             _wait(dist.all_reduce(total, group=self.group, async_op=True), self.timeout)
         except RuntimeError as error:
-            raise failure(self, step, self.others(), error) from error
+            raise failure(self.mesh, step, self.others(), error) from error
         return total.to(x.dtype)
-
-    def _check_same(self, call: str) -> None:
-        """Raise on every rank if the ranks make different calls."""
-        own = list(call.encode()[:_WORDS].ljust(_WORDS))
-        with _uncounted():
-            every = self.gathered(
-                torch.tensor(own, dtype=torch.uint8, device=self.mesh.device_type),
-                "calls before a sum",
-            )
-        calls = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in every]
-        if len(set(calls)) > 1:
-            raise ValueError(
-                "ranks sum different things: "
-                f"{'; '.join(f'rank {rank}: {each}' for rank, each in enumerate(calls))}; every "
-                "rank makes the same calls in the same order"
-            )
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.size))
@@ -277,9 +259,6 @@ def _timeout_of(group: Any) -> timedelta | None:
 
 def _wait(message: Any, timeout: timedelta | None) -> None:
     message.wait() if timeout is None else message.wait(timeout)
-
-
-_WORDS = 256  # bytes of the description of a call that the debug mode compares
 
 
 def _tag(step: str, x: Tensor) -> int:
@@ -324,15 +303,3 @@ def expected(nbytes: int, what: str) -> Iterator[None]:
         f"{what} sends {nbytes} bytes by its plan, but sent {sent.bytes}: "
         f"{', '.join(f'{n} in {step!r}' for step, n in sent.steps.items()) or 'no message'}"
     )
-
-
-@contextmanager
-def _uncounted() -> Iterator[None]:
-    """A block whose messages are those of the debug mode, not of a plan."""
-    counters, plans = _COUNTERS[:], _EXPECTED[:]
-    _COUNTERS.clear()
-    _EXPECTED.clear()
-    try:
-        yield
-    finally:
-        _COUNTERS[:], _EXPECTED[:] = counters, plans

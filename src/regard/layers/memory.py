@@ -20,11 +20,11 @@ class Memory:
 
     Examples:
         >>> import torch
-        >>> from regard import Attention, Memory
+        >>> from regard import Attention
         >>> layer, encoded = Attention(8, 2), torch.randn(1, 6, 8)
         >>> memory = layer.remember(encoded)
-        >>> isinstance(memory, Memory), memory.k.shape
-        (True, torch.Size([1, 2, 6, 4]))
+        >>> memory.k.shape
+        torch.Size([1, 2, 6, 4])
         >>> x = torch.randn(1, 1, 8)
         >>> torch.equal(layer(x, context=memory), layer(x, context=encoded))
         True

@@ -236,7 +236,7 @@ class Padding(DataMask):
 
 
 def _seen(segments: Segments, first: int, last: int) -> tuple[Runs, Runs]:
-    """The keys of a row that are visible to some and to all of the queries `first..last`."""
+    """The keys of one batch row visible to some, and to all, of the queries `first..last`."""
     starts, ids, runs_of = segments
     here = {*ids[bisect_right(starts, first) - 1 : bisect_right(starts, last)]}
     if len(here) == 1:

@@ -149,7 +149,7 @@ class Dense(DataMask):
         return place.kv_start, place.kv_stop - 1
 
     def finder(self) -> Finder:
-        """Queries see what the strips that they meet see. Those without a row see nothing."""
+        """Queries see the keys of the strips that their rows lie in; without a row, none."""
         place = self.place
         if place is None or isinstance(place.q_start, Tensor) or not on_cpu(self.keep):
             return unknown
@@ -224,7 +224,7 @@ def strip_of(rows: Tensor) -> Strip:
 
 
 def edges_of(strips: list[Strip]) -> Iterator[int]:
-    """The rows where blocks of queries should begin: other keys are visible there.
+    """The rows whose visible keys differ from the row before: edges for blocks of queries.
 
     Examples:
         >>> keep = torch.zeros(256, 256, dtype=torch.bool)

@@ -26,9 +26,9 @@ class Mask:
     (`__call__`), and which runs of keys are visible to a run of queries (`runs`). All else follows.
 
     Examples:
-        >>> from regard.masks import Causal, Mask
-        >>> isinstance(Causal(), Mask), isinstance(~Causal(), Mask)
-        (True, True)
+        >>> from regard.masks import Causal
+        >>> Causal().explain(b=0, h=0, q=1, k=2)
+        'query 1 may not attend to key 2: Causal() hides keys after the query (2 > 1)'
     """
 
     operators: ClassVar[dict[str, Callable[..., "Mask"]]] = {}  # `regard.masks.algebra` adds them

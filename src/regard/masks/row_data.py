@@ -37,7 +37,7 @@ class DataMask(Mask):
         return super().within(span)
 
     def row(self, row: int) -> Mask | None:
-        """From the rows of the tensors that it is made of, where these lie on the CPU."""
+        """The rule for one batch row, from that row of its tensors; None off the CPU."""
         given = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
         data = {name: getattr(self, name) for name in given}
         if not all(on_cpu(each) for each in data.values() if isinstance(each, Tensor)):
@@ -50,7 +50,7 @@ class DataMask(Mask):
         return self.rows[row]
 
     def _at(self: Kind, span: Span) -> Kind:
-        """This rule, placed at the slots of a call."""
+        """A copy of this rule that is placed at the slots of a call."""
         placed = copy(self)
         placed._set(place=span, rows={})
         return placed
@@ -61,8 +61,8 @@ class DataMask(Mask):
             object.__setattr__(self, name, value)
 
     def _copies(self, *given: Any) -> list[Any]:
-        """Copies of the tensors among these values, which no write to the originals reaches: what
-        is memoised of a rule holds for all its calls."""
+        """Copy the tensors among these values, so that a write to the originals cannot change a
+        rule after results were memoised."""
         copies = [each.clone() if isinstance(each, Tensor) else each for each in given]
         self._watch(given, copies)
         return copies
@@ -198,8 +198,8 @@ def on_cpu(value: Tensor) -> bool:
 
 
 def changes(rows: Tensor) -> list[int]:
-    """The columns that differ from the one before in some row; none where a device has to be
-    waited for."""
+    """The columns that differ from the column before in some row; none for tensors on a device,
+    which would have to be waited for."""
     if not on_cpu(rows):
         return []
     found: list[int] = ((rows[:, 1:] != rows[:, :-1]).any(0).nonzero().squeeze(1) + 1).tolist()

@@ -34,7 +34,7 @@ class Shown(NamedTuple):
     edges: Iterable[int] = ()
 
     def edges_between(self, first: int, stop: int) -> list[int]:
-        """Those after `first` and before `stop`, each once, in order."""
+        """The edges after `first` and before `stop`, each once, in order."""
         return sorted({slot for slot in self.edges if first < slot < stop})
 
 
@@ -42,7 +42,7 @@ Finder = Callable[[int, int], Shown]  # from the first and the last slot of a ru
 
 
 def unknown(first: int, last: int) -> Shown:
-    """Of a rule of which nothing is known."""
+    """The runs of a rule that cannot be analysed: any key may be visible, none surely is."""
     return Shown(ALL, NONE)
 
 

@@ -137,7 +137,7 @@ def _lines(parents: Sequence[int]) -> list[int]:
 
 
 def _ancestors(parents: Tensor, places: Tensor) -> Tensor:
-    """The same as booleans, by tensors alone: steps to a parent, twice as many each time."""
+    """The ancestors of each token as booleans, by doubling the number of steps to a parent."""
     sees = (parents[..., None] == places) | (places[:, None] == places)
     for _ in range(parents.shape[1].bit_length()):
         sees = (sees.float() @ sees.float()) > 0

@@ -120,7 +120,7 @@ def attend_partial(
 
 
 def one_part(k: Tensor, v: Tensor, whole: Span) -> tuple[Part, ...]:
-    """All keys and values of a call; as many keys as its span has."""
+    """Check that one part holds the keys of the whole span, and return its keys and values."""
     if k.shape[2] != whole.num_keys:
         raise ValueError(
             f"k has {k.shape[2]} keys where span={whole} holds {whole.num_keys}; "

@@ -112,8 +112,8 @@ def _gradients(ctx: Any, slope: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor,
 
 
 def without_derivative(grads: tuple[Tensor, ...], *read: Tensor) -> tuple[Tensor, ...]:
-    """Gradients as they are, which were computed from `read`, recorded as an operation that refuses
-    to be differentiated: their derivative would be 0 without it."""
+    """Return gradients unchanged, through an operation of autograd that refuses a second
+    derivative, which would silently be 0 otherwise."""
     return tuple(_Gradients.apply(grads, *read))  # type: ignore[no-untyped-call]
 
 

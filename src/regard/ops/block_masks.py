@@ -65,7 +65,7 @@ def _plan(call: Call) -> Planned:
 
 
 def _ordered(blocks: Bool[Tensor, "B H Lb Sb"]) -> tuple[Int[Tensor, "B H Lb"], Tensor]:
-    """The number of chosen blocks in each row, and the indices of the row's blocks, these first."""
+    """The number of chosen blocks in each row, and the row's blocks, chosen ones first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -151,8 +151,8 @@ def lookup(data: Tensor) -> Lookup:
 
 
 def _mod(mask: Mask, slots: Slots) -> MaskMod:
-    """A combination by its parts, a rule of distance by its limits, others as they are, if they
-    are known to stay so."""
+    """Translate a mask to a `mask_mod`: a combination part by part, a rule of distance by its
+    limits, and another rule unchanged if it cannot change later."""
     match mask:
         case Not(mask=inner):
             hidden = _mod(inner, slots)
@@ -171,7 +171,7 @@ def _mod(mask: Mask, slots: Slots) -> MaskMod:
 
 
 def _limits(mask: Mask, slots: Slots) -> list[MaskMod]:
-    """A rule that depends on distance alone: the first and the last key that a query sees."""
+    """The first and the last key that a query sees, for a rule that depends on distance alone."""
     limits = []
     for low, high in mask.runs(0, 0).some:
         if low is not NEAR:
@@ -187,7 +187,7 @@ def _compared(slots: Slots, compare: Callable[[Tensor, Tensor], Tensor], distanc
 
 
 def _called(mod: MaskMod, slots: Slots) -> MaskMod:
-    """A function of slots. A user's may return a plain True or False."""
+    """Call a function of slots, and make a plain True or False that it returns a tensor."""
     query, key = lookup(slots.query), lookup(slots.key)
     return lambda b, h, q_idx, kv_idx: (
         (kv_idx == kv_idx) & mod(b, h, query(b, q_idx), key(b, kv_idx))

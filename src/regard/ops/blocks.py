@@ -65,25 +65,25 @@ class Block(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """Scores that are computed for a head, in all rows."""
+        """The number of scores computed for a head, in all rows."""
         keys = self.num_keys
         if self.plain and not is_everything(self.mask):
             keys = min(keys, (keys + DIAGONAL) // 2)
         return (self.rows[1] - self.rows[0]) * self.queries * keys
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """A view of what belongs to the block's queries, along axis 2."""
+        """A view of the block's queries in `x`, whose axis 2 has all queries of the call."""
         return self._rows_of(x).narrow(2, self.first, self.queries)
 
     def add_to_keys(self, x: Tensor, added: Tensor) -> None:
-        """Add in place to what belongs to the block's keys."""
+        """Add in place to the block's keys in `x`, whose axis 2 has all keys of the call."""
         for view, piece in zip(
             self.key_views(x), added.split([b - a for a, b in self.runs], 2), strict=True
         ):
             view.add_(piece)
 
     def key_views(self, x: Tensor) -> list[Tensor]:
-        """Views of what belongs to the block's keys along axis 2, one for each run."""
+        """Views of the block's keys in `x`, along axis 2: one for each run."""
         x = self._rows_of(x)
         return [x.narrow(2, start - self.kv_start, stop - start) for start, stop in self.runs]
 
@@ -195,7 +195,7 @@ def hiding(shown: Iterable[ShownBy], runs: Runs) -> Mask:
 
 
 def part_of(call: Call, block: Block) -> Call:
-    """The call of a block: its queries, and the keys of its runs side by side."""
+    """The call of a block: the block's queries, and the keys of its runs concatenated."""
     rows = block.rows[1] - block.rows[0]
     bias = _bias(call, block)
     parts = []
@@ -231,7 +231,7 @@ def _concatenated(parts: list[Call]) -> Call:
 
 
 def _side_by_side(pieces: list[Tensor], widths: list[int]) -> Tensor:
-    """Tensors that broadcast to `[B, H, L, S]`, each `widths` keys wide, as one."""
+    """Concatenate along the keys tensors that broadcast to `[B, H, L, S]`."""
     leading = torch.broadcast_shapes(*(piece.shape[:-1] for piece in pieces))
     wide = zip(pieces, widths, strict=True)
     return torch.cat([piece.expand(*leading, width) for piece, width in wide], dim=-1)

@@ -78,8 +78,8 @@ def seconds_of(call: Call, backend: Backend) -> float:
 
 
 def _merged_seconds(call: Call, backend: Backend) -> float:
-    """Keys before the first query, which seldom need a mask when they are read on their own; the
-    rest; and the merge of all pieces."""
+    """The time of reading in pieces: the keys before the first query, which seldom need a mask; the
+    other keys; and the merge of the partial results."""
     span = call.span
     first = min(max(span.first_query, span.kv_start), span.kv_stop)
     seconds = 0.0

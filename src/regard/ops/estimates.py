@@ -76,7 +76,7 @@ def per_score(call: Call) -> float:
 
 
 def _reads(call: Call, queries: int) -> tuple[float, float, float]:
-    """Seconds for an element of the keys: from memory; from a cache, converted; packed there."""
+    """Seconds to read an element of the keys: from memory, or from a cache, converted or packed."""
     width, itemsize = 2 * max(call.head_dim, call.v_head_dim), call.dtype.itemsize
     part = 1 / 6 if call.num_keys * width * itemsize <= _L2 else 1 / 2
     memory = 1 / SPEED.row_float
@@ -89,7 +89,7 @@ def _reads(call: Call, queries: int) -> tuple[float, float, float]:
 
 
 def rates_note(device: torch.device) -> str | None:
-    """For `explain`: what the estimates for a device rest on; None for a CPU."""
+    """A sentence on the source of the estimates for a device; None for a CPU."""
     if device.type == "cpu":
         return None
     rates = rates_of(device)
@@ -141,9 +141,9 @@ def unfused(call: Call, *, operators: int) -> float:
 
 
 def visible_share(call: Call) -> float:
-    """About the share of the scores that a kernel computes that skips hidden blocks, by what the
-    mask knows without reading a tensor: the keys in reach of some of the queries. 1 inside a
-    compiled graph, where each look would be a condition on the lengths."""
+    """An estimate of the share of scores that a kernel computes if it skips hidden blocks, from the
+    reach of the mask for some of the queries. No tensor is read. 1 inside a compiled graph, where
+    the reach would become a guard on the lengths."""
     if torch.compiler.is_compiling():
         return 1.0
     span, found = call.span, 0

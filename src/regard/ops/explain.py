@@ -79,7 +79,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` says, as data; `str()` of it are the lines.
+    """The result of `explain` as data; `str()` gives its lines.
 
     Args:
         batch, queries, num_heads, num_kv_heads, head_dim, v_head_dim, dtype, device: of the call.

@@ -29,7 +29,7 @@ NOTE = (
 
 
 def suits(call: Call) -> bool:
-    """Whether a call allows it and gains from it: products in float16 are slow on CPUs."""
+    """Whether a call may use fast precision and gains: float16 products are slow on CPUs."""
     if call.precision != "fast" or call.dtype != torch.bfloat16 or call.dropout:
         return False
     return call.device.type == "cpu"
@@ -63,7 +63,7 @@ def keeps_inputs_only(call: Call) -> bool:
 
 
 def _simple(call: Call) -> bool:
-    """Whether scores are products and a mask alone: no cap, sinks or bias."""
+    """Whether a call has no softcap, sinks or bias."""
     return call.softcap is None and call.sinks is None and call.score_bias is None
 
 
@@ -92,9 +92,9 @@ def _head_by_head(
 
 
 class _Recomputed(torch.autograd.Function):
-    """Saves the queries only. Backward reads the keys and computes the weights again, as in
-    FlashAttention (arXiv:2205.14135): saved, both would have queries x keys elements over all
-    blocks."""
+    """Attention that saves its queries only: backward reads the keys and computes the weights
+    again, as in FlashAttention (arXiv:2205.14135). Saved over all blocks, both would have queries x
+    keys elements."""
 
     @staticmethod
     def forward(

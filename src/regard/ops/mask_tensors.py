@@ -55,8 +55,8 @@ _MADE: dict[Hashable, tuple[Any]] = {}
 
 
 def make_once(mask: Mask, span: Span, make: Callable[[], Made], *others: Hashable) -> Made:
-    """`make()`, memoised by the mask, the span and the other values. Called anew where rows start
-    at different slots, and for rules of a user, since their tensors may be written."""
+    """`make()`, memoised by the mask, the span and the other values; not memoised where rows start
+    at different slots, nor for rules of a user, whose tensors may be written."""
     q_start, q_stop = span.q_start, span.q_stop
     rule = None if isinstance(q_start, Tensor) else mask_key(mask)
     if rule is None:
@@ -147,7 +147,7 @@ def intervals_of(mask: Mask, span: Span) -> Interval | None:
 
 
 def _interval(mask: Mask, queries: Tensor, span: Span) -> Interval | None:
-    """In slots of the span; an empty interval begins after all slots and ends before them."""
+    """Visible keys as an interval of slots; an empty one begins after all slots."""
     if mask.opaque:
         return None
     if isinstance(mask, AllOf | AnyOf):
@@ -169,7 +169,7 @@ def _common(one: Interval | None, other: Interval | None) -> Interval | None:
 
 
 def _joined(one: Interval | None, other: Interval | None) -> Interval | None:
-    """None where there is a gap between two intervals of a query that are not empty."""
+    """The union of two intervals of each query; None if there is a gap between them."""
     if one is None or other is None:
         return None
     begin, end = torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
@@ -179,7 +179,7 @@ def _joined(one: Interval | None, other: Interval | None) -> Interval | None:
 
 
 def _by_distance(mask: Mask, queries: Tensor) -> Interval | None:
-    """Of a rule that depends on distance alone: as far from each query as from that at slot 0."""
+    """Intervals of a rule of distance: that of the query at slot 0, shifted to each query."""
     runs = mask.runs(0, 0).some
     if len(runs) > 1:
         return None
@@ -188,7 +188,7 @@ def _by_distance(mask: Mask, queries: Tensor) -> Interval | None:
 
 
 def _by_rows(mask: Mask, queries: Tensor, span: Span) -> Interval | None:
-    """Of a rule with few data, row by row."""
+    """The intervals of a rule with few data, computed row by row."""
     if not mask.lasting or mask.row(0) is None:
         return None
     if isinstance(mask, Documents) and (found := _of_documents(mask.ids, queries)) is not None:
@@ -206,7 +206,7 @@ def _by_rows(mask: Mask, queries: Tensor, span: Span) -> Interval | None:
 
 
 def _of_documents(ids: Tensor, queries: Tensor) -> Interval | None:
-    """Of thousands of documents at once; None if some document lies in several pieces."""
+    """Intervals of thousands of documents; None if a document lies in several pieces."""
     begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
     if not begins.sum(1).equal((ids.sort(1).values.diff(dim=1) != 0).sum(1)):
         return None

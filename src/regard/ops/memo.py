@@ -130,7 +130,7 @@ def _slots(given: Arguments, rule: object, keys: int) -> object | None:
 
 
 def prepare_call(given: Arguments) -> Prepared:
-    """`prepare` of arguments in a tuple: the description of an equal call, or a new one."""
+    """The description of a call: that of an equal call in the table, or a new one."""
     key = key_of(given)
     entry = None if key is None else _ENTRIES.get(key)
     if key is None or entry is None:
@@ -174,7 +174,7 @@ def _pieces(mask: Mask) -> tuple[Mask, ...]:
 
 
 def _parts_in(given: Mask, mask: Mask) -> tuple[int, ...] | None:
-    """Which parts of a mask make up the simplified one; None if some are others."""
+    """The indices of a mask's parts that its simplification keeps; None if it has others."""
     places = {id(part): index for index, part in enumerate(_pieces(given))}
     pieces = [id(part) for part in _pieces(mask)]
     return tuple(places[part] for part in pieces) if places.keys() >= {*pieces} else None

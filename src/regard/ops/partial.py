@@ -42,7 +42,7 @@ class Partial(NamedTuple):
 
     @classmethod
     def of_sinks(cls, sinks: Float[Tensor, " H"]) -> "Partial":
-        """One more key for each head, of score `sinks` and value 0 (gpt-oss, arXiv:2508.10925).
+        """One key for each head, of score `sinks` and value 0 (gpt-oss, arXiv:2508.10925).
 
         Examples:
             >>> half = merge(Partial(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1)),

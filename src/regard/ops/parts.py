@@ -60,7 +60,7 @@ def concatenated(parts: Iterable[Part]) -> Part:
 
 
 def readable(part: Part, backend: Backend) -> Iterator[Part]:
-    """A part as a backend reads it: as it lies, where it can, else in pieces."""
+    """The pieces in which a backend reads a part; one, if it reads streams as stored."""
     if part.is_scattered and not reads_stored(backend, part):
         yield from part.pieces(GATHERED)
     else:
@@ -113,7 +113,7 @@ def attend_part(
 def attend_rows(
     backend: Backend, call: Call, q: Tensor, part: Part, *, partial: bool = False
 ) -> Results:
-    """`attend_part`, in which rows that share the keys of the part attend to them together."""
+    """Attention to one part; batch rows that share its keys become rows of one product."""
     rows = rows_at_once(call, part, backend)
     if rows == 1:
         return attend_part(backend, call, q, part, partial=partial)
@@ -145,7 +145,7 @@ def _of_rows(call: Call, rows: int) -> Call:
 
 
 def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
-    """Keys and values that are made of what a cache holds, when they are read.
+    """Compute keys and values from streams as they are read, as from latents.
 
     Of parts in pages, a piece at a time, so that memory is bounded; what rows share, once for all
     of them. The only piece, or the first of several, is made at once.
@@ -169,7 +169,7 @@ def rebuilt(span: Span, parts: tuple[Part, ...], make: Make) -> Iterable[Part]:
 
 
 def _made(piece: Part, make: Make) -> Part:
-    """Keys and values of one piece; of rows that share it, of the first one."""
+    """Compute the keys and values of one piece; if all rows share it, those of the first row."""
     shared = piece.is_shared
     (found,) = make((piece.rows(0, 1) if shared else piece,))
     if not shared:

@@ -40,11 +40,11 @@ class Prepared(NamedTuple):
 
     Examples:
         >>> import torch
-        >>> from regard import Part, Prepared, attend, prepare
+        >>> from regard import Part, attend, prepare
         >>> q = torch.randn(1, 2, 3, 8)
         >>> prepared = prepare(q, q, q, backend="eager")
-        >>> isinstance(prepared, Prepared), prepared.name
-        (True, 'eager')
+        >>> prepared.name
+        'eager'
         >>> torch.equal(prepared.run(q, [Part(0, 3, (q, q))]), attend(q, q, q, backend="eager"))
         True
     """
@@ -89,8 +89,8 @@ class Prepared(NamedTuple):
         return out
 
     def _plain(self, parts: Iterable[Part]) -> Sequence[Tensor] | None:
-        """Keys and values for which nothing is to be done but to call the backend, or None: all of
-        them in one part, tensors of which each row has its own, and no hook observes."""
+        """The keys and values of a call that goes straight to the backend; None if there are
+        several parts, other streams than tensors, rows that share keys, or hooks."""
         call, span = self.call, self.call.span
         if type(parts) is not tuple or len(parts) != 1 or CALLS or BACKEND_RUNS:
             return None
@@ -112,7 +112,7 @@ class Prepared(NamedTuple):
             return here._partial(q, here._read(seen))
 
     def stored_as(self, storage: Storage) -> "Prepared":
-        """This call over keys that are stored so, and the backend chosen for that.
+        """This call with another storage of the keys, and the backend chosen for it.
 
         Raises:
             ValueError: if the backend that was asked for objects.
@@ -136,8 +136,8 @@ class Prepared(NamedTuple):
         return self.stored_as(storage_of(tuple(visible_parts(self.span, parts))))
 
     def _reading(self, parts: Iterable[Part]) -> tuple["Prepared", Iterator[Part]]:
-        """This call as the keys of these parts are stored, and the keys that it sees. Parts that
-        are made while they are read are all stored alike: the first two of them tell."""
+        """This call with the storage of these parts, and the parts it sees. Parts that are computed
+        while they are read are stored alike: the first two are looked at."""
         seen = visible_parts(self.span, parts)
         some = tuple(seen if isinstance(parts, (tuple, list)) else islice(seen, 2))
         return self.stored_as(storage_of(some)), chain(some, seen)

@@ -93,7 +93,7 @@ def _architecture(values: Mapping[str, Any], file: Path, inside: str) -> str:
 
 
 def _config(values: Mapping[str, Any], architecture: str) -> Any:
-    """The configuration of transformers."""
+    """Build the configuration object of transformers from a file's entries."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     given = {key: copy.deepcopy(value) for key, value in values.items() if key not in LEFT_OUT}
@@ -132,7 +132,8 @@ def _given(text: Any, values: Mapping[str, Any], entry: str) -> bool:
 
 @contextmanager
 def _errors(file: Path, what: str) -> Iterator[None]:
-    """Every error of transformers as one sentence, and none of its warnings."""
+    """A context that raises every error of transformers as a CheckpointError of one sentence, and
+    hides its warnings."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -89,7 +89,7 @@ def _fewer_heads(layers: tuple[LayerShape, ...]) -> list[int]:
 
 
 def _with_heads(layer: LayerShape, heads: int) -> LayerShape:
-    """Keys and values of so many heads; a layer that has fewer keeps its own."""
+    """The layer with another number of key heads; a layer that has fewer keeps its own."""
     if layer.kv_lora_rank is None and heads < layer.num_heads:
         heads = min(heads, layer.num_kv_heads)
     return replace(
@@ -103,7 +103,7 @@ def _with_heads(layer: LayerShape, heads: int) -> LayerShape:
 
 
 def _mla(layer: LayerShape, share: int) -> LayerShape:
-    """DeepSeek's form: a latent, and a key with RoPE that all heads share, beside it."""
+    """The layer as DeepSeek's MLA: a latent, and beside it one rotary key that all heads share."""
     _refuse(layer, "DeepSeek's MLA", "qk_norm", "gate", "sinks", "softcap")
     own = layer.kind == "MLA"
     rotary = layer.qk_rope_head_dim
@@ -120,8 +120,8 @@ def _mla(layer: LayerShape, share: int) -> LayerShape:
 
 
 def _latent(layer: LayerShape, share: int, beside: int) -> LayerShape:
-    """Keys and values from one latent, rotated when they are read (`LatentKVAttention`); the
-    position that is cached beside it takes the bytes of so many numbers."""
+    """The layer as `LatentKVAttention`: keys and values from one latent, rotated when they are
+    read. The position cached beside the latent takes the bytes of `beside` numbers."""
     _refuse(layer, "a joint latent", "gate", "sinks")
     if layer.kind == "MLA" or layer.head_dim != layer.v_head_dim:
         raise ValueError("a joint latent has keys and values of one width, all rotated alike")
@@ -162,7 +162,7 @@ def _rank(layer: LayerShape, share: int, beside: int) -> int:
 
 
 def cached_elements(layer: LayerShape) -> int:
-    """Numbers that a layer caches a token."""
+    """The number of elements that a layer caches for each token."""
     if layer.kv_lora_rank is not None:
         return layer.kv_lora_rank + (0 if layer.keys_by_position else layer.qk_rope_head_dim)
     return layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)

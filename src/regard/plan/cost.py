@@ -1,7 +1,9 @@
 """What attention costs, from shapes alone: parameters, cache bytes, FLOPs and bytes moved.
 
 Each cost is a function of a layer and a workload; `cost_of` computes all of them, of a layer or a
-model.
+model. Of bytes moved are counted, each once: the parameters, the hidden states in and out, and the
+cache as it is stored, read and written. What a kernel may leave in registers and caches of the
+processor is not counted: queries, scores, keys computed from latents, outputs of the heads.
 """
 
 from collections.abc import Iterable
@@ -12,7 +14,10 @@ from operator import add
 from regard.plan.cache_bytes import (
     allocated_bytes,
     block_bytes,
+    bytes_in_pages,
     cache_bytes,
+    coded_keys,
+    coded_tokens,
     token_bytes,
 )
 from regard.plan.flops import (
@@ -25,9 +30,8 @@ from regard.plan.flops import (
     visible_pairs,
     visible_prefill_flops,
 )
-from regard.plan.shapes import LayerShape, ModelShape, Storage, Workload
-from regard.plan.traffic import decode_bytes, prefill_bytes
-from regard.plan.weights import parameters
+from regard.plan.shapes import STORAGES, LayerShape, ModelShape, Storage, Workload
+from regard.plan.weights import check_known, parameters
 
 __all__ = [
     "Cost",
@@ -68,11 +72,11 @@ class Cost:
             FLOPs and bytes moved are those of the other layers.
 
     Examples:
-        >>> from regard.plan import STORAGES, Cost, LayerShape, cost_of
+        >>> from regard.plan import STORAGES, LayerShape, cost_of
         >>> gqa = LayerShape(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8, v_head_dim=8)
         >>> cost = cost_of(gqa, STORAGES["plain"], context=100)
-        >>> isinstance(cost, Cost), cost.cache_bytes, (cost + cost).cache_bytes
-        (True, 12800, 25600)
+        >>> cost.cache_bytes, (cost + cost).cache_bytes
+        (12800, 25600)
     """
 
     parameters: int = 0
@@ -178,3 +182,49 @@ def _cost(
         prefill_bytes=prefill_bytes(layer, storage, work),
         decode_bytes=decode_bytes(layer, storage, work),
     )
+
+
+def prefill_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
+    """Bytes moved by the prefill of `context` tokens.
+
+    Keys and values of all tokens are written once and read once, as the cache stores them, also
+    where a window drops them later. A layer with `keys_of` only reads them. In pages they are read
+    in the dtype's own bits.
+
+    Raises:
+        ValueError: for linear attention.
+    """
+    check_known(layer)
+    tokens = work.tokens
+    if not storage.page_size:
+        token = token_bytes(layer, storage, work)
+        return _moved(layer, work, tokens, read=work.context * token, written=tokens * token)
+    read = work.context * token_bytes(layer, STORAGES["plain"], work)
+    written = bytes_in_pages(layer, storage, work, tokens, coded_tokens(storage, work, tokens))
+    return _moved(layer, work, tokens, read=read, written=written)
+
+
+def decode_bytes(layer: LayerShape, storage: Storage, work: Workload) -> int:
+    """Bytes moved by one more token after `context` tokens.
+
+    The visible keys and values are read, those of the new token too; the latter are also written.
+    Sealing a page, once in `page_size` tokens, is left out.
+
+    Raises:
+        ValueError: for linear attention.
+    """
+    check_known(layer)
+    keys = visible_keys(layer, work)
+    if not storage.page_size:
+        token = token_bytes(layer, storage, work)
+        return _moved(layer, work, 1, read=keys * token, written=token)
+    written = token_bytes(layer, STORAGES["plain"], work)
+    read = bytes_in_pages(layer, storage, work, keys, coded_keys(storage, work, keys))
+    return _moved(layer, work, 1, read=read, written=written)
+
+
+def _moved(layer: LayerShape, work: Workload, tokens: int, *, read: int, written: int) -> int:
+    """The sum of the bytes of parameters, of the tokens' hidden states, and of each row's cache."""
+    cached = read if layer.keys_of is not None else read + written
+    hidden = 2 * work.batch * tokens * layer.hidden_size * work.itemsize
+    return parameters(layer, work) * work.itemsize + hidden + work.batch * cached

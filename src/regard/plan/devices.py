@@ -16,7 +16,7 @@ THIS = "this"
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do at most, or was measured to do.
+    """The rates of a device, by its data sheet or as measured.
 
     Args:
         name: in full.
@@ -34,28 +34,6 @@ class Device:
     source: str
 
 
-# Bytes of memory by the name in `DATA_SHEETS`, in gigabytes, from the same documents. A name that
-# is sold with several sizes has the smallest.
-_MEMORY = {
-    "NVIDIA B200": 180,
-    "NVIDIA H200 NVL": 141,
-    "NVIDIA H200": 141,
-    "NVIDIA H100 PCIe": 80,
-    "NVIDIA H100 NVL": 94,
-    "NVIDIA H100": 80,
-    "NVIDIA A100-SXM4-80GB": 80,
-    "NVIDIA A100 80GB PCIe": 80,
-    "NVIDIA A100": 40,
-    "NVIDIA L40S": 48,
-    "NVIDIA L40": 48,
-    "NVIDIA L4": 24,
-    "NVIDIA A10": 24,
-    "NVIDIA GeForce RTX 5090": 32,
-    "NVIDIA GeForce RTX 4090": 24,
-    "NVIDIA GeForce RTX 3090": 24,
-    "Tesla V100": 16,
-    "Tesla T4": 16,
-}
 _MAKERS = {"nvidia", "geforce", "tesla", "amd", "instinct", "intel"}  # left out of keys
 
 
@@ -68,10 +46,9 @@ def _gpu(sheet: DeviceRates) -> Device:
     rates = dict.fromkeys(HALF, sheet.half)
     if sheet.name in WITHOUT_BFLOAT16:
         del rates["bfloat16"]
-    memory = _MEMORY[sheet.name] * GIGABYTE
-    return Device(
-        sheet.name, sheet.memory, {**rates, "float32": sheet.single}, memory, sheet.source
-    )
+    memory = None if sheet.gigabytes is None else sheet.gigabytes * GIGABYTE
+    flops = {**rates, "float32": sheet.single}
+    return Device(sheet.name, sheet.memory, flops, memory, sheet.source)
 
 
 # CPU sockets: cores, base clock, channels of memory, transfers a second on each, operations of a
@@ -190,7 +167,7 @@ def roofline_seconds(
 
 @dataclass(frozen=True)
 class Link:
-    """What carries the messages of a rank, by documents.
+    """A link between ranks, with rates from the documents of its makers.
 
     Args:
         name: in full.

@@ -119,7 +119,8 @@ def attention_flops(layer: LayerShape, work: Workload, pairs: int, form: Form = 
 def _flops(
     layer: LayerShape, work: Workload, form: Form, tokens: int, keys: int, pairs: int
 ) -> int:
-    """Of projections of the tokens, of latents of the keys, and of scores and sums of the pairs."""
+    """FLOPs of the tokens' projections, of expanding the keys' latents, and of the scores and
+    weighted sums of the pairs."""
     products = matrices(layer, work)
     up = products.pop("kv_b_proj", 0) * (tokens if _is_absorbed(layer, form) else keys)
     products_of_tokens = tokens * sum(products.values())

@@ -226,7 +226,7 @@ def _state(module: Any) -> dict[str, Any] | None:
 
 
 def _window(module: Any, config: Any, kind: str, family: Family | None) -> int | None:
-    """The window that the module holds, or that its configuration gives layers of its kind."""
+    """The window of the module's own attribute, or of its configuration for layers of its kind."""
     if family is not None and family.attention == type(module).__name__:
         return family.window_of(module) or None
     if kind in ("full_attention", "chunked_attention"):

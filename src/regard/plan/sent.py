@@ -28,7 +28,7 @@ AGREED = 32  # bytes with which a rank tells another that it makes the same call
 
 @dataclass(frozen=True)
 class Sent:
-    """What the rank sends that sends most in a prefill, for all layers.
+    """Bytes and steps of the rank that sends most in a prefill, for all layers.
 
     A step is a message, or an exchange of messages at the same time, that waits for the one before.
 
@@ -69,7 +69,7 @@ def sent_of(
     tp: int = 1,
     cp: int = 1,
 ) -> Sent:
-    """What the layers of a model send together, of the rank that sends most in a prefill.
+    """Bytes and steps of all layers of a model, of the rank that sends most in a prefill.
 
     Counted as `regard.distributed` sends it; sums are those of a ring (Patarasuk and Yuan 2009,
     doi:10.1016/j.jpdc.2008.09.002).
@@ -204,8 +204,9 @@ def forward_sums(layer: LayerShape, work: Workload, tokens: int, keys: int | Non
 def backward_sums(
     layer: LayerShape, work: Workload, keys: int | None = None, key_channels: int | None = None
 ) -> int:
-    """Bytes of the sums of gradients of what every rank reads for its own heads: the input or the
-    latents, squares, norms of heads; and of key heads that several ranks have, their weights.
+    """Bytes of the all-reduces of a backward pass: the gradients of the hidden states or latents
+    that every rank reads for its own heads, of the norms of heads, and of the weights of key heads
+    that several ranks have.
 
     Args:
         keys: that are projected; None for as many as tokens.
@@ -232,7 +233,8 @@ def _sums_of_squares(layer: LayerShape, work: Workload, tokens: int, keys: int |
 
 
 def _read(layer: LayerShape) -> list[int]:
-    """Channels of what every rank reads for its own heads, each with a sum of its own."""
+    """The channels of each tensor that every rank reads for its own heads; the gradient of each is
+    all-reduced."""
     hidden = layer.hidden_size
     if layer.kind == "MLA":
         queries = hidden if layer.q_lora_rank is None else layer.q_lora_rank
@@ -269,7 +271,7 @@ def _gradient(layer: LayerShape, work: Workload) -> int:
 
 
 def _summed(work: Workload) -> int:
-    """Bytes of a number of a sum."""
+    """Bytes of one number in an all-reduce."""
     return max(work.itemsize, SINGLE)
 
 
@@ -367,7 +369,7 @@ def counted_ranks(ranks: int) -> tuple[int, ...]:
 
 
 def _reach(layer: LayerShape) -> int | None:
-    """Tokens before its own that a query can see at most; None for all."""
+    """The number of earlier tokens that a query can see at most; None for all."""
     limits = [each for each in (layer.window, layer.chunk) if each is not None]
     return min(limits) - 1 if limits else None
 

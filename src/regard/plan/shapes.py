@@ -6,8 +6,8 @@ from functools import cache
 from typing import Literal
 
 from regard.cache.paging.formats import PageFormat
+from regard.names import PAGES, UNCHANGED
 from regard.words import one_of
-from regard_cli.names import PAGES, UNCHANGED
 
 Kind = Literal["MHA", "GQA", "MQA", "MLA", "LatentKV", "linear"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

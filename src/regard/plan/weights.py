@@ -68,7 +68,7 @@ def check_known(layer: LayerShape) -> None:
 
 
 def _outputs(layer: LayerShape, work: Workload) -> dict[str, int]:
-    """The output channels of each projection, by name."""
+    """The number of output channels of each projection, by name."""
     check_known(layer)
     heads = work.query_heads(layer)
     outputs = {"q_proj": heads * layer.head_dim}

@@ -63,7 +63,8 @@ def read_row(rope: Any, compute: Compute, position: int) -> Pair:
 
 
 def _grown(rope: Any, compute: Compute, length: int, dtype: torch.dtype) -> Pair:
-    """A table of `length` positions or more. Autograd refuses tensors made in inference mode."""
+    """A table of at least `length` positions, made outside of inference mode, whose tensors
+    autograd refuses."""
     if len(_TABLES) >= _MOST:
         _TABLES.clear()
     capacity = max(_FIRST, 1 << (length - 1).bit_length())

@@ -12,14 +12,13 @@ Examples:
 from regard.see.grammar import mask_from
 from regard.see.maps import AttentionMaps, find
 from regard.see.maps_of_model import attention
-from regard.see.pool_picture import pool_png, pool_svg, pool_text
+from regard.see.pool_picture import pool_svg, pool_text
 
 __all__ = [
     "AttentionMaps",
     "attention",
     "find",
     "mask_from",
-    "pool_png",
     "pool_svg",
     "pool_text",
 ]

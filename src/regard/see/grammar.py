@@ -1,21 +1,13 @@
-"""The grammar of masks that are typed: rules, their data, and `&`, `|`, `~` as in Python.
+"""Masks that are typed: Python's own parser reads the text, and a whitelist builds the mask.
 
-    mask     = both { "|" both }
-    both     = part { "&" part }
-    part     = "~" part | "(" mask ")" | NAME [ "(" arguments ")" ]
-    argument = [ NAME "=" ] value
-    value    = [ "-" ] NUMBER | "True" | "False" | "None" | "[" values "]" | "(" values ")"
-
-Nothing is evaluated as Python: names are looked up in one table, and all else is refused.
+Nothing is evaluated: calls of the rules in `RULES`, `&`, `|`, `~`, brackets, whole numbers, `True`,
+`False`, `None` and lists of them are taken, and every other syntax of Python is refused.
 """
 
+import ast
+import inspect
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import reduce
-from operator import and_, or_
-from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,64 +28,34 @@ from regard.masks import (
 )
 
 LONGEST = 100_000  # characters of a mask: a dense one of 128 x 128 written out has 98,000
-DEEPEST = 50  # brackets and ~ inside each other: far below Python's own limit of 1000 calls
 MOST_RULES = 64  # of one mask: combining compares each with each
-DIGITS = 18  # of a number: fits 64 bits
+LARGEST = 10**18  # a number is smaller, and fits 64 bits
 EXCERPT = 60  # characters shown around a mistake, so that the caret stands on a line of 80
 
 Value = int | bool | None | tuple[Any, ...]  # tuples of values
-TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<number>\d\w*(?:\.\w*)?)|(?P<sign>\S))")
-SIGNS = frozenset("()[],=&|~-")
 
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule that can be typed.
-
-    Args:
-        make: its class.
-        required: names of the arguments that it needs, in order.
-        optional: names of those that follow.
-        as_lists: names of the arguments that it takes as Python numbers; others are tensors.
-    """
-
-    make: type[Mask]
-    required: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    as_lists: tuple[str, ...] = ()
-
-
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "Everything": Rule(Everything),
-        "Nothing": Rule(Nothing),
-        "Causal": Rule(Causal),
-        "SlidingWindow": Rule(SlidingWindow, ("size",)),
-        "Chunked": Rule(Chunked, ("size",), ("start",)),
-        "Prefix": Rule(Prefix, ("lengths",), ("start",), as_lists=("lengths",)),
-        "Documents": Rule(Documents, ("ids",)),
-        "Padding": Rule(Padding, ("valid",)),
-        "Dense": Rule(Dense, ("keep",)),
-        "Tree": Rule(Tree, ("parents",)),
-    }
-)
-CONSTANTS: Mapping[str, Mask] = MappingProxyType({"EVERYTHING": EVERYTHING, "NOTHING": NOTHING})
-WORDS: Mapping[str, Value] = MappingProxyType({"True": True, "False": False, "None": None})
-REFUSED = {
-    "Where": "Where(function) holds Python, which is not run from a text; draw it in Python: "
+RULES: dict[str, type[Mask]] = {
+    rule.__name__: rule for rule in (
+        Everything, Nothing, Causal, SlidingWindow, Chunked, Prefix, Documents, Padding, Dense,
+        Tree,
+    )
+}  # fmt: skip
+CONSTANTS = {"EVERYTHING": EVERYTHING, "NOTHING": NOTHING}
+DATA = (ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
+REFUSED = {  # names, characters and lengths that no mask has, before Python's parser reads the text
+    r"\bWhere\b": "Where(function) holds Python, which is not run from a text; draw it in Python: "
     "mask.draw(), or regard.see.mask_picture.svg(mask)",
-    "and": "masks combine with &, not `and`",
-    "or": "masks combine with |, not `or`",
-    "not": "the complement of a mask is ~mask, not `not`",
+    r"<": "the numbers of a tensor are not in the mask's code; write them out, as in "
+    "Padding([[1, 1, 0]])",
+    r"[^A-Za-z0-9_.\s()\[\],=&|~-]": "{!r} means nothing here; masks combine with & | ~ "
+    "and brackets",
+    rf"\w{{{EXCERPT + 1}}}": f"a name or number has at most {EXCERPT} characters",
 }
-
-
-class Token(NamedTuple):
-    """A word, number or sign, and where it begins."""
-
-    kind: str
-    text: str
-    at: int
+PYTHONS = {  # other operators, by the node of Python's parser
+    "And": "masks combine with &, not `and`",
+    "Or": "masks combine with |, not `or`",
+    "Not": "the complement of a mask is ~mask, not `not`",
+}
 
 
 def mask_from(text: str) -> Mask:
@@ -122,192 +84,119 @@ def mask_from(text: str) -> Mask:
             f"a mask that is typed has at most {LONGEST:,} characters, got {len(text):,}; build "
             "larger ones in Python, from tensors"
         )
-    return _Parser(text).whole()
+    for pattern, why in REFUSED.items():
+        if found := re.search(pattern, text, re.ASCII):
+            _refuse(text, found.start(), why.format(found[0]))
+    operators = [match.start() for match in re.finditer(r"[&|]", text)]
+    if len(operators) >= MOST_RULES:
+        _refuse(text, operators[MOST_RULES - 1], f"a mask has at most {MOST_RULES} rules")
+    line = re.sub(r"\s", " ", text)
+    left = len(line) - len(line.lstrip())  # Python would take it for an indent
+    try:
+        return _Builder(text, left).mask(ast.parse(line[left:], mode="eval").body)
+    except SyntaxError as error:
+        at = left + error.offset - 1 if error.offset else len(text.rstrip())
+        plain = error.msg == "invalid syntax"
+        _refuse(text, at, "a rule, or &, | or ) is missing here" if plain else error.msg)
+    except (MemoryError, RecursionError):  # of Python's parser, or of the builder
+        _refuse(text, 0, "brackets and ~ are too deep inside each other")
 
 
-class _Parser:
-    """Reads tokens one by one; a method for each line of the grammar."""
+def _refuse(text: str, at: int, why: str) -> NoReturn:
+    """Raise with a caret below the place in the text."""
+    first = max(0, min(at - EXCERPT // 2, len(text) - EXCERPT))
+    line = "".join(c if c.isprintable() else " " for c in text[first : first + EXCERPT])
+    raise ValueError(f"{why}\n  {line}\n  {' ' * (at - first)}^")
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0  # the next token
-        self.depth = self.rules = 0
-        self.tokens = [self._token(match) for match in TOKEN.finditer(text)]
-        self.tokens.append(Token("end", "", len(text.rstrip())))
 
-    def _token(self, match: re.Match[str]) -> Token:
-        kind = match.lastgroup or ""
-        return Token(kind, match[kind], match.start(kind))
+class _Builder:
+    """Builds a mask from the nodes of its text, whose columns count from `left`."""
 
-    @property
-    def next(self) -> Token:
-        return self.tokens[self.at]
+    def __init__(self, text: str, left: int) -> None:
+        self._text, self._left = text, left
 
-    def _take(self, *texts: str) -> bool:
-        """Whether the next token is one of these signs, which is then read."""
-        found = self.next.kind == "sign" and self.next.text in texts
-        self.at += found
-        return found
+    def _refuse(self, node: ast.AST, why: str) -> NoReturn:
+        _refuse(self._text, self._left + getattr(node, "col_offset", 0), why)
 
-    def _need(self, text: str, why: str) -> None:
-        if not self._take(text):
-            self._refuse(self.next, why)
+    def mask(self, node: ast.expr) -> Mask:
+        match node:
+            case ast.BinOp(left, ast.BitAnd(), right):
+                return self.mask(left) & self.mask(right)
+            case ast.BinOp(left, ast.BitOr(), right):
+                return self.mask(left) | self.mask(right)
+            case ast.UnaryOp(ast.Invert(), operand):
+                return ~self.mask(operand)
+            case ast.Name(name) if name in CONSTANTS:
+                return CONSTANTS[name]
+            case ast.Call(ast.Name(name)) if name in RULES:
+                return self._rule(node, name)
+            case ast.Name(name) if name in RULES:
+                needs = "needs data" if _parameters(name) else "is called"
+                self._refuse(node, f"{name} {needs}: {_call(name)}")
+            case ast.BoolOp(op) | ast.UnaryOp(op) if type(op).__name__ in PYTHONS:
+                self._refuse(node, PYTHONS[type(op).__name__])
+        called = node.func if isinstance(node, ast.Call) else node
+        code = ast.get_source_segment(self._text[self._left :], called) or ""
+        listed = ", ".join((*RULES, *CONSTANTS))
+        self._refuse(node, f"{code[:EXCERPT]!r} is no rule; the rules are {listed}")
 
-    def _deeper(self, token: Token) -> None:
-        self.depth += 1
-        if self.depth > DEEPEST:
-            self._refuse(token, f"brackets and ~ are at most {DEEPEST} deep")
-
-    def _refuse(self, token: Token, why: str) -> NoReturn:
-        """Raise with the place of a token below the text around it."""
-        if token.text == "<":
-            why = (
-                "the numbers of a tensor are not in the mask's code; write them out, as in "
-                "Padding([[1, 1, 0]])"
-            )
-        elif token.kind == "sign" and token.text not in SIGNS:
-            why = f"{token.text!r} means nothing here; masks combine with & | ~ and brackets"
-        first = max(0, min(token.at - EXCERPT // 2, len(self.text) - EXCERPT))
-        line = "".join(c if c.isprintable() else " " for c in self.text[first : first + EXCERPT])
-        raise ValueError(f"{why}\n  {line}\n  {' ' * (token.at - first)}^")
-
-    def whole(self) -> Mask:
-        """The mask, and nothing after it."""
-        mask = self._any_of()
-        if self.next.kind != "end":
-            why = REFUSED.get(self.next.text, "after a rule comes &, | or the end")
-            self._refuse(self.next, why)
-        return mask
-
-    def _any_of(self) -> Mask:
-        parts = [self._all_of()]
-        while self._take("|"):
-            parts.append(self._all_of())
-        return reduce(or_, parts)
-
-    def _all_of(self) -> Mask:
-        parts = [self._part()]
-        while self._take("&"):
-            parts.append(self._part())
-        return reduce(and_, parts)
-
-    def _part(self) -> Mask:
-        token = self.next
-        if self._take("~"):
-            self._deeper(token)
-            mask = ~self._part()
-        elif self._take("("):
-            self._deeper(token)
-            mask = self._any_of()
-            self._need(")", "a bracket is not closed: ) is missing here")
-        else:
-            return self._rule()
-        self.depth -= 1
-        return mask
-
-    def _rule(self) -> Mask:
-        token = self.next
-        name = token.text
-        if token.kind != "name" or (name not in RULES and name not in CONSTANTS):
-            listed = ", ".join((*RULES, *CONSTANTS))
-            what = f"{name[:EXCERPT]!r} is no rule" if name else "a rule is missing"
-            self._refuse(token, REFUSED.get(name, f"{what}; the rules are {listed}"))
-        self.at += 1
-        self.rules += 1
-        if self.rules > MOST_RULES:
-            self._refuse(token, f"a mask that is typed has at most {MOST_RULES} rules")
-        if name in CONSTANTS:
-            return CONSTANTS[name]
-        rule = RULES[name]
-        called = f"{name}({', '.join(rule.required)})"
-        if not self._take("("):
-            why = f"{name} needs data: {called}" if rule.required else f"a rule is called: {called}"
-            self._refuse(token, why)
-        given = self._arguments(rule, called)
-        if missing := [each for each in rule.required if each not in given]:
-            self._refuse(token, f"{name} needs {missing[0]}: {called}")
+    def _rule(self, node: ast.Call, name: str) -> Mask:
+        given = {word.arg: word.value for word in node.keywords}
         try:
-            return rule.make(**{each: _data(rule, each, given[each]) for each in given})
+            if len(given) < len(node.keywords):
+                raise TypeError("an argument is given twice")
+            bound = inspect.signature(RULES[name]).bind(*node.args, **given)
+            if other := bound.arguments.keys() - set(_parameters(name)):
+                raise TypeError(f"got an unexpected keyword argument {other.pop()!r}")
+        except TypeError as error:
+            self._refuse(node, f"{error}: {_call(name)}")
+        values = {each: self._value(value) for each, value in bound.arguments.items()}
+        try:
+            return RULES[name](**{each: _data(name, each, value) for each, value in values.items()})
         except (TypeError, ValueError) as error:
-            self._refuse(token, str(error))
+            self._refuse(node, str(error))
 
-    def _arguments(self, rule: Rule, called: str) -> dict[str, Value]:
-        """The arguments by name, with the closing bracket."""
-        names = (*rule.required, *rule.optional)
-        given: dict[str, Value] = {}
-        named = False
-        while not self._take(")"):
-            token = self.next
-            follows = self.tokens[min(self.at + 1, len(self.tokens) - 1)]
-            if token.kind == "name" and follows.text == "=":
-                self.at += 2
-                name, named = token.text, True
-                if name not in names:
-                    takes = " and ".join(names) or "no arguments"
-                    self._refuse(token, f"{rule.make.__name__} takes {takes}, got {name[:60]!r}")
-            else:
-                if named or len(given) == len(names):
-                    self._refuse(token, f"too many arguments here: {called}")
-                name = names[len(given)]
-            if name in given:
-                self._refuse(token, f"{name} is given twice")
-            given[name] = self._value()
-            if not self._take(","):
-                self._need(")", "after an argument comes , or )")
-                break
-        return given
-
-    def _value(self) -> Value:
-        token = self.next
-        if self._take("[", "("):
-            self._deeper(token)
-            value = self._values("]") if token.text == "[" else self._bracket()
-            self.depth -= 1
-            return value
-        self.at += 1
-        if token.text == "-" and self.next.kind == "number":
-            return -self._number()
-        if token.kind == "number":
-            self.at -= 1
-            return self._number()
-        if token.kind == "name" and token.text in WORDS:
-            return WORDS[token.text]
-        self._refuse(token, "data are whole numbers, True, False, None and lists of them")
-
-    def _values(self, close: str) -> tuple[Value, ...]:
-        """The values of a list, with the closing bracket."""
-        values: list[Value] = []
-        while not self._take(close):
-            values.append(self._value())
-            if not self._take(","):
-                self._need(close, f"after a value comes , or {close}")
-                break
-        return tuple(values)
-
-    def _bracket(self) -> Value:
-        """A tuple, or one value in brackets, with the closing one."""
-        values = self._values(")")
-        return values[0] if len(values) == 1 and self.tokens[self.at - 2].text != "," else values
-
-    def _number(self) -> int:
-        token = self.next
-        self.at += 1
-        if not token.text.isascii() or not token.text.isdecimal():
-            self._refuse(token, "data are whole numbers, as 0, 1 and 4096")
-        if len(token.text) > DIGITS:
-            self._refuse(token, f"a number has at most {DIGITS} digits, got {len(token.text):,}")
-        return int(token.text)
+    def _value(self, node: ast.expr) -> Value:
+        why = "data are whole numbers, True, False, None and lists of them"
+        for part in ast.walk(node):
+            value = part.value if isinstance(part, ast.Constant) else 0
+            if not isinstance(part, DATA) or not isinstance(value, int | None):
+                self._refuse(part, why)
+            if value is not None and value >= LARGEST:
+                self._refuse(part, f"a number is below {LARGEST:,}")
+        try:
+            return _tuples(ast.literal_eval(node))
+        except ValueError:  # a sign before a list or a word
+            self._refuse(node, why)
 
 
-def _data(rule: Rule, name: str, value: Value) -> object:
+def _parameters(name: str) -> list[str]:
+    """The data of a rule that can be typed, by name."""
+    found = inspect.signature(RULES[name]).parameters.values()
+    return [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+def _call(name: str) -> str:
+    required = inspect.signature(RULES[name]).parameters
+    needed = [
+        each for each in _parameters(name) if required[each].default is inspect.Parameter.empty
+    ]
+    return f"{name}({', '.join(needed)})"
+
+
+def _tuples(value: Any) -> Value:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _data(rule: str, name: str, value: Value) -> object:
     """An argument as the rule takes it: a list as a tensor, or as Python numbers."""
     if not isinstance(value, tuple):
         return value
     shape = _shape(name, value)
-    if name in rule.as_lists:
+    if name == "lengths":
         return value
     numbers = torch.tensor(value, device="cpu").reshape(shape)
-    if rule.make is Dense and bool(((numbers == 0) | (numbers == 1)).all()):
+    if rule == "Dense" and bool(((numbers == 0) | (numbers == 1)).all()):
         return numbers.bool()
     return numbers
 

@@ -13,14 +13,14 @@ from regard.masks import Mask, Padding
 from regard.masks.algebra import AllOf
 from regard.ops.prepared import Prepared
 from regard.see.maps import AttentionMaps
-from regard.see.rows import Block, OneRow, one_row
+from regard.see.row_weights import OneRow, RowBlock, one_row
 from regard.see.statistics import Statistics, Totals
 
 CONTEXTS = ("context", "key_value_states", "encoder_hidden_states")  # arguments with other tokens
 
 
 @dataclass(frozen=True)
-class Choice:
+class MapChoice:
     """The layers, heads, queries and keys whose weights are returned; None for all of them."""
 
     layers: Sequence[int] | None = None
@@ -28,7 +28,7 @@ class Choice:
     queries: Sequence[int] | None = None
     keys: tuple[int, int] | None = None
 
-    def among(self, layers: int, past: int, tokens: int) -> "Choice":
+    def among(self, layers: int, past: int, tokens: int) -> "MapChoice":
         """The choice with indices from 0, of so many layers and of the tokens from `past`.
 
         Raises:
@@ -38,7 +38,7 @@ class Choice:
         asked = range(layers) if self.layers is None else self.layers
         rows = range(past, tokens) if self.queries is None else self.queries
         start, stop, _ = slice(*(self.keys or (0, tokens))).indices(tokens)
-        return Choice(
+        return MapChoice(
             () if none else indices("layers", asked, 0, layers),
             self.heads,
             () if none else indices("queries", rows, past, tokens),
@@ -63,7 +63,7 @@ class Looking:
     """Statistics of every layer that runs, and maps of the chosen ones."""
 
     def __init__(
-        self, choice: Choice, row: int, past: int, tokens: int, padding: Tensor | None
+        self, choice: MapChoice, row: int, past: int, tokens: int, padding: Tensor | None
     ) -> None:
         self._choice, self._row, self._past, self._tokens = choice, row, past, tokens
         real = torch.ones(tokens, dtype=torch.bool) if padding is None else padding
@@ -75,7 +75,7 @@ class Looking:
 
     @contextmanager
     def at(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """While the block runs, know in which of these layers a call is."""
+        """A context in which hooks tell in which of these layers a call is."""
         handles = []
         for index, module in enumerate(layers.values()):
             handles.append(
@@ -104,7 +104,7 @@ class Looking:
         self._current = None
 
     def seen(self, prepared: Prepared, q: Tensor, parts: tuple[Part, ...]) -> None:
-        """Keep what is wanted of one call that ran."""
+        """Add one call that ran to the statistics, and store the chosen rows of its maps."""
         layer = self._current
         if layer is None:
             return
@@ -121,7 +121,7 @@ class Looking:
         real = self._real.to(q.device)
         first = int(real.int().argmax())
         sinks = prepared.call.sinks is not None
-        totals = Totals(call.heads, real[self._past :], first, self._tokens, sinks=sinks)
+        totals = Totals(call.call.num_heads, real[self._past :], first, self._tokens, sinks=sinks)
         kept = self._room(layer, call)
         for block in call.blocks():
             totals.add(block)
@@ -139,7 +139,7 @@ class Looking:
         if layer not in choice.layers:
             return None
         start, stop = choice.keys
-        shape = len(self._heads(call.heads)), len(choice.queries), stop - start
+        shape = len(self._heads(call.call.num_heads)), len(choice.queries), stop - start
         self._maps[layer] = torch.zeros(shape, dtype=torch.float32)
         return self._maps[layer]
 
@@ -147,7 +147,7 @@ class Looking:
         asked = range(count) if self._choice.heads is None else self._choice.heads
         return indices("heads", asked, 0, count)
 
-    def _keep(self, kept: Tensor, block: Block) -> None:
+    def _keep(self, kept: Tensor, block: RowBlock) -> None:
         """Copy the chosen rows and columns of the chosen heads."""
         assert self._choice.queries is not None
         assert self._choice.keys is not None
@@ -168,7 +168,7 @@ class Looking:
         kept[:, into, first - start : last - start] = columns.float().cpu()
 
     def maps(self, names: tuple[str, ...], tokens: tuple[str, ...]) -> AttentionMaps:
-        """All that was kept.
+        """The maps and statistics of all layers.
 
         Raises:
             ValueError: if a layer did not run, or layers have different numbers of heads.

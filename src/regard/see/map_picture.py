@@ -1,17 +1,12 @@
 """Maps of attention as SVG and PNG files, by matplotlib."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
+from regard.see.figures import GAP, cells, figure, inked, picture
 from regard.see.map_text import readable
 from regard.see.maps import AttentionMaps
-from regard.see.sheet import GAP, INK, cells
 from regard.whole_file import write_whole
 
 GREY = "#7d8590"  # text: a contrast above 3.8 on white and on black
@@ -20,7 +15,6 @@ ACROSS = 3  # maps in a row of the picture
 MOST = 24  # maps in a picture at most
 SIDE = 3.4  # inches of a map
 HEAD = 0.28  # inches of a head in the overview
-DOTS = 160  # of a PNG, in an inch
 
 
 def draw(maps: AttentionMaps, path: Path, heads: Sequence[tuple[int, int]] = ()) -> None:
@@ -39,13 +33,8 @@ def draw(maps: AttentionMaps, path: Path, heads: Sequence[tuple[int, int]] = ())
     """
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"a picture is .svg or .png, got {str(path)!r}")
-    figure = _maps(maps, heads) if heads else overview(maps)
-    paper = {"transparent": True} if path.suffix == ".svg" else {"facecolor": "white"}
-    dated = {"Date": None} if path.suffix == ".svg" else {}
-    drawn = io.BytesIO()
-    options = {"format": path.suffix[1:], "dpi": DOTS, "bbox_inches": "tight", "metadata": dated}
-    figure.savefig(drawn, **options, **paper)
-    write_whole(path, drawn.getvalue())
+    drawn = _maps(maps, heads) if heads else overview(maps)
+    write_whole(path, picture(drawn, path.suffix[1:], bbox_inches="tight"))
 
 
 def overview(maps: AttentionMaps) -> Any:
@@ -53,9 +42,9 @@ def overview(maps: AttentionMaps) -> Any:
     layers, heads, rows, columns = maps.overview.shape
     plane = cells(maps.overview)
     inch = HEAD / max(rows, columns)
-    figure = _figure(0.6 + inch * plane.shape[1], 0.6 + inch * plane.shape[0])
-    axes = figure.subplots()
-    axes.imshow(inked(plane), interpolation="nearest")
+    drawn = figure(0.6 + inch * plane.shape[1], 0.6 + inch * plane.shape[0])
+    axes = drawn.subplots()
+    axes.imshow(inked(plane).numpy(), interpolation="nearest")
     every = 1 if max(layers, heads) <= 16 else 4
     for names, size, count in (("x", columns, heads), ("y", rows, layers)):
         ticks = range(0, count, every)
@@ -64,7 +53,7 @@ def overview(maps: AttentionMaps) -> Any:
     axes.set_xlabel("head", color=GREY)
     axes.set_ylabel("layer", color=GREY)
     _plain(axes)
-    return figure
+    return drawn
 
 
 def _maps(maps: AttentionMaps, chosen: Sequence[tuple[int, int]]) -> Any:
@@ -73,17 +62,17 @@ def _maps(maps: AttentionMaps, chosen: Sequence[tuple[int, int]]) -> Any:
         raise ValueError(f"a picture has {MOST} maps at most, got {len(chosen)}; choose fewer")
     across = min(ACROSS, len(chosen))
     down = -(-len(chosen) // across)
-    figure = _figure(SIDE * across, SIDE * down)
-    grid = figure.subplots(down, across, squeeze=False).flatten()
+    drawn = figure(SIDE * across, SIDE * down)
+    grid = drawn.subplots(down, across, squeeze=False).flatten()
     for axes in grid[len(chosen) :]:
         axes.set_visible(False)
     for axes, (layer, head) in zip(grid, chosen, strict=False):
-        axes.imshow(inked(maps.map(layer, head)), interpolation="nearest")
+        axes.imshow(inked(maps.map(layer, head)).numpy(), interpolation="nearest")
         axes.set_title(f"layer {layer}, head {head}", color=GREY, fontsize=10)
         _name(axes, maps)
         _plain(axes)
-    figure.tight_layout()
-    return figure
+    drawn.tight_layout()
+    return drawn
 
 
 def _name(axes: Any, maps: AttentionMaps) -> None:
@@ -96,23 +85,6 @@ def _name(axes: Any, maps: AttentionMaps) -> None:
         axes.set(**{f"{names}ticks": at, f"{names}ticklabels": said})
     if len(maps.keys) <= LABELLED:
         axes.tick_params("x", rotation=90)
-
-
-def inked(weights: Float[Tensor, "rows columns"]) -> Any:
-    """An array of one colour, whose opacity is the square root of the weights."""
-    colour = torch.tensor(INK) / 255
-    opacity = weights.clamp(0, 1).sqrt().unsqueeze(-1)
-    return torch.cat([colour.expand(*weights.shape, 3), opacity], dim=-1).numpy()
-
-
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "pictures are drawn by matplotlib; python -m pip install 'regard[bench]'"
-        ) from error
-    return Figure(figsize=(width, height))
 
 
 def _plain(axes: Any) -> None:

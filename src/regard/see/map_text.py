@@ -51,7 +51,7 @@ def map_text(maps: AttentionMaps, layer: int, head: int, *, width: int = 80) -> 
 
 
 def shaded(row: Float[Tensor, " K"], wide: int = 1) -> str:
-    """A shade for each weight, so many characters wide."""
+    """A shade of text for each weight, `wide` characters wide."""
     shades = (SHADES[sum(weight >= bound for bound in BOUNDS)] for weight in row.tolist())
     return "".join(shade * wide for shade in shades)
 

@@ -5,6 +5,7 @@ import io
 import re
 import zipfile
 import zlib
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.see.sheet import data_address, sheet
+from regard.see.figures import sheet
 from regard.whole_file import write_whole
 from regard.words import counted
 
@@ -65,11 +66,11 @@ class AttentionMaps:
     Examples:
         >>> import torch
         >>> from regard import Attention, Causal
-        >>> from regard.see import AttentionMaps, attention
+        >>> from regard.see import attention
         >>> layer = Attention(8, 2, mask=Causal())
         >>> maps = attention(layer, torch.randn(1, 3, 8), heads=[0], names=["a", "b", "c"])
-        >>> isinstance(maps, AttentionMaps), maps.weights.shape, maps.entropy.shape
-        (True, torch.Size([1, 1, 3, 3]), torch.Size([1, 2]))
+        >>> maps.weights.shape, maps.entropy.shape
+        (torch.Size([1, 1, 3, 3]), torch.Size([1, 2]))
         >>> maps.top(layer=0, head=0, query=0)
         [('a', 1.0)]
     """
@@ -170,12 +171,15 @@ class AttentionMaps:
     def _repr_html_(self) -> str:
         """The overview of all heads as one picture, for notebooks."""
         layers, heads = self.entropy.shape
+        try:
+            source = f"data:image/png;base64,{b64encode(sheet(self.overview)).decode()}"
+        except ImportError as missing:
+            return f"<p>{html.escape(f'{self}; {missing}')}</p>"
         says = "rows are layers, columns are heads; darker is more attention"
         return (
             f"<figure><figcaption>{html.escape(str(self))}: {says}</figcaption>"
             f'<img alt="overview of {layers} layers of {heads} heads" '
-            f'style="max-width:100%;image-rendering:pixelated" '
-            f'src="{data_address(sheet(self.overview))}"></figure>'
+            f'style="max-width:100%;image-rendering:pixelated" src="{source}"></figure>'
         )
 
 

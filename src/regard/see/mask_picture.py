@@ -1,6 +1,5 @@
 """Masks as text of a given width, as SVG and as PNG, and the sentence that explains a cell."""
 
-import io
 import textwrap
 from typing import Any
 
@@ -10,6 +9,7 @@ from regard.masks import Mask, Span
 from regard.masks.draw import HIDDEN, SIZE, VISIBLE, as_svg, frame, in_blocks, slots
 from regard.masks.draw import SIDE as BLOCKS
 from regard.pooling import Pooled
+from regard.see.figures import figure, picture
 from regard.svg import BLUE, RED, runs
 from regard.words import counted
 
@@ -19,7 +19,6 @@ LARGEST = 8192  # queries and keys of a mask without data: where fewer would sho
 PALE, PAPER, LINE = "#9dc1fa", "#eef0f3", "#c5cad1"  # of a PNG: partly visible, hidden
 INCHES = (2.2, 5.0)  # the shortest and longest side of its cells
 CELL = 0.28  # inches of a cell at most
-DOTS = 160  # of a PNG, in an inch
 
 
 def span_of(
@@ -151,25 +150,16 @@ def png(mask: Mask, span: Span | None = None, *, b: int = 0, h: int = 0) -> byte
         >>> png(Causal())[:4]
         b'\\x89PNG'
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which keeps a state of its own
-    except ImportError as error:
-        raise ImportError(
-            "a picture as PNG needs matplotlib: python -m pip install 'regard[bench]'; "
-            "SVG needs nothing"
-        ) from error
     span = span or span_of(mask)
     cells = in_blocks(mask, span, b, h, rows=BLOCKS, columns=BLOCKS)
     height, width = (min(INCHES[1], max(INCHES[0], CELL * side)) for side in cells.some.shape)
-    figure = Figure(figsize=(width + 0.9, height + 0.9), layout="constrained", dpi=DOTS)
-    axes = figure.add_subplot()
+    drawn = figure(width + 0.9, height + 0.9, layout="constrained")
+    axes = drawn.add_subplot()
     _paint(axes, cells, *slots(span, b))
     code = textwrap.shorten(repr(mask), 160, placeholder=" ...")
     lines = textwrap.wrap(code, max(20, round(12 * width)), break_long_words=True)
     axes.set_title("\n".join(lines), fontsize=9, family="monospace")
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return picture(drawn)
 
 
 def _paint(axes: Any, cells: Pooled, queries: list[int], keys: range) -> None:

@@ -1,20 +1,14 @@
-"""A pool of pages as text of a given width, as SVG and as PNG: a cell for each page.
+"""A pool of pages as text of a given width, and as SVG: a cell for each page."""
 
-A picture is described first, by `described`, and drawn from that.
-"""
-
-import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice
 from typing import NamedTuple
 
-from regard.cache.paging.offloading import ColdSlab
 from regard.cache.paging.paged import PagedCache
-from regard.cache.paging.pages import Page, PageTable
+from regard.cache.paging.pages import Page, PageTable, Slab
 from regard.cache.paging.pool import PagePool
-from regard.cache.paging.slabs import Slab
 from regard.svg import INK
 from regard.words import counted, without_controls
 
@@ -24,8 +18,6 @@ LINE = 20  # cells of a line
 GAP = 12  # pixels around the picture and between its parts
 HEADING = 22  # pixels of a line of text
 CHARACTER = 6.4  # pixels of a character of a heading, of 12 pixels in height
-DOTS = 160  # of a PNG, in an inch
-PIXELS, POINTS = 96, 8.5  # of a PNG: pixels of the drawing in an inch, and the height of its text
 
 
 class State(NamedTuple):
@@ -61,13 +53,14 @@ class Strip(NamedTuple):
 
     @classmethod
     def of(cls, heading: str, cells: Iterable[Cell], count: int) -> "Strip":
-        """A strip of `count` cells: the first ones, where they are too many to draw."""
+        """A strip of the first of `count` cells, as many as are drawn at most."""
         more = f", the first {MOST:,} of {count:,}" if count > MOST else ""
         return cls(heading + more, tuple(islice(cells, MOST)))
 
 
 class Picture(NamedTuple):
-    """What a picture of a pool shows."""
+    """The content of a picture of a pool: strips of pages, and the number of pages in each
+    state."""
 
     title: str
     strips: tuple[Strip, ...]
@@ -75,7 +68,7 @@ class Picture(NamedTuple):
 
 
 def described(pool: PagePool, caches: Sequence[PagedCache] = ()) -> Picture:
-    """What a picture of a pool shows: of each strip at most `MOST` pages.
+    """The content of a picture of a pool: at most `MOST` pages of each strip.
 
     Args:
         pool: the pool.
@@ -90,17 +83,17 @@ def described(pool: PagePool, caches: Sequence[PagedCache] = ()) -> Picture:
         >>> described(pool, [cache]).counts["sealed"]
         2
     """
-    with pool.lock:
-        pages = pool.pages()
+    with pool.memory.lock:
+        pages = pool.memory.in_order()
         found = {(id(page.slab), page.index): _cell(page) for page in pages}
         strips = [
             _of_table(_name_of_row(caches, number, row, pool.page_size), table)
             for number, cache in enumerate(caches)
             for row, table in enumerate(cache.rows)
         ]
-        strips += [_of_slab(slab, found, pool) for slab in pool.slabs() if slab.capacity]
+        strips += [_of_slab(slab, found, pool) for slab in pool.memory.slabs() if slab.capacity]
         counts = Counter(cell.state for cell in found.values())
-        counts["free"] = sum(slab.capacity - slab.in_use for slab in pool.slabs())
+        counts["free"] = sum(slab.capacity - slab.in_use for slab in pool.memory.slabs())
         title = f"{pool!r}: {counted(len(pages), 'page')} in use"
         return Picture(title, tuple(strips), {state: counts[state] for state in STATES})
 
@@ -109,7 +102,7 @@ def _of_slab(slab: Slab, found: dict[tuple[int, int], Cell], pool: PagePool) -> 
     free = Cell("free", STATES["free"].sign)
     cells = (found.get((id(slab), index), free) for index in range(slab.capacity))
     form = pool.format.name if slab.sealed and pool.format.name != "plain" else "full precision"
-    place = "offloaded, " if isinstance(slab, ColdSlab) else ""
+    place = "offloaded, " if slab.host_of is not None else ""
     heading = (
         f"{place}{form}, {slab.page_bytes:,} bytes a page of {counted(pool.page_size, 'token')}"
     )
@@ -135,7 +128,7 @@ def _cell(page: Page) -> Cell:
 
 
 def _state(page: Page) -> str:
-    if isinstance(page.slab, ColdSlab):
+    if page.slab.host_of is not None:
         return "cold"
     if not page.references:
         return "reusable"
@@ -201,7 +194,26 @@ def pool_svg(pool: PagePool, caches: Sequence[PagedCache] = ()) -> str:
         22
     """
     picture = described(pool, caches)
-    marks, (width, height) = list(_marks(picture)), _size(picture)
+    shapes, y, widths = [], GAP, [0]
+
+    def write(x: int, text: str) -> None:
+        shapes.append(f'<text x="{x}" y="{y + 14}">{escape(without_controls(text))}</text>')
+        widths.append(x + round(CHARACTER * len(text)))
+
+    for strip in picture.strips:
+        write(GAP, strip.heading)
+        y += HEADING
+        for at, cell in enumerate(strip.cells):
+            shapes.append(_box(GAP + at % LINE * SIDE, y + at // LINE * SIDE, cell))
+        widths.append(GAP + SIDE * min(LINE, len(strip.cells)))
+        y += -(-len(strip.cells) // LINE) * SIDE + GAP // 2
+    y += GAP // 2
+    for state, count in picture.counts.items():
+        if count:
+            shapes.append(_box(GAP, y, Cell(state, STATES[state].sign)))
+            write(GAP + SIDE + 6, f"{count:,} {STATES[state].meaning}")
+            y += HEADING
+    width, height = max(widths) + GAP, y - HEADING + SIDE + GAP
     title = escape(without_controls(picture.title))
     return "\n".join(
         [
@@ -210,14 +222,14 @@ def pool_svg(pool: PagePool, caches: Sequence[PagedCache] = ()) -> str:
             f'font-family="system-ui,sans-serif" font-size="12" fill="currentColor" color="{INK}">',
             f"<title>{title}</title>",
             f"<desc>{escape(without_controls(in_words(picture)))}</desc>",
-            *(_svg_of(mark) for mark in marks),
+            *shapes,
             "</svg>",
         ]
     )
 
 
 def in_words(picture: Picture) -> str:
-    """What a picture shows, in a sentence.
+    """A sentence with the number of pages in each state.
 
     Examples:
         >>> from regard import PagePool
@@ -228,96 +240,10 @@ def in_words(picture: Picture) -> str:
     return ": ".join([picture.title, *([", ".join(parts)] if parts else [])]) + "."
 
 
-class Mark(NamedTuple):
-    """A cell, or a line of text, and where its left upper corner is, in pixels."""
-
-    x: int
-    y: int
-    shown: Cell | str
-
-
-def _marks(picture: Picture) -> Iterator[Mark]:
-    """All cells and texts, from above to below."""
-    y = GAP
-    for strip in picture.strips:
-        yield Mark(GAP, y, strip.heading)
-        y += HEADING
-        for at, cell in enumerate(strip.cells):
-            yield Mark(GAP + at % LINE * SIDE, y + at // LINE * SIDE, cell)
-        y += -(-len(strip.cells) // LINE) * SIDE + GAP // 2
-    y += GAP // 2
-    for state, count in picture.counts.items():
-        if count:
-            yield Mark(GAP, y, Cell(state, STATES[state].sign))
-            yield Mark(GAP + SIDE + 6, y, f"{count:,} {STATES[state].meaning}")
-            y += HEADING
-
-
-def _size(picture: Picture) -> tuple[int, int]:
-    """Pixels across and down."""
-    marks = list(_marks(picture))
-    right = [
-        mark.x + (SIDE if isinstance(mark.shown, Cell) else round(CHARACTER * len(mark.shown)))
-        for mark in marks
-    ]
-    return max(right, default=0) + GAP, max((mark.y for mark in marks), default=0) + SIDE + GAP
-
-
-def _svg_of(mark: Mark) -> str:
-    x, y, shown = mark
-    if isinstance(shown, str):
-        return f'<text x="{x}" y="{y + 14}">{escape(without_controls(shown))}</text>'
-    colour = STATES[shown.state].colour
-    paint = (
-        f'fill="{colour}"' if colour else 'fill="none" stroke="currentColor" stroke-opacity=".4"'
-    )
-    box = f'<rect x="{x + 1}" y="{y + 1}" width="{SIDE - 2}" height="{SIDE - 2}" rx="2" {paint}/>'
-    if shown.state == "free":
-        return box
-    sign = f'<text x="{x + SIDE // 2}" y="{y + 14}" text-anchor="middle" fill="#fff">{shown.sign}'
-    return f"{box}{sign}</text>"
-
-
-def pool_png(pool: PagePool, caches: Sequence[PagedCache] = ()) -> bytes:
-    """The pool as the bytes of a PNG file, on white paper.
-
-    Args:
-        pool: the pool.
-        caches: whose rows to show, page by page, above the pool.
-
-    Raises:
-        ImportError: if matplotlib is missing.
-
-    Examples:
-        >>> from regard import PagePool
-        >>> from regard.see import pool_png
-        >>> pool_png(PagePool(num_pages=8, page_size=4))[:4]
-        b'\\x89PNG'
-    """
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which keeps a state of its own
-        from matplotlib.patches import Rectangle
-    except ImportError as error:
-        raise ImportError(
-            "a picture as PNG needs matplotlib: python -m pip install 'regard[bench]'; "
-            "SVG needs nothing"
-        ) from error
-    picture = described(pool, caches)
-    width, height = _size(picture)
-    figure = Figure(figsize=(width / PIXELS, height / PIXELS), dpi=DOTS)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    axes.set_axis_off()
-    for x, y, shown in _marks(picture):
-        if isinstance(shown, str):
-            axes.text(x, y + 14, shown, fontsize=POINTS)
-            continue
-        colour = STATES[shown.state].colour
-        free = {"facecolor": "none", "edgecolor": INK, "alpha": 0.5}
-        paint = {"facecolor": colour, "edgecolor": "none"} if colour else free
-        axes.add_patch(Rectangle((x + 1, y + 1), SIDE - 2, SIDE - 2, **paint))
-        if colour:
-            axes.text(x + SIDE / 2, y + 14, shown.sign, fontsize=POINTS, ha="center", color="white")
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+def _box(x: int, y: int, cell: Cell) -> str:
+    """A cell of SVG with its sign; of a free page the outline alone."""
+    size = f'x="{x + 1}" y="{y + 1}" width="{SIDE - 2}" height="{SIDE - 2}" rx="2"'
+    if cell.state == "free":
+        return f'<rect {size} fill="none" stroke="currentColor" stroke-opacity=".4"/>'
+    place = f'x="{x + SIDE // 2}" y="{y + 14}" text-anchor="middle" fill="#fff"'
+    return f'<rect {size} fill="{STATES[cell.state].colour}"/><text {place}>{cell.sign}</text>'

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.see.rows import Block
+from regard.see.row_weights import RowBlock
 
 CELLS = 32  # rows and columns of an overview at most
 
@@ -59,7 +59,7 @@ class Totals:
         )
         self._weight = torch.zeros(heads, self._rows.shape[1], device=device, dtype=torch.float64)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: RowBlock) -> None:
         """Add the queries of a block."""
         weights, on_keys = block.weights, block.weights.sum(-1)
         count, start = weights.shape[1], block.query - self._past
@@ -86,12 +86,12 @@ class Totals:
         return Statistics(overview=overview.float().cpu(), **mean)
 
     def _sum(self, name: str, values: Tensor, seen: Tensor) -> None:
-        """Add what is true of each query, `[H, R]`, of those that count."""
+        """Add the values `[H, R]` of the queries that see a key."""
         total = values.to(torch.float64).masked_fill(~seen, 0).sum(-1)
         self._sums[name] = self._sums.get(name, 0) + total
         self._counts[name] = self._counts.get(name, 0) + seen.sum(-1)
 
-    def _add_to_overview(self, block: Block, seen: Bool[Tensor, "H R"]) -> None:
+    def _add_to_overview(self, block: RowBlock, seen: Bool[Tensor, "H R"]) -> None:
         weights, start = block.weights, block.query - self._past
         columns = self._columns[block.key : block.key + weights.shape[2]].to(weights.dtype)
         rows = self._rows[start : start + weights.shape[1]]
@@ -128,7 +128,7 @@ def _distance(weights: Tensor, own: Tensor) -> Float[Tensor, "H R"]:
 
 
 def _at(weights: Float[Tensor, "H R S"], columns: Tensor) -> Float[Tensor, "H R"]:
-    """Of each row the weight in one column; 0 where there is no such column."""
+    """The weight of each row in one column; 0 where there is no such column."""
     keys = weights.shape[2]
     if not keys:
         return weights.new_zeros(weights.shape[:2])

@@ -5,26 +5,29 @@ import torch
 
 from regard.cache.paging import appending
 from regard.cache.paging.formats import format_of
-from regard.cache.paging.pages import PageTable
+from regard.cache.paging.pages import PageTable, outlines_of
 from regard.cache.paging.pool import PagePool
-from regard.cache.paging.slabs import outlines_of
 
 X = torch.randn(1, 2, 40, 8)
 
 
 def kind_of(pool):
-    return pool.kind_of(outlines_of((X,), pool.format, pool.page_size, None))
+    memory = pool.memory
+    return memory.kind_of(outlines_of((X,), memory.format, memory.page_size, None))
 
 
 def appended(pool, table, length, new):
-    kind = kind_of(pool)
-    append = appending.plan(kind, pool.page_size, [table], [length], (new,))
-    pool.reserve([*append.needed, *[kind.sealed for number in append.full if number is not None]])
-    (table,) = appending.with_new_pages(pool, [table], append)
-    appending.write([table], append, [new])
-    for page in appending.seal(pool, kind, [table], append):
-        pool.release(page)
-    return table
+    memory = pool.memory
+    append = appending.plan(kind_of(pool), [table], [length], (new,))
+    with memory.change:
+        memory.reserve(append.needed)
+        grown = appending.with_new_pages(memory, [table], append)
+        appending.write(grown, append, [new])
+        (last,) = appending.with_codes(memory, grown, append)
+        appending.seal([last], append)
+        for page in last.pages:
+            page.references = 1
+    return last
 
 
 @pytest.mark.parametrize("form", ["plain", "K8V8"])
@@ -82,7 +85,7 @@ def test_the_free_slots_of_an_open_page_are_zero():
     place = other.pages[0].index
     for page in other.pages[:2]:
         page.slab.put(page.start, [torch.full((2, 4, 8), torch.nan)])
-        pool.release(page)
+        pool.memory.release(page)
     for length in (1, 2):
         table = appended(pool, PageTable(), 0, X[:, :, :length])
         (page,) = table.pages

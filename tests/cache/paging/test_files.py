@@ -11,9 +11,9 @@ import torch
 
 from regard import PagedCache, PagePool
 from regard.cache.files import open_tensors, write_tensors
-from regard.cache.paging.files import Group, Numbered, groups_from, taken
+from regard.cache.paging.files import Group, Numbered, groups_from, take_pages
 from regard.cache.paging.formats import format_of
-from regard.cache.paging.slabs import Outline
+from regard.cache.paging.pages import Outline
 
 FILE = "cache.safetensors"
 STREAMS = {
@@ -77,8 +77,8 @@ def test_shared_pages_are_written_once_and_shared_again(tmp_path, form):
     again = PagedCache(pool)
     again.load(tmp_path / FILE, weights="mine")
     assert pool.pages_in_use == cache.pool.pages_in_use
-    references = sorted(page.references for page in pool.pages())
-    assert references == sorted(page.references for page in cache.pool.pages())
+    references = sorted(page.references for page in pool.memory.in_order())
+    assert references == sorted(page.references for page in cache.pool.memory.in_order())
     assert same(content(cache), content(again))
     fork = again.fork()
     for each in (cache, again):
@@ -174,8 +174,8 @@ WRONG = {
     "a number of pages": (first_group(count=9), "pages are stored as"),
     "no pages": (first_group(count=0), "pages are stored as"),
     "codes": (first_group(codes=True), "have no codes|pages are stored as"),
-    "a rotation": (first_group(rotations=[[8]]), "are not rotated"),
-    "too many rotations": (first_group(rotations=[[], []]), "a rotation for each stream"),
+    "a rotation": (first_group(rotated=8), "are not rotated"),
+    "more rotated channels": (first_group(rotated=99), "channels of keys are rotated"),
     "other streams": (
         first_group(outlines=[{"shape": [1, 2, 0, 8], "dtype": "bfloat16"}]),
         "pages are stored as",
@@ -232,7 +232,7 @@ def pages_in(pool, rows=2):
 def test_each_page_has_one_number(form, sizes):
     pool = PagePool(20, 4, format=form)
     cache, pages = pages_in(pool)
-    numbered = Numbered(pool, [*pages, *pages])
+    numbered = Numbered(pool.memory, [*pages, *pages])
     assert [group.size for group in numbered.groups] == sizes  # first and open ones, and codes
     assert sorted(numbered.numbers.values()) == list(range(6))
     assert cache.length == 11
@@ -242,12 +242,12 @@ def test_each_page_has_one_number(form, sizes):
 def test_what_is_written_has_the_shapes_of_its_groups(form):
     pool = PagePool(20, 4, format=form)
     cache, pages = pages_in(pool)
-    numbered = Numbered(pool, pages)
+    numbered = Numbered(pool.memory, pages)
     want = [each for group in numbered.groups for each in group.shapes(4)]
     assert [(each.shape, each.dtype) for each in numbered.streams()] == want
     sizes = (math.prod(each.shape) * each.dtype.itemsize for each in numbered.streams())
     assert sum(sizes) == pool.nbytes.held
-    assert groups_from(numbered.text(), pool, CPU) == numbered.groups
+    assert groups_from(numbered.text(), pool.memory, CPU) == numbered.groups
     assert cache.length == 11
 
 
@@ -255,18 +255,22 @@ def test_what_is_written_has_the_shapes_of_its_groups(form):
 def test_pages_are_taken_with_their_content(form):
     pool, other = PagePool(20, 4, format=form), PagePool(6, 4, format=form)
     cache, pages = pages_in(pool)
-    numbered = Numbered(pool, pages)
-    new = taken(other, numbered.groups, iter([each.pieces for each in numbered.streams()]))
+    numbered = Numbered(pool.memory, pages)
+    streams = iter([each.pieces for each in numbered.streams()])
+    with other.memory.change:
+        new = take_pages(other.memory, numbered.groups, streams)
+        for page in new:
+            other.memory.retain(page)
     for page, number in numbered.numbers.items():
         mine, theirs = (each.slab.stored(each.index) for each in (page, new[number]))
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert other.pages_in_use == 6 and all(page.references == 1 for page in new)
-    with pytest.raises(ValueError, match="needs 6 pages more"):
-        taken(other, numbered.groups, iter(()))
+    assert other.pages_in_use == 6
+    with pytest.raises(ValueError, match="needs 6 pages more"), other.memory.change:
+        take_pages(other.memory, numbered.groups, iter(()))
     assert other.pages_in_use == 6 and cache.length == 11
 
 
-def test_pages_that_cannot_be_read_are_released():
+def test_pages_that_cannot_be_read_are_free_again():
     pool = PagePool(20, 4)
     group = Group((Outline(1, 2, torch.float32, CPU),), False, 3)
 
@@ -274,37 +278,35 @@ def test_pages_that_cannot_be_read_are_released():
         yield torch.zeros(1, 4, 2)
         raise OSError("the disk is gone")
 
-    with pytest.raises(OSError, match="gone"):
-        taken(pool, [group], iter([broken()]))
+    with pytest.raises(OSError, match="gone"), pool.memory.change:
+        take_pages(pool.memory, [group], iter([broken()]))
     assert pool.pages_in_use == 0
 
 
-def group(shape=(1, 2, 0, 96), dtype="float32", rotation=(64, 32), **changes):
+def group(shape=(1, 2, 0, 96), dtype="float32", rotated=96, **changes):
     outlines = [{"shape": list(shape), "dtype": dtype}]
-    made = {"outlines": outlines, "rotations": [list(rotation)], "codes": True, "count": 2}
+    made = {"outlines": outlines, "rotated": rotated, "codes": True, "count": 2}
     return {**made, **changes}
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (group(rotation=(32, 64)), "are not rotated in blocks"),
-        (group(rotation=(128,)), "are not rotated in blocks"),
-        (group(rotation=(-64, 160)), "are not rotated in blocks"),
-        (group(dtype="int32"), "are not rotated in blocks"),
-        (group(rotations=[[64, 32], []]), "a rotation for each stream"),
-        (group(rotations=None), "a rotation for each stream"),
-        (group(outlines=[], rotations=[]), "a rotation for each stream"),
+        (group(rotated=95), "are not rotated in blocks"),
+        (group(rotated=128), "channels of keys are rotated"),
+        (group(rotated=-64), "channels of keys are rotated"),
+        (group(rotated=True), "channels of keys are rotated"),
+        (group(outlines=[]), "a group has streams"),
         (group(dtype="bool"), "outlines have a shape"),
         (group(shape=(1, 2, 3, 96)), "outlines have a shape"),
-        (group(count=0), "a count of pages"),
-        (group(count=True), "a count of pages"),
-        (group(codes=2), "a count of pages"),
-        (group(dtype="int32", rotation=()), "have no codes"),
+        (group(count=0), "a group has streams"),
+        (group(count=True), "a group has streams"),
+        (group(codes=2), "a group has streams"),
+        (group(dtype="int32", rotated=0), "have no codes"),
         ({"count": 3}, "a group of pages has"),
         (group(shape=(1, 0, 0, 96), count=1 << 20), "so that a file bounds their count"),
         (
-            group(shape=(1, 2, 0, 0), rotation=(), count=1 << 20),
+            group(shape=(1, 2, 0, 0), rotated=0, count=1 << 20),
             "so that a file bounds their count",
         ),
         ([group(), group(count=1)], "pages of one kind are one group"),
@@ -314,14 +316,14 @@ def group(shape=(1, 2, 0, 96), dtype="float32", rotation=(64, 32), **changes):
 def test_groups_that_no_pool_writes_are_refused(wrong, says):
     given = wrong if isinstance(wrong, list) else [wrong]
     with pytest.raises(ValueError, match=says):
-        groups_from(given, PagePool(9, 4, format="K4V4"), CPU)
+        groups_from(given, PagePool(9, 4, format="K4V4").memory, CPU)
 
 
 def test_keys_with_scales_by_channel_are_not_rotated():
     with pytest.raises(ValueError, match="are not rotated in blocks"):
-        groups_from([group(rotation=(64,))], PagePool(9, 4, format=BY_CHANNEL), CPU)
+        groups_from([group(rotated=64)], PagePool(9, 4, format=BY_CHANNEL).memory, CPU)
 
 
 def test_rotations_of_a_first_piece_are_known():
-    (found,) = groups_from([group(rotation=(64,))], PagePool(9, 4, format="K4V4"), CPU)
+    (found,) = groups_from([group(rotated=64)], PagePool(9, 4, format="K4V4").memory, CPU)
     assert found.outlines[0].rotation == (64,)

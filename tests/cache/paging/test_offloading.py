@@ -14,10 +14,9 @@ import session
 from regard import Causal, MultiHeadAttention, PagedCache, PagePool
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.formats import format_of
-from regard.cache.paging.offloading import ColdSlab, Offload
-from regard.cache.paging.pages import Page, PageTable
-from regard.cache.paging.segments import parts_of, segments_of
-from regard.cache.paging.slabs import Slab, outlines_of
+from regard.cache.paging.offloading import Offload
+from regard.cache.paging.pages import Page, PageTable, Slab, outlines_of
+from regard.cache.paging.reading import parts_of, segments_of
 
 CONTEXT = Context("5e1f")
 
@@ -40,10 +39,14 @@ def same(mine, theirs):
 
 def poison(pool):
     """NaN in hot and cold pages that are not in use."""
-    for slab in pool.slabs():
+    for slab in pool.memory.slabs():
         for index in slab._is_free:
             for buffer in slab.stored(index):
                 buffer.view(torch.uint8).fill_(255)
+
+
+def cold_slabs(pool):
+    return [*pool.memory.offloading.slabs.values()]
 
 
 def tokens(n, rows=2):
@@ -63,8 +66,8 @@ def test_cold_pages_read_as_hot_ones(form, window):
             poison(pool)
     for pool in made[1:]:
         assert pool.cold_pages > 0
-        slabs = pool.offloading.slabs
-        assert all(page.sealed for page in pool.pages() if page.slab in slabs)
+        slabs = cold_slabs(pool)
+        assert all(page.sealed for page in pool.memory.in_order() if page.slab in slabs)
         assert pool.pages_in_use - pool.cold_pages <= 3 + 2 * 2 + 2  # and open or first pages
         assert pool.nbytes.held == made[0].nbytes.held
     for cache in caches:
@@ -134,12 +137,12 @@ def test_what_is_read_is_not_moved():
     other.update(*tokens(40))
     other.update(*tokens(1))  # moves all that it may
     held = [page for table in cache.rows for page in table.pages]
-    assert pool.cold_pages and not any(page.slab in pool.offloading.slabs for page in held)
+    assert pool.cold_pages and not any(page.slab in cold_slabs(pool) for page in held)
     poison(pool)
     assert torch.equal(values(parts)[1][:, :, :20], new[0])
     del parts
     other.update(*tokens(1))
-    assert sum(page.slab in pool.offloading.slabs for page in held) > 0
+    assert sum(page.slab in cold_slabs(pool) for page in held) > 0
     poison(pool)
     assert torch.equal(values(cache.peek(*tokens(0)))[1][:, :, :20], new[0])
 
@@ -175,7 +178,7 @@ def test_the_pages_used_longest_ago_go_first():
     third.update(*tokens(24, rows=1))
     third.update(*tokens(1, rows=1))
     cold = [
-        sum(page.slab in pool.offloading.slabs for page in cache.rows[0].pages)
+        sum(page.slab in cold_slabs(pool) for page in cache.rows[0].pages)
         for cache in (first, second, third)
     ]
     assert cold == [0, 2, 0]
@@ -187,7 +190,7 @@ def test_rows_of_a_batch_are_moved_column_by_column():
     cache = PagedCache(pool)
     for n in (59, 1, 1, 1, 1, 1, 1, 1, 1, 1):
         cache.update(*tokens(n, rows=3))
-        cold = [[page.slab in pool.offloading.slabs for page in t.pages] for t in cache.rows]
+        cold = [[page.slab in cold_slabs(pool) for page in t.pages] for t in cache.rows]
         assert sum(len(set(column)) > 1 for column in zip(*cold, strict=True)) <= 1
     assert 10 < sum(map(sum, cold)) < 30
 
@@ -197,7 +200,9 @@ def test_on_another_device_cold_pages_are_copied_a_piece_at_a_time():
     meta = torch.device("meta")
     for form in ("plain", "K4V4"):
         outlines = outlines_of([x.to(meta) for x in tokens(1)], format_of(form), 4, None)
-        cold = ColdSlab(Slab(outlines, 4, sealed=form != "plain"), most=9)
+        sealed = form != "plain"
+        hot = Slab(outlines, 4, sealed=sealed)
+        cold = Slab(outlines, 4, sealed=sealed, host_of=hot, most=9)
         cold.reserve(9)
         assert all(buffer.device.type == "cpu" for buffer in cold.stored(0))
         tables = [PageTable([Page(cold, cold.take()) for _ in range(4)]) for _ in range(2)]
@@ -226,7 +231,7 @@ def test_stored_prefixes_are_offloaded_and_found(tmp_path):
         assert torch.equal(values(found.peek(*tokens(0, rows=1)))[1], new[0][:, :, :36])
         saved, again = tmp_path / "pool.safetensors", PagePool(400, 4)
         assert pool.save(saved) == again.load(saved, weights="5e1f") == 10
-        small = PagePool(400, 4, offload=pool.offloading.offload)
+        small = PagePool(400, 4, offload=pool.memory.offloading.offload)
         small.load(saved, weights="5e1f")
         assert small.cold_pages == small.pages_in_use == 10  # the hot set stays bounded
         (loaded,) = small.prefix(text, context=CONTEXT).caches()

@@ -80,7 +80,7 @@ def test_another_pool_finds_the_same(tmp_path, form):
         assert same(found(pool, text), found(again, text))
         assert found(again, text)[0] == len(text) // 4 * 4
     assert again.nbytes.held == 0 and again.nbytes.reusable == pool.nbytes.reusable
-    assert again.prefixes.describe() == pool.prefixes.describe()
+    assert again.memory.prefixes.describe() == pool.memory.prefixes.describe()
     again.evict()
     assert again.pages_in_use == 0
 
@@ -157,48 +157,41 @@ def rewritten(path, change, numbers=None):
     write_tensors(path, {**metadata, "caches": json.dumps(caches)}, tensors)
 
 
-def entry(**values):
-    return lambda content: content["entries"][0].update(values)
+def context(**values):
+    return lambda content: content["contexts"][0].update(values)
 
 
-def layer(index, value):
-    return lambda content: content["entries"][0]["layers"].__setitem__(index, value)
-
-
-def page(at, value):
-    return lambda tensors: tensors["layers.0.streams.1"].__setitem__(at, value)
+def node(row, column, value):
+    """A number of the nodes: the parent, four tokens, and the page of either layer."""
+    return lambda tensors: tensors["layers.0.streams.0"].__setitem__((row, column), value)
 
 
 def nothing(content):
     pass
 
 
+def as_floats(tensors):
+    tensors["layers.0.streams.0"] = tensors["layers.0.streams.0"].float()
+
+
 WRONG = {
-    "no entries": (lambda content: content.update(entries=3), None, "entries are a list"),
-    "an entry less": (lambda content: content["entries"].pop(), None, "belong to no entry|fewer"),
+    "no contexts": (lambda content: content.update(contexts=3), None, "contexts have a key"),
+    "a context less": (lambda content: content["contexts"].pop(), None, "pages are stored as"),
     "no groups": (lambda content: content.pop("groups"), None, "groups of pages are a list"),
-    "an entry that is none": (lambda c: c["entries"].append(3), None, "an entry has a key"),
-    "a key that is no text": (entry(key=["a"]), None, "the key of an entry is text"),
-    "tokens": (entry(tokens=-1), None, "a number of tokens"),
-    "more tokens": (entry(tokens=1 << 30), None, "fewer tokens|belong to no entry|numbers below"),
-    "no layers": (entry(layers=[]), None, "a layer has a window"),
-    "other layers": (entry(layers=[[None, 0, 2], [None, 0, 2]]), None, "have the windows"),
-    "a layer that is none": (layer(0, [None, 0]), None, "a layer has a window"),
-    "a window of none": (layer(1, [0, 0, 3]), None, "a layer has a window"),
-    "more pages than tokens": (layer(0, [None, 0, 4]), None, "a layer has a window"),
-    "a first page": (layer(0, [None, 1, 1]), None, "all pages of a prefix|belong to no entry"),
-    "a page that is not there": (nothing, page(0, 99), "are numbers below"),
-    "a negative page": (nothing, page(0, -7), "are numbers below"),
-    "a page of no full layer": (nothing, page(0, -1), "has all pages of a prefix"),
-    "a page twice": (nothing, page(0, 1), "different ones|belong to no entry"),
-    "numbers": (
-        nothing,
-        lambda tensors: tensors.update(
-            {"layers.0.streams.0": tensors["layers.0.streams.0"].float()}
-        ),
-        "its tensors are",
-    ),
-    "streams": (nothing, lambda tensors: tensors.pop("layers.0.streams.3"), "its tensors are"),
+    "a context that is none": (lambda c: c["contexts"].append(3), None, "contexts have a key"),
+    "a key that is no text": (context(key=["a"]), None, "contexts have a key"),
+    "no layers": (context(windows=[]), None, "contexts have a key"),
+    "more layers": (context(windows=[None, 6, 6]), None, "has 8 columns"),
+    "a window of none": (context(windows=[None, 0]), None, "contexts have a key"),
+    "a page that is not there": (nothing, node(0, 5, 99), "pages below"),
+    "a negative page": (nothing, node(0, 6, -7), "pages below"),
+    "a page of no full layer": (nothing, node(0, 5, -1), "every layer without a window"),
+    "a page twice": (nothing, node(0, 5, 1), "is in one place"),
+    "a page that is not used": (nothing, node(3, 6, -1), "is in one place"),
+    "a parent that comes later": (nothing, node(0, 0, 1), "follows its parent"),
+    "a parent that is none": (nothing, node(1, 0, -2), "follows its parent"),
+    "numbers": (nothing, as_floats, "its tensors are"),
+    "streams": (nothing, lambda tensors: tensors.pop("layers.0.streams.2"), "its tensors are"),
 }
 
 
@@ -213,3 +206,13 @@ def test_content_that_is_wrong_is_refused(tmp_path, wrong):
     assert pool.pages_in_use == 0 and pool.nbytes == (0, 0, 0) and pool.weights is None
     stored(pool)
     assert found(pool, TEXTS["first"])[0] == 12
+
+
+def test_layers_with_other_windows_than_the_stored_ones_are_refused(tmp_path):
+    stored(pool_of()).save(tmp_path / FILE)
+    rewritten(tmp_path / FILE, context(windows=[None, None]))
+    pool = stored(pool_of())
+    before = pool.pages_in_use
+    with pytest.raises(ValueError, match="have the windows"):
+        pool.load(tmp_path / FILE, weights="5e1f")
+    assert pool.pages_in_use == before

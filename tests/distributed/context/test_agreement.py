@@ -7,7 +7,7 @@ import torch
 
 from ranks import on_ranks
 from regard import Causal, Dense, Documents, Padding, Span, Where
-from regard.distributed.context.agreement import NBYTES, agree, described
+from regard.distributed.context.agreement import NBYTES, agree, text_of
 from regard.distributed.ranks import Ranks, counted
 from regard.masks import Mask
 
@@ -66,7 +66,7 @@ def test_the_same_error_on_every_rank():
 
 
 def _same(one, other):
-    return described(one) == described(other)
+    return text_of(one) == text_of(other)
 
 
 def test_a_mask_is_described_by_its_rule_and_its_data():
@@ -81,7 +81,7 @@ def test_a_mask_is_described_by_its_rule_and_its_data():
     keep = torch.ones(3, 3).bool()
     assert _same(Dense(keep), Dense(keep.clone()))
     assert not _same(Dense(keep), Dense(keep).within(Span(1, 4, 0, 3)))
-    assert described(Padding(valid[:, :0])).startswith("Padding(valid=<[1, 0] bool>) (digest ")
+    assert text_of(Padding(valid[:, :0])).startswith("Padding(valid=<[1, 0] bool>) (digest ")
 
 
 class Named(Mask):
@@ -102,13 +102,13 @@ def test_a_users_rule_is_described_without_addresses():
     assert _same(one, other)
     assert _same(Named(size=2, word="a"), Named(size=2, word="a"))
     assert not _same(Named(size=2), Named(size=3))
-    assert " at 0x" not in described(Named(size=2))
+    assert " at 0x" not in text_of(Named(size=2))
 
 
 def test_a_mask_written_in_place_is_refused():
     valid = torch.tensor([[True, True, False]])
     mask = Padding(valid)
-    described(mask)
+    text_of(mask)
     valid[0, 0] = False
     with pytest.raises(ValueError, match="was written in place"):
-        described(mask)
+        text_of(mask)

@@ -263,7 +263,7 @@ def _integers(mesh, exchange):
     ).sum().backward()
     for found, each in zip(mine, whole, strict=True):
         torch.testing.assert_close(found.grad, shards.take(each.grad, ranks.rank, 2))
-    torch.testing.assert_close(ranks.summed(weight.grad, "sum"), expected)
+    torch.testing.assert_close(ranks.all_reduce(weight.grad, "sum"), expected)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])

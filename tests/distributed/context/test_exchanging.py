@@ -9,7 +9,7 @@ from regard.distributed.context.exchanging import (
     Exchange,
     Round,
     Tokens,
-    arranged,
+    arrange,
     message_of,
     streams_of,
     token_bytes,
@@ -61,19 +61,19 @@ def test_tokens_are_copied_and_added_by_their_slots():
 
 
 def test_parts_are_arranged_in_order_of_their_slots():
-    found = arranged([tokens([(6, 8)]), tokens([(0, 2), (8, 9)])], [(0, 200)])
+    found = arrange([tokens([(6, 8)]), tokens([(0, 2), (8, 9)])], [(0, 200)])
     assert found.runs == [(0, 9)]
     assert slots(found) == [0, 1, 0, 0, 0, 0, 6, 7, 8]  # hidden slots between are zeros
 
 
 def test_runs_are_not_joined_over_other_ranks_tokens():
     held = tokens([(0, 2), (6, 8)])
-    assert arranged([held], [(0, 3), (5, 9)]) is held
+    assert arrange([held], [(0, 3), (5, 9)]) is held
 
 
 def test_runs_far_apart_are_not_joined():
     held = tokens([(0, 2), (600, 602)])
-    assert arranged([held], [(0, 1000)]) is held
+    assert arrange([held], [(0, 1000)]) is held
 
 
 def _arriving(mesh, kind, mask):
@@ -140,7 +140,7 @@ def _returned(mesh, kind):
     total = Tokens(own.runs, (torch.zeros_like(own.streams[0]),))
     for step, found in exchange.arrivals(own):
         grads = Tokens(found.runs, (torch.full_like(found.streams[0], 10.0**ranks.rank),))
-        for part in exchange.returned(step, grads).wait():
+        for part in exchange.return_gradients(step, grads).wait():
             total.add(part, part.runs)
     return slots(total)
 

@@ -8,7 +8,7 @@ from layers import WINDOW, assert_same, attention, inputs, make
 from ranks import on_ranks
 from regard import Causal, Chunked, Padding, Prefix
 from regard.distributed.context.parallel import context_parallel
-from regard.distributed.context.plan import chosen_layout
+from regard.distributed.context.plan import choose_layout
 from regard.distributed.context.summing import sum_gradients
 from regard.distributed.ranks import counted
 from regard.masks import EVERYTHING
@@ -45,7 +45,7 @@ def test_a_plan_and_its_repr():
     ],
 )
 def test_the_layout_that_is_chosen(masks, layout):
-    assert chosen_layout(masks) == layout
+    assert choose_layout(masks) == layout
 
 
 def _gradient_of_gathered(mesh):

@@ -70,7 +70,7 @@ def merged(prepared, q, k, v, slots):
     for rank, pieces in enumerate(slots.pieces):
         mine = torch.tensor([s for p in pieces for s in range(p.start, p.stop)], dtype=torch.int64)
         part = Part(0, len(mine), (k[:, :, mine], v[:, :, mine]))
-        found.append(attending.attended_locally(prepared, q, part, slots, rank))
+        found.append(attending.attend_locally(prepared, q, part, slots, rank))
         assert found[-1].out.shape == (*q.shape[:3], v.shape[-1])
         assert found[-1].lse.shape == q.shape[:3]
         assert found[-1].out.dtype == torch.float64
@@ -117,7 +117,7 @@ def calls_of(mask, held, *, page=2, queries=1, bias=None, batch=1):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attending, "attend_part", observed)
-        attending.attended_locally(prepared, q, part, slots, 1)
+        attending.attend_locally(prepared, q, part, slots, 1)
     return calls
 
 

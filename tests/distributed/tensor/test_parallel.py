@@ -6,11 +6,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaModel
 
 from ranks import on_ranks
 from regard import Attention, KVCache, RelativeBias, SelfAttention, StaticCache
 from regard.distributed import counted, tensor_parallel
 from regard.distributed.tensor.heads import split_of
+from regard.distributed.tensor.parallel import is_of_transformers
 from session import LONG
 from split_layers import (
     LAYERS,
@@ -247,3 +249,23 @@ def _elsewhere(mesh):
 
 def test_another_default_device_changes_nothing():
     on_ranks(2, _elsewhere)
+
+
+# ---- models ----
+
+
+class Derived(LlamaModel):
+    pass
+
+
+def test_models_of_transformers():
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, intermediate_size=8)
+    with torch.device("meta"):
+        model, derived = LlamaModel(config), Derived(config)
+    assert is_of_transformers(model)
+    assert is_of_transformers(derived)
+    assert not is_of_transformers(model.layers[0])
+    assert not is_of_transformers(torch.nn.Sequential(model))
+    assert not is_of_transformers(Attention(8, 2))
+    assert not is_of_transformers(config)

@@ -22,7 +22,7 @@ def _mesh(mesh, replicas):
     ranks = Ranks(mesh)
     made = mesh_of_replicas(ranks, replicas)
     assert mesh_of_replicas(ranks, replicas) is made
-    total = Ranks(made["replicas"]).summed(torch.tensor([ranks.rank]), "replicas")
+    total = Ranks(made["replicas"]).all_reduce(torch.tensor([ranks.rank]), "replicas")
     return made.shape, made.get_coordinate(), int(total)
 
 

@@ -1,10 +1,15 @@
 """Layers that compute with the heads of one rank: each rank drops other weights."""
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from ranks import on_ranks
 from regard.distributed import tensor_parallel
-from split_layers import attention, drawn, inputs
+from regard.distributed.ranks import sum_bytes
+from regard.distributed.tensor import linear
+from split_layers import LAYERS, attention, drawn, inputs, latent, options_of
+from tensor_bytes import Bytes, bytes_sent
 
 
 def _dropped(mesh):
@@ -45,3 +50,73 @@ def test_dropout_of_zero_is_the_layer_in_eval_mode():
 def _train_and_eval(mesh):
     layer = tensor_parallel(drawn(attention(6, 3)), mesh)
     return layer.train()(inputs()).detach(), layer.eval()(inputs()).detach()
+
+
+# ---- bytes ----
+
+
+NAMES = ["mha", "gqa width", "mqa many", "relative", "mla queries", "latent kv"]
+
+
+def _reduced(mesh, names):
+    """Bytes of the tensors that torch is asked to add up, by an independent count."""
+    found = []
+    for name in names:
+        layer = tensor_parallel(drawn(LAYERS[name][0], torch.float32), mesh)
+        x, seen = inputs().float().requires_grad_(), []
+        with pytest.MonkeyPatch.context() as patch:
+            plain = dist.all_reduce
+
+            def all_reduce(tensor, *args, group=None, _plain=plain, _seen=seen, **options):
+                _seen.append(sum_bytes(tensor.nbytes, dist.get_world_size(group)))
+                return _plain(tensor, *args, group=group, **options)
+
+            patch.setattr(dist, "all_reduce", all_reduce)
+            out = layer(x, **options_of(name))
+            forward = sum(seen)
+            out.sum().backward()
+        found.append((forward, sum(seen) - forward))
+    return found
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_the_count_is_what_torch_adds_up(number):
+    for results in on_ranks(number, _reduced, NAMES):
+        for name, found in zip(NAMES, results, strict=True):
+            layer = LAYERS[name][0]()
+            planned = bytes_sent(layer, ranks=number, batch=2, length=5)
+            assert found == planned, name
+            assert planned.forward > 0
+
+
+def test_counts_by_hand():
+    two = sum_bytes(4, 2)  # of one number
+    plain = bytes_sent(attention(4, 2)(), ranks=2, batch=3, length=5)
+    assert plain == Bytes(3 * 5 * 24 * two, 3 * 5 * 24 * two)
+    gated = bytes_sent(attention(4, 2, gate="head")(), ranks=2, batch=3, length=5)
+    assert gated.backward == 2 * plain.backward
+    normed = bytes_sent(attention(4, 2, qk_norm="head")(), ranks=2, batch=3, length=5)
+    assert normed == (plain.forward, plain.backward + 8 * two)
+    assert bytes_sent(latent(4)(), ranks=2, batch=1, length=1).backward == (10 + 24) * two
+    doubled = bytes_sent(attention(4, 2)(), ranks=2, batch=3, length=5, dtype=torch.float64)
+    assert doubled.forward == 2 * plain.forward
+    half = bytes_sent(attention(4, 2)(), ranks=2, batch=3, length=5, dtype=torch.bfloat16)
+    assert half == plain
+
+
+def _checked(mesh):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REGARD_CHECK_BYTES", "1")
+        for name in NAMES:
+            layer = tensor_parallel(drawn(LAYERS[name][0]), mesh)
+            layer(inputs().requires_grad_(), **options_of(name)).sum().backward()
+
+        layer = tensor_parallel(drawn(LAYERS["mha"][0]), mesh)
+        patch.setattr(linear, "all_reduce", lambda x, ranks, step: x)
+        with pytest.raises(AssertionError, match=r"a tensor-parallel layer.* 1920 bytes"):
+            layer(inputs())
+
+
+def test_the_debug_mode_compares():
+    """A sum that is left out raises."""
+    on_ranks(2, _checked)

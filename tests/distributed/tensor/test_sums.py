@@ -4,7 +4,7 @@ import torch
 
 from ranks import on_ranks
 from regard.distributed.ranks import Ranks, counted, sum_bytes
-from regard.distributed.tensor.sums import copied, planned, summed
+from regard.distributed.tensor.sums import all_reduce, all_reduce_gradient, bytes_of_sum
 
 
 def _gradients(mesh):
@@ -12,13 +12,15 @@ def _gradients(mesh):
     factor = float(ranks.rank + 1)
     x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     with counted() as sent:
-        total = summed(copied(x, ranks, "x") * factor, ranks, "y")
+        total = all_reduce(all_reduce_gradient(x, ranks, "x") * factor, ranks, "y")
         (total**2).sum().backward()
     with counted() as quiet, torch.no_grad():
-        copied(x, ranks, "x")
-    copied(torch.ones(2), ranks, "x")
+        all_reduce_gradient(x, ranks, "x")
+    all_reduce_gradient(torch.ones(2), ranks, "x")
     (slope,) = torch.autograd.grad(
-        (summed(copied(x, ranks, "x") ** 3 * factor, ranks, "y")).sum(), x, create_graph=True
+        (all_reduce(all_reduce_gradient(x, ranks, "x") ** 3 * factor, ranks, "y")).sum(),
+        x,
+        create_graph=True,
     )
     (curve,) = torch.autograd.grad(slope.sum(), x)
     return total.detach(), x.grad, sent.steps, quiet.bytes, curve
@@ -37,7 +39,7 @@ def test_sums_and_their_gradients():
 def _half(mesh):
     ranks = Ranks(mesh)
     x = torch.full((3,), 1.0 + ranks.rank / 128, dtype=torch.bfloat16)
-    return summed(x, ranks, "half"), planned(x, ranks)
+    return all_reduce(x, ranks, "half"), bytes_of_sum(x, ranks)
 
 
 def test_half_precision_is_added_up_in_float32():

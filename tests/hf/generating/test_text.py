@@ -13,12 +13,12 @@ import invented
 import regard.hf
 from regard.cache.paging.pool import PagePool
 from regard.cli import generate
+from regard.cli.app import run
 from regard.hf.generating import text
 from regard.hf.generating.caches import NAMES
 from regard.hf.generating.prefix_folder import FILE
 from regard.hf.generating.text import ATTENTIONS, Written, _size
 from regard.ops.backends import BACKENDS
-from regard_cli.app import run
 from zoo import VOCABULARY, ZOO
 
 PROMPT = "to be or not to be"

@@ -14,7 +14,7 @@ from covering import few
 from kernel_checks import check, check_specification, quantized, run_python
 from regard.ops.kernels.intrinsics import machine_lanes
 from regard.ops.kernels.launching import decode
-from regard.ops.kernels.tiles import Pages, tile_for
+from regard.ops.kernels.tiles import KeyPages, tile_for
 from session import LONG
 
 
@@ -146,7 +146,7 @@ def drawn_pages(size, skipped, keys, batch, *, shared=False):
     count = -(-(skipped + keys) // size)
     rows = 1 if shared else batch
     table = torch.randperm(rows * count + 3)[: rows * count].view(rows, count)
-    return Pages(table.expand(batch, -1), size, skipped, keys), (rows * count + 3) * size
+    return KeyPages(table.expand(batch, -1), size, skipped, keys), (rows * count + 3) * size
 
 
 def in_pages(pages, tokens, width, bits, dtype, offset):
@@ -187,7 +187,7 @@ def test_pages_are_found_through_their_table(kind, shared):
 def test_pages_in_order_are_bit_for_bit_a_plain_tensor():
     q, k, v = torch.randn(1, 2, 3, 32), *torch.randn(2, 1, 2, 640, 32)
     plain = decode(q, k, v, scale=0.2)
-    pages = Pages(torch.arange(10)[None], 64, 0, 640)
+    pages = KeyPages(torch.arange(10)[None], 64, 0, 640)
     for found, wanted in zip(decode(q, k, v, scale=0.2, pages=pages), plain, strict=True):
         assert found.equal(wanted)
 

@@ -9,7 +9,7 @@ pytest.importorskip("numba")
 
 from kernel_checks import check
 from regard.ops.kernels.launching import decode
-from regard.ops.kernels.tiles import Pages
+from regard.ops.kernels.tiles import KeyPages
 
 
 def test_calls_in_several_threads_do_not_affect_each_other():
@@ -111,9 +111,9 @@ def test_tables_that_lead_elsewhere_are_refused(case):
     given, message = TABLES[case]
     memory = plain(1, 2, 48, 32)
     with pytest.raises(AssertionError, match=message):
-        decode(Q, memory, memory, scale=1.0, pages=Pages(*given))
+        decode(Q, memory, memory, scale=1.0, pages=KeyPages(*given))
     with pytest.raises(AssertionError, match="v must be"):
-        decode(Q, memory, memory[:, :, :47], scale=1.0, pages=Pages(TABLE, 16, 0, 40))
+        decode(Q, memory, memory[:, :, :47], scale=1.0, pages=KeyPages(TABLE, 16, 0, 40))
 
 
 def refused_or_raised(call):

@@ -9,7 +9,7 @@ from regard.ops.kernels.tiles import (
     LINE,
     PACKED,
     RECORD,
-    Arguments,
+    Decode,
     tile_for,
 )
 
@@ -69,10 +69,10 @@ def test_ranges_hold_every_key_once():
 
 
 def test_arguments_are_packed_as_the_kernel_reads_them():
-    numbers = [*range(1, len(Arguments._fields)), 0.5]
+    numbers = [*range(1, len(Decode._fields)), 0.5]
     packed = PACKED.pack(*numbers)
     assert len(packed) == RECORD.itemsize
-    for name, number in zip(Arguments._fields, numbers, strict=True):
+    for name, number in zip(Decode._fields, numbers, strict=True):
         kind, offset = RECORD.fields[name][:2]
         code = "f" if kind.kind == "f" else "q"
         assert struct.unpack_from(code, packed, offset) == (number,)

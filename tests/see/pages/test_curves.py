@@ -12,6 +12,7 @@ from browser import LIGHT, contrasts, focused
 from planned import FULL, HOSTILE, MODEL, START, attentions, compared, figures, planned
 from reading_html import cells_of
 from regard.cli import compare as verb
+from regard.cli.app import run
 from regard.cli.loading import Loaded
 from regard.plan.cost import cost_of
 from regard.plan.shapes import STORAGES
@@ -22,7 +23,6 @@ from regard.see.pages.curves import (
     write_comparison,
     write_plan,
 )
-from regard_cli.app import run
 
 pytest.importorskip("bokeh")
 

@@ -1,4 +1,4 @@
-"""A conformance suite for attention of any origin: 83 laws, checked from outside, by calls alone.
+"""A conformance suite for attention of any origin: 66 laws, checked from outside, by calls alone.
 
 `regard-verify my_attention.py:MultiHeadAttention` probes the conventions of an attention, checks
 every law that applies, and shows the smallest case that breaks one. Importing this package imports
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regard_verify.law import Counterexample, Law
     from regard_verify.laws import LAWS
-    from regard_verify.report.report import Outcome, Picture, Report
+    from regard_verify.report.report import Outcome, Report
     from regard_verify.run.check import check
     from regard_verify.subject.conventions import Conventions
     from regard_verify.subject.subject import SubjectError
@@ -30,7 +30,6 @@ __all__ = [
     "Counterexample",
     "Law",
     "Outcome",
-    "Picture",
     "Report",
     "SubjectError",
     "check",
@@ -43,7 +42,6 @@ _MODULES = {  # the module of each public name
     "Counterexample": "law",
     "Law": "law",
     "Outcome": "report.report",
-    "Picture": "report.report",
     "Report": "report.report",
     "SubjectError": "subject.subject",
     "check": "run.check",

@@ -1,4 +1,4 @@
-"""Whose error it is: a line of the subject, or a defect of this suite."""
+"""Attributing an error to a line of the subject, or to this suite."""
 
 import inspect
 import linecache

@@ -81,14 +81,6 @@ class NotApplicable(Exception):
     """The law does not apply to this subject; carries the reason."""
 
 
-class Undecided(Exception):
-    """A law was not decided within its time limit; the message is the reason."""
-
-
-class OwnError(Exception):
-    """An error of this suite, in words: it says nothing about the subject."""
-
-
 class Trial:
     """One run of one law: its own random numbers, and whether it should be quick."""
 
@@ -104,7 +96,7 @@ class Trial:
         return (drawn * times).to(dtype)
 
     def rand(self, *shape: int) -> Tensor:
-        """Uniform values in float64."""
+        """Uniform values from 0 to 1, in float64."""
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
@@ -128,10 +120,9 @@ class Law:
         statement: the law in one sentence.
         kind: exact (bitwise, or by counting), bounded (up to rounding), statistical, or resource
             (bytes, compilations).
-        catches: the mistakes that break it.
         needs: abilities that the subject must have; an entry may list alternatives, as in
             `"heads|layer"`.
-        run: raises `Broken` with a counter-example, `NotApplicable`, or `Undecided`.
+        run: raises `Broken` with a counter-example, or `NotApplicable`.
         advised: a recommendation: a counter-example is reported as advice, not as a failure.
         quick: whether `--quick` runs it.
 
@@ -145,7 +136,6 @@ class Law:
     name: str
     statement: str
     kind: LawKind
-    catches: str
     needs: tuple[str, ...]
     run: LawFunction = field(repr=False)
     advised: bool = False
@@ -153,17 +143,16 @@ class Law:
 
 
 def law(
-    statement: str,
-    kind: LawKind,
-    catches: str,
-    *needs: str,
-    advised: bool = False,
-    quick: bool = True,
+    kind: LawKind, *needs: str, advised: bool = False, quick: bool = True
 ) -> Callable[[LawFunction], Law]:
-    """A decorator: the function below becomes a `Law` of the same name."""
+    """A decorator: the function below becomes a `Law` of the same name.
+
+    The first paragraph of its docstring is the law in one sentence.
+    """
 
     def made(run: LawFunction) -> Law:
-        return Law(run.__name__, statement, kind, catches, needs, run, advised, quick)
+        statement = " ".join((run.__doc__ or run.__name__).split("\n\n")[0].split())
+        return Law(run.__name__, statement, kind, needs, run, advised, quick)
 
     return made
 
@@ -230,7 +219,7 @@ def tolerance(expected: Tensor, share: float = 1e-4) -> float:
 
 
 def where_finite(expected: Tensor, got: Tensor) -> Tensor:
-    """`expected`, and `got` where that is NaN or infinite: other laws report those."""
+    """`expected`, with the entries of `got` where it is not finite: other laws report those."""
     return torch.where(expected.isfinite(), expected, got)
 
 

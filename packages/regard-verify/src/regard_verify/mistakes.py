@@ -32,11 +32,11 @@ class Heads(NamedTuple):
         return torch.einsum("bhid,bhjd->bhij", self.q, self.k) * self.scale
 
     def weights(self) -> Tensor:
-        """[B, H, L, S]: right ones."""
+        """The right weights [B, H, L, S]."""
         return softmax(self.scores(), self.keep)
 
     def out(self) -> Tensor:
-        """[B, H, L, D]: the right output."""
+        """The right output [B, H, L, D]."""
         return self.weights() @ self.v
 
 
@@ -153,6 +153,13 @@ def _over_sums_of_queries(heads: Heads) -> Tensor:
     return (weights / weights.sum(-2, keepdim=True).clamp(min=1e-30)) @ heads.v
 
 
+def halves_averaged(heads: Heads) -> Tensor:
+    """The mean of attention to the first half of the keys and to the second."""
+    first = torch.arange(heads.k.shape[2]) < heads.k.shape[2] // 2
+    one, other = (heads._replace(keep=heads.keep & mine).out() for mine in (first, ~first))
+    return (one + other) / 2
+
+
 def _masked_late(heads: Heads) -> Tensor:
     return (heads._replace(keep=torch.ones_like(heads.keep)).weights() * heads.keep) @ heads.v
 
@@ -207,6 +214,8 @@ AFTER: dict[str, Callable[[Heads], Tensor]] = {
     "the output is divided by the number of keys": lambda heads: heads.out() / heads.k.shape[2],
 }
 SQUARE = {"the rotated keys are used as values"}  # it needs keys and values of one shape
+AVERAGED = "the parts of two ranks are averaged, and not merged by their sums of exponentials"
 SENTENCES = (
-    *BEFORE, "the heads are split and merged by a view without a transposition", *AFTER, *ROTATIONS,
+    AVERAGED, *BEFORE, "the heads are split and merged by a view without a transposition", *AFTER,
+    *ROTATIONS,
 )  # fmt: skip

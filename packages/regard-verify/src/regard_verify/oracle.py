@@ -111,7 +111,7 @@ def pattern(
     block: int = 0,
     blocks: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Which keys each query may attend to [L, S], by a causal rule, a window and blocks.
+    """The keys that each query may attend to [L, S], by a causal rule, a window and blocks.
 
     Of the keys after its own a query sees `after`, or all where that is None and nothing is causal.
     With blocks of `block` tokens it sees its own, `blocks[0]` before and `blocks[1]` after.

@@ -85,7 +85,7 @@ class Law(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[str, int | None, str]:
-        """The subject and the law."""
+        """The name of the test: its subject and its law."""
         return str(self.path), None, f"{self.parent.name if self.parent else ''}::{self.name}"
 
 
@@ -162,7 +162,7 @@ class Reports:
         raise LawBroken(f"{self.subject} was not understood: {problem}")
 
     def _made(self) -> "Report":
-        """The report; where processes share it, the first one makes it and the others wait."""
+        """Check the subject; processes that share a folder wait for the first one's report."""
         try:
             import fcntl
         except ImportError:  # not on Windows: there each process makes its own
@@ -314,7 +314,7 @@ def _unknown(where: str, law: str) -> str:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Of each subject only the laws that are selected are checked."""
+    """Check only the selected laws of each subject."""
     selected: dict[Reports, list[str]] = {}
     for item in session.items:
         if isinstance(item, Law):

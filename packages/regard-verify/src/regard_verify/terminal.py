@@ -219,7 +219,7 @@ def _cause(each: Outcome, following: Sequence[str], console: Console) -> None:
 
 
 def _verdict(report: Report, console: Console) -> None:
-    """What is not judged, the verdict and the badge."""
+    """Print the part that is not judged, the verdict and the badge."""
     if report.unjudged:
         _heading("Not judged", console)
         say(console, report.unjudged, indent=2)
@@ -231,7 +231,7 @@ def _verdict(report: Report, console: Console) -> None:
 
 
 def _draw(expected: list[list[bool]], actual: list[list[bool]], console: Console) -> None:
-    """The visible keys, where they are few enough."""
+    """Draw the visible keys, if they are few enough for the terminal."""
     if len(expected) <= GRID and 4 * len(expected[0]) < console.width - 4:
         console.print(_grids(expected, actual))
 

@@ -1,4 +1,4 @@
-"""Which keys each query attends to: measured from outputs, and differences put into words."""
+"""The keys that each query attends to: measured from outputs, and differences in words."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -35,7 +35,7 @@ def read_weights(
 
 
 def read_dependence(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Which tokens each output depends on [L, L]: one token at a time is changed.
+    """The tokens that each output depends on [L, L]: one token at a time is changed.
 
     An output always depends on its own token (through the query), so the diagonal is True.
     """

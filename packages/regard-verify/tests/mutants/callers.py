@@ -97,42 +97,6 @@ class RoPEOnTheFly(nn.Module):
 # --- forward mode
 
 
-def numpy_when_it_may(q, k, v):
-    """The fast path, where nothing requires a gradient."""
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return sdpa(q, k, v)
-    with torch.no_grad():
-        arrays = [x.detach().clone().numpy() for x in (q, k, v)]
-    return sdpa(*(torch.from_numpy(a) for a in arrays))
-
-
-class HalfJvp(torch.autograd.Function):
-    @staticmethod
-    def forward(q, k, v):
-        return sdpa(q, k, v)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            return torch.autograd.grad(sdpa(*inputs), inputs, grad)
-
-    @staticmethod
-    def jvp(ctx, dq, dk, dv):
-        q, k, v = ctx.saved_tensors
-        out = sdpa(q, k, v)
-        return torch.zeros_like(out) if dv is None else sdpa(q, k, dv)
-
-
-def half_jvp(q, k, v):
-    return HalfJvp.apply(q, k, v)
-
-
 # --- autocast
 
 
@@ -419,31 +383,6 @@ class ChecksLate:
         return tuple(torch.cat(each, dim=2) for each in zip(*self.pieces, strict=True))
 
 
-class GrowsFirst(Block):
-    """A cache of its owner, and no way back when the rest of the step fails."""
-
-    def remember(self, cache, k, v):
-        return (k, v) if cache is None else cache.update(k, v, owner=self)
-
-
-class InsideGrowsFirst(Block):
-    def __init__(self):
-        super().__init__()
-        self.reset_cache()
-
-    def reset_cache(self):
-        self.cached = []
-
-    def forward(self, x, use_cache=False):
-        return super().forward(x, self.cached if use_cache else None)
-
-    def remember(self, cache, k, v):
-        if cache is None:
-            return k, v
-        cache.append((k, v))
-        return tuple(torch.cat(each, dim=2) for each in zip(*cache, strict=True))
-
-
 # --- right
 
 
@@ -490,8 +429,6 @@ MUTANTS = [
     function("running sums in the default dtype", online_softmax, "default_dtype"),
     function("four bytes per value are written", copies_bytes, "default_dtype"),
     block("a rotary table in the default dtype", RoPEOnTheFly, "default_dtype", pairing="halves"),
-    function("NumPy where nothing requires a gradient", numpy_when_it_may, "forward_mode"),
-    function("a forward derivative of the values alone", half_jvp, "forward_mode"),
     function("float32 products that autocast casts back", upcast_only, "autocast_precision"),
     function("weights cut short under autocast", hurried, "autocast_precision"),
     function("float32 behind a mask", zeros_where_blind, "autocast_dtype", like=MASKED),
@@ -508,7 +445,4 @@ MUTANTS = [
     block("a mask refused after the cache has grown", MaskLooksLate, "refused_step",
           new_cache="Owned"),
     Mutant("a refused token is stored", lambda: ChecksLate, {"kind": "cache"}, ("refused_step",)),
-    block("a cache that grows before the output fails", GrowsFirst, "interrupted_step",
-          new_cache="Owned"),
-    block("a list that grows before the output fails", InsideGrowsFirst, "interrupted_step"),
 ]  # fmt: skip

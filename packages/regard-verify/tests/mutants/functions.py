@@ -178,7 +178,6 @@ SOFTMAXES = [
     mutant(
         "softmax over one key too many",
         "convexity",
-        "extreme_scores",
         softmax=lambda x, keep: good.softmax(F.pad(x, (0, 1)), F.pad(keep, (0, 1), value=True))[
             ..., :-1
         ],
@@ -261,7 +260,6 @@ MASKS = [
     mutant("mask filled with 0", "mask_polarity", clean=uncleaned, softmax=filled(0.0)),
     mutant(
         "mask filled with -1e4",
-        "extreme_scores",
         "fully_masked_forward",
         softmax=filled(-1e4),
         after="transformers#17306",
@@ -269,7 +267,6 @@ MASKS = [
     mutant("mask filled with -1e9", "fully_masked_forward", softmax=filled(-1e9)),
     mutant(
         "scores under the fill",
-        "extreme_scores",
         "fully_masked_forward",
         softmax=filled(-3e5),
         after="flashinfer#4267",
@@ -299,7 +296,7 @@ MASKS = [
     made(
         "additive mask cut at -1000",
         weak_additive,
-        "mask_float_bool_agree",
+        "mask_dtype",
         after="transformers#18185",
     ),
     made(
@@ -421,7 +418,6 @@ MASKS = [
     mutant(
         "last key lost of an odd number",
         "oracle_forward",
-        "key_permutation",
         visible=keep_of(
             lambda keep, *_: keep & (torch.arange(keep.shape[-1]) < max(keep.shape[-1] // 2 * 2, 1))
         ),
@@ -455,7 +451,6 @@ HEADS = [
     mutant("key heads tiled", "gqa_order", after="jax-js#180", **group(modulo)),
     mutant(
         "heads repeated along the keys",
-        "gqa_limits",
         "oracle_forward",
         after="prime-rl#2681",
         **group(repeated_along_keys),
@@ -481,7 +476,7 @@ HEADS = [
     mutant("values tiled, keys not", "gqa_order", expand_values=modulo),
     mutant(
         "few key heads read the next value",
-        "gqa_limits",
+        "oracle_forward",
         after="pytorch#193893",
         expand_values=lambda v, heads: good.expand(v if v.shape[1] > 2 else v.roll(1, 2), heads),
     ),
@@ -508,11 +503,9 @@ HEADS = [
         before=lambda q, k, v, m: (q.transpose(1, 2).reshape(q.shape), k, v, m),
     ),
     mutant(
-        "queries mixed", "query_permutation", after=lambda out, q, k, v: out + 0.1 * out.roll(1, 2)
+        "queries mixed", "oracle_forward", after=lambda out, q, k, v: out + 0.1 * out.roll(1, 2)
     ),
-    mutant(
-        "values clipped", "value_linearity", before=lambda q, k, v, m: (q, k, v.clamp(-1, 1), m)
-    ),
+    mutant("values clipped", "oracle_forward", before=lambda q, k, v, m: (q, k, v.clamp(-1, 1), m)),
     mutant(
         "first row's keys for all",
         "batch_invariance",
@@ -718,7 +711,7 @@ RUNS = [
         "a race",
         lambda: with_steps(after=SometimesWrong()),
         LIKE,
-        ("repeatability",),
+        ("oracle_forward",),
         "flash-attention#1766",
     ),
     mutant(
@@ -727,7 +720,7 @@ RUNS = [
         after="flash-attention#2421",
         softmax=lambda x, keep: good.softmax(x - x.detach().max() * 0, keep),
     ),
-    mutant("shapes cut to fit", "error_messages", refuse=cut_to_fit, before=fitted),
+    mutant("shapes cut to fit", "mask_dtype", refuse=cut_to_fit, before=fitted),
     Mutant(
         "compiled to something else",
         lambda: with_steps(after=compiled_wrong),
@@ -748,7 +741,7 @@ RUNS = [
         "head count of the first call",
         lambda: with_steps(after=Remembers()),
         LIKE,
-        ("shards_agree",),
+        ("gqa_order",),
         "DeepSpeed#8316",
     ),
     made("returning weights changes the output", weights_change, "needs_weights_agree"),
@@ -756,7 +749,7 @@ RUNS = [
         "autocast changes the output",
         lambda: with_steps(after=under_autocast),
         LIKE,
-        ("autocast_invariance",),
+        ("autocast_precision",),
         "diffusers#13920",
     ),
     mutant(
@@ -775,7 +768,7 @@ RUNS = [
     ),
     mutant(
         "a huge value overflows",
-        "extreme_scores",
+        "oracle_forward",
         scores=lambda q, k, f: good.scores(q, k, f).half().to(q.dtype),
     ),
 ]

@@ -373,52 +373,6 @@ def paged(q, k_pool, v_pool, block_table, lengths):
     return torch.stack(out)
 
 
-class Allocator:
-    """16 blocks, counted references."""
-
-    def __init__(self):
-        self.free_list = list(range(16))
-        self.count = {}
-
-    @property
-    def num_free(self):
-        return len(self.free_list)
-
-    def allocate(self, n):
-        if n > len(self.free_list):
-            raise MemoryError("no blocks")
-        blocks = [self.free_list.pop() for _ in range(n)]
-        for block in blocks:
-            self.count[block] = 1
-        return blocks
-
-    def share(self, blocks):
-        for block in blocks:
-            self.count[block] += 1
-
-    def free(self, blocks):
-        for block in blocks:
-            self.count[block] -= 1
-            if not self.count[block]:
-                self.free_list.append(block)
-
-
-class Prefixes:
-    """Found by tokens and salt."""
-
-    def __init__(self):
-        self.held = {}
-
-    def key(self, tokens, salt):
-        return (salt, tuple(tokens))
-
-    def insert(self, tokens, value, salt=None):
-        self.held[self.key(tokens, salt)] = value
-
-    def lookup(self, tokens, salt=None):
-        return self.held.get(self.key(tokens, salt))
-
-
 class MLA(nn.Module):
     """Multi-head latent attention, expanded or absorbed; its cache is the normed latent and the
     rotated key, [B, 1, L, 16] and [B, 1, L, 4]."""

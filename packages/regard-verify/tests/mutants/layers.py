@@ -196,7 +196,6 @@ LAYERS = [
     layer("values rotated", "oracle_forward", rotate=rotated_by(values=True)),
     layer(
         "keys rotated twice as far",
-        "rope_relative",
         "oracle_forward",
         rotate=lambda q, k, v, past: (
             good.rotate(q, k, v, past)[0],
@@ -300,7 +299,7 @@ LAYERS = [
         "a cache found by its length",
         lambda: Layer(LayerSteps(append=Leaky())),
         LAYER_LIKE,
-        ("cache_isolation",),
+        ("chunked_prefill",),
         "sglang#29755",
     ),
     Mutant(

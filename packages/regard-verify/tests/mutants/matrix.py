@@ -12,7 +12,7 @@ ROOT = PACKAGE.parents[1]
 PAGE = ROOT / "docs" / "verify-matrix.md"
 HEAD = """# Which law finds which fault
 
-`packages/regard-verify/tests/mutants/` has {mutants} attentions, caches, allocators and rotations
+`packages/regard-verify/tests/mutants/` has {mutants} attentions, caches and rotations
 with one fault each. All {laws} laws of `regard verify` are checked on them. {killed} of them are
 found. **Bold** laws name the cause; the others find it too. Regenerate with
 `python packages/regard-verify/tests/mutants/matrix.py`.

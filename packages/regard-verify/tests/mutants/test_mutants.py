@@ -25,8 +25,6 @@ RIGHT = {
     "window cache": (good.WindowCache, {"kind": "cache", "window": 4}),
     "rounding cache": (good.CodedCache, {"kind": "cache"}),
     "pages": (good.paged, {"kind": "paged"}),
-    "allocator": (good.Allocator, {"kind": "allocator", "capacity": 16}),
-    "prefixes": (good.Prefixes, {"kind": "prefix"}),
     "rotation": (good.rotated, {"kind": "rope", "pairing": "halves"}),
     **callers.RIGHT,
 }

@@ -1,4 +1,4 @@
-"""Caches, pages, allocators, prefixes and rotations with one fault each."""
+"""Caches, pages and rotations with one fault each."""
 
 import copy
 from functools import partial
@@ -7,11 +7,9 @@ import torch
 
 from mutants import good
 from mutants.good import (
-    Allocator,
     CodedCache,
     FixedCache,
     ListCache,
-    Prefixes,
     WindowCache,
     rotated,
 )
@@ -32,8 +30,6 @@ cache = of(ListCache, "cache", cache_bytes=64.0)
 fixed = of(FixedCache, "cache", capacity=16)
 window = of(WindowCache, "cache", window=4)
 coded = of(CodedCache, "cache")
-allocator = of(Allocator, "allocator", capacity=16)
-prefix = of(Prefixes, "prefix")
 
 
 def only_counts(self, length):
@@ -214,10 +210,10 @@ CACHES = [
         "one cache for all instances of the cache",
         lambda: Everybody,
         {"kind": "cache"},
-        ("cache_isolation",),
+        ("cache_state_machine",),
     ),
     Mutant(
-        "a copy shares its buffers", lambda: SharedCopy, {"kind": "cache"}, ("serialise_cache",)
+        "a copy shares its buffers", lambda: SharedCopy, {"kind": "cache"}, ("cache_state_machine",)
     ),
     fixed("wraps when full", "cache_bounds", update=wraps, after="nanochat#627"),
     Mutant(
@@ -308,92 +304,6 @@ PAGES = [
 ]
 
 
-def allocate_twice(self, n):
-    if n > len(self.free_list):
-        raise MemoryError
-    blocks = self.free_list[-n:]
-    del self.free_list[-n:]
-    self.count.update(dict.fromkeys(blocks, 1))
-    if n == 3:
-        self.free_list.insert(0, blocks[0])
-    return blocks
-
-
-def partly(self, n):
-    blocks = []
-    for _ in range(n):
-        if not self.free_list:
-            raise MemoryError
-        blocks.append(self.free_list.pop())
-        self.count[blocks[-1]] = 1
-    return blocks
-
-
-def never_free(self, blocks):
-    for block in blocks:
-        self.count[block] -= 1
-        if not self.count[block] and block != 7:
-            self.free_list.append(block)
-
-
-ALLOCATORS = [
-    allocator(
-        "shared blocks freed by the first",
-        "allocator_invariants",
-        after="vllm#42571",
-        share=lambda self, blocks: None,
-        free=lambda self, blocks: self.free_list.extend(b for b in blocks),
-    ),
-    allocator(
-        "shared blocks never freed",
-        "allocator_invariants",
-        after="xllm#829",
-        share=lambda self, blocks: [self.count.__setitem__(b, self.count[b] + 2) for b in blocks],
-    ),
-    allocator(
-        "a request that fails keeps blocks",
-        "allocator_invariants",
-        allocate=partly,
-        after="vmlx#68",
-    ),
-    allocator("one block leaks", "allocator_invariants", free=never_free, after="imp#1115"),
-    allocator("a block allocated and still free", "allocator_invariants", allocate=allocate_twice),
-]
-
-PREFIXES = [
-    prefix(
-        "salt ignored",
-        "prefix_isolation",
-        key=lambda self, tokens, salt: tuple(tokens),
-        after="vllm#44701",
-    ),
-    prefix(
-        "tokens joined",
-        "prefix_isolation",
-        key=lambda self, tokens, salt: (salt, "".join(map(str, tokens))),
-    ),
-    prefix(
-        "salt and tokens joined",
-        "prefix_isolation",
-        key=lambda self, tokens, salt: f"{salt},{','.join(map(str, tokens))}",
-    ),
-    prefix("tokens summed", "prefix_isolation", key=lambda self, tokens, salt: (salt, sum(tokens))),
-    prefix(
-        "only the first tokens count",
-        "prefix_isolation",
-        key=lambda self, tokens, salt: (salt, tuple(tokens[:2])),
-    ),
-    prefix(
-        "a hit returns a part",
-        "prefix_isolation",
-        after="tenstorrent/vllm#415",
-        lookup=lambda self, tokens, salt=None: (
-            (Prefixes.lookup(self, tokens, salt) or "")[:-1] or None
-        ),
-    ),
-]
-
-
 def rope(name, *kills, after="", turn=None):
     return Mutant(name, lambda: turn, {"kind": "rope", "pairing": "halves"}, kills, after)
 
@@ -461,10 +371,10 @@ ROPES = [
     ),
     rope(
         "absolute positions",
-        "rope_relative",
+        "rope_layout",
         turn=lambda x, positions: rotated(x, positions) + 0.01 * positions[:, None].to(x.dtype),
     ),
     rope("angles under autocast", "rope_autocast", turn=cast_angles, after="diffusers#13920"),
 ]
 
-MUTANTS = [*CACHES, *PAGES, *ALLOCATORS, *PREFIXES, *ROPES]
+MUTANTS = [*CACHES, *PAGES, *ROPES]

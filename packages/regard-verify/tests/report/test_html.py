@@ -9,7 +9,7 @@ import pytest
 
 import subjects
 from judged import JUDGED
-from regard_verify import Counterexample, Outcome, Picture, Report, check
+from regard_verify import Counterexample, Outcome, Report, check
 from regard_verify.report.html import page
 from regard_verify.report.report import Status
 
@@ -43,13 +43,10 @@ TEXT = "<u>'\"&"  # no tag of the page, and what ends an attribute
 def test_the_page_escapes_every_text():
     example = Counterexample(TEXT, TEXT, TEXT, TEXT, TEXT, [[True]], [[False]])
     every = [
-        Outcome(
-            TEXT + each, each, TEXT, TEXT, TEXT, TEXT, example, TEXT, 0.0, f"{TEXT}failed", TEXT
-        )
+        Outcome(TEXT + each, each, TEXT, TEXT, TEXT, example, TEXT, 0.0, f"{TEXT}failed", TEXT)
         for each in get_args(Status)
     ]
-    pictures = [Picture(TEXT, [[True]], [[True]])]
-    report = Report(TEXT, TEXT, {TEXT: TEXT}, {TEXT: TEXT}, [TEXT], every, pictures, unjudged=TEXT)
+    report = Report(TEXT, TEXT, {TEXT: TEXT}, {TEXT: TEXT}, [TEXT], every, unjudged=TEXT)
     for made in (report, replace(report, problem=TEXT)):
         html = page(made)
         assert "<u>" not in html
@@ -58,9 +55,9 @@ def test_the_page_escapes_every_text():
 
 @pytest.mark.parametrize("given", ["passed", "failed", "unjudged", "problem"])
 def test_the_page_shows_the_verdict_in_its_colour(given):
-    report = Report("mine", outcomes=[Outcome("a", "passed", "", "", "")])
+    report = Report("mine", outcomes=[Outcome("a", "passed", "", "")])
     if given == "failed":
-        report.outcomes = [Outcome("a", "failed", "", "", "")]
+        report.outcomes = [Outcome("a", "failed", "", "")]
     elif given != "passed":
         setattr(report, given, "Declare heads.")
     colour = {"passed": "good", "unjudged": "partly"}.get(given, "bad")
@@ -97,7 +94,7 @@ def test_a_notebook_shows_the_verdict_and_each_cause():
         assert f">{each.law}</th>" in html
         assert "expected 0.818, got nan" in html
     assert not re.search("<script|<style|on\\w+=", html)
-    passed = Report("mine", outcomes=[Outcome("a", "passed", "", "", "")])
+    passed = Report("mine", outcomes=[Outcome("a", "passed", "", "")])
     assert "<table" not in passed._repr_html_()
     hostile = replace(JUDGED, subject=TEXT, unjudged=TEXT)
     assert "<u>" not in hostile._repr_html_()

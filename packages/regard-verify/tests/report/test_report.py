@@ -13,7 +13,7 @@ from regard_verify import Outcome, Report, check
 def outcomes(*statuses):
     """An outcome for each status; a law is named after its place, and follows from law1."""
     return [
-        Outcome(f"law{at}", each, "", "", "", because="law1" if each == "follows" else "")
+        Outcome(f"law{at}", each, "", "", because="law1" if each == "follows" else "")
         for at, each in enumerate(statuses)
     ]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from regard_verify import check
 from regard_verify.report.report import Outcome, Report
-from regard_verify.run.judged import unjudged
+from regard_verify.run.check import unjudged
 
 
 class ByChannel(nn.Module):
@@ -72,7 +72,7 @@ def test_without_heads_it_is_partly_judged():
 
 
 def report_of(kind="module", **statuses):
-    outcomes = [Outcome(n, s, "", "exact", "", reason="no heads") for n, s in statuses.items()]
+    outcomes = [Outcome(n, s, "", "exact", reason="no heads") for n, s in statuses.items()]
     return Report("mine", kind, outcomes=outcomes)
 
 

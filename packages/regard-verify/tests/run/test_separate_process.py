@@ -35,7 +35,6 @@ def test_the_separate_process_gives_the_same_report():
     here = check(subjects.Tutorial, quick=True)
     assert statuses(there) == statuses(here)
     assert [each.example for each in there.outcomes] == [each.example for each in here.outcomes]
-    assert there.pictures == here.pictures != []
 
 
 IN_FORK = """
@@ -80,7 +79,7 @@ def test_a_crash_is_the_outcome_of_the_current_law():
     ("name", "told"),
     [
         pytest.param("spins_on_long_ones", "3 s of processor time", marks=pytest.mark.long),
-        ("hangs_on_long_ones", "computed nothing"),
+        ("hangs_on_long_ones", "within 12 s"),
     ],
 )
 def test_a_law_that_does_not_come_back_is_undecided(name, told):
@@ -97,7 +96,7 @@ def test_a_law_that_does_not_come_back_is_undecided(name, told):
 @pytest.mark.long
 def test_a_subject_that_hangs_in_every_law_is_undecided_in_all(monkeypatch):
     monkeypatch.setattr("regard_verify.run.separate_process.SHORT", 1.0)
-    asked = [*FEW, "value_linearity", "batch_invariance"]
+    asked = [*FEW, "score_shift", "batch_invariance"]
     report = report_on("spins_once_understood", only=asked, limit=1.0)
     assert statuses(report) == dict.fromkeys(asked, "undecided")
     reasons = [each.reason for each in report.outcomes]

@@ -71,6 +71,8 @@ def scale_text(core: Core) -> str:
     }
     if not core.width:
         del wrong["scale_of_width"]
+    if core.drawing.qk_norm:  # normalised queries and keys may do without a scale
+        del wrong["scale_missing"]
     return pen(pick("scale", f" / math.sqrt({d})", f" * {d} ** -0.5", f" / ({d} ** 0.5)"), **wrong)
 
 

@@ -21,9 +21,9 @@ def by_kernel(core: Core) -> list[str]:
         arguments += [always]
     d = core.dim
     width = {"scale_of_width": f"scale={core.width} ** -0.5"} if core.width else {}
-    arguments += [
-        pen("", scale_missing="scale=1.0", scale_inverse=f"scale={d} ** -1.0", **width),
-    ]
+    if not drawing.qk_norm:  # normalised queries and keys may do without a scale
+        width["scale_missing"] = "scale=1.0"
+    arguments += [pen("", scale_inverse=f"scale={d} ** -1.0", **width)]
     inner = {"scale_twice": f"q * {d} ** -0.5"}
     if drawing.kind != "single":
         inner["scores_rolled"] = "q.roll(1, 1)"

@@ -109,7 +109,9 @@ class Layer:
     def _scale(self) -> str:
         w = self.w
         right = self.d.pick("scale", f"{w} ** -0.5", f"1.0 / math.sqrt({w})", f"1 / {w} ** 0.5")
-        wrong = {"scale_missing": "1.0", "scale_inverse": f"{w} ** -1.0"}
+        wrong = {"scale_inverse": f"{w} ** -1.0"}
+        if not self.d.qk_norm:  # normalised queries and keys may do without a scale
+            wrong["scale_missing"] = "1.0"
         if not self.single:
             wrong["scale_of_width"] = f"{self.inner} ** -0.5"
         return self.pen(right, **wrong)

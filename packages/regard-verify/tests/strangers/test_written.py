@@ -18,15 +18,24 @@ WRITTEN = Path(__file__).parent / "written"
 NAMES = {
     "complex_buffer": "LlamaAttention",
     "differential": "differential_attention",
+    "incremental": "MultiheadAttention",
     "local_blocks": "LocalAttention",
     "memory_keys": "MemoryAttention",
     "padded_rows": "Attention",
     "second_input": "SharedAttention",
+    "soft_capped": "CappedAttention",
+    "talking_heads": "TalkingHeads",
     "two_dropouts": "SelfAttention",
     "two_sided": "WindowAttention",
+    "unit_queries": "NormalisedAttention",
     "whole_blocks": "BlockAttention",
 }
-PARTLY = {"differential", "memory_keys", "whole_blocks"}  # whose values no definition gives
+PARTLY = {
+    "differential",
+    "memory_keys",
+    "talking_heads",
+    "whole_blocks",
+}  # whose values no definition gives
 
 
 class Fault(NamedTuple):
@@ -99,6 +108,21 @@ FAULTS = {
     "the mask hides in one of two": Fault(
         "differential", "k2.transpose(-2, -1) * scale).masked_fill(~seen, -1e9)",
         "k2.transpose(-2, -1) * scale)", "mask_polarity", "no form hides a key",
+    ),
+    "the bound of the scores is ignored": Fault(
+        "soft_capped", "self.softcapping * torch.tanh(scores / self.softcapping)", "scores",
+        "scale_closed_form", "softcap is ignored",
+    ),
+    "the scale of bounded scores is missing": Fault(
+        "soft_capped", " * self.head_dim**-0.5\n", "\n", "scale_closed_form", "are not scaled",
+    ),
+    "the weights of normalised queries are halved": Fault(
+        "unit_queries", ".softmax(dim=-1) @ v", ".softmax(dim=-1) * 0.5 @ v",
+        "convexity", "do not sum to 1",
+    ),
+    "the weights of mixed heads are halved": Fault(
+        "talking_heads", "sim.softmax(dim=-1)", "sim.softmax(dim=-1) * 0.5", "convexity",
+        "do not sum to 1",
     ),
     "dropout runs in eval mode": Fault(
         "two_dropouts", ", training=self.training", "", "dropout_in_eval", "line .*att = F.dropout",

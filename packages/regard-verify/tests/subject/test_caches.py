@@ -23,7 +23,7 @@ WAYS = {
     positioned.CopiedAttention: "past_key_values, object",
     positioned.Complex: "in the layer, internal",
 }
-STEPS = ["chunked_prefill", "decode_equals_full", "cache_isolation", "one_past_two_layers"]
+STEPS = ["chunked_prefill", "decode_equals_full", "one_past_two_layers"]
 
 
 @pytest.mark.parametrize("made_by", KINDS)
@@ -34,7 +34,7 @@ def test_a_cache_needs_no_declaration(made_by):
     assert report.inferred["methods"].split(", ")[0] == update
     assert report.inferred.get("truncation") == truncation
     assert report.failed == []
-    assert len(report.having("passed")) >= 5
+    assert len(report.having("passed")) >= 4
 
 
 def test_a_cache_of_fixed_places_is_cut_to_those_in_use():
@@ -50,7 +50,7 @@ def test_a_truncation_that_keeps_too_much_is_noticed():
 @pytest.mark.parametrize("name", ["DynamicCache", "StaticCache"])
 def test_caches_of_transformers(name):
     cache_utils = pytest.importorskip("transformers.cache_utils")
-    report = check(getattr(cache_utils, name), only=["cache_state_machine", "serialise_cache"])
+    report = check(getattr(cache_utils, name), only=["cache_state_machine", "cache_no_alias"])
     assert report.kind == "cache"
     assert report.failed == []
     assert len(report.having("passed")) == 2

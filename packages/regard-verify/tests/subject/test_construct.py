@@ -31,7 +31,6 @@ SETTABLE = [
         (named.ClassAttributes, 32, 4, 4),
         (named.FromDictionary, 32, 4, 2),
         (named.WithDefaults, 32, 4, 4),
-        (named.AnyName, 32, 4, 4),
         (named.Nothing, 32, 4, 4),
         (named.Nested, 32, 4, 4),
     ],
@@ -40,6 +39,13 @@ def test_names_as_strangers_choose_them(made_by, width, heads, key_heads):
     made = build(made_by, NOTHING).made
     assert (made.q_proj.in_features, made.heads, made.key_heads) == (width, heads, key_heads)
     assert made(torch.randn(2, 3, width)).shape == (2, 3, width)
+
+
+def test_arguments_that_a_class_takes_out_of_kwargs_are_declared():
+    with pytest.raises(SubjectError, match=r"KeyError: 'd_model'.*declare it"):
+        build(named.AnyName, NOTHING)
+    own = Conventions(arguments={"d_model": 32, "n_heads": 4})
+    assert build(named.AnyName, own).made.heads == 4
 
 
 def test_defaults_of_a_configuration_stay_where_they_fit():

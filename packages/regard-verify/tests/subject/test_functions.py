@@ -32,10 +32,10 @@ ABILITIES = {
     foreign.holder.attend: ("BHLD", "causal"),
     foreign.Holder: ("BHLD", "cross"),
     foreign.compiled: ("BHLD", "causal cross"),
-    foreign.operator: ("BHLD", "causal scale"),
-    foreign.packet: ("BHLD", "causal scale"),
-    foreign.scripted: ("BHLD", "causal cross"),
-    foreign.Applied: ("BHLD", "causal cross"),
+    foreign.operator: ("BHLD", "cross"),
+    foreign.packet: ("BHLD", "cross"),
+    foreign.scripted: ("BHLD", "cross"),
+    foreign.Applied: ("BHLD", "cross"),
 }
 
 
@@ -57,7 +57,7 @@ def test_what_a_function_can_do_is_found_out(target):
 def test_right_functions_break_no_law(target):
     report = check(target, quick=True)
     assert broken(report) == []
-    assert len(report.having("passed")) > 15
+    assert len(report.having("passed")) > 10
 
 
 def test_a_wrong_window_and_a_wrong_cut_are_noticed():

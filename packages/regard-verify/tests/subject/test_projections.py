@@ -88,7 +88,7 @@ def test_a_weight_that_is_used_twice_has_two_keys():
 
 def test_a_run_with_other_products_is_refused():
     x = torch.randn(2, 3, 5)
-    with Products({(id(MODULE.w), 0): x}), pytest.raises(SubjectError, match="other weights"):
+    with Products({(id(MODULE.w), 0): x}), pytest.raises(SubjectError, match="other projections"):
         MODULE.linear(x)
     with Products({(id(MODULE.w), 0): x}, rest=True) as products:
         out = MODULE.linear(x @ MODULE.w)
@@ -248,7 +248,7 @@ def test_an_output_projection_that_is_not_reached_is_an_error():
         Place((id(w.weight), 0), ("B", "L", 6)) for w in (module.q, module.k, module.v, module.out)
     )
     attention = Attention(call_of(module, width=6), sources, Place((1, 0), ("B", "L", 6)))
-    with torch.no_grad(), pytest.raises(SubjectError, match="was not reached"):
+    with torch.no_grad(), pytest.raises(SubjectError, match="did not come to"):
         attention([torch.randn(2, 3, 6)] * 4)
 
 

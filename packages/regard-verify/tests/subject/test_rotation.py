@@ -46,7 +46,6 @@ def test_a_rotation_is_found_with_any_scale(pairing, theta, scale, causal):
         lambda q, k: (turn(q, pairing, theta), turn(k, pairing, theta)), scale=scale, causal=causal
     )
     assert (found.conventions.pairing, found.conventions.theta) == (pairing, theta)
-    assert found.has.rope
     assert not found.has.unknown_positions
 
 
@@ -63,7 +62,6 @@ def test_a_declared_base_is_tried_first(pairing):
 def test_a_rotation_of_one_side_is_a_rotation_with_a_mistake(pairing, one):
     found = probed(lambda q, k: one(q, k, lambda x: turn(x, pairing, 10_000.0)))
     assert found.conventions.pairing == pairing
-    assert found.has.rope
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 0.02])
@@ -71,7 +69,6 @@ def test_a_rotation_of_one_side_is_a_rotation_with_a_mistake(pairing, one):
 def test_attention_without_positions_has_no_rotation(scale, causal):
     found = probed(scale=scale, causal=causal)
     assert found.conventions.pairing == "none"
-    assert not found.has.rope
     assert not found.has.unknown_positions
 
 
@@ -93,7 +90,6 @@ def distance(queries, keys):
 def test_other_positions_are_no_rotation(other, causal):
     found = probed(causal=causal, **other)
     assert found.conventions.pairing is None
-    assert not found.has.rope
     assert found.has.unknown_positions
     assert "not known" in found.inferred["RoPE"]
 
@@ -102,4 +98,3 @@ def test_other_positions_are_no_rotation(other, causal):
 def test_a_declared_rotation_is_not_looked_for(pairing):
     found = probed(lambda q, k: 1 / 0, pairing=pairing)
     assert found.conventions.pairing == pairing
-    assert found.has.rope == (pairing == "halves")

@@ -1,6 +1,7 @@
 """Attentions with the signatures of other libraries, in plain torch: all are right."""
 
 import functools
+import re
 import warnings
 
 import torch
@@ -204,7 +205,12 @@ partial = functools.partial(flash_attn_func, softmax_scale=None)
 compiled = torch.compile(holder.attend, backend="eager")
 
 
-@torch.library.custom_op("regard_tests::attend", mutates_args=())
+# Tests load this file several times, and an operator that is defined anew leaves its callers of
+# before with a pointer to freed memory: so each copy of the module has an operator of its own.
+NAMESPACE = "regard_tests_" + re.sub(r"\W", "_", __name__)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
 def operator(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, is_causal: bool = False
 ) -> Tensor:
@@ -213,7 +219,7 @@ def operator(
     return softmax(q @ k.mT * factor, visible) @ v
 
 
-packet = torch.ops.regard_tests.attend
+packet = getattr(torch.ops, NAMESPACE).attend
 
 
 def unscripted(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:

@@ -26,7 +26,6 @@ JUDGED = Report(
             status,
             each.statement,
             each.kind,
-            each.catches,
             reason=WHY.get(status, ""),
             example=EXAMPLE if status in ("failed", "advice", "follows") else None,
             because=list(LAWS)[at - 3] if status == "follows" else "",

@@ -3,17 +3,18 @@
 A prefix that was stored under one context is never found under another.
 """
 
+import ctypes
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from regard.cache.paging.fingerprints import Modules, fingerprint, framed, tensor_digest, whole
-
+Modules = nn.Module | Sequence[nn.Module]
 _WITHOUT_EFFECT = {  # config entries and attributes that no key or value depends on
     *("dtype", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype"),
     *("transformers_version", "use_cache", "training", "gradient_checkpointing"),
@@ -24,7 +25,7 @@ _BY_LENGTH = {"dynamic", "longrope"}  # rope types of transformers whose frequen
 
 @dataclass(frozen=True)
 class Context:
-    """What the keys and values of a prefix depend on, besides its tokens.
+    """The model and the name on which the keys and values of a prefix depend, besides tokens.
 
     A search finds what was stored under an equal context, and nothing else.
 
@@ -49,27 +50,17 @@ class Context:
             if not isinstance(value, str):
                 raise TypeError(f"Context: {name} is text, got {value!r}")
 
-    def __str__(self) -> str:
-        return f"{self.key or 'no key'}, weights {self.weights[:8]}"
 
-
-def context_of(
-    module: Modules,
-    *,
-    name: str = "",
-    dtype: torch.dtype | None = None,
-    computes: str | None = None,
-) -> Context:
+def context_of(module: Modules, *, name: str = "") -> Context:
     """The context of a model, or of its layers: its weights, what it computes, and a name.
+
+    The key is made of the name, the dtype of the weights, the active adapters of a PEFT model, and
+    a digest of the modules' types and arguments, the frequencies of RoPE, and the config of a
+    transformers model.
 
     Args:
         module: a model, or its layers in order.
         name: any text that tells prefixes apart: of a user, say, or of an adapter.
-        dtype: of the keys and values; by default that of the first floating-point weight. Give it
-            where autocast changes it.
-        computes: a description of what is computed besides the weights; by default a digest of the
-            modules' types and arguments, of the frequencies of ropes and of a transformers model's
-            config. The active adapters of a PEFT model count in any case.
 
     Returns:
         The context, under which `PagePool.prefix` finds and `PagePool.store` stores.
@@ -89,12 +80,10 @@ def context_of(
         >>> context_of(other).key == context_of(layer).key
         False
     """
-    model = whole(module)
-    if dtype is None:
-        floating = (p.dtype for p in model.parameters() if p.is_floating_point())
-        dtype = next(floating, torch.get_default_dtype())
-    described = _computation(model) if computes is None else computes
-    parts = name, str(dtype).removeprefix("torch."), _active_adapters(model), described
+    model = _whole(module)
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = str(next(floating, torch.get_default_dtype())).removeprefix("torch.")
+    parts = name, dtype, _active_adapters(model), _computation(model)
     return Context(fingerprint(model), json.dumps(parts))
 
 
@@ -103,7 +92,7 @@ def _computation(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         texts = name, type(module).__name__, _arguments_of(module), *_ropes_of(module)
-        digest.update(framed(*(text.encode() for text in texts)))
+        _update(digest, *(text.encode() for text in texts))
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         entries = _effective(config.to_dict())
@@ -145,7 +134,7 @@ def _refuse_length(uses_length: bool, rope: Any) -> None:
         raise ValueError(
             f"the frequencies of {rope!r} change with the length of a call, so that the keys of a "
             "prefix depend on what followed it; if no call is longer than the original context, "
-            "give context_of(..., computes=...) a description of your own"
+            "give Context(fingerprint(model), 'a description of your own')"
         )
 
 
@@ -187,7 +176,7 @@ def _described(value: Any) -> str:
     if " at 0x" in text:
         raise ValueError(
             f"{text} has a description that holds for this process only; give it a __repr__ that "
-            "determines it, or give context_of(..., computes=...) a description"
+            "determines it, or give Context(fingerprint(model), 'a description of your own')"
         )
     return text
 
@@ -195,3 +184,121 @@ def _described(value: Any) -> str:
 def _items(values: Iterable[Any]) -> list[str]:
     texts = [_described(each) for each in values]
     return sorted(texts) if isinstance(values, set | frozenset) else texts
+
+
+# ---- digests ----
+
+
+def fingerprint(module: Modules) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of a model's parameters and persistent buffers.
+
+    It does not depend on the device, nor on how tensors are split over ranks: of a `DTensor` the
+    full tensor is read, so every rank must call this. Every call reads all weights, so that every
+    write is noticed, also through `.data`, numpy or another process.
+
+    Args:
+        module: a model, or its layers in order.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        ValueError: if a tensor has no data (device "meta", fake tensors), or an entry of the state
+            cannot be read as bytes.
+
+    Examples:
+        >>> import torch
+        >>> from regard.cache import fingerprint
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> before = fingerprint(layer)
+        >>> with torch.no_grad():
+        ...     layer.weight[1, 2] += 1
+        >>> len(before), fingerprint(layer) == before
+        (64, False)
+    """
+    digest, known = hashlib.sha256(), dict[int, bytes]()  # tied tensors are read once
+    with torch.no_grad():
+        for name, entry in _whole(module).state_dict(keep_vars=True).items():
+            found = known.setdefault(id(entry), known.get(id(entry)) or _digest_of(name, entry))
+            _update(digest, name.encode(), found)
+    return digest.hexdigest()
+
+
+def _whole(module: Modules) -> nn.Module:
+    """One module: of `torch.compile` the one that was compiled; of layers a `ModuleList`."""
+    if isinstance(module, nn.Module):
+        return getattr(module, "_orig_mod", module)
+    return nn.ModuleList(module)
+
+
+def _digest_of(name: str, entry: Any) -> bytes:
+    """The digest of an entry of a state dict: a tensor, or what quantised modules have there."""
+    if isinstance(entry, Tensor):
+        return tensor_digest(name, entry)
+    if isinstance(entry, tuple | list):
+        return sha256(b"list", *(_digest_of(name, each) for each in entry))
+    if isinstance(entry, Mapping):
+        return sha256(b"dict", *(_digest_of(name, each) for pair in entry.items() for each in pair))
+    if isinstance(entry, bytes | bytearray):
+        return sha256(b"bytes", bytes(entry))
+    if entry is None or isinstance(entry, bool | int | float | str | torch.dtype):
+        return sha256(type(entry).__name__.encode(), repr(entry).encode())
+    raise ValueError(
+        f"{name!r} of the model's state is a {type(entry).__name__}, and a fingerprint reads "
+        "tensors, numbers and text; give Context(weights=...) a digest of your own"
+    )
+
+
+def tensor_digest(name: str, tensor: Tensor) -> bytes:
+    """SHA-256 of a tensor's dtype, shape and bytes."""
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        raise ValueError(
+            f"{name!r} is on device {str(tensor.device)!r} without data, and a fingerprint reads "
+            "every byte; load the model's weights first"
+        )
+    if hasattr(tensor, "full_tensor"):  # a DTensor
+        return tensor_digest(name, tensor.full_tensor())
+    inner = _inner_entries(tensor)
+    if inner is not None:
+        return sha256(type(tensor).__name__.encode(), *(_digest_of(name, each) for each in inner))
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name!r} has the layout {tensor.layout}, and a fingerprint reads dense tensors; give "
+            "Context(weights=...) a digest of your own"
+        )
+    header = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    here = plain.cpu()  # kept while its memory is read
+    return sha256(header, _memory(here))
+
+
+def _inner_entries(tensor: Tensor) -> Sequence[Any] | None:
+    """The tensors that a quantised tensor or a wrapper consists of; None for a plain tensor."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, about = tensor.__tensor_flatten__()
+        return (*(entry for each in names for entry in (each, getattr(tensor, each))), repr(about))
+    if tensor.is_quantized:
+        return (str(tensor.dtype), str(tensor.qscheme()), tensor.dequantize())
+    return None
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in main memory, of any dtype, without a copy: the caller
+    holds the tensor while it reads them."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def sha256(*parts: bytes | memoryview) -> bytes:
+    """SHA-256 over parts, each with its length before it."""
+    digest = hashlib.sha256()
+    _update(digest, *parts)
+    return digest.digest()
+
+
+def _update(digest: Any, *parts: bytes | memoryview) -> None:
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)

@@ -1,20 +1,21 @@
-"""Pages in files of caches, and a paged cache there: tables that name pages by their number.
+"""Pages in files: tables that name pages by their number, and the stored prefixes of a pool.
 
 Pages are written as they are stored, codes with their scales, and each of them once, however many
 rows share it.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.cache.files import Stacked, is_naturals
-from regard.cache.paging.bookkeeping import Kind, Pages
-from regard.cache.paging.pages import Page, PageTable
-from regard.cache.paging.slabs import Outline, coded
-from regard.cache.rotation import blocks_of
+from regard.cache.files import Stacked, TensorFile, is_naturals
+from regard.cache.paging.contexts import Context
+from regard.cache.paging.memory import Kind, Memory
+from regard.cache.paging.pages import Outline, Page, PageTable, outlines_of
+from regard.cache.paging.prefixes import Node
 from regard.cache.saving import (
     Record,
     lengths_from,
@@ -46,21 +47,21 @@ class Numbered:
     """Pages with a number each, for a file.
 
     Args:
-        pool: of the pages.
+        memory: of the pages.
         pages: in any order; one may come several times.
         empty: the kind of a cache that has rows, and may have no page: it is stored as a group of
             0 pages then, which has the shapes and dtypes of the streams.
     """
 
-    def __init__(self, pool: Pages, pages: Iterable[Page], empty: Kind | None = None) -> None:
+    def __init__(self, memory: Memory, pages: Iterable[Page], empty: Kind | None = None) -> None:
         found: dict[tuple[tuple[Outline, ...], bool], dict[Page, None]] = {}
         for page in pages:
-            kind = pool.kind_with(page.slab)
+            kind = memory.kind_with(page.slab)
             codes = kind.open is not kind.sealed and page.slab is not kind.open
             found.setdefault((kind.sealed.outlines, codes), {})[page] = None
         if empty is not None and not found:
             found[empty.sealed.outlines, False] = {}
-        self._page_size = pool.page_size
+        self._page_size = memory.page_size
         self.groups = [Group(*key, len(each)) for key, each in found.items()]
         self._pages = [list(each) for each in found.values()]
         every = (page for each in self._pages for page in each)
@@ -70,8 +71,8 @@ class Numbered:
         """The groups, for JSON."""
         return [
             {
-                "outlines": outlines_text([each.empty(1, 0) for each in group.outlines]),
-                "rotations": [list(each.rotation) for each in group.outlines],
+                "outlines": outlines_text([each.empty(1) for each in group.outlines]),
+                "rotated": sum(group.outlines[0].rotation),
                 "codes": group.codes,
                 "count": group.size,
             }
@@ -79,7 +80,7 @@ class Numbered:
         ]
 
     def streams(self) -> list[Stacked | Tensor]:
-        """What the pages store, group by group."""
+        """The tensors of the file, group by group."""
         found: list[Stacked | Tensor] = []
         for group, pages in zip(self.groups, self._pages, strict=True):
             stored = (page.slab.stored(page.index) for page in pages)
@@ -90,17 +91,17 @@ class Numbered:
         return found
 
 
-def arguments_of(pool: Pages) -> dict[str, Any]:
+def arguments_of(memory: Memory) -> dict[str, Any]:
     """The arguments of a pool that its pages in a file depend on."""
-    return {"page_size": pool.page_size, "format": pool.format.name}
+    return {"page_size": memory.page_size, "format": memory.format.name}
 
 
-def groups_from(value: Any, pool: Pages, device: torch.device) -> list[Group]:
+def groups_from(value: Any, memory: Memory, device: torch.device) -> list[Group]:
     """The groups that JSON describes. Raises a ValueError if it describes none, or pages that the
     pool would store otherwise."""
     if not isinstance(value, list):
         raise ValueError(f"groups of pages are a list, got {value!r:.200}")
-    groups = [_group(each, pool, device) for each in value]
+    groups = [_group(each, memory, device) for each in value]
     if len({group[:2] for group in groups}) != len(groups):
         raise ValueError("pages of one kind are one group")
     if len(groups) > 1 and not all(group.size for group in groups):
@@ -108,37 +109,26 @@ def groups_from(value: Any, pool: Pages, device: torch.device) -> list[Group]:
     return groups
 
 
-def _group(value: Any, pool: Pages, device: torch.device) -> Group:
-    names = {"outlines", "rotations", "codes", "count"}
+def _group(value: Any, memory: Memory, device: torch.device) -> Group:
+    names = {"outlines", "rotated", "codes", "count"}
     if not isinstance(value, dict) or set(value) != names:
         raise ValueError(f"a group of pages has {', '.join(sorted(names))}, got {value!r:.200}")
-    likes, rotations = outlines_from(value["outlines"], ()), value["rotations"]
-    if not isinstance(rotations, list) or len(rotations) != len(likes) or not likes:
-        raise ValueError(f"a group has a rotation for each stream, got {rotations!r:.200}")
-    count, codes = value["count"], value["codes"]
-    if not is_naturals([count]) or codes not in (0, 1) or (codes and not count):
-        raise ValueError(f"a group has a count of pages, and codes or not, got {value!r:.200}")
-    pairs = enumerate(zip(likes, rotations, strict=True))
-    outlines = tuple(_outline(i, like, rotation, pool, device) for i, (like, rotation) in pairs)
+    likes, count, codes = outlines_from(value["outlines"], ()), value["count"], value["codes"]
+    if not is_naturals([count]) or codes not in (0, 1) or (codes and not count) or not likes:
+        raise ValueError(f"a group has streams, a count, and codes or not, got {value!r:.200}")
+    rotated, width = value["rotated"], likes[0].shape[3]
+    if not is_naturals([rotated]) or rotated > width:
+        raise ValueError(f"up to {width} channels of keys are rotated, got {rotated!r:.99}")
+    streams = [like.to(device) for like in likes]
+    pieces = (rotated,) if rotated else None
+    outlines = outlines_of(streams, memory.format, memory.page_size, pieces)
+    if sum(outlines[0].rotation) != rotated:
+        raise ValueError(f"{width} channels are not rotated in blocks, got {rotated} of them")
     if codes and all(each.bits is None for each in outlines):
-        raise ValueError(f"pages of format {pool.format.name!r} have no codes")
+        raise ValueError(f"pages of format {memory.format.name!r} have no codes")
     if count and not any(each.heads * each.width for each in outlines):
         raise ValueError(f"pages have numbers, so that a file bounds their count, got {count}")
     return Group(outlines, bool(codes), count)
-
-
-def _outline(index: int, like: Tensor, rotation: Any, pool: Pages, device: torch.device) -> Outline:
-    _, heads, _, width = like.shape
-    known = is_naturals(rotation) and tuple(rotation) == blocks_of(min(sum(rotation), width))
-    plain, blocks = Outline(heads, width, like.dtype, device), tuple(rotation) if known else ()
-    found = coded(plain, index, pool.format, pool.page_size, blocks)
-    rotated = found.bits is not None and found.bits < 8 and found.run == 1
-    if not known or (rotation and not rotated):
-        raise ValueError(
-            f"{width} channels in {found.bits or 'no'} bits are not rotated in blocks "
-            f"{rotation!r:.99}"
-        )
-    return found
 
 
 def check_shapes(groups: Sequence[Group], page_size: int, found: Sequence[Any]) -> None:
@@ -149,102 +139,97 @@ def check_shapes(groups: Sequence[Group], page_size: int, found: Sequence[Any]) 
         raise ValueError(f"pages are stored as {expected!r:.200}, got {got!r:.200}")
 
 
-def taken(
-    pool: Pages, groups: Sequence[Group], streams: Iterator[Iterable[Tensor]], *, cold: bool = False
+def take_pages(
+    memory: Memory,
+    groups: Sequence[Group],
+    streams: Iterator[Iterable[Tensor]],
+    *,
+    cold: bool = False,
 ) -> list[Page]:
-    """New pages of a pool, with one reference each, that hold what a file does; lock held.
+    """New pages of a pool with the content of a file; inside of a change.
 
     Args:
-        pool: with the lock held.
+        memory: of the pool.
         groups: of the file, whose shapes have been checked.
-        streams: of each tensor of the file its pages.
-        cold: whether they go where the pool offloads pages to, if it does: sealed ones may.
+        streams: of each tensor of the file the tensors of its pages.
+        cold: whether the pages go to the memory of the host, if the pool offloads any.
 
     Raises:
-        ValueError: if the pool has too few pages left; nothing changes then.
+        ValueError: if the pool has too few pages left.
     """
-    kinds = [(pool.kind_of(group.outlines), group) for group in groups]
-    slabs = [kind.sealed if group.codes else kind.open for kind, group in kinds]
-    if cold and pool.offloading is not None:
-        slabs = [pool.offloading.cold_of(slab) for slab in slabs]
-    pool.reserve([s for s, group in zip(slabs, groups, strict=True) for _ in range(group.size)])
-    taken: list[Page] = []
-    try:
-        for slab, group in zip(slabs, groups, strict=True):
-            pages = [pool.take(slab) for _ in range(group.size)]
-            taken += pages
-            for index in range(len(slab.stored(pages[0].index)) if pages else 0):
-                for page, values in zip(pages, next(streams), strict=True):
-                    slab.stored(page.index)[index].copy_(values)
-    except BaseException:
-        for page in taken:
-            pool.release(page)
-        raise
-    return taken
+    found: list[Page] = []
+    kinds = [memory.kind_of(group.outlines) for group in groups]
+    slabs = [
+        kind.sealed if group.codes else kind.open for kind, group in zip(kinds, groups, strict=True)
+    ]
+    if cold and memory.offloading is not None:
+        slabs = [memory.offloading.slabs.get(slab, slab) for slab in slabs]
+    memory.reserve([s for s, group in zip(slabs, groups, strict=True) for _ in range(group.size)])
+    for slab, group in zip(slabs, groups, strict=True):
+        pages = [memory.take(slab) for _ in range(group.size)]
+        found += pages
+        for index in range(len(slab.stored(pages[0].index)) if pages else 0):
+            for page, values in zip(pages, next(streams), strict=True):
+                slab.stored(page.index)[index].copy_(values)
+    return found
 
 
 # ---- a cache ----
 
 
-class Filled(NamedTuple):
-    """The state of a paged cache that a file holds, in new pages of its pool."""
-
-    pieces: tuple[int, ...] | None
-    kind: Kind | None
-    lengths: Lengths
-    like: tuple[Tensor, ...]  # empty tensors of the streams
-    tables: list[PageTable]
-
-
-def cache_record(cache: Any, tables: Sequence[PageTable], kind: Kind | None) -> Record:
-    """What a paged cache holds, for its file; the pool's lock is held."""
-    numbered = Numbered(cache.pool, (page for table in tables for page in table.pages), kind)
+def cache_record(
+    memory: Memory,
+    tables: Sequence[PageTable],
+    kind: Kind | None,
+    lengths: Lengths,
+    pieces: Sequence[int] | None,
+) -> Record:
+    """The content of a paged cache, for its file; the pool's lock is held."""
+    numbered = Numbered(memory, (page for table in tables for page in table.pages), kind)
     state = {
-        **lengths_state(cache.lengths),
+        **lengths_state(lengths),
         "tables": [
             {"first": table.first, "pages": [numbered.numbers[page] for page in table.pages]}
             for table in tables
         ],
         "groups": numbered.text(),
-        "pieces": None if cache.pieces is None else list(cache.pieces),
+        "pieces": None if pieces is None else list(pieces),
     }
     return Record(state, numbered.streams())
 
 
-def filled(cache: Any, record: Record) -> Filled:
-    """The state of a paged cache that a file holds, in new pages of its pool; lock held.
+def filled(
+    memory: Memory, window: int | None, record: Record
+) -> tuple[Kind | None, list[PageTable], Lengths, tuple[int, ...] | None]:
+    """The kind, tables, lengths and pieces of a cache in a file, in new pages; inside of a change.
 
     Args:
-        cache: empty.
-        record: of a cache with its arguments.
+        memory: of the cache's pool.
+        window: of the cache.
+        record: of a cache with the same arguments.
 
     Raises:
         ValueError: if it could not be the record of such a cache, or the pool has too few pages.
     """
-    pool, state = cache.pool, record.state
+    state = record.state
     device = record.streams[0].device if record.streams else torch.device("cpu")
-    groups = groups_from(state.get("groups"), pool, device)
-    check_shapes(groups, pool.page_size, record.streams)
+    groups = groups_from(state.get("groups"), memory, device)
+    check_shapes(groups, memory.page_size, record.streams)
     kinds = {group.outlines for group in groups}
     if len(kinds) > 1 or (state.get("tables") and not kinds):
         raise ValueError(f"the rows of a cache have pages of one kind, got {len(kinds)} kinds")
     outlines = groups[0].outlines if groups else ()
-    pieces = pieces_from(state.get("pieces"), [each.empty(0, 0) for each in outlines])
+    pieces = pieces_from(state.get("pieces"), [each.empty(0) for each in outlines])
     lengths, numbers = _rows_of(state)
-    _check_tables(cache, state["tables"], numbers, groups)
-    pages = taken(pool, groups, iter(record.streams))
-    kind = pool.kind_of(outlines) if groups else None
+    _check_tables(memory.page_size, window, state["tables"], numbers, groups)
+    pages = take_pages(memory, groups, iter(record.streams))
     tables = [
         PageTable([pages[n] for n in table["pages"]], table["first"]) for table in state["tables"]
     ]
     for table, length in zip(tables, numbers, strict=True):
         for number, page in enumerate(table.pages, table.first):
-            page.sealed = (number + 1) * pool.page_size <= length
-            pool.retain(page)
-    for page in pages:
-        pool.release(page)
-    like = () if kind is None else tuple(x.empty(len(tables), 0) for x in kind.open.outlines)
-    return Filled(pieces, kind, lengths, like, tables)
+            page.sealed = (number + 1) * memory.page_size <= length
+    return memory.kind_of(outlines) if groups else None, tables, lengths, pieces
 
 
 def _rows_of(state: dict[str, Any]) -> tuple[Lengths, list[int]]:
@@ -265,16 +250,19 @@ def _is_table(value: Any) -> bool:
 
 
 def _check_tables(
-    cache: Any, tables: list[dict[str, Any]], lengths: list[int], groups: list[Group]
+    size: int,
+    window: int | None,
+    tables: list[dict[str, Any]],
+    lengths: list[int],
+    groups: list[Group],
 ) -> None:
     """Raise unless each row has the pages of its tokens, or of its window, and open ones alone."""
-    size = cache.pool.page_size
     codes = [group.codes for group in groups for _ in range(group.size)]
     count = len(codes)
     uses: dict[int, set[bool]] = {}
     for table, length in zip(tables, lengths, strict=True):
         first, stop = table["first"], -(-length // size)
-        oldest = 0 if cache.window is None else max(0, length - cache.window + 1)
+        oldest = 0 if window is None else max(0, length - window + 1)
         if first + len(table["pages"]) != stop or first > oldest // size:
             raise ValueError(
                 f"a row of {length} tokens has pages from {oldest // size} or before to {stop}, "
@@ -289,3 +277,120 @@ def _check_tables(
             uses.setdefault(page, set()).add(full)
     if len(uses) != count:
         raise ValueError(f"{count} pages are stored and {len(uses)} in use")
+
+
+# ---- the stored prefixes of a pool ----
+
+_NONE = -1  # the number of no page, or of no parent
+
+
+def pool_record(memory: Memory) -> tuple[Record, int]:
+    """The stored prefixes of a pool, for its file, and the number of their pages; lock held.
+
+    A tensor for each context has a row for each node: the row of its parent, the tokens of the
+    page, and the number of the page of each layer.
+    """
+    nodes = [*memory.prefixes.nodes]
+    numbered = Numbered(memory, (page for node in nodes for page in node.stored()))
+    groups: dict[Context, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(node.context, []).append(node)
+    tensors, texts = [], []
+    for context, some in groups.items():
+        rows = {node: row for row, node in enumerate(some)}
+        columns = []
+        for node in some:
+            parent = _NONE if node.parent is None else rows[node.parent]
+            pages = [_NONE if page is None else numbered.numbers[page] for page in node.pages]
+            columns.append([parent, *array("q", node.tokens), *pages])
+        tensors.append(torch.tensor(columns, dtype=torch.int64, device="cpu"))
+        texts.append({"key": context.key, "windows": list(some[0].windows)})
+    state = {"contexts": texts, "groups": numbered.text()}
+    return Record(state, [*tensors, *numbered.streams()]), len(numbered.numbers)
+
+
+def load_prefixes(
+    memory: Memory, file: TensorFile, entry: dict[str, Any], device: torch.device
+) -> int:
+    """Store the prefixes of a file, all of them or none; returns the number of pages that were not
+    stored before. Inside of a change.
+
+    Args:
+        memory: of a pool with the arguments of the one that was saved.
+        file: of its weights.
+        entry: of the pool in the file.
+        device: of the pages.
+
+    Raises:
+        ValueError: if they could not be the prefixes of such a pool, or it has too few pages.
+    """
+    state, names, size = entry["state"], entry["streams"], memory.page_size
+    groups = groups_from(state.get("groups"), memory, device)
+    contexts = state.get("contexts")
+    if not isinstance(contexts, list) or not all(map(_is_context, contexts)):
+        raise ValueError(f"contexts have a key and the windows of layers, got {contexts!r:.200}")
+    names, streams = names[: len(contexts)], names[len(contexts) :]
+    check_shapes(groups, size, [file.entries[name] for name in streams])
+    kinds = [group.outlines for group in groups for _ in range(group.size)]
+    found: list[tuple[Context, tuple[int | None, ...], list[list[int]]]] = []
+    for name, text in zip(names, contexts, strict=True):
+        context, windows = Context(file.metadata["weights"], text["key"]), tuple(text["windows"])
+        memory.prefixes.check_windows(windows, context)
+        found.append((context, windows, _rows_from(file, name, size, windows, kinds)))
+    numbers = [n for *_, rows in found for row in rows for n in row[1 + size :] if n != _NONE]
+    if sorted(numbers) != [*range(len(kinds))]:
+        raise ValueError(f"each of {len(kinds)} pages is in one place, got {numbers!r:.200}")
+    pages = take_pages(memory, groups, map(file.pieces, streams), cold=True)
+    count = 0
+    for page in pages:
+        page.sealed = True
+    for context, windows, rows in found:
+        nodes: list[Node] = []
+        for row in rows:
+            parent = None if row[0] == _NONE else nodes[row[0]]
+            own = [None if n == _NONE else pages[n] for n in row[1 + size :]]
+            tokens = array("q", row[1 : 1 + size]).tobytes()
+            node, new = memory.prefixes.add(parent, context, tokens, windows, own)
+            nodes.append(node)
+            count += len(new)
+            for page in new:
+                page.used = memory.operation()  # pages that were stored first are evicted first
+    return count
+
+
+def _is_context(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != {"key", "windows"}:
+        return False
+    windows = value["windows"]
+    if not isinstance(value["key"], str) or not isinstance(windows, list) or not windows:
+        return False
+    sizes = [each for each in windows if each is not None]
+    return is_naturals(sizes) and 0 not in sizes
+
+
+def _rows_from(
+    file: TensorFile,
+    name: str,
+    page_size: int,
+    windows: Sequence[int | None],
+    kinds: Sequence[tuple[Outline, ...]],
+) -> list[list[int]]:
+    """The nodes of a context, from a tensor of a file. Raises a ValueError if they are none."""
+    entry, columns = file.entries[name], 1 + page_size + len(windows)
+    if entry.dtype != torch.int64 or len(entry.shape) != 2 or entry.shape[1] != columns:
+        raise ValueError(f"{name} has {columns} columns of int64, got {entry.dtype} {entry.shape}")
+    rows: list[list[int]] = file.read(name).tolist()
+    of_layers: list[set[Any]] = [set() for _ in windows]
+    for index, row in enumerate(rows):
+        for number, window, own in zip(row[1 + page_size :], windows, of_layers, strict=True):
+            least = 0 if window is None else _NONE
+            if not least <= number < len(kinds) or not _NONE <= row[0] < index:
+                raise ValueError(
+                    f"a node follows its parent, and has pages below {len(kinds)} of every layer "
+                    f"without a window, got {row!r:.200}"
+                )
+            if number != _NONE:
+                own.add(kinds[number])
+    if any(len(own) > 1 for own in of_layers):
+        raise ValueError("the pages of a layer are of one kind")
+    return rows

@@ -65,7 +65,7 @@ class PageFormat(NamedTuple):
         return blocks_of(pieces[0] if count == 1 and pieces else width)
 
     def shares(self, index: int, page_size: int) -> tuple[int, int]:
-        """How many tokens of a page and how many channels share a scale and a zero.
+        """The numbers of tokens and of channels that share a scale and a zero.
 
         Args:
             index: of the stream: keys, or one joined latent, come first, then values.

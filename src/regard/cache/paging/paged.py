@@ -1,17 +1,24 @@
 """A cache whose tokens lie in pages of a pool: one batch's tables over it."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from regard.cache.paging import appending, changing
-from regard.cache.paging.bookkeeping import Change, Kind, Pages
+from regard.cache.paging import appending
 from regard.cache.paging.files import arguments_of, cache_record, filled
-from regard.cache.paging.pages import PageTable
-from regard.cache.paging.rows import Rows
-from regard.cache.paging.slabs import outlines_of
+from regard.cache.paging.memory import Kind, Memory
+from regard.cache.paging.pages import PageTable, outlines_of
+from regard.cache.paging.tables import (
+    Cost,
+    Tables,
+    cost_of_cut,
+    cost_of_selection,
+    cut,
+    pages_of,
+    select,
+)
 from regard.cache.parts import Part
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
@@ -26,6 +33,14 @@ from regard.cache.streams import (
 )
 from regard.span import Span
 from regard.tracing import is_forward_mode
+
+
+class Pool(Protocol):
+    """A `PagePool`, as its caches see it."""
+
+    @property
+    def memory(self) -> Memory:
+        """The pages."""
 
 
 class PagedCache(Stored):
@@ -63,56 +78,35 @@ class PagedCache(Stored):
         5
     """
 
-    def __init__(self, pool: Pages, *, window: int | None = None, rollback: int = 0) -> None:
+    def __init__(self, pool: Pool, *, window: int | None = None, rollback: int = 0) -> None:
         check_whole("rollback", rollback, least=0)
         if window is not None:
             check_whole("window", window, least=1)
-        self.pool, self.window, self.rollback = pool, window, rollback
+        self.pool, self.memory, self.window, self.rollback = pool, pool.memory, window, rollback
         self.pieces: tuple[int, ...] | None = None  # of a joined stream, announced by a layer
         self._kind: Kind | None = None
         self._lengths = Lengths()
-        self._rows = Rows(self, pool)
+        self._rows = Tables(self, self.memory)
         self._like: tuple[Tensor, ...] = ()  # empty tensors of the streams' shapes and dtypes
 
     @classmethod
     def of_pages(
-        cls, pool: Pages, tables: list[PageTable], length: int, window: int | None = None
+        cls, pool: Pool, tables: list[PageTable], length: int, window: int | None = None
     ) -> "PagedCache":
         """A cache of rows with these pages, which it retains."""
         cache = cls(pool, window=window)
-        pages = list(changing.pages_of(tables))
-        for page in pages:
-            pool.retain(page)
         cache._lengths = Lengths(length, length)
-        if pages:  # a window of 1 needs none: the next update decides about rows and streams
-            cache._rows.set(tables)
-            cache._kind = kind = pool.kind_with(pages[0].slab)
-            cache._like = tuple(each.empty(len(tables), 0) for each in kind.open.outlines)
+        page = next(pages_of(tables), None)
+        if page is not None:  # a window of 1 needs none: the next update decides about rows
+            cache._rows.replace(tables)
+            cache._kind = kind = cache.memory.kind_with(page.slab)
+            cache._like = tuple(each.empty(len(tables)) for each in kind.open.outlines)
         return cache
-
-    @property
-    def length(self) -> int:
-        """The number of tokens so far."""
-        return self._lengths.longest
-
-    @property
-    def lengths(self) -> Lengths:
-        """The number of tokens of each row."""
-        return self._lengths
 
     @property
     def rows(self) -> list[PageTable]:
         """The pages of each row."""
         return self._rows.tables
-
-    @property
-    def bits(self) -> int | None:
-        """The fewest bits of the codes in sealed pages; None while there are no such pages."""
-        kind, pages = self._kind, changing.pages_of(self._rows.tables)
-        if kind is None or all(page.slab is kind.open for page in pages):
-            return None
-        coded = (each.bits for each in kind.sealed.outlines if each.bits is not None)
-        return min(coded, default=None)
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +116,7 @@ class PagedCache(Stored):
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the pages, the last of which have room for more tokens."""
-        return self._rows.page_bytes
+        return self._rows.page_bytes()
 
     def span(self, new: int) -> Span:
         """The slots of a call with `new` more tokens; with a window, keys begin with it."""
@@ -136,26 +130,38 @@ class PagedCache(Stored):
                 the pool has too few pages left; nothing changes then, or if it is interrupted.
         """
         self._check(new)
-        with self.pool.lock:
-            kind, tables = self._kind_of(new), self._rows.tables or [PageTable() for _ in new[0]]
-            size, start = self.pool.page_size, self._needed(self._lengths.shortest)
-            append = appending.plan(kind, size, tables, self.row_lengths(len(tables)), new)
-            self._rows.settle()
-            full = [kind.sealed for number in append.full if number is not None]
-            self.pool.reserve([*append.needed, *full])
-            before = list(self._rows.tables), self._kind, self._lengths, self._like
-            try:
-                with Change(self.pool):
-                    return self._appended(kind, tables, append, new, start)
-            except BaseException:
-                tables, self._kind, self._lengths, self._like = before
-                self._rows.undo(tables)
-                raise
+        memory, rows = self.memory, self._rows
+        with memory.change:
+            kind = self._kind or memory.kind_of(
+                outlines_of(new, memory.format, memory.page_size, self.pieces)
+            )
+            tables = rows.tables or [PageTable() for _ in new[0]]
+            lengths = self.row_lengths(len(tables))
+            append = appending.plan(kind, tables, lengths, new)
+            rows.settle()
+            if append.needed or memory.offloading is not None:
+                memory.reserve(append.needed)
+            several = append.added > 1 and self._lengths.rows is None
+            parts = self._past_and(new) if several or append.stores_codes else None
+            grown = appending.with_new_pages(memory, tables, append)
+            appending.write(grown, append, new)
+            after = self._lengths.grown(append.added)
+            like = self._like or tuple(each.empty(len(tables)) for each in kind.open.outlines)
+            if parts is None:
+                start = self._needed(self._lengths.shortest)
+                parts = rows.parts(start, after.longest, like, grown)
+            last = appending.with_codes(memory, grown, append)
+            appending.seal(last, append)
+            self._kind, self._like, self._lengths = kind, like, after
+            last = self._without_pages_before_window(last)
+            if last is not rows.tables:
+                rows.replace(last, retires=True)
+            return parts
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
         """The result of `update`, in new tensors, without changing the cache."""
         self._check(new)
-        with self.pool.lock:
+        with self.memory.lock:
             return self._past_and([each.clone() for each in new])
 
     def truncate(self, length: int | Tensor) -> None:
@@ -166,15 +172,18 @@ class PagedCache(Stored):
                 released, or a shared page must be copied and the pool is full.
         """
         self._check_usable()
-        with self.pool.lock:
+        with self.memory.change:
             lengths = self._lengths.truncated(length, self._like)
             self._check_window(length, lengths)
             self._rows.settle()
-            rows, size = _numbers(lengths, len(self._rows.tables)), self.pool.page_size
-            if self._kind is not None and not self._rows.cut_fits(self._kind, rows):
-                whole = [-(-each // size) * size for each in rows]
-                self._cut([*map(min, whole, self.row_lengths())])
-            self._cut(rows)
+            rows = _numbers(lengths, len(self.rows))
+            if self._kind is not None:
+                cost = cost_of_cut(self._kind, self.rows, rows)
+                if not self.memory.fits(cost.copies, cost.freed):
+                    size = self.memory.page_size  # whole pages make room for the copies
+                    whole = [-(-each // size) * size for each in rows]
+                    self._cut(self._kind, [*map(min, whole, self.row_lengths())])
+                self._cut(self._kind, rows)
             self._lengths = lengths
 
     def can_truncate(self, length: int | Tensor) -> bool:
@@ -193,18 +202,19 @@ class PagedCache(Stored):
             ValueError: if they are not rows that are held, or the pool has too few pages left.
         """
         self._check_usable()
-        with self.pool.lock:
+        with self.memory.change:
             check_rows(rows, self._like)
             self._rows.settle()
             if not self._like:
                 self._lengths = self._lengths.reordered(rows)
                 return
             numbers: list[int] = rows.tolist()
-            if not self._rows.choice_fits(numbers):
-                first = list(dict.fromkeys(numbers))
-                self._choose(first)
+            cost = cost_of_selection(self.rows, numbers)
+            if not self.memory.fits(cost.copies, cost.freed):
+                first = list(dict.fromkeys(numbers))  # rows that are dropped make room for copies
+                self._select(first)
                 numbers = [first.index(each) for each in numbers]
-            self._choose(numbers)
+            self._select(numbers)
 
     def fork(self) -> "PagedCache":
         """A copy that goes on by itself: sealed pages are shared, open ones copied.
@@ -213,9 +223,10 @@ class PagedCache(Stored):
             ValueError: if the pool has too few pages left.
         """
         self._check_usable()
-        with self.pool.lock, Change(self.pool):
+        with self.memory.change:
+            tables = select(self.memory, self.rows, range(len(self.rows)), copies_all=True)
             new = PagedCache(self.pool, window=self.window, rollback=self.rollback)
-            new._rows.set(changing.forked(self.pool, self._rows.tables))
+            new._rows.replace(tables)
             new.pieces, new._kind = self.pieces, self._kind
             new._lengths, new._like = self._lengths, self._like
             return new
@@ -227,7 +238,7 @@ class PagedCache(Stored):
             ValueError: if it was released before.
         """
         self._check_usable()
-        with self.pool.lock:
+        with self.memory.lock:
             self._rows.release()
             self._lengths, self._like = Lengths(), ()
 
@@ -237,39 +248,43 @@ class PagedCache(Stored):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {**arguments_of(self.pool), "window": self.window, "rollback": self.rollback}
+        return {**arguments_of(self.memory), "window": self.window, "rollback": self.rollback}
 
     def record(self) -> Record:
         """The tables and each page once, as it is stored, for a file of the cache."""
         self._check_usable()
-        with self.pool.lock:
-            return cache_record(self, self._rows.tables, self._kind)
+        with self.memory.lock:
+            return cache_record(self.memory, self.rows, self._kind, self._lengths, self.pieces)
 
     def fill(self, record: Record) -> None:
-        """Take what a file holds into this new cache, and into new pages of its pool.
+        """Take the content of a file into this new cache, and into new pages of its pool.
 
         Raises:
             ValueError: if it is no record of such a cache, or the pool has too few pages left.
         """
         self._check_usable()
-        with self.pool.lock:
-            self.pieces, self._kind, self._lengths, self._like, tables = filled(self, record)
-            self._rows.settle()
-            self._rows.set(tables)
+        with self.memory.change:
+            self._kind, tables, self._lengths, self.pieces = filled(
+                self.memory, self.window, record
+            )
+            if self._kind is not None:
+                outlines = self._kind.open.outlines
+                self._like = tuple(each.empty(len(tables)) for each in outlines)
+            self._rows.replace(tables)
 
     def snapshot(self) -> object:
         """The present state."""
-        tables = [table.copied() for table in self._rows.tables]
+        tables = [table.copied() for table in self.rows]
         return tables, self.pieces, self._kind, self._lengths, self._like
 
     def restore(self, snapshot: object) -> None:
         """Undo the updates since `snapshot` was called; nothing else may have happened."""
         assert isinstance(snapshot, tuple)
-        before, self.pieces, self._kind, self._lengths, self._like = snapshot
-        with self.pool.lock:
-            self._rows.go_back(before)
-            for table, length in zip(before, self.row_lengths(), strict=True):
-                if length % self.pool.page_size and table.pages:
+        tables, self.pieces, self._kind, self._lengths, self._like = snapshot
+        with self.memory.lock:
+            self._rows.replace(tables)
+            for table, length in zip(tables, self.row_lengths(), strict=True):
+                if length % self.memory.page_size and table.pages:
                     table.pages[-1].sealed = False
 
     def __copy__(self) -> "PagedCache":
@@ -288,14 +303,10 @@ class PagedCache(Stored):
         start, own = self._needed(lengths.shortest), tuple(each.detach() for each in new)
         if lengths.rows is not None:
             own = self._joined_with(own)  # copies: only the parts read last hold their pages
-        past = (
-            self._rows.parts(start, lengths.shortest, self._like)
-            if start < lengths.shortest
-            else ()
-        )
-        if past and lengths.shortest == stop:
-            return past
-        return (*past, Part(lengths.shortest, stop, own))
+        if start == lengths.shortest:
+            return (Part(start, stop, own),)
+        past = self._rows.parts(start, lengths.shortest, self._like)
+        return past if lengths.shortest == stop else (*past, Part(lengths.shortest, stop, own))
 
     def _joined_with(self, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tokens after the end of the shortest row, and the new tokens of each row."""
@@ -307,76 +318,62 @@ class PagedCache(Stored):
         held = [torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in held]
         return concatenated(held, new, Lengths(self.length - start, 0, lengths.rows - start))
 
-    def _appended(
-        self,
-        kind: Kind,
-        tables: list[PageTable],
-        append: appending.Append,
-        new: Sequence[Tensor],
-        start: int,
-    ) -> tuple[Part, ...]:
-        """What `update` returns, of tokens that are appended to the tables."""
-        as_codes = kind.open is not kind.sealed and kind.sealed in append.needed
-        as_given = as_codes or (append.added > 1 and self._lengths.rows is None)
-        parts = self._past_and(new) if as_given else None
-        tables = appending.with_new_pages(self.pool, tables, append)
-        appending.write(tables, append, new)
-        if not self._like:
-            self._kind = kind
-            self._like = tuple(each.empty(len(new[0]), 0) for each in kind.open.outlines)
-        self._lengths = self._lengths.grown(append.added)
-        if append.needed or not self._rows.tables:
-            self._rows.set(tables)
-        self._rows.tables[:] = tables  # without new pages the parts stay
-        if parts is None:
-            parts = self._rows.parts(start, self.length, self._like)
-        self._rows.retire(appending.seal(self.pool, kind, tables, append))
-        self._release_before_window()
-        return parts
+    def cost_of_cut(self, length: int) -> Cost:
+        """The pages that `truncate(length)` takes and releases."""
+        rows = [min(length, each) for each in self.row_lengths()]
+        return cost_of_cut(self._kind, self.rows, rows)
 
-    def _cut(self, lengths: list[int]) -> None:
-        if self._rows.tables:
-            assert self._kind is not None
-            self._rows.cut(self._kind, lengths)
+    def _cut(self, kind: Kind, lengths: list[int]) -> None:
+        self._rows.replace(cut(self.memory, kind, self.rows, lengths))
         self._lengths = lengths_of(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
-    def _choose(self, rows: list[int]) -> None:
-        self._rows.choose(rows)
+    def _select(self, rows: list[int]) -> None:
+        self._rows.replace(select(self.memory, self.rows, rows))
         self._like = tuple([each.new_empty(len(rows), *each.shape[1:]) for each in self._like])
         self._lengths = self._lengths.reordered(torch.tensor(rows, dtype=torch.int64, device="cpu"))
 
-    def _check(self, new: Sequence[Tensor]) -> int:
+    def _check(self, new: Sequence[Tensor]) -> None:
         self._check_usable()
-        added = check_streams(new, self._like)
+        check_streams(new, self._like)
         if needs_gradients(new, ()) or is_forward_mode():
             raise ValueError(
                 "PagedCache writes in place, so that gradients do not flow; use KVCache(), or "
                 "torch.no_grad()"
             )
-        return added
 
     def _check_usable(self) -> None:
         if self._rows.are_released:
             raise ValueError("this PagedCache was released; make a new one over its pool")
 
     def _check_window(self, length: object, lengths: Lengths) -> None:
-        """Raise unless the windows of the next tokens are held."""
-        if self.window is not None:
-            stops = _numbers(lengths, len(self.rows))
-            self._rows.check_window(length, stops, self.window, self.length)
-
-    def _kind_of(self, new: Sequence[Tensor]) -> Kind:
-        if self._kind is not None:
-            return self._kind
-        return self.pool.kind_of(
-            outlines_of(new, self.pool.format, self.pool.page_size, self.pieces)
-        )
-
-    def _release_before_window(self) -> None:
+        """Raise unless the tables hold the windows of the next tokens."""
         if self.window is None:
             return
-        behind, size = self.window - 1 + self.rollback, self.pool.page_size
-        self._rows.retire_before([max(0, each - behind) // size for each in self.row_lengths()])
+        stops, size = _numbers(lengths, len(self.rows)), self.memory.page_size
+        if len(stops) != len(self.rows):
+            raise ValueError(
+                f"length={length} is of rows, and this cache of a prefix has none before its first "
+                "update; truncate to a whole number"
+            )
+        for table, stop in zip(self.rows, stops, strict=True):
+            oldest = self._needed(stop)
+            if oldest < min(stop, table.first * size):
+                raise ValueError(
+                    f"length={length} needs keys from slot {oldest} on, those before "
+                    f"{table.first * size} were released; give PagedCache(pool, "
+                    f"window={self.window}, rollback={self.length - stop}) or more"
+                )
+
+    def _without_pages_before_window(self, tables: list[PageTable]) -> list[PageTable]:
+        if self.window is None:
+            return tables
+        behind, size = self.window - 1 + self.rollback, self.memory.page_size
+        lengths = self.row_lengths(len(tables))
+        found = [
+            table.since(max(0, length - behind) // size)
+            for table, length in zip(tables, lengths, strict=True)
+        ]
+        return tables if all(map(lambda a, b: a is b, found, tables)) else found
 
     def _needed(self, length: int) -> int:
         """The oldest slot that the token after `length` tokens may attend to."""
@@ -384,7 +381,7 @@ class PagedCache(Stored):
 
     def row_lengths(self, count: int | None = None) -> list[int]:
         """The number of tokens of each row; `count` rows of a cache that has none yet."""
-        return _numbers(self._lengths, len(self._rows.tables) if count is None else count)
+        return _numbers(self._lengths, len(self.rows) if count is None else count)
 
     def __repr__(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

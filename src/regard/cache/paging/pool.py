@@ -8,17 +8,55 @@ import torch
 from torch import Tensor, nn
 
 from regard.cache.files import open_tensors
-from regard.cache.paging import sharing
-from regard.cache.paging.bookkeeping import Pages
 from regard.cache.paging.contexts import Context
-from regard.cache.paging.files import arguments_of
+from regard.cache.paging.files import arguments_of, load_prefixes, pool_record
+from regard.cache.paging.formats import PageFormat
+from regard.cache.paging.memory import Memory, PoolBytes
+from regard.cache.paging.offloading import Offload
 from regard.cache.paging.paged import PagedCache
-from regard.cache.paging.sharing import Prefix
+from regard.cache.paging.pages import PageTable
+from regard.cache.paging.prefixes import Layer, numbers_of
 from regard.cache.saving import read_entries, write_entries
+from regard.cache.streams import check_whole
 from regard.words import counted
 
 
-class PagePool(Pages):
+class Prefix:
+    """The longest stored prefix of a text, whose pages stay in the pool while this exists.
+
+    `PagePool.prefix` returns it.
+
+    Attributes:
+        length: the tokens of the prefix; 0 if nothing is stored.
+    """
+
+    def __init__(self, length: int, caches: Sequence[PagedCache]) -> None:
+        self.length, self._caches = length, tuple(caches)
+
+    def caches(self, rows: int = 1, *, rollback: int = 0) -> list[PagedCache]:
+        """New caches, one for each layer, that hold the prefix in so many rows.
+
+        Args:
+            rows: of the batch.
+            rollback: of layers with a window, as for `PagedCache`.
+
+        Raises:
+            ValueError: if nothing is stored, so that the number of layers is not known.
+        """
+        if not self.length:
+            raise ValueError("no prefix is stored; make PagedCache(pool) for each layer")
+        found = [cache.fork() for cache in self._caches]
+        for cache in found:
+            cache.rollback = rollback
+            if rows != 1:
+                cache.reorder(torch.zeros(rows, dtype=torch.int64, device="cpu"))
+        return found
+
+    def __repr__(self) -> str:
+        return f"Prefix(length={self.length}, layers={len(self._caches)})"
+
+
+class PagePool:
     """Memory in pages of `page_size` tokens, which many sequences and layers share.
 
     A page holds tokens of one row of one layer. A full page is sealed: it does not change any more,
@@ -37,6 +75,11 @@ class PagePool(Pages):
         offload: how many pages stay in the memory of the layers' device, `Offload(...)`; None if
             all do.
 
+    Attributes:
+        memory: the pages.
+        weights: the fingerprint of the model that the pages are of; None before a prefix is stored
+            or looked for.
+
     Raises:
         ValueError: if a number is below 1 or the format unknown.
 
@@ -51,10 +94,57 @@ class PagePool(Pages):
         (4, True)
     """
 
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int = 64,
+        *,
+        format: str | PageFormat = "plain",
+        offload: Offload | None = None,
+    ) -> None:
+        self.memory = Memory(num_pages, page_size, format, offload)
+        self.weights: str | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """The most pages in use."""
+        return self.memory.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.memory.page_size
+
+    @property
+    def format(self) -> PageFormat:
+        """The format of sealed pages."""
+        return self.memory.format
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages that sequences hold, or that may be reused."""
+        with self.memory.lock:
+            self.memory.settle()
+            return len(self.memory.pages)
+
+    @property
+    def nbytes(self) -> PoolBytes:
+        """Bytes of pages held, reusable and free."""
+        with self.memory.lock:
+            return self.memory.nbytes()
+
+    @property
+    def cold_pages(self) -> int:
+        """Pages in use that are offloaded."""
+        with self.memory.lock:
+            self.memory.settle()
+            offloading = self.memory.offloading
+            return 0 if offloading is None else offloading.cold_pages
+
     def describe(self) -> str:
         """The pages in use and their bytes, in a few lines."""
-        with self.lock:
-            size, pages = self.nbytes, self._pages
+        with self.memory.lock:
+            size, pages = self.nbytes, self.memory.pages
             held = [page for page in pages if page.references]
             sealed = sum(page.sealed for page in held)
             shared = sum(page.references > 1 for page in held)
@@ -65,14 +155,45 @@ class PagePool(Pages):
                 f"reusable  {size.reusable:>14,} bytes: {counted(len(pages) - len(held), 'page')}",
                 f"free      {size.free:>14,} bytes",
             ]
-            if self.offloading is not None:
-                cold = sum(each.in_use * each.page_bytes for each in self.offloading.slabs)
+            if self.memory.offloading is not None:
+                slabs = self.memory.offloading.slabs.values()
+                cold = sum(each.in_use * each.page_bytes for each in slabs)
                 lines.append(
                     f"offloaded {cold:>14,} bytes: {self.cold_pages:,} pages in host memory"
                 )
-            if len(self.prefixes):
-                lines.append(f"stored    {self.prefixes.describe()}")
+            if len(self.memory.prefixes):
+                lines.append(f"stored    {self.memory.prefixes.describe()}")
             return "\n".join(lines)
+
+    def evict(self, keep: int = 0) -> int:
+        """Free reusable pages, least recently used first, until so many are left; returns how many
+        were freed.
+
+        Args:
+            keep: reusable pages that stay, at most.
+        """
+        check_whole("keep", keep)
+        with self.memory.lock:
+            self.memory.settle()
+            before = len(self.memory.pages)
+            self.memory.evict(sum(not page.references for page in self.memory.pages) - keep)
+            return before - len(self.memory.pages)
+
+    def bind(self, context: Context) -> None:
+        """Let the pool belong to the model with these weights.
+
+        Raises:
+            ValueError: if it holds pages of another one.
+        """
+        with self.memory.lock:
+            self.memory.settle()
+            if self.memory.pages and self.weights not in (None, context.weights):
+                raise ValueError(
+                    f"the pool holds pages of the model with weights {self.weights:.12}, this one "
+                    f"has {context.weights:.12}; give each model a pool of its own, and a new one "
+                    "after training or another dtype"
+                )
+            self.weights = context.weights
 
     def prefix(self, tokens: Sequence[int] | Tensor, *, context: Context) -> Prefix:
         """The longest stored prefix of a text, in whole pages, without its last token.
@@ -105,7 +226,14 @@ class PagePool(Pages):
             >>> prefix.length, torch.allclose(rest, full[:, 8:], atol=1e-6)
             (8, True)
         """
-        return sharing.prefix_of(self, tokens, context)
+        with self.memory.lock:
+            self.bind(context)
+            length, layers = self.memory.prefixes.find(tokens, context)
+            return Prefix(length, [self._cache_of(length, layer) for layer in layers])
+
+    def _cache_of(self, length: int, layer: Layer) -> PagedCache:
+        pages = [page for page in layer.pages if page is not None]
+        return PagedCache.of_pages(self, [PageTable(pages, layer.first)], length, layer.window)
 
     def store(
         self,
@@ -128,7 +256,29 @@ class PagePool(Pages):
         Raises:
             ValueError: if a cache is of another pool, there is no such row, or as `prefix`.
         """
-        return sharing.store(self, tokens, caches, context, row)
+        numbers = numbers_of(tokens)
+        for index, cache in enumerate(caches):
+            if not isinstance(cache, PagedCache) or cache.memory is not self.memory:
+                raise ValueError(
+                    f"caches[{index}] is {cache!r}, whose pages are not in this pool; give caches "
+                    "that were made with PagedCache(pool)"
+                )
+            if not 0 <= row < len(cache.rows):
+                raise ValueError(
+                    f"caches[{index}] has {counted(len(cache.rows), 'row')}, counted from 0, got "
+                    f"row={row}; give one held"
+                )
+        with self.memory.lock:
+            self.bind(context)
+            lengths = [len(numbers), *(cache.row_lengths()[row] for cache in caches)]
+            whole = min(lengths) // self.page_size * self.page_size
+            tables = [cache.rows[row].cut(whole, self.page_size) for cache in caches]
+            layers = [
+                Layer(cache.window, table.first, table.pages)
+                for cache, table in zip(caches, tables, strict=True)
+            ]
+            self.memory.prefixes.insert(numbers[:whole], context, layers)
+            return whole
 
     def save(self, path: str | Path) -> int:
         """Write the stored prefixes to a file, in the safetensors format, each page once.
@@ -144,14 +294,14 @@ class PagePool(Pages):
             OSError: if the disk is full or read-only; a file of that name is as before.
             ValueError: if nothing was ever stored or looked for, so that there is no model.
         """
-        with self.lock:
-            self.settle()
+        with self.memory.lock:
+            self.memory.settle()
             if self.weights is None:
                 raise ValueError(
                     "the pool belongs to no model yet; store a prefix before it is saved"
                 )
-            record, pages = sharing.pool_record(self)
-            write_entries(path, [("PagePool", arguments_of(self), record)], self.weights)
+            record, pages = pool_record(self.memory)
+            write_entries(path, [("PagePool", arguments_of(self.memory), record)], self.weights)
             return pages
 
     def load(
@@ -196,13 +346,22 @@ class PagePool(Pages):
             (8, 2, 2)
         """
         expected = weights.weights if isinstance(weights, Context) else weights
-        with open_tensors(path) as file, self.lock:
-            self.settle()
-            (entry,) = read_entries(file, [("PagePool", arguments_of(self))], expected)
+        memory = self.memory
+        with open_tensors(path) as file, memory.change:
+            memory.settle()
+            (entry,) = read_entries(file, [("PagePool", arguments_of(memory))], expected)
+            found = file.metadata["weights"]
+            if self.weights not in (None, found):
+                raise ValueError(
+                    f"the pool holds pages of the model with weights {self.weights!r:.14}, the "
+                    f"file {found!r:.14}; give each model a pool of its own"
+                )
             try:
-                return sharing.stored_from(self, file, entry, torch.device(device))
+                count = load_prefixes(memory, file, entry, torch.device(device))
             except ValueError as error:
                 raise ValueError(f"{file.path}: {error}") from error
+            self.weights = found
+            return count
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

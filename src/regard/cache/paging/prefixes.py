@@ -1,13 +1,12 @@
 """Stored prefixes: which pages hold the tokens that a new text begins with.
 
-Prefixes form a tree (SGLang, Zheng et al. 2024, arXiv:2312.07104), one for each context.
+Prefixes form a tree (SGLang, Zheng et al. 2024, arXiv:2312.07104), one for each context. A node has
+the tokens of one page, and that page of each layer.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count as counter
-from itertools import repeat
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,17 @@ from torch import Tensor
 
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.pages import Page
-from regard.cache.paging.tree import Kinds, Layer, Node, Tree
 from regard.words import counted
 
 _TOKEN = 8  # bytes of a token in a key
+
+
+class Layer(NamedTuple):
+    """The pages of one layer, with the page numbers `first..first + len(pages)`."""
+
+    window: int | None  # tokens that a query attends to, its own counted; None: all
+    first: int
+    pages: Sequence[Page | None]  # None where a page is not there
 
 
 class Match(NamedTuple):
@@ -26,23 +32,56 @@ class Match(NamedTuple):
 
     Attributes:
         length: in tokens, a multiple of the page size, at which every layer has what it needs.
-        layers: of each layer its window, the number of the first page and the pages; without a
-            window all pages, otherwise those that the next token attends to.
-        lengths: the longest prefix of each kind of layer alone, by window (None: without one); all
-            kinds can resume at `length`, which is at most the smallest.
+        layers: without a window all pages, otherwise those that the next token attends to.
     """
 
     length: int = 0
     layers: tuple[Layer, ...] = ()
-    lengths: Mapping[int | None, int] = MappingProxyType({})
 
 
-class Entry(NamedTuple):
-    """A stored prefix as it can be inserted again."""
+class Node:
+    """A stored prefix: the pages of its parent, and one more.
 
-    context: Context
-    tokens: list[int]
-    layers: tuple[Layer, ...]
+    Args:
+        parent: the prefix without the last page; None for a first page.
+        context: under which it is stored.
+        tokens: of the page, as 64-bit integers.
+        windows: of the layers; None for a layer that attends to all tokens.
+    """
+
+    def __init__(
+        self,
+        parent: "Node | None",
+        context: Context,
+        tokens: bytes,
+        windows: tuple[int | None, ...],
+    ) -> None:
+        self.parent, self.context, self.tokens, self.windows = parent, context, tokens, windows
+        self.depth: int = 1 if parent is None else parent.depth + 1  # pages
+        self.children: dict[bytes, Node] = {}  # by their tokens
+        self.pages: list[Page | None] = [None] * len(windows)
+
+    def path(self) -> "list[Node]":
+        """The nodes of the prefix, the first page's first."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def place(self, layer: int, page: Page | None) -> None:
+        """Put a page of a layer here, or remove it."""
+        old = self.pages[layer]
+        if old is not None:
+            old.node = None
+        if page is not None:
+            page.node = self
+        self.pages[layer] = page
+
+    def stored(self) -> list[Page]:
+        """The pages that are here."""
+        return [page for page in self.pages if page is not None]
 
 
 class Prefixes:
@@ -59,18 +98,19 @@ class Prefixes:
     def __init__(self, page_size: int, *, clock: Callable[[], int] | None = None) -> None:
         self.page_size = page_size
         self._clock = clock or counter(1).__next__
-        self._tree = Tree()
+        self.nodes: dict[Node, None] = {}  # a set, parents before their children
+        self._roots: dict[Context, dict[bytes, Node]] = {}  # first pages by their tokens
 
     def __len__(self) -> int:
         """The number of stored prefixes of whole pages."""
-        return len(self._tree)
+        return len(self.nodes)
 
     # ---- finding ----
 
     def find(self, tokens: Sequence[int] | Tensor, context: Context) -> Match:
         """The longest stored prefix, without the last token, which is left to forward.
 
-        The pages found become the ones used last, and so do those before them.
+        The pages found become the ones used last.
 
         Args:
             tokens: `[L]` of a text.
@@ -79,41 +119,54 @@ class Prefixes:
         Raises:
             ValueError: if tokens are not whole numbers.
         """
-        chunks = self._chunks(numbers_of(tokens).tobytes()[:-_TOKEN])
-        path = self._tree.path(chunks, context)
+        path = self._path(self._chunks(numbers_of(tokens).tobytes()[:-_TOKEN]), context)
+        path = path[: self._usable(path)]
         if not path:
             return Match()
-        length, lengths = _usable(path)
-        path = path[:length]
-        layers = self._layers(path)
-        self._touch(path, (page for layer in layers for page in layer.pages))
-        lengths = {window: count * self.page_size for window, count in lengths.items()}
-        return Match(length * self.page_size, layers, lengths)
+        layers = []
+        columns = zip(*(node.pages for node in path), strict=True)
+        for window, pages in zip(path[0].windows, columns, strict=True):
+            first = first_page(window, len(path), self.page_size)
+            layers.append(Layer(window, first, list(pages[first:])))
+        self._touch(page for layer in layers for page in layer.pages)
+        return Match(len(path) * self.page_size, tuple(layers))
 
-    def _touch(self, path: Sequence[Node], pages: Iterable[Page | None]) -> None:
-        """Let these pages be those used last, and the end of the path the last one found."""
+    def _path(self, chunks: Sequence[bytes], context: Context) -> list[Node]:
+        """The nodes of these pages of tokens, as far as they are stored."""
+        found: list[Node] = []
+        children = self._roots.get(context, {})
+        for chunk in chunks:
+            if chunk not in children:
+                break
+            found.append(children[chunk])
+            children = found[-1].children
+        return found
+
+    def _usable(self, path: Sequence[Node]) -> int:
+        """The number of pages of a path after which every layer can resume."""
+        usable, missing = 0, [0] * len(path[0].windows) if path else []
+        for count, node in enumerate(path, 1):
+            for layer, page in enumerate(node.pages):
+                if page is None:
+                    missing[layer] = count
+            if all(
+                last <= first_page(window, count, self.page_size)
+                for last, window in zip(missing, node.windows, strict=True)
+            ):
+                usable = count
+        return usable
+
+    def _touch(self, pages: Iterable[Page | None]) -> None:
+        """Give these pages the present time of use."""
         now = self._clock()
         for page in pages:
             assert page is not None and page.sealed, "stored pages are sealed, and a match has them"
             page.used = now
-        if path:
-            path[-1].resumed = now
 
     def _chunks(self, tokens: bytes) -> list[bytes]:
         """The whole pages of tokens."""
         size = self.page_size * _TOKEN
         return [tokens[stop - size : stop] for stop in range(size, len(tokens) + 1, size)]
-
-    def _layers(self, path: list[Node]) -> tuple[Layer, ...]:
-        """The pages of each layer that the token after a path attends to."""
-        if not path:
-            return ()
-        kinds, columns = path[0].kinds, zip(*(node.pages for node in path), strict=True)
-        firsts = [kinds.first(window, len(path)) for window in kinds.windows]
-        return tuple(
-            Layer(window, first, list(pages[first:]))
-            for window, first, pages in zip(kinds.windows, firsts, columns, strict=True)
-        )
 
     # ---- storing ----
 
@@ -125,7 +178,8 @@ class Prefixes:
     ) -> list[Page]:
         """Store the sealed pages of a sequence, all of them or, on an error, none.
 
-        Where the tokens are stored already, their pages stay, and the given ones are not taken.
+        Where the tokens are stored already, their pages stay, and the given ones are not taken. The
+        pages that the next token attends to become the ones used last.
 
         Args:
             tokens: `[L]`, from the first one of the sequence on.
@@ -134,7 +188,7 @@ class Prefixes:
                 without a window has all of them.
 
         Returns:
-            The pages that were taken: the index holds them until it evicts or forgets them.
+            The pages that were taken: the index holds them until it evicts them.
 
         Raises:
             ValueError: if tokens are not whole numbers, other layers are stored under this context,
@@ -142,120 +196,162 @@ class Prefixes:
                 another stored prefix.
         """
         given = [Layer(*each) for each in layers]
-        kinds = self._kinds_of(context, given)
+        windows = tuple(layer.window for layer in given)
+        self.check_windows(windows, context)
         chunks = self._chunks(numbers_of(tokens).tobytes())
-        count = min([len(chunks), *map(_sealed, given)]) if given else 0
-        chunks = chunks[:count]
-        path = self._tree.path(chunks, context)
-        _check_pages(given, count, path)
-        path = self._tree.extended(path, chunks, context, kinds)
-        if not path:
-            return []
-        taken = _placed(path, given)
-        self._touch(path, [*taken, *(node.pages[i] for node in path for i in kinds.full)])
-        self._tree.add_resume_points(path)
+        chunks = chunks[: min(map(_sealed, given), default=0)]
+        columns = [[_page(layer, number) for layer in given] for number in range(len(chunks))]
+        _check_pages(columns, self._path(chunks, context))
+        nodes, taken = list[Node](), list[Page]()
+        for chunk, column in zip(chunks, columns, strict=True):
+            node, new = self.add(nodes[-1] if nodes else None, context, chunk, windows, column)
+            nodes.append(node)
+            taken += new
+        firsts = [first_page(window, len(nodes), self.page_size) for window in windows]
+        self._touch(
+            page
+            for number, node in enumerate(nodes)
+            for first, page in zip(firsts, node.pages, strict=True)
+            if number >= first and page is not None
+        )
+        if nodes:
+            self._prune(nodes[-1])
         return taken
 
-    def _kinds_of(self, context: Context, layers: list[Layer]) -> Kinds:
-        windows = tuple(layer.window for layer in layers)
-        for node in self._tree.roots(context).values():
-            if node.kinds.windows != windows:
+    def add(
+        self,
+        parent: Node | None,
+        context: Context,
+        tokens: bytes,
+        windows: tuple[int | None, ...],
+        pages: Sequence[Page | None],
+    ) -> tuple[Node, list[Page]]:
+        """Store a page of tokens after a prefix; returns the node, and the pages that it lacked."""
+        siblings = self._roots.setdefault(context, {}) if parent is None else parent.children
+        node = siblings.get(tokens)
+        if node is None:
+            node = siblings[tokens] = Node(parent, context, tokens, windows)
+            self.nodes[node] = None
+        taken = []
+        for layer, page in enumerate(pages):
+            if page is not None and page.node is None and node.pages[layer] is None:
+                node.place(layer, page)
+                taken.append(page)
+        return node, taken
+
+    def check_windows(self, windows: tuple[int | None, ...], context: Context) -> None:
+        """Raise a ValueError if a model of layers with other windows is stored there."""
+        for node in self._roots.get(context, {}).values():
+            if node.windows != windows:
                 raise ValueError(
                     f"a prefix has the pages of every layer: this model's have the windows "
-                    f"{list(node.kinds.windows)}, got {list(windows)}; give one cache for each "
-                    "layer, in order"
+                    f"{list(node.windows)}, got {list(windows)}; give one cache for each layer, in "
+                    "order"
                 )
-            return node.kinds
-        return Kinds(windows, self.page_size)
 
-    # ---- evicting ----
+    # ---- removing ----
 
-    def evict(self) -> list[Page]:
-        """Remove the pages to free next from the index; none if sequences hold all that is stored.
+    def evict(self, count: int = 1) -> list[Page]:
+        """Remove the pages used longest ago that can be freed; none if sequences hold all.
 
-        First go pages of window layers that no branch point and no end of a stored sequence needs,
-        then the least recently used: the last page of a prefix before those it follows, and branch
-        points, which grow old half as fast, later than others. Pages that sequences hold stay
-        stored, as long as that leaves any to free.
-
-        Returns:
-            Pages without references, at least one of them if there are any; they are free now.
-        """
-        return self._evict_spare() or self._evict_coldest() or self._evict_forced()
-
-    def _evict_spare(self) -> list[Page]:
-        for node in list(self._tree.spare):
-            layers = node.unneeded()
-            if not layers:
-                del self._tree.spare[node]
-            free = [i for i in layers if (page := node.pages[i]) and not page.references]
-            if free:
-                return self._tree.removed(node, free)
-        return []
-
-    def _evict_coldest(self) -> list[Page]:
-        now = self._clock()
-        ends = [node for node in self._tree if node.is_resume_point or not node.children]
-        for node in sorted(ends, key=lambda node: _recency(node, now)):
-            if not node.children and not any(page.references for page in node.held()):
-                return self._tree.dropped(node)
-            if node.is_resume_point and _has_windows_of_its_own(node):
-                self._tree.release(node)
-                return self._evict_spare()
-        return []
-
-    def _evict_forced(self) -> list[Page]:
-        """Where sequences hold a part of every stored prefix: the rest of one."""
-        for node in sorted(self._tree, key=lambda node: (_used(node), -node.depth)):
-            if not all(page.references for page in node.held()):
-                return self._tree.dropped(node)
-        return []
-
-    def forget(self, page: Page) -> list[Page]:
-        """Remove a page from the index, which is freed or changed for another reason.
+        Of pages used together the last ones of a prefix go first, in layers with a window before
+        others. Pages that sequences hold stay stored, as long as that leaves any to free.
 
         Args:
-            page: in the index or not.
+            count: pages to free at least, as far as there are any.
 
         Returns:
-            Other pages without references that can no longer be found, such as those after it in a
-            layer without a window; they are free now.
+            Pages without references, which are free now.
         """
-        node = page.node
-        if node is None:
-            return []
-        layer = next(i for i, each in enumerate(node.pages) if each is page)
-        if layer in node.kinds.full:
-            return [each for each in self._tree.dropped(node) if each is not page]
-        self._tree.removed(node, [layer])
-        return []
+        freed: list[Page] = []
+        units = sorted(self._units(), key=lambda unit: unit[:3])
+        for *_, node, layers in units:
+            if len(freed) >= count:
+                return freed
+            if node not in self.nodes:
+                continue
+            if layers:
+                freed += self._remove(node, layers)
+            elif not node.children and not any(page.references for page in node.stored()):
+                freed += self._drop(node)
+        for *_, node, _ in [] if freed else units:  # sequences hold a part of every prefix
+            if not all(page.references for page in node.stored()):
+                return self._drop(node)
+        return freed
 
-    def clear(self) -> list[Page]:
-        """Remove all prefixes; returns their pages without references, which are free now."""
-        roots = [node for node in self._tree if node.parent is None]
-        return [page for node in roots for page in self._tree.dropped(node)]
+    def _units(self) -> Iterator[tuple[int, int, bool, Node, list[int]]]:
+        """The pages of a node that are evicted together: those of a window, or the whole node.
+
+        Each with the time of last use, the negative depth, whether it is the whole node, the node,
+        and the layers of a window whose pages nothing refers to.
+        """
+        for node in self.nodes:
+            for window in dict.fromkeys(node.windows):
+                pages = {
+                    layer: page
+                    for layer, page in enumerate(node.pages)
+                    if page is not None and window in (None, node.windows[layer])
+                }
+                used = max((page.used for page in pages.values()), default=0)
+                free = [layer for layer, page in pages.items() if not page.references]
+                if window is None or free:
+                    yield used, -node.depth, window is None, node, [] if window is None else free
+
+    def _remove(self, node: Node, layers: Sequence[int]) -> list[Page]:
+        """Remove the pages of layers with a window from a node."""
+        pages = [page for i in layers if (page := node.pages[i]) is not None]
+        for i in layers:
+            node.place(i, None)
+        self._prune(node)
+        return pages
+
+    def _drop(self, node: Node) -> list[Page]:
+        """Remove a node and those below it; returns the pages without references."""
+        below = [node]
+        for each in below:  # which grows
+            below += each.children.values()
+        free = [page for each in below for page in each.stored() if not page.references]
+        for each in below:
+            for layer in range(len(each.pages)):
+                each.place(layer, None)
+            del self.nodes[each]
+        if node.parent is not None:
+            del node.parent.children[node.tokens]
+            self._prune(node.parent)
+            return free
+        roots = self._roots[node.context]
+        del roots[node.tokens]
+        if not roots:
+            del self._roots[node.context]
+        return free
+
+    def _prune(self, node: Node) -> None:
+        """Remove a node that holds no page and leads to none, and parents that are left so."""
+        if not node.children and not node.stored():
+            self._drop(node)
 
     # ---- describing ----
 
-    def entries(self) -> Iterator[Entry]:
-        """The stored prefixes, each before those that begin with it: inserted again in this order,
-        they make the same index."""
-        for node in self._tree:
-            if node.is_resume_point or not node.children:
-                path = node.path()
-                tokens = array("q", b"".join(each.tokens for each in path)).tolist()
-                columns = zip(*(each.pages for each in path), strict=True)
-                layers = map(Layer, node.kinds.windows, repeat(0), columns)
-                yield Entry(node.context, tokens, tuple(layers))
-
     def describe(self) -> str:
-        """The numbers of prefixes, branch points and tokens, of each context."""
-        groups: dict[Context, list[Node]] = {}
-        for node in self._tree:
-            groups.setdefault(node.context, []).append(node)
-        total = _numbers([*self._tree], f" of {counted(len(groups), 'context')}")
-        each = (f"  {context}: {_numbers(nodes)}" for context, nodes in groups.items())
-        return "\n".join([total, *(each if len(groups) > 1 else ())])
+        """The numbers of prefixes, branch points and tokens."""
+        contexts = counted(len(self._roots), "context")
+        prefixes = counted(sum(not node.children for node in self.nodes), "prefix", "prefixes")
+        branches = counted(sum(len(node.children) > 1 for node in self.nodes), "branch point")
+        tokens = counted(len(self.nodes) * self.page_size, "token")
+        pages = counted(sum(len(node.stored()) for node in self.nodes), "page")
+        return f"{prefixes} of {contexts}, {branches}: {tokens} in {pages}"
+
+
+def first_page(window: int | None, count: int, page_size: int) -> int:
+    """The first page that the token after `count` pages attends to.
+
+    Examples:
+        >>> first_page(4, 3, 2)  # 6 tokens: the next one attends to slots 3..6
+        1
+    """
+    if window is None:
+        return 0
+    return max(0, count - -(-(window - 1) // page_size))
 
 
 def numbers_of(tokens: Sequence[int] | Tensor) -> "array[int]":
@@ -271,97 +367,34 @@ def numbers_of(tokens: Sequence[int] | Tensor) -> "array[int]":
 
 
 def _sealed(layer: Layer) -> int:
-    """The number of pages up to the first one that is open or, without a window, not there."""
+    """The number of pages up to the first one that is open."""
     if layer.window is None and layer.first:
         raise ValueError(
             f"a layer without a window has all pages of a prefix, got those from page "
             f"{layer.first} on; store it before pages are released"
         )
-    for number, page in enumerate(layer.pages, layer.first):
-        if (layer.window is None) if page is None else not page.sealed:
-            return number
-    return layer.first + len(layer.pages)
+    count = (number for number, page in enumerate(layer.pages) if page and not page.sealed)
+    return layer.first + next(count, len(layer.pages))
 
 
-def _column(layers: Sequence[Layer], number: int) -> list[Page | None]:
-    """Page `number` of each layer."""
-    return [
-        pages[number - first] if 0 <= number - first < len(pages) else None
-        for _, first, pages in layers
-    ]
+def _page(layer: Layer, number: int) -> Page | None:
+    index = number - layer.first
+    return layer.pages[index] if 0 <= index < len(layer.pages) else None
 
 
-def _check_pages(layers: Sequence[Layer], count: int, path: Sequence[Node]) -> None:
+def _check_pages(columns: Sequence[Sequence[Page | None]], path: Sequence[Node]) -> None:
     """Refuse pages that are given twice, or that hold other tokens or another context's."""
-    seen: set[int] = set()
-    for number in range(count):
-        node = path[number] if number < len(path) else None
-        for layer, page in enumerate(_column(layers, number)):
-            if page is None:
-                continue
-            if id(page) in seen or (page.node is not None and page.node is not node):
-                how = "is given twice" if id(page) in seen else "is stored for another prefix"
-                raise ValueError(
-                    f"page {number} of layer {layer} {how}; give the tokens of these caches from "
-                    "the first one on, one cache for each layer, and the context under which the "
-                    "prefix was found"
-                )
-            seen.add(id(page))
-
-
-def _usable(path: Sequence[Node]) -> tuple[int, dict[int | None, int]]:
-    """How many pages of a path every layer can resume after, and each kind of layer."""
-    kinds = path[-1].kinds
-    most: dict[int | None, int] = {None: len(path)} if kinds.full else {}
-    agreed = set(range(1, len(path) + 1))
-    for i, (window, _) in enumerate(kinds.windowed):
-        run, usable = 0, []
-        for length, node in enumerate(path, 1):
-            run = run + 1 if node.whole[i] else 0
-            if run >= length - kinds.first(window, length):
-                usable.append(length)
-        most[window] = max(usable, default=0)
-        agreed.intersection_update(usable)
-    return max(agreed, default=0), most
-
-
-def _placed(path: Sequence[Node], layers: Sequence[Layer]) -> list[Page]:
-    """Put the pages of a sequence in the nodes that lack them; those that were."""
-    taken: list[Page] = []
-    for number, node in enumerate(path):
-        for layer, page in enumerate(_column(layers, number)):
-            if page is not None and page.node is None and node.pages[layer] is None:
-                node.place(layer, page)
-                taken.append(page)
-        node.refresh()
-    return taken
-
-
-def _used(node: Node) -> int:
-    """When a page of a node was last used."""
-    return max((page.used for page in node.held()), default=0)
-
-
-def _recency(node: Node, now: int) -> tuple[int, int]:
-    """Twice the time of last use; branch points age half as fast. Deeper nodes come first."""
-    used = node.resumed if node.children else _used(node)
-    return used + (now if node.branched else used), -node.depth
-
-
-def _has_windows_of_its_own(node: Node) -> bool:
-    """Whether there are pages to free that only the windows before this node need."""
-    return any(
-        page is not None and not page.references
-        for i, each in node.resuming()
-        if each.needed[i] == 1
-        for page in (each.pages[layer] for layer in node.kinds.windowed[i][1])
-    )
-
-
-def _numbers(nodes: Sequence[Node], of: str = "") -> str:
-    """Counts of prefixes and of what is in them."""
-    prefixes = counted(sum(not node.children for node in nodes), "prefix", "prefixes")
-    branches = counted(sum(len(node.children) > 1 for node in nodes), "branch point")
-    tokens = counted(sum(len(node.tokens) // _TOKEN for node in nodes), "token")
-    pages = counted(sum(len(node.held()) for node in nodes), "page")
-    return f"{prefixes}{of}, {branches}: {tokens} in {pages}"
+    nodes = [*path, *[None] * (len(columns) - len(path))]
+    given = [
+        (page, node)
+        for column, node in zip(columns, nodes, strict=True)
+        for page in column
+        if page is not None
+    ]
+    twice = len({id(page) for page, _ in given}) < len(given)
+    if twice or any(page.node not in (None, node) for page, node in given):
+        raise ValueError(
+            f"a page is {'given twice' if twice else 'stored for another prefix'}; give the tokens "
+            "of these caches from the first one on, one cache for each layer, and the context "
+            "under which the prefix was found"
+        )

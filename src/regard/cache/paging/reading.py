@@ -1,10 +1,11 @@
-"""Streams whose tokens lie in pages: found through a table, and gathered where a tensor is needed.
+"""Reading pages: streams that are found through a table, and the parts of a batch of tables.
 
 Consecutive pages are a plain view of the memory; pages elsewhere are copied side by side. Rows that
 share their pages have one table, expanded: these pages are copied once, and the copy is expanded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from regard.cache.codes import QuantizedStream
+from regard.cache.paging.pages import Page, PageTable, Slab
+from regard.cache.parts import Part, Streams, streams_of
 
 Values = Tensor | QuantizedStream  # of a stream
 
@@ -28,7 +31,7 @@ class PagedStream(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether all of several rows read the same pages, because the table is one row's."""
+        """Whether several rows read the same pages: the table is one row, expanded."""
         return self.table.shape[0] > 1 and self.table.stride(0) == 0
 
     @property
@@ -73,10 +76,6 @@ class PagedStream(NamedTuple):
         """The rows `start..start + size` of the batch."""
         return self._replace(table=self.table.narrow(0, start, size))
 
-    def expanded(self, batch: int) -> "PagedStream":
-        """One row as the pages of so many rows."""
-        return self._replace(table=self.table.expand(batch, -1))
-
     def viewed(self) -> Values | None:
         """The stream as a view of the slab, without a copy; None unless it is read where it is, the
         pages of each row are consecutive, and the rows equally far apart."""
@@ -85,33 +84,20 @@ class PagedStream(NamedTuple):
         table = self.table[:1] if self.is_shared else self.table
         if not table.numel() or bool((table.diff(dim=1) != 1).any()):
             return None
-        step = pages_apart(table[:, 0])
+        step = _pages_apart(table[:, 0])
         if step is None:
             return None
-        first, size = int(table[0, 0]) * self.page_size + self.start, self.page_size
-
-        def of_rows(x: Tensor, whole: Tensor) -> Tensor:
-            across = step * (whole.shape[2] // (self._tokens // size)) * x.stride(2)
-            shape = self.table.shape[0], *x.shape[1:]
-            return x.as_strided(shape, (across, *x.stride()[1:]))
-
-        if isinstance(self.slab, Tensor):
-            return of_rows(self.slab.narrow(2, first, self.length), self.slab)
-        found = self.slab.narrow(first, self.length)
-        codes = of_rows(found.codes, self.slab.codes)
-        return found._replace(codes=codes, scales=of_rows(found.scales, self.slab.scales))
+        first, rows = int(table[0, 0]) * self.page_size + self.start, len(self.table)
+        return _side_by_side(self.slab, first, self.length, rows, step * self.page_size)
 
     def copied(self) -> Values:
         """The stream in new tensors, as it is stored; of shared pages, one copy, expanded."""
         table = self.table[:1] if self.is_shared else self.table
         found = _each(self.slab, lambda x: self._selected(x, table).to(self.device))
-        if isinstance(found, Tensor):
-            found = found.narrow(2, self.start, self.length)
-        else:
-            found = found.narrow(self.start, self.length)
-        if table.shape[0] == self.table.shape[0]:
+        found = _narrowed(found, self.start, self.length)
+        if len(table) == len(self.table):
             return found
-        return _each(found, lambda x: x.expand(self.table.shape[0], -1, -1, -1))
+        return _each(found, lambda x: x.expand(len(self.table), -1, -1, -1))
 
     def in_one(self) -> Values:
         """The same tokens side by side: a view if the pages are consecutive, else a copy."""
@@ -142,7 +128,7 @@ class PagedStream(NamedTuple):
         for end in ends:
             first = max(begin * self.page_size - self.start, 0)
             last = min(end * self.page_size - self.start, self.length)
-            if last - first >= most and pages_apart(table[:, begin]) is not None:
+            if last - first >= most and _pages_apart(table[:, begin]) is not None:
                 yield first, last
             begin = end
 
@@ -157,15 +143,10 @@ class PagedStream(NamedTuple):
         assert isinstance(one, QuantizedStream)
         return one.to_tensor().expand(self.table.shape[0], -1, -1, -1)
 
-    @property
-    def _tokens(self) -> int:
-        """Tokens of the slab."""
-        return (self.slab if isinstance(self.slab, Tensor) else self.slab.codes).shape[2]
-
     def _selected(self, x: Tensor, table: Tensor) -> Tensor:
         """Whole pages of one tensor of the slab, copied."""
         _, heads, stored, width = x.shape
-        pages = self._tokens // self.page_size
+        pages = _tokens(self.slab) // self.page_size
         a_page = stored // pages  # tokens, or runs of tokens that share scales
         head = torch.arange(heads, device="cpu")[:, None] * pages
         at = (table[:, None] + head).flatten().to(x.device)
@@ -174,11 +155,37 @@ class PagedStream(NamedTuple):
         return memory.index_select(0, at).view(shape)
 
 
-def pages_apart(column: Int64[Tensor, " B"]) -> int | None:
+def _pages_apart(column: Int64[Tensor, " B"]) -> int | None:
     """From the page of one row to that of the next; None if rows are not equally far apart."""
     steps = set(column.diff().tolist()) or {0}
     step = steps.pop()
     return None if steps or step < 0 else step
+
+
+def _side_by_side(slab: Values, first: int, size: int, rows: int, apart: int = 0) -> Values:
+    """A view of `size` tokens of each row; those of the first row begin at token `first` of the
+    slab, the next row's `apart` tokens later."""
+    found = _narrowed(slab, first, size)
+    if not apart:
+        return _each(found, lambda x: x.expand(rows, -1, -1, -1))
+
+    def of_rows(x: Tensor) -> Tensor:
+        run = slab.run if isinstance(slab, QuantizedStream) and x.dtype != torch.uint8 else 1
+        across = apart // run * x.stride(2)
+        return x.as_strided((rows, *x.shape[1:]), (across, *x.stride()[1:]))
+
+    return _each(found, of_rows)
+
+
+def _tokens(values: Values) -> int:
+    return (values if isinstance(values, Tensor) else values.codes).shape[2]
+
+
+def _narrowed(values: Values, start: int, size: int) -> Values:
+    """The tokens `start..start + size` of a stream."""
+    if isinstance(values, Tensor):
+        return values.narrow(2, start, size)
+    return values.narrow(start, size)
 
 
 def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
@@ -186,3 +193,124 @@ def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
     if isinstance(values, Tensor):
         return change(values)
     return values._replace(codes=change(values.codes), scales=change(values.scales))
+
+
+# ---- the parts of a batch of tables ----
+
+
+class Segment(NamedTuple):
+    """A range of pages of all rows that can be read together.
+
+    Attributes:
+        first: the number of the first page.
+        size: the number of pages.
+        slab: in which the pages lie; None where rows have pages of different slabs.
+        table: the page of each row; of one row, expanded, where all rows share the pages.
+        begin: the first page in the slab, if all rows have the same pages, one after another.
+        pages: of each row; None where a row has no such page.
+    """
+
+    first: int
+    size: int
+    slab: Slab | None
+    table: Int64[Tensor, "rows n"] | None
+    begin: int | None
+    pages: list[list[Page | None]]
+
+    def part(self, page_size: int, start: int, stop: int) -> Part:
+        """The slots `start..stop`, which lie in this segment."""
+        offset, size = start - self.first * page_size, stop - start
+        slab, table = self.slab, self.table
+        if slab is None or table is None:
+            return Part(start, stop, self._gathered(offset, size))
+        if self.begin is not None and slab.read_on is None and not slab.shares_scales:
+            first, rows = self.begin * page_size + offset, len(table)
+            views = [_side_by_side(each, first, size, rows) for each in slab.streams]
+            return Part(start, stop, streams_of(views))
+        tokens = self.size * page_size
+        streams = [
+            PagedStream(each, table, page_size, 0, tokens, slab.read_on).narrow(offset, size)
+            for each in slab.streams
+        ]
+        return Part(start, stop, Streams(streams))
+
+    def _gathered(self, offset: int, size: int) -> tuple[Tensor, ...]:
+        """The values of rows whose pages lie in different slabs: these are few, around tails."""
+        columns = [_stacked(column) for column in zip(*self.pages, strict=True)]
+        streams = [torch.cat(pages, 2) for pages in zip(*columns, strict=True)]
+        return tuple(each.narrow(2, offset, size) for each in streams)
+
+
+_Column = list[Page | None]  # the page of each row
+
+
+def segments_of(tables: Sequence[PageTable]) -> list[Segment]:
+    """Ranges of neighbouring pages that lie in one slab, or are shared by all rows."""
+    if not tables:
+        return []
+    first, stop = min(t.first for t in tables), max(t.stop for t in tables)
+    columns = _columns(tables, range(first, stop))
+    found = []
+    for (slab, same), group in groupby(columns, key=_slab_of):
+        found.append(_segment(slab, same, first, list(group)))
+        first += found[-1].size
+    return found
+
+
+def parts_of(
+    segments: Sequence[Segment], page_size: int, start: int, stop: int
+) -> tuple[Part, ...]:
+    """The slots `start..stop`, a part for each segment."""
+    found = []
+    for segment in segments:
+        begin = max(start, segment.first * page_size)
+        end = min(stop, (segment.first + segment.size) * page_size)
+        if begin < end:
+            found.append(segment.part(page_size, begin, end))
+    return tuple(found)
+
+
+def _columns(tables: Sequence[PageTable], numbers: range) -> list[_Column]:
+    """The pages of each number. Where no row has one, the pages before, or the first that there
+    are: the mask hides them."""
+    columns: list[_Column] = [[table.at(number) for table in tables] for number in numbers]
+    last = next((column for column in columns if any(column)), None)
+    if last is None:
+        return []
+    found = []
+    for column in columns:
+        last = column if any(column) else last
+        found.append(last)
+    return found
+
+
+def _slab_of(column: _Column) -> tuple[Slab | None, bool]:
+    """The slab of a column if it is one, and whether several rows share the page."""
+    pages = [page for page in column if page is not None]
+    slab = pages[0].slab if all(page.slab is pages[0].slab for page in pages) else None
+    return slab, len(column) > 1 and all(page is pages[0] for page in column)
+
+
+def _segment(slab: Slab | None, same: bool, first: int, columns: list[_Column]) -> Segment:
+    rows, count = len(columns[0]), len(columns)
+    pages = [list(row) for row in zip(*columns, strict=True)]
+    if slab is None:
+        return Segment(first, count, None, None, None, pages)
+    some = [next(page for page in column if page is not None) for column in columns]
+    # where a row has no page the mask hides that of another row
+    indices = [
+        [(page or other).index for page, other in zip(row, some, strict=True)]
+        for row in pages[: 1 if same else rows]
+    ]
+    begin = indices[0][0]
+    straight = len(indices) == 1 and indices[0] == list(range(begin, begin + count))
+    table = torch.tensor(indices, dtype=torch.int64, device="cpu").expand(rows, -1)
+    return Segment(first, count, slab, table, begin if straight else None, pages)
+
+
+def _stacked(column: Sequence[Page | None]) -> tuple[Tensor, ...]:
+    """The streams `[B, G, page_size, W]` of one page of each row; zeros where a row has none."""
+    rows = [None if page is None else page.slab.read(page.tokens) for page in column]
+    shapes = next(row for row in rows if row is not None)
+    zeros = tuple(torch.zeros_like(each) for each in shapes)
+    return tuple(torch.stack(each) for each in zip(*(row or zeros for row in rows), strict=True))

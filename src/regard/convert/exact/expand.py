@@ -57,7 +57,7 @@ def spell_out(layer: Attention, num_kv_heads: int | None = None) -> Attention:
     refuse_width_norm(layer)
 
     def repeated(rows: Tensor) -> Tensor:
-        """`[G*D, ..]` to `[wanted*D, ..]`."""
+        """Repeat each head's rows: `[G*D, ..]` to `[wanted*D, ..]`."""
         heads = rows.unflatten(0, (layer.num_kv_heads, layer.head_dim))
         return heads.repeat_interleave(wanted // layer.num_kv_heads, dim=0).flatten(0, 1)
 
@@ -158,7 +158,7 @@ def _up_projections(layer: MultiHeadLatentAttention, dim: int) -> tuple[Paramete
 def _composed(
     layer: MultiHeadLatentAttention, down: str, norm: str, width: int, up: Parameters
 ) -> nn.Module:
-    """`up` after `down`: one linear layer without a norm between them, `LowRank` with one."""
+    """`down` and `up` composed: one linear layer, or `LowRank` with a norm between them."""
     between = layer.get_submodule(norm)
     if not isinstance(between, nn.Identity):
         return LowRank(layer.get_submodule(down), between, width, linear_of(*up))

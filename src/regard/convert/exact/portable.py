@@ -226,5 +226,5 @@ def _with_bias(layer: nn.Module, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _inserted(rows: Float[Tensor, "R *rest"], at: int, value: float) -> Float[Tensor, "R1 *rest"]:
-    """The rows with one more inserted, all of one value."""
+    """Insert one row of a constant value."""
     return torch.cat([rows[:at], torch.full_like(rows[:1], value), rows[at:]])

@@ -70,7 +70,7 @@ def directions_of(
 
 
 def _balance(energy: Float64[Tensor, "R R"]) -> Float64[Tensor, " R"]:
-    """Factors of the rows that give values the weight `VALUES` relative to keys."""
+    """Factors of rows with which an error of a value counts `VALUES` times one of a key."""
     keys, values = energy.diagonal().chunk(2)
     ratio = (keys.sum() / values.sum()).sqrt().nan_to_num(1.0)
     share = VALUES * ratio.clamp(1 / LARGEST_BALANCE, LARGEST_BALANCE)

@@ -1,4 +1,4 @@
-"""Whether all ranks make the same call, found out before any keys are sent.
+"""A check, before any keys are sent, that all ranks make the same call.
 
 One gather of a few integers a call. Only if the ranks differ, or one of them refuses the call, are
 texts gathered, so that every rank raises the same error, which names the ranks.
@@ -55,7 +55,7 @@ def agree(
     line = [int(refusal is not None), _digest_of(json.dumps([*facts.items()])), *own]
     line += [0] * (2 + NUMBERS - len(line))
     sent = torch.tensor(line, device=ranks.mesh.device_type)
-    table = [row.tolist() for row in ranks.gathered(sent, _STEP)]
+    table = [row.tolist() for row in ranks.all_gather(sent, _STEP)]
     if any(row[0] for row in table):
         _raise_refusal(ranks, refusal)
     if len({row[1] for row in table}) > 1:
@@ -103,18 +103,18 @@ def _named(numbers: list[int]) -> str:
 
 
 def _told(ranks: Ranks, own: list[Any]) -> list[Any]:
-    """What each rank has to say, of any length."""
+    """Gather a JSON value of any length from every rank."""
     device = ranks.mesh.device_type
     text = json.dumps(own).encode()
-    sizes = [int(n) for n in ranks.gathered(torch.tensor([len(text)], device=device), _STEP)]
+    sizes = [int(n) for n in ranks.all_gather(torch.tensor([len(text)], device=device), _STEP)]
     padded = torch.tensor([*text, *bytes(max(sizes) - len(text))], device=device)
-    pieces = ranks.gathered(padded.to(torch.uint8), _STEP)
+    pieces = ranks.all_gather(padded.to(torch.uint8), _STEP)
     return [
         json.loads(bytes(piece[:size].tolist())) for piece, size in zip(pieces, sizes, strict=True)
     ]
 
 
-def described(mask: Mask) -> str:
+def text_of(mask: Mask) -> str:
     """A mask as text that is the same on ranks with the same rule, and another for other data."""
     rule = re.sub(" at 0x[0-9a-f]+", "", repr(mask))  # addresses differ between ranks
     return f"{rule} (digest {_digest(_code(mask)):08x})"

@@ -95,7 +95,7 @@ class Exchange:
             if self.ranks.rank in step.sources:
                 parts = [*parts, own]
             pieces = union_of([slots_of(self.needs.shards, rank) for rank in step.sources])
-            yield step, arranged(parts, pieces) if parts else Tokens([], own.streams)
+            yield step, arrange(parts, pieces) if parts else Tokens([], own.streams)
 
     def _send(self, step: Round, own: Tokens) -> "Arriving":
         me, needs = self.ranks.rank, self.needs
@@ -103,7 +103,7 @@ class Exchange:
         runs = {rank: needs.of(me, rank) for rank in step.sources if rank != me}
         return self._exchanged(send, runs, own.streams, "keys and values")
 
-    def returned(self, step: Round, found: Tokens) -> "Arriving":
+    def return_gradients(self, step: Round, found: Tokens) -> "Arriving":
         """Send the gradients of a step's tokens to their ranks, and receive those of this rank's
         own tokens that were sent in the same step."""
         me, needs = self.ranks.rank, self.needs
@@ -139,7 +139,7 @@ class Arriving(NamedTuple):
         ]
 
 
-def arranged(parts: Sequence[Tokens], pieces: Runs) -> Tokens:
+def arrange(parts: Sequence[Tokens], pieces: Runs) -> Tokens:
     """The tokens of several messages in order of their slots.
 
     Runs of a piece with few slots between them are joined, to be attended to together. The slots

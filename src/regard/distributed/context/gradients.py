@@ -29,7 +29,7 @@ from regard.ops.definition import scores
 
 
 class Attended(NamedTuple):
-    """What the forward pass has found, and the gradient of its output.
+    """The results of the forward pass, and the gradient of the output.
 
     Attributes:
         q: all queries of this rank, `[B, H, L, D]`.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard.cache import NO_CACHE, Cache
-from regard.distributed.context.agreement import agree, described
+from regard.distributed.context.agreement import agree, text_of
 from regard.distributed.context.attending import attend_shards
 from regard.distributed.context.needed import needs_of
 from regard.distributed.context.sending import Call, send, uses_length
@@ -31,7 +31,7 @@ from regard.tracing import is_autocast
 
 @dataclass(frozen=True, eq=False)
 class TokenSplit:
-    """Which ranks share the tokens of a layer's input, in which layout, and how keys are sent.
+    """The ranks that share the tokens of a layer's input, the layout, and the kind of exchange.
 
     A copy of a layer shares them with the same ranks.
     """
@@ -107,7 +107,7 @@ def explain(
     cache: Cache = NO_CACHE,
     positions: Tensor | None = None,
 ) -> str:
-    """What this rank sends and receives in the same call, and which backend its last queries get.
+    """The tokens that this rank sends and receives in this call, and the last queries' backend.
 
     As `forward`, every rank calls it.
     """
@@ -220,7 +220,7 @@ def _refuse_cache(cache: Cache) -> None:
 def _facts(
     layer: Any, x: Tensor, mask: Mask, cache: Cache, positions: Tensor | None
 ) -> dict[str, int | str]:
-    """What is the same on every rank in a call that is right."""
+    """The facts that are equal on every rank in a valid call."""
     split: TokenSplit = layer.token_split
     heads = f"{layer.num_heads} heads, scale {layer.scale}, softcap {layer.softcap}"
     return {
@@ -232,7 +232,7 @@ def _facts(
         "autocast": _autocast_dtype(x.device.type),
         "mode": "train()" if layer.training else "eval()",
         "gradients": _gradients(layer, x),
-        "mask": described(mask),
+        "mask": text_of(mask),
         "score_bias": _described_bias(layer.score_bias),
         "cache": type(cache).__name__,
         "positions": "None" if positions is None else str(positions.dtype),
@@ -240,7 +240,7 @@ def _facts(
 
 
 def _gradients(layer: nn.Module, x: Tensor) -> str:
-    """Which gradients are wanted: a backward pass sends messages, too."""
+    """The gradients that the backward pass will compute: it sends messages, too."""
     if not torch.is_grad_enabled():
         return "none, under no_grad"
     bias = layer.score_bias

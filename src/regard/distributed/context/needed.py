@@ -1,4 +1,4 @@
-"""Which tokens each rank needs of each other rank: those that some of its queries may attend to.
+"""The tokens that each rank receives from each other: those that its queries may attend to.
 
 Every rank computes the same table from the mask and the shards alone, so that sender and receiver
 of a message agree on it without a message.
@@ -71,7 +71,7 @@ class Needs:
 def bytes_sent(
     needs: Needs, rank: int, *, token_bytes: int, gradient_bytes: int = 0, exchange: str = "ring"
 ) -> Bytes:
-    """What a rank sends in a call.
+    """The bytes that a rank sends in a call.
 
     The backward pass of a ring sends the tokens again, that of a gather has kept them; both return
     the gradients of what was received.

@@ -14,13 +14,13 @@ from regard.distributed.context.plan import (
     ContextParallel,
     Exchange,
     check_options,
-    chosen_layout,
+    choose_layout,
 )
 from regard.distributed.context.sending import uses_length
-from regard.distributed.models import is_of_transformers
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout
 from regard.distributed.tensor.heads import split_of
+from regard.distributed.tensor.parallel import is_of_transformers
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_kv import LatentKVAttention
@@ -63,7 +63,7 @@ def context_parallel(
         loss = model(plan.shard(ids), shift_labels=plan.shard(labels)).loss
         loss.backward()
         sum_gradients(model, mesh)
-        print(plan, plan.ranks.summed(loss.detach(), "loss"))
+        print(plan, plan.ranks.all_reduce(loss.detach(), "loss"))
 
     Args:
         model_or_layer: regard's layers, a module that contains some, or a model of transformers
@@ -103,7 +103,7 @@ def context_parallel(
     kinds = ", ".join(f"{layer.kind} {layer.mask!r}" for layer in found)
     facts = {"layers": kinds, "exchange": str(exchange), "layout": str(layout)}
     agree(ranks, facts, refusal=refusal)
-    chosen = chosen_layout(layer.mask for layer in found) if layout == "auto" else layout
+    chosen = choose_layout(layer.mask for layer in found) if layout == "auto" else layout
     split = TokenSplit(ranks, chosen, exchange)
     for layer in found:
         share_out(layer, split)

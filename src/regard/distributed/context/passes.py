@@ -30,7 +30,7 @@ Autocast = tuple[bool, torch.dtype]
 
 
 def autocast_of(device: torch.device) -> Autocast | None:
-    """Whether autocast is on for a kind of device, and its dtype; None where there is none."""
+    """The state and dtype of autocast for a device; None where the device has no autocast."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind):
         return None
@@ -39,7 +39,7 @@ def autocast_of(device: torch.device) -> Autocast | None:
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """How streams become keys and values.
+    """The function that makes keys and values of streams.
 
     Attributes:
         keys_of: makes them; None for streams that are keys and values, or both joined.
@@ -251,7 +251,7 @@ class _Backward:
         if self.task.exchange.ranks.rank in step.sources:
             self.total.add(found, self.total.runs)
         self.collect()
-        self.returning = self.task.exchange.returned(step, found)
+        self.returning = self.task.exchange.return_gradients(step, found)
 
     def collect(self) -> None:
         """Add the gradients that other ranks have sent."""

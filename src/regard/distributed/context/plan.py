@@ -64,7 +64,8 @@ class ContextParallel:
         mask: Mask = EVERYTHING,
         dtype: torch.dtype = torch.float32,
     ) -> Bytes:
-        """What this rank sends in all layers, in a forward pass and in a backward pass.
+        """The bytes that this rank sends in a forward and in a backward pass of all layers, without
+        the gathers of `attention_mask=`, `documents=` and `position_ids=` of a model.
 
         Args:
             batch: rows.
@@ -73,20 +74,27 @@ class ContextParallel:
             dtype: of keys and values.
         """
         shards, rank = self.shards(length), self.ranks.rank
-        forward = backward = 0
+        forward, backward = self._agreements * (self.ranks.size - 1) * NBYTES, 0
         for layer in self.layers:
-            elements, others = widths_of(layer)
-            of_gradients = elements * accumulating_dtype(dtype).itemsize
+            pattern, (elements, others) = self._sends(layer)
             sent = bytes_sent(
-                needs_of(layer.mask & mask, shards),
+                needs_of(pattern & mask, shards),
                 rank,
                 token_bytes=batch * (elements * dtype.itemsize + others),
-                gradient_bytes=batch * of_gradients,
+                gradient_bytes=batch * elements * accumulating_dtype(dtype).itemsize,
                 exchange=self.exchange,
             )
-            forward += sent.forward + (self.ranks.size - 1) * NBYTES
-            backward += sent.backward
+            forward, backward = forward + sent.forward, backward + sent.backward
         return Bytes(forward, backward)
+
+    @property
+    def _agreements(self) -> int:
+        """The number of agreements of the ranks in a forward pass."""
+        return len(self.layers)
+
+    def _sends(self, layer: Any) -> tuple[Mask, tuple[int, int]]:
+        """The mask of a layer, and the widths of its streams."""
+        return layer.mask, widths_of(layer)
 
     def remove(self) -> None:
         """Let every layer be as on one device again."""
@@ -109,7 +117,7 @@ def check_options(exchange: str, layout: str) -> None:
         raise ValueError(f"layout is 'auto', 'zigzag' or 'contiguous', got {layout!r}")
 
 
-def chosen_layout(masks: Iterable[Mask]) -> Layout:
+def choose_layout(masks: Iterable[Mask]) -> Layout:
     """Zig-zag where a causal layer sees back to the start: its last queries have the most work."""
     return "zigzag" if any(map(_sees_all_before, masks)) else "contiguous"
 

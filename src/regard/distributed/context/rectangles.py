@@ -27,7 +27,7 @@ _BLOCKWISE = ("auto", "blocked", "sdpa")  # backends whose kernel on the CPU is 
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """How scores are computed from queries and keys; the same for all rectangles of a call.
+    """The options of a call's scores: scale, softcap, bias, mask; the same for all rectangles.
 
     Attributes:
         mask: about the whole sequence.

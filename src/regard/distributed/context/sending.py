@@ -1,4 +1,4 @@
-"""What each kind of layer sends of this rank's tokens, and how a receiver makes keys of it."""
+"""The streams that each kind of layer sends, and the keys that a receiver makes of them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def uses_length(rope: Rope) -> bool:
     return bool(getattr(getattr(rope, "scaling", None), "uses_length", False))
 
 
-def rotated(layer: Any, call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def rotate(layer: Any, call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys rotated at this rank's positions, by the frequencies of the whole."""
     if not uses_length(layer.rope):
         q, k = layer.rope(q, k, call.positions)
@@ -91,7 +91,7 @@ def rotated(layer: Any, call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tenso
 
 
 def send(layer: Any, x: Tensor, call: Call) -> Sending:
-    """What a layer of any kind sends of this rank's tokens."""
+    """The queries and the streams of this rank's tokens, for a layer of any kind."""
     if isinstance(layer, Attention):
         return _send_keys(layer, x, call)
     if isinstance(layer, MultiHeadLatentAttention):
@@ -102,14 +102,14 @@ def send(layer: Any, x: Tensor, call: Call) -> Sending:
 
 def _send_keys(layer: Attention, x: Tensor, call: Call) -> Sending:
     q, k, v = layer.project(x)
-    q, k = rotated(layer, call, q, k)
+    q, k = rotate(layer, call, q, k)
     return Sending(q, (k, v), lambda out: layer.gated(x, out))
 
 
 def _send_latent(layer: MultiHeadLatentAttention, x: Tensor, call: Call) -> Sending:
     """Latents and rotary keys, for all heads: the receiver expands them, or attends to them."""
     q_nope, q_rope, latent, k_rope = layer.project(x)
-    q_rope, k_rope = rotated(layer, call, q_rope, k_rope)
+    q_rope, k_rope = rotate(layer, call, q_rope, k_rope)
     form, joined = layer.choose(call.span), layer.join(latent, k_rope)
     q = form.queries(q_nope, q_rope)
     if isinstance(form, Expanded):

@@ -42,7 +42,7 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     agree(ranks, {"trained parameters": shapes}, refusal=_refusal(named, ranks))
     present = [each.grad is not None for _, each in named]
     here = torch.tensor(present, dtype=torch.uint8, device=mesh.device_type)
-    flags = ranks.gathered(here, "which parameters have gradients")
+    flags = ranks.all_gather(here, "which parameters have gradients")
     anywhere = torch.stack(flags).any(0).tolist()
     trained = [each for (_, each), used in zip(named, anywhere, strict=True) if used]
     for group in _messages(trained):
@@ -82,7 +82,7 @@ def _messages(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def _sum(parameters: list[nn.Parameter], ranks: Ranks) -> None:
     """Add up the gradients of some parameters, in one message."""
     own = [_gradient(each) for each in parameters]
-    total = ranks.summed(torch.cat([each.flatten() for each in own]), "sum of gradients")
+    total = ranks.all_reduce(torch.cat([each.flatten() for each in own]), "sum of gradients")
     for each, local, piece in zip(
         parameters, own, total.split([each.numel() for each in own]), strict=True
     ):
@@ -123,11 +123,11 @@ class _Gathered(torch.autograd.Function):
         ctx.ranks, ctx.shards, ctx.dim = ranks, shards, dim
         missing = max(shards.lengths) - x.shape[dim]
         filler = x.new_zeros([missing if i == dim else n for i, n in enumerate(x.shape)])
-        pieces = ranks.gathered(torch.cat([x, filler], dim), "tokens of the whole sequence")
+        pieces = ranks.all_gather(torch.cat([x, filler], dim), "tokens of the whole sequence")
         cut = [piece.narrow(dim, 0, n) for piece, n in zip(pieces, shards.lengths, strict=True)]
         return shards.joined(cut, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        total = ctx.ranks.summed(gradient, "gradients of the whole sequence")
+        total = ctx.ranks.all_reduce(gradient, "gradients of the whole sequence")
         return ctx.shards.take(total, ctx.ranks.rank, ctx.dim), None, None, None

@@ -28,7 +28,7 @@ _QUERIES = 32  # in a block at least: fewer are not worth starting the operators
 _CELLS = 1 << 22  # of a bias: 16 MB in float32
 
 
-def attended_locally(prepared: Prepared, q: Tensor, part: Part, slots: Slots, rank: int) -> Partial:
+def attend_locally(prepared: Prepared, q: Tensor, part: Part, slots: Slots, rank: int) -> Partial:
     """Attention of all queries to the rank's tokens.
 
     Args:

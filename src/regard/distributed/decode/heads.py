@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regard.distributed.decode.exchanging import bytes_of_parts, merged, merged_over_ranks
+from regard.constants import accumulating_dtype
 from regard.distributed.ranks import Ranks, expected
 from regard.distributed.tensor.heads import HeadSplit, split_of
-from regard.ops.partial import Partial
+from regard.ops.partial import Partial, merge
 
+STEP = "sharded decode: attention to this rank's tokens"
 KEYS = "sharded decode: keys and values of the key heads of each rank"
 QUERIES = "sharded decode: queries of the heads of each rank"
 PARTS = "sharded decode: outputs of the heads of each rank"
@@ -69,9 +70,9 @@ class SameHeads:
         """The queries that this rank attends with."""
         return q
 
-    def merged(self, found: Partial, sinks: Tensor | None) -> Tensor:
+    def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
         """The outputs of this rank's heads, of what each rank found."""
-        return merged_over_ranks(self.ranks, found, sinks)
+        return merge_over_ranks(self.ranks, found, sinks)
 
     def bytes_sent(self, layer: Any, rows: Rows, v_head_dim: int) -> int:
         """Bytes that this rank sends in a call, whatever the number of tokens held."""
@@ -112,7 +113,7 @@ class SplitHeads:
             raise ValueError(_OTHERWISE)
         widths, joined = [each.shape[-1] for each in new], torch.cat(list(new), -1)
         with expected((self.ranks.size - 1) * joined.nbytes, KEYS):
-            every = self.ranks.gathered(joined, KEYS)
+            every = self.ranks.all_gather(joined, KEYS)
         own = [
             every[rank].narrow(1, 0, len(self.split.kv_heads(rank)))
             for rank in range(0, self.ranks.size, self.split.replicas)
@@ -122,10 +123,10 @@ class SplitHeads:
     def queries(self, q: Tensor) -> Tensor:
         """The queries of all heads."""
         with expected((self.ranks.size - 1) * q.nbytes, QUERIES):
-            every = self.ranks.gathered(q, QUERIES)
+            every = self.ranks.all_gather(q, QUERIES)
         return torch.cat([x.narrow(1, 0, self._count(rank)) for rank, x in enumerate(every)], 1)
 
-    def merged(self, found: Partial, sinks: Tensor | None) -> Tensor:
+    def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
         """The outputs of this rank's heads, of what each rank found."""
         me, heads = self.ranks.rank, [self.split.heads(rank) for rank in self.ranks]
         packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
@@ -135,7 +136,7 @@ class SplitHeads:
         with expected(sum(each.nbytes for each in send.values()), PARTS):
             self.ranks.exchange(send, arrived, PARTS).wait()
         every = [mine[me] if rank == me else arrived[rank] for rank in self.ranks]
-        out = merged(every, None if sinks is None else sinks[: len(heads[me])])
+        out = merge_parts(every, None if sinks is None else sinks[: len(heads[me])])
         padding = self.split.local_heads - out.shape[1]
         return out if not padding else torch.cat([out, out.new_zeros(_padding(out, padding))], 1)
 
@@ -157,7 +158,7 @@ Heads = SameHeads | SplitHeads
 
 
 def heads_of(layer: Any, ranks: Ranks) -> Heads:
-    """Which heads each rank of a cache has, in a layer that fills it.
+    """The assignment of a layer's heads to the ranks of a cache.
 
     Raises:
         ValueError: if its heads are split over other ranks and some of these, or keys are rebuilt
@@ -204,3 +205,45 @@ def _query_width(layer: Any) -> int:
     latent = layer.kind == "MLA"
     width: int = layer.kv_lora_rank + layer.qk_rope_head_dim if latent else layer.head_dim
     return width
+
+
+# ---- outputs and log-sum-exps, merged in float32 ----
+
+
+def merge_over_ranks(ranks: Ranks, found: Partial, sinks: Tensor | None) -> Tensor:
+    """Attention to the tokens of all ranks, the same bits on every rank.
+
+    Args:
+        ranks: those that hold the tokens.
+        found: attention to this rank's.
+        sinks: a score for each head, merged once.
+    """
+    packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
+    count = bytes_of_parts((ranks.size - 1) * found.lse.numel(), found.out.shape[-1], packed.dtype)
+    with expected(count, STEP):
+        every = ranks.all_gather(packed, STEP)
+    return merge_parts(every, sinks)
+
+
+def merge_parts(every: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
+    """The outputs, of packed outputs and log-sum-exps `[B, H, L, Dv + 1]` in order of ranks."""
+    partials = [Partial(each[..., :-1], each[..., -1]) for each in every]
+    if sinks is not None:
+        partials.append(Partial.of_sinks(sinks))
+    return merge(*partials).out
+
+
+def bytes_of_parts(rows: int, v_head_dim: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of outputs and log-sum-exps, which are float32; float64 for float64.
+
+    Args:
+        rows: of heads, queries and batch rows, times the ranks that they are sent to.
+        v_head_dim: size of an output.
+        dtype: of the layer.
+
+    Examples:
+        >>> from regard.distributed.decode.heads import bytes_of_parts
+        >>> bytes_of_parts(32, 128)  # a decoded token of a layer of 32 heads of 128, on two ranks
+        16512
+    """
+    return rows * (v_head_dim + 1) * accumulating_dtype(dtype).itemsize

@@ -12,7 +12,7 @@ from regard.cache import Cache, KVCache, Part, SlidingCache
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
 from regard.cache.streams import Lengths, check_streams, check_whole, needs_derivatives
-from regard.distributed.decode.attending import attended_locally
+from regard.distributed.decode.attending import attend_locally
 from regard.distributed.decode.heads import Heads, Rows, heads_of
 from regard.distributed.decode.slots import Piece, Slots
 from regard.distributed.ranks import Ranks
@@ -52,11 +52,11 @@ class ShardedCache(Stored, Attending):
 
     Examples:
         >>> from regard.distributed import ShardedCache
-        >>> from regard.distributed.decode.slots import Slots
-        >>> slots = Slots(2, page_size=64)  # the table of a cache on two ranks
-        >>> slots.add(slots.following(150))
-        >>> slots.counts, hasattr(ShardedCache, "counts")  # pages of 64, 64 and 22 tokens
-        ([86, 64], True)
+        >>> try:
+        ...     ShardedCache(mesh=None)
+        ... except TypeError:
+        ...     print('a mesh: init_device_mesh("cpu", (2,))')
+        a mesh: init_device_mesh("cpu", (2,))
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ShardedCache(Stored, Attending):
         self._ranks = Ranks(mesh)
         self._heads: Heads = heads_of(layer, self._ranks)
         self._slots = Slots(self._ranks.size, page_size)
-        self._storage = _made(storage)
+        self._storage = _make_storage(storage)
 
     @property
     def length(self) -> int:
@@ -107,7 +107,7 @@ class ShardedCache(Stored, Attending):
 
     @property
     def all_heads(self) -> bool:
-        """Whether the heads of its layer are split over its ranks, and it attends for them all."""
+        """Whether the cache attends for the heads of all ranks, between which they are split."""
         return self._heads.split is not None
 
     def check_layer(self, layer: Any) -> None:
@@ -228,8 +228,8 @@ class ShardedCache(Stored, Attending):
             )
         (part,) = parts
         queries = self._heads.queries(q)
-        found = attended_locally(prepared, queries, part, self._slots, self._ranks.rank)
-        return self._heads.merged(found, sinks).to(call.dtype)
+        found = attend_locally(prepared, queries, part, self._slots, self._ranks.rank)
+        return self._heads.merge(found, sinks).to(call.dtype)
 
     def truncate(self, length: int | Tensor) -> None:
         """Keep the first `length` tokens; every rank drops its later ones.
@@ -311,7 +311,7 @@ class ShardedCache(Stored, Attending):
         self._check_room(pieces)
 
     def _placed(self, new: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
-        """Where the next tokens lie, and the streams of those that this rank stores."""
+        """The pieces of the next tokens, and the streams of the tokens that this rank stores."""
         pieces = self._slots.following(check_streams(new, ()))
         mine = [
             (piece.start - self.length, piece.stop - self.length)
@@ -319,7 +319,7 @@ class ShardedCache(Stored, Attending):
             if piece.rank == self._ranks.rank
         ]
         self._check(pieces, new)
-        return pieces, [_taken(each, mine) for each in self._heads.streams(new)]
+        return pieces, [_take(each, mine) for each in self._heads.streams(new)]
 
     def _append(self, pieces: list[Piece], own: list[Tensor]) -> tuple[Part, ...]:
         """Store this rank's streams."""
@@ -351,7 +351,7 @@ class ShardedCache(Stored, Attending):
         return f"ShardedCache({ranks} ranks, page_size={page}, storage={self._storage!r})"
 
 
-def _made(storage: object) -> Any:
+def _make_storage(storage: object) -> Any:
     """The cache of a rank's tokens."""
     cache = storage() if callable(storage) else None
     if not isinstance(cache, Stored) or isinstance(cache, Attending):
@@ -367,7 +367,7 @@ def _made(storage: object) -> Any:
     return cache
 
 
-def _taken(x: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
+def _take(x: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
     """Some tokens of a stream."""
     if len(ranges) == 1:
         start, stop = ranges[0]

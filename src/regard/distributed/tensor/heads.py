@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from regard.distributed.ranks import Ranks
-from regard.distributed.tensor.sums import copied
+from regard.distributed.tensor.sums import all_reduce_gradient
 from regard.masks import (
     AllOf,
     AnyOf,
@@ -33,7 +33,7 @@ from regard.plan.shapes import replicas
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Which heads each of several ranks computes. Every rank has equally many.
+    """The assignment of heads to ranks. Every rank has equally many.
 
     With as many key heads as ranks or more, a rank has key heads of its own, and the query heads
     that they serve. With fewer, `replicas` ranks have the same key head, and share the query heads
@@ -132,7 +132,9 @@ class HeadSplit(HeadLayout):
 
         Each of them reads it for its own heads.
         """
-        return copied(x, self.ranks, "tensor parallel: gradients of what the heads read")
+        return all_reduce_gradient(
+            x, self.ranks, "tensor parallel: gradients of what the heads read"
+        )
 
     def _numbers(self) -> tuple[int, ...]:
         """The query heads of this rank. For padding, the last of all heads, or another's."""

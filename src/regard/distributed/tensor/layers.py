@@ -13,7 +13,6 @@ from regard.distributed.tensor.linear import (
     CopiedInput,
     CopiedOutput,
     LocalForward,
-    LocalNorm,
     SplitLinear,
     SummedOutput,
     SummedSquares,
@@ -37,7 +36,7 @@ Styles = dict[str, ParallelStyle]  # by the path of a module inside the layer
 
 
 class Kind(NamedTuple):
-    """How a kind of layer is split.
+    """The tensor-parallel plan of a kind of layer.
 
     Attributes:
         kv_heads: key heads whose weights are split.
@@ -51,12 +50,12 @@ class Kind(NamedTuple):
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """How a layer is split; None if it is none of regard's."""
+    """The plan for a layer's kind; None if the layer is not one of regard's."""
     return next((kind for each, kind in KINDS.items() if isinstance(layer, each)), None)
 
 
 def layout_of(layer: Any, size: int) -> HeadLayout:
-    """Which heads of a layer each of `size` ranks computes.
+    """The assignment of a layer's heads to `size` ranks.
 
     Examples:
         >>> from regard import GroupedQueryAttention
@@ -161,14 +160,14 @@ def latent_styles(layer: Any, place: Placing) -> Styles:
     rebuilt = layer.qk_nope_head_dim + layer.v_head_dim
     styles: Styles = {
         "kv_a_proj_with_mqa": whole,
-        "kv_a_layernorm": _norm(layer.kv_a_layernorm, place, summed=False),
+        "kv_a_layernorm": _norm(place, summed=False),
         "kv_b_proj": SplitStyle(place.split, SplitLinear, _both(place.heads(rebuilt))),
         "o_proj": _output(place, layer.v_head_dim),
         "": SplitStyle(place.split, SplitLatent, {}),
     }
     if layer.q_lora_rank is None:
         return {"q_proj": SplitStyle(place.split, CopiedInput, queries), **styles}
-    low = {"q_a_proj": whole, "q_a_layernorm": _norm(layer.q_a_layernorm, place, summed=False)}
+    low = {"q_a_proj": whole, "q_a_layernorm": _norm(place, summed=False)}
     return {**low, "q_b_proj": SplitStyle(place.split, CopiedInput, queries), **styles}
 
 
@@ -194,18 +193,16 @@ def _output(place: Placing, channels: int) -> SplitStyle:
     return SplitStyle(place.split, SummedOutput, shares)
 
 
-def _norm(norm: nn.Module, place: Placing, *, summed: bool) -> ReplicatedStyle:
+def _norm(place: Placing, *, summed: bool) -> ReplicatedStyle:
     """A norm that every rank applies, to heads of its own (`summed` gradients) or to the same."""
-    mixin = LocalNorm if type(norm) is nn.RMSNorm else LocalForward
-    return ReplicatedStyle(place.split, mixin, place.replicated(summed=summed))
+    return ReplicatedStyle(place.split, LocalForward, place.replicated(summed=summed))
 
 
 def _norms(layer: Any, place: Placing) -> Styles:
     if layer.q_norm is None:
         return {}
     if not layer.norm_width:
-        norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
-        return {name: _norm(norm, place, summed=True) for name, norm in norms.items()}
+        return dict.fromkeys(("q_norm", "k_norm"), _norm(place, summed=True))
     of_queries, of_keys = place.heads(layer.head_dim), place.kv_heads(layer.head_dim)
     return {
         "q_norm": SplitStyle(place.split, SummedSquares, {"weight": of_queries}),
@@ -233,7 +230,7 @@ KINDS: dict[type[nn.Module], Kind] = {
 
 
 class Plan:
-    """How one module of a model is split. Other libraries' modules have subclasses of their own.
+    """The tensor-parallel plan of one module. Models of other libraries have subclasses.
 
     Args:
         module: one of regard's layers.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from regard.distributed.tensor.sums import copied, summed
+from regard.distributed.tensor.sums import all_reduce, all_reduce_gradient
 from regard.distributed.tensor.weights import Split
 from regard.matrices import MatrixProduct
 
@@ -25,16 +25,16 @@ class SplitLinear(Split, MatrixProduct):
 
 
 class CopiedInput(SplitLinear):
-    """A linear layer that alone reads its input for this rank's heads: the input's gradient is the
-    sum over the ranks."""
+    """A linear layer that reads a replicated input for this rank's heads: all-reduces the gradient
+    of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.split.shared(x))
 
 
 class CopiedOutput(SplitLinear):
-    """A replicated linear layer whose output each rank reads for its heads: the output's gradient
-    is the sum over the ranks."""
+    """A replicated linear layer whose output each rank reads for its heads: all-reduces the
+    gradient of the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.split.shared(super().forward(x))
@@ -54,7 +54,7 @@ class SummedOutput(Split):
         if (real := self._real(x.shape[-1])) < x.shape[-1]:
             x, weight = x[..., :real], weight[:, :real]
         product = functional.linear(x, weight)
-        result = summed(product, self.split.ranks, "tensor parallel: sum of the outputs")
+        result = all_reduce(product, self.split.ranks, "tensor parallel: sum of the outputs")
         return result if bias is None else result + bias.to(result.dtype)
 
     def _real(self, channels: int) -> int:
@@ -76,14 +76,6 @@ class LocalForward(Split):
             own._parameters = parameters
 
 
-class LocalNorm(Split):
-    """RMSNorm whose weight every rank has."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        own: Any = self
-        return functional.rms_norm(x, own.normalized_shape, self.local("weight"), own.eps)
-
-
 class SummedSquares(Split):
     """RMSNorm over the channels of all heads: the sum of squares is that of all ranks."""
 
@@ -99,7 +91,9 @@ class SummedSquares(Split):
     def total(self, squares: Tensor) -> Tensor:
         """The sum over all heads, which every rank reads for its own."""
         step = "tensor parallel: sums of squares of qk_norm"
-        return copied(summed(squares, self.split.ranks, step), self.split.ranks, step)
+        return all_reduce_gradient(
+            all_reduce(squares, self.split.ranks, step), self.split.ranks, step
+        )
 
 
 class SummedSquaresOfKeys(SummedSquares):

@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.context.agreement import agree
-from regard.distributed.models import is_of_transformers
 from regard.distributed.ranks import Ranks
 from regard.distributed.tensor.layers import Plan, kind_of
 
@@ -116,13 +115,13 @@ def _checked(module: nn.Module, ranks: Ranks) -> dict[str, Plan]:
 
 
 def _facts(plan: Plan) -> str:
-    """What ranks must agree on, before weights are sent: the kind, and all shapes."""
+    """The facts on which ranks must agree before weights are sent: the kind, and all shapes."""
     shapes = [f"{n} {list(p.shape)} {p.dtype}" for n, p in plan.module.named_parameters()]
     return f"{type(plan.module).__name__} of {', '.join(shapes)}"
 
 
 def plans_of(module: nn.Module, ranks: Ranks) -> dict[str, Plan]:
-    """How each module of a model is split, by its name. Modules inside such a one have no plan."""
+    """The plans of a model's modules, by name. Modules inside a module with a plan have none."""
     found: dict[str, Plan] = {}
     for name, each in module.named_modules():
         if any(name.startswith(f"{above}.") or not above for above in found):
@@ -131,3 +130,16 @@ def plans_of(module: nn.Module, ranks: Ranks) -> dict[str, Plan]:
         if plan is not None:
             found[name] = plan
     return found
+
+
+def is_of_transformers(model: object) -> bool:
+    """Whether this is a model of transformers: a class of its package with a config.
+
+    Examples:
+        >>> from regard import Attention
+        >>> from regard.distributed.tensor.parallel import is_of_transformers
+        >>> is_of_transformers(Attention(8, 2))
+        False
+    """
+    packages = (each.__module__.partition(".")[0] for each in type(model).__mro__)
+    return isinstance(model, nn.Module) and hasattr(model, "config") and "transformers" in packages

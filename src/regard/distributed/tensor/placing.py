@@ -47,7 +47,7 @@ def _make_as_many_groups(ranks: Ranks) -> None:
     different names until the time-out.
     """
     number = len(distributed_c10d._world.pg_names)
-    numbers = ranks.gathered(
+    numbers = ranks.all_gather(
         torch.tensor([number], device=ranks.mesh.device_type), "tensor parallel: numbers of groups"
     )
     for _ in range(int(max(numbers)) - number):
@@ -56,7 +56,7 @@ def _make_as_many_groups(ranks: Ranks) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Placing:
-    """How the parameters of a layer lie on the ranks.
+    """The placement of a layer's parameters on the ranks.
 
     Args:
         split: the heads of the layer.

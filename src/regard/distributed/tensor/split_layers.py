@@ -15,12 +15,14 @@ from regard.cache import NO_CACHE, Cache
 from regard.cache.stored import Stored
 from regard.distributed.decode.sharded import ShardedCache
 from regard.distributed.ranks import checked, expected
-from regard.distributed.tensor.sent import bytes_forward
 from regard.distributed.tensor.weights import Split
 from regard.layers.inputs import Arrival
 from regard.layers.latent_forms import Form, choose_form
 from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import Span
+from regard.plan.modules import shape_of
+from regard.plan.sent import forward_sums
+from regard.plan.shapes import Workload
 
 
 class SplitLayer(Split):
@@ -129,8 +131,10 @@ def _compared(
     stored = isinstance(cache, Stored)
     if isinstance(layer, LatentKVAttention) and stored:  # it norms the keys of all cached tokens
         keys = cache.span(keys).num_keys
-    nbytes = bytes_forward(layer, layer.split.size, x.shape[0], x.shape[1], keys, x.dtype)
-    return expected(nbytes, "a tensor-parallel layer")
+    batch, length = x.shape[:2]
+    name = str(x.dtype).removeprefix("torch.")
+    work = Workload(context=length, batch=batch, dtype=name, tp=layer.split.size)
+    return expected(forward_sums(shape_of(layer), work, length, keys), "a tensor-parallel layer")
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The two sums of tensor parallelism: of partial outputs, and of partial gradients.
 
 Where every rank reads a tensor for its own heads, the gradient of that tensor is the sum over the
-ranks (`copied`). Where every rank has a term of a result, the result is their sum (`summed`). Each
-is the backward pass of the other (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+ranks (`all_reduce_gradient`). Where every rank has a term of a result, the result is their sum
+(`all_reduce`). Each is the backward pass of the other (Shoeybi et al. 2019, arXiv:1909.08053,
+section 3).
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from regard.distributed.ranks import Ranks, expected, sum_bytes
 
 
-def copied(x: Tensor, ranks: Ranks, step: str) -> Tensor:
+def all_reduce_gradient(x: Tensor, ranks: Ranks, step: str) -> Tensor:
     """`x` as this rank reads it; in the backward pass, the gradients of all ranks are added up."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -21,38 +22,38 @@ def copied(x: Tensor, ranks: Ranks, step: str) -> Tensor:
     return result
 
 
-def summed(x: Tensor, ranks: Ranks, step: str) -> Tensor:
+def all_reduce(x: Tensor, ranks: Ranks, step: str) -> Tensor:
     """The sum of `x` over the ranks, all of which use it alike: each has the same gradient."""
     result: Tensor = _Summed.apply(x, ranks, step)  # type: ignore[no-untyped-call]
     return result
 
 
-def planned(x: Tensor, ranks: Ranks) -> int:
+def bytes_of_sum(x: Tensor, ranks: Ranks) -> int:
     """Bytes that this rank sends for the sum of a tensor; half precision is added up in float32."""
     return sum_bytes(x.numel() * max(x.itemsize, 4), ranks.size)
 
 
 @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
 def _sum(x: Tensor, ranks: Ranks, step: str) -> Tensor:
-    return ranks.summed(x, step)
+    return ranks.all_reduce(x, step)
 
 
 @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
 def _sum_of_gradients(x: Tensor, ranks: Ranks, step: str, nbytes: int) -> Tensor:
     with expected(nbytes, step):
-        return ranks.summed(x, step)
+        return ranks.all_reduce(x, step)
 
 
 class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, step: str) -> Tensor:
-        ctx.ranks, ctx.step, ctx.nbytes = ranks, step, planned(x, ranks)
+        ctx.ranks, ctx.step, ctx.nbytes = ranks, step, bytes_of_sum(x, ranks)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # for gradients of gradients
-            return summed(grads[0], ctx.ranks, ctx.step), None, None
+            return all_reduce(grads[0], ctx.ranks, ctx.step), None, None
         return _sum_of_gradients(grads[0], ctx.ranks, ctx.step, ctx.nbytes), None, None
 
 
@@ -64,4 +65,4 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return copied(grads[0], ctx.ranks, ctx.step), None, None
+        return all_reduce_gradient(grads[0], ctx.ranks, ctx.step), None, None

@@ -16,12 +16,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from regard.distributed.ranks import Ranks
 from regard.distributed.tensor.heads import HeadSplit
-from regard.distributed.tensor.sums import copied
+from regard.distributed.tensor.sums import all_reduce_gradient
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """How one parameter lies on the ranks.
+    """The placement of one parameter on the ranks.
 
     Args:
         mesh: of the DTensor.
@@ -72,7 +72,9 @@ class Share:
         local = parameter.to_local()
         if self.summed is None:
             return local
-        return copied(local, self.summed, "tensor parallel: gradients of what ranks share")
+        return all_reduce_gradient(
+            local, self.summed, "tensor parallel: gradients of what ranks share"
+        )
 
     def saved(self, parameter: Tensor) -> Tensor:
         """The parameter as on one device, to be saved: a DTensor of that shape."""
@@ -102,7 +104,7 @@ def _like(whole: Tensor, parameter: DTensor) -> DTensor:
 
 
 class Split:
-    """What is added to the class of a module whose parameters lie on several ranks."""
+    """A mixin for the class of a module whose parameters are split over ranks."""
 
     one_device_class: ClassVar[type[nn.Module]]
     shares: dict[str, Share]

@@ -12,9 +12,9 @@ from regard.cache import Cache, KVCache, Part, QuantizedCache, SlidingCache, Sta
 from regard.cache.paging.formats import GROUP
 from regard.cache.quantized import QuantizedWindow
 from regard.layers.attending import Attending
+from regard.names import FORMATS
 from regard.ops.parts import concatenated
 from regard.span import Span
-from regard_cli.names import FORMATS
 
 ASSISTED_ROLLBACK = 256  # tokens: more than an assistant model proposes in one step
 

@@ -4,8 +4,7 @@ No method of a cache gets tokens. The hooks around the calls of its model see th
 """
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.paged import PagedCache
-from regard.cache.paging.pages import Page
 from regard.cache.paging.pool import PagePool
+from regard.cache.paging.tables import Cost, cost_of_selection
 from regard.hf.generating.caches import CacheLayer
 from regard.hf.generating.generation_cache import GenerationCache
 from regard.hf.generating.texts import Text, text_of, tokens_wanted, without_first
@@ -133,7 +132,7 @@ class PagedGenerationCache(GenerationCache):
 
     def _hold(self, rows: list[list[PagedCache]], length: int) -> None:
         """Let each layer hold a prefix of each row: rows with the same one share its pages."""
-        with self.pool.lock:
+        with self.pool.memory.lock:
             for layer, *caches in zip(self.layers, *rows, strict=True):
                 tables = [table for cache in caches for table in cache.rows]
                 cache = PagedCache.of_pages(self.pool, tables, length, caches[0].window)
@@ -184,8 +183,8 @@ class PagedGenerationCache(GenerationCache):
         is full."""
         self._settle()
         start = self._start_of(length)
-        with self.pool.lock:
-            self._check_room(_cut(each, start) for each in self._pages)
+        with self.pool.memory.lock:
+            self._check_room(cache.cost_of_cut(start) for cache in self._pages)
             super().truncate(length)
         self._text = None if self._text is None else self._text.cut(length)
         self._stored = min(self._stored, length // self.pool.page_size)
@@ -199,20 +198,19 @@ class PagedGenerationCache(GenerationCache):
     reorder_cache = reorder
 
     def _reorder(self, rows: Tensor) -> None:
-        with self.pool.lock:
+        with self.pool.memory.lock:
             self._check_rows(rows)
-            self._check_room(_chosen(each, rows.tolist()) for each in self._pages)
+            numbers = rows.tolist()
+            self._check_room(cost_of_selection(cache.rows, numbers) for cache in self._pages)
             super().reorder(rows)
 
-    def _check_room(self, changes: Iterable[tuple[int, "Counter[Page]"]]) -> None:
-        """Raise unless the pool has room for changes of all layers, one after another: pages that
-        each takes, and references that it drops before."""
+    def _check_room(self, costs: Iterable[Cost]) -> None:
+        """Raise unless the pool has room for changes of all layers, one after another."""
         taken = freed = 0
-        for more, dropped in changes:
-            taken += more
-            unused = [page for page, count in dropped.items() if count == page.references]
-            self.pool.check_room(taken, freed=freed + sum(page.node is None for page in unused))
-            freed += len(unused)  # the stored ones can be evicted from now on
+        for cost in costs:
+            taken += cost.copies
+            self.pool.memory.check_room(taken, freed=freed + cost.freed)
+            freed += cost.unreferenced  # the stored ones can be evicted from now on
 
     def reset(self) -> None:
         """As `GenerationCache.reset`."""
@@ -228,23 +226,3 @@ class PagedGenerationCache(GenerationCache):
         new = copy.copy(self)
         new.layers = copy.deepcopy(self.layers, memo)
         return new
-
-
-def _chosen(cache: PagedCache, rows: Sequence[int]) -> tuple[int, "Counter[Page]"]:
-    """The pages that a reordering takes, and the references that it drops."""
-    before = Counter(page for table in cache.rows for page in table.pages)
-    chosen = [cache.rows[row] for row in rows] if cache.rows else []
-    after = Counter(page for table in chosen for page in table.pages)
-    return sum(count - 1 for page, count in after.items() if not page.sealed), before - after
-
-
-def _cut(cache: PagedCache, length: int) -> tuple[int, "Counter[Page]"]:
-    """The pages that a truncation takes, and the references that it drops: a sealed page that is
-    cut is copied, unless no other cache has it."""
-    size, taken, dropped = cache.pool.page_size, 0, Counter[Page]()
-    for table in cache.rows:
-        dropped.update(table.pages[max(0, -(-length // size) - table.first) :])
-        page = table.at(length // size) if length % size else None
-        if page is not None and page.sealed and (page.slab.sealed or not page.is_private):
-            taken += 1
-    return taken, dropped

@@ -98,12 +98,10 @@ def _context(model: Any, name: str) -> Context:
     """What keys and values of a model depend on besides tokens, as it is now."""
     kind = model.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    context = context_of(
-        model,
-        dtype=torch.get_autocast_dtype(kind) if autocast else None,
-        name=name,
-    )
+    context = context_of(model, name=name)
     key = f"{context.key}{_changes(model)}"
+    if autocast:
+        key += f" {torch.get_autocast_dtype(kind)}"
     if any(is_bound(each) and _is_latent(each) for each in model.modules()):
         key += " joined latents"
     return replace(context, key=key)

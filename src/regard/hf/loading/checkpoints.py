@@ -176,7 +176,7 @@ def _from_folder(path: Path, dtype: torch.dtype, low_memory: bool = False) -> tu
 
 
 def _from_gguf(path: Path, dtype: torch.dtype, progress: Progress) -> tuple[Any, Any]:
-    """From the copy of this file, if there is a sound one; else from the file, and it is copied."""
+    """Load a GGUF from its safetensors copy, or from itself and write the copy."""
     checked = sound_gguf(path)
     name = gguf_copies.name_of(path, dtype)
     copy = gguf_copies.find(name)
@@ -245,7 +245,7 @@ def _has_tokenizer(path: Path) -> bool:
 
 
 def sound_gguf(path: Path) -> tuple[dict[str, Any], Contents, bool]:
-    """As `_folder`. JSON files beside a GGUF are read too."""
+    """Check a GGUF and the JSON files beside it; returns what `_folder` returns."""
     checked = check_gguf(path)
     check_json_files(path.parent)
     source = _local(path.parent, gguf_file=path.name)

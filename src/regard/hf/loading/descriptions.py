@@ -90,7 +90,7 @@ def _read(field: Field, name: str, value: Any, file: Path) -> Any:
 
 
 def _such(accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    """A function that returns a value which is accepted, and raises a ValueError for others."""
+    """A check of a file's value: returns an accepted one, raises a ValueError for others."""
 
     def read(value: Any) -> Any:
         if not accepts(value):

@@ -30,8 +30,8 @@ SAMPLE = "The 2 quick brown foxes, über 1,000 of them:\n\tjumped! <|end|> 東�
 
 
 def name_of(file: Path, dtype: torch.dtype) -> str:
-    """A digest of all that a copy is made of: the GGUF, the files beside it that transformers reads
-    too, the dtype of the weights, and the versions of the packages."""
+    """The name of a copy: a digest of the GGUF, of the files beside it that transformers reads, of
+    the dtype of the weights, and of the versions of the packages."""
     made_by = [str(FORMAT), str(dtype), *(version(name) for name in ("transformers", "gguf"))]
     digest = hashlib.sha256("\0".join(made_by).encode())
     for each in (file, *(file.parent / name for name in BESIDE)):

@@ -137,7 +137,7 @@ def _with_layers(base: Any, entries: list[Any], file: Path) -> Any:
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor by its name."""
+    """All tensors of the checkpoint, by name."""
     from safetensors import safe_open
 
     files = {WEIGHTS}

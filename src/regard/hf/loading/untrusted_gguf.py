@@ -42,7 +42,7 @@ class GGUF:
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the data of a GGUF.
+    """The header of a GGUF: its keys and values, and the descriptions of its tensors.
 
     Args:
         values: by key. An array of numbers, one for each layer at most, is a list; of any other
@@ -102,7 +102,7 @@ class _Cursor:
 
 
 def check_gguf(file: Path) -> GGUF:
-    """What a GGUF holds according to its header, every number of which is checked.
+    """Check every number of a GGUF's header; return its values and the contents of its tensors.
 
     Raises:
         CheckpointError: if the header breaks a rule of the format, or a limit of this module.
@@ -237,7 +237,7 @@ def _check_blocks(values: Mapping[str, Any], names: Iterable[str], file: Path) -
 
 
 def _check_tensors(tensors: Tensors, alignment: int, size: int, file: Path) -> Contents:
-    """What `size` bytes of data hold; raises if tensors overlap or lie outside of them."""
+    """The contents of the tensors in `size` bytes; raises if they overlap or lie outside."""
     spans, elements = [], 0
     for name, (dims, kind, offset) in tensors.items():
         nbytes = _nbytes(name, dims, kind, file)

@@ -19,7 +19,7 @@ FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float6
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds according to its headers; `dtypes` counts the elements of each."""
+    """The contents of a checkpoint by its headers; `dtypes` counts the elements of each."""
 
     names: frozenset[str]
     elements: int
@@ -34,7 +34,7 @@ class Contents:
 
 
 def check_weights(folder: Path) -> Contents:
-    """What the weights of `folder` hold, after checks of their headers.
+    """Check the headers of the weights in `folder`, and return their contents.
 
     Raises:
         FileNotFoundError: if a file of weights is missing.
@@ -49,7 +49,7 @@ def check_weights(folder: Path) -> Contents:
 
 
 def check_index(file: Path) -> Contents:
-    """What the shards hold together; each must be beside the index and hold its tensors."""
+    """The contents of all shards; each must be beside the index and hold its tensors."""
     places = read_json(file).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise refused(file, "'weight_map' must be an object that is not empty", places)
@@ -75,7 +75,7 @@ def _plain(name: str) -> bool:
 
 
 def check_safetensors(file: Path) -> Contents:
-    """What a safetensors file holds: its header is small, and one that safetensors reads.
+    """The contents of a safetensors file: its header is small, and one that safetensors reads.
 
     Raises:
         FileNotFoundError: if there is no such file.

@@ -177,7 +177,7 @@ def _exchange(module: Any, layer: Attention) -> None:
 
 
 def _like(child: nn.Module, given: nn.Module) -> nn.Module:
-    """The child that is given; with a bias of zeros, if only the class's child has a bias."""
+    """The projection to place; with a bias of zeros, if only the class's own has a bias."""
     if getattr(child, "bias", None) is None or getattr(given, "bias", None) is not None:
         return given
     if (objection := matrix_objection(given)) is not None:

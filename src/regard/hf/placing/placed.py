@@ -88,7 +88,7 @@ class PlacedMLA(MultiHeadLatentAttention):
 
 
 def empty_copy(layer: LatentLayer) -> nn.Module:
-    """The same layer as transformers calls it, with parameters that are yet to be filled.
+    """A layer of the same sizes that transformers can call, its parameters not filled yet.
 
     Raises:
         ValueError: as `arguments_of`.
@@ -99,7 +99,7 @@ def empty_copy(layer: LatentLayer) -> nn.Module:
 
 
 def arguments_of(layer: LatentLayer) -> dict[str, Any]:
-    """The arguments that build such a layer, as it is now: attributes may have been set since.
+    """The constructor arguments that build a layer with the present attributes of this one.
 
     Raises:
         ValueError: if it has a score bias, or a mask other than `Causal()` with or without a

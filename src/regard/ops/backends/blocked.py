@@ -163,7 +163,7 @@ def partial(
 
 
 def _partial(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """`partial` in float32 or float64."""
+    """The partial result of queries and keys in float32 or float64."""
     out, lse = q.new_zeros(*q.shape[:3], call.v_head_dim), q.new_full(q.shape[:3], -torch.inf)
     blocks = [] if is_empty(call) else [block for block in plan(call) if block.runs]
     for block, found in _partials(call, blocks, q, k, v):
@@ -211,7 +211,7 @@ def steps_of(call: Call, blocks: list[Block]) -> Iterator[Step]:
 
 
 def _one_by_one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each block by the backend that can run it; with gradients, checkpointed."""
+    """Attend to each block by a backend that can run it; with gradients, checkpointed."""
     # Split once: the gradient of a view for each block would be as long as the sequence.
     blocks = plan(call)
     queries = q.split([block.queries for block in blocks], 2)
@@ -233,7 +233,7 @@ def _one_by_one(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def plan(call: Call) -> list[Block]:
-    """The blocks of a call."""
+    """The blocks of queries that a call is cut into, each with the keys that it reads."""
     return blocks_of(call, _size(call), whole=_is_fused(call))
 
 
@@ -272,7 +272,7 @@ class Tiles:
 
 
 def _size(call: Call) -> int:
-    """Queries in a block."""
+    """The number of queries in a block."""
     if not _stores_scores(call):
         return BLOCK
     rows = SCORES // (call.batch * call.num_heads * call.num_keys)

@@ -106,7 +106,7 @@ def without_hidden(
 def zero_hidden(
     call: Call, k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S Dv"], keep: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for a mask that is a tensor already. Padding and unused slots may hold anything."""
+    """Zero the keys and values that the tensor `keep` hides from every query."""
     hidden = hidden_keys(call, keep)
     return k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
 
@@ -137,12 +137,12 @@ def addend(
 
 
 def four_dims(x: Tensor) -> Tensor:
-    """A tensor that broadcasts to `[B, H, L, S]`, with all four axes."""
+    """View a tensor that broadcasts to `[B, H, L, S]` with four axes."""
     return x[(None,) * (4 - x.dim())]
 
 
 def folded_rows(call: Call, x: Tensor, width: int) -> Tensor:
-    """What broadcasts to `[B, H, L, width]`, as the rows that `fold_heads` makes of queries."""
+    """Fold a tensor that broadcasts to `[B, H, L, width]` as `fold_heads` folds queries."""
     x = four_dims(x)
     x = x.expand(x.shape[0], call.num_heads, call.num_queries, width)
     return fold_heads(x, call.num_kv_heads)

@@ -21,7 +21,7 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """Two matrix products, and a dozen passes over the scores; slow where they exceed the cache."""
+    """The time of two matrix products, and of a dozen passes over the scores."""
     cells = call.batch * call.num_heads * call.num_queries * call.num_keys
     products = 2 * cells * (call.head_dim + call.v_head_dim)
     keys = call.batch * call.num_kv_heads * call.num_keys * (call.head_dim + call.v_head_dim)

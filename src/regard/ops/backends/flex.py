@@ -77,8 +77,8 @@ def _is_learned(bias: object) -> bool:
 
 
 def estimate(call: Call) -> float:
-    """On a GPU, the scores of visible keys by a kernel that is started slowly. On a CPU all scores,
-    in more passes over them than `eager` needs."""
+    """The time of the scores. On a GPU those of visible keys, by a kernel that takes long to start;
+    on a CPU all of them, in more passes than `eager` needs."""
     if call.device.type != "cpu":
         share = 1.0 if is_everything(call.mask) else visible_share(call)
         return on_device(call, operators=_STARTED, kernel=GENERATED, share=share)
@@ -156,8 +156,8 @@ def _compiled(backend: str, kind: Kind) -> Callable[..., Any]:
 
 
 def _kind_of(call: Call, *rest: Any) -> Kind:
-    """What differs between programs, but for lengths: the shape of a head, and the functions of the
-    mask and the scores."""
+    """A key of a compiled program: the shape of a head, and the functions of the mask and the
+    scores, but no lengths."""
     heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
     one = call.num_queries == 1
     return (heads, one, call.dtype, call.device, call.needs_grad, *map(_structure, rest))

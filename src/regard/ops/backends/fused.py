@@ -89,7 +89,7 @@ def estimate(call: Call) -> float:
 def run(
     call: Call, q: Float[Tensor, "B H L D"], k: AnyStream, v: AnyStream
 ) -> Float[Tensor, "B H L Dv"]:
-    """Of one stream of codes or pages, the first columns of the keys are the values."""
+    """Run the kernel. If codes or pages are one stream, its first columns are the values."""
     return _output(call, *_attend(call, q, k, v))
 
 
@@ -150,15 +150,15 @@ def _attend(call: Call, q: Tensor, k: AnyStream, v: AnyStream) -> tuple[Tensor, 
 
 
 def _attend_pages(call: Call, q: Tensor, k: PagedStream, v: PagedStream) -> tuple[Tensor, Tensor]:
-    """`_attend` of keys and values in pages, which are copied only where the output is not finite:
-    some tokens at a time, since hidden ones may be the reason."""
+    """Attend to keys and values in pages. Where the output is not finite, hidden tokens may be the
+    reason: the pages are then copied, some tokens at a time."""
     from regard.ops.kernels.launching import decode
-    from regard.ops.kernels.tiles import Pages
+    from regard.ops.kernels.tiles import KeyPages
 
     slab, table, size, skipped, keys = k[:5]
     same = v.table is table or v.table.equal(table)
     assert same and v[2:5] == (size, skipped, keys), "keys and values share their pages"
-    rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), Pages(*k[1:5])
+    rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), KeyPages(*k[1:5])
     of_values, width = (None, call.v_head_dim) if call.joined else (v.slab, None)
     out, lse = decode(
         rows, slab, of_values, scale=call.scale, bias=_addend(call), width=width, pages=pages
@@ -179,8 +179,8 @@ def _piece(call: Call, q: Tensor, streams: tuple[PagedStream, PagedStream], star
 
 
 def _readable(x: AnyStream) -> Readable:
-    """A stream as the kernel reads it. Where codes stand for rotated values, so are the queries
-    already. Codes that fill no whole bytes of a vector are dequantised."""
+    """A stream as the kernel reads it: codes that fill no whole bytes of a vector are dequantised.
+    Where codes stand for values after a Hadamard rotation, the queries are rotated already."""
     if not isinstance(x, QuantizedStream):
         return to_tensor(x)
     plain = x._replace(rotation=())

@@ -59,8 +59,8 @@ def objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """One read of keys and values, by torch's kernel or by matrix-vector products that store the
-    scores."""
+    """The time to read keys and values once, by torch's kernel or by matrix-vector products that
+    store the scores."""
     width, rows = call.head_dim + call.v_head_dim, call.group * call.num_queries
     heads, half = call.batch * call.num_kv_heads, call.dtype.itemsize < 4
     read, flops = heads * call.num_keys * width, 2 * heads * rows * call.num_keys * width
@@ -117,8 +117,8 @@ def partial(call: Call, q: Float[Tensor, "B H L D"], k: Readable, v: Readable) -
 
 
 def _of_codes(call: Call, q: Tensor, k: Readable, v: Readable) -> tuple[Tensor, Tensor]:
-    """The output and the scores, both in the dtype that sums have. A block of codes at a time is
-    converted to floating point."""
+    """The output and the scores of codes, in the dtype of sums. One block of codes at a time is
+    dequantised."""
     rows = fold_heads(q.to(accumulating_dtype(call.dtype)) * call.scale, call.num_kv_heads)
 
     def compute(keys: Readable, values: Readable) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ def _unfolded(call: Call, found: Partial) -> Partial:
 
 
 def _heads(call: Call, rows: Tensor) -> Tensor:
-    """Rows unfolded to heads; of joined keys, only the columns that are values."""
+    """Unfold rows to heads; of joined keys and values, keep the columns of the values."""
     rows = rows[..., : call.v_head_dim] if call.joined else rows
     return unfold_heads(rows, call.num_queries)
 

@@ -58,8 +58,8 @@ def run_objection(call: Call) -> str | None:
 
 
 def lse_objection(call: Call) -> str | None:
-    """Why it gives no log-sum-exp; None if it does: torch's public function returns none, its
-    kernel for CPUs does."""
+    """Why torch's kernel returns no log-sum-exp; None if it does. The public function returns none,
+    the kernel for CPUs does."""
     if call.device.type != "cpu":
         return f"sdpa gives no log-sum-exp on {call.device.type}"
     if call.dtype.itemsize < 4:
@@ -73,7 +73,7 @@ def lse_objection(call: Call) -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """The kernel, the operators around it, and the dense mask where there is one."""
+    """The time of the kernel, the operators around it, and the dense mask, if any."""
     if call.device.type != "cpu":
         return _on_device(call)
     share = min(1.0, 0.5 + _KEYS / 2 / call.num_keys) if _is_causal(call) else 1.0
@@ -96,7 +96,7 @@ def estimate(call: Call) -> float:
 
 
 def _on_device(call: Call) -> float:
-    """FlashAttention, or the kernel that takes masks, float32 and wide heads."""
+    """The time on a GPU: of FlashAttention, or of the kernel for masks and wide heads."""
     masked = not (_is_causal(call) or hides_nothing(call))
     share = visible_share(call) if _is_causal(call) else 1.0
     if _suits_flash(call, masked):
@@ -187,7 +187,7 @@ def partial(
 
 
 class Hiding(NamedTuple):
-    """A mask as torch's kernel takes it.
+    """A mask for torch's kernel: a tensor to add, and rows and keys to set to zero.
 
     Attributes:
         added: 0 where a key is visible, else -inf; fully masked rows are 0.
@@ -205,7 +205,7 @@ class Hiding(NamedTuple):
         return streams if hidden is None else tuple(x.masked_fill(hidden, 0) for x in streams)
 
     def without_masked(self, x: Tensor) -> Tensor:
-        """What belongs to queries, zero for those that are fully masked."""
+        """Zero the rows of queries that are fully masked."""
         return x if self.masked is None else x.masked_fill(self.masked, 0.0)
 
 
@@ -277,7 +277,7 @@ def _four(mask: Tensor, call: Call) -> Tensor:
 
 
 def same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero columns where values and keys differ in width: the fused kernels need equal widths, and
+    """Pad keys or values with zero columns to one width: the fused kernels need equal widths, and
     the unfused one stores every score."""
     missing = q.shape[-1] - v.shape[-1]
     if missing > 0:

@@ -78,7 +78,7 @@ def _machine_objection() -> str | None:
 
 
 def estimate(call: Call) -> float:
-    """Products and softmax of the scores, and packing, which reads as torch's kernel does."""
+    """The time of products and softmax, and of packing keys and values."""
     found = intervals_of(call.mask, call.span)
     assert found is not None
     scores = call.num_heads * call.batch / found[0].shape[0] * _scores(*found)
@@ -89,7 +89,7 @@ def estimate(call: Call) -> float:
 
 
 def _scores(starts: Tensor, stops: Tensor) -> float:
-    """Scores of a head that are computed, in all rows: whole blocks of queries and of keys."""
+    """The scores computed for a head, in all rows: whole blocks of queries and keys."""
     empty, missing = stops <= starts, -starts.shape[1] % _SIDE
     low = F.pad(starts.masked_fill(empty, _FAR), (0, missing), value=_FAR)
     high = F.pad(stops.masked_fill(empty, 0), (0, missing))

@@ -4,7 +4,7 @@ PyTorch has no kernel that reads each key and value once for all query heads tha
 does, so it decodes at nearly the memory's bandwidth. It needs numba, and no C compiler. Keys and
 values are float32, bfloat16, or codes of a quantised cache, each in a format of their own.
 
-    tiles.py          what a kernel is compiled for (`Tile`), what a call is given (`Arguments`)
+    tiles.py          what a kernel is compiled for (`Tile`), what a call is given (`Decode`)
     specification.py  the kernel in NumPy: read this first; tests compare the two
     decoding.py       the kernel: its tasks, and its phases score, softmax, gather and merge
     intrinsics.py     the loops over vectors that the phases are made of

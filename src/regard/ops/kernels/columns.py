@@ -64,7 +64,7 @@ def hide(e, panel, first, starts, stops, scores):
 @emits(types.void)
 @no_type_check
 def raise_maxima(e, panel, count, scores, state, sums, scale):
-    """Where a score is far above the maximum in use, a new maximum; sums and totals are rescaled.
+    """Raise the running maximum where a score is far above it, and rescale sums and totals.
 
     Each query has its own factor, 1 for most: no result depends on the keys of another query.
     """
@@ -103,7 +103,7 @@ def _maxima(e, count, scores):
 @emits(types.void)
 @no_type_check
 def powers(e, panel, count, scores, state, scale):
-    """Scores become pairs of bfloat16 weights, in the same memory; totals sum the rounded ones."""
+    """Replace scores by bfloat16 weights in the same memory; totals add up the rounded weights."""
     b, scale, ones = e.builder, e.broadcast(scale), e.word(ONES)
     tops = [b.fsub(e.constant(-0.0), e.read(state, i)) for i in HALVES]
     totals = [e.variable(e.read(state, ROW + i)) for i in HALVES]
@@ -218,7 +218,7 @@ def pack_values(e, panel, first, count, v, stride, target):
 @emits(types.void)
 @no_type_check
 def begin_sums(e, panel, sums, state, maximum, total):
-    """Sums of nothing, with these maxima and totals."""
+    """Set the sums to zero, and the maxima and totals to these values."""
     with e.loop(INT64(SIDE * panel.strips)) as j:
         for i in HALVES:
             e.write(e.constant(0.0), e.advance(sums, j, ROW), i)
@@ -230,7 +230,7 @@ def begin_sums(e, panel, sums, state, maximum, total):
 @emits(types.void)
 @no_type_check
 def store_rows(e, panel, count, sums, state, out, stride):
-    """The sums over the totals as rows of the output: of `count` queries; 0 of nothing."""
+    """Store sums over totals as output rows of `count` queries; 0 where no key was visible."""
     b, zero = e.builder, e.constant(0.0)
     columns = 16 if panel.wide else 32  # of a row: a vector
     for i in HALVES:

@@ -52,7 +52,7 @@ phase = numba.njit(inline="always")  # compiled as a part of the kernel that cal
 @functools.cache
 @no_type_check
 def kernel(tile: Tile) -> Any:
-    """The machine code of a tile: a C function of the address of one `Arguments` record."""
+    """The machine code of a tile: a C function of the address of one `Decode` record."""
 
     def decode(data):
         call = carray(data, 1)[0]
@@ -120,7 +120,7 @@ def attend(tile, call, padded, pair, first, queries, part):
 @phase
 @no_type_check
 def begin(tile, call, batch, head, padded, queries, part):
-    """The scaled queries in scratch, and a part that holds no key yet."""
+    """Write the scaled queries to the scratch memory, and begin a partial result without keys."""
     sums, maxima = floats(part), floats(part + padded * tile.sum_bytes)
     for i in range(padded * (tile.value_width + 2 * tile.lanes)):
         sums[i] = np.float32(0)
@@ -133,7 +133,7 @@ def begin(tile, call, batch, head, padded, queries, part):
 @phase
 @no_type_check
 def block_at(tile, call, batch, j, stop):
-    """Where the block lies that begins with key `j`, in tokens, and its keys: those of one page."""
+    """The position, in tokens, of the block that begins with key `j`, and its number of keys."""
     at, count = j, min(tile.block, stop - j)
     if tile.paged:
         place = call.skipped + j
@@ -146,7 +146,7 @@ def block_at(tile, call, batch, j, stop):
 @phase
 @no_type_check
 def next_block(tile, call, batch, at, j):
-    """Where key `j` lies, which begins the block after the one at `at`; anywhere after the last."""
+    """The position of key `j`, where the block after that at `at` begins."""
     following = at + tile.block
     if tile.paged and j < call.keys:
         following, _ = block_at(tile, call, batch, j, call.keys)
@@ -156,7 +156,7 @@ def next_block(tile, call, batch, at, j):
 @phase
 @no_type_check
 def page_ahead(tile, call, batch, j):
-    """Where the key lies that is a page after key `j`, or the last one."""
+    """The position in memory of the key one page after key `j`, or of the last key."""
     far = j
     if tile.paged:
         far, _ = block_at(tile, call, batch, min(call.keys - 1, j + call.page), call.keys)
@@ -210,8 +210,8 @@ def visible(tile, call, count, bias):
 @phase
 @no_type_check
 def floating_keys(tile, count, k, stride, scales, pace, floating):
-    """Where a block's keys lie, and the bytes from one to the next: codes are dequantised first,
-    unless they are while they are multiplied."""
+    """The address of a block's keys, and the bytes from one key to the next. Codes are dequantised
+    to scratch memory first, unless the products dequantise them."""
     if tile.k_quantized and not tile.k_direct:
         dequantize_keys(tile, count, k, stride, scales, pace, floating)
         k, stride = floating, 4 * tile.width
@@ -221,7 +221,7 @@ def floating_keys(tile, count, k, stride, scales, pace, floating):
 @phase
 @no_type_check
 def floating_values(tile, count, v, stride, scales, pace, floating):
-    """The same of its values, after its keys are read; values within keys are there already."""
+    """The address of a block's values, and the bytes from one value to the next."""
     if tile.v_quantized and not tile.v_direct:
         dequantize_values(tile, count, v, stride, scales, pace, floating)
         v, stride = floating, 4 * tile.value_width
@@ -246,7 +246,7 @@ def score(tile, padded, count, queries, k, k_stride, of_k, k_pace, v, v_stride, 
 @phase
 @no_type_check
 def softmax(tile, call, padded, count, bias, scores, part):
-    """Scores become powers of 2 below the running maximum; what was summed so far is rescaled."""
+    """Replace scores by powers of 2 below the running maximum; rescale earlier sums."""
     maxima = floats(part + padded * tile.sum_bytes)
     totals = floats(part + padded * (tile.sum_bytes + 4 * tile.lanes))
     for i in range(call.rows):

@@ -63,7 +63,7 @@ def _add_weighted(e, tile, count, weights, values, stride, sums, meanwhile):
 
 @no_type_check
 def _accumulate(e, tile, count, weights, sums, values, meanwhile):
-    """sums[m, :strip] += weights[m, j] values(j) over j < count, for a tile's m."""
+    """sums[m, :strip] += sum over j < count of weights[m, j] values(j), for a tile's m."""
     b = e.builder
     vectors = range(0, tile.strip, e.lanes)
     places = [tile.sum_bytes * m + 4 * c for m in range(tile.rows) for c in vectors]

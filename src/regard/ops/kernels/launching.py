@@ -20,9 +20,9 @@ from regard.ops.kernels.tiles import (
     LINE,
     NIBBLES,
     PACKED,
-    Arguments,
+    Decode,
     Format,
-    Pages,
+    KeyPages,
     Tile,
     tile_for,
 )
@@ -41,7 +41,7 @@ def decode(
     bias: Tensor | None = None,
     width: int | None = None,
     lanes: int | None = None,
-    pages: Pages | None = None,
+    pages: KeyPages | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q `[B, G, M, D]` over k `[B, G, S, D]` and v `[B, G, S, Dv]`.
 
@@ -80,7 +80,7 @@ def decode(
     ranges, range_keys = tile.ranges(s, b * g, threads)
     threads = min(threads, b * g * ranges)
     room = memory(tile, m, b * g, ranges, threads)[:3]
-    data = Arguments(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *bias_at,
+    data = Decode(b, g, m, s, *q_at, *k_at, *v_at, *k_scales, *v_scales, *table, *bias_at,
                      out_at, lse_at, *room, ranges, range_keys, scale * LOG2E)  # fmt: skip
     launch(address, PACKED.pack(*data), threads)
     return out, lse
@@ -96,7 +96,7 @@ def lanes_for(width: int, value_width: int, dtype: torch.dtype, *, joined: bool)
 def memory(
     tile: Tile, rows: int, heads: int, ranges: int, threads: int, more: int = 0
 ) -> tuple[int, int, int, int]:
-    """Addresses in one workspace: the counters, all zero; the parts; the scratch; `more` bytes."""
+    """Addresses in one workspace: zeroed counters, partial results, scratch, `more` bytes."""
     padded = tile.padded(rows)
     counters = -(-8 * (heads + 2) // LINE) * LINE  # int64: tasks, threads, finished tasks of a head
     parts = heads * ranges * padded * tile.part_bytes
@@ -146,7 +146,7 @@ def _stream(
     shape: tuple[int, int, int, int],
     page: int,
 ) -> tuple[Format, Place, Place]:
-    """How keys or values are stored, where they lie, and where the scales of their codes lie."""
+    """The format of keys or values, and addresses and strides of them and their scales."""
     if isinstance(x, Tensor):
         form = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
         return form, place_of(name, x, dtype, shape), NOWHERE
@@ -200,7 +200,7 @@ def is_plain(*tensors: Tensor) -> bool:
     return all(type(x) in _PLAIN and x.is_cpu and not x.is_neg() for x in tensors)
 
 
-def _table(pages: Pages, batch: int, tokens: int) -> Place:
+def _table(pages: KeyPages, batch: int, tokens: int) -> Place:
     """The table's address and row stride, the size of a page, and the tokens that are skipped.
 
     Checked as `place_of` checks tensors: no number may lead out of the tensors of so many tokens.

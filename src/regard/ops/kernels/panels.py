@@ -52,12 +52,12 @@ class Panel(NamedTuple):
 
     @property
     def sums_at(self) -> int:
-        """Where the sums of a part begin, after its queries."""
+        """The offset of a block's sums, after its packed queries."""
         return 2 * TILE * self.steps
 
     @property
     def state_at(self) -> int:
-        """Where the maxima of a part begin, after its sums; its totals are the next row."""
+        """The offset of a block's maxima, after its sums; the totals are the next row."""
         return self.sums_at + ROW * SIDE * self.strips
 
     @property

@@ -137,7 +137,7 @@ def attend(panel, call, pair, first, last, parts, scores):
 @phase
 @no_type_check
 def begin(panel, call, batch, head, first, last, parts):
-    """Packed queries, and sums of nothing; a sink is a score without a value."""
+    """Pack the queries of a block and set the sums to zero; a sink is a score without a value."""
     for block in range(first, last):
         for i in range(call.group):
             part = parts + ((block - first) * call.group + i) * panel.part_bytes
@@ -152,7 +152,7 @@ def begin(panel, call, batch, head, first, last, parts):
 @phase
 @no_type_check
 def visible(panel, call, limits, block):
-    """The keys that any query of a block may attend to, then those that all of them may."""
+    """The ranges of keys that some, and that all, queries of a block may attend to."""
     starts = ints(panel, call.starts + limits + 4 * SIDE * block)
     stops = ints(panel, call.stops + limits + 4 * SIDE * block)
     low, high, inner, end = call.keys, 0, 0, call.keys
@@ -167,7 +167,7 @@ def visible(panel, call, limits, block):
 @phase
 @no_type_check
 def finish(panel, call, batch, head, first, last, parts):
-    """The output, and the maxima and totals if they are wanted."""
+    """Store the output, and the maxima and totals if the log-sum-exp is wanted."""
     padded = (call.queries + SIDE - 1) // SIDE * SIDE
     for block in range(first, last):
         for i in range(call.group):

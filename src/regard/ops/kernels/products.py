@@ -144,5 +144,5 @@ def product(e, panel, steps, a, a_stride, b, c):
 @emits(types.void)
 @no_type_check
 def add_product(e, panel, steps, a, a_stride, b, c):
-    """c += a b, the same."""
+    """c += a b over so many steps of 32 columns, `a_stride` bytes apart in `a`."""
     (_tiles if panel.amx else _pairs)(e, steps, a, a_stride, b, c, True)

@@ -26,7 +26,7 @@ from regard.ops.kernels.tiles import (
     LOWEST,
     STEP,
     Format,
-    Pages,
+    KeyPages,
     Tile,
 )
 
@@ -34,7 +34,7 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
-class Part(NamedTuple):
+class Sums(NamedTuple):
     """Attention over some of the keys, not yet divided by its total."""
 
     sums: Floats  # [M, Dv]: the sum of 2**(score - maximum) times the value
@@ -56,7 +56,7 @@ class Specification(NamedTuple):
         bias: Floats | None,
         scale: float,
         threads: int,
-        pages: Pages | None = None,
+        pages: KeyPages | None = None,
     ) -> tuple[Floats, Floats]:
         """q [B, G, M, D], k [B, G, S, D], v [B, G, S, Dv], bias [B, G, M, S] -> out, lse.
 
@@ -77,7 +77,7 @@ class Specification(NamedTuple):
             out[b, g], lse[b, g] = self.merge(parts)
         return out, lse
 
-    def tokens(self, x: Floats, batch: int, head: int, pages: Pages | None) -> Floats:
+    def tokens(self, x: Floats, batch: int, head: int, pages: KeyPages | None) -> Floats:
         """The keys or values of one head, [S, ...]."""
         if pages is None:
             return cast("Floats", x[batch, head])
@@ -85,7 +85,7 @@ class Specification(NamedTuple):
         at = np.asarray(pages.table)[batch, slots // pages.size] * pages.size
         return cast("Floats", x[0, head, at + slots % pages.size])
 
-    def blocks(self, first: int, stop: int, pages: Pages | None) -> Iterator[tuple[int, int]]:
+    def blocks(self, first: int, stop: int, pages: KeyPages | None) -> Iterator[tuple[int, int]]:
         """The keys of each block, all of them in one page."""
         while first < stop:
             end = min(first + self.tile.block, stop)
@@ -122,12 +122,12 @@ class Specification(NamedTuple):
         scale: float,
         first: int,
         stop: int,
-        pages: Pages | None = None,
-    ) -> Part:
+        pages: KeyPages | None = None,
+    ) -> Sums:
         """A range of one head's keys, a block at a time: q [M, D], k [S, D], v [S, Dv]."""
         rows = len(q)
         q = q * np.float32(scale * math.log2(math.e))
-        part = Part(
+        part = Sums(
             np.zeros((rows, v.shape[1]), np.float32),
             np.full(rows, LOWEST),
             np.zeros(rows, np.float32),
@@ -151,7 +151,7 @@ class Specification(NamedTuple):
             sums = self.add_product(q[:, None, columns], k[None, :, columns], sums)
         return self.sum_of_lanes(sums)
 
-    def softmax(self, scores: Floats, bias: Floats | None, part: Part) -> tuple[Floats, Part]:
+    def softmax(self, scores: Floats, bias: Floats | None, part: Sums) -> tuple[Floats, Sums]:
         """Weights [M, block], and the part rescaled to the new maximum, its total increased."""
         if bias is not None:
             scores = scores + bias * LOG2E
@@ -165,16 +165,16 @@ class Specification(NamedTuple):
         for i in range(0, self.tile.block, self.tile.lanes):
             total = total + weights[:, i : i + self.tile.lanes]
         totals = part.totals * shrink + self.sum_of_lanes(total)
-        return weights, Part(part.sums * shrink[:, None], maxima, totals)
+        return weights, Sums(part.sums * shrink[:, None], maxima, totals)
 
-    def gather(self, weights: Floats, v: Floats, part: Part) -> Part:
-        """The weighted values added to the sums, key after key."""
+    def gather(self, weights: Floats, v: Floats, part: Sums) -> Sums:
+        """Add the weighted values to the sums, key after key."""
         sums = part.sums
         for j, value in enumerate(v):
             sums = self.add_product(weights[:, j, None], value, sums)
         return part._replace(sums=sums)
 
-    def merge(self, parts: list[Part]) -> tuple[Floats, Floats]:
+    def merge(self, parts: list[Sums]) -> tuple[Floats, Floats]:
         """The output [M, Dv] and the log-sum-exp [M], from the parts in the order of their keys."""
         top = np.max([part.maxima for part in parts], axis=0)
         total = np.zeros_like(top)

@@ -31,8 +31,8 @@ Rotation = tuple[int, int, int, int, int]  # as `Append` has it
 
 
 class Plan(NamedTuple):
-    """What steps have in common, however often they repeat: the sizes of their tensors, and the
-    machine code for these. It holds no address, stride or shape of a tensor."""
+    """The compiled code of a decoding step for tensors of given sizes, which any number of steps
+    and layers share. It holds no address, stride or shape of a tensor."""
 
     dtype: torch.dtype
     batch: int
@@ -98,7 +98,7 @@ class Plan(NamedTuple):
 def _places(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: int, plan: Plan
 ) -> tuple[Place, ...] | None:
-    """Where the five tensors lie now; None if one of them is not as `Plan.run` needs it."""
+    """The addresses and strides of queries, keys, values and buffers; None if unusable."""
     dtype, b, h, g, d, dv = plan[:6]
     found = (
         place_if_readable(q, dtype, (b, h, 1, d)),
@@ -113,8 +113,8 @@ def _places(
 def _place_of_buffer(
     x: Tensor, length: int, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> Place | None:
-    """Where a buffer `[B, G, room, W]` lies now; None if it has no room for a token more, or if
-    elements share their memory, as those of an expanded tensor do."""
+    """The address and strides of a buffer `[B, G, room, W]`; None if it has no room for another
+    token, or if elements share memory, as in an expanded tensor."""
     shape, (batch, heads, width) = x.shape, sizes
     if len(shape) != 4 or shape[2] <= length or not x.is_contiguous():
         return None

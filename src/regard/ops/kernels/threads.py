@@ -33,7 +33,7 @@ def launch(address: int, data: bytes, threads: int) -> None:
 
 
 def _help(run: Callable[[bytes], None], data: bytes, begun: "Future[None]") -> None:
-    """What another thread does, unless the call is over: its memory may then be in other use."""
+    """Run tasks in another thread, unless the call is over: its memory may be in other use then."""
     if begun.set_running_or_notify_cancel():
         run(data)
         begun.set_result(None)

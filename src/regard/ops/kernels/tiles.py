@@ -1,4 +1,4 @@
-"""What a kernel is compiled for (`Tile`), what one call of it is given (`Arguments`), constants."""
+"""What a kernel is compiled for (`Tile`), what one call of it is given (`Decode`), constants."""
 
 import math
 import struct
@@ -102,7 +102,7 @@ class Tile(NamedTuple):
 
     @property
     def v_direct(self) -> bool:
-        """The same of values."""
+        """Whether values are codes that are dequantised as they are multiplied."""
         return self.direct and self.v_quantized
 
     @property
@@ -222,7 +222,7 @@ def tile_for(
     )
 
 
-class Pages(NamedTuple):
+class KeyPages(NamedTuple):
     """Where the keys of a call lie, in tensors of pages `[1, G, tokens of all pages, W]`."""
 
     table: Any  # [B, n] numbers of pages in int64: a sequence's, in order
@@ -231,7 +231,7 @@ class Pages(NamedTuple):
     keys: int  # of each sequence, S
 
 
-class Arguments(NamedTuple):
+class Decode(NamedTuple):
     """One call of a kernel. Addresses are in bytes, strides in elements of their tensor."""
 
     batch: int  # sequences, B
@@ -277,8 +277,8 @@ class Arguments(NamedTuple):
 
 
 def _field(name: str) -> tuple[str, type[np.generic]]:
-    return name, np.float32 if Arguments.__annotations__[name] is float else np.int64
+    return name, np.float32 if Decode.__annotations__[name] is float else np.int64
 
 
-RECORD = np.dtype([_field(name) for name in Arguments._fields], align=True)  # as the kernel reads
-PACKED = struct.Struct(f"{len(Arguments._fields) - 1}qf4x")  # the same, as Python packs it
+RECORD = np.dtype([_field(name) for name in Decode._fields], align=True)  # as the kernel reads
+PACKED = struct.Struct(f"{len(Decode._fields) - 1}qf4x")  # the same, as Python packs it

@@ -26,7 +26,7 @@ TICKS: dict[str, dict[Any, str]] = {  # of the vertical axis by what it shows: w
 
 
 def chart(name: str, unit: str, contexts: Sequence[int], lines: int, beyond: int | None) -> Any:
-    """A Bokeh figure without values.
+    """A Bokeh figure without values, which the page's script fills in.
 
     Args:
         name: what it shows, for the label of a point.
@@ -97,7 +97,7 @@ def style_of(at: int) -> int:
 
 
 def _set_ticks(drawn: Any, unit: str, contexts: Sequence[int]) -> None:
-    """Powers of four: few enough for a phone."""
+    """Set the ticks of both axes: powers of four, few enough for a phone."""
     powers = [each for each in contexts if each.bit_count() == 1 and each.bit_length() % 2]
     for axis, grid, texts in (
         (drawn.xaxis, drawn.xgrid, {each: tokens(each) for each in powers}),

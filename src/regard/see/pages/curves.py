@@ -73,7 +73,7 @@ def sections_of_comparison(result: Comparison) -> list[Section]:
 
 
 def curves_of_comparison(result: Comparison) -> Curves:
-    """A line for each row that ran and whose cache has a formula."""
+    """A line for each row that ran and whose cache bytes are known from shapes."""
     lines = tuple(
         line_of(row.name, row.layers, [row.storage], dtype=result.cache_dtype)
         for row in result.rows
@@ -143,7 +143,8 @@ def _memory(start: int) -> Slider:
 
 
 def _bits(storages: Iterable[Storage], dtype: str) -> Slider:
-    """The storages from the smallest to the largest; at first the plain one, if it is there."""
+    """The slider over storages, from the smallest to the largest; it starts at the plain one, if it
+    is there."""
     own = 8 * DTYPE_BYTES[dtype]
     bits = {each.name: sum(each.bits or (own, own)) / 2 for each in storages}
     names = tuple(sorted(bits, key=lambda name: bits[name]))

@@ -20,7 +20,7 @@ UNLIMITED = "any number"
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """What a section of curves is made from.
+    """The content of a section of curves.
 
     Args:
         lines: the attentions; the first is what the others are compared with.
@@ -192,7 +192,7 @@ def _figure(given: Curves, id: str, name: str) -> str:
 
 
 def _caption(given: Curves, name: str) -> str:
-    """What the dotted lines of a chart mean; of times, on which device."""
+    """A caption on the dotted lines of a chart and, for times, on the device."""
     at = f"{int(given.start['context']):,} tokens"
     if name == "cache_bytes":
         return f"Dotted: {at}, and {readable_bytes(int(given.start['memory']))} of memory."
@@ -200,7 +200,7 @@ def _caption(given: Curves, name: str) -> str:
 
 
 def _value(given: Curves, name: str, line: Line, chosen: Chosen) -> tuple[Any, str]:
-    """A figure and its text."""
+    """A figure of a line, as a number and as text."""
     if name == "cache_bytes":
         cached = line.cache_bytes(chosen)
         return cached, readable_bytes(cached)
@@ -246,7 +246,8 @@ def _sources(given: Curves) -> str:
 
 
 def _data(given: Curves) -> dict[str, Any]:
-    """What the script needs: for each line and storage its tables of values, and the sliders."""
+    """The data of the page's script: tables of values for each line and storage, and the
+    sliders."""
     values = {each.name: each.values for each in given.sliders}
     shares = sorted({int(m) // int(b) for m in values["memory"] for b in values["batch"]})
     return {

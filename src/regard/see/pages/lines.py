@@ -58,7 +58,8 @@ class Line:
         return self._largest(self._storage(chosen), memory // int(chosen["batch"]))
 
     def tables(self, contexts: Sequence[int], memories: Iterable[int]) -> dict[str, Any]:
-        """For each storage what the page computes every figure from, exactly, of one row.
+        """For each storage, the tables of values from which the page computes every figure of one
+        row exactly.
 
         `cache_bytes` by context; `parts`, of layers that are alike, with the FLOPs and the bytes of
         a decode step that grow with the batch, by context, and those that do not; `largest`, the
@@ -96,7 +97,7 @@ class Line:
         return largest(taken, memory)
 
     def _storage(self, chosen: Chosen) -> Storage:
-        """The chosen one; if the line does not have it, its first."""
+        """The chosen storage; if the line does not have it, its first one."""
         return next((s for s in self.storages if s.name == chosen.get("storage")), self.storages[0])
 
     def _costs(self, storage: Storage, chosen: Chosen) -> list[Cost]:

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from regard.masks import AllOf, AnyOf, Mask, Not, Span
-from regard.masks.draw import grid
+from regard.masks.draw import grid, slots
 from regard.page.page import Section, file_beside, table, write_page
 
 CELLS = 1 << 18  # cells of a page at most: 512 x 512, so that a cell is at least a pixel
@@ -59,16 +59,17 @@ def sections(mask: Mask, span: Span, *, b: int = 0, h: int = 0) -> list[Section]
 
 
 def data_of(mask: Mask, span: Span, b: int, h: int) -> dict[str, Any]:
-    """What the page's script reads.
+    """The data of the page's script.
 
     `tree` combines rules by their place in `rules`: 2 is a rule, `["&", 0, 1]` an intersection,
     `["|", 0, 1]` a union, `["~", 0]` a complement. `visible` is a byte a cell; `hidden` has a line
     for each hidden cell, in the same order: which keys the rule hides, as `Mask.explain` says it.
     """
     rules: list[Mask] = []
+    queries, keys = slots(span, b)
     return {
-        "queries": _queries(span, b),
-        "keys": list(range(span.kv_start, span.kv_stop)),
+        "queries": queries,
+        "keys": list(keys),
         "tree": _tree(mask, rules),
         "rules": [_rule(rule, span, b, h) for rule in rules],
     }
@@ -90,7 +91,7 @@ def _tree(mask: Mask, rules: list[Mask]) -> Any:
 
 def _rule(rule: Mask, span: Span, b: int, h: int) -> dict[str, str]:
     visible = grid(rule, span, b, h)
-    queries = _queries(span, b)
+    queries, _ = slots(span, b)
     lines = [
         rule._hidden_keys(b, queries[row], span.kv_start + column)
         for row, column in (~visible).nonzero().tolist()
@@ -106,13 +107,6 @@ def _packed(content: bytes) -> str:
     return b64encode(zlib.compress(content, 9)).decode()
 
 
-def _queries(span: Span, b: int) -> list[int]:
-    """The slots of the queries of a batch row."""
-    slots = span.positions("cpu").reshape(-1, span.num_queries)
-    found: list[int] = slots[b if len(slots) > 1 else 0].tolist()
-    return found
-
-
 def _said(span: Span, b: int, h: int) -> str:
     where = f" of batch row {b} and head {h}" if b or h else ""
     return (
@@ -126,7 +120,7 @@ def _table(mask: Mask, span: Span, b: int, h: int) -> str:
     visible = grid(mask, span, b, h)
     rows = [
         [str(query), str(int(row.sum())), _ranges(row, span.kv_start)]
-        for query, row in zip(_queries(span, b), visible, strict=True)
+        for query, row in zip(slots(span, b)[0], visible, strict=True)
     ]
     drawn = table("Visible keys of each query", ["query", "number", "keys"], rows)
     return f"<details><summary>{escape('All rules as a table')}</summary>{drawn}</details>"

@@ -136,7 +136,7 @@ def _tick_up(y: float, value: float) -> str:
 
 
 def _front(places: Sequence[Point]) -> str:
-    """The steps from the top through the points of the front to the right."""
+    """The Pareto front as a step curve, from the top edge through its points to the right edge."""
     (x, _), *_ = places
     drawn = f"M{x:.1f} {TOP}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in places)
     return f'<path class="front" d="{drawn}H{WIDTH - RIGHT}"/>'

@@ -7,43 +7,26 @@ from regard_verify.laws import (
     callers,
     compiler,
     execution,
-    gradients,
     heads,
     inplace,
     layers,
     masks,
-    names,
     numbers,
     padding,
-    pages,
-    permutations,
     refused_steps,
     rotation,
     visibility,
 )
 
+MODULES = (
+    built,  # that it is a module which runs
+    *(numbers, heads),  # what is computed
+    *(visibility, masks, padding, rotation),  # which keys a query may attend to
+    *(execution, callers, inplace, compiler),  # how a call runs
+    *(caches, refused_steps, layers),  # what is stored between calls
+)
 LAWS: dict[str, Law] = {
-    law.name: law
-    for law in (
-        *built.LAWS,  # that it is a module which runs
-        *numbers.LAWS,  # what is computed
-        *names.LAWS,
-        *permutations.LAWS,
-        *heads.LAWS,
-        *visibility.LAWS,  # which keys a query may attend to
-        *masks.LAWS,
-        *padding.LAWS,
-        *gradients.LAWS,
-        *rotation.LAWS,
-        *execution.LAWS,  # how a call runs
-        *callers.LAWS,
-        *inplace.LAWS,
-        *compiler.LAWS,
-        *caches.LAWS,  # what is stored between calls
-        *refused_steps.LAWS,
-        *pages.LAWS,
-        *layers.LAWS,
-    )
+    law.name: law for module in MODULES for law in vars(module).values() if isinstance(law, Law)
 }
 
 __all__ = ["LAWS"]

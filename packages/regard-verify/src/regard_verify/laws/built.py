@@ -16,25 +16,17 @@ HALF = 0.5  # the probability with which dropout cannot be overlooked
 _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d)
 
 
-@law(
-    "It runs on the input that it documents.",
-    "exact",
-    "shapes that do not fit each other, names that are not defined",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def runs(subject: Subject, trial: Trial) -> None:
+    """It runs on the inputs that it documents."""
     for sizes in (Sizes(1, 1, 1, 2, 2, 4, 4), ODD):
         for call in subject.calls(sizes, trial):
             call()
 
 
-@law(
-    "Its __init__ calls super().__init__() before it stores anything.",
-    "exact",
-    "a module that cannot be built: nn.Module raises when the first layer is stored",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def super_init(subject: Subject, trial: Trial) -> None:
+    """Its __init__ calls super().__init__() before it stores anything."""
     if subject.another is None and not subject.forgot_super:
         raise NotApplicable("it is no class of modules, or was given as an object")
     if subject.forgot_super:
@@ -45,14 +37,11 @@ def super_init(subject: Subject, trial: Trial) -> None:
         fail("building it", "", "a module", "an AttributeError of nn.Module", cause)
 
 
-@law(
-    "Dropout runs in training only: in eval mode a module with dropout gives what the same weights "
-    "give without.",
-    "exact",
-    "dropout that is called without the training flag, or scaled in eval mode",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def dropout_in_eval(subject: Subject, trial: Trial) -> None:
+    """Dropout runs in training only: in eval mode a module with dropout gives the output of the
+    same weights without dropout.
+    """
     module = subject.module
     if module is None and isinstance(subject.thing, nn.Module):
         module = subject.thing  # of q, k and v, without weights
@@ -141,13 +130,10 @@ def _inputs(subject: Subject, trial: Trial) -> Iterator[tuple[str, dict[str, Ten
 
 
 def _run(subject: Subject, twin: nn.Module, given: dict[str, Tensor]) -> Tensor:
-    """The output of another module for the same inputs."""
+    """The output of `twin`, another module of the subject's class, for these inputs."""
     ours = {name: x.clone() for name, x in given.items()}
     with torch.no_grad():
         if subject.module is not None:
             return subject.layer_of(twin)(ours.pop("x"), **ours)
         q, k, v = (ours.pop(name) for name in "qkv")
         return subject.attend_of(twin)(q, k, v, **ours)
-
-
-LAWS = (runs, super_init, dropout_in_eval)

@@ -1,6 +1,9 @@
-"""Laws of caches: pieces against the whole sequence, truncation, reordering, copies, and bytes."""
+"""Laws of caches and pages: pieces against the whole sequence, truncation, copies, and bytes.
 
-import copy
+A paged function is `(q [B, H, D], k_pool [N, T, G, D], v_pool, block_table [B, M], lengths [B])` to
+`[B, H, D]`.
+"""
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.law import Broken, NotApplicable, Trial, fail, law, require, tolerance
+from regard_verify.oracle import attention
 from regard_verify.subject.caches import (
     BY_AMOUNT,
     DIM,
@@ -55,33 +59,23 @@ def _pieces(subject: Subject, trial: Trial, ways: list[list[int]]) -> None:
             raise Broken(replace(broken.example, cause=_cause(got, whole, cuts))) from None
 
 
-@law(
-    "A sequence in pieces gives what it gives at once, however it is cut.",
-    "bounded",
-    "a mask without the cache's offset, a causal rule skipped with a cache, positions that restart",
-    "cache|unusable_cache",
-)
+@law("bounded", "cache|unusable_cache")
 def chunked_prefill(subject: Subject, trial: Trial) -> None:
+    """A sequence in pieces gives the outputs of one call, however it is cut."""
     _pieces(subject, trial, [[LENGTH], [5, 4], [1, 5, 3], [3, 1, 1, 4]])
 
 
-@law(
-    "Token by token gives what the whole sequence gives, at every position.",
-    "bounded",
-    "a cache appended on the wrong axis, positions that do not advance, a window off by one",
-    "cache|unusable_cache",
-)
+@law("bounded", "cache|unusable_cache")
 def decode_equals_full(subject: Subject, trial: Trial) -> None:
+    """Decoding token by token gives the outputs of one call on the whole sequence."""
     _pieces(subject, trial, [[1] * LENGTH, [4] + [1] * (LENGTH - 4)])
 
 
-@law(
-    "After drafted tokens are dropped from a cache, the next give what they give without drafts.",
-    "bounded",
-    "a window that forgot what drafts pushed out, positions that count dropped tokens",
-    "cache",
-)
+@law("bounded", "cache")
 def drafts_dropped(subject: Subject, trial: Trial) -> None:
+    """After drafted tokens are dropped from a cache, the next tokens give the outputs that they
+    give without drafts.
+    """
     x, whole = _whole(subject, trial)
     assert subject.stepper is not None
     for drafts in (1, 3):
@@ -111,35 +105,6 @@ def _drop(method: Callable[[int], Any], name: str, drafts: int) -> None:
         called(method, -drafts)
 
 
-@law(
-    "Two caches are independent.",
-    "exact",
-    "a cache shared by layers, requests or instances",
-    "cache|cache_object",
-)
-def cache_isolation(subject: Subject, trial: Trial) -> None:
-    if subject.stepper is None:
-        stores = [new_store(subject) for _ in range(2)]
-        given = [new_tokens(trial, 2) for _ in range(2)]
-        stores[0].append(*given[0])
-        k, _ = stores[1].append(*given[1])
-        cause = "a new cache holds tokens that were given to another"
-        return same_tokens(subject, "two caches", k, given[1][0], cause)
-    if subject.stepper.style == "internal":
-        raise NotApplicable("its cache is in the layer: there is one")
-    x, whole = _whole(subject, trial)
-    y = subject.tokens(2, LENGTH, trial)
-    one, other = subject.stepper.new(), subject.stepper.new()
-    pieces = []
-    for a, b in zip(x.split(3, 1), y.split(3, 1), strict=True):
-        first, one = subject.stepper.step(a, one)
-        second, other = subject.stepper.step(b, other)
-        pieces.append(torch.cat([first, second]))
-    expected = torch.cat([whole, at_once(subject, y)])
-    label, cause = f"B=2 L={LENGTH}, two sequences in turns", "one cache leaks into the other"
-    return require(label, torch.cat(pieces, 1), expected, tolerance(whole), cause)
-
-
 def same_tokens(subject: Subject, label: str, got: Tensor, expected: Tensor, cause: str) -> None:
     """Raise if cached values differ, by more than its rounding for a cache that rounds."""
     rounds = subject.rounding > 0 and expected.numel() > 0
@@ -147,13 +112,9 @@ def same_tokens(subject: Subject, label: str, got: Tensor, expected: Tensor, cau
     require(label, got, expected, allowed, cause)
 
 
-@law(
-    "After any operations in any order a cache holds what a plain list would.",
-    "exact",
-    "a truncation that keeps too much, a reorder that leaves out a buffer, a wrong length",
-    "cache_object",
-)
+@law("exact", "cache_object")
 def cache_state_machine(subject: Subject, trial: Trial) -> None:
+    """After any operations in any order a cache holds the tokens that a plain list would."""
     runs, steps = (5, 10) if trial.quick else (40, 15)
     for _ in range(runs):
         _random_operations(subject, trial, steps)
@@ -213,14 +174,11 @@ def _holds(
         same_tokens(subject, "; ".join(done), mine.to(right.dtype), right, cause)
 
 
-@law(
-    "Beyond its capacity a cache refuses before it changes anything; a window holds no more memory "
-    "than it declares.",
-    "resource",
-    "a silent wrap, a length that advances although it raised, memory held by a view",
-    "cache_object",
-)
+@law("resource", "cache_object")
 def cache_bounds(subject: Subject, trial: Trial) -> None:
+    """Beyond its capacity a cache refuses before it changes anything; a window holds no more memory
+    than it declares.
+    """
     capacity, window = subject.conventions.capacity, subject.conventions.window
     if not capacity and not window:
         raise NotApplicable("it declares no capacity and no window")
@@ -254,13 +212,9 @@ def _overflow(subject: Subject, trial: Trial, capacity: int) -> None:
     fail(label, "", "an error", "none", "tokens that do not fit are lost or overwrite the first")
 
 
-@law(
-    "A token costs at most the declared bytes.",
-    "resource",
-    "an MLA cache that holds keys and values instead of the latent, heads stored repeatedly",
-    "cache_object|cache",
-)
+@law("resource", "cache_object|cache")
 def cache_bytes(subject: Subject, trial: Trial) -> None:
+    """A token costs at most the declared bytes."""
     declared = subject.conventions.cache_bytes
     if declared is None:
         raise NotApplicable("it declares no bytes for a token")
@@ -283,14 +237,11 @@ def cache_bytes(subject: Subject, trial: Trial) -> None:
         fail(f"{tokens} tokens", "bytes for each", f"{declared:g}", f"{held / tokens:.1f}", cause)
 
 
-@law(
-    "A cache that rounds is as exact for late tokens as for early ones, after an outlier, "
-    "and beside any other rows.",
-    "bounded",
-    "a scale fixed by the first tokens, shared by the batch, or applied twice",
-    "cache_object",
-)
+@law("bounded", "cache_object")
 def quant_drift(subject: Subject, trial: Trial) -> None:
+    """A cache that rounds is as exact for late tokens as for early ones, after an outlier, and
+    beside any other rows.
+    """
     if subject.conventions.capacity or subject.conventions.window:
         raise NotApplicable("it holds too few tokens")
     k = trial.randn(2, HEADS, 40, DIM) * 0.05
@@ -313,36 +264,9 @@ def quant_drift(subject: Subject, trial: Trial) -> None:
              )  # fmt: skip
 
 
-@law(
-    "A deep copy of a cache is independent of it.",
-    "exact",
-    "a copy that shares storage, a deepcopy that fails",
-    "cache_object",
-)
-def serialise_cache(subject: Subject, trial: Trial) -> None:
-    store = new_store(subject)
-    first = new_tokens(trial, 3)
-    store.append(*first)
-    try:
-        twin = replace(store, held=copy.deepcopy(store.held))
-    except Exception as error:
-        fail("3 tokens", "deepcopy", "a copy", f"{type(error).__name__}", str(error))
-    one, other, last = (new_tokens(trial, 1) for _ in range(3))
-    store.append(*one)
-    twin.append(*other)
-    got = store.append(*last)[0][:, :, -5:-1]  # a window may hold less
-    expected = torch.cat([first[0], one[0]], 2)[:, :, -got.shape[2] :]
-    label, cause = "3 tokens, a copy and one token each", "its copy writes into it"
-    same_tokens(subject, label, got, expected, cause)
-
-
-@law(
-    "A cache copies its inputs: what the caller does to them later changes nothing.",
-    "exact",
-    "a cache that holds a view of the caller's tensor",
-    "cache_object",
-)
+@law("exact", "cache_object")
 def cache_no_alias(subject: Subject, trial: Trial) -> None:
+    """A cache copies its inputs: later changes of these tensors change nothing."""
     store = new_store(subject)
     k, v = new_tokens(trial, 3)
     before = k.clone()
@@ -353,7 +277,49 @@ def cache_no_alias(subject: Subject, trial: Trial) -> None:
     same_tokens(subject, "3 tokens, then the caller writes", got[:, :, -4:-1], before, cause)
 
 
-LAWS = (
-    chunked_prefill, decode_equals_full, drafts_dropped, cache_isolation, cache_state_machine,
-    cache_bounds, cache_bytes, quant_drift, serialise_cache, cache_no_alias,
-)  # fmt: skip
+BLOCK, BLOCKS, TABLE = 4, 12, 3  # tokens of a page, pages of the pool, pages of a row's table
+
+
+def _pages(trial: Trial, heads: int, groups: int) -> tuple[Tensor, ...]:
+    """Pools that are NaN where no row has a token, and a table whose unused entries are invalid."""
+    lengths = torch.tensor([1, BLOCK, BLOCK * 2 - 1, BLOCK * TABLE])
+    pools = [torch.full((BLOCKS, BLOCK, groups, 8), float("nan")) for _ in "kv"]
+    table = torch.full((len(lengths), TABLE), BLOCKS * 1000, dtype=torch.int64)
+    free = trial.permutation(BLOCKS).tolist()
+    for row, length in enumerate(lengths.tolist()):
+        for at in range(-(-length // BLOCK)):
+            table[row, at] = free.pop()
+            here = min(BLOCK, length - at * BLOCK)
+            for pool in pools:
+                pool[table[row, at], :here] = trial.randn(here, groups, 8)
+    return trial.randn(len(lengths), heads, 8), *pools, table, lengths
+
+
+@law("bounded", "paged")
+def paged_equals_dense(subject: Subject, trial: Trial) -> None:
+    """Pages give the output of the same keys in one piece; no other slot is read."""
+    for heads, groups in ((2, 2), (4, 2), (4, 1)):
+        q, k, v, table, lengths = _pages(trial, heads, groups)
+        with torch.no_grad():
+            out = called(subject.thing, q.clone(), k.clone(), v.clone(), table.clone(), lengths)
+        for row, length in enumerate(lengths.tolist()):
+            used = table[row, : -(-length // BLOCK)]
+            keys, values = (x[used].flatten(0, 1)[:length].movedim(0, 1)[None] for x in (k, v))
+            expected = attention(q[row, :, None][None], keys, values).out[0, :, 0]
+            label = f"H={heads} G={groups}, {length} tokens in pages of {BLOCK}"
+            cause = "a slot that is not of this row was read, or one was missed"
+            require(label, out[row].double(), expected, 1e-4, cause)
+
+
+@law("exact", "paged", advised=True)
+def paged_bounds(subject: Subject, trial: Trial) -> None:
+    """A row longer than its table is refused."""
+    q, k, v, table, lengths = _pages(trial, 2, 2)
+    lengths[-1] = BLOCK * TABLE + 1
+    try:
+        with torch.no_grad():
+            called(subject.thing, q, k, v, table, lengths)
+    except SubjectError:
+        return
+    fail(f"{TABLE} pages of {BLOCK}, {BLOCK * TABLE + 1} tokens", "", "an error", "an output",
+         "it reads past its table, or leaves tokens out")  # fmt: skip

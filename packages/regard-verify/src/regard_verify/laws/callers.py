@@ -1,34 +1,26 @@
-"""Laws of unusual callers: another default dtype, autocast, forward-mode derivatives."""
+"""Laws of unusual callers: another default dtype, autocast."""
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from regard_verify.blame import line_of
-from regard_verify.forked import Announce, in_a_copy
 from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, where_finite, worst
-from regard_verify.laws.cases import (
-    REFUSALS,
-    calls_on_heads,
-    calls_on_tokens,
-    modes,
-    refused,
-)
+from regard_verify.laws.cases import calls_on_heads, calls_on_tokens, modes, refused
 from regard_verify.subject.decoding import in_steps
 from regard_verify.subject.subject import Call, Subject, SubjectError
 
 HALF = torch.finfo(torch.bfloat16).eps / 2  # unit roundoff of bfloat16
 
 
-def _that_run(calls: list[Call]) -> list[tuple[Call, Tensor]]:
+def _working_calls(calls: list[Call]) -> list[tuple[Call, Tensor]]:
     """The calls that work in the usual setting, each with its output."""
     found = []
     for call in calls:
@@ -49,37 +41,26 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@law(
-    "torch's default dtype changes nothing: under a bfloat16 or float64 default, float32 inputs "
-    "give the same, or are refused.",
-    "bounded",
-    "memory allocated or tables computed in the default dtype, a constant that promotes",
-    "heads|layer",
-)
+@law("bounded", "heads|layer")
 def default_dtype(subject: Subject, trial: Trial) -> None:
-    usual = _that_run([*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial)])
+    """torch's default dtype changes nothing: under a bfloat16 or float64 default, float32 inputs
+    give the same, or are refused.
+    """
+    usual = _working_calls([*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial)])
     rounding = _rounded_scale(subject, usual)
 
-    def check_defaults(announce: Announce) -> None:
-        answers = 0
-        for dtype, share in ((torch.bfloat16, 1e-3 + rounding), (torch.float64, 1e-5)):
-            for call, base in usual:
-                label = f"{call.label}, default dtype {dtype}"
-                announce(label)
-                got = _under(dtype, call, label)
-                if got is None:
-                    continue
+    answers = 0
+    # The wider dtype first: compiled code that assumes float32 then gives wrong values, and does
+    # not write beyond what was allocated.
+    for dtype, share in ((torch.float64, 1e-5), (torch.bfloat16, 1e-3 + rounding)):
+        for call, base in usual:
+            label = f"{call.label}, default dtype {dtype}"
+            got = _under(dtype, call, label)
+            if got is not None:
                 answers += 1
                 _unchanged(label, got, base, share)
-        if not answers:
-            raise NotApplicable("it refuses to run under another default dtype")
-
-    in_a_copy(lambda: _run_all(usual), check_defaults)
-
-
-def _run_all(usual: list[tuple[Call, Tensor]]) -> None:
-    for call, _ in usual:
-        call()
+    if not answers:
+        raise NotApplicable("it refuses to run under another default dtype")
 
 
 def _under(dtype: torch.dtype, call: Call, label: str) -> Tensor | None:
@@ -126,145 +107,12 @@ def _unchanged(label: str, got: Tensor, base: Tensor, share: float) -> None:
     require(label, got, base, share * (size + 1e-3), cause)
 
 
-class Slope(NamedTuple):
-    """One input of a call, a direction, and the derivative of the output along it."""
-
-    call: Call
-    name: str
-    tangent: Tensor
-    slope: Tensor
-
-    @property
-    def label(self) -> str:
-        return f"{self.call.label}, along {self.name}"
-
-
-@law(
-    "A forward-mode derivative is the slope of the output, or is refused; it is never missing.",
-    "bounded",
-    "a kernel that is chosen because nothing requires a gradient, a tangent that is dropped",
-    "heads|layer",
-    quick=False,
-)
-def forward_mode(subject: Subject, trial: Trial) -> None:
-    calls = [*calls_on_heads(subject, trial), *calls_on_tokens(subject, trial, pieces=False)]
-    calls += _after_cached_tokens(subject, trial)
-    slopes = [each for call, out in _that_run(calls) for each in _slopes(call, out, trial)]
-    if not slopes:
-        raise NotApplicable("its output has no gradient, or no slope")
-
-    def check_derivatives(announce: Announce) -> None:
-        answers = 0
-        for way, derive in (("dual numbers", _dual), ("torch.func.jvp", _jvp)):
-            for each in slopes:
-                label = f"{each.label}, {way}"
-                announce(label)
-                answers += _is_the_slope(label, each, derive)
-        if not answers:
-            raise NotApplicable("it refuses forward-mode derivatives")
-
-    _load_forward_mode()
-    in_a_copy(lambda: _run_all([(each.call, each.slope) for each in slopes]), check_derivatives)
-
-
-@cache
-def _load_forward_mode() -> None:
-    """torch imports its compiler for the first derivative: two seconds, not in each fork."""
-    x = torch.ones(1)
-    torch.func.jvp(lambda y: 2.0 * y, (x,), (x,))
-
-
-def _after_cached_tokens(subject: Subject, trial: Trial) -> list[Call]:
-    """One token after four: the derivative is along x alone, not along the cache."""
-    if subject.stepper is None:
-        return []
-    stepper, first = subject.stepper, subject.tokens(2, 4, trial)
-
-    def last(x: Tensor) -> Tensor:
-        _, state = stepper.step(first, stepper.new())
-        return stepper.follow(x, state)[0]
-
-    return [Call("B=2, a token after 4", last, {"x": subject.tokens(2, 1, trial)})]
-
-
-def _slopes(call: Call, out: Tensor, trial: Trial) -> Iterator[Slope]:
-    """The slopes along each input, where the output is smooth and has the same gradient."""
-    for name, x in call.given.items():
-        tangent = trial.randn(*x.shape)
-        coarse, fine = (
-            (call(**{name: x + h * tangent}) - call(**{name: x - h * tangent})) / (2 * h)
-            for h in (2.0**-6, 2.0**-7)
-        )
-        smooth = worst(coarse, fine)[1] <= _allowed(fine) if fine.numel() else False
-        if smooth and _gradient_agrees(call, name, tangent, fine, trial):
-            yield Slope(call, name, tangent, fine)
-
-
-def _allowed(slope: Tensor) -> float:
-    """The error of differences in float32: rounding divided by the step, and curvature."""
-    return 1e-2 * (1.0 + float(slope.abs().max()))
-
-
-def _gradient_agrees(call: Call, name: str, tangent: Tensor, slope: Tensor, trial: Trial) -> bool:
-    """Whether its gradient is the slope too, or is refused.
-
-    A function without gradients, or one that cuts them on purpose, need not have other derivatives.
-    """
-    given = {n: x.clone() for n, x in call.given.items()}
-    x = given[name].requires_grad_()
-    push = trial.randn(*slope.shape)
-    try:
-        out = call.target(**given)
-        if not out.requires_grad:
-            return False
-        (grad,) = torch.autograd.grad((out * push).sum(), [x], allow_unused=True)
-    except (SubjectError, RuntimeError):
-        return True
-    along = 0.0 if grad is None else float((grad * tangent).sum())
-    return abs(along - float((slope * push).sum())) <= _allowed(slope) * slope.numel() ** 0.5
-
-
-def _is_the_slope(label: str, each: Slope, derive: Callable[[Slope], Tensor | None]) -> bool:
-    """Whether the derivative is not refused; a wrong one is raised."""
-    try:
-        got = derive(each)
-    except SubjectError as error:
-        if refused(error):
-            return False
-        raise
-    except REFUSALS:  # raised by torch itself
-        return False
-    cause = "the output has no tangent" if got is None else "the tangent is not the slope"
-    found = torch.zeros_like(each.slope) if got is None else got
-    require(label, found, each.slope, _allowed(each.slope), cause)
-    return True
-
-
-def _dual(each: Slope) -> Tensor | None:
-    given = {name: x.clone() for name, x in each.call.given.items()}
-    with forward_ad.dual_level():
-        given[each.name] = forward_ad.make_dual(given[each.name], each.tangent)
-        tangent: Tensor | None = forward_ad.unpack_dual(each.call.target(**given)).tangent
-        return None if tangent is None else tangent.clone()
-
-
-def _jvp(each: Slope) -> Tensor | None:
-    def moved(x: Tensor) -> Tensor:
-        return each.call.target(**{**each.call.given, each.name: x})
-
-    x = each.call.given[each.name].clone()
-    tangent: Tensor = torch.func.jvp(moved, (x,), (each.tangent,))[1]
-    return tangent
-
-
-@law(
-    "Under autocast no more is lost than where everything is in bfloat16.",
-    "bounded",
-    "float32 products that autocast casts back, tables and sums in half precision",
-    "heads|layer",
-)
+@law("bounded", "heads|layer")
 def autocast_precision(subject: Subject, trial: Trial) -> None:
-    """Two or three times the error of the same code in bfloat16, or of rounding its output."""
+    """Under autocast the error is at most that of the same code in bfloat16.
+
+    Two or three times the error of the same code in bfloat16, or of rounding its output.
+    """
     checked = False
     for call, half in _calls_and_halves(subject, trial):
         try:
@@ -331,19 +179,16 @@ def _pair(
     )
 
 
-@law(
-    "Under autocast the output has one dtype: masked or not, with gradients or without, in pieces "
-    "or at once.",
-    "exact",
-    "a path that casts its output back, and another that does not",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def autocast_dtype(subject: Subject, trial: Trial) -> None:
+    """Under autocast the output has one dtype: masked or not, with gradients or without, in pieces
+    or at once.
+    """
     calls = calls_on_tokens(subject, trial)
     if subject.module is None:
         calls += calls_on_heads(subject, trial)
     found: dict[str, torch.dtype] = {}
-    for call, _ in _that_run(calls):
+    for call, _ in _working_calls(calls):
         with torch.autocast("cpu", dtype=torch.bfloat16), suppress(SubjectError):  # it may refuse
             found[call.label] = call().dtype
             found[f"{call.label}, with gradients"] = call.with_gradients()[0].dtype
@@ -354,6 +199,3 @@ def autocast_dtype(subject: Subject, trial: Trial) -> None:
         if other != dtype:
             fail(label, "", f"{dtype}, as of {first}", str(other),
                  "the dtype under autocast depends on the path through the code")  # fmt: skip
-
-
-LAWS = (default_dtype, forward_mode, autocast_precision, autocast_dtype)

@@ -1,15 +1,16 @@
-"""What laws share: sizes from small to odd, masks, calls to repeat, and causal calls."""
+"""Shared by laws: sizes from small to odd, masks, calls to repeat, and causal calls."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard_verify.law import NotApplicable, Sizes, Trial, smallest
+from regard_verify.law import Broken, LawFunction, NotApplicable, Sizes, Trial, smallest
 from regard_verify.oracle import pattern
 from regard_verify.subject.decoding import in_steps
+from regard_verify.subject.probe_weights import learned_in_scores
 from regard_verify.subject.subject import Call, Subject, SubjectError
 
 SIZES = (
@@ -128,18 +129,36 @@ def causal_layer_call(subject: Subject, length: int) -> dict[str, Any] | None:
 def attending(
     subject: Subject, sizes: Sizes, *, keep: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Which queries [.., L, 1] are neither fully masked, which other laws judge, nor padding."""
+    """The queries [.., L, 1] that are neither fully masked, which other laws judge, nor padding."""
     visible = subject.visible(sizes.L, sizes.S, **options)[None, None]
     visible = visible if keep is None else visible & keep
     return visible.any(-1, keepdim=True) & ~subject.declared_padding(keep)
 
 
-def needs_the_definition(subject: Subject) -> None:
-    """Raise where the definition cannot be computed."""
-    if subject.has.negative_weights:
-        raise NotApplicable("its weights are a difference of two softmaxes")
-    if subject.has.unknown_positions:
-        raise NotApplicable("positions change its scores in a way that is not known")
+def by_definition(run: LawFunction) -> LawFunction:
+    """A decorator: the law compares with the definition, and does not apply where that is unknown.
+
+    It is unknown, too, where a counter-example is found and learned parameters enter the scores: a
+    temperature, a mixture of heads.
+    """
+
+    @wraps(run)
+    def checked(subject: Subject, trial: Trial) -> None:
+        if subject.has.negative_weights:
+            raise NotApplicable("its weights are a difference of two softmaxes")
+        if subject.has.unknown_positions:
+            raise NotApplicable("positions change its scores in a way that is not known")
+        try:
+            run(subject, trial)
+        except Broken:
+            if names := learned_in_scores(subject, Trial("learned")):
+                raise NotApplicable(
+                    f"its output depends on {' and '.join(names)} beside its projections, and no "
+                    "definition says which values are right"
+                ) from None
+            raise
+
+    return checked
 
 
 def needs_heads(subject: Subject) -> None:

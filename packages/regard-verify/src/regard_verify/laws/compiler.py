@@ -14,14 +14,9 @@ CALLS = 6  # with the same shapes: enough to tell a compilation at every call fr
 SIZES = Sizes(2, 4, 4, 4, 4, 4, 4)
 
 
-@law(
-    "torch.compile changes nothing, not even where the length equals the number of heads.",
-    "bounded",
-    "a fusion that is wrong for one shape, recompilation without end",
-    "heads|layer",
-    quick=False,
-)
+@law("bounded", "heads|layer", quick=False)
 def compile_agree(subject: Subject, trial: Trial) -> None:
+    """torch.compile changes nothing, not even where the length equals the number of heads."""
     subject.inputs(subject.fit(SIZES), trial)
     for target, given in _compilable(subject, trial):
         torch.compiler.reset()
@@ -37,14 +32,9 @@ def compile_agree(subject: Subject, trial: Trial) -> None:
         require(f"{SIZES}, compiled", got, base, tolerance(base), cause)
 
 
-@law(
-    "It is compiled once, and not again for every call of the same shapes.",
-    "resource",
-    "a count or a history that the compiler guards on, a step that recompiles",
-    "heads|layer",
-    quick=False,
-)
+@law("resource", "heads|layer", quick=False)
 def compile_count(subject: Subject, trial: Trial) -> None:
+    """It is compiled once for calls of the same shapes, and not again for each call."""
     for target, given in _compilable(subject, trial):
         graphs: list[int] = []
 
@@ -88,6 +78,3 @@ def _compilable(subject: Subject, trial: Trial) -> list[tuple[Any, tuple[Any, ..
 def _first(result: Any) -> Tensor:
     found: Tensor = result[0] if isinstance(result, tuple) else result
     return found
-
-
-LAWS = (compile_agree, compile_count)

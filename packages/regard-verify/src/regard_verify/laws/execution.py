@@ -1,4 +1,4 @@
-"""Laws of how a call runs: memory layout, mutation, dropout, repeatability, dtypes, autocast."""
+"""Laws of how a call runs: memory layout, mutation, dropout, dtypes."""
 
 import copy
 import math
@@ -7,15 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from regard_verify.law import (
-    NotApplicable,
-    Sizes,
-    Trial,
-    fail,
-    law,
-    require,
-    where_finite,
-)
+from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, where_finite
 from regard_verify.laws.built import declares_dropout, with_dropout
 from regard_verify.laws.cases import ODD, random_mask
 from regard_verify.oracle import bound
@@ -36,13 +28,11 @@ def _strided(x: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@law(
-    "The memory layout of inputs does not matter: strides, offsets, a gradient that is expanded.",
-    "bounded",
-    "strides that are assumed, a view where a copy is needed",
-    "heads|layer",
-)
+@law("bounded", "heads|layer")
 def strides(subject: Subject, trial: Trial) -> None:
+    """The memory layout of inputs does not matter: strides, offsets, a gradient that is
+    expanded.
+    """
     for call in subject.calls(ODD, trial):
         base = call()
         for name, x in call.given.items():
@@ -80,13 +70,9 @@ def _expanded_gradient(call: Call) -> None:
             require(f"{ODD}, gradient expanded from one value, d{name}", one, other, 1e-5, cause)
 
 
-@law(
-    "No input is changed: queries, keys, values, x, mask.",
-    "exact",
-    "in-place scaling, in-place edits of the mask",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def no_mutation(subject: Subject, trial: Trial) -> None:
+    """No input is changed: queries, keys, values, x, mask."""
     for call in subject.calls(ODD, trial):
         ours = {n: x.clone() for n, x in call.given.items()}
         with torch.no_grad():
@@ -105,13 +91,9 @@ def no_mutation(subject: Subject, trial: Trial) -> None:
             fail(f"{sizes}, the mask after the call", "", "unchanged", "changed", cause)
 
 
-@law(
-    "The output shares no memory with the inputs or with a later output.",
-    "exact",
-    "an output that is a view of a value or a buffer",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def no_alias(subject: Subject, trial: Trial) -> None:
+    """The output shares no memory with the inputs or with a later output."""
     for sizes in (ODD, Sizes(1, 1, 1, 1, 1, 4, 4)):
         for call in subject.calls(sizes, trial):
             with torch.no_grad():
@@ -127,13 +109,9 @@ def no_alias(subject: Subject, trial: Trial) -> None:
                     fail(sizes, "", "its own memory", f"memory of {name}", cause)
 
 
-@law(
-    "In eval mode, or without dropout, two calls give the same bits.",
-    "exact",
-    "dropout that runs in eval mode",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def eval_determinism(subject: Subject, trial: Trial) -> None:
+    """In eval mode, or without dropout, two calls give the same bits."""
     for call in subject.calls(ODD, trial):
         base = call()
         torch.rand(3)  # changes the global random state
@@ -146,14 +124,11 @@ def eval_determinism(subject: Subject, trial: Trial) -> None:
             require(ODD, got, base, 0.0, cause)
 
 
-@law(
-    "Dropout drops the declared share of weights, scales the others by 1 / (1 - p), and runs again "
-    "after eval.",
-    "statistical",
-    "a wrong share or scaling, dropout on scores, dropout that never runs again after eval",
-    "dropout|module",
-)
+@law("statistical", "dropout|module")
 def dropout_stats(subject: Subject, trial: Trial) -> None:
+    """Dropout drops the declared share of weights, scales the others by 1 / (1 - p), and runs again
+    after eval.
+    """
     if subject.module is not None:
         return _dropout_after_eval(subject, subject.module, trial)
     p, keys = 0.25, 64
@@ -213,35 +188,9 @@ def _differs(call: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> 
         return not torch.equal(call(x.clone()), call(x.clone()))
 
 
-@law(
-    "The same call gives the same bits every time, in the backward pass too.",
-    "exact",
-    "races, memory read before it is written",
-    "heads|layer",
-)
-def repeatability(subject: Subject, trial: Trial) -> None:
-    for call in subject.calls(Sizes(2, 4, 4, 33, 33, 8, 8), trial):
-        base: list[Tensor] = []
-        required = differentiable(call)
-        for number in range(5 if trial.quick else 50):
-            out, given = call.with_gradients(required)
-            found = [out.detach().clone()]
-            if out.requires_grad:
-                called(out.sum().backward)
-                found += [x.grad for x in given.values() if x.grad is not None]
-            base = base or found
-            for one, other in zip(base, found, strict=True):
-                one, other = torch.nan_to_num(one), torch.nan_to_num(other)
-                require(f"call {number}", other, one, 0.0, "the same call gave other values")
-
-
-@law(
-    "In float32, bfloat16 and float16 the error is what rounding explains: 4 u vmax (1 + S).",
-    "bounded",
-    "scores or weights in half precision, accumulation in half precision",
-    "heads|layer",
-)
+@law("bounded", "heads|layer")
 def dtype_bound(subject: Subject, trial: Trial) -> None:
+    """In float32, bfloat16 and float16 the error is what rounding explains: 4 u vmax (1 + S)."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if subject.attend is not None and subject.module is None:
             for peak in (0.3, 2.0, 6.0):
@@ -301,37 +250,11 @@ def _layer_in(subject: Subject, module: nn.Module, trial: Trial, dtype: torch.dt
     require(f"B=2 L=9, {dtype}", out.double(), expected, allowed, cause)
 
 
-@law(
-    "Under autocast to bfloat16 the output is the same, up to bfloat16's rounding.",
-    "bounded",
-    "positions and tables that collapse under autocast",
-    "heads|layer",
-)
-def autocast_invariance(subject: Subject, trial: Trial) -> None:
-    for call in subject.calls(Sizes(1, 2, 2, 9, 9, 8, 8), trial):
-        base = call().double()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got = call().double()
-        size = float(torch.nan_to_num(base).abs().max())
-        cause = "something that must not be rounded to bfloat16 is"
-        require("L=9, autocast", got, where_finite(base, got), 0.08 * (size + 1e-3), cause)
-
-
-@law(
-    "The output is the same whether the weights are returned or not.",
-    "bounded",
-    "a fast path that ignores an argument, weights returned after dropout",
-    "weights",
-)
+@law("bounded", "weights")
 def needs_weights_agree(subject: Subject, trial: Trial) -> None:
+    """The output is the same whether the weights are returned or not."""
     call = subject.calls(ODD, trial)[-1 if subject.module else 0]
     with torch.no_grad():
         with_weights, without = (call.target(**call.given, weights=x) for x in (True, False))
     cause = "returning the weights changes the output"
     require(f"{ODD}, weights", with_weights, without, 1e-5, cause)
-
-
-LAWS = (
-    strides, no_mutation, no_alias, eval_determinism, dropout_stats, repeatability, dtype_bound,
-    autocast_invariance, needs_weights_agree,
-)  # fmt: skip

@@ -1,38 +1,104 @@
-"""Laws of shared key heads, and of shapes that do not fit."""
+"""Laws of heads: their number and names, which key head each reads, and that they do not mix."""
+
+import re
 
 import torch
 
-from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance
+from regard_verify.law import (
+    NotApplicable,
+    Sizes,
+    Trial,
+    fail,
+    law,
+    require,
+    tolerance,
+    where_finite,
+)
+from regard_verify.laws.cases import on_sizes
 from regard_verify.oracle import key_heads
+from regard_verify.subject.modules import size_of
 from regard_verify.subject.probe_weights import read_head_order
-from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.subject.projected_heads import ProjectedHeads
+from regard_verify.subject.subject import Subject
 
-
-@law(
-    "Shared key heads give what copies of them give, one for each query head.",
-    "bounded",
-    "heads repeated along the wrong axis, a wrong divisor",
-    "gqa",
+WORDS = {"q": "queries", "k": "keys", "v": "values"}
+FILLERS = re.compile(
+    r"weights?|w|to|fc|c|lin|linear|proj|projection|layer|matrix|net|dense|up|expand|b|all|in|\d+"
 )
-def gqa_limits(subject: Subject, trial: Trial) -> None:
-    if "G" in subject.fixed:
-        raise NotApplicable("its number of key heads cannot be changed")
-    for heads, groups in ((4, 4), (4, 1), (6, 2), (6, 3)):
-        sizes = subject.fit(Sizes(2, heads, groups, 5, 5, 4, 4))
-        q, k, v = subject.inputs(sizes, trial)
-        copies = key_heads(heads, groups, subject.conventions.head_order == "tiled")
-        expected = subject.run(q, k[:, copies], v[:, copies])
-        cause = f"{groups} key heads are not the same as {heads} copies of them"
-        require(sizes, subject.run(q, k, v), expected, tolerance(v), cause)
+LETTER = {
+    **dict.fromkeys(("q", "query", "queries", "qs", "wq"), "q"),
+    **dict.fromkeys(("k", "key", "keys", "ks", "wk"), "k"),
+    **dict.fromkeys(("v", "value", "values", "vs", "wv"), "v"),
+}
 
 
-@law(
-    "Query head h reads key head h // (H / G).",
-    "exact",
-    "key heads tiled where neighbours should share one",
-    "gqa",
-)
+CUTS = {"blocked": ("part", "head", "channel"), "by head": ("head", "part", "channel")}
+
+
+@law("exact", "module")
+def named_heads(subject: Subject, trial: Trial) -> None:
+    """A module has as many heads as it names, each projection makes the part that it is named
+    after, and projections are cut as declared.
+    """
+    attend, module = subject.attend, subject.module
+    if not isinstance(attend, ProjectedHeads) or module is None:
+        raise NotApplicable("its heads were not reached")
+    named, heads = size_of(module, "heads"), subject.fixed["H"]
+    if named is not None and named != heads:
+        fail("its projections", "number of heads", named, heads,
+             f"it names {named} heads, and its query channels change the output as those of "
+             f"{heads} would")  # fmt: skip
+    _cut_as_declared(subject, attend)
+    if copied := attend.copied_queries():
+        fail(copied, "heads", "each its own queries", "copies of one",
+             f"the projection {copied!r} makes the queries of several heads")  # fmt: skip
+    found = attend.named_roles()
+    letters = {name: _letter(name) for name in found}
+    if set(found.values()) != set(WORDS) or sorted(x or "" for x in letters.values()) != [
+        "k",
+        "q",
+        "v",
+    ]:
+        return
+    for name, letter in letters.items():
+        assert letter is not None
+        if letter != found[name]:
+            fail(name, "what it makes", WORDS[letter], WORDS[found[name]],
+                 f"the projection {name!r} makes {WORDS[found[name]]}")  # fmt: skip
+
+
+def _cut_as_declared(subject: Subject, attend: ProjectedHeads) -> None:
+    """Raise if `fused` is declared, and projections or merged heads have another order of axes."""
+    declared = subject.conventions.fused
+    if declared is None:
+        return
+    cut = attend.roles.cut
+    right = ", ".join(axis for axis in CUTS[declared] if axis in cut.split(", "))
+    first = attend.roles.outputs[0]
+    merged = "head, channel" if first == list(range(len(first))) else "channel, head"
+    if cut != right:
+        fail("its projections", "order of axes", right, cut,
+             f"{declared!r} is declared, and the projections are cut in another order")  # fmt: skip
+    if merged != "head, channel":
+        fail("its merged heads", "order of axes", "head, channel", merged,
+             "the heads are merged channel by channel, and split head by head")  # fmt: skip
+
+
+def _letter(name: str) -> str | None:
+    """The one of "qkv" that the name of a parameter says; None if it says none.
+
+    Examples:
+        >>> _letter("attn.W_query.weight"), _letter("k_proj"), _letter("qkv.weight")
+        ('q', 'k', None)
+    """
+    last = name.removesuffix(".weight").rpartition(".")[2].lower()
+    words = [word for word in last.split("_") if word and not FILLERS.fullmatch(word)]
+    return LETTER.get(words[0]) if len(words) == 1 else None
+
+
+@law("exact", "gqa")
 def gqa_order(subject: Subject, trial: Trial) -> None:
+    """Query head h reads key head h // (H / G)."""
     sizes = subject.fit(Sizes(1, 6, 2))
     got = read_head_order(subject, trial)
     tiled = subject.conventions.head_order == "tiled"
@@ -44,61 +110,45 @@ def gqa_order(subject: Subject, trial: Trial) -> None:
         fail(sizes, "key head of each query head", right, got, cause)
 
 
-@law(
-    "Heads split over ranks, each with the key head that it reads, give the heads of the whole.",
-    "bounded",
-    "a head count stored by another call, more ranks than key heads",
-    "gqa",
-)
-def shards_agree(subject: Subject, trial: Trial) -> None:
-    if "G" in subject.fixed or "H" in subject.fixed:
-        raise NotApplicable("its numbers of heads cannot be changed")
-    if subject.has.unknown_positions:
-        raise NotApplicable("positions may change the scores of each head in another way")
-    for heads, groups, ranks in ((8, 4, 2), (4, 2, 4)):
-        sizes = subject.fit(Sizes(1, heads, groups, 5, 5, 4, 4))
+@law("bounded", "several_heads")
+def head_permutation(subject: Subject, trial: Trial) -> None:
+    """Heads do not mix: permuted heads give permuted outputs, and no head reads another's
+    values.
+    """
+
+    def attempt(sizes: Sizes) -> None:
+        if sizes.G < 2 or sizes.H % sizes.G:
+            return
         q, k, v = subject.inputs(sizes, trial)
-        whole = subject.run(q, k, v)
+        order = torch.roll(torch.arange(sizes.G), 1)
+        many = sizes.H // sizes.G
+        queries = (order[:, None] * many + torch.arange(many)).flatten()
+        if subject.conventions.head_order == "tiled":
+            queries = torch.cat([order + start for start in range(0, sizes.H, sizes.G)])
+        expected = subject.run(q, k, v)[:, queries].double()
+        got = subject.run(q[:, queries], k[:, order], v[:, order]).double()
+        cause = (
+            "the output of a head depends on its place among the heads: they were split, merged "
+            "or shared by the wrong axis"
+        )
+        require(sizes, got, where_finite(expected, got), tolerance(v), cause)
+
+    def apart(sizes: Sizes) -> None:
+        """Other values of one key head change only the query heads that read it."""
+        if sizes.G < 2 or sizes.H % sizes.G:
+            return
+        q, k, v = subject.inputs(sizes, trial)
+        expected = subject.run(q, k, v)
         tiled = subject.conventions.head_order == "tiled"
-        reads = key_heads(heads, groups, tiled)
-        shards = []
-        for mine in torch.arange(heads).chunk(ranks):
-            own = sorted({reads[head] for head in mine.tolist()})
-            if tiled and len(own) * 2 == len(mine):  # within a rank the order is another
-                own = [reads[head] for head in mine.tolist()]
-            shards.append(subject.run(q[:, mine], k[:, own], v[:, own]))
-        cause = f"{ranks} ranks with {heads // ranks} heads each do not give what one rank gives"
-        require(sizes, torch.cat(shards, 1), whole, tolerance(v), cause)
+        reads = torch.tensor(key_heads(sizes.H, sizes.G, tiled))
+        for group in range(sizes.G):
+            other = v.clone()
+            other[:, group] = 1.0 - other[:, group]
+            got, others = subject.run(q, k, other), reads != group
+            cause = f"other values of key head {group} change a query head that does not read it"
+            right = where_finite(expected, got)[:, others]
+            require(sizes, got[:, others].double(), right.double(), tolerance(v), cause)
 
-
-@law(
-    "Shapes that do not fit together are refused with an error.",
-    "exact",
-    "broadcasting that hides a wrong shape",
-    "heads",
-    advised=True,
-)
-def error_messages(subject: Subject, trial: Trial) -> None:
-    if subject.module is not None:
-        raise NotApplicable("a module makes its queries, keys and values itself")
-    sizes = subject.fit(Sizes(2, 4, 4, 3, 3, 4, 4))
-    q, k, v = subject.inputs(sizes, trial)
-    bad = {
-        "keys with fewer channels": (q, k[..., :3], v),
-        "values of another length": (q, k, v[:, :, :2]),
-        "keys of another batch": (q, torch.cat([k, k]), torch.cat([v, v])),
-        "3 key heads for 4 query heads": (q, k[:, :3], v[:, :3]),
-        "fewer value heads than key heads": (q, k, v[:, :2]),
-    }
-    for case, given in bad.items():
-        if given[1].shape == k.shape and given[2].shape == v.shape:
-            continue
-        try:
-            out = subject.run(*given)
-        except SubjectError:
-            continue
-        fail(sizes, case, "an error", f"an output of shape {list(out.shape)}",
-             "shapes that do not fit were broadcast or cut")  # fmt: skip
-
-
-LAWS = (gqa_limits, gqa_order, shards_agree, error_messages)
+    # sinks, and biases by position, may be another for each head: permuted heads then differ
+    by_head = subject.sinks is not None or subject.has.unknown_positions
+    on_sizes(subject, trial, apart if by_head else attempt)

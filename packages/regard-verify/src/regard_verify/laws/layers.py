@@ -21,13 +21,9 @@ SWITCHES: dict[str, tuple[Any, Any]] = {  # by name: the values for expanded and
 }
 
 
-@law(
-    "Absorbed and expanded MLA give the same, at all positions.",
-    "bounded",
-    "the scale of the wrong width, a norm that is missed, a wrong split or transposition",
-    "layer",
-)
+@law("bounded", "layer")
 def mla_absorbed(subject: Subject, trial: Trial) -> None:
+    """Absorbed and expanded MLA give the same, at all positions."""
     module = subject.module
     inner = getattr(module, "inner", module)
     names = parameters_of(module.forward) if module is not None else {}
@@ -58,13 +54,9 @@ def _has_switch(inner: Any, name: str) -> bool:
     return getattr(inner, name, None) in (*SWITCHES[name], "auto") and hasattr(inner, name)
 
 
-@law(
-    "Cross-attention depends on the other sequence, but not on the order of its tokens.",
-    "exact",
-    "a stale memory, keys made from the wrong sequence",
-    "context",
-)
+@law("exact", "context")
 def cross_attention(subject: Subject, trial: Trial) -> None:
+    """Cross-attention depends on the other sequence, but not on the order of its tokens."""
     x, context = subject.tokens(2, 3, trial), subject.tokens(2, 5, trial)
     try:
         base = subject.run_layer(x, context=context)
@@ -84,13 +76,9 @@ def cross_attention(subject: Subject, trial: Trial) -> None:
     require("L=3 S=5, context in another order", got, base, tolerance(base), cause)
 
 
-@law(
-    "Its state dict, loaded into a copy with other weights, makes the same layer.",
-    "exact",
-    "parameters outside the state dict, names that collide, a layer that depends on more",
-    "module",
-)
+@law("exact", "module")
 def state_dict(subject: Subject, trial: Trial) -> None:
+    """The state dict, loaded into a copy with other weights, makes the same layer."""
     module = subject.module
     assert module is not None
     try:
@@ -121,13 +109,9 @@ def state_dict(subject: Subject, trial: Trial) -> None:
     require("B=2 L=4, after loading", got, right, 0.0, cause)
 
 
-@law(
-    "The output is that of the declared reference.",
-    "bounded",
-    "a conversion that is wrong but consistent: layout, bias, norms",
-    "reference",
-)
+@law("bounded", "reference")
 def reference_parity(subject: Subject, trial: Trial) -> None:
+    """The output is that of the declared reference."""
     assert subject.reference is not None
     on_tokens = subject.layer is not None
     sizes = subject.fit(ODD)
@@ -139,14 +123,9 @@ def reference_parity(subject: Subject, trial: Trial) -> None:
     require("B=2", got, expected, tolerance(expected), "the output is not that of its reference")
 
 
-@law(
-    "The cache grows by one token a step, and no faster.",
-    "resource",
-    "a cache that is concatenated twice, or holds every intermediate",
-    "cache",
-    quick=False,
-)
+@law("resource", "cache", quick=False)
 def memory_law(subject: Subject, trial: Trial) -> None:
+    """The cache grows by one token a step, and no faster."""
     assert subject.stepper is not None
     if subject.stepper.style == "internal":
         raise NotApplicable("its cache is in the layer")
@@ -159,13 +138,9 @@ def memory_law(subject: Subject, trial: Trial) -> None:
              "the cache grows faster than the tokens")  # fmt: skip
 
 
-@law(
-    "Without dropout, train mode gives what eval mode gives.",
-    "bounded",
-    "a fast path in eval mode that computes something else",
-    "module",
-)
+@law("bounded", "module")
 def train_eval_agree(subject: Subject, trial: Trial) -> None:
+    """Without dropout, train mode and eval mode give the same output."""
     module = subject.module
     assert module is not None
     if subject.has.dropout:
@@ -181,6 +156,3 @@ def train_eval_agree(subject: Subject, trial: Trial) -> None:
     if worst(got, base)[1] > 0:
         cause = "train and eval mode compute different things"
         require(f"{ODD}, in train mode", got, base, 1e-5, cause)
-
-
-LAWS = (mla_absorbed, cross_attention, state_dict, reference_parity, memory_law, train_eval_agree)

@@ -7,15 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from regard_verify.law import (
-    Broken,
-    NotApplicable,
-    Sizes,
-    Trial,
-    fail,
-    law,
-    require,
-)
+from regard_verify.law import Broken, NotApplicable, Sizes, Trial, fail, law, require
 from regard_verify.laws.cases import FOUR, needs_heads, random_mask
 from regard_verify.laws.visibility import (
     first_attends,
@@ -23,19 +15,14 @@ from regard_verify.laws.visibility import (
     same_visibility,
     visible_under,
 )
-from regard_verify.oracle import bound
 from regard_verify.subject.other_masks import argument_forms, with_causal, with_form
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import read_dependence
 
 
-@law(
-    "Hiding one key hides that key, and only that.",
-    "exact",
-    "a mask read the wrong way round, added to the scores as a number, or ignored",
-    "mask|padding|unusable_mask",
-)
+@law("exact", "mask|padding|unusable_mask")
 def mask_polarity(subject: Subject, trial: Trial) -> None:
+    """Hiding one key hides that key, and only that."""
     if not subject.has.padding:
         cause = subject.inferred.get("mask", "")
         fail("B=1 L=4 S=4", "key 1", "hidden", "visible, or others are hidden with it", cause)
@@ -49,55 +36,9 @@ def mask_polarity(subject: Subject, trial: Trial) -> None:
             visible_under(subject, sizes, trial, label, keep=keep)
 
 
-@law(
-    "A boolean mask, and a mask of 0 and -inf or of 0 and the least finite value, have one effect.",
-    "bounded",
-    "conversions: a fill too small, a sum of two fills that overflows",
-    "mask",
-)
-def mask_float_bool_agree(subject: Subject, trial: Trial) -> None:
-    needs_heads(subject)
-    if subject.form.polarity != "additive" and not _also_additive(subject, trial):
-        raise NotApplicable("it takes one type of mask")
-    sizes = subject.fit(Sizes(1, 2, 2, 5, 5, 4, 4))
-    form = subject.form._replace(polarity="additive", dtype="float")
-    for _ in range(4):
-        keep = random_mask(subject, sizes, trial)
-        q, k, v = subject.inputs(sizes, trial)
-        k = k * 1024.0  # with large scores too small a fill does not hide
-        right = subject.expected(q, k, v, keep=keep)
-        allowed = bound(right, v, torch.float32)
-        for low in (float("-inf"), torch.finfo(torch.float32).min, -1e9):
-            mask = form.encode(keep, (sizes.B, sizes.H), torch.float32)
-            mask = mask.masked_fill(mask < 0, low)
-            got = subject.run(q, k, v, raw=mask).double()
-            cause = f"a mask of 0 and {low:g} does not hide what a boolean mask hides"
-            require(f"{sizes}, fill {low:g}", got, right.out, allowed, cause)
-
-
-def _also_additive(subject: Subject, trial: Trial) -> bool:
-    """Whether a function of boolean masks takes additive ones too: -inf hides key 1."""
-    if subject.form.dtype == "int":
-        return False
-    sizes = subject.fit(FOUR)
-    keep = sizes.mask(1)
-    form = subject.form._replace(polarity="additive", dtype="float")
-    mask = form.encode(keep, (sizes.B, sizes.H), torch.float32)
-    try:
-        attended = subject.attended(sizes, trial, raw=mask)
-    except SubjectError:
-        return False
-    return bool((attended == (subject.visible(4, 4) & keep)).all())
-
-
-@law(
-    "A mask of another dtype is obeyed or refused, never misread.",
-    "exact",
-    "0 and 1 added to scores, a float32 mask reinterpreted beside half queries",
-    "mask|padding",
-    advised=True,
-)
+@law("exact", "mask|padding", advised=True)
 def mask_dtype(subject: Subject, trial: Trial) -> None:
+    """A mask of another dtype is obeyed or refused, never misread."""
     needs_heads(subject)
     sizes = subject.fit(FOUR)
     keep = sizes.mask(1)
@@ -119,13 +60,9 @@ def mask_dtype(subject: Subject, trial: Trial) -> None:
             raise Broken(replace(broken.example, cause=cause)) from broken
 
 
-@law(
-    "A mask means the same however it is broadcast, and each row of the batch has its own.",
-    "exact",
-    "a mask on the wrong axis, tiled where it should be interleaved, a neighbour's mask",
-    "mask|padding",
-)
+@law("exact", "mask|padding")
 def mask_broadcast(subject: Subject, trial: Trial) -> None:
+    """A mask means the same however it is broadcast, and each row of the batch has its own."""
     if subject.attend is None:
         return _layer_rows(subject, trial)
     for sizes in (Sizes(2, 2, 2, 3, 3, 4, 4), Sizes(4, 4, 4, 4, 4, 4, 4), Sizes(3, 2, 2, 5, 4, 4)):
@@ -156,13 +93,9 @@ def _layer_rows(subject: Subject, trial: Trial) -> None:
         require(f"B={batch} L={length}", whole[one], alone, 1e-4, cause)
 
 
-@law(
-    "A mask and the causal rule together hide what either hides, or are refused.",
-    "exact",
-    "a mask switches the causal rule off, or the causal rule the mask",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def mask_and_causal(subject: Subject, trial: Trial) -> None:
+    """A mask and the causal rule together hide what either hides, or are refused."""
     if not subject.has.padding:
         raise NotApplicable("it takes no mask")
     if not subject.conventions.causal and not subject.has.causal:
@@ -179,14 +112,11 @@ def mask_and_causal(subject: Subject, trial: Trial) -> None:
         return visible_under(subject, sizes, trial, label, keep=keep, **options)
 
 
-@law(
-    "A switch for the causal rule, in its constructor or in a call, hides later keys, with a mask "
-    "as well.",
-    "exact",
-    "a switch that is accepted and ignored, or that a mask turns off",
-    "module",
-)
+@law("exact", "module")
 def causal_option(subject: Subject, trial: Trial) -> None:
+    """A switch for the causal rule, in its constructor or in a call, hides later keys, with a mask
+    as well.
+    """
     if subject.conventions.causal:
         raise NotApplicable("it is causal without a switch")
     switched = list(with_causal(subject))
@@ -203,14 +133,11 @@ def causal_option(subject: Subject, trial: Trial) -> None:
                 layer_visibility(other, f", {label}, a mask", x, keep=keep)
 
 
-@law(
-    "Every argument that is documented as a mask hides keys, and two together hide what either "
-    "hides.",
-    "exact",
-    "a mask that is accepted and ignored, a second mask that replaces the first",
-    "mask|padding|unusable_mask",
-)
+@law("exact", "mask|padding|unusable_mask")
 def every_mask_argument(subject: Subject, trial: Trial) -> None:
+    """Every argument that is documented as a mask hides keys, and two together hide what either
+    hides.
+    """
     found = argument_forms(subject)
     if len(found) < 2:
         raise NotApplicable("it has one mask argument, which other laws check")
@@ -237,15 +164,9 @@ def every_mask_argument(subject: Subject, trial: Trial) -> None:
 
 
 def _both_hide(subject: Subject, label: str, x: Tensor, one: Tensor, other: Tensor) -> None:
-    """Raise unless the outputs of the layer depend on what both masks leave visible."""
+    """Raise unless the layer's outputs depend on exactly the tokens that both masks show."""
     both = (one & other)[:1]
     free = torch.eye(4, dtype=torch.bool) | ~both.diagonal(dim1=-2, dim2=-1)[..., None]
     expected = subject.visible(4, 4) & both | free
     depends = read_dependence(partial(subject.run_layer, keep=one), x)
     same_visibility(f"L=4{label}", expected, depends[None, None] | free, both | free)
-
-
-LAWS = (
-    mask_polarity, mask_float_bool_agree, mask_dtype, mask_broadcast, mask_and_causal,
-    causal_option, every_mask_argument,
-)  # fmt: skip

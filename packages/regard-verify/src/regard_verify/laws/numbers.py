@@ -18,29 +18,19 @@ from regard_verify.law import (
     where_finite,
     worst,
 )
-from regard_verify.laws.cases import (
-    attending,
-    modes,
-    needs_the_definition,
-    on_sizes,
-    refused,
-)
-from regard_verify.mistakes import heads_of, mistakes
+from regard_verify.laws.cases import attending, by_definition, modes, on_sizes, refused
+from regard_verify.mistakes import AVERAGED, halves_averaged, heads_of, mistakes
 from regard_verify.oracle import bound, variants
 from regard_verify.subject.probe_weights import read_scale
-from regard_verify.subject.subject import Subject, SubjectError
+from regard_verify.subject.subject import Subject, SubjectError, called
 
 ROUNDED = 4e-3  # half of the spacing of bfloat16 below 1: what rounding changes in a sum of weights
 
 
-@law(
-    "The output is softmax(scale q k + mask) v in every shape, up to rounding in float32.",
-    "bounded",
-    "everything gross: scale, softmax axis, head order, softcap that is ignored, lost keys",
-    "heads",
-)
+@law("bounded", "heads")
+@by_definition
 def oracle_forward(subject: Subject, trial: Trial) -> None:
-    needs_the_definition(subject)
+    """The output is softmax(scale q k + mask) v in every shape, up to rounding in float32."""
 
     def attempt(sizes: Sizes) -> None:
         for peak in (0.3, 4.0):
@@ -67,13 +57,15 @@ def _causes(
     found = {mistake: right(**changes).out for mistake, changes in variants(q, v, width).items()}
     many = q.shape[1] // v.shape[1]
     mean = v.double().mean(2, keepdim=True).repeat_interleave(many, 1)
+    structural = _structural(subject, q, k, v, options)
     return {
+        **{each: structural[each] for each in structural if each == AVERAGED},
         **found,
         "the mask is ignored": subject.expected(q, k, v).out,
         "queries and keys do not matter: it is the mean of the values": mean.expand_as(right().out),
         "the softcap is ignored": right(softcap=0.0).out,
         "the sinks are ignored": right(sinks=None).out,
-        **_structural(subject, q, k, v, options),
+        **structural,
     }
 
 
@@ -88,24 +80,19 @@ def _structural(
     keep = keep & options["keep"] if "keep" in options else keep
     scale = q.shape[-1] ** -0.5 if own.scale is None else own.scale
     plain = heads_of(q, k, v, keep, scale, tiled=own.head_order == "tiled")
-    return dict(mistakes(plain, own.pairing or "none", own.theta))
+    ranks = {AVERAGED: halves_averaged(plain)} if own.ranks == 2 else {}
+    return {**ranks, **dict(mistakes(plain, own.pairing or "none", own.theta))}
 
 
-@law(
-    "Two keys whose scores differ by 1 before scaling have weights in the ratio exp(scale).",
-    "bounded",
-    "a scale that is missing, doubled, or of the wrong size",
-    "heads",
-)
+@law("bounded", "heads")
+@by_definition
 def scale_closed_form(subject: Subject, trial: Trial) -> None:
-    needs_the_definition(subject)
+    """Two keys whose scores differ by 1 before scaling have weights in the ratio exp(scale)."""
     if subject.conventions.pairing in ("halves", "pairs"):
         raise NotApplicable("rotation changes the scores; oracle_forward tests the scale")
     for dim in (4,) if subject.fixed.get("D") else (1, 4, 9, 64):
         dim = subject.fixed.get("D", dim)
-        right = subject.conventions.scale or dim**-0.5
-        if subject.conventions.softcap:
-            right = subject.conventions.softcap * math.tanh(right / subject.conventions.softcap)
+        right = _capped(subject, subject.conventions.scale or dim**-0.5)
         got = read_scale(subject, trial, dim)
         if got is None:
             raise NotApplicable("key 0 or key 1 is hidden from query 1")
@@ -114,8 +101,15 @@ def scale_closed_form(subject: Subject, trial: Trial) -> None:
             fail(f"D={dim}", "log odds of two keys", f"{right:.6g}", f"{got:.6g}", cause)
 
 
+def _capped(subject: Subject, score: float) -> float:
+    """A score under the subject's softcap."""
+    cap = subject.conventions.softcap
+    return cap * math.tanh(score / cap) if cap else score
+
+
 def _scale_cause(got: float, dim: int, subject: Subject) -> str:
     width = subject.conventions.width or dim
+    right = subject.conventions.scale or dim**-0.5
     usual = {
         "the scores are not scaled": 1.0,
         "the scores are divided by the head size without its root": 1 / dim,
@@ -124,19 +118,16 @@ def _scale_cause(got: float, dim: int, subject: Subject) -> str:
         "the scores are scaled by the root of the number of keys": 2**-0.5,
         "the scores have no effect": 0.0,
     }
-    for mistake, would in usual.items():
+    usual = {mistake: _capped(subject, would) for mistake, would in usual.items()}
+    for mistake, would in {**usual, "the softcap is ignored": right}.items():
         if abs(got - would) <= 1e-5 * (1 + abs(would)):
             return mistake
     return f"the scale is {got * dim**0.5:.4g} times what it should be"
 
 
-@law(
-    "Weights sum to 1: where all values are 1, so is the output.",
-    "bounded",
-    "a mask after the softmax, dropout that runs, a softmax over the wrong axis",
-    "heads",
-)
+@law("bounded", "heads")
 def convexity(subject: Subject, trial: Trial) -> None:
+    """Weights sum to 1: where all values are 1, so is the output."""
     if subject.sinks is not None:
         raise NotApplicable("sinks take a part of the weight")
 
@@ -157,33 +148,9 @@ def convexity(subject: Subject, trial: Trial) -> None:
     on_sizes(subject, trial, attempt, most=7)
 
 
-@law(
-    "The output is linear in the values.",
-    "bounded",
-    "values that enter the scores, rounding or clipping of values",
-    "heads",
-)
-def value_linearity(subject: Subject, trial: Trial) -> None:
-    def attempt(sizes: Sizes) -> None:
-        q, k, v = subject.inputs(sizes, trial)
-        other = trial.randn(*v.shape)
-        parts = [subject.run(q, k, each).double() for each in (v, other)]
-        both = subject.run(q, k, 2.0 * v - 0.5 * other).double()
-        expected = 2.0 * parts[0] - 0.5 * parts[1]
-        allowed = tolerance(torch.nan_to_num(expected))
-        cause = "the output is not a weighted mean of the values"
-        require(sizes, both, where_finite(expected, both), allowed, cause)
-
-    on_sizes(subject, trial, attempt, most=7)
-
-
-@law(
-    "A constant added to all scores of a query changes nothing.",
-    "bounded",
-    "a softmax that does not subtract the largest score, and overflows",
-    "heads",
-)
+@law("bounded", "heads")
 def score_shift(subject: Subject, trial: Trial) -> None:
+    """A constant added to all scores of a query changes nothing."""
     if subject.conventions.pairing != "none" or subject.conventions.softcap:
         raise NotApplicable("with a rotation or a softcap the scores do not shift by a constant")
     if subject.sinks is not None:
@@ -205,46 +172,10 @@ def score_shift(subject: Subject, trial: Trial) -> None:
     on_sizes(subject, trial, attempt, most=6)
 
 
-@law(
-    "The only visible key gets all the weight, however low its score; and of very different scores "
-    "the highest does.",
-    "exact",
-    "a finite fill that is mistaken for a score, overflow",
-    "heads",
-    advised=True,
-)
-def extreme_scores(subject: Subject, trial: Trial) -> None:
-    needs_the_definition(subject)
-    if subject.conventions.softcap or subject.sinks is not None:
-        raise NotApplicable("with a softcap or sinks other keys keep some weight")
-    if subject.conventions.pairing != "none":
-        raise NotApplicable("rotation changes the scores")
-    sizes = subject.fit(Sizes(1, 1, 1, 3, 3, 4, 3))
-    q, k, v = subject.inputs(sizes, trial)
-    q, k = torch.zeros_like(q), torch.zeros_like(k)
-    q[..., 0] = 1.0
-    k[:, :, :, 0] = -5e5 / (subject.conventions.scale or sizes.D**-0.5)
-
-    def only_key_0(cause: str, **options: Any) -> None:
-        got = subject.run(q, k, v, **options).double()
-        value = v.double()[:, :, :1].repeat_interleave(got.shape[1] // v.shape[1], 1)
-        require("scores of -5e5", got, value.expand_as(got), 0.0, cause)
-
-    if subject.has.padding:
-        hidden = "a hidden key gets the weight of a visible one whose score is very low"
-        only_key_0(hidden, keep=sizes.mask(*range(1, sizes.S)))
-    k[:, :, 0, 0] = -k[:, :, 0, 0]
-    only_key_0("scores of 5e5 and -5e5 overflow")
-
-
-@law(
-    "The scale, softcap and bias of a call are applied, with a mask and without.",
-    "bounded",
-    "an argument that is accepted and ignored, a bias that is scaled, a cap over the mask",
-    "scale|softcap|bias",
-)
+@law("bounded", "scale|softcap|bias")
+@by_definition
 def options_obeyed(subject: Subject, trial: Trial) -> None:
-    needs_the_definition(subject)
+    """The scale, softcap and bias of a call are applied, with a mask and without."""
     if subject.module is not None:
         raise NotApplicable("the options of a module are set when it is built")
     sizes = subject.fit(Sizes(2, 2, 2, 4, 4, 4, 4))
@@ -266,7 +197,44 @@ def options_obeyed(subject: Subject, trial: Trial) -> None:
             require(f"{label}, {name}", out, expected, 1e-4, {f"{name} is ignored": ignored})
 
 
-LAWS = (
-    oracle_forward, scale_closed_form, convexity, value_linearity, score_shift, extreme_scores,
-    options_obeyed,
-)  # fmt: skip
+@law("bounded", "heads")
+@by_definition
+def oracle_gradient(subject: Subject, trial: Trial) -> None:
+    """The gradients of q, k and v are those of the definition."""
+
+    def attempt(sizes: Sizes) -> None:
+        for label, options in modes(subject, sizes, trial):
+            _right_gradients(subject, sizes, trial, label, options)
+
+    on_sizes(subject, trial, attempt, most=6)
+
+
+def _right_gradients(
+    subject: Subject, sizes: Sizes, trial: Trial, label: str, options: dict[str, Any]
+) -> None:
+    given = subject.inputs(sizes, trial)
+    attends = attending(subject, sizes, **options)
+    push = trial.randn(sizes.B, sizes.H, sizes.L, sizes.V) * attends
+    ours = [x.clone().requires_grad_() for x in given]
+    assert subject.attend is not None
+    out = subject.attend(*ours, **options)
+    got = _gradients(out, push.to(out.dtype), ours)
+    theirs = [x.double().requires_grad_() for x in given]
+    right = subject.expected(*theirs, **options)
+    expected = _gradients(right.out, push.double(), theirs)
+    value = torch.where(attends, right.out.detach(), out.detach().double())
+    off = worst(out.detach(), value)[1] > 1e-3
+    why = "because the output is: see oracle_forward" if off else "while the output is right"
+    for name, mine, wanted in zip("qkv", got, expected, strict=True):
+        size = float(wanted.abs().max()) + 1.0
+        allowed = 64 * 2.0**-24 * (1 + right.largest) * size * math.sqrt(sizes.S)
+        cause = f"the gradient of {name} is wrong {why}"
+        require(f"{label}, d{name}", mine.double(), wanted, allowed, cause)
+
+
+def _gradients(out: Tensor, push: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients of the sum of out times push, 0 where there is none."""
+    if not out.requires_grad:
+        raise NotApplicable("its output has no gradient")
+    called((out * push).sum().backward)
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]

@@ -6,16 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard_verify.law import (
-    NotApplicable,
-    Sizes,
-    Trial,
-    fail,
-    law,
-    require,
-    tolerance,
-    worst,
-)
+from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, tolerance, worst
 from regard_verify.laws.cases import FOUR, causal_layer_call, needs_heads, random_mask
 from regard_verify.subject.subject import Call, Subject, SubjectError, called
 
@@ -33,13 +24,11 @@ def _masking_queries(subject: Subject, sizes: Sizes) -> tuple[Tensor, Tensor]:
     return keep, ~visible.any(-1, keepdim=True)
 
 
-@law(
-    "A fully masked query gives what is declared, by default zeros, and changes no other output.",
-    "exact",
-    "NaN from a softmax over nothing, the mean of hidden values",
-    "mask|padding",
-)
+@law("exact", "mask|padding")
 def fully_masked_forward(subject: Subject, trial: Trial) -> None:
+    """A fully masked query gives the declared output, by default zeros, and changes no other
+    output.
+    """
     if subject.attend is None:
         return _fully_masked_row(subject, trial)
     for sizes in dict.fromkeys(subject.fit(each) for each in (SOME, SOME._replace(H=4, G=1))):
@@ -69,13 +58,9 @@ def _fully_masked_row(subject: Subject, trial: Trial) -> None:
     require(shape, out[1:], subject.run_layer(x)[1:], 1e-5, cause)
 
 
-@law(
-    "With a fully masked query all gradients are finite, and its own is 0.",
-    "exact",
-    "NaN gradients that spread from one padded row to all weights",
-    "mask|padding",
-)
+@law("exact", "mask|padding")
 def fully_masked_backward(subject: Subject, trial: Trial) -> None:
+    """With a fully masked query all gradients are finite, and that query's gradient is 0."""
     needs_heads(subject)
     assert subject.attend is not None
     sizes = subject.fit(SOME)
@@ -98,14 +83,9 @@ def fully_masked_backward(subject: Subject, trial: Trial) -> None:
         require(shape, found, torch.zeros_like(found), 0.0, cause)
 
 
-@law(
-    "NaN or infinity in a key or value that is hidden from all queries has no effect.",
-    "exact",
-    "0 times NaN: stale memory and padding that spread to visible rows",
-    "mask|padding",
-    advised=True,
-)
+@law("exact", "mask|padding", advised=True)
 def masked_poison(subject: Subject, trial: Trial) -> None:
+    """NaN or infinity in a key or value that is hidden from all queries has no effect."""
     needs_heads(subject)
     sizes = subject.fit(FOUR)
     keep = sizes.mask(2)
@@ -119,13 +99,9 @@ def masked_poison(subject: Subject, trial: Trial) -> None:
         require(f"{sizes}, {name} 2 hidden and {value}", got, base, 0.0, cause)
 
 
-@law(
-    "The content of padded tokens changes nothing, not even the last bit.",
-    "exact",
-    "a padding mask that is ignored, or hides with a value too small",
-    "mask|padding",
-)
+@law("exact", "mask|padding")
 def padding_content(subject: Subject, trial: Trial) -> None:
+    """The content of padded tokens changes nothing, not even the last bit."""
     for length in map(subject.length, (3, 6)):
         real = length - 1 - length // 4
         keep = (torch.arange(length) < real).expand(2, 1, length, length)
@@ -148,13 +124,9 @@ def _unchanged(shape: object, got: Tensor, base: Tensor) -> None:
     require(f"{shape}, padded", torch.nan_to_num(got), torch.nan_to_num(base), 0.0, cause)
 
 
-@law(
-    "A sequence gives the same whether it is padded on the left, on the right, or not at all.",
-    "bounded",
-    "positions that count padding, one position vector for the whole batch",
-    "layer",
-)
+@law("bounded", "layer")
 def padding_side(subject: Subject, trial: Trial) -> None:
+    """A sequence gives the same whether it is padded on the left, on the right, or not at all."""
     if not subject.has.padding:
         raise NotApplicable("it takes no mask")
     if subject.has.unknown_positions:
@@ -182,13 +154,9 @@ def padding_side(subject: Subject, trial: Trial) -> None:
         require(f"L={real} and {pad} of padding", got, alone, tolerance(alone, 1e-3), cause)
 
 
-@law(
-    "Documents that are packed in one row give what each gives alone.",
-    "bounded",
-    "packed sequences that attend to each other, positions that do not start again",
-    "documents",
-)
+@law("bounded", "documents")
 def documents_apart(subject: Subject, trial: Trial) -> None:
+    """Documents that are packed in one row give the outputs that each document gives alone."""
     call: Any = subject.layer
     lengths = [subject.length(each) for each in (3, 4)]
     ids = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))[None]
@@ -203,13 +171,11 @@ def documents_apart(subject: Subject, trial: Trial) -> None:
     require(label, got, expected, tolerance(expected, 1e-3), cause)
 
 
-@law(
-    "A row of the batch gives what it gives alone, whatever other rows there are, in any order.",
-    "exact",
-    "rows that mix, a mask tiled over the batch, statistics shared by rows",
-    "heads|layer",
-)
+@law("exact", "heads|layer")
 def batch_invariance(subject: Subject, trial: Trial) -> None:
+    """A row of the batch gives the output that it gives alone, beside any other rows, in any
+    order.
+    """
     for sizes in (SOME, Sizes(5, 4, 4, 5, 5, 4, 4)):
         if subject.fixed.get("B") == 1:
             raise NotApplicable("it has no batch")
@@ -246,14 +212,11 @@ def _masked_rows(subject: Subject, sizes: Sizes, trial: Trial) -> None:
             require(f"{sizes}, each row its own mask", base[one], alone, 1e-4, cause)
 
 
-@law(
-    "No queries, no keys, no rows, one channel: the output has its shape and nothing is raised.",
-    "exact",
-    "a crash or NaN where a sequence is empty",
-    "heads|layer",
-    advised=True,
-)
+@law("exact", "heads|layer", advised=True)
 def zero_sizes(subject: Subject, trial: Trial) -> None:
+    """With no queries, no keys, no rows or one channel the output has its shape, and nothing is
+    raised.
+    """
     changes: list[dict[str, int]] = [{"D": 1, "V": 1}, {"L": 1, "S": 1}, {"B": 0}]
     if subject.attend is not None:
         if subject.has.cross:
@@ -279,9 +242,3 @@ def _has_shape(label: str, run: "partial[Tensor]", shape: tuple[int, ...]) -> No
     if tuple(out.shape[: len(shape)]) != shape or not finite:
         fail(label, "", f"finite values of shape {list(shape)}",
              f"shape {list(out.shape)}, finite: {finite}", "an empty softmax")  # fmt: skip
-
-
-LAWS = (
-    fully_masked_forward, fully_masked_backward, masked_poison, padding_content, padding_side,
-    documents_apart, batch_invariance, zero_sizes,
-)  # fmt: skip

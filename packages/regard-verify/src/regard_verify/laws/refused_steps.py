@@ -1,14 +1,12 @@
-"""Laws of caches after mistakes: one cache in two layers, steps that are refused or interrupted."""
+"""Laws of caches after mistakes: one cache in two layers, steps that are refused."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from regard_verify.law import NotApplicable, Trial, law, require, tolerance
 from regard_verify.laws.caches import same_tokens
@@ -21,13 +19,9 @@ Wrong = Callable[[CacheState], bool]  # makes a mistake; returns whether that ra
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_num", "idx")
 
 
-@law(
-    "If two layers are given one cache, the second refuses it, or each reads its own tokens.",
-    "exact",
-    "one cache for all layers of a model, a cache stored in the class and not in the layer",
-    "cache",
-)
+@law("exact", "cache")
 def one_past_two_layers(subject: Subject, trial: Trial) -> None:
+    """If two layers are given one cache, the second refuses it, or each reads its own tokens."""
     assert subject.stepper is not None
     if subject.stepper.style == "tuple":
         raise NotApplicable("its cache is a returned value, which is not shared")
@@ -102,13 +96,9 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@law(
-    "A refused step leaves the cache as it was: the right token then gives its usual output.",
-    "exact",
-    "a token that is counted or stored before it is checked",
-    "cache|cache_object",
-)
+@law("exact", "cache|cache_object")
 def refused_step(subject: Subject, trial: Trial) -> None:
+    """A refused step leaves the cache as it was: the right token then gives its usual output."""
     if subject.stepper is None:
         _refused_update(subject, trial)
         return
@@ -120,28 +110,6 @@ def refused_step(subject: Subject, trial: Trial) -> None:
     if subject.has.mask:
         tries["a mask for 2 keys too many"] = partial(_try_mask, stepper, x[:, 4:5])
     _leave_the_cache(stepper, x, tries)
-
-
-@law(
-    "A step that ends in an error leaves the cache as it was, or the cache is refused afterwards.",
-    "exact",
-    "a cache that grew by a token whose output was never returned: a retry reads it twice",
-    "cache",
-    advised=True,
-)
-def interrupted_step(subject: Subject, trial: Trial) -> None:
-    if subject.stepper is None or subject.module is None:
-        raise NotApplicable("no cache of it was found")
-    stepper, x = subject.stepper, subject.tokens(2, 6, trial)
-    points: list[str] = []
-    _, state = stepper.step(x[:, :4], stepper.new())
-    with _interrupted(subject.module, points, None):
-        stepper.step(x[:, 4:5], state)
-    last = list(enumerate(points))[-6 if trial.quick else -30 :]
-    _leave_the_cache(stepper, x, {
-        f"an error in {point}": partial(_try_interrupted, stepper, subject.module, x[:, 4:5], at)
-        for at, point in last
-    })  # fmt: skip
 
 
 def _two_more(stepper: Stepper, x: Tensor, wrong: Wrong | None) -> Tensor | None:
@@ -188,58 +156,13 @@ def _try_token(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
 
 
 def _try_mask(stepper: Stepper, token: Tensor, state: CacheState) -> bool:
-    """Whether the subject refused; errors of torch are accidents, see `interrupted_step`."""
+    """Whether the subject refused; errors of torch are accidents."""
     try:
         with torch.no_grad():
             stepper.follow(token, state, columns=2)
     except SubjectError as error:
         return isinstance(error.__cause__, (ValueError, TypeError, AssertionError))
     return False
-
-
-def _try_interrupted(
-    stepper: Stepper, module: nn.Module, token: Tensor, at: int, state: CacheState
-) -> bool:
-    with _interrupted(module, [], at):
-        return _try_token(stepper, token, state)
-
-
-PRODUCTS = {
-    torch.softmax, torch.Tensor.softmax, nn.functional.softmax, torch.matmul, torch.Tensor.matmul,
-    torch.Tensor.__matmul__, torch.bmm, torch.baddbmm, torch.einsum,
-    nn.functional.scaled_dot_product_attention,
-}  # fmt: skip
-
-
-class _Watched(TorchFunctionMode):
-    """Calls `before` with the name of each product or softmax that is about to run."""
-
-    def __init__(self, before: Callable[[str], None]) -> None:
-        super().__init__()
-        self.before = before
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PRODUCTS:
-            self.before(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _interrupted(module: nn.Module, points: list[str], at: int | None) -> Iterator[None]:
-    """Record in `points` each submodule, product and softmax that runs; raise at number `at`."""
-
-    def before(point: str) -> None:
-        points.append(point)
-        if at == len(points) - 1:
-            raise RuntimeError("an error in the middle of a step")
-
-    with ExitStack() as stack:
-        for name, each in module.named_modules():
-            if not list(each.children()):
-                handle = each.register_forward_pre_hook(lambda *_, name=name: before(name))
-                stack.callback(handle.remove)
-        stack.enter_context(_Watched(before))
-        yield
 
 
 def _refused_update(subject: Subject, trial: Trial) -> None:
@@ -260,6 +183,3 @@ def _refused_update(subject: Subject, trial: Trial) -> None:
                 same_tokens(subject, label, got[:, :, -4:], torch.cat(put, 2), cause)
     if not checked:
         raise NotApplicable("it refuses nothing")
-
-
-LAWS = (one_past_two_layers, refused_step, interrupted_step)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from regard_verify.law import NotApplicable, Sizes, Trial, fail, law, require, worst
+from regard_verify.law import NotApplicable, Trial, fail, law, require, worst
 from regard_verify.mistakes import heads_of, mistakes, turned
 from regard_verify.oracle import attention, bound, rotated
 from regard_verify.subject.projected_heads import ProjectedHeads
@@ -18,7 +18,7 @@ def rotate(subject: Subject, x: Tensor, positions: Tensor) -> Tensor:
     with torch.no_grad():
         out = called(subject.thing, x.clone(), positions.clone())
     if not isinstance(out, Tensor) or out.shape != x.shape:
-        raise SubjectError("it did not return x, rotated, in the same shape")
+        raise SubjectError("it returned no tensor of the shape of x")
     return out
 
 
@@ -34,58 +34,16 @@ PAIRINGS = {"pairs": [0, 1], "halves": [0, DIM // 2]}  # what channel 0 is mixed
 
 
 def pairing_of(subject: Subject) -> str | None:
-    """Which channels are rotated together."""
+    """The pairing of the rotated channels, a key of `PAIRINGS`; None for another."""
     channels = _mixed_with_channel_0(subject)
     return next((name for name, found in PAIRINGS.items() if found == channels), None)
 
 
-@law(
-    "Scores of rotated queries and keys depend on their distance alone, near and far.",
-    "bounded",
-    "absolute positions that leak, wrong tables, values that are rotated too",
-    "rope|rotation",
-)
-def rope_relative(subject: Subject, trial: Trial) -> None:
-    if subject.kind != "rope":
-        return _weights_by_distance(subject, trial)
-    q, k = (trial.randn(1, 1, 1, DIM).expand(1, 1, 6, DIM) for _ in "qk")
-    base = torch.zeros(1, 1, 6, 6)
-    for shift in (0, 1, 1_000, 100_000):
-        positions = torch.arange(6) + shift
-        scores = rotate(subject, q, positions).double() @ rotate(subject, k, positions).double().mT
-        base = scores if shift == 0 else base
-        allowed = max(2e-6 * (10 + shift) ** 0.75 * float(1 + base.abs().max()), 2e-5)
-        cause = "scores depend on the positions themselves, not on their distance alone"
-        require(f"L=6, positions from {shift}", scores, base, allowed, cause)
-    for distance in range(1, 5):
-        _all_equal(f"L=6, distance {distance}", base[0, 0].diagonal(-distance), 1e-4)
-    return None
-
-
-def _all_equal(label: str, row: Tensor, allowed: float) -> None:
-    require(label, row, row[:1].expand_as(row), allowed, "equal distances give unequal scores")
-
-
-def _weights_by_distance(subject: Subject, trial: Trial) -> None:
-    sizes = subject.fit(Sizes(1, 1, 1, 8, 8, 8, 8))
-    length = sizes.L
-    q, k, _ = subject.inputs(sizes._replace(L=1, S=1), trial)
-    q, k = q.expand(-1, -1, length, -1), k.expand(-1, -1, length, -1)
-    weights = subject.read_weights(q, k).double()
-    odds = torch.log(weights[0, 0] / weights[0, 0].diagonal()[:, None])
-    for distance in range(1, length - 1):
-        row = odds.diagonal(-distance)
-        _all_equal(f"{sizes}, distance {distance}", row[row.isfinite()], 1e-3)
-
-
-@law(
-    "Channels are rotated in the declared pairs, (i, i + D/2) or (2i, 2i + 1), by decreasing "
-    "frequencies.",
-    "exact",
-    "halves mixed up with pairs, frequencies in another order",
-    "rotation|rope",
-)
+@law("exact", "rotation")
 def rope_layout(subject: Subject, trial: Trial) -> None:
+    """Channels are rotated in the declared pairs, (i, i + D/2) or (2i, 2i + 1), by decreasing
+    frequencies.
+    """
     declared = subject.conventions.pairing
     if subject.kind != "rope":
         return  # probing has matched its scores to one of the two
@@ -106,13 +64,9 @@ def rope_layout(subject: Subject, trial: Trial) -> None:
     require(f"L=5 D={DIM}", rotate(subject, x, positions), expected, 1e-4, causes)
 
 
-@law(
-    "Rotation keeps lengths, and is right at positions up to a million, in half precision too.",
-    "bounded",
-    "tables in half precision, positions that overflow or run past a table",
-    "rotation",
-)
+@law("bounded", "rotation")
 def rope_norm_and_long(subject: Subject, trial: Trial) -> None:
+    """Rotation keeps norms, and is right at positions up to a million, in half precision too."""
     pairing = pairing_of(subject)
     if pairing is None:
         raise NotApplicable("its pairing is not known")
@@ -137,13 +91,9 @@ def rope_norm_and_long(subject: Subject, trial: Trial) -> None:
             require(label, got, expected, allowed, cause)
 
 
-@law(
-    "Positions are not rounded under autocast.",
-    "exact",
-    "angles computed in half precision because autocast is on",
-    "rotation",
-)
+@law("exact", "rotation")
 def rope_autocast(subject: Subject, trial: Trial) -> None:
+    """Positions are not rounded under autocast."""
     x, positions = trial.randn(1, 1, 3, DIM), torch.arange(70_000, 70_003)
     try:
         base = rotate(subject, x, positions)
@@ -155,13 +105,11 @@ def rope_autocast(subject: Subject, trial: Trial) -> None:
     require("positions from 70000, autocast", got.double(), base.double(), 1e-6, cause)
 
 
-@law(
-    "In latent attention, the channels that carry positions are attention to one shared key head.",
-    "bounded",
-    "a rotation of the queries or of the keys alone, of the latent, of a position too many",
-    "heads",
-)
+@law("bounded", "heads")
 def latent_positions(subject: Subject, trial: Trial) -> None:
+    """In latent attention, the channels that carry positions are attention to one shared key
+    head.
+    """
     attend = subject.attend.shared_keys() if isinstance(subject.attend, ProjectedHeads) else None
     if attend is None:
         raise NotApplicable("it has no keys that all heads share beside keys of each head")
@@ -189,6 +137,3 @@ def latent_positions(subject: Subject, trial: Trial) -> None:
                 right = turned(plain, pairing, theta).out()
                 require(label, out, right, allowed, {sentence: would})
     raise NotApplicable("its positions enter the shared channels in a way that is not known")
-
-
-LAWS = (rope_relative, rope_layout, rope_norm_and_long, rope_autocast, latent_positions)

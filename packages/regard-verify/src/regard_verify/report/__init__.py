@@ -1,1 +1,1 @@
-"""What was found: as values, as a page, and as pictures of what is visible."""
+"""The report: as values and as a page."""

@@ -1,4 +1,4 @@
-"""A report as one HTML page: laws, counter-examples, pictures of visible keys."""
+"""A report as one HTML page: laws, and counter-examples with their visible keys."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -97,7 +97,6 @@ def _parts(report: Report) -> Iterator[tuple[str, str]]:
     yield "Not decided in time (changes no verdict)", _by_reason(report.reasons("undecided"))
     defects = _by_reason(report.reasons("defect"))
     yield "An error of regard-verify itself: nothing is counted, please report it", defects
-    yield "Which keys each query attends to", _pictures(report)
     yield "Found out", _inferred(report)
     yield "The laws", _laws(report.asked)
     yield "Not applicable", _by_reason(report.reasons("not applicable"))
@@ -122,17 +121,8 @@ def _inferred(report: Report) -> str:
     return f"{_table('Found out', rows)}{notes}"
 
 
-def _pictures(report: Report) -> str:
-    drawn = "".join(
-        f"<figure>{_both(each.expected, each.actual)}<figcaption>{escape(each.title)}"
-        f"</figcaption></figure>"
-        for each in report.pictures
-    )
-    return drawn and f"{_key()}{drawn}"
-
-
 def _key() -> str:
-    """What the colours of cells mean."""
+    """The key of the colours of cells."""
     swatch = f"<svg width={CELL} height={CELL}><rect width={CELL} height={CELL} class={{}} /></svg>"
     colours = "; ".join(f"{swatch.format(each)} {words}" for each, words in KEY.items())
     return f"<p class=aside>Queries down, keys across: {colours}.</p>"

@@ -39,7 +39,6 @@ class Outcome:
             says nothing about the subject) or not applicable.
         statement: the law in one sentence.
         kind: exact, bounded, statistical or resource.
-        catches: the mistakes that break it.
         reason: why it does not apply, is undecided, or which error this suite made.
         example: the counter-example.
         known: where the same defect is reported.
@@ -60,7 +59,6 @@ class Outcome:
     status: Status
     statement: str
     kind: str
-    catches: str
     reason: str = ""
     example: Counterexample | None = None
     known: str = ""
@@ -69,7 +67,7 @@ class Outcome:
     line: str = ""
 
     def sentences(self, following: Sequence[str] = ()) -> list[str]:
-        """What is broken: the law, its smallest case, the likely mistake, the subject's line.
+        """The sentences on a broken law: law, smallest case, likely mistake, the subject's line.
 
         Args:
             following: names of the laws that are broken because of this one.
@@ -85,27 +83,6 @@ class Outcome:
         return [sentence for sentence in said if sentence]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """Which keys each query attends to: expected and measured.
-
-    Attributes:
-        title: the case.
-        expected: `[L, S]`, True where the law requires attention.
-        actual: `[L, S]`, as measured.
-
-    Examples:
-        >>> from regard_verify import Picture
-        >>> causal = [[True, False], [True, True]]
-        >>> Picture("causal", causal, [[True, True], [True, True]]).actual == causal
-        False
-    """
-
-    title: str
-    expected: list[list[bool]]
-    actual: list[list[bool]]
-
-
 @dataclass(repr=False)
 class Report:
     """The outcomes of all laws for one subject.
@@ -117,7 +94,6 @@ class Report:
         declared: its conventions, declared or found out.
         notes: remarks.
         outcomes: of all laws, in their order.
-        pictures: of the visible keys.
         problem: why no law could be checked, if so.
         unjudged: what could not be judged, and what to declare so that it can be: then the subject
             is partly judged.
@@ -126,7 +102,7 @@ class Report:
 
     Examples:
         >>> from regard_verify import Outcome, Report
-        >>> report = Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded", "")])
+        >>> report = Report("mine", outcomes=[Outcome("convexity", "passed", "", "bounded")])
         >>> report.exit_code, report.verdict
         (0, 'kept')
         >>> print(report.badge().partition("]")[0])
@@ -139,7 +115,6 @@ class Report:
     declared: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    pictures: list[Picture] = field(default_factory=list)
     problem: str = ""
     unjudged: str = ""
     seed: int = 0
@@ -237,7 +212,7 @@ class Report:
 
         Examples:
             >>> case = Counterexample("L=2", "weight of key 1", "0", "0.3", "no causal mask")
-            >>> late = "causal", "failed", "No later key has weight.", "exact", "", "", case
+            >>> late = "causal", "failed", "No later key has weight.", "exact", "", case
             >>> print(Report("mine", outcomes=[Outcome(*late)]))
             broken causal
               No later key has weight.
@@ -276,7 +251,7 @@ class Report:
         """One line: the verdict, and how much was judged.
 
         Examples:
-            >>> passed = Outcome("convexity", "passed", "", "bounded", "")
+            >>> passed = Outcome("convexity", "passed", "", "bounded")
             >>> Report("mine", outcomes=[passed]).summary()
             'mine: right as far as it was judged. 1 of 1 law was asked, none is broken.'
         """
@@ -317,7 +292,6 @@ class Report:
         whole = json.loads(text)
         whole = {name: whole[name] for name in Report.__dataclass_fields__}
         whole["outcomes"] = [outcome_from(each) for each in whole["outcomes"]]
-        whole["pictures"] = [Picture(**each) for each in whole["pictures"]]
         return Report(**whole)
 
 
@@ -351,9 +325,7 @@ def outcome(
     """The outcome of a law; a broken recommendation is advice."""
     if status == "failed" and law.advised:
         status = "advice"
-    return Outcome(
-        law.name, status, law.statement, law.kind, law.catches, reason, example, known, seconds
-    )
+    return Outcome(law.name, status, law.statement, law.kind, reason, example, known, seconds)
 
 
 def ended(law: Law, cause: str) -> Outcome:

@@ -1,4 +1,4 @@
-"""Which broken law explains which: one fault breaks many laws, and one of them names its cause.
+"""Explaining broken laws by others: one fault breaks many laws, and one names its cause.
 
 A law *presupposes* another if it cannot be judged where that one is broken: the values cannot be
 those of the definition where the scale is wrong, and padding cannot be hidden where the mask is
@@ -18,112 +18,87 @@ from regard_verify.report.report import Outcome
 
 _GRADIENTS = ("oracle_gradient", "fully_masked_backward")
 _RUNS = (  # the same code run in another way, or in another dtype
-    "dtype_bound", "strides", "repeatability", "train_eval_agree", "needs_weights_agree",
-    "autocast_invariance", "autocast_precision", "autocast_dtype", "default_dtype",
-    "forward_mode", "inplace_between_passes", "compile_agree", "compile_count", "dropout_stats",
-    "dropout_in_eval", "reference_parity", "mla_absorbed", "zero_sizes", "error_messages",
+    "dtype_bound", "strides", "train_eval_agree", "needs_weights_agree", "autocast_precision",
+    "autocast_dtype", "default_dtype", "inplace_between_passes", "compile_agree",
+    "compile_count", "dropout_stats", "dropout_in_eval", "reference_parity", "mla_absorbed",
+    "zero_sizes",
 )  # fmt: skip
-_STEPS = (
-    "decode_equals_full", "chunked_prefill", "cache_isolation", "refused_step",
-    "interrupted_step", "one_past_two_layers",
-)  # fmt: skip
-_DEFINITION = ("options_obeyed", "mask_float_bool_agree", "extreme_scores",
-               "rope_relative", "padding_side", "shards_agree", "score_shift",
-               "cross_attention", *_GRADIENTS,
-               *_RUNS, *_STEPS)  # fmt: skip
-_VALUES = ("oracle_forward", *_DEFINITION)
+_STEPS = ("decode_equals_full", "chunked_prefill", "refused_step", "one_past_two_layers")
+_VALUES = ("oracle_forward", "options_obeyed", "padding_side", "score_shift", "cross_attention",
+           *_GRADIENTS, *_RUNS, *_STEPS)  # fmt: skip
 _MASKED = (
     "mask_dtype", "mask_broadcast", "mask_and_causal", "every_mask_argument",
     "fully_masked_forward", "masked_poison", "padding_content", "padding_side", "batch_invariance",
-    "key_permutation", "convexity",
+    "convexity",
 )  # fmt: skip
 _PATTERNS = ("visible_set_probe", "self_visible", "alignment_probe", "window_edges")
 _HIDING = (*_PATTERNS, "mask_polarity", *_MASKED)  # all laws of what is visible, but causality
-_HEADS = ("gqa_order", "head_permutation", "gqa_limits", "shards_agree")
+_HEADS = ("gqa_order", "head_permutation")
 _ALL = (  # the laws that a fault in every value breaks
-    "scale_closed_form", "value_linearity", "query_permutation", "causality_exact",
-    "causal_option", *_HIDING, *_HEADS, *_VALUES,
+    "scale_closed_form", "causality_exact", "causal_option", *_HIDING, *_HEADS, *_VALUES,
 )  # fmt: skip
 
 EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "runs": _ALL,
     "super_init": (),
     "named_heads": (),
-    "latent_positions": ("padding_side", "rope_relative", *_STEPS),
+    "latent_positions": ("padding_side", *_STEPS),
     "eval_determinism": ("no_mutation", "no_alias", "state_dict", *_ALL),
     "no_mutation": ("state_dict", *_ALL),
-    "no_alias": _ALL,
-    "repeatability": _ALL,
-    "oracle_forward": _ALL,
+    **dict.fromkeys(("no_alias", "oracle_forward"), _ALL),
     "state_dict": ("dtype_bound", "inplace_between_passes"),
-    "train_eval_agree": _ALL,
-    "batch_invariance": _ALL,
-    "cross_attention": _ALL,
-    "gqa_order": _ALL,
-    "gqa_limits": _ALL,
-    "head_permutation": _ALL,
-    "query_permutation": _ALL,
-    "dtype_bound": ("scale_closed_form", "convexity", "value_linearity", *_VALUES),
-    "rope_relative": ("rope_layout", "convexity", "gqa_order", *_HIDING, *_VALUES),
-    "convexity": ("scale_closed_form", "causality_exact", "causal_option", "value_linearity",
-                  "gqa_order", "gqa_limits", "head_permutation", *_HIDING, *_VALUES),
+    **dict.fromkeys(("train_eval_agree", "batch_invariance", "cross_attention", *_HEADS), _ALL),
+    "dtype_bound": ("scale_closed_form", "convexity", *_VALUES),
+    "convexity": ("scale_closed_form", "causality_exact", "causal_option", *_HEADS, *_HIDING,
+                  *_VALUES),
     "padding_side": ("mask_and_causal", "mask_polarity", "causal_option", *_PATTERNS, *_STEPS),
     "mask_and_causal": ("mask_polarity", "causal_option", *_PATTERNS, *_MASKED, *_VALUES),
     "mask_polarity": ("causality_exact", "causal_option", *_PATTERNS, *_MASKED, *_VALUES),
     "mask_broadcast": ("batch_invariance", *_PATTERNS, *_MASKED, *_VALUES),
-    "key_permutation": (*_HIDING, *_VALUES),
     "causality_exact": (
-        "causal_option", "mask_polarity", "value_linearity", "visible_set_probe", "alignment_probe",
-        "window_edges", "head_permutation", "scale_closed_form", *_MASKED, *_VALUES,
+        "causal_option", "mask_polarity", "visible_set_probe", "alignment_probe", "window_edges",
+        "head_permutation", "scale_closed_form", *_MASKED, *_VALUES,
     ),
     "self_visible": (*_HIDING, "scale_closed_form", *_VALUES),
     "window_edges": (*_HIDING, *_VALUES),
     "alignment_probe": ("visible_set_probe", "mask_and_causal", *_VALUES),
     "visible_set_probe": ("mask_polarity", "every_mask_argument", *_MASKED, *_VALUES),
-    "value_linearity": _VALUES,
     "scale_closed_form": _VALUES,
     "causal_option": ("mask_and_causal",),
     "every_mask_argument": ("mask_dtype",),
-    "score_shift": (
-        "fully_masked_forward", "fully_masked_backward", "extreme_scores", "mask_float_bool_agree",
-        "dtype_bound",
-    ),
-    "fully_masked_forward": ("fully_masked_backward", "oracle_gradient", "zero_sizes"),
+    "score_shift": (*_GRADIENTS, "fully_masked_forward", "dtype_bound"),
+    "fully_masked_forward": (*_GRADIENTS, "zero_sizes"),
     "padding_content": ("padding_side", "masked_poison"),
     "documents_apart": (),
-    "oracle_gradient": (*_GRADIENTS, "inplace_between_passes", "repeatability"),
+    "oracle_gradient": (*_GRADIENTS, "inplace_between_passes"),
     "dropout_in_eval": ("train_eval_agree", "dropout_stats"),
-    "strides": ("repeatability", "compile_agree"),
+    "strides": ("compile_agree",),
     "reference_parity": (),
-    "default_dtype": ("autocast_invariance", "autocast_precision", "autocast_dtype"),
-    "autocast_invariance": ("autocast_precision", "autocast_dtype"),
+    "default_dtype": ("autocast_precision", "autocast_dtype"),
     "decode_equals_full": ("drafts_dropped", *_STEPS),
     "chunked_prefill": ("drafts_dropped", *_STEPS),
     "drafts_dropped": (),
     "inplace_between_passes": ("one_past_two_layers",),
-    "rope_norm_and_long": ("rope_relative",),
     "rope_layout": ("rope_norm_and_long",),
-    "cache_isolation": ("cache_state_machine", "serialise_cache", "cache_no_alias"),
     "cache_bounds": ("cache_state_machine",),
-    "serialise_cache": ("cache_state_machine",),
     "quant_drift": ("cache_state_machine", "refused_step"),
-    "cache_state_machine": ("quant_drift", "serialise_cache", "cache_no_alias", "refused_step"),
+    "cache_state_machine": ("cache_no_alias", "refused_step"),
 }  # fmt: skip
 
 
 HALF = 2.0**-7  # the largest relative error of a value in bfloat16, with its sum
 
-TOPICS: Mapping[str, str] = {  # what a law is about, for the line of the subject that does that
-    "scale_closed_form": "scale", "score_shift": "softmax", "extreme_scores": "softmax",
-    "convexity": "softmax", "dropout_in_eval": "dropout", "eval_determinism": "dropout",
-    "dropout_stats": "dropout", "mask_polarity": "mask", "mask_float_bool_agree": "mask",
-    "mask_dtype": "mask", "mask_broadcast": "mask", "mask_and_causal": "causal",
-    "every_mask_argument": "mask", "fully_masked_forward": "softmax", "padding_content": "mask",
-    "causality_exact": "causal", "causal_option": "causal", "self_visible": "causal",
-    "alignment_probe": "causal", "window_edges": "causal", "gqa_order": "sharing",
-    "gqa_limits": "sharing", "decode_equals_full": "cache", "chunked_prefill": "cache",
-    "cache_isolation": "cache", "one_past_two_layers": "cache", "memory_law": "cache",
-}  # fmt: skip
+_TOPICS = {  # the laws about one thing that a line of the subject does
+    "scale": "scale_closed_form",
+    "softmax": "score_shift convexity fully_masked_forward",
+    "dropout": "dropout_in_eval eval_determinism dropout_stats",
+    "mask": "mask_polarity mask_dtype mask_broadcast every_mask_argument padding_content",
+    "causal": "mask_and_causal causality_exact causal_option self_visible alignment_probe "
+    "window_edges",
+    "sharing": "gqa_order",
+    "cache": "decode_equals_full chunked_prefill one_past_two_layers memory_law",
+}
+TOPICS = {law: topic for topic, laws in _TOPICS.items() for law in laws.split()}
 
 
 def settled(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -208,7 +183,7 @@ def _switches_off(broken: Mapping[str, Outcome]) -> bool:
 
 
 def _reads_wrongly(broken: Mapping[str, Outcome]) -> bool:
-    """Whether weights do not sum to 1 without a mask: then values do not show what is visible."""
+    """Whether weights fail to sum to 1 even without a mask: the visible keys are then not known."""
     return _is_plain("convexity", broken)
 
 
@@ -275,19 +250,12 @@ _MOVED: Mapping[str, tuple[Callable[[Mapping[str, Outcome]], bool], str]] = {
                          "mask_broadcast"),
     "gqa_order": (lambda broken: _shows("gqa_order", "tiled")(broken)
                   or not {"head_permutation", "convexity"} & set(broken), "visible_set_probe"),
-    "rope_relative": (  # rotated values are no weighted means, and nothing else is wrong with them
-        lambda broken: "convexity" in broken
-        and not {"head_permutation", "value_linearity"} & set(broken),
-        "rope_norm_and_long",
-    ),
-    "rope_norm_and_long": (lambda broken: "rope_relative" in broken, "rope_layout"),
     "mask_and_causal": (_switches_off, "causal_option"),
     "padding_side": (_shows("padding_side", "are 0 under the mask"), "padding_content"),
     "cross_attention": (  # keys that are lost are lost by their place
         lambda broken: not _shows("cross_attention", "order")(broken) or "convexity" not in broken,
         "visible_set_probe",
     ),
-    "gqa_limits": (lambda broken: "convexity" not in broken, "visible_set_probe"),
     "scale_closed_form": (
         lambda broken: not _shows("scale_closed_form", "have no effect")(broken), "causal_option",
     ),
@@ -298,6 +266,4 @@ _MOVED: Mapping[str, tuple[Callable[[Mapping[str, Outcome]], bool], str]] = {
                         "visible_set_probe"),
     "convexity": (_reads_wrongly, "visible_set_probe"),
     "dtype_bound": (_rounds, "reference_parity"),
-    "serialise_cache": (lambda broken: "refused_step" not in broken, "cache_state_machine"),
-    "quant_drift": (lambda broken: "serialise_cache" not in broken, "cache_state_machine"),
 }  # fmt: skip

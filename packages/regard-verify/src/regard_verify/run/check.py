@@ -6,21 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from regard_verify.laws import LAWS
-from regard_verify.report.report import Report
+from regard_verify.report.report import DEFINITION, Report
 from regard_verify.run.causes import settled
 from regard_verify.run.crashes import crash
-from regard_verify.run.in_process import (
-    describe,
-    end_early,
-    pictures_of,
-    problem_of,
-    run_laws,
-    undisturbed,
-)
-from regard_verify.run.judged import unjudged
+from regard_verify.run.in_process import describe, end_early, problem_of, run_laws, undisturbed
 from regard_verify.run.separate_process import Progress, Request, run_separately
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.subject.understand import understand
+
+REFERENCE = (  # what to declare where the definition cannot be asked
+    "Name the function of (q, k, v) inside it, or declare reference=NAME, a function or module in "
+    "its file that returns the right output"
+)
 
 
 def check(
@@ -70,8 +67,8 @@ def check(
     if not isinstance(subject, str):
         return _completed(_here(subject, own, only, quick, seed, progress), only)
     _require_plain(own)
-    request = Request(subject, own.declared(), only, quick, seed, memory=memory)
-    return _completed(run_separately(request, limit, progress), only)
+    request = Request(subject, own.declared(), only, quick, seed, memory=memory, limit=limit)
+    return _completed(run_separately(request, progress), only)
 
 
 def check_in_fork(
@@ -90,8 +87,8 @@ def check_in_fork(
     A fork has imported torch already, which takes a new process longer than all laws of `quick`.
     """
     _require_laws(only)
-    request = Request(subject, own.declared(), only, quick, seed, memory=memory)
-    return _completed(run_separately(request, limit, progress, fork=True), only)
+    request = Request(subject, own.declared(), only, quick, seed, memory=memory, limit=limit)
+    return _completed(run_separately(request, progress, fork=True), only)
 
 
 def _require_laws(names: Sequence[str] | None) -> None:
@@ -107,6 +104,27 @@ def _completed(report: Report, only: Sequence[str] | None) -> Report:
     report.outcomes = settled(report.outcomes)
     report.unjudged = unjudged(report) if only is None else ""
     return report
+
+
+def unjudged(report: Report) -> str:
+    """The part of an attention that was not judged, and what to declare; empty without such.
+
+    Examples:
+        >>> from regard_verify import Outcome
+        >>> asked = Outcome("oracle_forward", "not applicable", "", "", reason="no heads")
+        >>> unjudged(Report("mine", "module", outcomes=[asked]))[:52]
+        'Its values and its scale were not judged: no heads. '
+    """
+    if report.problem or report.kind not in ("function", "module"):
+        return ""
+    status = {each.law: each for each in report.outcomes}
+    asked = status.get(DEFINITION)
+    judged_by_reference = status.get("reference_parity")
+    if asked is None or asked.status not in ("not applicable", "defect"):
+        return ""
+    if judged_by_reference is not None and judged_by_reference.status == "passed":
+        return ""
+    return f"Its values and its scale were not judged: {asked.reason}. {REFERENCE}."
 
 
 def _require_plain(own: Conventions) -> None:
@@ -145,7 +163,6 @@ def _here(
             progress(law.name, len(report.outcomes), total)
         else:
             report.outcomes.append(outcome)
-    report.pictures = pictures_of(understood) if only is None else []
     report.notes = list(understood.notes)
     report.seconds = round(time.perf_counter() - start, 2)
     return report

@@ -22,8 +22,8 @@ from regard_verify.subject.construct import build
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import role_of
 from regard_verify.subject.lookup import find, is_function
-from regard_verify.subject.mask_forms import parameters_of
 from regard_verify.subject.modules import inputs_of
+from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import SubjectError, called
 
 _OWN = (NameError, AttributeError, TypeError)  # they are raised whatever the shapes are
@@ -100,15 +100,10 @@ def _note(runs: list[str], name: str) -> Any:
 
 
 def _takes_only(target: Any, count: int) -> bool:
-    """Whether all arguments behind the first have a default."""
+    """Whether all arguments after the first `count` have a default."""
     forward = getattr(target, "forward", target)
-    behind = list(parameters_of(forward).values())[count:]
-    required = [
-        each
-        for each in behind
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    return bool(parameters_of(forward)) and not required
+    names = list(parameters_of(forward))
+    return bool(names) and set(required_of(forward)) <= set(names[:count])
 
 
 def _shapes(target: Any, own: Conventions, count: int) -> Iterator[tuple[int, ...]]:

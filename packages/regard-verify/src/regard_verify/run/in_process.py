@@ -6,28 +6,17 @@ import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from regard_verify.blame import files_of, line_of, own_error, said
-from regard_verify.law import (
-    Broken,
-    Counterexample,
-    Law,
-    NotApplicable,
-    OwnError,
-    Sizes,
-    Trial,
-    Undecided,
-)
+from regard_verify.law import Broken, Counterexample, Law, NotApplicable, Trial
 from regard_verify.laws import LAWS
 from regard_verify.laws.built import with_dropout
-from regard_verify.report.report import Outcome, Picture, Report, outcome
+from regard_verify.report.report import Outcome, Report, outcome
 from regard_verify.run.causes import TOPICS
 from regard_verify.run.lines import lines_of
 from regard_verify.subject.subject import Subject, SubjectError
-from regard_verify.visibility import read_dependence
 
 LACKS = {  # why a law does not apply, by the ability that it needs
     "heads": "its heads were not reached",
@@ -44,17 +33,15 @@ LACKS = {  # why a law does not apply, by the ability that it needs
     "module": "it is not a module",
     "weights": "it returns no weights",
     "scale": "its calls take no scale, softcap or bias",
-    "rope": "it has no rotation",
     "reference": "no reference is declared",
 }
 THINGS = {  # abilities of a subject that is not attention
     "cache_object": "cache",
     "paged": "paged attention",
-    "allocator": "block allocator",
-    "prefix": "prefix cache",
     "rotation": "rotation",
 }
 FIRST = "eval_determinism"
+LAST = "default_dtype"  # a subject may keep tables that it computed under another default
 KNOWN = {  # defects of torch, and where they are reported
     ("MultiheadAttention", "fully_masked_forward"): "pytorch#41508",
     ("MultiheadAttention", "fully_masked_backward"): "pytorch#41508",
@@ -72,7 +59,7 @@ def lacking(law: Law, subject: Subject) -> str | None:
     if thing is not None:
         return None if thing in needed else f"it is not about a {THINGS[thing]}"
     if needed <= set(THINGS):
-        return "it is about caches, pages, allocators, prefixes or rotations alone"
+        return "it is about caches, pages or rotations alone"
     for need in law.needs:
         if not subject.has.any_of(need):
             return next(LACKS[name] for name in need.split("|") if name in LACKS)
@@ -87,13 +74,14 @@ def run_laws(
     quick: bool = False,
     seed: int = 0,
 ) -> Iterator[tuple[Law, Outcome | None]]:
-    """Each law, first without and then with its outcome; the first is `FIRST`.
+    """Yield each law with None before it is checked, and again with its outcome.
 
-    If that is broken no other law is asked: what differs from call to call breaks them all.
+    They run from `FIRST` to `LAST`. If `FIRST` is broken no other law is asked: a subject whose
+    calls differ breaks them all.
     """
     wanted = set(LAWS if only is None else only) - set(skip)
     differs = False
-    for law in sorted(LAWS.values(), key=lambda each: each.name != FIRST):
+    for law in sorted(LAWS.values(), key=lambda each: (each.name != FIRST, each.name == LAST)):
         if law.name not in wanted:
             continue
         yield law, None
@@ -128,10 +116,6 @@ def _outcome(law: Law, subject: Subject, trial: Trial, seed: int) -> Outcome:
         return outcome(law, "passed")
     except NotApplicable as error:
         return outcome(law, "not applicable", reason=str(error))
-    except Undecided as error:
-        return outcome(law, "undecided", reason=str(error))
-    except OwnError as error:
-        return outcome(law, "defect", reason=str(error))
     except Broken as error:
         found = outcome(law, "failed", example=error.example, known=_known(subject, law))
         return replace(found, line=_line(law, subject))
@@ -247,7 +231,7 @@ def end_early(
 
 
 def describe(subject: Subject, seed: int) -> Report:
-    """A report without outcomes."""
+    """A report on what was found out about the subject, without outcomes."""
     return Report(
         subject.name,
         subject.kind,
@@ -256,36 +240,3 @@ def describe(subject: Subject, seed: int) -> Report:
         notes=list(subject.notes),
         seed=seed,
     )
-
-
-def pictures_of(subject: Subject) -> list[Picture]:
-    """Which keys each query attends to: by default, causal, with fewer queries, with a mask."""
-    found: list[Picture] = []
-    trial = Trial("picture")
-    with contextlib.suppress(SubjectError), undisturbed():
-        if subject.attend is not None:
-            found.extend(_heads_pictures(subject, trial))
-        elif subject.layer is not None:
-            depends = read_dependence(subject.run_layer, subject.tokens(1, 6, trial))
-            expected = subject.visible(6, 6) | torch.eye(6, dtype=torch.bool)
-            found.append(Picture("no mask", expected.tolist(), depends.tolist()))
-    return found
-
-
-def _heads_pictures(subject: Subject, trial: Trial) -> Iterator[Picture]:
-    def picture(title: str, queries: int, keys: int, **options: Any) -> Picture:
-        sizes = subject.fit(Sizes(1, 1, 1, queries, keys, 4, keys))
-        attended = subject.attended(sizes, trial, **options)[0, 0]
-        expected = subject.visible(queries, keys, causal="causal" in options)
-        if "keep" in options:
-            expected = expected & options["keep"][0, 0]
-        title = f"{title}, {queries} queries, {keys} keys"
-        return Picture(title, expected.tolist(), attended.tolist())
-
-    for queries, keys in [(6, 6), (3, 6)] if subject.has.cross else [(6, 6)]:
-        yield picture("no mask", queries, keys)
-        if options := subject.causal_options():
-            yield picture("causal", queries, keys, **options)
-    if subject.has.mask:
-        keep = torch.rand(1, 1, 6, 6, generator=trial.generator) < 0.6
-        yield picture("a mask", 6, 6, keep=keep | torch.eye(6, dtype=torch.bool))

@@ -106,7 +106,7 @@ def _watched(subject: Subject, files: Collection[str], masked: bool) -> list[Ste
 
 
 def _cached(subject: Subject, files: Collection[str]) -> list[Step]:
-    """The operations of a second piece with a cache."""
+    """The torch operations of a call that continues a cache."""
     if subject.stepper is None:
         return []
     first, second = subject.tokens(1, 4, Trial("lines")).split([3, 1], 1)

@@ -17,47 +17,34 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO, NoReturn, Union
 
 from regard_verify.laws import LAWS
-from regard_verify.report.report import Picture, Report, ended, outcome, outcome_from
+from regard_verify.report.report import Report, ended, outcome, outcome_from
 from regard_verify.run import worker
-from regard_verify.run.clock import Clock
 from regard_verify.run.in_process import end_early
 
-LOADING = 120.0  # seconds to import and probe a subject: large libraries are slow to import
+LOADING = 240.0  # seconds to import and probe a subject: large libraries are slow to import
 DEATHS = 3  # processes that may end early or hang; after that the remaining laws are left out
 SHORT = 10.0  # seconds for a law, at most, once another has hung
+PATIENCE = 4.0  # a limit of processor time is so many times longer in wall-clock time
 
 Progress = Callable[[str, int, int], None]  # the law, how many are done, how many there are
 
 
-class Worker(Protocol):
-    """A process that runs the worker, with the members of `subprocess.Popen` that are used."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def kill(self) -> None: ...
-
-
+Worker = Union["ForkedWorker", "subprocess.Popen[bytes]"]
 Start = Callable[[str, str, BinaryIO], Worker]  # the request, the answers, what it prints
 
 
 @dataclass
 class Request:
-    """What the other process is to do.
+    """A request to the worker.
 
     Attributes:
         conventions: declared ones.
         skip: laws that already have an outcome.
         memory: GiB that it may take beyond what torch takes.
+        limit: seconds of processor time for one law.
     """
 
     subject: str
@@ -67,11 +54,12 @@ class Request:
     seed: int
     skip: list[str] = field(default_factory=list)
     memory: float = 4.0
+    limit: float = 30.0
 
 
 @dataclass
 class Run:
-    """What is known so far of one subject, over all its processes."""
+    """The results on one subject so far, over all its processes."""
 
     report: Report
     done: set[str] = field(default_factory=set)
@@ -80,14 +68,11 @@ class Run:
     deaths: int = 0
 
 
-def run_separately(
-    request: Request, limit: float, progress: Progress, *, fork: bool = False
-) -> Report:
+def run_separately(request: Request, progress: Progress, *, fork: bool = False) -> Report:
     """The report on a named subject.
 
     Args:
         request: what the other process is to do.
-        limit: seconds for one law, as `Clock` counts them.
         progress: called with each law.
         fork: whether the other process may be a fork of this one, which saves an import of torch:
             if nothing was computed here, as by the command. With further threads it is none.
@@ -98,8 +83,9 @@ def run_separately(
     run = Run(Report(request.subject, declared=request.conventions, seed=request.seed))
     while not run.finished and run.deaths < DEATHS and not run.report.problem:
         request.skip = sorted(run.done)
-        short = limit if run.deaths == 0 else min(limit, SHORT)
-        _one_process(run, request, short, progress, start_worker)
+        if run.deaths:
+            request.limit = min(request.limit, SHORT)
+        _one_process(run, request, progress, start_worker)
     if run.deaths >= DEATHS:
         reason = f"not checked: the subject hung or ended its process in {DEATHS} laws before"
         for law in LAWS.values():
@@ -109,9 +95,7 @@ def run_separately(
     return run.report
 
 
-def _one_process(
-    run: Run, request: Request, limit: float, progress: Progress, start_worker: Start
-) -> None:
+def _one_process(run: Run, request: Request, progress: Progress, start_worker: Start) -> None:
     run.current = ""
     with tempfile.TemporaryDirectory(prefix="regard-verify-") as folder:
         requested, answers = Path(folder, "request.json"), Path(folder, "answers.jsonl")
@@ -121,7 +105,7 @@ def _one_process(
         with Path(folder, "printed.txt").open("wb") as printed:
             process = start_worker(str(requested), str(answers), printed)
             try:
-                too_long = _follow(run, process, answers, limit, progress)
+                too_long = _follow(run, process, answers, request.limit, progress)
             finally:
                 with suppress(OSError):
                     process.kill()
@@ -153,7 +137,7 @@ class ForkedWorker:
 
     @staticmethod
     def _work(request: str, answers: str, printed: BinaryIO) -> NoReturn:
-        """Run the worker as a new Python would, and end this process."""
+        """Run the worker with its output redirected, as a new Python would, and exit."""
         code = 1
         try:
             sys.path.insert(0, str(Path.cwd()))  # as of `python -m`
@@ -181,7 +165,7 @@ class ForkedWorker:
         return self.returncode
 
     def wait(self) -> int:
-        """Wait until it has ended; the exit code."""
+        """Wait until the process has ended; returns its exit code."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
@@ -210,21 +194,27 @@ def _variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "0"}
 
 
-def _follow(run: Run, process: "Worker", answers: Path, limit: float, progress: Progress) -> str:
-    """Read events until the process ends or takes too long: then what it took, in words."""
-    count, clock = 0, Clock(process.pid)
+def _follow(run: Run, process: Worker, answers: Path, limit: float, progress: Progress) -> str:
+    """Read events until the process ends or takes too long: then what it took, in words.
+
+    The worker ends itself by SIGPROF when a law has used `limit` seconds of processor time, which
+    do not depend on what else the machine does. A worker that waits is ended after `PATIENCE` times
+    as long.
+    """
+    count, latest = 0, time.monotonic()
     while True:
         over = process.poll() is not None
         lines = answers.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be incomplete
         for line in lines[count:]:
             _record(run, line, progress)
-        if lines[count:]:
-            clock.restart()
-        count = len(lines)
+            latest = time.monotonic()
+        count, allowed = len(lines), PATIENCE * limit if run.current else LOADING
+        if over and not run.finished and process.returncode == -signal.SIGPROF:
+            return f"{limit:g} s of processor time"
         if over or run.finished:
             return ""
-        if took := clock.over(limit if run.current else LOADING):
-            return took
+        if time.monotonic() - latest > allowed:
+            return f"{allowed:g} s"
         time.sleep(0.02)
 
 
@@ -245,13 +235,12 @@ def _record(run: Run, line: str, progress: Progress) -> None:
         run.report.outcomes.append(outcome_from(event["outcome"]))
         run.done.add(event["outcome"]["law"])
     elif event["event"] == "done":
-        run.report.pictures = [Picture(**each) for each in event["pictures"]]
         run.report.notes = list(dict.fromkeys([*run.report.notes, *event["notes"]]))
         run.finished = True
 
 
 def _ended(run: Run, code: int, too_long: str, last_line: str) -> None:
-    """The process ended early: that is the outcome of the current law."""
+    """Record the early end of the process as the outcome of the current law."""
     if too_long:
         cause = f"it did not come back within {too_long}"
     elif code < 0:
@@ -264,8 +253,6 @@ def _ended(run: Run, code: int, too_long: str, last_line: str) -> None:
         run.report.outcomes.append(found)
         run.done.add(law.name)
         run.deaths += 1
-    elif run.current == "pictures":
-        run.finished = True
     else:
         run.report.problem = f"while it was loaded and probed, {cause}"
 

@@ -5,6 +5,7 @@ to another. If the subject ends the process, the lines written so far stay.
 """
 
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +21,7 @@ def main(request: str, answers: str) -> None:
 
         from regard_verify.laws import LAWS
         from regard_verify.run.crashes import crash
-        from regard_verify.run.in_process import (
-            describe,
-            pictures_of,
-            problem_of,
-            run_laws,
-            undisturbed,
-        )
+        from regard_verify.run.in_process import describe, problem_of, run_laws, undisturbed
         from regard_verify.subject.conventions import conventions_from
         from regard_verify.subject.understand import understand
 
@@ -46,16 +41,21 @@ def main(request: str, answers: str) -> None:
         options = {name: asked[name] for name in ("only", "skip", "quick", "seed")}
         for law, outcome in run_laws(subject, **options):
             if outcome is None:
+                limit_time(asked["limit"])
                 _write(out, "law", law=law.name, total=len(LAWS))
             else:
                 _write(out, "outcome", outcome=asdict(outcome))
-        _write(out, "law", law="pictures", total=len(LAWS))
-        pictures = [asdict(each) for each in pictures_of(subject)]
-        _write(out, "done", pictures=pictures, notes=subject.notes)
+        _write(out, "done", notes=subject.notes)
+
+
+def limit_time(seconds: float) -> None:
+    """End this process by SIGPROF when it has used so much processor time from now on."""
+    if hasattr(signal, "setitimer"):  # not on Windows
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_memory(gibibytes: float) -> None:
-    """Limit the address space to what is in use now and so much more, where the system can."""
+    """Limit the address space to the memory in use now plus `gibibytes`, where the system can."""
     try:
         import resource
 

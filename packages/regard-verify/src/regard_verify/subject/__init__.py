@@ -1,1 +1,1 @@
-"""What is verified: found, understood and called in one canonical way."""
+"""The subject: found, understood and called in one canonical way."""

@@ -1,4 +1,4 @@
-"""What makes an empty cache for a layer: its library, a class in its file, or transformers."""
+"""Makers of empty caches for a layer: of its library, a class in its file, or transformers."""
 
 import importlib.util
 from collections.abc import Callable

@@ -160,7 +160,7 @@ def update_of(made_by: Any) -> str:
 
 
 def probe_store(subject: Subject) -> None:
-    """Find out the names of its methods, and whether truncation takes a length or an amount."""
+    """Find the names of the cache's methods, and what the argument of its truncation means."""
     held = called(subject.thing)
     truncate = next((n for n in TRUNCATES if hasattr(held, n)), None)
     reorder = next((n for n in REORDERS if hasattr(held, n)), None)
@@ -206,8 +206,8 @@ def _counts(store: Store) -> bool:
 
 
 def _truncation(methods: CacheMethods, subject: Subject) -> CacheMethods | None:
-    """What the argument of `truncate` means: the number of tokens to keep, or to drop, perhaps with
-    a minus sign; None if the cache cannot be truncated.
+    """The meaning of the argument of `truncate`: the number of tokens to keep, or to drop, perhaps
+    with a minus sign; None if the cache cannot be truncated.
 
     Tried on 5 tokens: after `truncate(1)`, 1 or 4 of them are left.
     """

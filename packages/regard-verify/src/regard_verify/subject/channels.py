@@ -1,4 +1,4 @@
-"""What each channel of a module's projections is: found out from what it changes.
+"""The role of each channel of a module's projections, found from the outputs that it changes.
 
 A value channel enters the output linearly. A key channel changes the outputs of other tokens, but
 not linearly. A query channel changes the output of its own token, and nothing once all keys are 0.
@@ -29,7 +29,7 @@ OPEN = (30.0, 1.0, 0.0, 1.2784645)  # at one of these, sigmoid, product, exp, an
 
 @dataclass(frozen=True)
 class Roles:
-    """Which channel is what; channels are numbered over all sources.
+    """The roles of channels, which are numbered over all sources.
 
     Attributes:
         queries: channel of each query head and dimension, [H][D].
@@ -157,7 +157,9 @@ def _kinds(run: Run, channels: int, trial: Trial) -> _Kinds | None:
 
 
 def _linear(found: list[Tensor], least: float) -> Tensor:
-    """Which channels [N] change the output in proportion to the step, for small and large steps."""
+    """A mask of the channels [N] that change the output in proportion to the step, for small
+    and large steps.
+    """
     linear = torch.ones(len(found[0]), dtype=torch.bool)
     for step, change in zip(STEPS, found, strict=True):
         right = found[0] * (step / STEPS[0])
@@ -167,7 +169,7 @@ def _linear(found: list[Tensor], least: float) -> Tensor:
 
 
 def _by_outputs(of: list[int], moved: Tensor) -> list[Tensor]:
-    """The different sets of output channels that these channels change, in order of the first."""
+    """The distinct sets of output channels that these channels change, in order of appearance."""
     found: list[Tensor] = []
     for channel in of:
         if not any(torch.equal(moved[channel], each) for each in found):

@@ -56,21 +56,18 @@ class Guesser:
         resize: whether sizes get these values even where they have a default.
         dropout: what every probability of dropout becomes; None to leave defaults.
         own_classes: whether the file's own class of configurations is used.
-        dropped: names of the probabilities that were set.
     """
 
     values: Mapping[str, Any] = dataclasses.field(default_factory=lambda: VALUES)
     resize: bool = False
     dropout: float | None = None
     own_classes: bool = True
-    dropped: list[str] = dataclasses.field(default_factory=list)
 
     def value(self, name: str, annotation: Any, default: Any) -> Any:
         """The value for an argument: its default, a guess, or `EMPTY` where nothing is known."""
         role = role_of(name, annotation)
         settable = default is EMPTY or default is None or _is_number(default)
         if role == "dropout" and self.dropout is not None and settable:
-            self.dropped.append(name)
             return self.dropout
         if role == "layer index" and default is None:
             return 0
@@ -165,7 +162,7 @@ def configuration(values: Mapping[str, Any], guesser: Guesser) -> Configuration:
 
 
 def how(arguments: Mapping[str, Any]) -> str:
-    """How to declare arguments, on the command line and in the file."""
+    """A sentence: how to declare these arguments on the command line and in the file."""
     text = json.dumps(arguments).replace('"..."', "...")
     return (
         f"declare it: --like 'arguments={text}', or {DECLARED} = {{'arguments': ...}} in its file"

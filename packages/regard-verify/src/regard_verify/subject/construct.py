@@ -79,32 +79,9 @@ def build(made_by: Any, own: Conventions, *, dropout: float | None = None, **cha
             return _built(made_by, arguments)
         except SubjectError as error:
             failures.append(_explained(made_by, arguments, error))
-    if _takes_any_name(made_by):
-        arguments = _asked_for(made_by, given, Guesser(dropout=dropout))
-        return _built(made_by, arguments)
+    if given and any(each.kind is each.VAR_KEYWORD for each in parameters_of(made_by).values()):
+        return _built(made_by, given)  # as declared, whatever it takes out of them
     raise failures[0]
-
-
-def _takes_any_name(made_by: Any) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in parameters_of(made_by).values())
-
-
-def _asked_for(made_by: Any, given: Mapping[str, Any], guesser: Guesser) -> dict[str, Any]:
-    """The arguments that a class takes out of `**kwargs`: each that it misses is guessed."""
-    found = dict(given)
-    for _ in range(20):
-        try:
-            called(made_by, **found)
-        except SubjectError as error:
-            cause = error.__cause__
-            name = cause.args[0] if isinstance(cause, KeyError) and cause.args else None
-            value = guesser.value(name, None, EMPTY) if isinstance(name, str) else EMPTY
-            if value is EMPTY or name in found:
-                raise _explained(made_by, found, error) from error.__cause__
-            found[str(name)] = value
-            continue
-        break
-    return found
 
 
 def _divides(made_by: Any, arguments: Mapping[str, Any]) -> bool:
@@ -116,7 +93,7 @@ def _divides(made_by: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _guessers(made_by: Any, dropout: float | None) -> Iterator[Guesser]:
-    """Ways of guessing, the most careful first: defaults stay, unless they are large."""
+    """Ways of guessing arguments, the most careful first: defaults are kept unless large."""
     roles = {name: role_of(name) for name in arguments_of(made_by)}
     large = any(is_large(roles[n], each.default) for n, each in arguments_of(made_by).items())
     wide = {**VALUES, "key width": WIDTH}
@@ -280,7 +257,7 @@ def _forgot_super(made_by: Any, error: SubjectError) -> bool:
 
 
 def _explained(made_by: Any, arguments: Mapping[str, Any], error: SubjectError) -> SubjectError:
-    """Which arguments it was built with, the line that refused them, and what to do."""
+    """The error with the arguments that were tried, the line that refused them, and the way out."""
     line = line_of_subject(error)
     text = ", ".join(f"{name}={value!r}" for name, value in _plain(arguments).items())
     where = f" ({line})" if line else ""

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-Kind = Literal["function", "module", "cache", "paged", "allocator", "prefix", "rope"]
+Kind = Literal["function", "module", "cache", "paged", "rope"]
 
 DECLARED = "regard_conventions"  # the name of a dictionary of conventions in the subject's file
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "kind": ("function", "module", "cache", "paged", "allocator", "prefix", "rope"),
+    "kind": ("function", "module", "cache", "paged", "rope"),
     "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE", "THD"),
     "returns": ("BHLD", "BLHD", "BLE", "BLD", "LD", "THD"),
     "polarity": ("keep", "drop", "additive"),
@@ -32,8 +32,8 @@ class Conventions:
     reported.
 
     Args:
-        kind: `"function"` of (q, k, v), `"module"` from x, `"cache"`, `"paged"` function,
-            `"allocator"` of blocks, `"prefix"` cache, or `"rope"`, a function of (x, positions).
+        kind: `"function"` of (q, k, v), `"module"` from x, `"cache"`, `"paged"` function, or
+            `"rope"`, a function of (x, positions).
         arguments: of the class or of the factory.
         options: further arguments of every call.
         layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLE"` (heads side by side),
@@ -52,6 +52,8 @@ class Conventions:
         block: tokens of a block, where the keys of a query depend on its block; 0 for none.
         blocks: how many blocks before and after its own a query sees, as `(1, 0)`.
         multiple: lengths of sequences are multiples of it.
+        ranks: of a function, how many processes of a gloo group it is called in at once, each with
+            its part of the tokens, as in context parallelism; it takes no mask then.
         scale: factor of the scores.
         softcap: bound of the scores; 0 for none.
         heads: query heads of a module.
@@ -69,7 +71,7 @@ class Conventions:
         new_cache: name of a function or class in the subject's file that makes a cache.
         cache_bytes: bytes for one token and one row of the batch, at most.
         window_argument: name of the argument for a window.
-        capacity: tokens of a cache, or blocks of an allocator.
+        capacity: tokens of a cache.
         reference: name of a function or module in the subject's file that returns the right output.
 
     Raises:
@@ -97,6 +99,7 @@ class Conventions:
     block: int | None = None
     blocks: tuple[int, int] | None = None
     multiple: int | None = None
+    ranks: int | None = None
     scale: float | None = None
     softcap: float | None = None
     heads: int | None = None

@@ -98,7 +98,9 @@ class Steps:
 
 
 def _returned_cache(result: Any) -> Any:
-    """What follows the output: a tuple, list, single or object, or all keys and values."""
+    """The cache among the returned values: a tuple, a list, an object, or one tensor of keys
+    and values.
+    """
     if isinstance(result, (tuple, list)):
         for each in result[1:][::-1]:
             if isinstance(each, (tuple, list, dict)) or not isinstance(each, (Tensor, type(None))):
@@ -152,7 +154,8 @@ def find_stepper(subject: Subject, beside: Any, trial: Trial) -> None:
             for x in subject.tokens(1, 3, trial).split([2, 1], dim=1):
                 _, state = steps.step(x, state)
         except (SubjectError, StopIteration) as error:
-            filled = steps.new_cache is not None and state and content_of(state.held) != before
+            own_class = steps.new_cache not in (None, dict)
+            filled = own_class and state and content_of(state.held) != before
             if declared or filled:  # a class of its own file, in which the first tokens were put
                 subject.has.unusable_cache = True
                 subject.inferred["cache"] = f"{steps.argument} could not be used: {error}"
@@ -179,7 +182,7 @@ def _use(steps: Steps, subject: Subject) -> None:
 
 
 def _agrees(steps: Steps, subject: Subject, trial: Trial) -> bool:
-    """Whether pieces give what one call gives; it may hold where that cannot be asked."""
+    """Whether a sequence in pieces gives what one call gives, where the two can be compared."""
     if not subject.conventions.causal and not subject.has.mask:
         return steps.style != "internal" or _is_certain(steps)
     x = subject.tokens(2, 5, trial)

@@ -1,4 +1,4 @@
-"""A function of (q, k, v) behind the canonical call: layouts, masks, names of options."""
+"""Calling a function of (q, k, v) in its own layout, with its own masks and options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +12,6 @@ from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import NO_MASK, MaskForm
 from regard_verify.subject.signatures import (
     EMPTY,
-    call_by_name,
     is_required,
     order_of,
     parameters_of,
@@ -139,7 +138,7 @@ class FunctionCall:
             added = given.get(self.form.argument) if self.form.polarity == "additive" else None
             given[self.form.argument] = raw if added is None else raw + added
         inputs = called(self._inputs, q, k, v)
-        return called(call_by_name, self.target, inputs, given)
+        return called(self.target, *inputs, **given)
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The inputs in the function's order; k and v, or all three, may be one tensor."""

@@ -1,4 +1,4 @@
-"""What an argument of a class stands for, told by its name as tutorials and libraries use it."""
+"""The meaning of a class's argument, by its name as tutorials and libraries use it."""
 
 import re
 from collections.abc import Iterable
@@ -70,7 +70,7 @@ def _singular(word: str) -> str:
 
 
 def role_of(name: str, annotation: Any = None) -> str | None:
-    """What an argument stands for, a key of `VALUES`; None if its name does not tell.
+    """The meaning of an argument, a key of `VALUES`; None if its name does not tell.
 
     Examples:
         >>> role_of("group_num"), role_of("dim_per_head"), role_of("attn_pdrop"), role_of("alpha")

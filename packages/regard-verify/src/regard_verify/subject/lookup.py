@@ -71,7 +71,7 @@ def find(name: str) -> Found:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """The file or module in a name, and what follows."""
+    """The file or module in a name, and the attribute after it."""
     if name.endswith(".py"):
         return name, ""
     where, colon, attribute = name.rpartition(":")
@@ -95,7 +95,7 @@ def _submodule(name: str) -> Any:
 
 
 def _instead(holder: Any, missing: str) -> str:
-    """Which names there are: those that are alike, or what can be verified, or all."""
+    """A suggestion for a missing name: names like it, else subjects of the file, else all names."""
     names = _names(holder)
     close = difflib.get_close_matches(missing, names, 3, 0.6)
     if close:
@@ -208,7 +208,9 @@ def _in_package(path: Path) -> Any:
     parts = path.resolve().with_suffix("").relative_to(top.parent).parts
     held = sys.modules.get(parts[0])
     if held is not None and str(top) not in _paths(held):
-        raise SubjectError(f"{path} is in a package that is called {parts[0]!r}, as another is")
+        raise SubjectError(
+            f"the package of {path} is called {parts[0]!r} like another that is imported"
+        )
     name = ".".join(parts)
     try:
         return importlib.import_module(name)

@@ -12,7 +12,7 @@ from regard_verify.subject.signatures import parameters_of as parameters_of
 
 
 class MaskForm(NamedTuple):
-    """The name of a mask argument, the meaning of its entries, its axes, and its dtype.
+    """The form of a mask: its argument, the meaning of its entries, its axes and its dtype.
 
     `hidden` is what an additive mask adds where a key is hidden: -inf, or the least finite value.
     """

@@ -43,6 +43,14 @@ def size_of(module: nn.Module, what: str) -> int | None:
     return None
 
 
+def softcap_of(module: nn.Module) -> float | None:
+    """The bound of the scores, by an attribute that is called so."""
+    for name, value in vars(module.inner if isinstance(module, Adapter) else module).items():
+        if re.search("soft_?cap|logits?_cap", name) and type(value) in (int, float) and value > 0:
+            return float(value)
+    return None
+
+
 @dataclass
 class ModuleCall:
     """The module's own call, on x, or on the same x as queries, keys and values.
@@ -131,7 +139,7 @@ NO_CONTEXT = ("mask", "cache", "past", "pos", "freq", "cos", "sin", "bias", "cau
 
 
 class Inputs(NamedTuple):
-    """What a module's forward takes first: x, or queries, keys and values in some order.
+    """The sequences that a forward takes first: x, or queries, keys and values in some order.
 
     `order` is "x" or an order of "qkv"; `context` is the argument for another sequence, or "".
     """

@@ -1,12 +1,10 @@
 """Modules whose forward takes positions or rotary tables beside x, as modules from x alone.
 
-The tables are made by what stands in the file, a class of rotary embeddings or a function that
-computes them, or else for the width of a head that the module accepts.
+The tables are those of RoPE for base 10,000, in the first usual layout that the module accepts.
 """
 
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from regard_verify.subject.adapters import Adapter
-from regard_verify.subject.construct import build
 from regard_verify.subject.conventions import Conventions
-from regard_verify.subject.guesses import CONTEXT, role_of
+from regard_verify.subject.guesses import role_of
 from regard_verify.subject.mask_forms import mask_arguments
 from regard_verify.subject.signatures import parameters_of, required_of
 from regard_verify.subject.subject import SubjectError, called, output_of
@@ -29,7 +26,6 @@ COMPLEX = ("freqs_cis", "freqs_complex", "rotary_freqs", "freqs", "pos_cis", "fr
 STARTS = ("start_pos", "past_length", "position_offset", "offset", "start_position", "cache_len")
 IDS = ("position_ids", "positions", "input_pos", "cache_position", "pos_ids", "pos")
 KNOWN = (*PAIRS, *COSINES, *SINES, *COMPLEX, *STARTS, *IDS)
-_CLASS, _FUNCTION = re.compile(r"rotary|rope", re.I), re.compile(r"precompute|freqs|rope|rotary")
 SHAPES = ("BLD", "LD", "1LD", "11LD", "1L1D")  # axes of cosines and sines, in the order of trials
 WIDTHS = (8, 4, 16, 32, 64, 128, 2)  # of a head, in the order of trials
 
@@ -42,7 +38,8 @@ class Angles:
 
     Attributes:
         dim: channels of a head that are rotated.
-        shape: the axes of the tables; "complex" for complex numbers [L, D / 2].
+        shape: the axes of the tables; "complex" for complex numbers [L, D / 2], "stacked" for
+            cosines and sines in one tensor [L, D / 2, 2].
         width: how often each angle stands in a row of D channels: 2 in halves, 1 for D / 2 columns.
     """
 
@@ -56,6 +53,8 @@ class Angles:
         angles = positions[..., None].float() * self.theta**-steps  # [B, L, D / 2]
         if self.shape == "complex":
             return torch.polar(torch.ones_like(angles[0]), angles[0])
+        if self.shape == "stacked":
+            return torch.stack([angles[0].cos(), angles[0].sin()], -1)
         angles = torch.cat([angles] * self.width, -1)
         index: dict[str, Any] = {
             "LD": 0, "1LD": slice(1), "11LD": (slice(1), None),
@@ -65,72 +64,39 @@ class Angles:
         return angles.cos(), angles.sin()
 
 
-@dataclass(frozen=True)
-class FromModule:
-    """Tables of the file's rotary embedding, which is called with x and positions."""
-
-    rotary: nn.Module
-    width: int
-    by_length: bool = False
-
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Any:
-        x = torch.zeros(*positions.shape, self.width, dtype=dtype)
-        if not self.by_length:
-            return self.rotary(x, positions)
-        found = self.rotary(int(positions.max()) + 1)
-        return _rows(found, positions)
-
-
-@dataclass(frozen=True)
-class FromTable:
-    """Rows of a table that the file computes once for all positions."""
-
-    table: Any
-
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Any:
-        return _rows(self.table, positions)
-
-
-def _rows(table: Any, positions: Tensor) -> Any:
-    """The rows of these positions, in one table or in several."""
-    if isinstance(table, (tuple, list)):
-        return tuple(_rows(each, positions) for each in table)
-    axis = next(i for i, size in enumerate(table.shape) if size > 1)
-    return table.index_select(axis, positions[0].to(table.device))
-
-
 class Positioned(Adapter):
     """A module as one from x alone: tables and positions follow from `past`, the tokens before x.
 
     While `rotating` is False nothing is rotated: cosines are 1, sines 0, and all positions 0.
     """
 
-    def __init__(self, inner: Any, tables: Tables | None, flat: bool = True) -> None:
+    def __init__(
+        self, inner: Any, tables: Tables | None, names: Sequence[str], flat: bool = True
+    ) -> None:
         super().__init__(inner)
-        self.known = {}
+        self.known, self.names = {}, names
         copied = any(name in PAIRS for name in parameters_of(inner.forward))
         self.hidden = "min" if copied else "-inf"  # as transformers hides keys
         self.makes_tables, self.flat, self.rotating = tables, flat, True
 
     @property
     def signature_of_forward(self) -> dict[str, inspect.Parameter]:
-        """The arguments that are left to the caller."""
+        """The arguments of the module's forward that the caller gives."""
         left = {n: p for n, p in parameters_of(self.inner.forward).items() if n not in KNOWN}
         past = inspect.Parameter("past", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=int)
         return {**left, "past": past}
 
     def forward(self, x: Tensor, *rest: Any, past: int = 0, **given: Any) -> Any:
-        """What the module returns, with the positions of x."""
+        """The result of the module for x and its positions."""
         return self.inner(x, *rest, **given, **self.positions(x, past))
 
     def positions(self, x: Tensor, past: int) -> dict[str, Any]:
         """Its arguments for positions, by name."""
         batch, length = x.shape[:2]
-        names = [name for name in parameters_of(self.inner.forward) if name in KNOWN]
         ids = torch.arange(past, past + length)[None].expand(batch, -1)
         tables = self._tables(ids, x.dtype) if self.makes_tables else None
         given: dict[str, Any] = {}
-        for name in names:
+        for name in self.names:
             if name in STARTS:
                 given[name] = past
             elif name in IDS:
@@ -145,12 +111,13 @@ class Positioned(Adapter):
         assert self.makes_tables is not None
         found = self.makes_tables(ids, dtype)
         if isinstance(found, Tensor):
-            return found if self.rotating else torch.ones_like(found)
+            still = torch.tensor([1.0, 0.0]) if found.ndim == 3 else 1.0
+            return found if self.rotating else torch.ones_like(found) * still
         cos, sin = (each.to(dtype) for each in found)
         return (cos, sin) if self.rotating else (torch.ones_like(cos), torch.zeros_like(sin))
 
 
-def positioned(module: nn.Module, beside: Any, own: Conventions) -> nn.Module:
+def positioned(module: nn.Module, own: Conventions) -> nn.Module:
     """The module in its adapter, if its forward takes positions and cannot do without.
 
     Raises:
@@ -163,13 +130,14 @@ def positioned(module: nn.Module, beside: Any, own: Conventions) -> nn.Module:
     if not required and (not names or not _failure(module, own)):
         return module
     failures: list[str] = []
-    for tables in _ways(module, names, beside, own):
-        for flat in (True, False) if any(name in IDS for name in names) else (True,):
-            tried = Positioned(module, tables, flat)
-            failure = _failure(tried, own)
-            if not failure:
-                return tried
-            failures.append(failure)
+    for given in dict.fromkeys((tuple(names), tuple(required or names))):  # all, or what it needs
+        for tables in _ways(module, given, own):
+            for flat in (True, False) if any(name in IDS for name in given) else (True,):
+                tried = Positioned(module, tables, given, flat)
+                failure = _failure(tried, own)
+                if not failure:
+                    return tried
+                failures.append(failure)
     if not required:
         return module
     raise SubjectError(
@@ -179,22 +147,20 @@ def positioned(module: nn.Module, beside: Any, own: Conventions) -> nn.Module:
 
 
 def moved(like: nn.Module, inner: nn.Module) -> nn.Module:
-    """Another module of the same kind in the adapter of the first."""
+    """Another module of the same class, in an adapter like that of the first."""
     if not isinstance(like, Positioned):
         return inner
-    return Positioned(inner, like.makes_tables, like.flat).train(inner.training)
+    return Positioned(inner, like.makes_tables, like.names, like.flat).train(inner.training)
 
 
-def _ways(module: Any, names: list[str], beside: Any, own: Conventions) -> Iterator[Tables | None]:
-    """Makers of tables, those of the file first."""
+def _ways(module: Any, names: Sequence[str], own: Conventions) -> Iterator[Tables | None]:
+    """Makers of tables, the likeliest first."""
     if all(name in (*STARTS, *IDS) for name in names):
         yield None
         return
     dims = _dims(module, own)
-    yield from _of_classes(module, beside, dims)
-    yield from _of_functions(beside, dims)
     if any(name in COMPLEX for name in names):
-        yield from (Angles(dim, "complex") for dim in dims)
+        yield from (Angles(dim, shape) for dim in dims for shape in ("complex", "stacked"))
     for dim in dims:
         for width in (2, 1):
             yield from (Angles(dim, shape, width) for shape in SHAPES)
@@ -208,60 +174,6 @@ def _dims(module: Any, own: Conventions) -> list[int]:
             if role_of(name) == "head width" and type(value) is int:
                 held.append(value)
     return list(dict.fromkeys([*held, *WIDTHS]))
-
-
-def _members(beside: Any, rule: re.Pattern[str]) -> list[Any]:
-    home = getattr(beside, "__name__", "")
-    return [
-        each
-        for name, each in vars(beside).items()
-        if rule.search(name) and getattr(each, "__module__", "") == home
-    ] if beside is not None else []  # fmt: skip
-
-
-def _of_classes(module: Any, beside: Any, dims: list[int]) -> Iterator[Tables]:
-    settings = getattr(module, "config", None)
-    for made_by in _members(beside, _CLASS):
-        if not (isinstance(made_by, type) and issubclass(made_by, nn.Module)):
-            continue
-        for dim in dims[:3]:
-            try:
-                given = _arguments(made_by, settings, dim)
-                rotary = build(made_by, Conventions(arguments=given)).made.eval()
-            except SubjectError:
-                continue
-            yield FromModule(rotary, dim)
-            yield FromModule(rotary, dim, by_length=True)
-
-
-def _arguments(made_by: Any, settings: Any, dim: int) -> dict[str, Any]:
-    """The arguments of a rotary class or function: a configuration, or the width and a length."""
-    given: dict[str, Any] = {}
-    for name in parameters_of(made_by):
-        role = role_of(name)
-        if settings is not None and name in ("config", "cfg", "args"):
-            given[name] = settings
-        elif role in ("width", "head width", "rotated width", "key width"):
-            given[name] = dim
-        elif role == "length" or name == "end":
-            given[name] = 4 * CONTEXT
-    return given
-
-
-def _of_functions(beside: Any, dims: list[int]) -> Iterator[Tables]:
-    for function in _members(beside, _FUNCTION):
-        if isinstance(function, type) or not callable(function):
-            continue
-        for dim in dims[:3]:
-            given = _arguments(function, None, dim)
-            if not set(required_of(function)) <= given.keys():
-                continue
-            try:
-                table = called(function, **given)
-            except SubjectError:
-                continue
-            if isinstance(table, Tensor) or (isinstance(table, tuple) and len(table) == 2):
-                yield FromTable(table)
 
 
 def _failure(module: Any, own: Conventions) -> str:

@@ -136,7 +136,10 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
             mixed.append(found)
     if mixed:  # in every layout: take the most common one, and the laws report what is wrong
         return mixed[0]
-    raise SubjectError(f"it could not be called with (q, k, v): {summary(failures)}")
+    raise SubjectError(
+        f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs, "
+        "name a function that calls it with q, k and v, or declare layout or options"
+    )
 
 
 def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tuple[str, ...]]]:
@@ -162,7 +165,7 @@ def pattern_length(own: Conventions) -> int:
 
 
 def say_multiple(subject: Subject) -> None:
-    """What was found out about the lengths that it takes, in words."""
+    """Say which lengths the subject takes."""
     if subject.conventions.multiple:
         subject.inferred["lengths"] = f"multiples of {subject.conventions.multiple}"
 
@@ -174,7 +177,7 @@ def summary(failures: list[str]) -> str:
 
 
 def _returns(call: FunctionCall, trial: Trial) -> str:
-    """The layout of the output."""
+    """The layout of the function's output."""
     sizes = _sizes_for(call, Sizes(2, 3, 3, 5, 5, 4, 4))
     q, k, v = Subject("", "function", call.own).inputs(sizes, trial)
     with torch.no_grad():
@@ -254,7 +257,7 @@ def _takes_windows(subject: Subject, trial: Trial) -> bool:
 
 
 def probe_pattern(subject: Subject, trial: Trial) -> None:
-    """Which keys it hides by default."""
+    """Find the keys that the subject hides by default."""
     own = subject.conventions
     if own.causal is not None and own.window is not None:
         return
@@ -313,7 +316,7 @@ def choose_form(
 
 
 def hides_one_key(subject: Subject, trial: Trial) -> bool:
-    """Whether a mask that hides key 1 hides key 1, beside what its own pattern hides.
+    """Whether a mask of key 1 hides key 1 alone, beside the keys that the own pattern hides.
 
     One that switches its own pattern off is a mask too: a law reports that.
     """

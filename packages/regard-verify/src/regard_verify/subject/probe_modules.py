@@ -21,6 +21,7 @@ from regard_verify.subject.modules import (
     made_identity,
     masks_of,
     size_of,
+    softcap_of,
 )
 from regard_verify.subject.other_masks import causal_works
 from regard_verify.subject.probe_functions import (
@@ -99,7 +100,7 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
         return call
     if refusals:
         raise refusals[0]
-    raise SubjectError("the width of its input could not be found out; declare --like width=NUMBER")
+    raise SubjectError("the width of its input is not known: declare it, --like width=NUMBER")
 
 
 def _widths(module: nn.Module, declared: int | None) -> list[int]:
@@ -152,7 +153,10 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
             failures.append(f"{layout}: rows of the batch are mixed")
     if any(failure.endswith("mixed") for failure in failures):
         return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
-    raise SubjectError(f"it could not be called: {summary(failures)}")
+    raise SubjectError(
+        f"it could not be called with x [B, L, E]: {summary(failures)}; if it takes other inputs, "
+        "name a function or module that calls it with x alone"
+    )
 
 
 def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:
@@ -249,7 +253,8 @@ def _heads(
     known = {n: x for n, x in found.known.items() if getattr(declared, n) is None}
     if plain.module is not call.module:
         known.pop("pairing", None)  # of the module without its rotation
-    own = own.found(heads=heads, kv_heads=groups, head_dim=dim)
+    softcap = softcap_of(call.module)
+    own = own.found(heads=heads, kv_heads=groups, head_dim=dim, softcap=softcap)
     subject.conventions = replace(own, **known)
     return found
 
@@ -313,7 +318,7 @@ def _mask_reaches_heads(subject: Subject, trial: Trial) -> bool:
 
 
 def _drops(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
-    """Whether two calls in train mode differ: it has dropout that is not 0."""
+    """Whether two calls in train mode differ, as under dropout."""
     x = subject.tokens(4, 9, trial)
     module = call.module
     module.train()

@@ -1,9 +1,10 @@
-"""What the weights of a subject show: their sign, rotation, scale, and the order of the heads."""
+"""Probing the weights of a subject: their sign, rotation, scale, and the order of the heads."""
 
 import torch
 
-from regard_verify.law import Sizes, Trial
+from regard_verify.law import Sizes, Trial, worst
 from regard_verify.oracle import key_heads
+from regard_verify.subject.projected_heads import ProjectedHeads
 from regard_verify.subject.rotation import probe_rotation
 from regard_verify.subject.subject import Subject, SubjectError
 
@@ -18,6 +19,9 @@ def probe_scores(subject: Subject, trial: Trial) -> None:
         if scale is not None:
             dim = subject.fit(Sizes(D=4)).D
             subject.inferred["scale"] = f"{scale:.6g} where 1/sqrt(D) is {dim**-0.5:.6g}"
+    if subject.conventions.scale is None and _is_unscaled(subject, trial):
+        subject.conventions = subject.conventions.found(scale=1.0)
+        subject.inferred["scale"] = "1, of queries and keys that are normalised"
     if subject.conventions.head_order is None and subject.has.gqa:
         groups, sizes = read_head_order(subject, trial), subject.fit(Sizes(1, 6, 2))
         grouped = groups == key_heads(sizes.H, sizes.G)
@@ -37,6 +41,22 @@ def _probe_signs(subject: Subject, trial: Trial) -> None:
         subject.has.negative_weights, subject.total = True, float(sums.mean())
         form = "a difference of two, as in differential attention, so that they sum to"
         subject.inferred["weights"] = f"{form} {subject.total:.4g}"
+
+
+def _is_unscaled(subject: Subject, trial: Trial) -> bool:
+    """Whether a module normalises queries and keys, and their scores have no scale."""
+    q, k, v = subject.inputs(subject.fit(Sizes(1, 2, 2, 5, 5, 8, 8)), trial)
+    attend = subject.attend
+    if not (isinstance(attend, ProjectedHeads) and attend.normalizes(q, k, v)):
+        return False
+    return worst(subject.run(q, k, v), subject.expected(q, k, v, scale=1.0).out)[1] < 1e-4
+
+
+def learned_in_scores(subject: Subject, trial: Trial) -> list[str]:
+    """The parameters of a module, beside projections and sinks, on which its output depends."""
+    given = subject.inputs(subject.fit(Sizes(1, 1, 1, 3, 3, 4, 4)), trial)
+    names = subject.attend.learned(*given) if isinstance(subject.attend, ProjectedHeads) else []
+    return [name for name in names if not name.endswith("sinks")]
 
 
 def read_scale(subject: Subject, trial: Trial, dim: int = 4) -> float | None:

@@ -46,7 +46,7 @@ class ProjectedHeads:
         return replace(self, attention=replace(self.attention, call=call))
 
     def named_roles(self) -> dict[str, str]:
-        """Which of "qkv" each projection makes, by the name of its parameter; only where it is one.
+        """The one of "qkv" that each projection makes, by the name of its parameter.
 
         A projection that makes several, or a gate, is left out.
         """
@@ -73,7 +73,7 @@ class ProjectedHeads:
         return next((names.get(each, "?") for each in makers if makers.count(each) > 1), "")
 
     def shared_keys(self) -> "ProjectedHeads | None":
-        """The same for the channels that were left out: keys that all heads share; None if none."""
+        """The module as a function of the keys that all heads share, as in MLA, or None."""
         roles = self.roles
         if not (roles.other_queries and roles.other_keys):
             return None
@@ -105,7 +105,7 @@ class ProjectedHeads:
         heads, _, _, width = self.roles.sizes
         self._refuse_other_dtypes(q.dtype)
         if keys != length and not self.attention.cross:
-            raise SubjectError("it has as many keys as queries")
+            raise SubjectError("it takes as many keys as queries")
         parts = [x.transpose(1, 2).flatten(-2) for x in (q, k, v)]
         values = []
         for place, index in zip(self.attention.sources, self.pools, strict=True):
@@ -119,6 +119,28 @@ class ProjectedHeads:
         merged = self.attention(values, **options)
         order = torch.tensor([c for head in self.roles.outputs for c in head])
         return merged[..., order].unflatten(-1, (heads, width)).transpose(1, 2)
+
+    def normalizes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether three times larger queries and keys give the same output: it normalises them."""
+        with torch.no_grad():
+            one, other = (self(n * q, n * k, v, bare=False) for n in (1.0, 3.0))
+        return bool(torch.allclose(one, other, atol=1e-3))
+
+    def learned(self, q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+        """The parameters that change the merged heads of chosen queries, keys and values.
+
+        Such are temperatures, biases of positions, and mixtures of heads; projections are not.
+        """
+        if not isinstance(self.attention, Attention):
+            return []  # its projections run, too
+        named = {n: x for n, x in self.call.module.named_parameters() if x.requires_grad}
+        with torch.enable_grad():
+            out = self(q, k, v)
+            push = torch.randn_like(out)
+            if not out.requires_grad:
+                return []
+            grads = torch.autograd.grad(out, list(named.values()), push, allow_unused=True)
+        return [n for n, g in zip(named, grads, strict=True) if g is not None and bool(g.any())]
 
     def _refuse_other_dtypes(self, dtype: torch.dtype) -> None:
         """The products with weights are left out here, and would refuse another dtype."""

@@ -22,7 +22,7 @@ PRODUCTS = {
     torch.tensordot, torch.inner, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm,
     Tensor.__matmul__, Tensor.__rmatmul__, Tensor.inner,
 }  # fmt: skip
-NORMS = {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.group_norm}
+NORMS = {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.group_norm, F.normalize}
 
 Key = tuple[int, int]  # of a projection: the identity of its weight, and which use of it
 
@@ -104,13 +104,13 @@ class Products(TorchFunctionMode):
             return out
         if key not in self.instead:
             raise SubjectError(
-                "it multiplies by other weights for these inputs"
+                "for these inputs it runs other projections"
             ) from NotImplementedError("another way through the module")
         return self.instead[key]
 
 
 class Reached(BaseException):
-    """The run came to the input of the output projection; carries it."""
+    """Raised when a run comes to the output projection; carries the input of that projection."""
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Place:
         return x.flatten(2) if x.ndim > 2 else x[..., None]
 
     def _order(self) -> list[int]:
-        """The axes in the order rows, tokens, constants."""
+        """The axes, sorted into rows, tokens and constant sizes."""
         places = list(range(len(self.axes)))
         first = [i for i in places if self.axes[i] in ("B", "BL", "BS")]
         second = [i for i in places if self.axes[i] in ("L", "S")]
@@ -189,7 +189,7 @@ class Place:
 
 
 def placed(key: Key, shapes: Sequence[tuple[torch.Size, dict[str, int]]]) -> Place | None:
-    """Which axes of a tensor are rows and tokens: those that change with them, over two runs.
+    """The axes of a tensor: rows and tokens are axes that change with them, over two runs.
 
     Examples:
         >>> sizes = [{"B": 2, "L": 3, "S": 3}, {"B": 3, "L": 5, "S": 5}]
@@ -269,7 +269,7 @@ class Attention:
                 assert self.sink is not None
                 return self.sink.read(reached.given, batch, length)
         if self.sink is not None:
-            raise SubjectError("its output projection was not reached")
+            raise SubjectError("it did not come to its output projection")
         return out
 
     def channels(self) -> list[int]:
@@ -332,15 +332,10 @@ class bare_norms:
             return
         for name, each in self.module.named_modules():
             words = f"{name.rpartition('.')[2]} {type(each).__name__}".lower()
-            if name and "norm" in words and not _has_products(each):
+            if name and "norm" in words and not list(each.children()):  # no block with a norm in it
                 hook = each.register_forward_hook(lambda norm, given, out: given[0])
                 self.handles.append(hook)
 
     def __exit__(self, *error: object) -> None:
         for handle in self.handles:
             handle.remove()
-
-
-def _has_products(module: nn.Module) -> bool:
-    """A block that contains a norm, as a pre-norm wrapper does, is no norm."""
-    return any(parameter.ndim >= 2 for parameter in module.parameters())

@@ -123,7 +123,7 @@ def recorded(call: Any, given: dict[str, Any]) -> list[Product]:
 
 
 def _after(call: Any, sizes: dict[str, int], keys: list[Key], trial: Trial) -> set[Key]:
-    """The projections whose inputs at one token depend on another token: those after attention."""
+    """Keys of the projections after attention: their input at a token depends on other tokens."""
     given = _tokens(call, sizes, trial)
     base = recorded(call, given)
     found: set[Key] = set()

@@ -26,7 +26,6 @@ def probe_rotation(subject: Subject, trial: Trial) -> None:
     """Whether positions change the scores, and which channels are rotated together."""
     own = subject.conventions
     if own.pairing is not None:
-        subject.has.rope |= own.pairing != "none"
         return
     try:
         rows = [_log_weights(subject, trial) for _ in range(2)]
@@ -49,7 +48,6 @@ def probe_rotation(subject: Subject, trial: Trial) -> None:
 def _found(subject: Subject, pairing: str, theta: float) -> None:
     subject.conventions = replace(subject.conventions.found(pairing=pairing), theta=theta)
     subject.inferred["RoPE"] = f"{pairing}, theta {theta:g}"
-    subject.has.rope = True
 
 
 def _rotations(theta: float) -> Iterator[tuple[str, float]]:

@@ -39,7 +39,7 @@ class SubjectError(Exception):
 
 @dataclass
 class Abilities:
-    """What a subject accepts or has; a law applies where the abilities that it needs are there."""
+    """The abilities of a subject; a law applies where the abilities that it needs are there."""
 
     # How it can be called.
     heads: bool = False  # with q, k and v: laws of the attention itself
@@ -68,7 +68,6 @@ class Abilities:
     cache: bool = False  # keys and values of earlier tokens
     unusable_cache: bool = False  # an argument for a cache that is declared and does not work
     # What is known of it.
-    rope: bool = False  # queries and keys are rotated in a known way
     unknown_positions: bool = False  # positions change the scores in a way that is not known
     negative_weights: bool = False  # its weights are those of one softmax less those of another
     reference: bool = False  # a function or module that should return the same is declared
@@ -78,8 +77,6 @@ class Abilities:
     cache_truncate: bool = False  # ... that can drop its last tokens
     cache_reorder: bool = False  # ... that can select rows of the batch
     paged: bool = False  # a function that reads keys and values from pages
-    allocator: bool = False  # an allocator of pages
-    prefix: bool = False  # a cache of prefixes
     rotation: bool = False  # a function that rotates x by positions
 
     def any_of(self, names: str) -> bool:
@@ -224,12 +221,14 @@ class Subject:
     def tokens(
         self, batch: int, length: int, trial: Trial, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """x [B, L, E] for the layer, with a length that it takes."""
+        """Random x [B, L, E]; L is rounded up to a length that the layer takes."""
         length = self.length(length)
         return trial.randn(batch, length, self.conventions.width or 1, dtype=dtype)
 
     def visible(self, queries: int, keys: int, *, causal: bool = False, window: int = 0) -> Tensor:
-        """Which keys each query may attend to [L, S]: by its own pattern and the call's options."""
+        """The keys that each query may attend to [L, S], by its own pattern and the call's
+        options.
+        """
         own = self.conventions
         return pattern(
             queries,
@@ -260,7 +259,7 @@ class Subject:
         window: int = 0,
         **options: Any,
     ) -> Reference:
-        """What the definition gives for the same call, under its conventions."""
+        """The output of the definition for the same call, under the subject's conventions."""
         own = self.conventions
         visible = self.visible(q.shape[2], k.shape[2], causal=causal, window=window)[None, None]
         visible = visible if keep is None else visible & keep
@@ -290,7 +289,7 @@ class Subject:
             return self.attend(*(x.clone() for x in given), **options)
 
     def run_layer(self, x: Tensor, **options: Any) -> Tensor:
-        """`layer`, in the same way."""
+        """`layer`, without gradients and on a copy of x."""
         assert self.layer is not None
         with torch.no_grad():
             return self.layer(x.clone(), **options)
@@ -313,7 +312,7 @@ class Subject:
         return read_weights(partial(self.run, **options), q, k, width=width)
 
     def attended(self, sizes: Sizes, trial: Trial, **options: Any) -> Tensor:
-        """Which keys [B, H, L, S] have a weight above 0, for random inputs."""
+        """The keys [B, H, L, S] with a weight above 0, for random inputs."""
         q, k, _ = self.inputs(sizes, trial)
         return self.read_weights(q, k, **options) != 0
 
@@ -353,7 +352,7 @@ def output_of(result: Any, numel: int) -> Tensor:
 
 
 def called(target: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """What `target` returns; any error that it raises becomes a `SubjectError` in one sentence.
+    """The result of a call of `target`; any error becomes a `SubjectError` in one sentence.
 
     Raises:
         SubjectError: if it raises, or exits.

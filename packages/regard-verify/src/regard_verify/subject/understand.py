@@ -32,8 +32,9 @@ from regard_verify.subject.positions import moved, positioned
 from regard_verify.subject.probe_functions import probe_function
 from regard_verify.subject.probe_modules import probe_module
 from regard_verify.subject.probe_weights import read_scale
+from regard_verify.subject.ranks import OnRanks
 from regard_verify.subject.signatures import parameters_of, required_of
-from regard_verify.subject.subject import Abilities, Subject, SubjectError, called
+from regard_verify.subject.subject import Abilities, Subject, SubjectError
 
 
 def understand(
@@ -97,7 +98,7 @@ def _declared_beside(own: Conventions, beside: Any) -> Conventions:
 
 
 def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    if own.kind in ("cache", "paged", "allocator", "prefix", "rope") or _is_cache(target):
+    if own.kind in ("cache", "paged", "rope") or _is_cache(target):
         return _thing(target, own, name)
     if isinstance(target, nn.Module):
         return _object(adapted(target, own.arguments), own, name, beside, trial)
@@ -118,6 +119,9 @@ def _understood(target: Any, own: Conventions, name: str, beside: Any, trial: Tr
 
 
 def _function(target: Any, own: Conventions, name: str, trial: Trial) -> Subject:
+    if own.ranks:
+        own = own.found(layout="BHLD", multiple=own.ranks, mask="")
+        target = OnRanks(target, own.ranks or 1, own.layout or "BHLD")
     subject = Subject(name, "function", replace(own, kind="function", arguments={}), thing=target)
     probe_function(target, subject, trial)
     return subject
@@ -129,7 +133,7 @@ def _object(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
     plain = takes_heads(module) and not weights and not isinstance(module, Adapter)
     if own.kind == "function" or (own.kind is None and plain):
         return _function(module.eval(), own, name, trial)
-    return _module(positioned(module.eval(), beside, own), own, name, beside, trial)
+    return _module(positioned(module.eval(), own), own, name, beside, trial)
 
 
 def _from_class(target: type, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
@@ -183,7 +187,7 @@ def _of_transformers(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remember(subject: Subject, built: Built, made_by: Any, own: Conventions) -> None:
-    """What is known of how it was built, and how to build another."""
+    """Record how the subject was built, and how to build another."""
     if isinstance(built.made, nn.Module):
         like = subject.thing
         subject.another = lambda **changes: moved(
@@ -213,7 +217,11 @@ def _in_float32(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: Trial) -> Subject:
-    """A module in eval mode."""
+    """The subject of a module, which is judged in eval mode and float32."""
+    if own.ranks:
+        raise SubjectError(
+            "ranks are declared, and only a function of (q, k, v) is called on ranks"
+        )
     module, remark = _in_float32(module)
     module.eval()
     own = replace(own, kind="module", arguments={})
@@ -228,7 +236,7 @@ def _module(module: nn.Module, own: Conventions, name: str, beside: Any, trial: 
 
 
 def _thing(target: Any, own: Conventions, name: str) -> Subject:
-    """A cache, paged function, allocator, prefix cache or rotation; each law makes it anew."""
+    """A cache, paged function or rotation; each law makes it anew."""
     kind = own.kind or "cache"
     make: Callable[[], Any] = target
     plain = kind in ("paged", "rope")
@@ -240,16 +248,10 @@ def _thing(target: Any, own: Conventions, name: str) -> Subject:
         make = _maker(target, own)
     subject = Subject(name, kind, replace(own, kind=kind), thing=make)
     subject.has = Abilities(
-        cache_object=kind == "cache",
-        paged=kind == "paged",
-        allocator=kind == "allocator",
-        prefix=kind == "prefix",
-        rotation=kind == "rope",
+        cache_object=kind == "cache", paged=kind == "paged", rotation=kind == "rope"
     )
     if kind == "cache":
         probe_store(subject)
-    elif not plain:
-        called(make)
     return subject
 
 
@@ -271,10 +273,7 @@ def _is_cache(target: Any) -> bool:
 
 
 def _is_factory(target: Any) -> bool:
-    required = [
-        each
-        for each in parameters_of(target).values()
-        if each.default is inspect.Parameter.empty
-        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    return not required and bool(inspect.isroutine(target)) and not takes_heads(target)
+    """Whether it is a function without required arguments that may build a subject."""
+    taken = parameters_of(target).values()
+    by_place = any(each.kind is each.VAR_POSITIONAL for each in taken) or takes_heads(target)
+    return bool(inspect.isroutine(target)) and not by_place and not required_of(target)

@@ -1,0 +1,102 @@
+"""The public names of `regard`, which loads them at the first use of any."""
+
+from regard.cache import (
+    NO_CACHE,
+    Cache,
+    KVCache,
+    PagedCache,
+    PagePool,
+    Part,
+    QuantizedCache,
+    SlidingCache,
+    StaticCache,
+)
+from regard.layers.attention import (
+    Attention,
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiQueryAttention,
+    SelfAttention,
+)
+from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
+from regard.layers.memory import Memory
+from regard.masks import (
+    EVERYTHING,
+    NOTHING,
+    Causal,
+    Chunked,
+    Dense,
+    Documents,
+    Everything,
+    Mask,
+    Nothing,
+    Padding,
+    Prefix,
+    SlidingWindow,
+    Span,
+    Tree,
+    Where,
+)
+from regard.ops.attend import attend, attend_partial, prepare
+from regard.ops.bias import Alibi, RelativeBias, split_additive
+from regard.ops.call import Call
+from regard.ops.explain import attention_weights, explain
+from regard.ops.partial import Partial, merge
+from regard.ops.prepared import Prepared
+from regard.rope import NO_ROPE, Rotary
+from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
+
+__all__ = [
+    "EVERYTHING",
+    "NOTHING",
+    "NO_CACHE",
+    "NO_ROPE",
+    "NTK",
+    "Alibi",
+    "Attention",
+    "Cache",
+    "Call",
+    "Causal",
+    "Chunked",
+    "Dense",
+    "Documents",
+    "Everything",
+    "Frequencies",
+    "GroupedQueryAttention",
+    "KVCache",
+    "LatentKVAttention",
+    "LinearScaling",
+    "Llama3",
+    "LongRope",
+    "Mask",
+    "Memory",
+    "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "MultiQueryAttention",
+    "Nothing",
+    "Padding",
+    "PagePool",
+    "PagedCache",
+    "Part",
+    "Partial",
+    "Prefix",
+    "Prepared",
+    "QuantizedCache",
+    "RelativeBias",
+    "Rotary",
+    "SelfAttention",
+    "SlidingCache",
+    "SlidingWindow",
+    "Span",
+    "StaticCache",
+    "Tree",
+    "Where",
+    "Yarn",
+    "attend",
+    "attend_partial",
+    "attention_weights",
+    "explain",
+    "merge",
+    "prepare",
+    "split_additive",
+]

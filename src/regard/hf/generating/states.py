@@ -24,11 +24,11 @@ from regard.words import counted
 
 _NAMES = tuple(vars(LinearAttentionLayer()))  # attributes of a layer of transformers with states
 _TENSORS = ("conv_states", "recurrent_states")  # of them, those that hold tensors, by number
-Copied = dict[str, Any]
+StateDict = dict[str, Any]
 
 
-def changed(states: Copied, change: Callable[[Tensor], Tensor]) -> Copied:
-    """The attributes of a layer with states, with each tensor changed: cloned, or rows selected."""
+def map_tensors(states: StateDict, change: Callable[[Tensor], Tensor]) -> StateDict:
+    """The attributes of a layer with states, with a function applied to each tensor."""
 
     def of(value: Any) -> Any:
         if isinstance(value, dict):
@@ -51,8 +51,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-        self.tokens, self.marks = 0, dict[int, Copied]()
-        self.before: tuple[int, Copied] | None = None
+        self.tokens, self.marks = 0, dict[int, StateDict]()
+        self.before: tuple[int, StateDict] | None = None
 
     @property
     def is_croppable(self) -> bool:
@@ -64,18 +64,18 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         """What the layer stores, as caches that are truncated, saved and described."""
         return (States(self),)
 
-    def copied(self) -> Copied:
+    def copy_states(self) -> StateDict:
         """A copy of the states: models write to the tensors in place."""
-        return changed({name: vars(self)[name] for name in _NAMES}, Tensor.clone)
+        return map_tensors({name: vars(self)[name] for name in _NAMES}, Tensor.clone)
 
-    def put(self, tokens: int, states: Copied) -> None:
+    def put(self, tokens: int, states: StateDict) -> None:
         """Take a copy of states that are of so many tokens."""
-        self.__dict__.update(changed(states, Tensor.clone))
+        self.__dict__.update(map_tensors(states, Tensor.clone))
         self.tokens = tokens
 
     def state(self) -> Any:
         """The present state, to which `restore` returns."""
-        return self.tokens, self.copied()
+        return self.tokens, self.copy_states()
 
     def restore(self, before: Any) -> None:
         """Return to the state that `state` gave."""
@@ -87,16 +87,16 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def mark(self) -> None:
         """Let `truncate` return to the present states."""
-        self.marks[self.tokens] = self.copied()
+        self.marks[self.tokens] = self.copy_states()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         def rows(each: Tensor) -> Tensor:
             return each.index_select(0, beam_idx.to(each.device))
 
-        self.__dict__.update(changed({name: vars(self)[name] for name in _NAMES}, rows))
-        self.marks = {tokens: changed(states, rows) for tokens, states in self.marks.items()}
+        self.__dict__.update(map_tensors({name: vars(self)[name] for name in _NAMES}, rows))
+        self.marks = {tokens: map_tensors(states, rows) for tokens, states in self.marks.items()}
         if self.before is not None:
-            self.before = self.before[0], changed(self.before[1], rows)
+            self.before = self.before[0], map_tensors(self.before[1], rows)
 
     def reset(self) -> None:
         StateLayer.__init__(self, self.number_of_states)
@@ -106,7 +106,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> "StateLayer":
         new = copy(self)
-        new.__dict__.update(self.copied())
+        new.__dict__.update(self.copy_states())
         new.marks = dict(self.marks)  # the copies in it never change
         return new
 
@@ -215,20 +215,22 @@ class States(Stored):
         return ()
 
     def snapshot(self) -> Any:
-        return self.layer.tokens, self.layer.copied()
+        return self.layer.tokens, self.layer.copy_states()
 
     def restore(self, snapshot: Any) -> None:
         self.layer.put(*snapshot)
 
-    def returns_to(self) -> dict[int, Copied]:
+    def reachable_states(self) -> dict[int, StateDict]:
         """By number of tokens: the states that `truncate` can return to, but for the present."""
         before = dict([self.layer.before]) if self.layer.before else {}
-        return {0: StateLayer(self.layer.number_of_states).copied()} | before | self.layer.marks
+        return (
+            {0: StateLayer(self.layer.number_of_states).copy_states()} | before | self.layer.marks
+        )
 
     def can_truncate(self, length: int | Tensor) -> bool:
         if isinstance(length, Tensor):
             return False
-        return length == self.length or (length < self.length and length in self.returns_to())
+        return length == self.length or (length < self.length and length in self.reachable_states())
 
     def truncate(self, length: int | Tensor) -> None:
         """Return to the states that were recorded after so many tokens.
@@ -237,14 +239,14 @@ class States(Stored):
             ValueError: if none were.
         """
         if not self.can_truncate(length):
-            lengths = sorted({*self.returns_to(), self.length})
+            lengths = sorted({*self.reachable_states(), self.length})
             got = length.tolist() if isinstance(length, Tensor) else length
             raise ValueError(
                 f"recurrent and convolutional states of {counted(self.length, 'token')} cannot be "
                 f"cut, and return to {', '.join(map(str, lengths))} alone, got length={got}; call "
                 "mark() on the cache where it shall return to, or make a new cache"
             )
-        layer, found = self.layer, self.returns_to()
+        layer, found = self.layer, self.reachable_states()
         if length != self.length:
             layer.put(int(length), found[int(length)])
         layer.marks = {tokens: each for tokens, each in layer.marks.items() if tokens <= length}

@@ -9,8 +9,9 @@ cache, beams, a static cache, gradients, bfloat16.
 
     python benchmarks/models.py
     python benchmarks/models.py --only llama mistral
-    python benchmarks/models.py --json rows.json --write  # and the guide's tables
-    python benchmarks/models.py --read rows.json --write     # the same from rows of before
+    python benchmarks/models.py --only llama --write    # and its place in the guide's tables
+    python benchmarks/models.py --json rows.json        # the rows, with reasons
+    python benchmarks/models.py --read rows.json --write  # the tables from rows of before
 """
 
 import argparse
@@ -411,22 +412,31 @@ def bounded(name: str) -> dict[str, str]:
     return row
 
 
-def table(rows: list[dict[str, str]], words: tuple[str, ...]) -> str:
+def outcomes(row: dict[str, str]) -> set[int]:
+    """Which rows of the table, counted from 0, name a model."""
+    if "unbuilt" in row:
+        return {7}
+    install = {"equal": 0 if row.get("install_how") == "knows" else 1, "in part": 2}
+    register = {"equal": 4, "refused": 5, "different": 6}
+    return {(install | {"refused": 3, "different": 6})[row["install"]], register[row["register"]]}
+
+
+def tabled(text: str) -> dict[str, set[int]]:
+    """The same of each model in a table of before; one that is nowhere else is equal in row 4."""
+    found: dict[str, set[int]] = {}
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    for number, line in enumerate(lines):
+        for name in re.findall("`([^`]+)`", line.rpartition("|")[0].rpartition("|")[2]):
+            found.setdefault(name, set()).add(number)
+    return {name: each if each & {5, 6, 7} else each | {4} for name, each in found.items()}
+
+
+def table(found: dict[str, set[int]], words: tuple[str, ...]) -> str:
     """The models of each outcome, as Markdown."""
-    groups: dict[str, list[str]] = {each: [] for each in words}
-    known, calls, part, refused, registered, not_registered, different, unbuilt = groups.values()
-    for row in rows:
-        name = f"`{row['model']}`"
-        if "unbuilt" in row:
-            unbuilt.append(name)
-            continue
-        of = {"equal": known if row.get("install_how") == "knows" else calls, "in part": part}
-        (of | {"refused": refused, "different": different})[row["install"]].append(name)
-        of = {"equal": registered, "refused": not_registered, "different": different}
-        of[row["register"]].append(name)
     lines = ["|  | | |", "|---|---|---|"]
-    for said, names in groups.items():
-        shown = "" if names is registered else ", ".join(sorted(set(names)))
+    for number, said in enumerate(words):
+        names = sorted(name for name, each in found.items() if number in each)
+        shown = "" if number == 4 else ", ".join(f"`{name}`" for name in names)
         lines.append(f"| {said} | {len(names)} | {shown} |")
     return "\n".join(lines)
 
@@ -454,11 +464,14 @@ CHINESE = (
 
 
 def write(rows: list[dict[str, str]]) -> None:
-    """Put the tables between the marks of the guide and of its twin."""
+    """Put the rows into the tables between the marks of the guide and of its twin, in the place of
+    earlier ones of the same models."""
+    new = {row["model"]: outcomes(row) for row in rows}
     for path, words in zip(GUIDES, (ENGLISH, CHINESE), strict=True):
         before, _, rest = path.read_text().partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        path.write_text(f"{before}{MARKS[0]}\n\n{table(rows, words)}\n\n{MARKS[1]}{after}")
+        old, _, after = rest.partition(MARKS[1])
+        found = {name: each for name, each in tabled(old).items() if name in models()} | new
+        path.write_text(f"{before}{MARKS[0]}\n\n{table(found, words)}\n\n{MARKS[1]}{after}")
 
 
 def shown(row: dict[str, str]) -> str:

@@ -10,6 +10,7 @@ import transformers
 from torch._dynamo.testing import CompileCounter
 
 import regard.hf
+from regard.hf.generating.watching import argument_of
 from session import LONG
 from zoo import ZOO, inputs, result, tokens
 
@@ -49,10 +50,11 @@ def cache_of(model, whose):
 
 @torch.no_grad()
 def continued(model, step, ids, cache):
-    token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+    given = argument_of(model, cache)
+    token = model(ids, **given).logits[:, -1:].argmax(-1)
     written = [token]
     for _ in range(STEPS):
-        token = step(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = step(token, **given).logits[:, -1:].argmax(-1)
         written.append(token)
     return torch.cat(written, 1)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from regard.cache.growing import Contiguous
 from regard.hf.generating.cache_of_model import cache as cache_for
 from regard.hf.generating.predicting import AT_ONCE, hidden_states, logits_of, losses_of, pieces
+from regard.hf.generating.watching import argument_of
 from regard.ops.observed import backends_run, names
 from regard.turns import LEAST, Ratio, in_turns, ratio_of
 
@@ -174,11 +175,10 @@ def _time(phase: Phase, runs: Sequence[tuple[Timings, Callable[[], Tensor]]], co
 
 def _step(model: Any, tokens: Int[Tensor, "1 L"]) -> Callable[[], Tensor]:
     """A function that decodes one token, on a cache of the window but for the steps to come."""
-    cache = _filled(model, tokens[:, : max(1, tokens.shape[1] - STEPS - 2)])
+    given = argument_of(model, _filled(model, tokens[:, : max(1, tokens.shape[1] - STEPS - 2)]))
 
     def step() -> Tensor:
-        token = tokens[:, -1:]
-        logits: Tensor = model(input_ids=token, past_key_values=cache, use_cache=True).logits
+        logits: Tensor = model(input_ids=tokens[:, -1:], use_cache=True, **given).logits
         return logits
 
     return step
@@ -187,7 +187,7 @@ def _step(model: Any, tokens: Int[Tensor, "1 L"]) -> Callable[[], Tensor]:
 def _filled(model: Any, tokens: Int[Tensor, "1 L"]) -> Any:
     """A cache that holds these tokens."""
     cache = cache_for(model)
-    model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=tokens, use_cache=True, logits_to_keep=1, **argument_of(model, cache))
     return cache
 
 

@@ -230,8 +230,7 @@ def _tokens(given: Mapping[str, Any]) -> Tensor:
 
 
 REFUSED = {
-    "past_key_values": "calls with shards fill no cache",
-    "use_cache": "calls with shards fill no cache",
+    **dict.fromkeys(("past_key_values", "cache", "use_cache"), "calls with shards fill no cache"),
     "output_attentions": "no rank has the weights of a whole row",
     "output_router_logits": "the loss of a router would be that of one shard",
     "encoder_hidden_states": "a shard attends to its own sequence",

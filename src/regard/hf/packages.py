@@ -1,13 +1,31 @@
 """The packages that regard.hf needs: whether they are installed, their version, their output."""
 
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partialmethod
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
-OLDEST, NEWEST = (5, 17), (5, 23)  # versions of transformers that the families are tested with
+OLDEST, NEWEST = (5, 17), (5, 24)  # versions of transformers that the families are tested with
+
+CACHES = (
+    "past_key_values",
+    "cache",
+)  # the argument with the cache: before transformers 5.24, since
+
+
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a call, under either of its names; None without one."""
+    return next((given[name] for name in CACHES if given.get(name) is not None), None)
+
+
+def cache_argument(forward: Any) -> str:
+    """The name under which a forward takes its cache; "" if it takes none."""
+    takes = inspect.signature(forward).parameters
+    return next((name for name in CACHES if name in takes), "")
 
 
 def require(*packages: str) -> None:

@@ -178,7 +178,8 @@ def test_every_family_has_a_model_in_the_zoo():
         for kind in ZOO.values()
         for module in find(kind.build()).known.values()
     }
-    assert seen == set(FAMILIES) - crossed
+    eager = {"XGLM", "TrOCR", "Mvp", "MegatronBertSelf", "RemBertSelf"}  # test_eager_models.py
+    assert seen == set(FAMILIES) - crossed - {f"{each}Attention" for each in eager}
 
 
 OTHERS = ("kimi", "axk1", "minicpm3", "mistral4", "bailing", "llama4", "gemma3n", "gemma4")

@@ -1,12 +1,18 @@
 """The probe notices another result, once a kind, and changes nothing."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
 
+import regard.hf
 from regard.hf.families import recognising
+from regard.hf.families.finding import find
 from regard.hf.families.table import FAMILIES
-from regard.hf.running import heads, probing
+from regard.hf.packages import cache_in
+from regard.hf.running import heads, installing, probing
+from zoo import ZOO
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 9}
 
@@ -39,7 +45,7 @@ def test_the_same_computation_agrees_and_is_tried_once(module):
     [
         ("no mask", lambda given: True),
         ("padding", lambda given: given.get("attention_mask") is not None),
-        ("a cache", lambda given: given.get("past_key_values") is not None),
+        ("a cache", lambda given: cache_in(given) is not None),
     ],
     ids=["no mask", "padding", "a cache"],
 )
@@ -51,6 +57,51 @@ def test_another_result_is_refused_with_the_case(module, case, wrong):
     why = probing.disagreement(FAMILIES["LlamaAttention"], module, forward)
     assert f"differ with {case}" in why
     assert recognising._REFUSED[type(module)] == why
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_classes_of_the_table_are_tried_too(name, monkeypatch):
+    """In every case: their own forwards can be called, and ours agree until they compute more."""
+    monkeypatch.setattr(probing, "_AGREED", set())
+    monkeypatch.setattr(recognising, "_REFUSED", {})
+    cases = []
+    own_cases = probing._cases
+    for module in find(ZOO[name].build()).known.values():
+        family = recognising.family_of(module)
+        forward = installing._forward_of(module)
+
+        def called(family, module, seen=forward):
+            for case, run in own_cases(family, module):
+                run(type(module).forward)
+                cases.append(case)
+                yield case, run
+
+        monkeypatch.setattr(probing, "_cases", called)
+        assert probing.disagreement(family, module, forward) is None
+
+    assert {"no mask", "padding"} <= {*cases}
+
+
+def test_a_named_class_whose_source_has_changed_is_run_by_its_own_forward(monkeypatch):
+    """As in a release of transformers that changes what the class computes."""
+    monkeypatch.setattr(probing, "_AGREED", set())
+    monkeypatch.setattr(recognising, "_REFUSED", {})
+    model = ZOO["llama"].build()
+    kind = type(model.model.layers[0].self_attn)
+    own = kind.forward
+
+    def louder(self, hidden_states, *args, **given):
+        out, weights = own(self, hidden_states, *args, **given)
+        return 1.5 * out, weights
+
+    louder.__signature__ = inspect.signature(own)
+    monkeypatch.setattr(kind, "forward", louder)
+    ids = torch.tensor([[3, 4, 5]])
+    before = model(ids).logits
+    with pytest.raises(ValueError, match="attention that regard does not know: LlamaAttention"):
+        regard.hf.install(model)
+    assert "its outputs differ with no mask, by 3.3e-01" in recognising.nearest(kind)
+    assert model(ids).logits.equal(before)
 
 
 def test_an_attribute_that_is_missing_is_said(module):

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 import regard.hf
 from regard.hf.evaluating.scoring import score
+from regard.hf.generating.watching import argument_of
 
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context tokens, continuation tokens
 
@@ -73,7 +74,7 @@ class RegardLM(HFLM):  # type: ignore[misc]  # the harness has no types
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
     ) -> torch.Tensor:
-        options["past_key_values"] = self.new_cache()
+        options |= argument_of(self.model, self.new_cache())
         generated: torch.Tensor = super()._model_generate(context, max_length, stop, **options)
         return generated
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from regard.hf.generating.watching import argument_of
+
 
 class Score(NamedTuple):
     """The score of a continuation.
@@ -58,10 +60,11 @@ def score(
     held, device = cache(), model.device
     takes = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    last |= argument_of(model, held)
     total, greedy, new = 0.0, True, prompt
     for target in continuation:
         tokens = torch.tensor([new], device=device)
-        out = model(tokens, past_key_values=held, use_cache=True, **last)
+        out = model(tokens, use_cache=True, **last)
         logits = out.logits[0, -1].float()
         total += float(logits.log_softmax(-1)[target])
         greedy = greedy and int(logits.argmax()) == target

@@ -9,6 +9,9 @@ from torch import nn
 from regard.hf.families.recognising import family_of, is_named_attention
 from regard.hf.families.table import FAMILIES
 
+# methods of transformers' caches that linear attention calls
+_STATES = {"update_recurrent_state", "update_conv_state", "set_linear_cache"}
+
 
 class Found(NamedTuple):
     """Attention modules by name, in order: those with a row in `regard.hf.families`, and others."""
@@ -21,21 +24,30 @@ def find(model: nn.Module) -> Found:
     """The attention modules of a model.
 
     A module is attention if its family is known; or if it has parameters, calls transformers'
-    AttentionInterface or has "attention" in the name of its class or of a base class, and neither
-    contains nor is part of other attention.
+    AttentionInterface or has "attention" in the name of its class or of a base class, neither
+    contains nor is part of other attention, and is not recurrent.
     """
     known = {name: module for name, module in model.named_modules() if family_of(module)}
     unknown: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if not (is_named_attention(type(module)) or calls_the_interface(module)):
             continue
-        if not list(module.parameters()):
+        if not list(module.parameters()) or is_recurrent(module):
             continue
         wraps = any(each == name or each.startswith(f"{name}.") for each in known)
         inside = any(name.startswith(f"{each}.") for each in (*known, *unknown))
         if not wraps and not inside:
             unknown[name] = module
     return Found(known, unknown)
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module writes recurrent or convolutional states, and calls no attention: linear
+    attention, whatever the name of its class says."""
+    forwards = [inspect.unwrap(type(each).forward) for each in module.modules()]
+    codes = [each.__code__ for each in forwards if hasattr(each, "__code__")]
+    has_states = any(_STATES & {*code.co_names} for code in codes)
+    return has_states and not any(map(calls_the_interface, module.modules()))
 
 
 def calls_the_interface(module: nn.Module) -> bool:

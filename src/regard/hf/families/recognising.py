@@ -70,8 +70,10 @@ def family_of(module: nn.Module) -> Family | None:
     if is_placed(module):
         family: Family = vars(kind)["family"]
         return family
+    if kind in _REFUSED:
+        return None
     named = FAMILIES.get(kind.__name__) if kind.__module__.startswith("transformers.") else None
-    if named is not None or kind in _REFUSED or not is_named_attention(kind):
+    if named is not None or not is_named_attention(kind):
         return named
     return recognised(kind)
 

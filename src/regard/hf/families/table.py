@@ -231,7 +231,8 @@ class Family:
             for holder, name in (
                 (module, "num_heads"),
                 (module, "n_heads"),
-                (module.config, "num_attention_heads"),
+                (module, "num_attention_heads"),
+                (getattr(module, "config", None), "num_attention_heads"),
             )
             if getattr(holder, name, None) is not None
         )
@@ -252,6 +253,13 @@ _BERT = Family(
     output=through(),
     rotate=rotating.not_rotated,
     dropout=_ANY_DROPOUT,
+)
+_MEGATRON = replace(  # and its fellows: both kinds in one class, which computes the scale
+    _BERT,
+    attention="MegatronBertSelfAttention",
+    folder="megatron_bert",
+    context="encoder_hidden_states",
+    scale=lambda module: module.attention_head_size**-0.5,
 )
 _BERT_CROSS = replace(_BERT, attention="BertCrossAttention", context="encoder_hidden_states")
 _DEEPSEEK_V3 = Family(
@@ -338,6 +346,11 @@ FAMILIES = {
         Family("ViTAttention", "vit", rotate=rotating.not_rotated),
         _BART,
         replace(_BART, attention="WhisperAttention", folder="whisper"),
+        replace(_BART, attention="XGLMAttention", folder="xglm"),
+        replace(_BART, attention="TrOCRAttention", folder="trocr"),
+        replace(_BART, attention="MvpAttention", folder="mvp"),
+        _MEGATRON,
+        replace(_MEGATRON, attention="RemBertSelfAttention", folder="rembert"),
         Family(
             "T5Attention",
             "t5",

@@ -6,13 +6,9 @@ from functools import partial
 from typing import Any
 
 from regard.cache import Cache
-from regard.hf.families.finding import find
-from regard.hf.families.recognising import family_of
 from regard.hf.generating.watching import called_module
 from regard.hf.packages import require
 from regard.words import one_of
-
-FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) -> Any:
@@ -44,6 +40,12 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
     An operation on the cache, or a call of the model that fails, changes all layers or none; for
     that the model has two hooks while a cache of it exists.
 
+    In a hybrid model, layers with recurrent or convolutional states hold them as transformers does,
+    in the same cache. Such a state cannot be cut: `truncate` returns to before the last call of the
+    model (tokens of it that are kept are computed again), to a length at which `cache.mark()` was
+    called, or to 0, and is refused elsewhere. `with cache.assisted():` lets `generate` use an
+    assistant or look up the prompt, which transformers refuses for these models.
+
     Raises:
         ValueError: if the kind or an option is unknown, an option is missing, the kind is "sliding"
             and the model has no windows, layers of it cache something other than keys, the pool
@@ -74,8 +76,9 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
         8
     """
     require("transformers")
-    from regard.hf.generating.caches import KINDS, PAGED, CacheLayer, made
+    from regard.hf.generating.caches import KINDS, PAGED, made
     from regard.hf.generating.generation_cache import GenerationCache
+    from regard.hf.generating.layer_kinds import layer_kinds, layers_of
     from regard.hf.generating.pool_of_model import paged
 
     if isinstance(kind, str):
@@ -84,20 +87,23 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
         raise TypeError(
             f"kind is a name or a function that makes the cache of a layer, got {kind!r:.80}"
         )
-    windows = _windows(model)
+    kinds = layer_kinds(model)
+    if not any(each.has_keys for each in kinds):
+        raise ValueError(
+            f"no layer of {type(model).__name__} caches keys; use transformers' own cache"
+        )
     if kind == PAGED:
-        whole = partial(paged, model, windows)
+        whole = partial(paged, model, kinds)
         return _paired(model, whole(**_checked(kind, whole, options)))
     maker: Callable[..., Any]
     maker = KINDS[kind] if isinstance(kind, str) else partial(made, kind)
     make = maker(**_checked(kind, maker, options))
-    if kind == "sliding" and not any(windows):
+    if kind == "sliding" and not any(each.window for each in kinds):
         raise ValueError(
             f"no layer of {type(model).__name__} has a window, so no token may be dropped; "
             "kind='quantized' saves memory and holds every token"
         )
-    layers = [CacheLayer(_maker(make, window)) for window in windows]
-    return _paired(model, GenerationCache(layers, called_module(model)))
+    return _paired(model, GenerationCache(layers_of(kinds, make), called_module(model)))
 
 
 def _named(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -124,10 +130,6 @@ def _paired(model: Any, held: Any) -> Any:
     return EncoderDecoderCache(held, DynamicCache())
 
 
-def _maker(make: Callable[[int | None], Any], window: int | None) -> Callable[[], Any]:
-    return lambda: make(window)
-
-
 def _checked(kind: object, maker: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options, if they are those that the kind takes."""
     parameters = inspect.signature(maker).parameters
@@ -142,48 +144,3 @@ def _checked(kind: object, maker: Callable[..., Any], options: dict[str, Any]) -
         got = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "none"
         raise ValueError(f"kind={kind!r} takes {takes}, got {got}")
     return options
-
-
-def _check_takes_caches(model: Any) -> None:
-    """Raise if the model has a cache of another kind, such as a recurrent state."""
-    module = called_module(model)
-    parameters = inspect.signature(module.forward).parameters
-    if "input_ids" in parameters and "past_key_values" not in parameters:
-        raise ValueError(
-            f"{type(module).__name__} takes no past_key_values: it has no cache of keys and "
-            "values; leave the cache out"
-        )
-
-
-def _kinds(model: Any, config: Any, layers: int) -> list[str]:
-    """The type of each layer, which is one of the two that regard's caches serve."""
-    kinds = list(getattr(config, "layer_types", None) or [FULL] * layers)
-    for index in getattr(config, "cross_attention_layers", None) or ():
-        kinds[index] = "cross_attention"
-    other = sorted({each for each in kinds if each not in (FULL, WINDOWED)})
-    if other:
-        raise ValueError(
-            f"{type(model).__name__} has layers of type {', '.join(other)}, and regard's caches "
-            f"serve {FULL} and {WINDOWED}; use transformers' own cache"
-        )
-    return kinds
-
-
-def _windows(model: Any) -> list[int | None]:
-    """The window of each decoder layer; None where all earlier tokens are visible."""
-    _check_takes_caches(model)
-    config = model.config.get_text_config(decoder=True)
-    layers = config.num_hidden_layers
-    if model.config.is_encoder_decoder:
-        layers = getattr(config, "decoder_layers", None) or getattr(
-            config, "num_decoder_layers", layers
-        )
-    kinds = _kinds(model, config, layers)
-    layers -= getattr(config, "num_kv_shared_layers", None) or 0  # the last ones store nothing
-    known: dict[Any, int | None] = {
-        module.layer_idx: family.window_of(module)
-        for module in find(model).known.values()
-        if (family := family_of(module)) and getattr(module, "layer_idx", None) is not None
-    }
-    by_type: dict[str, int | None] = {FULL: None, WINDOWED: getattr(config, "sliding_window", None)}
-    return [known.get(index) or by_type[kinds[index]] for index in range(layers)]

@@ -50,12 +50,17 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """A copy has buffers of its own, elsewhere than a step's addresses."""
         return {**vars(self), "step": None}
 
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        """What the layer stores, as caches that are truncated, saved and described."""
+        return (self.cache,)
+
     def state(self) -> "LayerState":
         """The present state, to which `restore` returns."""
         snapshot = self.cache.snapshot() if hasattr(self.cache, "snapshot") else None
         return LayerState(dict(vars(self)), self.cache.length, snapshot)
 
-    def restore(self, before: "LayerState") -> None:
+    def restore(self, before: Any) -> None:
         """Undo the updates since `state` was called; nothing else may have happened."""
         self.__dict__ = dict(before.attributes)
         if before.snapshot is not None:

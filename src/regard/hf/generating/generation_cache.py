@@ -2,6 +2,8 @@
 
 import copy
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import ref
@@ -13,7 +15,16 @@ from transformers.cache_utils import Cache as TransformersCache
 from regard.cache import Part, load_all, save_all, truncate_all
 from regard.cache.streams import check_rows
 from regard.hf.generating.caches import CacheLayer, cropped
+from regard.hf.generating.states import (
+    Call,
+    EmptyLayer,
+    StateLayer,
+    States,
+    call_of,
+    check_states_go_on,
+)
 from regard.hf.generating.watching import watch
+from regard.hf.packages import cache_in
 
 
 class _Across(NamedTuple):
@@ -44,11 +55,16 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     """A cache for every layer of a model, made by `regard.hf.cache`: what is done to it is done to
     all layers or to none.
 
-    While it exists, the model has two hooks: a call that fails leaves the cache as it was.
+    While it exists, the model has two hooks: a call that fails leaves the cache as it was. Layers
+    with recurrent or convolutional states hold them as transformers does. Those return to before
+    the last call of the model and to where `mark` was called; tokens of the last call that are
+    kept are then computed again.
     """
 
-    def __init__(self, layers: list[CacheLayer], model: nn.Module | None = None) -> None:
+    def __init__(self, layers: list[Any], model: nn.Module | None = None) -> None:
         super().__init__(layers=layers)
+        self._last: Call | None = None  # the last call of the model, for layers with states
+        self._running: Call | None = None  # the call that is running
         self._model = None if model is None else ref(model)
         self._before: Any = None  # the state before the call that is running
         self._thread = threading.get_ident()  # that runs it
@@ -66,9 +82,19 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         return None if self._model is None else self._model()
 
     @property
+    def _attending(self) -> list[CacheLayer]:
+        """The layers with keys and values."""
+        return [each for each in self.layers if isinstance(each, CacheLayer)]
+
+    @property
+    def _with_states(self) -> list[StateLayer]:
+        """The layers with recurrent or convolutional states."""
+        return [each for each in self.layers if isinstance(each, StateLayer)]
+
+    @property
     def caches(self) -> list[Any]:
-        """The cache of each layer."""
-        return [layer.cache for layer in self.layers]
+        """The cache of each layer; of one with states, those too."""
+        return [each for layer in self.layers for each in layer.stored]
 
     @property
     def nbytes(self) -> int:
@@ -78,9 +104,20 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     def describe(self) -> str:
         """The cache of each layer, in a few lines: layers that are alike are described once."""
         groups: dict[str, list[int]] = {}
-        for index, cache in enumerate(self.caches):
-            groups.setdefault(cache.describe(), []).append(index)
+        for index, layer in enumerate(self.layers):
+            for cache in layer.stored:
+                groups.setdefault(cache.describe(), []).append(index)
         return "\n".join(f"layers {_ranges(each)}: {text}" for text, each in groups.items())
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers have states and no keys, as transformers asks to choose masks."""
+        return [isinstance(x, StateLayer) and not isinstance(x, CacheLayer) for x in self.layers]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Which layers store nothing, as transformers asks to choose masks."""
+        return [isinstance(each, EmptyLayer) for each in self.layers]
 
     # ---- calls of the model ----
 
@@ -105,8 +142,11 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
                 "tokens; the cache is now as it was before that call: call again"
             )
         _check_follows(given, self.get_seq_length())
+        if self._with_states:
+            check_states_go_on(self._watched(), given, self.get_seq_length())
+            self._running = call_of(self._watched(), given, self.get_seq_length())
         layers = [layer.state() for layer in self.layers]
-        self._before = layers, _Across.of(given["past_key_values"])
+        self._before = layers, _Across.of(cache_in(given))
         self._thread = threading.get_ident()
         return given
 
@@ -127,7 +167,13 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
 
     def done(self) -> None:
         """The call of the model has returned."""
-        self._before = None
+        before, self._before = self._before, None
+        if before is None or not self._with_states:
+            return
+        self._last = self._running
+        for layer, state in zip(self.layers, before[0], strict=True):
+            if isinstance(layer, StateLayer):
+                layer.follow(self.get_seq_length(), state)
 
     def undo(self) -> bool:
         """Return to the state before the call of the model that is running; whether that changes
@@ -148,7 +194,8 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
     def can_truncate(self, length: int) -> bool:
         """Whether `truncate(length)` would not raise."""
         self._settle()
-        return all(cache.can_truncate(length) for cache in self.caches)
+        start = self._start_of(length)
+        return all(cache.can_truncate(start) for cache in self.caches)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens in all layers.
@@ -157,7 +204,41 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
             ValueError: if a layer cannot; no layer is then changed.
         """
         self._settle()
-        truncate_all(self.caches, length)
+        start = self._start_of(length)
+        truncate_all(self.caches, start)
+        if start < length:
+            assert self._last is not None
+            self._last.repeat(self._watched(), self, length - start)
+
+    def _start_of(self, length: int) -> int:
+        """The length to return to before the tokens up to `length` are computed again: where all
+        states can be had, itself."""
+        if self._last is None or all(States(x).can_truncate(length) for x in self._with_states):
+            return length
+        past = self._last.past
+        return past if past < length < self.get_seq_length() else length
+
+    def mark(self) -> None:
+        """Let `truncate` return to the present length, as long as the cache is not shorter.
+
+        Keys and values need no mark. Of recurrent and convolutional states, a copy is held.
+        """
+        self._settle()
+        for layer in self._with_states:
+            layer.mark()
+
+    @contextmanager
+    def assisted(self) -> Iterator[None]:
+        """Inside of the `with` block, `generate` may decode with an assistant or look up the
+        prompt: transformers refuses that for models with states, which its caches cannot cut."""
+        model: Any = self._watched()
+        before = vars(model).get("_is_stateful")
+        model._is_stateful = False
+        try:
+            yield
+        finally:
+            if before is None:
+                del model._is_stateful
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last tokens of all layers; their number is negative, as transformers has it.
@@ -170,7 +251,7 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Hold no tokens."""
-        self._before = None
+        self._before = self._last = None
         super().reset()
 
     def reorder(self, rows: Tensor) -> None:
@@ -181,6 +262,7 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         """
         self._settle()
         self._check_rows(rows)
+        self._last = None
         for layer in self.layers:
             layer.reorder_cache(rows)
 
@@ -204,7 +286,8 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
             check_rows(rows, [torch.empty(held, 0, device="meta")])
 
     def _batch_size(self) -> int | None:
-        return self.layers[0].batch_size if self.layers[0].is_initialized else None
+        first = self._attending[0]
+        return first.batch_size if first.is_initialized else None
 
     def fork(self) -> "GenerationCache":
         """An independent cache with the same tokens."""
@@ -231,9 +314,9 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
         self._settle()
         model = self._watched()
         load_all(self.caches, path, weights=model, device=next(model.parameters()).device)
-        for layer in self.layers:
-            layer.is_initialized = bool(layer.cache.length)
-            layer.batch_size = layer.cache.empty_streams[0].shape[0] if layer.is_initialized else 0
+        for layer in self._attending:
+            (cache, *_), layer.is_initialized = layer.stored, bool(layer.cache.length)
+            layer.batch_size = cache.empty_streams[0].shape[0] if layer.is_initialized else 0
 
     def _watched(self) -> nn.Module:
         model = self.model

@@ -52,6 +52,11 @@ class PagedGenerationCache(GenerationCache):
             pool.bind(described())
         super().__init__(layers, model)
 
+    @property
+    def _pages(self) -> list[Any]:
+        """The caches in pages: of the layers with keys."""
+        return [layer.cache for layer in self._attending]
+
     # ---- calls of the model ----
 
     def begin(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -177,8 +182,9 @@ class PagedGenerationCache(GenerationCache):
         """As `GenerationCache.truncate`; raises too if a shared page must be copied and the pool
         is full."""
         self._settle()
+        start = self._start_of(length)
         with self.pool.memory.lock:
-            self._check_room(cache.cost_of_cut(length) for cache in self.caches)
+            self._check_room(cache.cost_of_cut(start) for cache in self._pages)
             super().truncate(length)
         self._text = None if self._text is None else self._text.cut(length)
         self._stored = min(self._stored, length // self.pool.page_size)
@@ -195,7 +201,7 @@ class PagedGenerationCache(GenerationCache):
         with self.pool.memory.lock:
             self._check_rows(rows)
             numbers = rows.tolist()
-            self._check_room(cost_of_selection(cache.rows, numbers) for cache in self.caches)
+            self._check_room(cost_of_selection(cache.rows, numbers) for cache in self._pages)
             super().reorder(rows)
 
     def _check_room(self, costs: Iterable[Cost]) -> None:

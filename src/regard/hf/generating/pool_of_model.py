@@ -1,7 +1,6 @@
 """A cache in pages for a model: its pool, and what its keys and values depend on."""
 
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -16,7 +15,7 @@ from regard.cache.paging.paged import PagedCache
 from regard.cache.paging.pool import PagePool
 from regard.cache.streams import check_whole
 from regard.hf.families.recognising import family_of
-from regard.hf.generating.caches import CacheLayer
+from regard.hf.generating.layer_kinds import LayerKind, layers_of
 from regard.hf.generating.paged import PagedGenerationCache
 from regard.hf.generating.watching import called_module, is_own
 from regard.hf.running.binding import is_bound
@@ -31,7 +30,7 @@ _FUNCTIONS: dict[int, tuple["ref[Any]", int]] = {}  # by id: functions that repl
 
 def paged(
     model: Any,
-    windows: list[int | None],
+    kinds: list[LayerKind],
     /,
     *,
     pool: PagePool | None = None,
@@ -43,11 +42,15 @@ def paged(
 ) -> PagedGenerationCache:
     """A cache in pages for a model; the arguments are those of `regard.hf.cache`."""
     module = called_module(model)
+    if prefixes and any(each.states for each in kinds):
+        raise ValueError(
+            f"{type(model).__name__} has layers with recurrent or convolutional states, which "
+            "pages do not store, so no prefix can be shared; give prefixes=False"
+        )
     if pool is None:
-        pool = _pool_for(module, len(windows), format, tokens, page_size)
+        pool = _pool_for(module, sum(each.has_keys for each in kinds), format, tokens, page_size)
     else:
         _check_pool(pool, format, tokens, page_size)
-    layers = [CacheLayer(_maker(pool, window)) for window in windows]
     described = None
     if prefixes and not model.config.is_encoder_decoder:
         module_of = ref(module)
@@ -55,6 +58,7 @@ def paged(
         def described() -> Context:
             return _context(module_of(), name)
 
+    layers = layers_of(kinds, lambda window: PagedCache(pool, window=window))
     return PagedGenerationCache(layers, module, pool, described)
 
 
@@ -127,7 +131,3 @@ def _number(function: Any) -> int:
 def _is_latent(module: nn.Module) -> bool:
     family = family_of(module)
     return family is not None and family.latent
-
-
-def _maker(pool: PagePool, window: int | None) -> Callable[[], PagedCache]:
-    return lambda: PagedCache(pool, window=window)  # which a deep copy shares, with its pool

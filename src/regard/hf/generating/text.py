@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.hf.generating.cache_of_model import cache as cache_for
+from regard.hf.generating.watching import argument_of
 from regard.hf.packages import require
 from regard.hf.running.installing import install, uninstall
 from regard.hf.running.registering import register
@@ -165,7 +166,7 @@ def write(
         clock = _clock(tokenizer, shown, ran)
         started = time.perf_counter()
         out = model.generate(
-            **inputs, past_key_values=store, streamer=clock, disable_compile=True, **options
+            **inputs, **argument_of(model, store), streamer=clock, disable_compile=True, **options
         )
     tokens = out[0] if model.config.is_encoder_decoder else out[0, length:]
     first = clock.times[0]
@@ -196,7 +197,7 @@ def _warm_up(model: Any, inputs: Any, attention: str, cache: str, format: str) -
     store = _cache(model, cache, WARM_UP + 3, format, None)
     options = {"do_sample": False, "max_new_tokens": 3, "disable_compile": True}
     with _attention_of(model, attention):
-        model.generate(**few, past_key_values=store, **options)
+        model.generate(**few, **argument_of(model, store), **options)
 
 
 def cache_name(name: str) -> str:

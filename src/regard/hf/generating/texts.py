@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from regard.hf.packages import CACHES
+
 _OF_TOKENS = {  # arguments of a call besides which keys and values depend on tokens alone
-    *("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"),
+    *("input_ids", "attention_mask", "position_ids", "cache_position", *CACHES),
     *("use_cache", "return_dict", "logits_to_keep"),
 }
 _OF_ALL_TOKENS = (  # what a call may return of each of its tokens, not of the last ones alone

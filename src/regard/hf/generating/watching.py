@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 from torch import nn
 
+from regard.hf.packages import cache_argument, cache_in
+
 _CACHES: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()  # those of each model that exist
 _LOCK = threading.RLock()  # a finaliser may run at any time, also while it is held
 
@@ -27,6 +29,11 @@ def called_module(model: Any) -> nn.Module:
             module: nn.Module = model
             return module
         model = inner
+
+
+def argument_of(model: Any, cache: Any) -> dict[str, Any]:
+    """A cache as the argument that a model's forward takes it by."""
+    return {cache_argument(called_module(model).forward): cache}
 
 
 def watch(module: nn.Module, cache: Any) -> None:
@@ -105,6 +112,6 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _filled(module: nn.Module, given: dict[str, Any]) -> Any:
     """The cache that a call fills, if it was made for this module; else None."""
-    cache = given.get("past_key_values")
+    cache = cache_in(given)
     cache = getattr(cache, "self_attention_cache", cache)
     return cache if getattr(cache, "model", None) is module else None

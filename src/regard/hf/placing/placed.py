@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.hf.families.table import Family, own, probability
+from regard.hf.packages import cache_in
 from regard.hf.running import latent, latent_kv
 from regard.hf.running.calls import positions_of_queries
 from regard.layers.latent import LatentKVAttention, MultiHeadLatentAttention
@@ -53,17 +54,10 @@ class PlacedLatentKV(LatentKVAttention):
         hidden_states: Float[Tensor, "B L E"],
         position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and, if asked for, weights. The model's own angles are not read."""
-        return latent_kv.forward(
-            self,
-            hidden_states,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **given,
-        )
+        return latent_kv.forward(self, hidden_states, attention_mask=attention_mask, **given)
 
 
 class PlacedMLA(MultiHeadLatentAttention):
@@ -84,13 +78,12 @@ class PlacedMLA(MultiHeadLatentAttention):
         hidden_states: Float[Tensor, "B L E"],
         position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         position_ids: Int[Tensor, "*B L"] | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output and, if asked for, weights. The model's own angles are not read."""
         positions = positions_of_queries(
-            hidden_states, position_ids, past_key_values, self.layer_idx
+            hidden_states, position_ids, cache_in(given), self.layer_idx
         )
         return latent.forward(
             self,
@@ -98,7 +91,6 @@ class PlacedMLA(MultiHeadLatentAttention):
             position_embeddings=positions,
             position_ids=positions,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             **given,
         )
 

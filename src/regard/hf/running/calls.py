@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from regard.cache import Part
 from regard.hf.families.recognising import family_of
 from regard.hf.families.table import Family
+from regard.hf.packages import cache_in
 from regard.hf.running.masks import Visible, in_documents, visible
 from regard.layers.attending import Attending, Keys
 from regard.layers.query_scale import UNSCALED
@@ -22,7 +23,8 @@ from regard.ops.prepared import Prepared
 from regard.tracing import is_autocast
 
 PAGED = ("indices", "block_table")  # of attention functions over blocks of keys
-FROM_THE_MODULE = ("softcap", "s_aux")  # read from the module: as arguments they would be ignored
+# read from the module, or not read (MVP's prompts): as arguments they would be ignored
+FROM_THE_MODULE = ("softcap", "s_aux", "attn_prompt")
 
 
 def arrive(
@@ -39,6 +41,8 @@ def arrive(
         names = list(inspect.signature(type(module).forward).parameters)[2:]
         given = {**dict(zip(names, args, strict=False)), **given}
     refuse(given, also=FROM_THE_MODULE)
+    if family.cache not in given:
+        given = {**given, family.cache: cache_in(given)}
     return family, given
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.hf.families.finding import calls_the_interface, find, unknown_attention
+from regard.hf.families.finding import Found, calls_the_interface, find, unknown_attention
 from regard.hf.families.recognising import family_of, nearest
 from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
@@ -150,11 +150,14 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     found = find(model)
     for module in (*found.known.values(), *found.unknown.values()):
         _check_readable(module)
-    own = {name: each for name, each in found.known.items() if _agrees(each)}
+    agreeing = [name for name, each in found.known.items() if _agrees(each)]
+    own = {name: found.known[name] for name in agreeing if family_of(found.known[name])}
     others = {name: each for name, each in found.known.items() if name not in own} | found.unknown
     calling = {name: list(filter(calls_the_interface, m.modules())) for name, m in others.items()}
     if not own and not any(calling.values()):
-        raise ValueError(f"{unknown_attention(model, found)}; {NO_WAY}")
+        differences = sorted({_difference_of(type(each)) for each in others.values()})
+        unknown = unknown_attention(model, Found(own, others))
+        raise ValueError("; ".join([unknown, *differences, NO_WAY]))
     layers = tuple(_describe(name, module, precision) for name, module in own.items())
     for module in own.values():
         replace(module, "precision", precision)
@@ -182,10 +185,11 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _agrees(module: nn.Module) -> bool:
-    """Whether regard's forward computes what the module's own does, as far as a probe can say."""
+    """Whether regard's forward computes what the module's own does, as far as a probe can say: if
+    not, no module of its class is known any more."""
     family = family_of(module)
     if family is None or is_placed(module):
-        return True
+        return family is not None
     return disagreement(family, module, forward_of(module)) is None
 
 

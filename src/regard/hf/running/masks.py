@@ -41,7 +41,7 @@ def visible(
     No mask means causal for several queries, unless the module has `is_causal = False`; one query
     may attend to every key. It is left out only where the queries are the sequence's first, so the
     span starts at 0 and may hold fewer keys than a static cache has slots. For `eager` it hides
-    nothing.
+    nothing, as for modules of transformers without a config, which compute attention themselves.
 
     Raises:
         TypeError: if the mask is not a tensor (FlexAttention's block masks).
@@ -60,6 +60,7 @@ def visible(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     config = getattr(module, "config", None)
     eager = "eager" in (getattr(config, each, None) for each in IMPLEMENTATIONS)
+    eager = eager or (config is None and type(module).__module__.startswith("transformers."))
     if eager or not causal or queries == 1:
         mask: Mask = EVERYTHING if window is None or eager else SlidingWindow(window)
         return Visible(mask, None, last)

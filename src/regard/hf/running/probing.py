@@ -1,7 +1,7 @@
 """The numeric probe: a module's own forward and regard's, on the same few random tokens.
 
-It is for modules that are known by their source: of each kind one is tried, once a process. The
-module's own weights are read; nothing of it is changed.
+Of each kind of module one is tried, once a process: a class of the table may have another source in
+another release of transformers. The module's own weights are read; nothing of it is changed.
 """
 
 import inspect
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from regard.hf.families import rotating
 from regard.hf.families.recognising import exclude
 from regard.hf.families.table import FAMILIES, Family
+from regard.hf.packages import CACHES
+from regard.tracing import is_concrete
 
 TOKENS, ROWS = 5, 2
 _AGREED: set[tuple[type, tuple[Any, ...]]] = set()  # kinds of modules that were tried
@@ -23,9 +25,9 @@ Forward = Callable[..., Any]
 
 
 def disagreement(family: Family, module: nn.Module, ours: Forward) -> str | None:
-    """In words: how regard's forward differs from the module's own; None if it does not, or the
-    table has its name, or its weights are not here to be tried."""
-    if FAMILIES.get(type(module).__name__) is family or not _is_here(module):
+    """In words: how regard's forward differs from the module's own; None if it does not, or its
+    weights are not here to be tried."""
+    if not _is_here(module):
         return None
     kind = type(module), tuple(sorted(_settings(module).items()))
     if kind in _AGREED:
@@ -39,7 +41,10 @@ def disagreement(family: Family, module: nn.Module, ours: Forward) -> str | None
 
 
 def _is_here(module: nn.Module) -> bool:
-    return all(each.is_floating_point() and not each.is_meta for each in module.parameters())
+    return all(
+        each.is_floating_point() and not each.is_meta and is_concrete(each)
+        for each in module.parameters()
+    )
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
@@ -53,13 +58,19 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _difference(family: Family, module: Any, ours: Forward) -> str | None:
-    """The first case in which the two forwards differ."""
+    """The first case in which the two forwards differ. A class that the table names is trusted
+    where its own forward cannot be tried, as with weights that are spread over ranks."""
+    named = FAMILIES.get(type(module).__name__) is family
     with _undisturbed(module), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, case in _cases(family, module):
+            own = None
             try:
-                own, other = case(type(module).forward), case(ours)
+                own = case(type(module).forward)
+                other = case(ours)
             except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                if own is None and named:
+                    return None
                 return f"with {name}, it cannot be tried: {type(error).__name__}: {error}"
             near = 1e-4 if own.dtype in (torch.float32, torch.float64) else 5e-2
             far = float((own - other).abs().max() / own.abs().max().clamp_min(1e-9))
@@ -86,7 +97,7 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
     from transformers import DynamicCache
 
     one = next(module.parameters())
-    x = torch.randn(ROWS, TOKENS, module.config.hidden_size).to(one)
+    x = torch.randn(ROWS, TOKENS, _hidden_size(family, module)).to(one)
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).repeat(ROWS, 1, 1, 1)
     hidden[0, ..., :2] = True  # padding
     hidden &= ~torch.eye(TOKENS, dtype=torch.bool)
@@ -95,9 +106,14 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
 
     places = torch.arange(TOKENS, device=one.device).unsqueeze(0)
 
+    def alibi(keys: int) -> Tensor | None:
+        """None rotates: a model with ALiBi passes a bias, here of 0."""
+        has = getattr(getattr(module, "config", None), "alibi", False)
+        return one.new_zeros(ROWS * family.sizes(module)[0], 1, keys) if has else None
+
     def all_at_once(forward: Forward, mask: Tensor | None) -> Tensor:
-        given = {"position_embeddings": angles(TOKENS), "position_ids": places}
-        given |= {family.mask: mask}
+        given = {family.mask: mask, "position_embeddings": angles(TOKENS), "alibi": alibi(TOKENS)}
+        given |= {"position_ids": places}
         out: Tensor = forward(module, x, **_accepted(module, given))[0]
         return out
 
@@ -105,27 +121,36 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
         cache, outs = DynamicCache(), []
         for start, stop in ((0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)):
             rotated = _cut(angles(TOKENS), start, stop)
-            given = {family.mask: padded[:, :, start:stop, :stop], family.cache: cache}
-            given |= {"position_embeddings": rotated, "position_ids": places[:, start:stop]}
-            given = _accepted(module, given)
-            outs.append(forward(module, x[:, start:stop], **given)[0])
+            given = {family.mask: padded[:, :, start:stop, :stop], "position_embeddings": rotated}
+            given |= dict.fromkeys((family.cache, *CACHES), cache) | {"alibi": alibi(stop)}
+            given = _accepted(module, given | {"position_ids": places[:, start:stop]})
+            outs.append(forward(module, x[:, start:stop].contiguous(), **given)[0])
         return torch.cat(outs, dim=1)
 
     yield "no mask", lambda forward: all_at_once(forward, None)
     yield "padding", lambda forward: all_at_once(forward, padded)
-    if family.cache in inspect.signature(type(module).forward).parameters:
+    takes = inspect.signature(type(module).forward).parameters
+    if {family.cache, *CACHES} & {*takes} and getattr(module, "layer_idx", 0) is not None:
         yield "a cache", one_by_one
 
 
+def _hidden_size(family: Family, module: Any) -> int:
+    """The width of hidden states: of the config, or of the projection of a module without one."""
+    if family.project.children is None or hasattr(module, "config"):
+        return int(module.config.hidden_size)
+    return int(getattr(module, family.project.children.q).in_features)
+
+
 def _accepted(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that the module's own forward takes."""
-    takes = inspect.signature(type(module).forward).parameters
-    return {name: value for name, value in given.items() if name in takes}
+    """The arguments that the module's own forward takes; None for others that it must be given."""
+    takes = [*inspect.signature(type(module).forward).parameters.values()][2:]
+    must = {each.name: None for each in takes if each.default is each.empty and each.kind < 2}
+    return must | {each.name: given[each.name] for each in takes if each.name in given}
 
 
 def _angles(family: Family, module: Any, tokens: int, *, like: Tensor) -> Any:
     """Random angles in the form that a family's rotation reads."""
-    rope = getattr(module.config, "rope_parameters", None) or {}
+    rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     part = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
     width = module.qk_rope_head_dim if family.latent else family.sizes(module)[2] * part
     angles = torch.linspace(0, 3, ROWS * tokens * (int(width) // 2), device=like.device)

@@ -1,0 +1,98 @@
+"""The kinds of layers of a model's cache: keys and values, recurrent and convolutional states."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from regard.cache import Cache
+from regard.hf.families.finding import find
+from regard.hf.families.recognising import family_of
+from regard.hf.generating.caches import CacheLayer
+from regard.hf.generating.states import EmptyLayer, HybridLayer, StateLayer
+from regard.hf.generating.watching import called_module
+from regard.hf.packages import cache_argument
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+class LayerKind(NamedTuple):
+    """The contents of one layer's cache: keys and values, of a window or of all tokens; states."""
+
+    has_keys: bool = True
+    window: int | None = None
+    states: int = 0
+
+
+_KINDS = {  # by transformers' layer types; the numbers are those of the config
+    FULL: LayerKind(),
+    WINDOWED: LayerKind(window=1),
+    "linear_attention": LayerKind(has_keys=False, states=1),
+    "conv": LayerKind(has_keys=False, states=1),
+    "hybrid": LayerKind(states=1),
+    "hybrid_sliding": LayerKind(window=1, states=1),
+    **dict.fromkeys(("moe", "mlp", "dummy"), LayerKind(has_keys=False)),
+}
+
+
+def _check_takes_caches(model: Any) -> None:
+    """Raise if the model has a cache of another kind, such as a recurrent state."""
+    module = called_module(model)
+    parameters = inspect.signature(module.forward).parameters
+    if "input_ids" in parameters and not cache_argument(module.forward):
+        raise ValueError(
+            f"{type(module).__name__} takes no past_key_values: it has no cache of keys and "
+            "values; leave the cache out"
+        )
+
+
+def layer_kinds(model: Any) -> list[LayerKind]:
+    """The kind of each decoder layer that a cache has, as the config and the modules say."""
+    _check_takes_caches(model)
+    config = model.config.get_text_config(decoder=True)
+    count = config.num_hidden_layers
+    if model.config.is_encoder_decoder:
+        count = getattr(config, "decoder_layers", None) or getattr(
+            config, "num_decoder_layers", count
+        )
+    names = list(getattr(config, "layer_types", None) or [FULL] * count)
+    for index in getattr(config, "cross_attention_layers", None) or ():
+        names[index] = "cross_attention"
+    other = sorted({each for each in names if each not in _KINDS})
+    if other:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {', '.join(other)}, and regard's caches "
+            f"serve {', '.join(_KINDS)}; use transformers' own cache"
+        )
+    count = len(names) - (getattr(config, "num_kv_shared_layers", None) or 0)  # the rest is shared
+    known: dict[Any, int | None] = {
+        module.layer_idx: family.window_of(module)
+        for module in find(model).known.values()
+        if (family := family_of(module)) and getattr(module, "layer_idx", None) is not None
+    }
+    window, states = getattr(config, "sliding_window", None), _number_of_states(config)
+    kinds = [_KINDS[name] for name in names[:count]]
+    return [
+        each._replace(
+            window=known.get(index) or (each.window and window),
+            states=each.states and states,
+        )
+        for index, each in enumerate(kinds)
+    ]
+
+
+def _number_of_states(config: Any) -> int:
+    """How many convolutions a layer with states has."""
+    return getattr(config, "number_of_conv_states", None) or 1
+
+
+def layers_of(kinds: list[LayerKind], make: Callable[[int | None], Cache]) -> list[Any]:
+    """A layer of each kind: with a cache that `make` makes for its window, states, or neither."""
+
+    def layer(has_keys: bool, window: int | None, states: int) -> Any:
+        if not has_keys:
+            return StateLayer(states) if states else EmptyLayer()
+        own = partial(make, window)
+        return HybridLayer(own, states) if states else CacheLayer(own)
+
+    return [layer(*each) for each in kinds]

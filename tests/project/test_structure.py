@@ -34,6 +34,7 @@ KNOWS = {  # which folders a folder may import from; "." is the files at the roo
     "ops": {".", "masks", "cache"},
     "layers": {".", "masks", "cache", "rope", "ops"},
 }
+KNOWS["sparse"] = {*KNOWS} - {"page"}
 KNOWS["regard"] = {*KNOWS}  # the public names; what stands below may import them
 KNOWS["hf"] = {*KNOWS}
 KNOWS["auto"] = {"hf"}

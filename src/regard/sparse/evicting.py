@@ -158,6 +158,8 @@ class Evicting(Contiguous, Attending):
                 "or use KVCache()"
             )
         assert self._seen is not None
+        # a model of transformers numbers the keys that are held from 0
+        part = part._replace(kv_start=self.length - self.rows, kv_stop=self.length)
         out = attended_rows(prepared, q, part, self._seen.slots, sinks)
         self._observe(prepared, q, part)
         if self.rows > self.most:

@@ -25,6 +25,7 @@ from regard.sparse.scores import (
     SnapKV,
     Streaming,
 )
+from regard.sparse.selecting import SelectingCache
 from regard.sparse.slots import AtSlots
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "QueryMoments",
     "Rows",
     "Score",
+    "SelectingCache",
     "SnapKV",
     "Streaming",
 ]

@@ -17,6 +17,8 @@ class AtSlots(Mask):
         slots: `[B, G, n]` integers, for each key head the slot of each row.
         group: query heads that share a key head.
         start: the number that masks and spans give to the first row.
+        folded: key heads that are rows of the batch, `[B x folded, G, n]`, because each of them has
+            a table of pages of its own.
 
     Examples:
         >>> import torch
@@ -32,6 +34,7 @@ class AtSlots(Mask):
     slots: Int[Tensor, "B G n"]
     group: int = 1
     start: int = 0
+    folded: int = 1
     opaque = True
 
     @property
@@ -39,12 +42,14 @@ class AtSlots(Mask):
         return self.slots.shape[0]
 
     @property
-    def heads(self) -> int | None:
+    def heads(self) -> int:
         return self.slots.shape[1] * self.group
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         last = self.slots.shape[2] - 1
         slots = self.slots[b, h // self.group, (kv_idx - self.start).clamp(0, last)]
+        if self.folded > 1:
+            b, h = b // self.folded, b % self.folded * self.heads + h
         return self.rule(b, h, q_idx, slots.to(q_idx.dtype))
 
     def __repr__(self) -> str:

@@ -181,8 +181,11 @@ def test_a_file_is_that_of_the_pages(format, tmp_path):
     _run(layer, x[:, :LENGTH], cache, first=LENGTH)
     save_all([cache], tmp_path / "cache", weights="these")
     load_all([again], tmp_path / "cache", weights="these")
-    got, want = (_run(layer, x[:, LENGTH:], each, first=1) for each in (again, cache))
-    assert (got - want).abs().max() < 1e-2 if format == "K8V4" else 1e-6
+    for mine, its in zip(again._bounds, cache._bounds, strict=True):  # of codes, those of the codes
+        assert (mine - its).abs().max() < (0.05 if format == "K8V4" else 1e-9)
+    if format == "plain":
+        got, want = (_run(layer, x[:, LENGTH:], each, first=1) for each in (again, cache))
+        assert (got - want).abs().max() < 1e-6
 
 
 def test_refusals():

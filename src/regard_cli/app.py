@@ -46,10 +46,10 @@ def compare(
             autocompletion=lambda: ROWS.split(", "),
         ),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 1024,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 512,
     windows: Annotated[
-        int, typer.Option(min=2, help="Windows of text to measure on: more for smaller intervals.")
-    ] = 2,
+        int, typer.Option(min=1, help="Windows of text to measure on: more for smaller intervals.")
+    ] = 1,
     memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
     dtype: Dtype = None,
     device: Device = "cpu",
@@ -171,6 +171,9 @@ def bench(
         Literal["float32", "bfloat16"], typer.Option(help="Of queries, keys and values.")
     ] = "float32",
     threads: Threads = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Rows of torch and of every backend, too.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time decoding and prefill on this machine: regard and its backends against torch."""

@@ -67,7 +67,7 @@ def test_bench_prints_a_table_for_people(monkeypatch, capsys):
 @pytest.mark.usefixtures("tiny")
 def test_bench_says_why_the_compiled_kernel_is_absent(monkeypatch, capsys):
     monkeypatch.setattr(fused, "is_installed", lambda: False)
-    assert command(monkeypatch, "bench", *SIZES, "--head-dim", 16, "--threads", 1) == 0
+    assert command(monkeypatch, "bench", *SIZES, "--head-dim", 16, "--threads", 1, "--all") == 0
     out = capsys.readouterr().out
     assert "backend fused: fused needs numba: python -m pip install 'regard[cpu]'." in out
 

@@ -53,7 +53,7 @@ def test_remarks_are_sentences_under_the_table(width):
     assert f"joint latent, 75 %; joint latent, 25 %: {REFUSAL}." in under
     assert "MQA, aligned: 1 key head cannot become fewer." in under
     assert REFUSAL.split()[0] not in table.split() and "MQA" not in table
-    under = sentences(printed(PRINTED["bench"], width)).partition("Not measured")[2]
+    under = sentences(printed(PRINTED["bench --all"], width)).partition("Not measured")[2]
     assert "backend fused: fused needs numba." in under
     assert "backend eager, prefill, 512 tokens: eager is slow." in under
 

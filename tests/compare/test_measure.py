@@ -11,12 +11,9 @@ from regard.compare.measure import (
     PREFILLS,
     STEPS,
     Sample,
-    decode_losses,
-    decode_steps,
     time_prefills,
-    time_steps,
 )
-from regard.convert.measuring import loss_of
+from regard.convert.measuring import last_logits, loss_of
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states, losses_of
 from regard.turns import LEAST
@@ -37,8 +34,9 @@ def test_a_row_is_the_mean_over_windows():
     runner = runner_of(model, KVCache)
     sample = Sample(runner)
     for window in windows:
-        sample.read(window, hidden_states(model, window[None]))
-    time_steps([sample], windows[-1])
+        sample.read(window, last_logits(model, hidden_states(model, window[None])[0]))
+        sample.decode(window)
+    sample.decode(windows[-1], sample)
     alone = 40 / min(sample.timings.alone["prefill"])  # as no prefill took turns yet
     assert sample.timings.speeds(40)["prefill_tokens_per_second"] == alone
     time_prefills([sample], windows[-1])
@@ -55,62 +53,70 @@ def test_a_row_is_the_mean_over_windows():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [2, 3, 9, 10, 41, 130])
-def test_the_last_tokens_are_decoded_one_at_a_time(length, monkeypatch):
+@pytest.mark.parametrize("length", [2, 3, 9, 41, 130])
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_last_tokens_are_decoded_one_at_a_time(length, timed, monkeypatch):
+    """Whether steps are timed or not, the losses are those of the window's last tokens."""
     model, window = tiny("llama"), tokens(1, length)[0]
-    runner = runner_of(model, KVCache)
-    runner.hidden(window[None])
-    given, hidden = [], runner.hidden
-    monkeypatch.setattr(runner, "hidden", lambda token: given.append(token) or hidden(token))
-    found = decode_losses(runner, window)
-    rows, steps = decode_steps(length)
-    assert [tuple(token.shape) for token in given] == [(rows, 1)] * steps
-    count = rows * steps
-    assert torch.equal(torch.cat(given, 1).flatten(), window[-1 - count : -1])
-    assert length == 2 or count > length / 2 or count == DECODED
+    sample = sample_of(model, KVCache, window)
+    given, step = [], sample.runner.step
+    monkeypatch.setattr(sample.runner, "step", lambda token: given.append(token) or step(token))
+    sample.decode(window, sample if timed else None)
+    count = min(DECODED, length - 1)
+    assert {tuple(token.shape) for token in given} == {(1, 1)}
+    assert torch.equal(torch.cat(given).flatten()[:count], window[-1 - count : -1])
+    assert all(int(token) == window[-1] for token in given[count:])
+    assert len(given) == (max(count, 1 + 3 * LEAST) if timed else count)
     wanted = losses_of(model, hidden_states(model, window[None])[0], window)[-count:]
-    torch.testing.assert_close(found, wanted)
-    assert [cache.length for cache in runner.caches] == [length - 1] * 2
-    assert all(cache.buffers[0].shape[0] == 1 for cache in runner.caches)
+    torch.testing.assert_close(sample.decode_losses[0], wanted)
 
 
 @torch.no_grad()
 def test_what_a_cache_loses_after_the_prefill_is_in_the_decode_loss():
     """A cache that returns a chunk as it was given, and single tokens as zeros."""
     model, window = tiny("llama"), tokens(1, 60)[0]
-    runners = [runner_of(model, cache) for cache in (KVCache, Forgetful)]
-    hidden = [runner.hidden(window[None]) for runner in runners]
-    torch.testing.assert_close(*hidden)
-    exact, lossy = (decode_losses(runner, window).mean() for runner in runners)
+    samples = [sample_of(model, cache, window) for cache in (KVCache, Forgetful)]
+    torch.testing.assert_close(samples[0].losses, samples[1].losses)
+    for sample in samples:
+        sample.decode(window)
+    exact, lossy = (sample.decode_losses[0].mean() for sample in samples)
     assert abs(exact - lossy) > 1e-4
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("length", [2, 9, 128])
-def test_steps_are_timed_within_the_window(length, monkeypatch):
+def test_steps_take_turns_over_the_same_tokens(length, monkeypatch):
     """Both start after the same tokens, each time, and no position is beyond the window's last."""
     model, window = tiny("llama"), tokens(1, length)[0]
-    samples = [Sample(runner_of(model, cache)) for cache in (KVCache, QuantizedCache)]
-    for sample in samples:
-        sample.read(window, hidden_states(model, window[None]))
+    samples = [sample_of(model, cache, window) for cache in (KVCache, QuantizedCache)]
     starts = []
-    for each in samples:
+    for at, each in enumerate(samples):
         step = each.runner.step
         monkeypatch.setattr(
             each.runner,
             "step",
-            lambda token, each=each, step=step: (
-                starts.append((samples.index(each), each.runner.caches[0].length)) or step(token)
+            lambda token, at=at, each=each, step=step: (
+                starts.append((at, each.runner.caches[0].length)) or step(token)
             ),
         )
     for _ in range(2):
         starts.clear()
-        time_steps(samples, window)
-        lengths = [[n for which, n in starts if which == at] for at in (0, 1)]
-        first, steps = max(1, length - 2 - STEPS), len(lengths[0]) - 2
-        assert 3 * LEAST <= steps <= STEPS
-        assert lengths == [list(range(first, first + 2 + steps))] * 2
-        assert length <= 2 + STEPS or max(lengths[0]) < length
+        samples[1].decode(window, samples[0])
+        own, first = ([n for which, n in starts if which == at] for at in (1, 0))
+        start = max(0, length - 1 - DECODED)
+        assert 1 + 3 * LEAST <= len(first) <= 1 + STEPS
+        assert own == list(range(start, start + max(len(first), length - 1 - start)))
+        assert first == own[: len(first)]
+        assert length <= DECODED or max(own) < length - 1
+        taken = [at for at, _ in starts[: 2 * len(first)]]
+        assert taken[:8] == [1, 0, 0, 0, 0, 1, 1, 1] and taken[8:14] == [1, 1, 1, 0, 0, 0]
+
+
+def sample_of(model, cache, window):
+    """A sample that has read the window."""
+    sample = Sample(runner_of(model, cache))
+    sample.read(window, last_logits(model, hidden_states(model, window[None])[0]))
+    return sample
 
 
 def runner_of(model, cache):

@@ -15,14 +15,14 @@ class Words:
 
 def test_calibration_text_is_not_measured_on():
     default = texts_for(Words(), context=64)
-    assert default.windows.shape == (2, 64)
-    assert default.calibration.shape == (6, 1024)
+    assert default.windows.shape == (1, 64)
+    assert default.calibration.shape == (6, 512)
     own = texts_for(Words(), context=10, text="ab" * 5000, name="own")
     assert own.source == "own"
-    assert own.calibration.shape == (6, 1024)
-    apart = texts_for(Words(), context=10, text="A" * 20 + "B" * 7000)
+    assert own.calibration.shape == (6, 512)
+    apart = texts_for(Words(), context=10, text="A" * 10 + "B" * 7000)
     assert not set(apart.windows.flatten().tolist()) & set(apart.calibration.flatten().tolist())
     short = texts_for(Words(), context=10, text="ab" * 20)
     assert short.calibration.equal(default.calibration)
-    with pytest.raises(ValueError, match="at most 10"):
-        texts_for(Words(), context=11, text="ab" * 10)
+    with pytest.raises(ValueError, match="at most 20"):
+        texts_for(Words(), context=21, text="ab" * 10)

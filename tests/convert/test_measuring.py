@@ -15,6 +15,8 @@ from regard.convert.measuring import (
     Timings,
     compare_logits,
     divergence,
+    largest,
+    last_logits,
     loss_of,
     measure,
     measure_speeds,
@@ -46,14 +48,31 @@ def test_logits_are_compared_over_all_pieces():
     other = tiny("llama")
     other.lm_head.weight.data *= 1.5
     reference, hidden = hidden_states(model, window[None]), hidden_states(model, window[None]) * 1.5
-    losses, difference, largest = compare_logits(model, window, hidden, reference)
+    kept = last_logits(model, reference[0])
+    losses, difference = compare_logits(model, window, hidden[0], kept)
     wanted, logits = model(window[None]).logits, other(window[None]).logits
     torch.testing.assert_close(
         losses, losses_of(other, hidden_states(other, window[None])[0], window)
     )
     assert difference == pytest.approx(float((wanted - logits).abs().max()), rel=1e-4)
-    assert largest == pytest.approx(float(wanted.abs().max()), rel=1e-5)
-    assert math.isnan(compare_logits(model, window, hidden * math.nan, reference)[1])
+    assert float(largest(kept)) == pytest.approx(float(wanted.abs().max()), rel=1e-5)
+    assert math.isnan(compare_logits(model, window, hidden[0] * math.nan, kept)[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [1, 30, 270, 300])
+def test_logits_are_compared_over_the_last_tokens_that_are_kept(count):
+    model, window = tiny("llama"), tokens(1, 300)[0]
+    hidden = hidden_states(model, window[None])[0]
+    kept = last_logits(model, hidden, nbytes=count * 4 * model.config.vocab_size + 3)
+    wanted = model(window[None]).logits[0]
+    torch.testing.assert_close(kept, wanted[-count:])
+    assert compare_logits(model, window, hidden, kept)[1] < 1e-5
+    for at, differs in ((-count - 1, False), (-count, True), (-1, True)):
+        if at + 300 >= 0:
+            other = hidden.clone()
+            other[at] += 1.0
+            assert (compare_logits(model, window, other, kept)[1] > 1e-2) == differs
 
 
 class Machine:

@@ -117,6 +117,7 @@ WRITTEN = [
 PRINTED = {
     "compare": partial(compare.show, COMPARISON),
     "bench": partial(bench.show, BENCH),
+    "bench --all": partial(bench.show, BENCH, every=True),
     "convert": partial(convert.show, CONVERSION, Path("a folder/of mine")),
     "tune": partial(tune.show, replace(DEFAULT, call=2e-6, products=320e9), TUNING),
     "generate": partial(generate.show, WRITTEN),

@@ -58,12 +58,15 @@ def run(*, clear: Sequence[str] | None, as_json: bool) -> None:
     if chosen:
         say(console, f"removed {total} from {cache_folder()}: {', '.join(chosen)}")
         return
-    say(console, f"{cache_folder()} ({FOLDER} names another folder): {total}")
+    folder = str(cache_folder())
+    say(console, f"{folder} ({FOLDER} names another folder): {total}", bold=folder)
     console.print()
     rows = [
         [each.kind, each.what, f"{each.files:,}", readable_bytes(each.nbytes)] for each in found
     ]
     tabulate(stdout(), COLUMNS, rows)
+    console.print()
+    say(stdout(), "Next: --clear NAME removes one kind, --clear all removes every kind.")
 
 
 def kept(kind: str) -> Kept:

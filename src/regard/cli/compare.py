@@ -10,13 +10,16 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from regard.cache_folder import cache_folder
 from regard.cli.cache import stored_by_compare
 from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.compare import Comparison, Proof, Row, chosen, compare, texts_for
+from regard.compare.ahead import kernels_ahead
 from regard.compare.measure import SHORT, cells
 from regard.compare.result import explained
+from regard.convert.healing.environment import keep_freed_memory
 from regard.hf import SMOLLM2, fetch_smollm2
 from regard.hf.packages import quiet
 from regard.ops.explain import kernel_objection
@@ -53,9 +56,13 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     rows = chosen(attention or ())
+    keep_freed_memory()
     found: list[Comparison] = []
     stopped = None
-    with quiet(), progress_bar() as progress:
+    ahead = kernels_ahead(
+        model or cache_folder() / SMOLLM2, rows, context=context, dtype=dtype, device=device
+    )
+    with ahead, quiet(), progress_bar() as progress:  # a fork comes before threads
 
         def on_row(so_far: Comparison) -> None:
             found.append(so_far)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ def show(report: Report, out: Path, console: Console) -> None:
     )
     say(console, f"Before: {_ran(report.before)}. After: {_ran(report.after)}.", style="dim")
     say(console, f"Took {report.seconds:.0f} s.", style="dim")
+    console.print()
+    say(console, f'Next: regard generate {quote(str(out))} --prompt "..." writes text with it.')
 
 
 def _named(report: Report) -> str:

@@ -11,26 +11,26 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.terminal import UNWRAPPED, print_json, remarks, say, stdout, waiting
 from regard.ops.explain import kernel_objection
 from regard.rates import SPEED, Speed, forget_speed, typical, write_speed
+from regard.words import counted
 
-UNITS = {
-    "call": ("to start an operator", 1e6, "us"),
-    "products": ("float32 matrix products", 1e-9, "GFLOP/s"),
-    "elements": ("elementwise work", 1e-9, "G/s"),
-    "row_float": ("torch's kernel, one query, float32", 1e-9, "G/s"),
-    "row_half": ("the same in half precision", 1e-9, "G/s"),
-    "rows_half": ("the same, several queries", 1e-9, "G/s"),
-    "products_half": ("bfloat16 matrix products", 1e-9, "GFLOP/s"),
-    "scores": ("torch's kernel, softmax", 1e-9, "G/s"),
-    "stream": ("fused, reading", 1e-9, "GB/s"),
-    "fused": ("fused, many rows", 1e-9, "GFLOP/s"),
-    "tiled": ("tiled, products", 1e-9, "GFLOP/s"),
+UNITS = {  # the name of a rate with its unit, and the factor to that unit
+    "call": ("to start an operator, us", 1e6),
+    "products": ("float32 products, GFLOP/s", 1e-9),
+    "elements": ("elementwise work, G/s", 1e-9),
+    "row_float": ("torch's kernel, one query, float32, G/s", 1e-9),
+    "row_half": ("the same in half precision, G/s", 1e-9),
+    "rows_half": ("the same, several queries, G/s", 1e-9),
+    "products_half": ("bfloat16 products, GFLOP/s", 1e-9),
+    "scores": ("torch's kernel, softmax, G/s", 1e-9),
+    "stream": ("fused, reading, GB/s", 1e-9),
+    "fused": ("fused, many rows, GFLOP/s", 1e-9),
+    "tiled": ("tiled, products, GFLOP/s", 1e-9),
 }
 COLUMNS = (
     Column("rate", words=True),
     Column("usual"),
     Column("before"),
     Column("now"),
-    Column("", left=True),
     Column("quartiles apart"),
 )
 
@@ -62,20 +62,25 @@ def run(*, forget: bool, threads: int | None, as_json: bool) -> None:
     console = stdout()
     show(before, tuning, console)
     console.print()
-    say(console, f"saved in {path}")
+    say(console, f"Saved in {path}: backends are chosen by them from now on.")
+    say(console, "Next: regard bench compares the choice; regard tune --forget removes them.")
 
 
 def show(before: Speed, tuning: Tuning, console: Console) -> None:
     """Print the rates as a table."""
     rows, unmeasured, usual = [], [], typical(torch.get_num_threads())
     for rate in fields(Speed):
-        what, factor, unit = UNITS.get(rate.name, (rate.name, 1.0, ""))
+        what, factor = UNITS[rate.name]
         values = (getattr(speed, rate.name) for speed in (usual, before, tuning.speed))
         apart = tuning.spread.get(rate.name)
         if apart is None:
-            unmeasured.append(what)
+            unmeasured.append(what.rpartition(", ")[0])
         spread = "" if apart is None else f"{apart:.2f}x"
-        rows.append([what, *(f"{value * factor:.3g}" for value in values), unit, spread])
+        rows.append([what, *(f"{value * factor:.3g}" for value in values), spread])
+    title = "Rates of this machine"
+    threads = counted(torch.get_num_threads(), "thread")
+    say(console, f"{title}, torch {torch.__version__}, {threads}", bold=title)
+    console.print()
     tabulate(console, COLUMNS, rows)
     reason = kernel_objection() or "this machine was measured without it"
     scaled = "its rates are the usual ones, scaled as those of matrix products are"

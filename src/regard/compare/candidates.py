@@ -50,8 +50,8 @@ class Candidate:
     usual: bool = True
 
 
-def _as_shipped(shipped: Sequence[Attention], dtype: torch.dtype) -> None:
-    return None
+def as_shipped(shipped: Sequence[Attention], dtype: torch.dtype) -> None:
+    """No conversion: the model's own attention."""
 
 
 def _mha(shipped: Sequence[Attention], dtype: torch.dtype) -> Target:
@@ -95,14 +95,14 @@ MEANT = {  # names that other commands have, or that are often written: the row 
 
 ALL = "all"  # in `--attention`: every usual row
 CANDIDATES = (
-    Candidate("shipped", "{kind}, as shipped", _as_shipped, exact=True, few=True),
-    Candidate("int8", "{kind}, int8 cache", _as_shipped, cache="int8", few=True),
-    Candidate("int4", "{kind}, int4 cache", _as_shipped, cache="int4"),
+    Candidate("shipped", "{kind}, as shipped", as_shipped, exact=True, few=True),
+    Candidate("int8", "{kind}, int8 cache", as_shipped, cache="int8", few=True),
+    Candidate("int4", "{kind}, int4 cache", as_shipped, cache="int4"),
     *(
         Candidate(
             name.lower(),
             f"{{kind}}, {name} cache",
-            _as_shipped,
+            as_shipped,
             cache=name,
             few=name == "K8V4",
             usual=name != "K4V4",

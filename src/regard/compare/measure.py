@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from regard.compare.runner import Runner
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
 from regard.convert.measuring import Timings, compare_logits, dtype_name, take_turns
-from regard.hf.generating.predicting import logits_of
 from regard.plan.planning import largest
 from regard.plan.shapes import LayerShape, Storage
 from regard.turns import LEAST, Ratio, perplexity_ratio
@@ -43,16 +43,9 @@ SHORT = (  # columns that fit 80 characters
     "decode_speed",
 )
 
-# Runs of each row after the last window, in turns with the first row's: prefills of the window, and
-# steps, of which the fastest of three counts. Steps end sooner once their ratio is known.
-PREFILLS = LEAST
-STEPS = 30
-
-# Tokens of a window that are decoded one at a time, each with those before it in the cache. A step
-# of a batch of 8 takes 2 to 3 times as long as one of 1, since most of its time goes into weights.
-DECODED = 64
-ROWS = 8
-IN_ALL_ROWS = 8192  # tokens in the caches of all rows at most: longer windows, fewer rows
+PREFILLS = LEAST  # of each row, in turns with the first row's
+STEPS = 30  # at most that take turns with the first row's; fewer once the ratio is known
+DECODED = 32  # tokens of a window that are decoded one at a time, those of the turns among them
 
 
 @dataclass(frozen=True)
@@ -171,29 +164,27 @@ class Sample:
     difference: float = 0.0
     timings: Timings = field(default_factory=Timings)
 
-    def read(self, window: Int[Tensor, " L"], reference: Float[Tensor, "1 L E"]) -> None:
-        """Prefill one window, compare its logits with those of the reference's hidden states,
-        measure its cache, and decode its last tokens.
-
-        The caches then hold the window without its last token.
-        """
+    def read(self, window: Int[Tensor, " L"], wanted: Float[Tensor, "K V"]) -> None:
+        """Prefill one window, compare its last logits with those that are wanted, and measure the
+        cache, which then holds the window."""
         self.runner.reset()
         hidden = self.timings.observe("prefill", partial(self.runner.hidden, window[None]))
         self.bytes_per_token = self.runner.cache_bytes / len(window)
-        self.decode_losses.append(decode_losses(self.runner, window))
-        losses, difference, _ = compare_logits(self.runner.model, window, hidden, reference)
+        losses, difference = compare_logits(self.runner.model, window, hidden[0], wanted)
         self.losses.append(losses)
         self.difference = max(self.difference, difference)
 
-    def step_after(self, window: Int[Tensor, " L"]) -> partial[Tensor]:
-        """A decoding step, run twice already, after the window's tokens but for the last few."""
-        start = max(1, len(window) - STEPS - 2)
-        for cache in self.runner.caches:
-            cache.truncate(min(start, cache.length))
-        step = partial(self.runner.step, window[None, -1:])
-        self.timings.observe("decode", step)  # the first step may compile and allocate
-        step()  # no backend is counted any more, as in the steps that are timed
-        return step
+    def decode(self, window: Int[Tensor, " L"], first: "Sample | None" = None) -> None:
+        """Decode the last tokens of a window that the caches hold, one at a time.
+
+        With `first`, whose caches hold the window, too, the steps take turns with those of the same
+        tokens there until the ratio of their times is known.
+        """
+        steps = Steps(self, window)
+        if first is not None:
+            others = [Steps(first, window)] if first is not self else []
+            take_turns("decode", [(each.sample.timings, each) for each in (*others, steps)], STEPS)
+        self.decode_losses.append(steps.losses())
 
     def prefill(self, window: Int[Tensor, " L"]) -> Tensor:
         """The prefill of one window; the caches are empty before and afterwards."""
@@ -262,10 +253,38 @@ class Sample:
         }
 
 
-def time_steps(samples: Sequence[Sample], window: Int[Tensor, " L"]) -> None:
-    """Time decoding steps of the first sample and another in turns, after they read the window."""
-    runs = [(each.timings, each.step_after(window)) for each in samples]
-    take_turns("decode", runs, STEPS)
+class Steps:
+    """Decoding steps of one token, over the last tokens of a window.
+
+    The first is taken at once: it may compile and allocate. Calls beyond the window repeat its last
+    token.
+
+    Args:
+        sample: its runner's caches hold the window, or as much of it as earlier steps left.
+        window: at least two tokens.
+    """
+
+    def __init__(self, sample: Sample, window: Int[Tensor, " L"]) -> None:
+        start = max(0, len(window) - 1 - DECODED)
+        for cache in sample.runner.caches:
+            cache.truncate(start)
+        self.sample, self._following = sample, window[start + 1 :]
+        self._tokens = chain(window[start:-1].split(1), repeat(window[-1:]))
+        self._logits: list[Tensor] = []
+        sample.timings.observe("decode", self)
+
+    def __call__(self) -> Float[Tensor, "1 1 V"]:
+        logits = self.sample.runner.step(next(self._tokens)[None])
+        self._logits.append(logits[0])
+        return logits
+
+    def losses(self) -> Float[Tensor, " T"]:
+        """The losses of the window's last tokens, after the steps that are not yet taken."""
+        while len(self._logits) < len(self._following):
+            self()
+        logits = torch.cat(self._logits[: len(self._following)])
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, self._following, reduction="none")
 
 
 def time_prefills(samples: Sequence[Sample], window: Int[Tensor, " L"]) -> None:
@@ -274,43 +293,3 @@ def time_prefills(samples: Sequence[Sample], window: Int[Tensor, " L"]) -> None:
         each.runner.reset()
     runs = [(each.timings, partial(each.prefill, window)) for each in samples]
     take_turns("prefill", runs, PREFILLS)
-
-
-def decode_steps(length: int, slides: bool = False) -> tuple[int, int]:
-    """Rows of the batch, and steps of one token in each, for a window of so many tokens. Caches of
-    layers that slide have one length for all rows, and so one row.
-
-    Examples:
-        >>> from regard.compare.measure import decode_steps
-        >>> decode_steps(1024), decode_steps(4096), decode_steps(20), decode_steps(2)
-        ((8, 8), (2, 32), (2, 8), (1, 1))
-        >>> decode_steps(1024, slides=True)
-        (1, 64)
-    """
-    if slides:
-        return 1, min(DECODED, length - 1)
-    rows = min(ROWS, max(1, IN_ALL_ROWS // length))
-    steps = min(DECODED // rows, length - 1)
-    return min(rows, (length - 1) // steps), steps
-
-
-def decode_losses(runner: Runner, window: Int[Tensor, " L"]) -> Float[Tensor, " T"]:
-    """The losses of the last tokens of a window that was just prefilled, given one at a time.
-
-    The caches get as many rows as `decode_steps` says, and each row goes on where the one before it
-    ends. Afterwards they hold one row: the window without its last token.
-    """
-    rows, steps = decode_steps(len(window), runner.slides)
-    stops = range(len(window) - 1 - (rows - 1) * steps, len(window), steps)
-    starts = torch.tensor([stop - steps for stop in stops], device=window.device)
-    for cache in runner.caches:
-        cache.reorder(torch.zeros_like(starts))
-        cache.truncate(starts if rows > 1 else int(starts[0]))
-    given = torch.stack([window[stop - steps : stop] for stop in stops])
-    following = torch.stack([window[stop - steps + 1 : stop + 1] for stop in stops])
-    hidden = torch.cat([runner.hidden(token) for token in given.split(1, dim=1)], dim=1)
-    logits = logits_of(runner.model, hidden).flatten(0, 1)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    for cache in runner.caches:
-        cache.reorder(torch.full_like(starts[:1], rows - 1))
-    return F.cross_entropy(wide, following.flatten(), reduction="none")

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.convert.measuring import compare_logits
+from regard.convert.measuring import compare_logits, largest, last_logits
 from regard.hf import attention_modules, install, uninstall
 from regard.hf.generating.predicting import hidden_states
 
@@ -26,7 +26,8 @@ class Proof:
     The bound is `32 * u * layers * max |logit|`, u being the unit roundoff of the model's dtype.
 
     Attributes:
-        largest_difference: over the window and the vocabulary.
+        largest_difference: over the vocabulary and the last tokens, as many as 256 MiB of logits
+            hold (`regard.convert.measuring.LOGITS`).
         tolerance: the bound.
         largest_logit: of the model.
 
@@ -135,7 +136,13 @@ def _difference(
     model: Any, window: Tensor, hidden: Float[Tensor, "1 L E"], others: Float[Tensor, "1 L E"]
 ) -> Proof:
     """The largest difference between the logits of two runs, and the bound by the first run's."""
-    _, difference, largest = compare_logits(model, window, others, hidden)
+    wanted = last_logits(model, hidden[0])
+    _, difference = compare_logits(model, window, others[0], wanted)
+    return bounded(model, difference, float(largest(wanted)))
+
+
+def bounded(model: Any, difference: float, largest_logit: float) -> Proof:
+    """The proof that a difference between the model's logits and those under regard makes."""
     unit = torch.finfo(model.dtype).eps / 2
-    tolerance = ROUNDINGS * unit * len(attention_modules(model)) * largest
-    return Proof(difference, tolerance, largest)
+    tolerance = ROUNDINGS * unit * len(attention_modules(model)) * largest_logit
+    return Proof(difference, tolerance, largest_logit)

@@ -90,11 +90,6 @@ class Runner:
         return logits
 
     @property
-    def slides(self) -> bool:
-        """Whether a layer has a window."""
-        return any(window_of(layer) is not None for layer in self.layers)
-
-    @property
     def cache_bytes(self) -> int:
         """Bytes in the caches of all layers."""
         return sum(cache.nbytes for cache in self.caches)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from regard.convert.texts import calibration, python_topics
 
-NUM_WINDOWS = 2  # to measure on, if no other number is given: one in each order of the rows
-CALIBRATION_WINDOWS = 6  # two of each kind of text; a third of `convert`'s, as ten rows are made
-CALIBRATION_LENGTH = 1024  # tokens, as in `convert`
+NUM_WINDOWS = 1  # to measure on, if no other number is given
+CALIBRATION_WINDOWS = 6  # two of each kind of text
+CALIBRATION_LENGTH = 512  # tokens
 CHARACTERS = 16  # characters read per token needed: more than a token has on average in any text
 
 
@@ -68,7 +68,7 @@ def texts_for(
         ...     return {"input_ids": [ord(each) % 20 for each in text]}
         >>> texts = texts_for(tokenizer, context=8, text="to measure on, then calibrate. " * 300)
         >>> texts.windows.shape, texts.calibration.shape
-        (torch.Size([2, 8]), torch.Size([6, 1024]))
+        (torch.Size([1, 8]), torch.Size([6, 512]))
     """
     measured, following = windows * context, CALIBRATION_WINDOWS * CALIBRATION_LENGTH
     if text is None:

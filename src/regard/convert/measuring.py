@@ -32,6 +32,7 @@ Phase = Literal["prefill", "decode"]
 PREFILLS = LEAST
 STEPS = 48
 TRIES: dict[Phase, int] = {"prefill": 1, "decode": 3}
+LOGITS = 1 << 28  # bytes of logits kept for comparison: 1,365 tokens of a vocabulary of 49,152
 
 
 @dataclass(frozen=True)
@@ -214,38 +215,50 @@ def ratio(after: Mapping[str, float], before: Mapping[str, float]) -> float:
     return math.exp(statistics.fmean(logs))
 
 
+def last_logits(
+    model: Any, hidden: Float[Tensor, "L E"], nbytes: int = LOGITS
+) -> Float[Tensor, "K V"]:
+    """The logits of the last tokens, as many as `nbytes` of them hold; one at least."""
+    last = _wide_logits(model, hidden[-1:])
+    count = min(len(hidden), max(1, nbytes // last.nbytes))
+    kept = last.new_empty(count, last.shape[1])
+    for start, stop in pieces(count):
+        kept[start:stop] = _wide_logits(model, hidden[len(hidden) - count :][start:stop])
+    return kept
+
+
 def compare_logits(
     model: Any,
     window: Int[Tensor, " L"],
-    hidden: Float[Tensor, "1 L E"],
-    reference: Float[Tensor, "1 L E"],
-) -> tuple[Float[Tensor, " T"], float, float]:
-    """The loss of every token of a window but the first, the largest difference of a logit from
-    that of the reference, and the reference's largest logit; from hidden states.
+    hidden: Float[Tensor, "L E"],
+    wanted: Float[Tensor, "K V"],
+) -> tuple[Float[Tensor, " T"], float]:
+    """The loss of every token of a window but the first, and the largest difference of a logit of
+    the last K tokens from those that are `wanted`; from hidden states.
 
     A logit that is not a number makes the difference not a number.
     """
-    losses, differences, sizes = [], [], []
+    losses, differences = [], []
+    begin = len(window) - len(wanted)
     for start, stop in pieces(len(window)):
-        wanted = _wide_logits(model, reference[:, start:stop])
-        logits = _wide_logits(model, hidden[:, start:stop])
+        logits = _wide_logits(model, hidden[start:stop])
         following = window[start + 1 : stop + 1]
         losses.append(F.cross_entropy(logits[: len(following)], following, reduction="none"))
-        differences.append(_largest(wanted - logits))
-        sizes.append(_largest(wanted))
-    difference, largest = (float(torch.stack(each).max()) for each in (differences, sizes))
-    return torch.cat(losses), difference, largest
+        if (first := max(start, begin)) < stop:
+            logits = logits[first - start :]
+            differences.append(largest(logits - wanted[first - begin : stop - begin]))
+    return torch.cat(losses), float(torch.stack(differences).max())
 
 
-def _largest(values: Float[Tensor, "L V"]) -> Float[Tensor, ""]:
+def largest(values: Float[Tensor, "L V"]) -> Float[Tensor, ""]:
     """The largest absolute value, or a value that is not a number; read once."""
     least, most = values.aminmax()
     return torch.maximum(-least, most)
 
 
-def _wide_logits(model: Any, hidden: Float[Tensor, "1 L E"]) -> Float[Tensor, "L V"]:
+def _wide_logits(model: Any, hidden: Float[Tensor, "L E"]) -> Float[Tensor, "L V"]:
     """Logits in float32, or in a wider dtype that they have."""
-    logits = logits_of(model, hidden)[0]
+    logits = logits_of(model, hidden)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -211,14 +211,16 @@ def walk(
     hidden, arguments = _beginning(model, blocks, windows)
     converted = [hidden for _ in makes]
     layers: list[list[nn.Module]] = [[] for _ in makes]
+    adding: dict[type, bool] = {}  # by class of block
     for index, (block, module) in enumerate(blocks):
         progress(index, len(blocks))
         run = _Block(block, module, arguments[index])
         after, out = run.original(hidden)
-        added = run.adds(hidden[:1], out[:1])
+        if type(block) not in adding:
+            adding[type(block)] = run.adds(hidden[:1], out[:1])
         for which, make in enumerate(makes):
             mine = converted[which]
-            target = out + (hidden - mine) if added else out
+            target = out + (hidden - mine) if adding[type(block)] else out
             made = make(Step(index, module, run.inputs(mine), target))
             if isinstance(made, Made):
                 converted[which] = run.with_output(made.out, mine)

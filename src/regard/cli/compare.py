@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cache_folder import cache_folder
+from regard.cli import frontier as frontiers
 from regard.cli.cache import stored_by_compare
 from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
@@ -42,6 +43,8 @@ def run(
     device: str,
     threads: int | None,
     full: bool,
+    frontier: bool,
+    budget: float | None,
     html: Path | None,
     as_json: bool,
 ) -> None:
@@ -50,6 +53,11 @@ def run(
     Raises:
         KeyboardInterrupt: after the rows so far are printed, if the user stops the command.
     """
+    if frontier or budget is not None:
+        return frontiers.run(
+            model=model, text=text, budget=budget, context=context, windows=windows, dtype=dtype,
+            device=device, threads=threads, html=html, as_json=as_json,
+        )  # fmt: skip
     if html is not None:
         check_can_write(html)
     written = None if text is None else text.read_text(encoding="utf-8")

@@ -60,6 +60,7 @@ from regard.ops.partial import Partial, merge
 from regard.ops.prepared import Prepared
 from regard.rope import NO_ROPE, Rotary
 from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
+from regard.sparse import EvictingCache, SelectingCache
 
 __version__ = "0.2.0"
 
@@ -80,6 +81,7 @@ __all__ = [
     "Dense",
     "Documents",
     "Everything",
+    "EvictingCache",
     "Frequencies",
     "GroupedQueryAttention",
     "KVCache",
@@ -103,6 +105,7 @@ __all__ = [
     "QuantizedCache",
     "RelativeBias",
     "Rotary",
+    "SelectingCache",
     "SelfAttention",
     "SlidingCache",
     "SlidingWindow",

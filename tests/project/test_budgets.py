@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/regard"
 VERIFY = "regard_verify"  # of packages/regard-verify
 WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
-    ".": (1897, 1897),  # the modules beside the folders; the design names no budget for them
+    ".": (1900, 1900),  # the modules beside the folders; the design names no budget for them
     "layers": (1600, 1756),
     "rope": (850, 850),
     "masks": (2000, 2000),
@@ -20,14 +20,15 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "ops -backends -kernels": (3200, 3327),
     "ops/backends": (1700, 1722),
     "ops/kernels": (2900, 3110),
-    "hf": (4800, 6932),
-    "convert": (4600, 5307),
-    "compare": (1100, 1697),
+    "sparse": (1424, 1424),  # two caches: evicting, 980 lines, and selecting pages
+    "hf": (4800, 6982),
+    "convert": (4600, 5391),
+    "compare": (1100, 2346),
     "plan": (2600, 3149),
-    "see": (2600, 3362),
+    "see": (2600, 3394),
     "distributed": (4800, 6467),
     "bench": (600, 817),
-    "cli": (2200, 2632),
+    "cli": (2200, 2810),
     VERIFY: (10_000, 14_225),
 }
 

@@ -31,7 +31,17 @@ from regard.words import counted
 GIBIBYTE = 1 << 30
 
 
-def run(
+def run(*, frontier: bool = False, budget: float | None = None, **given: Any) -> None:
+    """The comparison, or with `frontier` or a `budget` the bytes of caches against loss."""
+    if frontier or budget is not None:
+        for name in ("attention", "memory", "full"):
+            del given[name]
+        frontiers.run(budget=budget, **given)
+    else:
+        run_comparison(**given)
+
+
+def run_comparison(
     *,
     model: Path | None,
     text: Path | None,
@@ -43,8 +53,6 @@ def run(
     device: str,
     threads: int | None,
     full: bool,
-    frontier: bool,
-    budget: float | None,
     html: Path | None,
     as_json: bool,
 ) -> None:
@@ -53,11 +61,6 @@ def run(
     Raises:
         KeyboardInterrupt: after the rows so far are printed, if the user stops the command.
     """
-    if frontier or budget is not None:
-        return frontiers.run(
-            model=model, text=text, budget=budget, context=context, windows=windows, dtype=dtype,
-            device=device, threads=threads, html=html, as_json=as_json,
-        )  # fmt: skip
     if html is not None:
         check_can_write(html)
     written = None if text is None else text.read_text(encoding="utf-8")

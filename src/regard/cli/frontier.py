@@ -1,6 +1,5 @@
 """regard compare --frontier: bytes of the cache against loss, for every method and budget."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,14 +11,13 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.compare import Frontier, FrontierRow, documents_of, frontier, texts_for
+from regard.compare.frontier import HEADS, cells
 from regard.convert.texts import python_topics
 from regard.hf import SMOLLM2, fetch_smollm2
 from regard.hf.packages import quiet
 from regard.page.page import check_can_write
 from regard.see.pages.frontier import write_frontier
-from regard.turns import Ratio
 
-HEADS = ("cache bytes a token", "of shipped", "perplexity", "decode perplexity", "found")
 WINDOWS = 8  # of text: with fewer, a bootstrap over windows has too little to draw from
 
 
@@ -98,32 +96,6 @@ def show(result: Frontier, console: Console) -> None:
 
 def _cells(row: FrontierRow) -> list[str]:
     return [escape(f"* {row.name}" if row.best else row.name), *cells(row)]
-
-
-def cells(row: FrontierRow) -> Sequence[str]:
-    """The numbers of a row that ran, in words.
-
-    Examples:
-        >>> from regard.compare import FrontierRow
-        >>> from regard.turns import Ratio
-        >>> cells(FrontierRow("int8", 6120.0, 0.53, 9.0, 8.0, Ratio(1.0, 0.99, 1.01, 8),
-        ...     Ratio(1.02, 1.01, 1.03, 8), 0.97))
-        ['6,120', '53%', '1.000 (0.990-1.010)', '1.020 (1.010-1.030)', '97%']
-    """
-    found = "" if row.found is None else f"{row.found:.0%}"
-    return [
-        f"{row.cache_bytes_per_token:,.0f}",
-        f"{row.share:.0%}",
-        _ratio(row.perplexity, row.perplexity_ratio),
-        _ratio(row.decode_perplexity, row.decode_perplexity_ratio),
-        found,
-    ]
-
-
-def _ratio(value: float | None, ratio: Ratio | None) -> str:
-    if ratio is None:
-        return f"{value:,.2f}"
-    return f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
 
 
 def line(row: FrontierRow) -> str:

@@ -31,6 +31,7 @@ from regard.turns import Ratio
 DECODED = 64  # tokens at the end of each window that are given one at a time
 DRAWS = 2000  # of windows, of the bootstrap: its quantiles are then steady in the second digit
 ROW = 30  # seconds of a row, about
+HEADS = ("cache bytes a token", "of shipped", "perplexity", "decode perplexity", "found")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,32 @@ class FrontierRow:
     found: float | None = None
     best: bool = False
     remark: str = ""
+
+
+def cells(row: FrontierRow) -> list[str]:
+    """The numbers of a row that ran, in words.
+
+    Examples:
+        >>> from regard.compare.frontier import FrontierRow, cells
+        >>> from regard.turns import Ratio
+        >>> cells(FrontierRow("int8", 6120.0, 0.53, 9.0, 8.0, Ratio(1.0, 0.99, 1.01, 8),
+        ...     Ratio(1.02, 1.01, 1.03, 8), 0.97))
+        ['6,120', '53%', '1.000 (0.990-1.010)', '1.020 (1.010-1.030)', '97%']
+    """
+    found = "" if row.found is None else f"{row.found:.0%}"
+    return [
+        f"{row.cache_bytes_per_token:,.0f}",
+        f"{row.share:.0%}",
+        _ratio(row.perplexity, row.perplexity_ratio),
+        _ratio(row.decode_perplexity, row.decode_perplexity_ratio),
+        found,
+    ]
+
+
+def _ratio(value: float | None, ratio: Ratio | None) -> str:
+    if ratio is None:
+        return f"{value:,.2f}"
+    return f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
 
 
 @dataclass(frozen=True)
@@ -187,36 +214,46 @@ def frontier(
         ['100%', '48%']
     """
     windows = texts.windows.to(model.device)
-    if windows.shape[1] < 2 * DECODED - 8:
-        raise ValueError(f"windows have {2 * DECODED - 8} tokens or more, got {windows.shape[1]}")
-    if budget is not None and not 0.0 < budget < 1.0:
-        raise ValueError(f"budget is a share between 0 and 1, got {budget}")
+    _check(windows, budget)
     shipped = [attention_of(module) for module in attention_modules(model).values()]
-    dtype, context = dtype_name(cache_dtype or model.dtype), windows.shape[1]
-    if candidates is None:
+    stored, context = cache_dtype or model.dtype, windows.shape[1]
+    dtype = dtype_name(stored)
+    if candidates is None and budget is None:
+        candidates = methods()
+    elif candidates is None:
         shapes = tuple(map(shape_of, shipped))
-        some = methods() if budget is None else within(budget, shapes, context=context, dtype=dtype)
-        candidates = some
+        candidates = within(budget or 1.0, shapes, context=context, dtype=dtype)
     named = [replace(each, name=each.name.format(kind=shipped[0].kind)) for each in candidates]
-    calibration = texts.calibration.to(model.device)
-    runners = Runners(model, shipped, named, calibration, cache_dtype or model.dtype, 0)
+    runners = Runners(model, shipped, named, texts.calibration.to(model.device), stored, 0)
     work = Work(progress, ROW * len(named) + CONVERTING * len(runners.missing))
-    rows: list[FrontierRow] = []
+    questions = sum(len(each.questions) for each in documents)
+    result = Frontier(name, context, len(windows), texts.source, questions, budget, ())
     first: _Losses | None = None
     for each in named:
         runner = runners.of(each, work)
         work.begin(each.name, ROW)
         if isinstance(runner, str):
-            rows.append(FrontierRow(each.name, remark=runner))
+            row = FrontierRow(each.name, remark=runner)
         else:
             mine = _measure(runner, windows, documents, dtype)
             first = first or mine
-            rows.append(mine.row(each.name, first))
-        questions = sum(len(each.questions) for each in documents)
-        about = name, context, len(windows), texts.source, questions, budget
-        on_row(Frontier(*about, _marked(rows)))
+            row = mine.row(each.name, first)
+        result = replace(result, rows=_marked([*result.rows, row]))
+        on_row(result)
     work.end()
-    return Frontier(*about, _marked(rows))
+    return result
+
+
+def _check(windows: Int[Tensor, "N L"], budget: float | None) -> None:
+    """Raise for windows or a budget that cannot be measured."""
+    least = 2 * DECODED - 8
+    if windows.shape[1] < least:
+        raise ValueError(
+            f"windows have {least} tokens or more, {DECODED} of which are decoded, got "
+            f"{windows.shape[1]}; give a longer context"
+        )
+    if budget is not None and not 0.0 < budget < 1.0:
+        raise ValueError(f"budget is a share between 0 and 1, got {budget}; give 0.25, say")
 
 
 @dataclass(frozen=True)

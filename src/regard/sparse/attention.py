@@ -64,14 +64,14 @@ def _mask_of_rows(rule: Mask, slots: Tensor, group: int, start: int, span: Span)
 def _run(
     prepared: Prepared, q: Tensor, part: Part, mask: Mask, span: Span, sinks: Tensor | None
 ) -> Tensor:
-    return _prepare(prepared, q, part, mask, span, sinks=sinks).run(q, (part,))
+    return prepare_rows(prepared, q, part, mask, span, sinks=sinks).run(q, (part,))
 
 
 def _partial(prepared: Prepared, q: Tensor, part: Part, mask: Mask, span: Span) -> Partial:
-    return _prepare(prepared, q, part, mask, span, partial=True).partial(q, (part,))
+    return prepare_rows(prepared, q, part, mask, span, partial=True).partial(q, (part,))
 
 
-def _prepare(
+def prepare_rows(
     prepared: Prepared, q: Tensor, part: Part, mask: Mask, span: Span, **options: Any
 ) -> Prepared:
     """The call over some rows, with the settings of the call over the sequence."""

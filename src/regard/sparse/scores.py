@@ -178,8 +178,8 @@ class ExpectedAttention:
         else:
             mean, covariance = self.moments.ahead(rows.length, self.horizon)
         batch, heads = rows.keys.shape[:2]
-        mean = mean.expand(batch, *mean.shape[1:]).unflatten(1, (heads, -1))
-        covariance = covariance.expand(batch, *covariance.shape[1:]).unflatten(1, (heads, -1))
+        mean = mean.expand(batch, *mean.shape[-2:]).unflatten(1, (heads, -1))
+        covariance = covariance.expand(batch, *covariance.shape[-3:]).unflatten(1, (heads, -1))
         hidden = ~rows.visible
         scores = []
         for head in range(heads):

@@ -6,10 +6,10 @@ Tang et al. 2024, arXiv:2406.10774). A decoding step reads the pages of the high
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from regard.cache import PagedCache, Part
@@ -22,44 +22,15 @@ from regard.cache.streams import Lengths, check_whole
 from regard.layers.attending import Attending, Keys
 from regard.layers.inputs import Arrival
 from regard.masks import EVERYTHING, Mask, Span
-from regard.ops.attend import prepare
 from regard.ops.memo import Arguments, prepare_call
 from regard.ops.partial import Partial, merge
 from regard.ops.prepared import Prepared
+from regard.sparse.attention import prepare_rows
+from regard.sparse.bounds import Bounds
 from regard.sparse.slots import AtSlots
 
 LAST = 2  # pages at the end that are always read: the open one, and one full page
 FIRST = 1  # pages at the start that are always read: most heads look at the first tokens
-
-
-class Bounds(NamedTuple):
-    """The least and the greatest number of each channel of the keys, `[B, G, pages, D]`, of full
-    pages. These tensors are replaced, never written."""
-
-    low: Float[Tensor, "B G n D"]
-    high: Float[Tensor, "B G n D"]
-
-    @classmethod
-    def of(cls, keys: Float[Tensor, "B G S D"], page_size: int) -> "Bounds":
-        """The bounds of whole pages of keys."""
-        pages = keys.detach().unflatten(2, (-1, page_size))
-        return cls(pages.amin(3), pages.amax(3))
-
-    def followed_by(self, other: "Bounds") -> "Bounds":
-        """With further pages after these."""
-        return Bounds(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
-
-    def between(self, first: int, stop: int) -> "Bounds":
-        """Of the pages from `first` to before `stop`."""
-        return Bounds(*(each[:, :, first:stop] for each in self))
-
-    def highest(self, q: Float[Tensor, "B H 1 D"]) -> Float[Tensor, "B G n"]:
-        """For each page the logarithm of its share of the exponentials of the bounds, by the head
-        of the group for which that is greatest."""
-        grouped = q.unflatten(1, (self.low.shape[1], -1)).squeeze(3)
-        above, below = grouped.clamp(min=0), grouped.clamp(max=0)
-        most = above @ self.high.mT + below @ self.low.mT
-        return most.float().log_softmax(-1).amax(2)
 
 
 class SelectingCache(Stored, Attending):
@@ -187,7 +158,9 @@ class SelectingCache(Stored, Attending):
         count, self.selected = self._count(), None
         if q.shape[2] > 1 or count >= self._all_pages:
             mask, span = call.given_mask, call.given_span
-            return _prepare(prepared, q, parts[0], mask, span, call.score_bias, sinks).run(q, parts)
+            bias = call.score_bias
+            whole = prepare_rows(prepared, q, parts[0], mask, span, score_bias=bias, sinks=sinks)
+            return whole.run(q, parts)
         if parts[0] is not self._parts[0] or call.dropout or call.score_bias is not None:
             raise ValueError(
                 "SelectingCache reads keys as they are stored, without dropout or a score bias; "
@@ -304,9 +277,8 @@ class SelectingCache(Stored, Attending):
             part = Part(0, length, Streams(streams))
             mask = self._mask_of(rule, pages, length, call.num_heads // heads)
             span = Span(self.length - 1, self.length, 0, length)
-            found.append(
-                _prepare(prepared, folded, part, mask, span, partial=True).partial(folded, (part,))
-            )
+            its = prepare_rows(prepared, folded, part, mask, span, partial=True)
+            found.append(its.partial(folded, (part,)))
         if sinks is not None:
             lse = sinks.float()[None, :, :, None].expand(batch, -1, -1, -1).flatten(0, 1)
             found.append(Partial(torch.zeros_like(lse).unsqueeze(-1), lse))
@@ -378,23 +350,3 @@ def _one_head(stream: Tensor | QuantizedStream) -> Any:
     if isinstance(stream, Tensor):
         return joined(stream)
     return stream._replace(codes=joined(stream.codes), scales=joined(stream.scales))
-
-
-def _prepare(
-    prepared: Prepared,
-    q: Tensor,
-    part: Part,
-    mask: Mask,
-    span: Span,
-    score_bias: Any = None,
-    sinks: Tensor | None = None,
-    partial: bool = False,
-) -> Prepared:
-    """The call over some tokens, with the settings of the call over all."""
-    call = prepared.call
-    k, v = Keys.of((part,), call.v_head_dim).outlines
-    return prepare(
-        q, k, v, mask=mask, span=span, scale=call.scale, score_bias=score_bias,
-        softcap=call.softcap, sinks=sinks, backend=prepared.requested, precision=call.precision,
-        partial=partial,
-    )  # fmt: skip

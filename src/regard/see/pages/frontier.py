@@ -3,12 +3,10 @@
 from html import escape
 from pathlib import Path
 
-from regard.compare.frontier import Frontier, FrontierRow
+from regard.compare.frontier import HEADS, Frontier, cells
 from regard.compare.measure import Row
 from regard.page.page import Section, table, write_page
 from regard.see.pages.scatter import scatter
-
-HEADS = ("method", "cache bytes a token", "of shipped", "perplexity", "decode perplexity", "found")
 
 
 def write_frontier(result: Frontier, path: Path) -> None:
@@ -41,21 +39,7 @@ def sections_of(result: Frontier) -> list[Section]:
         f"{result.windows} windows of {result.context:,} tokens of {result.text}; "
         f"{result.questions} questions after compression"
     )
-    measured = f"<p>{escape(result.verdict)}</p>\n" + table(about, HEADS, map(_cells, ran))
+    rows = [[f"* {row.name}" if row.best else row.name, *cells(row)] for row in ran]
+    measured = f"<p>{escape(result.verdict)}</p>\n" + table(about, ["method", *HEADS], rows)
     sections = [picture] if drawn else []
     return [*sections, Section("measured", "Measured", html=measured)]
-
-
-def _cells(row: FrontierRow) -> list[str]:
-    ratios = [
-        f"{value:,.2f}"
-        if ratio is None
-        else f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
-        for value, ratio in (
-            (row.perplexity, row.perplexity_ratio),
-            (row.decode_perplexity, row.decode_perplexity_ratio),
-        )
-    ]
-    found = "" if row.found is None else f"{row.found:.0%}"
-    name = f"* {row.name}" if row.best else row.name
-    return [name, f"{row.cache_bytes_per_token:,.0f}", f"{row.share:.0%}", *ratios, found]

@@ -11,7 +11,7 @@ from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
 from regard.cli.terminal import print_json, progress_bar, remarks, say, stdout
 from regard.compare import Frontier, FrontierRow, documents_of, frontier, texts_for
-from regard.compare.frontier import HEADS, cells
+from regard.compare.frontiers import HEADS, cells
 from regard.convert.texts import python_topics
 from regard.hf import SMOLLM2, fetch_smollm2
 from regard.hf.packages import quiet

@@ -10,7 +10,7 @@ Examples:
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen
 from regard.compare.comparing import compare
-from regard.compare.frontier import Frontier, FrontierRow, frontier
+from regard.compare.frontiers import Frontier, FrontierRow, frontier
 from regard.compare.measure import Row
 from regard.compare.needles import Document, documents_of
 from regard.compare.proving import Proof, prove

@@ -40,6 +40,13 @@ class Document:
         questions: of each fact, to be read after the text.
         answers: for each question, which of `options` follows.
         options: the first tokens of all answers.
+
+    Examples:
+        >>> import torch
+        >>> from regard.compare import Document
+        >>> question = torch.tensor([7, 8])
+        >>> len(Document(torch.arange(9), (question,), (0,), torch.tensor([3, 4])).questions)
+        1
     """
 
     tokens: Int[Tensor, " L"]
@@ -62,6 +69,14 @@ def documents_of(
 
     Raises:
         ValueError: if the text is too short, or the context for the facts.
+
+    Examples:
+        >>> from regard.compare import documents_of
+        >>> def tokenizer(text, **options):  # in place of a model's: a token for each character
+        ...     return {"input_ids": [ord(each) for each in text]}
+        >>> (document,) = documents_of(tokenizer, "filler. " * 99, context=500, documents=1)
+        >>> len(document.tokens), len(document.questions)
+        (500, 8)
     """
 
     def encode(words: str) -> list[int]:

@@ -39,6 +39,8 @@ def query_moments(model: Any, windows: Int[Tensor, "N L"]) -> list[QueryMoments]
         >>> moments = query_moments(model, torch.randint(20, (2, 8)))
         >>> scores = [ExpectedAttention(each) for each in moments]  # one for each layer
         >>> cache = regard.hf.cache(model, "evicting", budget=64, score=scores)
+        >>> moments[0].mean.shape
+        torch.Size([2, 8])
     """
     modules = list(attention_modules(model).values())
     layers = [attention_of(module) for module in modules]

@@ -11,7 +11,19 @@ from regard.sparse.seen import with_seen, without_seen
 class QuantizedEvicting(Quantizing, Evicting):
     """An `EvictingCache` whose rows are codes of 8, 6 or 4 bits, as those of `QuantizedCache`.
 
-    The arguments are those of the two. Scores read the dequantised rows.
+    Scores read the dequantised rows.
+
+    Args:
+        budget: as of `EvictingCache`.
+        score: as of `EvictingCache`.
+        sinks: as of `EvictingCache`.
+        recent: as of `EvictingCache`.
+        bits: as of `QuantizedCache`.
+        group: as of `QuantizedCache`.
+        format: as of `QuantizedCache`.
+
+    Raises:
+        ValueError: as those of the two.
 
     Examples:
         >>> from regard.sparse import QuantizedEvicting

@@ -28,6 +28,14 @@ class Rows(NamedTuple):
         received: `[B, G, n]`, the attention that each row has received so far, if it is summed.
         length: tokens seen.
         scale: factor of the scores of attention.
+
+    Examples:
+        >>> import torch
+        >>> from regard.sparse import Rows, Streaming
+        >>> k, slots = torch.zeros(1, 1, 3, 4), torch.tensor([[[0, 5, 6]]])
+        >>> seen = torch.ones(1, 1, 3, dtype=torch.bool)
+        >>> Streaming()(Rows(k, k, slots, seen, k[:, :, :0], None, length=7, scale=0.5)).tolist()
+        [[[0.0, 5.0, 6.0]]]
     """
 
     keys: Float[Tensor, "B G n D"]
@@ -44,16 +52,19 @@ class Rows(NamedTuple):
 class Score(Protocol):
     """The protocol of scores.
 
-    Attributes:
-        queries: how many of the last queries are read.
-        sums: whether the attention that each row receives from every query is summed.
+    Examples:
+        >>> from regard.sparse import Score, Streaming
+        >>> isinstance(Streaming(), Score)
+        True
     """
 
     @property
-    def queries(self) -> int: ...
+    def queries(self) -> int:
+        """How many of the last queries are read; 0 for none."""
 
     @property
-    def sums(self) -> bool: ...
+    def sums(self) -> bool:
+        """Whether the attention that each row receives from every query is summed."""
 
     def __call__(self, rows: Rows) -> Float[Tensor, "B G n"]:
         """The score of each row: of those that are evicted, the lowest go first."""
@@ -78,8 +89,15 @@ class Streaming:
 
 @dataclass(frozen=True)
 class KeyDiff:
-    """How little a key is like the mean of all: of keys alone (Park et al. 2025,
-    arXiv:2504.15364)."""
+    """How little a key is like the mean of all keys.
+
+    It reads no queries (Park et al. 2025, arXiv:2504.15364).
+
+    Examples:
+        >>> from regard.sparse import KeyDiff
+        >>> KeyDiff().queries
+        0
+    """
 
     queries = 0
     sums = False
@@ -91,14 +109,19 @@ class KeyDiff:
 
 @dataclass(frozen=True)
 class SnapKV:
-    """The attention of the last queries, smoothed over neighbouring tokens (Li et al. 2024,
-    arXiv:2404.14469).
+    """The attention of the last queries, smoothed over neighbouring tokens.
 
-    What a later question asks for is lost if the last queries did not look for it.
+    SnapKV (Li et al. 2024, arXiv:2404.14469). A later question finds no answer if the last queries
+    did not look for it.
 
     Args:
         window: the number of queries.
         kernel: rows that are averaged, an odd number; 1 for none.
+
+    Examples:
+        >>> from regard.sparse import SnapKV
+        >>> SnapKV(window=16).queries
+        16
     """
 
     window: int = 32
@@ -107,6 +130,7 @@ class SnapKV:
 
     @property
     def queries(self) -> int:
+        """The number of queries."""
         return self.window
 
     def __call__(self, rows: Rows) -> Tensor:
@@ -116,8 +140,15 @@ class SnapKV:
 
 @dataclass(frozen=True)
 class TOVA:
-    """The attention of the last query, averaged over all heads of the layer, which keep the same
-    tokens (Oren et al. 2024, arXiv:2401.06104)."""
+    """The attention of the last query, averaged over all heads of the layer.
+
+    All heads keep the same tokens (Oren et al. 2024, arXiv:2401.06104).
+
+    Examples:
+        >>> from regard.sparse import TOVA
+        >>> TOVA().queries
+        1
+    """
 
     queries = 1
     sums = False
@@ -132,6 +163,11 @@ class H2O:
     """The sum of the attention of all queries so far (Zhang et al. 2023, arXiv:2306.14048).
 
     Every call computes the attention weights a second time, a block of queries at a time.
+
+    Examples:
+        >>> from regard.sparse import H2O
+        >>> H2O().sums
+        True
     """
 
     queries = 0
@@ -144,9 +180,9 @@ class H2O:
 
 @dataclass(frozen=True, eq=False)
 class ExpectedAttention:
-    """The attention that a token can expect from later queries, times the norm of its value
-    (Devoto et al. 2025, arXiv:2510.00636).
+    """The attention that a token can expect from later queries, times the norm of its value.
 
+    Expected attention (Devoto et al. 2025, arXiv:2510.00636).
     Queries are taken as normally distributed: `exp(mean.k + k'covariance k / 2)` is then the mean
     of the exponential of a score. Without `moments` mean and covariance are those of the last
     queries that the cache has seen. With `moments` they are of queries over other text, so that
@@ -170,6 +206,7 @@ class ExpectedAttention:
 
     @property
     def queries(self) -> int:
+        """The number of queries that are read: none with `moments`."""
         return self.window if self.moments is None else 0
 
     def __call__(self, rows: Rows) -> Tensor:

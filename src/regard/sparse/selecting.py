@@ -132,6 +132,7 @@ class SelectingCache(Stored, Attending):
         return self._parts
 
     def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """The result of `update`, in new tensors, without changing the cache."""
         return self.cache.peek(*new)
 
     def prepare(self, layer: Any, q: Tensor, keys: Keys, at: Arrival) -> Prepared:

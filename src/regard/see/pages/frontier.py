@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from regard.compare.frontier import HEADS, Frontier, cells
+from regard.compare.frontiers import HEADS, Frontier, cells
 from regard.compare.measure import Row
 from regard.page.page import Section, table, write_page
 from regard.see.pages.scatter import scatter

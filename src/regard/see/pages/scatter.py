@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import product
 
-from regard.compare.frontier import front
+from regard.compare.frontiers import front
 from regard.compare.measure import Row
 
 WIDTH, HEIGHT = 360, 250  # of the drawing: as wide as a phone, whose letters are then 11 pixels

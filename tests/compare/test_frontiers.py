@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import regard.hf
 from regard.cli import frontier as verb
 from regard.compare import CANDIDATES, Document, Texts, documents_of, frontier
-from regard.compare.frontier import DECODED, bootstrap
+from regard.compare.frontiers import DECODED, bootstrap
 from regard.compare.methods import evicted, methods, within
 from regard.compare.needles import answered
 from regard.compare.runner import Runner

@@ -50,6 +50,11 @@ class FrontierRow:
         found: the share of the questions that are answered rightly; None without documents.
         best: whether no other row has both fewer bytes and a lower decode perplexity.
         remark: why the model cannot have it, if so.
+
+    Examples:
+        >>> from regard.compare import FrontierRow
+        >>> FrontierRow("joint latent, 50 %", remark="its queries are normed").best
+        False
     """
 
     name: str
@@ -68,7 +73,7 @@ def cells(row: FrontierRow) -> list[str]:
     """The numbers of a row that ran, in words.
 
     Examples:
-        >>> from regard.compare.frontier import FrontierRow, cells
+        >>> from regard.compare.frontiers import FrontierRow, cells
         >>> from regard.turns import Ratio
         >>> cells(FrontierRow("int8", 6120.0, 0.53, 9.0, 8.0, Ratio(1.0, 0.99, 1.01, 8),
         ...     Ratio(1.02, 1.01, 1.03, 8), 0.97))
@@ -102,6 +107,12 @@ class Frontier:
         questions: about documents.
         budget: the share that was asked for, if one was.
         rows: the shipped one first.
+
+    Examples:
+        >>> from regard.compare import Frontier, FrontierRow
+        >>> rows = (FrontierRow("GQA, as shipped", 512.0, 1.0, 9.1, 8.7),)
+        >>> Frontier("tiny", 512, 8, "my text", 0, None, rows).verdict
+        'No method ran beside the shipped cache.'
     """
 
     model: str
@@ -211,7 +222,7 @@ def frontier(
         >>> texts = Texts(torch.randint(20, (2, 120)), torch.randint(20, (2, 24)), "random tokens")
         >>> rows = frontier(model, texts, candidates=[methods()[0], evicted(0.5)]).rows
         >>> [f"{row.share:.0%}" for row in rows]
-        ['100%', '48%']
+        ['100%', '50%']
     """
     windows = texts.windows.to(model.device)
     _check(windows, budget)

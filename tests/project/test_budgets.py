@@ -20,7 +20,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "ops -backends -kernels": (3200, 3327),
     "ops/backends": (1700, 1722),
     "ops/kernels": (2900, 3110),
-    "sparse": (1474, 1474),  # two caches: `EvictingCache`, 1,040 lines, and `SelectingCache`
+    "sparse": (1480, 1480),  # two caches: `EvictingCache`, 1,040 lines, and `SelectingCache`
     "hf": (4800, 6982),
     "convert": (4600, 5393),
     "compare": (1100, 2372),

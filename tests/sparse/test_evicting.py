@@ -211,6 +211,8 @@ def test_three_numbers():
     span = cache.span(2)
     assert (span.q_start, span.kv_start, span.kv_stop) == (43, 0, 45)
     assert cache.slots.max() == 42
+    assert "43 tokens" in cache.describe()
+    assert cache.describe().endswith("12 rows held for each key head")
 
 
 def test_truncation_is_refused_for_evicted_tokens_and_changes_nothing():

@@ -97,6 +97,12 @@ class Evicting(Contiguous, Attending):
         """Bytes stored for the tokens held."""
         return sum(each[:, :, : self.rows].nbytes for each in self._held)
 
+    def describe(self) -> str:
+        """As of other caches, and the rows held for each key head."""
+        if self._seen is None:
+            return super().describe()
+        return f"{super().describe()}\n  {self.rows:,} rows held for each key head"
+
     def span(self, new: int) -> Span:
         """The slots of a call with `new` more tokens: masks count all tokens seen."""
         return Span(self.length, self.length + new, 0, self.length + new)

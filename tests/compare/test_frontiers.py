@@ -191,3 +191,16 @@ def test_usual_methods_are_of_every_kind():
     assert names[0] == "{kind}, as shipped"
     for word in ("K4V4 cache", "joint latent", "evicted to 50 %, K8V4", "by streaming"):
         assert any(word in name for name in names)
+
+
+def test_the_command_prints_a_table_json_and_a_page(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(verb, "documents_of", lambda *given, **options: ())
+    page = tmp_path / "page.html"
+    given = ["compare", folder, "--context", 120, "--budget", 0.5, "--html", page]
+    assert command(monkeypatch, *given) == 0
+    shown = capsys.readouterr()
+    assert "evicted to 50 %" in shown.out
+    assert "of the shipped cache" in shown.out
+    assert page.exists()
+    assert command(monkeypatch, "compare", folder, "--budget", 1.5) == 2
+    assert command(monkeypatch, "compare", folder, "--frontier", "--attention", "int8") == 2

@@ -1,6 +1,7 @@
 """regard compare --frontier: bytes of the cache against loss, for every method and budget."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,7 +58,9 @@ def run(
             name=model.name,
             cache_dtype=loaded.stored,
             budget=budget,
-            on_row=lambda so_far: progress.finished(line(so_far.rows[-1])),
+            on_row=lambda so_far: progress.finished(
+                line(so_far.rows[-1]), partial(print_table, so_far)
+            ),
             progress=progress,
         )
     if as_json:
@@ -79,9 +82,7 @@ def show(result: Frontier, console: Console) -> None:
         bold=result.model,
     )
     console.print()
-    ran = [row for row in result.rows if row.decode_perplexity is not None]
-    columns = [Column("method", words=True), *(Column(head) for head in HEADS)]
-    tabulate(console, columns, [_cells(row) for row in ran])
+    print_table(result, console)
     say(
         console,
         "*: no other row has both fewer bytes and a lower decode perplexity. Perplexities: ratios "
@@ -92,6 +93,13 @@ def show(result: Frontier, console: Console) -> None:
     remarks(console, "Not run", {row.name: row.remark for row in result.rows if row.remark})
     console.print()
     say(console, result.verdict)
+
+
+def print_table(result: Frontier, console: Console) -> None:
+    """Print the rows that ran."""
+    ran = [row for row in result.rows if row.decode_perplexity is not None]
+    columns = [Column("method", words=True), *(Column(head) for head in HEADS)]
+    tabulate(console, columns, [_cells(row) for row in ran])
 
 
 def _cells(row: FrontierRow) -> list[str]:

@@ -7,7 +7,7 @@ attend by itself. So the cache knows the queries that scores read, and evaluates
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -209,7 +209,8 @@ class Evicting(Contiguous, Attending):
         return Record({"length": self.length, "evicted_at": self._evicted_at}, streams)
 
     def fill(self, record: Record) -> None:
-        length, evicted_at = record.state.get("length"), record.state.get("evicted_at")
+        length = cast(int, record.state.get("length"))
+        evicted_at = cast(int, record.state.get("evicted_at"))
         if not is_naturals([length, evicted_at]) or evicted_at > length:
             raise ValueError(f"length and evicted_at count tokens, got {length!r}, {evicted_at!r}")
         rows = check_streams(record.streams, ()) if record.streams else 0

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from regard.hf import attention_modules, attention_of
 from regard.plan.modules import shape_of
 from regard.see.pages.frontier import write_frontier
 from regard.sparse import EvictingCache, ExpectedAttention
+from regard_cli.app import run
 
 SHIPPED = CANDIDATES[0]
 
@@ -193,14 +195,23 @@ def test_usual_methods_are_of_every_kind():
         assert any(word in name for name in names)
 
 
-def test_the_command_prints_a_table_json_and_a_page(folder, monkeypatch, capsys, tmp_path):
+def test_the_command_prints_a_table_and_a_page(model, texts, monkeypatch, capsys, tmp_path):
+    loaded = SimpleNamespace(model=model, tokenizer=_letters, stored=torch.float32)
+    monkeypatch.setattr(verb, "load_for", lambda *given, **options: loaded)
+    monkeypatch.setattr(verb, "texts_for", lambda *given, **options: texts)
     monkeypatch.setattr(verb, "documents_of", lambda *given, **options: ())
     page = tmp_path / "page.html"
-    given = ["compare", folder, "--context", 120, "--budget", 0.5, "--html", page]
-    assert command(monkeypatch, *given) == 0
+    given = {"text": None, "budget": 0.5, "context": 150, "windows": 3, "dtype": None}
+    given |= {"device": "cpu", "threads": None, "html": page, "as_json": False}
+    verb.run(model=Path("tiny"), **given)
     shown = capsys.readouterr()
     assert "evicted to 50 %" in shown.out
     assert "of the shipped cache" in shown.out
     assert page.exists()
-    assert command(monkeypatch, "compare", folder, "--budget", 1.5) == 2
-    assert command(monkeypatch, "compare", folder, "--frontier", "--attention", "int8") == 2
+
+
+@pytest.mark.parametrize("given", [["--budget", "1.5"], ["--frontier", "--attention", "int8"]])
+def test_options_that_do_not_fit_are_refused(given, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["regard", "compare", "somewhere", *given])
+    assert run() == 2
+    assert given[-2] in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 PACKAGES = [
-    *("masks", "cache", "rope", "hf", "convert", "compare", "plan", "see"),
+    *("masks", "cache", "sparse", "rope", "hf", "convert", "compare", "plan", "see"),
     *("distributed", "bench"),
 ]
 PAGES = ["layers", "attend", *PACKAGES, "verify"]

@@ -5,10 +5,10 @@ them, in upper or lower case. Any `K{8|6|4}V{8|6|4}` is a format, too, where Pyt
 """
 
 PLAIN = "plain"  # numbers in the dtype's own bits
-KINDS = ("auto", "growing", "static", "sliding", "quantized", "paged")
+KINDS = ("auto", "growing", "static", "sliding", "quantized", "evicting", "paged")
 FORMATS = ("K8V8", "K8V4", "K6V4", "K4V4")  # bits of keys and of values
 CODES = ("int8", "int4", *FORMATS)  # quantised caches by the format of their codes
 CACHES = (*KINDS, *CODES)
 STORAGES = (PLAIN, *CODES)  # what a plan knows the bytes of
 PAGES = (PLAIN, *FORMATS)  # formats of the pages of "paged"
-UNCHANGED = tuple(kind for kind in KINDS if kind != "quantized")  # caches that are plain
+UNCHANGED = tuple(kind for kind in KINDS if kind not in ("quantized", "evicting"))  # plain

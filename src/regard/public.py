@@ -49,6 +49,7 @@ from regard.ops.partial import Partial, merge
 from regard.ops.prepared import Prepared
 from regard.rope import NO_ROPE, Rotary
 from regard.rope.scaling import NTK, Frequencies, LinearScaling, Llama3, LongRope, Yarn
+from regard.sparse import EvictingCache, SelectingCache
 
 __all__ = [
     "EVERYTHING",
@@ -67,6 +68,7 @@ __all__ = [
     "DifferentialAttention",
     "Documents",
     "Everything",
+    "EvictingCache",
     "Frequencies",
     "GroupedQueryAttention",
     "KVCache",
@@ -91,6 +93,7 @@ __all__ = [
     "QuantizedCache",
     "RelativeBias",
     "Rotary",
+    "SelectingCache",
     "SelfAttention",
     "SharedCache",
     "SharedKVAttention",

@@ -22,7 +22,7 @@ PACKAGES = (
     + [
         f"regard.{name}"
         for name in (
-            *("masks", "cache", "rope", "hf", "convert", "compare", "bench"),
+            *("masks", "cache", "sparse", "rope", "hf", "convert", "compare", "bench"),
             *("plan", "see", "distributed"),
         )
     ]

@@ -35,6 +35,7 @@ KNOWS = {  # which folders a folder may import from; "." is the files at the roo
     "ops": {".", "masks", "cache"},
     "layers": {".", "masks", "cache", "rope", "ops"},
 }
+KNOWS["sparse"] = {*KNOWS} - {"page"}
 KNOWS["public"] = {*KNOWS}  # the public names
 KNOWS["regard"] = {*KNOWS}  # loads them; what stands below may import them
 KNOWS["hf"] = {*KNOWS}

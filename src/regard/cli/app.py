@@ -74,6 +74,17 @@ def compare(
     full: Annotated[
         bool, typer.Option("--full", help="Every column; prefills are timed in turns, too.")
     ] = False,
+    frontier: Annotated[
+        bool,
+        typer.Option(
+            "--frontier",
+            help="Bytes against loss instead: quantised, evicted, latent, and these together.",
+        ),
+    ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="With --frontier: the methods that fit this share of the cache."),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write the table and curves of the caches as a page.")
     ] = None,
@@ -83,6 +94,10 @@ def compare(
     given = locals()
     if memory <= 0:
         raise typer.BadParameter(f"{memory} GiB is not above 0", param_hint="--memory")
+    if budget is not None and not 0 < budget < 1:
+        raise typer.BadParameter(f"{budget} is not between 0 and 1", param_hint="--budget")
+    if (frontier or budget is not None) and attention:
+        raise typer.BadParameter("a frontier has rows of its own", param_hint="--attention")
     imported("compare").run(**given)
 
 

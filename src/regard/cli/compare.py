@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from regard.cache_folder import cache_folder
+from regard.cli import frontier as frontiers
 from regard.cli.cache import stored_by_compare
 from regard.cli.layout import Column, tabulate
 from regard.cli.loading import load_for
@@ -31,7 +32,17 @@ GIBIBYTE = 1 << 30
 NEXT = "Next: --windows 4 halves the intervals; regard convert makes a model of a row."
 
 
-def run(
+def run(*, frontier: bool = False, budget: float | None = None, **given: Any) -> None:
+    """The comparison, or with `frontier` or a `budget` the bytes of caches against loss."""
+    if frontier or budget is not None:
+        for name in ("attention", "memory", "full"):
+            del given[name]
+        frontiers.run(budget=budget, **given)
+    else:
+        run_comparison(**given)
+
+
+def run_comparison(
     *,
     model: Path | None,
     text: Path | None,

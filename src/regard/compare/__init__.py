@@ -10,7 +10,9 @@ Examples:
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen
 from regard.compare.comparing import compare
+from regard.compare.frontiers import Frontier, FrontierRow, frontier
 from regard.compare.measure import Row
+from regard.compare.needles import Document, documents_of
 from regard.compare.proving import Proof, prove
 from regard.compare.result import Comparison
 from regard.compare.runner import Runner
@@ -20,12 +22,17 @@ __all__ = [
     "CANDIDATES",
     "Candidate",
     "Comparison",
+    "Document",
+    "Frontier",
+    "FrontierRow",
     "Proof",
     "Row",
     "Runner",
     "Texts",
     "chosen",
     "compare",
+    "documents_of",
+    "frontier",
     "prove",
     "texts_for",
 ]

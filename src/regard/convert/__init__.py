@@ -31,6 +31,7 @@ from regard.convert.lossy.calibrate import Moments, Step, refit_output, walk, wa
 from regard.convert.lossy.decouple import Decoupled, common_counts, components, decouple
 from regard.convert.lossy.latentize import Latentized, as_latent, latentize
 from regard.convert.lossy.regroup import Regrouped, regroup
+from regard.convert.queries import query_moments
 from regard.convert.saving import check_free, save
 from regard.convert.targets import Target, target_of
 from regard.convert.texts import windows_of
@@ -64,6 +65,7 @@ __all__ = [
     "heal",
     "latentize",
     "pairs_to_halves",
+    "query_moments",
     "refit_output",
     "regroup",
     "repair_pairing",

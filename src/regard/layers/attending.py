@@ -140,8 +140,8 @@ def weights(
     at = arrive(self, x, context, mask, cache, positions)
     if isinstance(at.cache, Attending):
         raise ValueError(
-            f"weights() reads all keys, of which {type(at.cache).__name__} has a share on each "
-            "rank; use KVCache() for it"
+            f"weights() reads all keys, and {type(at.cache).__name__} does not have them all here; "
+            "use KVCache() for it"
         )
     q, keys = self.queries_and_keys(x, context, at)
     q = self.query_scale(q, at.positions)

@@ -21,7 +21,10 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
             layer; `"static"`, the same in buffers for `max_length=` of them; `"sliding"`, as
             `"auto"`, and refused for a model without windows; `"quantized"`, as `"auto"` in codes,
             with `bits=8 | 4` and `group=64`, or `format="K8V4"`; for short `"int8"`, `"int4"`,
-            `"K8V8"`, `"K8V4"`, `"K6V4"` or `"K4V4"`; `"paged"`, in pages of a pool; or a function
+            `"K8V8"`, `"K8V4"`, `"K6V4"` or `"K4V4"`; `"evicting"`, a budget of tokens for each key
+            head, for a model with regard installed, with the arguments of `EvictingCache`
+            (`budget=0.5`), each of which may be a list with a value for each layer, and `bits=` or
+            `format=` for codes; `"paged"`, in pages of a pool; or a function
             that makes the cache of a layer, such as `lambda: ShardedCache(mesh)` for a model with
             regard installed, or `lambda: QuantizedCache(8)` for codes of all tokens. Upper and
             lower case are one, and so is "quantised".
@@ -76,7 +79,7 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
         8
     """
     require("transformers")
-    from regard.hf.generating.caches import KINDS, PAGED, made
+    from regard.hf.generating.caches import EVICTING, KINDS, PAGED, made
     from regard.hf.generating.generation_cache import GenerationCache
     from regard.hf.generating.layer_kinds import layer_kinds, layers_of
     from regard.hf.generating.pool_of_model import paged
@@ -97,13 +100,17 @@ def cache(model: Any, kind: str | Callable[[], Cache] = "auto", **options: Any) 
         return _paired(model, whole(**_checked(kind, whole, options)))
     maker: Callable[..., Any]
     maker = KINDS[kind] if isinstance(kind, str) else partial(made, kind)
-    make = maker(**_checked(kind, maker, options))
+    options = _checked(kind, maker, options)
+    make = maker(**{} if kind == EVICTING else options)
     if kind == "sliding" and not any(each.window for each in kinds):
         raise ValueError(
             f"no layer of {type(model).__name__} has a window, so no token may be dropped; "
             "kind='quantized' saves memory and holds every token"
         )
-    return _paired(model, GenerationCache(layers_of(kinds, make), called_module(model)))
+    makers = [make] * len(kinds)
+    if kind == EVICTING:
+        makers = [maker(**each) for each in _for_each_layer(options, len(kinds))]
+    return _paired(model, GenerationCache(layers_of(kinds, makers), called_module(model)))
 
 
 def _named(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -128,6 +135,19 @@ def _paired(model: Any, held: Any) -> Any:
     if not model.config.is_encoder_decoder:
         return held
     return EncoderDecoderCache(held, DynamicCache())
+
+
+def _for_each_layer(options: dict[str, Any], layers: int) -> list[dict[str, Any]]:
+    """The options of each layer: an option that is a list has a value for each."""
+    for name, value in options.items():
+        if isinstance(value, list) and len(value) != layers:
+            raise ValueError(
+                f"{name} has {len(value)} values for {layers} layers; give one for each, or one"
+            )
+    return [
+        {name: x[index] if isinstance(x, list) else x for name, x in options.items()}
+        for index in range(layers)
+    ]
 
 
 def _checked(kind: object, maker: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

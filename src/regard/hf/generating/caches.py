@@ -15,6 +15,8 @@ from regard.layers.attending import Attending
 from regard.names import FORMATS
 from regard.ops.parts import concatenated
 from regard.span import Span
+from regard.sparse import EvictingCache, ExpectedAttention, QuantizedEvicting, Score
+from regard.sparse.evicting import RECENT, SINKS, Evicting
 
 ASSISTED_ROLLBACK = 256  # tokens: more than an assistant model proposes in one step
 
@@ -79,6 +81,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
+        if isinstance(self.cache, Evicting):
+            return False
         return not self.is_sliding or getattr(self.cache, "rollback", 0) > 0
 
     def append(self, *streams: Tensor) -> tuple[Part, ...]:
@@ -97,8 +101,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         if isinstance(self.cache, Attending):
             raise ValueError(
-                f"{type(self.cache).__name__} cannot return all keys, as each rank stores a share "
-                "of them; regard.hf.install(model) lets its layers attend to such a cache"
+                f"{type(self.cache).__name__} cannot return all keys, as it does not have them "
+                "here; regard.hf.install(model) lets its layers attend to such a cache"
             )
         keys, values = concatenated(list(self.append(key_states, value_states))).streams
         return keys, values
@@ -217,18 +221,44 @@ def quantized(
     return make
 
 
+def evicting(
+    *,
+    budget: int | float = 0.5,
+    score: Score | None = None,
+    sinks: int = SINKS,
+    recent: int = RECENT,
+    bits: int | None = None,
+    group: int = GROUP,
+    format: str | None = None,
+) -> Callable[[int | None], Cache]:
+    """A budget of tokens for each key head, of layers without a window; as values, or in codes of
+    8 or 4 bits, or of a format such as "K8V4". Other layers hold their window, stored alike."""
+    own = budget, score or ExpectedAttention(), sinks, recent
+    if bits is None and format is None:
+        return lambda window: EvictingCache(*own) if window is None else SlidingCache(window)
+    codes: dict[str, Any] = {"bits": bits or 8, "group": group, "format": format}
+
+    def make(window: int | None) -> Cache:
+        if window is None:
+            return QuantizedEvicting(*own, **codes)
+        return QuantizedWindow(window, **codes)
+
+    return make
+
+
 def made(make: Callable[[], Cache], /) -> Callable[[int | None], Cache]:
     """The caches of the caller: what `make` returns, for each layer."""
     return lambda window: make()
 
 
-AUTO, PAGED = "auto", "paged"
+AUTO, PAGED, EVICTING = "auto", "paged", "evicting"
 KINDS: dict[str, Callable[..., Callable[[int | None], Cache]]] = {
     AUTO: sliding,
     "growing": growing,
     "static": static,
     "sliding": sliding,
     "quantized": quantized,
+    EVICTING: evicting,
 }
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {  # the name of a cache: its kind, with options
     **{kind: (kind, {}) for kind in (*KINDS, PAGED)},

@@ -86,13 +86,13 @@ def _number_of_states(config: Any) -> int:
     return getattr(config, "number_of_conv_states", None) or 1
 
 
-def layers_of(kinds: list[LayerKind], make: Callable[[int | None], Cache]) -> list[Any]:
-    """A layer of each kind: with a cache that `make` makes for its window, states, or neither."""
+def layers_of(kinds: list[LayerKind], makers: list[Callable[[int | None], Cache]]) -> list[Any]:
+    """A layer of each kind: with a cache that its maker makes for its window, states, or neither."""
 
-    def layer(has_keys: bool, window: int | None, states: int) -> Any:
-        if not has_keys:
-            return StateLayer(states) if states else EmptyLayer()
-        own = partial(make, window)
-        return HybridLayer(own, states) if states else CacheLayer(own)
+    def layer(kind: LayerKind, make: Callable[[int | None], Cache]) -> Any:
+        if not kind.has_keys:
+            return StateLayer(kind.states) if kind.states else EmptyLayer()
+        own = partial(make, kind.window)
+        return HybridLayer(own, kind.states) if kind.states else CacheLayer(own)
 
-    return [layer(*each) for each in kinds]
+    return [layer(*each) for each in zip(kinds, makers, strict=True)]

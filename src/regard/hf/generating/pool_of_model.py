@@ -58,7 +58,7 @@ def paged(
         def described() -> Context:
             return _context(module_of(), name)
 
-    layers = layers_of(kinds, lambda window: PagedCache(pool, window=window))
+    layers = layers_of(kinds, [lambda window: PagedCache(pool, window=window)] * len(kinds))
     return PagedGenerationCache(layers, module, pool, described)
 
 

@@ -173,8 +173,8 @@ def attended(
     if sharded is not None:
         if weights_wanted(given):
             raise ValueError(
-                f"attention weights are not returned with {type(sharded).__name__}, which stores a "
-                "share of the keys on each rank; leave output_attentions out"
+                f"attention weights are not returned with {type(sharded).__name__}, which does not "
+                "have all keys here; leave output_attentions out"
             )
         return sharded.attend(call, q, keys.parts, sinks), None
     if not weights_wanted(given):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import product
 
+from regard.compare.frontiers import front
 from regard.compare.measure import Row
 
 WIDTH, HEIGHT = 360, 250  # of the drawing: as wide as a phone, whose letters are then 11 pixels
@@ -83,20 +84,6 @@ def scatter(rows: Iterable[Row]) -> str:
         f'{line}{"".join(points)}</svg>\n<ol class="named">{names}</ol>\n'
         '<p class="aside">Green: no other has both a smaller cache and a lower perplexity.</p>\n'
     )
-
-
-def front(found: dict[str, Point]) -> list[str]:
-    """The names on the Pareto front, from the smallest cache.
-
-    Examples:
-        >>> front({"a": (2.0, 1.0), "b": (1.0, 3.0), "c": (2.0, 2.0)})
-        ['b', 'a']
-    """
-    best: list[str] = []
-    for name in sorted(found, key=found.__getitem__):
-        if not best or found[name][1] < found[best[-1]][1]:
-            best.append(name)
-    return best
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -1,0 +1,353 @@
+"""A cache in pages that reads only the pages whose keys may matter for a query.
+
+Every token stays. A page has bounds, the least and the greatest number of each channel of its keys:
+so a product of a query with any key of the page is at most `sum(max(q * low, q * high))` (Quest,
+Tang et al. 2024, arXiv:2406.10774). A decoding step reads the pages of the highest bounds.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.cache import PagedCache, Part
+from regard.cache.codes import QuantizedStream
+from regard.cache.paging.reading import PagedStream
+from regard.cache.parts import Streams
+from regard.cache.saving import Record
+from regard.cache.stored import Stored
+from regard.cache.streams import Lengths, check_whole
+from regard.layers.attending import Attending, Keys
+from regard.layers.inputs import Arrival
+from regard.masks import EVERYTHING, Mask, Span
+from regard.ops.memo import Arguments, prepare_call
+from regard.ops.partial import Partial, merge
+from regard.ops.prepared import Prepared
+from regard.sparse.attention import prepare_rows
+from regard.sparse.bounds import Bounds
+from regard.sparse.slots import AtSlots
+
+LAST = 2  # pages at the end that are always read: the open one, and one full page
+FIRST = 1  # pages at the start that are always read: most heads look at the first tokens
+
+
+class SelectingCache(Stored, Attending):
+    """A `PagedCache` of which a decoding step reads some pages: speed on long contexts.
+
+    Memory is that of the paged cache, and the bounds: 2 numbers a channel of the keys and page, 3 %
+    of the keys at 64 tokens a page. Nothing is lost: `truncate`, `fork` and files work as before,
+    and with `pages` at least as many as there are the outputs are those of full attention. Each key
+    head selects its own pages. The first page and the last two are always read. Calls of several
+    tokens read all pages.
+
+    A layer attends through `attend`, and a model of transformers needs `regard.hf.install`.
+
+    Args:
+        cache: holds the tokens; this cache fills it alone.
+        pages: how many a step reads, a whole number of at least 4; or a share of all, in (0, 1].
+
+    Raises:
+        TypeError: if `cache` is no `PagedCache`.
+        ValueError: if `cache` has a window or holds tokens, or `pages` is out of its range.
+
+    Examples:
+        >>> import torch
+        >>> from regard import Attention, Causal, PagedCache, PagePool, Rotary
+        >>> from regard.sparse import SelectingCache
+        >>> layer = Attention(64, 4, num_kv_heads=2, rope=Rotary(16), mask=Causal()).eval()
+        >>> cache = SelectingCache(PagedCache(PagePool(num_pages=99, page_size=16)), pages=4)
+        >>> with torch.no_grad():
+        ...     _ = layer(torch.randn(1, 1000, 64), cache=cache)
+        ...     _ = layer(torch.randn(1, 1, 64), cache=cache)
+        >>> cache.length, cache.selected.shape  # the numbers of the pages that the step has read
+        (1001, torch.Size([1, 2, 4]))
+    """
+
+    def __init__(self, cache: PagedCache, pages: int | float = 0.125) -> None:
+        if not isinstance(cache, PagedCache):
+            raise TypeError(f"cache is a PagedCache, got {type(cache).__name__}")
+        if cache.window is not None or cache.length:
+            raise ValueError(
+                f"cache is empty and without a window, got {cache.length} tokens and "
+                f"window={cache.window}; a window is short enough to be read"
+            )
+        if isinstance(pages, float):
+            if not 0.0 < pages <= 1.0:
+                raise ValueError(f"pages is a share in (0, 1] or a whole number, got {pages}")
+        else:
+            check_whole("pages", pages, least=FIRST + LAST + 1)
+        self.cache, self.pages = cache, pages
+        self.selected: Int[Tensor, "B G n"] | None = None  # by the last step; None: all were read
+        self._bounds: Bounds | None = None
+        self._parts: tuple[Part, ...] = ()  # that `update` returned last
+        self._table: Tensor | None = None  # [B, pages], of full pages; None: to be read again
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far."""
+        return self.cache.length
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.cache.lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the tokens, and for the bounds of their pages."""
+        return self.cache.nbytes + self.bounds_nbytes
+
+    @property
+    def bounds_nbytes(self) -> int:
+        """Bytes of the bounds."""
+        return 0 if self._bounds is None else sum(each.nbytes for each in self._bounds)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.cache.allocated_bytes + self.bounds_nbytes
+
+    @property
+    def empty_streams(self) -> tuple[Tensor, ...]:
+        return self.cache.empty_streams
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self.cache.arguments, "pages": self.pages}
+
+    def span(self, new: int) -> Span:
+        """The slots of the queries and keys of a call with `new` more tokens."""
+        return self.cache.span(new)
+
+    def update(self, *new: Tensor) -> tuple[Part, ...]:
+        """Append `[B, G, L, W]` streams; return all tokens, in parts.
+
+        Raises:
+            ValueError: as `PagedCache.update`.
+        """
+        if self.cache.pieces is None and self.pieces is not None:
+            self.cache.pieces = tuple(self.pieces)
+        self._parts = self.cache.update(*new)
+        self._bound(self._parts)
+        return self._parts
+
+    def peek(self, *new: Tensor) -> tuple[Part, ...]:
+        """The result of `update`, in new tensors, without changing the cache."""
+        return self.cache.peek(*new)
+
+    def prepare(self, layer: Any, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
+        """The call of a layer over all tokens, without sinks."""
+        options = layer.options(at) | {"sinks": None}
+        return prepare_call(Arguments(q, *keys.outlines, at.span, **options))
+
+    def attend(
+        self, prepared: Prepared, q: Tensor, parts: Iterable[Part], sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of `q` to all tokens, or of a single query to the pages that it selects.
+
+        Args:
+            prepared: the call over all tokens, without sinks.
+            q: queries of the new tokens, `[B, H, L, D]`.
+            parts: what `update` returned.
+            sinks: a score for each head.
+
+        Raises:
+            ValueError: if keys were rebuilt from what `update` returned, or the call has dropout or
+                a score bias.
+        """
+        call, parts = prepared.call, tuple(parts)
+        count, self.selected = self._count(), None
+        if q.shape[2] > 1 or count >= self._all_pages:
+            mask, span = call.given_mask, call.given_span
+            bias = call.score_bias
+            whole = prepare_rows(prepared, q, parts[0], mask, span, score_bias=bias, sinks=sinks)
+            return whole.run(q, parts)
+        if parts[0] is not self._parts[0] or call.dropout or call.score_bias is not None:
+            raise ValueError(
+                "SelectingCache reads keys as they are stored, without dropout or a score bias; "
+                "this layer rebuilds keys, or has one of these: use PagedCache(pool)"
+            )
+        self.selected = chosen = self._select(q, count)
+        return self._attend_pages(prepared, q, chosen, sinks)
+
+    def truncate(self, length: int | Tensor) -> None:
+        """Keep the first `length` tokens.
+
+        Raises:
+            ValueError: if `length` is a tensor, negative or above the tokens so far.
+        """
+        if isinstance(length, Tensor):
+            raise ValueError(
+                "SelectingCache has rows of one length, got a tensor; truncate to a whole number, "
+                "or use PagedCache(pool)"
+            )
+        self.cache.truncate(length)
+        if self._bounds is not None:
+            self._bounds = self._bounds.between(0, length // self.cache.pool.page_size)
+        self._table = None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these batch rows, `[N]` integers, in this order; repeated rows share full pages."""
+        self.cache.reorder(rows)
+        if self._bounds is not None:
+            some = rows.to(self._bounds.low.device)
+            self._bounds = Bounds(*(each.index_select(0, some) for each in self._bounds))
+        self._table = None
+
+    def fork(self) -> "SelectingCache":
+        """A copy that goes on by itself: sealed pages and bounds are shared."""
+        new = object.__new__(SelectingCache)
+        vars(new).update(vars(self), cache=self.cache.fork(), _table=None, _parts=())
+        return new
+
+    __copy__ = fork
+
+    def snapshot(self) -> object:
+        return self.cache.snapshot(), self._bounds, self.selected
+
+    def restore(self, snapshot: object) -> None:
+        assert isinstance(snapshot, tuple)
+        before, self._bounds, self.selected = snapshot
+        self.cache.restore(before)
+        self._table = None
+
+    def can_truncate(self, length: int | Tensor) -> bool:
+        return not isinstance(length, Tensor) and self.cache.can_truncate(length)
+
+    def record(self) -> Record:
+        return self.cache.record()
+
+    def fill(self, record: Record) -> None:
+        self.cache.fill(record)
+        rows, length = self.cache.rows, self.length
+        if rows and length:
+            self._bound(self.cache.peek(*(each[:, :, :0] for each in self.cache.empty_streams)))
+
+    def _count(self) -> int:
+        """How many pages a step reads, the open one included."""
+        if isinstance(self.pages, int):
+            return self.pages
+        return max(FIRST + LAST + 1, round(self.pages * self._all_pages))
+
+    @property
+    def _all_pages(self) -> int:
+        """The number of pages, the open one included."""
+        return -(-self.length // self.cache.pool.page_size)
+
+    def _bound(self, parts: tuple[Part, ...]) -> None:
+        """Store the bounds of pages that are full now."""
+        size, known = self.cache.pool.page_size, self._bounds
+        first = 0 if known is None else known.low.shape[2] * size
+        stop = self.length // size * size
+        if first >= stop:
+            return
+        keys = []
+        for part in parts:
+            start, end = max(first, part.kv_start), min(stop, part.kv_stop)
+            if start < end:
+                keys.append(part.narrow(start, end).streams[0])
+        new = Bounds.of(torch.cat(keys, 2), size)
+        self._bounds = new if known is None else known.followed_by(new)
+        self._table = None
+
+    def _select(self, q: Tensor, count: int) -> Int[Tensor, "B G n"]:
+        """The numbers of the pages that each key head reads, in ascending order: the first, the
+        last ones, and of those between them the highest."""
+        assert self._bounds is not None
+        stop = self._all_pages
+        last = range(stop - LAST, stop)
+        shares = self._bounds.between(FIRST, stop - LAST).highest(q)
+        best = shares.topk(count - FIRST - LAST, -1).indices.sort(-1).values + FIRST
+        always = torch.tensor([*range(FIRST), *last], device=best.device)
+        always = always.expand(*best.shape[:2], -1)
+        return torch.cat([always[..., :FIRST], best, always[..., FIRST:]], 2)
+
+    def _attend_pages(
+        self, prepared: Prepared, q: Tensor, chosen: Int[Tensor, "B G n"], sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of a query to some pages of each key head, which are rows of a folded batch."""
+        call, size = prepared.call, self.cache.pool.page_size
+        batch, heads = chosen.shape[:2]
+        rule = call.given_mask.within(call.given_span)
+        folded = q.unflatten(1, (heads, -1)).flatten(0, 1)
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (heads, -1))
+        found = []
+        for pages, streams, tail in self._read(chosen):
+            length = (pages.shape[2] - 1) * size + tail
+            part = Part(0, length, Streams(streams))
+            mask = self._mask_of(rule, pages, length, call.num_heads // heads)
+            span = Span(self.length - 1, self.length, 0, length)
+            its = prepare_rows(prepared, folded, part, mask, span, partial=True)
+            found.append(its.partial(folded, (part,)))
+        if sinks is not None:
+            lse = sinks.float()[None, :, :, None].expand(batch, -1, -1, -1).flatten(0, 1)
+            found.append(Partial(torch.zeros_like(lse).unsqueeze(-1), lse))
+        out = merge(*found).out if len(found) > 1 else found[0].out
+        return out.to(call.dtype).unflatten(0, (batch, heads)).flatten(1, 2)
+
+    def _mask_of(self, rule: Mask, pages: Tensor, length: int, group: int) -> Mask:
+        """The mask of the tokens of some pages."""
+        if rule is EVERYTHING:
+            return EVERYTHING
+        size = self.cache.pool.page_size
+        tokens = torch.arange(size, device=pages.device)
+        slots = (pages[..., None] * size + tokens).flatten(2)[..., :length]
+        return AtSlots(rule, slots.flatten(0, 1)[:, None], group, folded=pages.shape[1])
+
+    def _read(self, chosen: Int[Tensor, "B G n"]) -> list[tuple[Tensor, list[PagedStream], int]]:
+        """The chosen pages by the slab in which they lie: their numbers, their streams with the key
+        heads folded into the batch, and the tokens of the last page."""
+        size, tables = self.cache.pool.page_size, self.cache.rows
+        rest = self.length - (len(tables[0].pages) - 1) * size
+        groups: list[tuple[Any, list[int]]] = []  # of columns
+        for column, slab in enumerate(self._slabs(chosen)):
+            if groups and groups[-1][0] is slab:
+                groups[-1][1].append(column)
+            else:
+                groups.append((slab, [column]))
+        found = []
+        for slab, columns in groups:
+            pages = chosen[:, :, columns[0] : columns[-1] + 1]
+            ends = columns[-1] == chosen.shape[2] - 1
+            tail = rest if ends else size
+            length = (len(columns) - 1) * size + tail
+            table = self._numbers(pages, slab)
+            streams = [
+                PagedStream(_one_head(each), table, size, 0, length, slab.read_on)
+                for each in slab.streams
+            ]
+            found.append((pages, streams, tail))
+        return found
+
+    def _slabs(self, chosen: Tensor) -> list[Any]:
+        """The slab of each column of pages: the pages between the first and the last ones lie in
+        one, of codes where the pool stores such."""
+        pages = self.cache.rows[0].pages
+        middle = [pages[FIRST].slab] * (chosen.shape[2] - FIRST - LAST)
+        ends = [each.slab for each in (*pages[:FIRST], *pages[-LAST:])]
+        return [*ends[:FIRST], *middle, *ends[FIRST:]]
+
+    def _numbers(self, pages: Int[Tensor, "B G n"], slab: Any) -> Int[Tensor, "BG n"]:
+        """Numbers of pages in a slab whose heads lie one after the other, `[B G, n]`."""
+        if self._table is None or self._table.shape[1] != len(self.cache.rows[0].pages):
+            rows = [[page.index for page in table.pages] for table in self.cache.rows]
+            self._table = torch.tensor(rows, dtype=torch.int64)
+        batch, heads, _ = pages.shape
+        own = self._table.expand(batch, -1)[:, None].expand(-1, heads, -1).gather(2, pages.cpu())
+        own = own + torch.arange(heads)[:, None] * slab.capacity
+        return own.flatten(0, 1).contiguous()
+
+    def __repr__(self) -> str:
+        return f"SelectingCache({self.cache!r}, pages={self.pages})"
+
+
+def _one_head(stream: Tensor | QuantizedStream) -> Any:
+    """A slab's stream whose heads follow one another, as one head."""
+
+    def joined(x: Tensor) -> Tensor:
+        return x.view(1, 1, -1, x.shape[3])
+
+    if isinstance(stream, Tensor):
+        return joined(stream)
+    return stream._replace(codes=joined(stream.codes), scales=joined(stream.scales))

@@ -87,7 +87,7 @@ def _number_of_states(config: Any) -> int:
 
 
 def layers_of(kinds: list[LayerKind], makers: list[Callable[[int | None], Cache]]) -> list[Any]:
-    """A layer of each kind: with a cache that its maker makes for its window, states, or neither."""
+    """A layer of each kind: with a cache that its maker makes, states, or neither."""
 
     def layer(kind: LayerKind, make: Callable[[int | None], Cache]) -> Any:
         if not kind.has_keys:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard_verify.mistakes import SENTENCES, heads_of, mistakes, turned
+from regard_verify.mistakes import AVERAGED, SENTENCES, heads_of, mistakes, turned
 from regard_verify.oracle import pattern
 
 SCALE = 0.4
@@ -138,7 +138,7 @@ def test_each_mistake_gives_another_output(pairing):
     for sentence, out in found.items():
         assert (out - right).abs().max() > 0.01, sentence
     if pairing != "none":
-        assert set(found) == set(SENTENCES)
+        assert set(found) == set(SENTENCES) - {AVERAGED}  # of ranks, which test_ranks asks
 
 
 @pytest.mark.parametrize("pairing", ["none", *TURNED])

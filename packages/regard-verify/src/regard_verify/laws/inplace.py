@@ -1,7 +1,7 @@
 """A law of tensors that are changed in place between the forward and the backward pass."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Forward(NamedTuple):
 
     out: Tensor
     leaves: dict[str, Tensor]
-    changes: dict[str, Callable[[], object]]
+    changes: Mapping[str, Callable[[], object]]
 
     def gradients(self, push: Tensor) -> list[Tensor] | None:
         """The gradient of each leaf for the output's gradient `push`; None if that is an error."""

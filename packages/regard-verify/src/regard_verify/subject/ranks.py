@@ -63,9 +63,9 @@ class OnRanks:
             ready = wait(waiting, 2 * PATIENCE)
             if not ready:
                 self._fail("the ranks wait for each other")
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                outs[self.pipes.index(pipe)] = self._answer(pipe)
+            for each in ready:
+                assert isinstance(each, Connection)
+                outs[self.pipes.index(each)] = self._answer(each)
         return torch.cat([outs[rank] for rank in range(self.ranks)], self.axis)
 
     def _answer(self, pipe: Connection) -> Tensor:
@@ -119,6 +119,7 @@ def _serve(
     dist.init_process_group(
         "gloo", f"file://{store}", timedelta(seconds=PATIENCE), world_size=ranks, rank=rank
     )
+    answer: tuple[Tensor | None, str, str]
     while True:
         try:
             given, options = pickle.loads(pipe.recv_bytes())

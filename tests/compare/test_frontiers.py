@@ -200,6 +200,8 @@ def test_the_command_prints_a_table_and_a_page(model, texts, monkeypatch, capsys
     monkeypatch.setattr(verb, "load_for", lambda *given, **options: loaded)
     monkeypatch.setattr(verb, "texts_for", lambda *given, **options: texts)
     monkeypatch.setattr(verb, "documents_of", lambda *given, **options: ())
+    few = [SHIPPED, evicted(0.5)]
+    monkeypatch.setattr("regard.compare.frontiers.within", lambda *given, **options: few)
     page = tmp_path / "page.html"
     given = {"text": None, "budget": 0.5, "context": 150, "windows": 3, "dtype": None}
     given |= {"device": "cpu", "threads": None, "html": page, "as_json": False}

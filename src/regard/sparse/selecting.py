@@ -183,7 +183,7 @@ class SelectingCache(Stored, Attending):
             )
         self.cache.truncate(length)
         if self._bounds is not None:
-            self._bounds = self._bounds.between(0, length // self.cache.pool.page_size)
+            self._bounds = self._bounds.between(0, length // self.cache.memory.page_size)
         self._table = None
 
     def reorder(self, rows: Tensor) -> None:
@@ -232,11 +232,11 @@ class SelectingCache(Stored, Attending):
     @property
     def _all_pages(self) -> int:
         """The number of pages, the open one included."""
-        return -(-self.length // self.cache.pool.page_size)
+        return -(-self.length // self.cache.memory.page_size)
 
     def _bound(self, parts: tuple[Part, ...]) -> None:
         """Store the bounds of pages that are full now."""
-        size, known = self.cache.pool.page_size, self._bounds
+        size, known = self.cache.memory.page_size, self._bounds
         first = 0 if known is None else known.low.shape[2] * size
         stop = self.length // size * size
         if first >= stop:
@@ -266,7 +266,7 @@ class SelectingCache(Stored, Attending):
         self, prepared: Prepared, q: Tensor, chosen: Int[Tensor, "B G n"], sinks: Tensor | None
     ) -> Tensor:
         """Attention of a query to some pages of each key head, which are rows of a folded batch."""
-        call, size = prepared.call, self.cache.pool.page_size
+        call, size = prepared.call, self.cache.memory.page_size
         batch, heads = chosen.shape[:2]
         rule = call.given_mask.within(call.given_span)
         folded = q.unflatten(1, (heads, -1)).flatten(0, 1)
@@ -290,7 +290,7 @@ class SelectingCache(Stored, Attending):
         """The mask of the tokens of some pages."""
         if rule is EVERYTHING:
             return EVERYTHING
-        size = self.cache.pool.page_size
+        size = self.cache.memory.page_size
         tokens = torch.arange(size, device=pages.device)
         slots = (pages[..., None] * size + tokens).flatten(2)[..., :length]
         return AtSlots(rule, slots.flatten(0, 1)[:, None], group, folded=pages.shape[1])
@@ -298,7 +298,7 @@ class SelectingCache(Stored, Attending):
     def _read(self, chosen: Int[Tensor, "B G n"]) -> list[tuple[Tensor, list[PagedStream], int]]:
         """The chosen pages by the slab in which they lie: their numbers, their streams with the key
         heads folded into the batch, and the tokens of the last page."""
-        size, tables = self.cache.pool.page_size, self.cache.rows
+        size, tables = self.cache.memory.page_size, self.cache.rows
         rest = self.length - (len(tables[0].pages) - 1) * size
         groups: list[tuple[Any, list[int]]] = []  # of columns
         for column, slab in enumerate(self._slabs(chosen)):

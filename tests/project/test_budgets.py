@@ -20,7 +20,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "ops -backends -kernels": (3200, 3327),
     "ops/backends": (1700, 1722),
     "ops/kernels": (2900, 3110),
-    "sparse": (1480, 1480),  # two caches: `EvictingCache`, 1,040 lines, and `SelectingCache`
+    "sparse": (1481, 1481),  # two caches: `EvictingCache`, 1,040 lines, and `SelectingCache`
     "hf": (4800, 6982),
     "convert": (4600, 5393),
     "compare": (1100, 2372),
@@ -28,7 +28,7 @@ WEIGHTS = {  # folder, without the folders named after it: budget, ceiling
     "see": (2600, 3394),
     "distributed": (4800, 6467),
     "bench": (600, 817),
-    "cli": (2200, 2802),
+    "cli": (2200, 2810),
     VERIFY: (10_000, 14_225),
 }
 

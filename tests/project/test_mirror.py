@@ -38,6 +38,7 @@ MIRRORED = [  # folders whose every module has its file of tests
 FOLDERS = [  # of these, the folder alone
     "cli",
     "hf",
+    "sparse",
 ]
 TOGETHER = {  # folders whose tests are in the folder above
     f"hf/{name}"
@@ -64,6 +65,9 @@ OTHER = {  # files of tests in mirrored folders that are about no module of thei
 }
 TESTLESS = {  # modules without tests of their own
     "__main__.py": "two lines; tests/cli runs the command",
+    "frontier.py": "the page and the table of a frontier; compare/test_frontiers.py reads both",
+    "methods.py": "the rows of a frontier; test_frontiers.py",
+    "needles.py": "questions after compression; test_frontiers.py",
     "columns.py": "softmax and packing of the prefill kernel; test_launching_prefill.py runs them",
     "panels.py": "constants of the prefill kernel; test_launching_prefill.py",
     "prefilling.py": "the prefill kernel; test_launching_prefill.py runs it at both instructions",

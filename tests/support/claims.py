@@ -32,7 +32,7 @@ from regard.hf.generating.generation_cache import GenerationCache
 from regard_verify import Report
 
 PACKAGES = (
-    "masks", "cache", "rope", "hf", "convert", "compare", "plan", "see",
+    "masks", "cache", "rope", "sparse", "hf", "convert", "compare", "plan", "see",
     "distributed", "bench",
 )  # fmt: skip
 CONTRIBUTORS = ("CONTRIBUTING.md", "docs/design.md", "docs/verify-details.md")  # know the inside

@@ -7,8 +7,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.heads import split_heads
 from regard.hf.families import rotating
+from regard.hf.families.newer_forms import (
+    gated_by,
+    llama4_scale,
+    ministral_scale,
+    proportional_runs,
+    shared_by_type,
+)
 from regard.hf.families.projecting import (
     Projection,
     blocks,
@@ -18,7 +24,7 @@ from regard.hf.families.projecting import (
     separate,
     with_normed_values,
 )
-from regard.layers.query_scale import UNSCALED, PositionScale, QueryScale
+from regard.layers.query_scale import UNSCALED, QueryScale
 from regard.masks import EVERYTHING, Causal, Mask, SlidingWindow
 
 Reads = Callable[[Any], Any]  # one fact about an attention module
@@ -86,47 +92,8 @@ def _not_shared(module: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _shared_by_type(module: Any) -> tuple[str, str]:
-    """Gemma 3n and 4: the last layers read those of the last layer before them of their type."""
-    name: str = module.layer_type
-    return name * module.is_kv_shared_layer, name * module.store_full_length_kv
-
-
-def _proportional_runs(module: Any) -> tuple[tuple[int, int], ...] | None:
-    """Gemma 4, where one projection makes keys and values that no other layer reads, and where only
-    the first channels of each half are rotated."""
-    if not module.use_alternative_attention or any(_shared_by_type(module)):
-        return None
-    rope, half = module.config.rope_parameters[module.layer_type], module.head_dim // 2
-    rotated = int(rope.get("partial_rotary_factor", 1.0) * half)
-    if rope["rope_type"] != "proportional" or rotated == half:
-        return None
-    return ((0, rotated), (half, half + rotated))
-
-
 def _no_gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
     return out
-
-
-def gated_by(child: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
-    """The gate is the sigmoid of a child's output: one factor for each head or each channel."""
-
-    def gate(module: Any, x: Tensor, out: Tensor) -> Tensor:
-        factor = getattr(module, child)(x).float().sigmoid()
-        return out * split_heads(factor, factor.shape[-1] // out.shape[1]).to(out.dtype)
-
-    return gate
-
-
-def _ministral_scale(module: Any) -> QueryScale:
-    rope = module.config.rope_parameters
-    return PositionScale(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
-
-
-def _llama4_scale(module: Any) -> QueryScale:
-    if module.use_rope or not module.attn_temperature_tuning:
-        return UNSCALED
-    return PositionScale(module.attn_scale, module.floor_scale, offset=1)
 
 
 _THREE = separate()
@@ -270,8 +237,8 @@ _GEMMA4 = Family(
     "gemma4",
     project=with_normed_values(),
     window=_SOME_LAYERS,
-    sharing=_shared_by_type,
-    tied=_proportional_runs,
+    sharing=shared_by_type,
+    tied=proportional_runs,
 )
 _BART = Family(
     "BartAttention",
@@ -371,7 +338,7 @@ FAMILIES = {
             _DEEPSEEK_V3,
             attention="Mistral4Attention",
             folder="mistral4",
-            query_scale=_ministral_scale,
+            query_scale=ministral_scale,
         ),
         Family("MiniCPM3Attention", "minicpm3", latent=True),
         Family("KimiLinearAttention", "kimi_linear", rotate=rotating.not_rotated, latent=True),
@@ -386,13 +353,13 @@ FAMILIES = {
             "Ministral3Attention",
             "ministral3",
             window=_EVERY_LAYER,
-            query_scale=_ministral_scale,
+            query_scale=ministral_scale,
         ),
         Family(
             "Llama4TextAttention",
             "llama4",
             rotate=rotating.complex_pairs_where_used,
-            query_scale=_llama4_scale,
+            query_scale=llama4_scale,
             counts_positions=True,
         ),
     )

@@ -1,8 +1,7 @@
 """Bytes that a rank sends for a layer of attention: with heads split, with tokens sharded, or both.
 
 Of one layer, in all rows of the batch, as `regard.distributed` sends them and `counted` counts
-them. `rank` is the sender's number among the ranks that share the tokens. Linear attention is not
-counted.
+them, but for linear attention. `rank` is the sender's number among those that share the tokens.
 
 Tokens are sent to the ranks of which some query may attend to them, each once
 (`regard.distributed.context`). The sequence is cut into pieces of nearly one length; a rank holds

@@ -113,7 +113,7 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
 
     def all_at_once(forward: Forward, mask: Tensor | None) -> Tensor:
         given = {family.mask: mask, "position_embeddings": angles(TOKENS), "alibi": alibi(TOKENS)}
-        given |= {"position_ids": places}
+        given |= {"position_ids": places, "shared_kv_states": {}}
         out: Tensor = forward(module, x, **_accepted(module, given))[0]
         return out
 
@@ -123,7 +123,9 @@ def _cases(family: Family, module: Any) -> Iterator[tuple[str, Callable[[Forward
             rotated = _cut(angles(TOKENS), start, stop)
             given = {family.mask: padded[:, :, start:stop, :stop], "position_embeddings": rotated}
             given |= dict.fromkeys((family.cache, *CACHES), cache) | {"alibi": alibi(stop)}
-            given = _accepted(module, given | {"position_ids": places[:, start:stop]})
+            given = _accepted(
+                module, given | {"position_ids": places[:, start:stop], "shared_kv_states": {}}
+            )
             outs.append(forward(module, x[:, start:stop].contiguous(), **given)[0])
         return torch.cat(outs, dim=1)
 

@@ -84,7 +84,8 @@ def test_every_rate_is_measured():
     assert MEASURED.keys() <= asdict(typical(1)).keys()
     tuning = measure_speed(rounds=3, size=0.01)
     assert all(value > 0 for value in asdict(tuning.speed).values())
-    assert tuning.spread.keys() == tuning.drift.keys() == MEASURED.keys()
+    assert tuning.spread.keys() == tuning.drift.keys()
+    assert MEASURED.keys() - tuning.spread.keys() <= {"tiled"}  # not every processor can run it
 
 
 def test_measuring_beside_busy_programs_is_noticed():

@@ -89,9 +89,11 @@ def test_the_source_tells_its_version_where_nothing_is_installed(monkeypatch):
 @pytest.mark.parametrize("verb", ["compare", "convert", "generate", "bench", "tune", "cache"])
 def test_every_option_is_taken_by_the_work(verb):
     given = inspect.signature(options.VERBS[verb]).parameters
-    taken = inspect.signature(import_module(f"regard.cli.{verb}").run)
-    taken.bind(**dict.fromkeys(given))
-    named = [each.name for each in taken.parameters.values() if each.kind is each.KEYWORD_ONLY]
+    module = import_module(f"regard.cli.{verb}")
+    inspect.signature(module.run).bind(**dict.fromkeys(given))
+    taken = [module.run, getattr(module, "run_comparison", module.run)]
+    parameters = [each for run in taken for each in inspect.signature(run).parameters.values()]
+    named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     assert set(given) - set(named) <= set(OTHERS.get(verb, ()))
 
 

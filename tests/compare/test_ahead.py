@@ -29,13 +29,23 @@ def test_the_kernels_are_those_that_the_rows_decode_with(folder, texts, monkeypa
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no process can be forked")
-def test_the_process_ends_with_the_block_and_its_errors_are_its_own(folder, tmp_path, capfd):
-    started = time.perf_counter()
+def test_the_process_ends_with_the_block_and_its_errors_are_its_own(
+    folder, tmp_path, capfd, monkeypatch
+):
+    started, fork, children = time.perf_counter(), os.fork, []
+
+    def recorded_fork():
+        children.append(fork())
+        return children[-1]
+
+    monkeypatch.setattr(os, "fork", recorded_fork)
     with kernels_ahead(folder, chosen(["int8"]), context=2048):
         pass
     with kernels_ahead(tmp_path / "nowhere", chosen(["int8"]), context=2048):
         time.sleep(0.05)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert len(children) == 2
+    for child in children:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
     assert time.perf_counter() - started < 60
     assert capfd.readouterr() == ("", "")

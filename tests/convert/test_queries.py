@@ -42,7 +42,7 @@ def test_they_are_those_of_the_queries(name):
 
 
 def test_normed_and_latent_queries_are_refused():
-    for name, message in (("qwen3", "normed or latent ones"), ("deepseek-v3", "rotate halves")):
+    for name, message in (("qwen3", "normed or latent ones"), ("deepseek-v3", "no single layer")):
         with pytest.raises(ValueError, match=message):
             query_moments(ZOO[name].build(), tokens(1, 9))
 

@@ -28,6 +28,12 @@ def cache_argument(forward: Any) -> str:
     return next((name for name in CACHES if name in takes), "")
 
 
+def name_of_cache(model: Any) -> str:
+    """The name under which a model takes its cache, also where `forward` was replaced by a function
+    of any arguments."""
+    return cache_argument(model.forward) or cache_argument(type(model).forward) or CACHES[0]
+
+
 def require(*packages: str) -> None:
     """Raise an ImportError that says how to install what is missing."""
     missing = [package for package in packages if find_spec(package) is None]

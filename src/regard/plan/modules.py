@@ -320,7 +320,10 @@ def _pairs_neighbours(module: Any) -> bool:
         with torch.device("cpu"):
             return rotate(torch.arange(4.0)).tolist() == [-1.0, 0.0, -3.0, 2.0]
     family = family_of(module)
-    return family is None or family.rotate is rotating.complex_pairs
+    return family is None or family.rotate in (
+        rotating.complex_pairs,
+        rotating.complex_pairs_where_used,
+    )
 
 
 def _qk_norm(module: Any, sizes: dict[str, Any]) -> Literal["head", "width"] | None:

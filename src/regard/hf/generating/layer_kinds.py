@@ -27,6 +27,7 @@ class LayerKind(NamedTuple):
 _KINDS = {  # by transformers' layer types; the numbers are those of the config
     FULL: LayerKind(),
     WINDOWED: LayerKind(window=1),
+    "chunked_attention": LayerKind(),
     "linear_attention": LayerKind(has_keys=False, states=1),
     "conv": LayerKind(has_keys=False, states=1),
     "hybrid": LayerKind(states=1),

@@ -19,7 +19,7 @@ from regard.cache.files import is_naturals
 from regard.cache.saving import Record
 from regard.cache.stored import Stored
 from regard.hf.generating.caches import CacheLayer
-from regard.hf.packages import CACHES, cache_argument
+from regard.hf.packages import CACHES, name_of_cache
 from regard.words import counted
 
 _NAMES = tuple(vars(LinearAttentionLayer()))  # attributes of a layer of transformers with states
@@ -321,7 +321,7 @@ class Call(NamedTuple):
     def repeat(self, model: nn.Module, cache: Any, count: int) -> None:
         """Compute the first tokens again, after as many as before, into the cache."""
         given = {name: self._first(name, each, count) for name, each in self.given.items()}
-        given |= {cache_argument(model.forward): cache}
+        given |= {name_of_cache(model): cache}
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
             model(**given)
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 from torch import nn
 
-from regard.hf.packages import cache_argument, cache_in
+from regard.hf.packages import cache_in, name_of_cache
 
 _CACHES: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()  # those of each model that exist
 _LOCK = threading.RLock()  # a finaliser may run at any time, also while it is held
@@ -33,7 +33,7 @@ def called_module(model: Any) -> nn.Module:
 
 def argument_of(model: Any, cache: Any) -> dict[str, Any]:
     """A cache as the argument that a model's forward takes it by."""
-    return {cache_argument(called_module(model).forward): cache}
+    return {name_of_cache(called_module(model)): cache}
 
 
 def watch(module: nn.Module, cache: Any) -> None:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, ParamSpec, Protocol, SupportsIndex
+from typing import Any, Literal, ParamSpec, Protocol, SupportsIndex, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -138,6 +138,7 @@ class Settings:
     precision: Precision
 
 
+@runtime_checkable
 class Gated(Protocol):
     """The optional parameters of a layer."""
 

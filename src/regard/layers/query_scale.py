@@ -77,8 +77,8 @@ class PositionScale:
         torch.Size([1, 5, 64])
     """
 
-    beta: float
-    original_max_position: float
+    beta: int | float
+    original_max_position: int | float
     offset: int = 0
 
     def __post_init__(self) -> None:

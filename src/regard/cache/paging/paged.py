@@ -1,7 +1,7 @@
 """A cache whose tokens lie in pages of a pool: one batch's tables over it."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from regard.span import Span
 from regard.tracing import is_forward_mode
 
 
+@runtime_checkable
 class Pool(Protocol):
     """A `PagePool`, as its caches see it."""
 

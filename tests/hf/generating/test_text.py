@@ -173,11 +173,11 @@ def command(monkeypatch, *arguments):
 
 def test_the_command_ends_with_a_table(folder, monkeypatch, capsys):
     assert command(monkeypatch, folder, "--prompt", PROMPT, "--max-new-tokens", 8) == 0
-    text, size, cost, backends = capsys.readouterr().out.rsplit("\n\n", 3)
+    text, size, cost, backends, step = capsys.readouterr().out.rsplit("\n\n", 4)
     assert text and size == "18 tokens of prompt, 8 tokens of text"
     *heads, figures = cost.splitlines()
     assert len(heads) == 2 and re.match(r"regard, auto cache +[\d,]+  ", figures)
-    assert backends.startswith("regard: prompt read on ")
+    assert backends.startswith("regard: prompt read on ") and step.startswith("Next: ")
 
 
 def test_the_first_calls_are_not_timed(loaded, monkeypatch):

@@ -365,7 +365,7 @@ def test_a_cache_that_attends_itself(name):
 def test_no_weights_of_a_cache_that_has_not_all_keys():
     layer, x = make("MHA"), inputs(1, 3)
     assert "3 queries x 3 keys" in layer.explain(x, cache=Itself())
-    with pytest.raises(ValueError, match=r"weights\(\) reads all keys, of which Itself"):
+    with pytest.raises(ValueError, match=r"weights\(\) reads all keys, and Itself"):
         layer.weights(x, cache=Itself())
 
 

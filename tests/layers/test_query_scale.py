@@ -23,7 +23,7 @@ def test_it_is_ministrals_formula():
 def test_it_is_llama_4s_formula_with_an_offset():
     for position in (0, 6, 7, 8, 100):
         wanted = 1 + 0.3 * math.log1p(math.floor((position + 1.0) / 8))
-        factor = PositionScale(0.3, 8, offset=1).factors(torch.tensor(position), torch.float64)
+        factor = PositionScale(0.3, 8, offset=1).factors(torch.tensor([position]), torch.float64)
         assert float(factor) == pytest.approx(wanted, rel=1e-15)
 
 
@@ -62,6 +62,7 @@ def test_steps_have_their_own_positions():
     assert not torch.allclose(shifted, layer(x))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("wrong", [0.5, None, PositionScale])
 def test_a_number_is_refused_and_points_to_scale(wrong):
     with pytest.raises(TypeError, match="scale= is a number for all positions"):

@@ -33,7 +33,7 @@ class Quantizing(Contiguous):
     cache that decides which tokens are kept."""
 
     def __init__(
-        self, bits: int, group: int, format: str | PageFormat | None, **store: int
+        self, bits: int, group: int, format: str | PageFormat | None, **store: Any
     ) -> None:
         check_whole("bits", bits)
         check_whole("group", group)

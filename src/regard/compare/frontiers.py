@@ -273,7 +273,7 @@ class _Losses:
 
     bytes_per_token: float
     beginnings: Float[Tensor, "N T"]
-    ends: Float[Tensor, "N T"]
+    ends: Float[Tensor, "N D"]
     answers: Bool[Tensor, "documents facts"] | None
 
     def row(self, name: str, first: "_Losses") -> FrontierRow:

@@ -175,6 +175,7 @@ def test_a_window_is_cut_in_its_cache(form):
     torch.testing.assert_close(out, layer(x).detach())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_its_words_and_its_code():
     import regard
 

@@ -66,7 +66,7 @@ class SharedCache:
         ...     for layer, each in zip([first, second], caches):
         ...         x = x + layer(x, cache=each)
         >>> [each.length for each in caches], [each.nbytes for each in caches]
-        ([6, 6], [1536, 0])
+        ([6, 6], [768, 0])
     """
 
     def __init__(self, cache: Cache | None = None) -> None:

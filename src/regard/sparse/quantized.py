@@ -43,7 +43,7 @@ class QuantizedEvicting(Quantizing, Evicting):
         format: str | PageFormat | None = None,
     ) -> None:
         own = {"budget": budget, "score": score, "sinks": sinks, "recent": recent}
-        super().__init__(bits, group, format, **own)  # type: ignore[arg-type]
+        super().__init__(bits, group, format, **own)
 
     def record(self) -> Record:
         return with_seen(super().record(), self._seen)

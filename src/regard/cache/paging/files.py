@@ -356,10 +356,9 @@ def load_prefixes(
             for page in new:
                 page.used = memory.operation()  # pages that were stored first are evicted first
         for node in reversed(nodes):  # the beginning of a prefix is used with all that follows it
-            if node.parent is not None:
-                last = max((page.used for page in node.stored()), default=0)
-                for page in node.parent.stored():
-                    page.used = max(page.used, last)
+            last = max((page.used for page in node.stored()), default=0)
+            for page in node.parent.stored() if node.parent is not None else ():
+                page.used = max(page.used, last)
     return count
 
 

@@ -29,7 +29,7 @@ from regard.see.pages.curves import write_comparison
 from regard.words import counted
 
 GIBIBYTE = 1 << 30
-NEXT = "Next: --windows 4 halves the intervals; regard convert makes a model of a row."
+NEXT = "Next: four times the --windows halve the intervals; regard convert makes a model of a row."
 
 
 def run(*, frontier: bool = False, budget: float | None = None, **given: Any) -> None:

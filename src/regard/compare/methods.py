@@ -4,13 +4,9 @@ into latents, and several of these together."""
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
 from regard.cache import Cache, KVCache, QuantizedCache
-from regard.compare.candidates import CANDIDATES, Candidate
+from regard.compare.candidates import CANDIDATES, Candidate, as_shipped
 from regard.compare.shapes import bytes_of_caches, storage_of
-from regard.convert.targets import Target
-from regard.layers.attention import Attention
 from regard.names import FORMATS
 from regard.plan.shapes import LayerShape, Storage
 from regard.sparse import EvictingCache, ExpectedAttention, QuantizedEvicting, SnapKV, Streaming
@@ -23,10 +19,6 @@ SCORES: dict[str, Score] = {
 }
 SHARES = (0.75, 0.5, 0.25)
 USUAL = ("shipped", "int8", "k8v4", "k6v4", "k4v4", "latent-75", "latent-50")  # of `CANDIDATES`
-
-
-def _as_shipped(shipped: Sequence[Attention], dtype: torch.dtype) -> Target | None:
-    return None
 
 
 def evicted(share: float, score: str = "expected attention", format: str = "") -> Candidate:
@@ -50,7 +42,7 @@ def evicted(share: float, score: str = "expected attention", format: str = "") -
     return Candidate(
         f"evicted-{share:.0%}-{score}-{format}",
         f"{{kind}}, evicted to {share:.0%}{by}{stored}".replace("%", " %"),
-        _as_shipped,
+        as_shipped,
         cache=make,
     )
 
@@ -90,10 +82,8 @@ def within(
         if kept > 0:
             scores = SCORES if not format else ("expected attention",)
             found += [evicted(kept, score, format) for score in scores]
-    latents = {each.key: each for each in CANDIDATES if each.key.startswith("latent-")}
-    named = f"latent-{budget:.0%}".removesuffix("%")
-    found += [each for key, each in latents.items() if key == named]
-    return tuple(found)
+    latent = f"latent-{budget:.0%}".removesuffix("%")
+    return (*found, *(each for each in CANDIDATES if each.key == latent))
 
 
 def _stored(cache: Cache) -> Storage:

@@ -13,7 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import regard.hf
 from regard.cli import frontier as verb
 from regard.cli.app import run
-from regard.compare import CANDIDATES, Document, Texts, documents_of, frontier
+from regard.compare import (
+    CANDIDATES,
+    Document,
+    Frontier,
+    FrontierRow,
+    Texts,
+    documents_of,
+    frontier,
+)
 from regard.compare.frontiers import DECODED, bootstrap
 from regard.compare.methods import evicted, methods, within
 from regard.compare.needles import answered
@@ -22,6 +30,7 @@ from regard.hf import attention_modules, attention_of
 from regard.plan.modules import shape_of
 from regard.see.pages.frontier import write_frontier
 from regard.sparse import EvictingCache, ExpectedAttention
+from regard.turns import Ratio
 
 SHIPPED = CANDIDATES[0]
 
@@ -217,3 +226,17 @@ def test_options_that_do_not_fit_are_refused(given, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["regard", "compare", "somewhere", *given])
     assert run() == 2
     assert given[-2] in capsys.readouterr().err
+
+
+def test_a_verdict_names_the_rows_that_intervals_do_not_tell_apart():
+    def row(name, value, low, high):
+        ratio = Ratio(value, low, high, 8)
+        return FrontierRow(name, share=0.2, decode_perplexity_ratio=ratio)
+
+    rows = (row("codes", 1.01, 1.0, 1.03), row("evicted", 1.02, 1.01, 1.05))
+    far = row("latent", 1.4, 1.3, 1.5)
+    result = Frontier("tiny", 64, 8, "text", 0, 0.25, (*rows, far))
+    end = "1.010x the decode perplexity; the intervals do not tell it from evicted."
+    assert result.verdict.endswith(end)
+    alone = Frontier("tiny", 64, 8, "text", 0, 0.25, (rows[0], far))
+    assert alone.verdict.endswith("codes loses least: 1.010x the decode perplexity.")

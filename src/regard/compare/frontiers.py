@@ -136,10 +136,20 @@ class Frontier:
         if not inside:
             return f"No method fits {self.budget:.0%} of the shipped cache."
         found = min(inside, key=_loss)
-        return (
+        said = (
             f"At {self.budget:.0%} of the shipped cache, {found.name} loses least: "
-            f"{_loss(found):.3f}x the decode perplexity."
+            f"{_loss(found):.3f}x the decode perplexity"
         )
+        near = [row.name for row in inside if row is not found and _overlap(row, found)]
+        return (
+            f"{said}; the intervals do not tell it from {', '.join(near)}." if near else f"{said}."
+        )
+
+
+def _overlap(row: FrontierRow, other: FrontierRow) -> bool:
+    """Whether the intervals of two rows' decode perplexities have a value in common."""
+    one, two = row.decode_perplexity_ratio, other.decode_perplexity_ratio
+    return one is not None and two is not None and one.low <= two.high and two.low <= one.high
 
 
 def front(points: dict[str, tuple[float, float]]) -> list[str]:

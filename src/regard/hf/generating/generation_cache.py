@@ -16,7 +16,7 @@ from regard.cache import Part, load_all, save_all, truncate_all
 from regard.cache.streams import check_rows
 from regard.hf.generating.caches import CacheLayer, cropped
 from regard.hf.generating.states import (
-    Call,
+    ModelCall,
     EmptyLayer,
     StateLayer,
     States,
@@ -63,8 +63,8 @@ class GenerationCache(TransformersCache):  # type: ignore[misc]
 
     def __init__(self, layers: list[Any], model: nn.Module | None = None) -> None:
         super().__init__(layers=layers)
-        self._last: Call | None = None  # the last call of the model, for layers with states
-        self._running: Call | None = None  # the call that is running
+        self._last: ModelCall | None = None  # the last call of the model, for layers with states
+        self._running: ModelCall | None = None  # the call that is running
         self._model = None if model is None else ref(model)
         self._before: Any = None  # the state before the call that is running
         self._thread = threading.get_ident()  # that runs it

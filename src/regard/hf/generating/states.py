@@ -304,7 +304,7 @@ class States(Stored):
         return f"States({self.layer.number_of_states})"
 
 
-class Call(NamedTuple):
+class ModelCall(NamedTuple):
     """A call of the model by its tokens, of which the first ones can be computed again.
 
     Attributes:
@@ -355,7 +355,7 @@ _SECOND = ("input_ids", "inputs_embeds", "token_type_ids")  # arguments with tok
 _LAST = ("position_ids", "cache_position")  # with tokens in the last dimension
 
 
-def call_of(model: nn.Module, given: Mapping[str, Any], past: int) -> Call | None:
+def call_of(model: nn.Module, given: Mapping[str, Any], past: int) -> ModelCall | None:
     """The call of a model, if its first tokens can be computed again: by tokens alone, in eval."""
     kept = {name: value for name, value in given.items() if name not in CACHES}
     tensors = {name: value for name, value in kept.items() if isinstance(value, Tensor)}
@@ -365,4 +365,4 @@ def call_of(model: nn.Module, given: Mapping[str, Any], past: int) -> Call | Non
         return None
     if mask is not None and mask.dim() != 2:
         return None
-    return Call(past, kept, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    return ModelCall(past, kept, torch.is_grad_enabled(), torch.is_inference_mode_enabled())

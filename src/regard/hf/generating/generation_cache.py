@@ -16,8 +16,8 @@ from regard.cache import Part, load_all, save_all, truncate_all
 from regard.cache.streams import check_rows
 from regard.hf.generating.caches import CacheLayer, cropped
 from regard.hf.generating.states import (
-    ModelCall,
     EmptyLayer,
+    ModelCall,
     StateLayer,
     States,
     call_of,

@@ -121,7 +121,7 @@ def described(
     at: Visible,
     *,
     bias: Tensor | None = None,
-    sharded: Any = None,
+    attending: Any = None,
     **options: Any,
 ) -> Prepared:
     """The description of a call, and the backend chosen for it.
@@ -131,27 +131,27 @@ def described(
         keys: keys and values.
         at: which keys are visible, and what the mask adds to the scores.
         bias: what is added to the scores besides.
-        sharded: the cache, if it attends itself.
+        attending: the cache, if it attends itself.
         options: further options of `prepare`.
     """
     k, v = keys.outlines
     if at.bias is not None:
         bias = at.bias if bias is None else at.bias + bias
-    if sharded is not None:
+    if attending is not None:
         options |= {"sinks": None, "partial": True}
     return prepare(q, k, v, mask=at.mask, span=at.span, score_bias=bias, **options)
 
 
-def keys_made_of(parts: tuple[Part, ...], at: Visible, make: Make, sharded: Any = None) -> Keys:
+def keys_made_of(parts: tuple[Part, ...], at: Visible, make: Make, attending: Any = None) -> Keys:
     """Keys and values that are made of what a cache holds: of pages, one piece after another.
 
     Args:
         parts: what it holds.
         at: which keys are visible: others are not made.
         make: keys and values of some parts.
-        sharded: the cache, if it attends itself.
+        attending: the cache, if it attends itself.
     """
-    if sharded is not None:
+    if attending is not None:
         return Keys.of(make(parts))
     return Keys.made(parts, make, at.mask, at.span)
 
@@ -162,21 +162,21 @@ def attended(
     keys: Keys,
     given: Mapping[str, Any],
     *,
-    sharded: Any = None,
+    attending: Any = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over the parts, `[B, H, L, Dv]`; and its weights, if the caller wants them.
 
     Raises:
-        ValueError: if it wants them, and `sharded`, a cache that attends itself, has not all keys.
+        ValueError: if it wants them, and the cache attends itself, as it has not all keys.
     """
-    if sharded is not None:
+    if attending is not None:
         if weights_wanted(given):
             raise ValueError(
-                f"attention weights are not returned with {type(sharded).__name__}, which does not "
-                "have all keys here; leave output_attentions out"
+                f"attention weights are not returned with {type(attending).__name__}, which does "
+                "not have all keys here; leave output_attentions out"
             )
-        return sharded.attend(call, q, keys.parts, sinks), None
+        return attending.attend(call, q, keys.parts, sinks), None
     if not weights_wanted(given):
         return call.run(q, keys.parts), None
     parts = tuple(keys.parts)
@@ -214,7 +214,7 @@ def appended(cache: Any, layer: int, *streams: Tensor) -> tuple[Part, ...]:
     return tuple(Part(start - first, stop - first, each) for start, stop, each in parts)
 
 
-def sharded_cache(cache: Any, module: Any) -> Any:
+def attending_cache(cache: Any, module: Any) -> Any:
     """The cache of a module in one of `regard.hf.cache` if it attends itself, as each rank stores a
     share of its tokens; else None.
 
@@ -228,9 +228,9 @@ def sharded_cache(cache: Any, module: Any) -> Any:
     return held
 
 
-def number_of_keys(parts: tuple[Part, ...], sharded: Any) -> int:
+def number_of_keys(parts: tuple[Part, ...], attending: Any) -> int:
     """All keys of a call, wherever they are."""
-    keys: int = parts[-1].kv_stop if sharded is None else sharded.length
+    keys: int = parts[-1].kv_stop if attending is None else attending.length
     return keys
 
 

@@ -16,13 +16,13 @@ from regard.hf.running.calls import (
     appended,
     arrive,
     attended,
+    attending_cache,
     described,
     number_of_keys,
     of_one_dtype,
     one_part,
     options_of,
     scaler_of,
-    sharded_cache,
     visible_in,
 )
 from regard.hf.running.shared_keys import leave, take
@@ -32,12 +32,12 @@ from regard.layers.attending import Keys
 
 class Heads(NamedTuple):
     """Queries, and all keys and values they may attend to; `past` is the number of cached keys, and
-    `sharded` the cache if it attends itself."""
+    `attending` the cache if it attends itself."""
 
     q: Tensor
     parts: tuple[Part, ...]
     past: Any = 0
-    sharded: Any = None
+    attending: Any = None
 
 
 def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **given: Any) -> Any:
@@ -51,22 +51,22 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     across = bool(family.context) and given.get(family.context) is not None
     taken, left = family.sharing(self)
     if across:
-        q, parts, past, sharded = _across(family, self, hidden_states, given)
+        q, parts, past, attending = _across(family, self, hidden_states, given)
     elif taken:
-        q, parts, past, sharded = _taken(family, self, hidden_states, given, taken)
+        q, parts, past, attending = _taken(family, self, hidden_states, given, taken)
     else:
         projected = projected or _projected(family, self, hidden_states, given)
-        q, parts, past, sharded = _along(family, self, projected, given)
+        q, parts, past, attending = _along(family, self, projected, given)
     if left:
-        leave(given, left, parts, sharded)
-    queries, count = q.shape[2], number_of_keys(parts, sharded)
+        leave(given, left, parts, attending)
+    queries, count = q.shape[2], number_of_keys(parts, attending)
     at = visible_in(family, self, given, queries, count, across=across)
     bias = family.bias(self, given, queries, count, past)
     options = options_of(family, self)
     keys = Keys.of(parts)
-    call = described(q, keys, at, bias=bias, sharded=sharded, **options)
+    call = described(q, keys, at, bias=bias, attending=attending, **options)
     sinks = options["sinks"]
-    heads, weights = attended(call, q, keys, given, sharded=sharded, sinks=sinks)
+    heads, weights = attended(call, q, keys, given, attending=attending, sinks=sinks)
     record_step(family, self, hidden_states, given, call)
     out = output_of(family, self, hidden_states, heads)
     return (out, bias, weights) if family.returns_bias else (out, weights)
@@ -96,7 +96,7 @@ def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, An
     past = cache.get_seq_length(module.layer_idx) if family.returns_bias else 0
     past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
     parts = appended(cache, module.layer_idx, k, v)
-    return Heads(q, parts, past, sharded_cache(cache, module))
+    return Heads(q, parts, past, attending_cache(cache, module))
 
 
 def _taken(family: Family, module: Any, x: Tensor, given: Mapping[str, Any], name: str) -> Heads:
@@ -106,7 +106,7 @@ def _taken(family: Family, module: Any, x: Tensor, given: Mapping[str, Any], nam
     q = family.rotate(module, q, given.get("position_embeddings"))
     shared = take(given, name)
     q, _ = of_one_dtype(q, shared.parts[0].outlines[0])
-    return Heads(q, shared.parts, 0, shared.sharded)
+    return Heads(q, shared.parts, 0, shared.attending)
 
 
 def _across(family: Family, module: Any, x: Tensor, given: Mapping[str, Any]) -> Heads:

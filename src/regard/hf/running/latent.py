@@ -18,13 +18,13 @@ from regard.hf.running.calls import (
     appended,
     arrive,
     attended,
+    attending_cache,
     described,
     keys_made_of,
     number_of_keys,
     one_part,
     options_of,
     scaler_of,
-    sharded_cache,
     visible_in,
 )
 from regard.hf.running.masks import Visible
@@ -52,13 +52,13 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
         latent, k_rope = joined.split([latent.shape[-1], k_rope.shape[-1]], dim=-1)
     cache: Any = given.get(family.cache)
     parts = _stored(cache, self.layer_idx, latent, k_rope)
-    sharded = sharded_cache(cache, self)
-    keys = number_of_keys(parts, sharded)
+    attending = attending_cache(cache, self)
+    keys = number_of_keys(parts, attending)
     at = visible_in(family, self, given, q_rope.shape[2], keys)
     form, options = choose_form(self, at.span), options_of(family, self)
-    q, made, bias = _read(form, q_nope, q_rope, parts, at, options["scale"], sharded)
-    call = described(q, made, at, bias=bias, sharded=sharded, **options)
-    heads, weights = attended(call, q, made, given, sharded=sharded, sinks=options["sinks"])
+    q, made, bias = _read(form, q_nope, q_rope, parts, at, options["scale"], attending)
+    call = described(q, made, at, bias=bias, attending=attending, **options)
+    heads, weights = attended(call, q, made, given, attending=attending, sinks=options["sinks"])
     heads = family.gate(self, hidden_states, form.output(heads))
     return family.output(self, merge_heads(heads)), weights
 
@@ -82,10 +82,10 @@ def _read(
     parts: tuple[Part, ...],
     at: Visible,
     scale: float,
-    sharded: Any,
+    attending: Any,
 ) -> Read:
     if isinstance(form, Expanded):
-        return Read(form.queries(q_nope, q_rope), keys_made_of(parts, at, form.rebuild, sharded))
+        return Read(form.queries(q_nope, q_rope), keys_made_of(parts, at, form.rebuild, attending))
     rank = form.layer.kv_lora_rank
     if len(parts[0].streams) == 1:
         return Read(form.queries(q_nope, q_rope), Keys.of(parts, rank))

@@ -17,13 +17,13 @@ from regard.hf.running.calls import (
     appended,
     arrive,
     attended,
+    attending_cache,
     described,
     keys_made_of,
     number_of_keys,
     one_part,
     options_of,
     positions_of_queries,
-    sharded_cache,
     visible_in,
 )
 from regard.layers.inputs import check_int32
@@ -40,12 +40,12 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     q = family.rotate(self, self.queries(hidden_states), positions)
     latent = self.kv_a_proj(hidden_states)
     parts = _stored(cache, self.layer_idx, latent, positions)
-    sharded = sharded_cache(cache, self)
-    keys = number_of_keys(parts, sharded)
+    attending = attending_cache(cache, self)
+    keys = number_of_keys(parts, attending)
     at = visible_in(family, self, given, q.shape[2], keys)
-    made, options = keys_made_of(parts, at, self.rebuild, sharded), options_of(family, self)
-    call = described(q, made, at, sharded=sharded, **options)
-    heads, weights = attended(call, q, made, given, sharded=sharded, sinks=options["sinks"])
+    made, options = keys_made_of(parts, at, self.rebuild, attending), options_of(family, self)
+    call = described(q, made, at, attending=attending, **options)
+    heads, weights = attended(call, q, made, given, attending=attending, sinks=options["sinks"])
     return family.output(self, merge_heads(heads)), weights
 
 

@@ -19,11 +19,11 @@ class SharedKeys(Sequence[Tensor]):
 
     Attributes:
         parts: as the cache returned them, which may be pages or codes.
-        sharded: the cache, if it attends itself.
+        attending: the cache, if it attends itself.
     """
 
-    def __init__(self, parts: tuple[Part, ...], sharded: Any) -> None:
-        self.parts, self.sharded = parts, sharded
+    def __init__(self, parts: tuple[Part, ...], attending: Any) -> None:
+        self.parts, self.attending = parts, attending
 
     def __len__(self) -> int:
         return 2
@@ -32,9 +32,9 @@ class SharedKeys(Sequence[Tensor]):
         return concatenated(self.parts).streams[index]
 
 
-def leave(given: Mapping[str, Any], name: str, parts: tuple[Part, ...], sharded: Any) -> None:
+def leave(given: Mapping[str, Any], name: str, parts: tuple[Part, ...], attending: Any) -> None:
     """Leave the parts for later layers of the same call."""
-    given[ARGUMENT][name] = SharedKeys(parts, sharded)
+    given[ARGUMENT][name] = SharedKeys(parts, attending)
 
 
 def take(given: Mapping[str, Any], name: str) -> SharedKeys:

@@ -15,12 +15,12 @@ from regard.hf.running.calls import (
     appended,
     arrive,
     attended,
+    attending_cache,
     described,
     keys_made_of,
     number_of_keys,
     of_one_dtype,
     options_of,
-    sharded_cache,
     visible_in,
 )
 from regard.layers.forms.tied_kv import TiedKeys
@@ -41,11 +41,11 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     if isinstance(held, Stored):
         held.pieces = tied.pieces
     parts = appended(cache, self.layer_idx, tied.join(v, k))
-    sharded = sharded_cache(cache, self)
-    keys = number_of_keys(parts, sharded)
+    attending = attending_cache(cache, self)
+    keys = number_of_keys(parts, attending)
     at = visible_in(family, self, given, q.shape[2], keys)
-    q, made = tied.read(q, parts, lambda parts: keys_made_of(parts, at, tied.rebuild, sharded))
+    q, made = tied.read(q, parts, lambda parts: keys_made_of(parts, at, tied.rebuild, attending))
     options = options_of(family, self)
-    call = described(q, made, at, sharded=sharded, **options)
-    out, weights = attended(call, q, made, given, sharded=sharded, sinks=options["sinks"])
+    call = described(q, made, at, attending=attending, **options)
+    out, weights = attended(call, q, made, given, attending=attending, sinks=options["sinks"])
     return heads.output_of(family, self, hidden_states, out), weights

@@ -189,8 +189,9 @@ class TiedKVAttention(nn.Module, Settings):
     ) -> None:
         super().__init__()
         set_heads(self, hidden_size, num_heads, num_kv_heads, head_dim)
-        rules = {"dropout": dropout, "backend": backend, "precision": precision}
-        set_rules(self, rope, mask, scale, **rules)  # type: ignore[arg-type]
+        set_rules(
+            self, rope, mask, scale, dropout=dropout, backend=backend, precision=precision
+        )  # fmt: skip
         if form not in ("absorbed", "expanded"):
             raise ValueError(f"form is 'absorbed' or 'expanded', got {form!r}")
         self.form, self.runs, width = form, rotated_runs(rope), num_heads * self.head_dim

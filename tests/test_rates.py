@@ -278,6 +278,14 @@ def test_forgetting():
     assert forget_speed() is None
 
 
+def test_estimates_follow_the_rates_in_use():
+    """At once, also where rates were read before, as a fit of rates to times does."""
+    assert SPEED.fused == typical(1).fused
+    for fused in (1e9, 3e9):
+        SPEED.use(replace(typical(1), fused=fused))
+        assert SPEED.fused == fused
+
+
 def test_backends_are_chosen_by_the_rates_in_use():
     q, k = torch.zeros(1, 8, 1, 44), torch.zeros(1, 2, 4096, 44)
 

@@ -1,8 +1,9 @@
 """What a processor does in a second, by its instructions or as `regard tune` measured it.
 
 A processor belongs to a class by the instructions that it has. The constants of the classes were
-fitted by `benchmarks/fitting.py`: `AVX2` and `AVX512` to random calls on an AMD EPYC (Zen 4, then
-Zen 5), the former without the longer vectors; `AMX` to the decoding steps and prefills of
+fitted by `benchmarks/fitting.py`: `AVX2` to random calls on an AMD EPYC without longer vectors, and
+scaled to the speed of the others, since a processor may have rates of two classes; `AVX512` to
+random calls on an AMD EPYC (Zen 5); `AMX` to the decoding steps and prefills of
 `docs/benchmarks.json`, on an Intel Xeon. Only ratios of rates matter.
 
 The same process on the same kind of machine uses the same rates, whatever else runs: nothing is
@@ -112,8 +113,8 @@ _WIDE = {"avx512f", "avx512"}  # names of the instructions on vectors of 512 bit
 
 # Of one thread.
 AVX2 = Speed(
-    call=4.5e-6, products=5.8e10, elements=2.0e9, row_float=1.6e9, row_half=1.0e9, rows_half=3.3e9,
-    products_half=6.3e10, scores=2.0e9, stream=8.2e9, fused=6.6e10, tiled=1.5e11,
+    call=5.9e-6, products=7.8e10, elements=1.2e9, row_float=2.1e9, row_half=7.0e8, rows_half=5.4e9,
+    products_half=7.7e10, scores=2.2e9, stream=1.5e10, fused=6.0e10, tiled=1.5e11,
 )  # fmt: skip
 AVX512 = Speed(
     call=6.3e-6, products=6.3e10, elements=2.3e9, row_float=1.4e9, row_half=6.2e8, rows_half=2.9e9,
@@ -199,6 +200,7 @@ class Rates:
         """Use these rates from now on, for torch's present number of threads."""
         _known[torch.get_num_threads()] = speed
         vars(self).update(threads=0, uses=self.uses + 1)
+        current_version()
 
     def now(self) -> Speed:
         """The rates in use."""

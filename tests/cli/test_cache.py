@@ -47,6 +47,6 @@ def test_an_unknown_kind_removes_nothing(folder):
 
 
 def test_compare_says_what_it_leaves(folder):
-    assert f"2.93 KiB of 1 GiB in {folder / 'compare'}:" in stored_by_compare()
+    assert f"2.93 KiB of 1 GiB in {folder / 'compare'} (" in stored_by_compare()
     run(clear=["compare"], as_json=True)
     assert stored_by_compare() == ""

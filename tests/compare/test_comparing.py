@@ -13,7 +13,7 @@ from regard.cli import compare as cli
 from regard.cli.app import run
 from regard.compare import CANDIDATES, Runner, Texts, chosen, compare
 from regard.compare.candidates import ALL
-from regard.compare.measure import PREFILLS, STEPS
+from regard.compare.measure import DECODED, PREFILLS, STEPS
 from regard.convert import measuring
 from regard.hf.generating.predicting import hidden_states, losses_of
 from regard.ops.backends import BACKENDS
@@ -74,8 +74,8 @@ def test_every_row_was_measured(result):
             continue
         assert all(0 < each.low <= each.value <= each.high for each in ratios)
         decoding, steps, reading, prefills = [each.pairs for each in ratios]
-        assert (decoding, reading, prefills) == (2 * 32, 2 * 39, PREFILLS)
-        assert LEAST <= steps <= STEPS // 3
+        assert (decoding, reading, prefills) == (2 * DECODED, 2 * 39, PREFILLS)
+        assert LEAST <= steps <= STEPS // 2
 
 
 def test_exact_rows_are_exact(result):
@@ -133,7 +133,7 @@ def test_perplexity_is_the_models_own(result, texts):
 
 def test_decode_perplexity_is_the_models_own_over_the_last_tokens(result, texts):
     model, count = tiny("llama"), result.decoded // 2
-    assert count == 32
+    assert count == DECODED
     with torch.no_grad():
         losses = [losses_of(model, hidden_states(model, w[None])[0], w) for w in texts.windows]
     mean = torch.cat([each[-count:] for each in losses]).mean()
@@ -378,5 +378,5 @@ def test_windows_are_windows(texts):
     assert int8.cache_bytes_per_token == 5 * 96 / 40
     assert shipped.context_in_memory is None
     assert latent.decode_perplexity == pytest.approx(shipped.decode_perplexity, rel=1e-5)
-    assert result.decoded == 2 * 32
+    assert result.decoded == 2 * DECODED
     assert "any" in result._repr_html_()

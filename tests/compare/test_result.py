@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from regard.compare.measure import DECODED
 from regard.compare.result import explained
 
 
@@ -22,4 +23,4 @@ def test_a_column_has_the_bytes_in_the_dtype_of_the_run_if_it_is_another(result)
 
 
 def test_the_sentences_say_how_many_tokens_were_decoded(result):
-    assert explained(result).startswith(f"Decode perplexity: of the last {2 * 32} tokens")
+    assert explained(result).startswith(f"Decode perplexity: of the last {2 * DECODED} tokens")

@@ -134,7 +134,7 @@ def test_a_model_with_qk_norm_is_converted_to_a_joint_latent(family, tmp_path):
     assert report.after.cache_bytes_per_token < 0.7 * report.before.cache_bytes_per_token
     assert report.before.decode_speed is None and report.before.decode_backend == ""
     assert report.after.prefill_speed.pairs == PREFILLS
-    assert LEAST <= report.after.decode_speed.pairs <= STEPS // 3  # fewer once the ratio is known
+    assert LEAST <= report.after.decode_speed.pairs <= STEPS // 2  # fewer once the ratio is known
     assert report.after.decode_backend  # of regard: the shipped model ran its own attention
     model, _ = regard.hf.load(tmp_path / "out")
     layers = list(attention_modules(model).values())

@@ -21,6 +21,7 @@ from regard.masks import (
     Span,
 )
 from regard.ops import mask_tensors as module
+from regard.ops.call import Call
 from regard.ops.mask_tensors import intervals_of, make_once, mask_key, mask_tensors
 from regard.versions import ChangedInPlace
 
@@ -210,3 +211,18 @@ def test_keys_outside_of_the_span_leave_no_gap():
     starts, stops = intervals_of(mask, Span(5, 7, 3, 7))
     assert (starts.tolist(), stops.tolist()) == ([[2, 3]], [[3, 4]])
     assert intervals_of(mask, Span(5, 7, 1, 7)) is None
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "grouped", "fused"])
+def test_layers_of_a_pass_share_the_tensor_of_a_mask(backend, monkeypatch):
+    """It is made once for equal masks, spans and heads, anew for other heads, and read alike."""
+    monkeypatch.setattr(module, "_MADE", {})
+    made, keep, span, mask = [], Call.keep, Span(2, 5, 0, 5), Causal() & Padding(VALID)
+    monkeypatch.setattr(Call, "keep", lambda call: made.append(call) or keep(call))
+    for heads, total in ((4, 1), (4, 0), (2, 0 if backend == "sdpa" else 1)):
+        q, k = torch.randn(2, heads, 3, 16).bfloat16(), torch.randn(2, 2, 5, 16).bfloat16()
+        made.clear()
+        out = attend(q, k, k, mask=mask, span=span, backend=backend)
+        assert len(made) == total
+        wanted = attend(q, k, k, mask=mask, span=span, backend="eager")
+        torch.testing.assert_close(out, wanted, atol=8e-3, rtol=0)

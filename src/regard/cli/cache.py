@@ -99,12 +99,13 @@ def _places(kind: str) -> list[Path]:
 
 
 def stored_by_compare() -> str:
-    """A sentence on the converted layers that `regard compare` has stored; "" if there are none."""
+    """Size and folder of the converted layers that `regard compare` has stored, to follow another
+    statement; "" if there are none."""
     found = kept("compare")
     if not found.files:
         return ""
     folder = cache_folder() / KINDS["compare"][1]
     return (
-        f"Converted layers take {readable_bytes(found.nbytes)} of 1 GiB in {folder}: "
-        "regard cache --clear compare removes them."
+        f"; converted layers take {readable_bytes(found.nbytes)} of 1 GiB in {folder} "
+        "(regard cache --clear compare)"
     )

@@ -115,7 +115,6 @@ def _show_or_print(result: Comparison, *, full: bool, html: Path | None, as_json
         print_json(as_data(result))
     else:
         show(result, stdout(), full=full)
-        say(stdout(), stored_by_compare(), style="dim")
     if html is not None:  # last: an error of the disk then loses no result
         write_comparison(result, html)
         if not as_json:
@@ -136,26 +135,26 @@ def show(result: Comparison, console: Console, *, full: bool = True) -> None:
     say(
         console,
         f"{result.model}: {layers} of {result.kind}, {result.dtypes}, {threads}; "
-        f"{result.context:,} tokens of {result.text}",
+        f"{result.context:,} tokens of {result.text}; its logits agree "
+        f"{_proved(result.proof, full)}.",
         bold=result.model,
     )
-    say(console, f"Its logits under regard are its own {_proved(result.proof)}.")
     console.print()
     _print_table(result, full, console)
     say(console, explained(result), style="dim")
     remarks(console, "Not run", {row.name: row.remark for row in result.rows if row.remark})
     console.print()
     say(console, result.verdict)
-    console.print()
     for sentence in backends_of(result.rows) if full else []:
         say(console, sentence, style="dim")
-    say(console, f"Measured in {result.seconds:.0f} s. {NEXT}")
+    say(console, f"Measured in {result.seconds:.0f} s{stored_by_compare()}. {NEXT}")
 
 
-def _proved(proof: Proof) -> str:
+def _proved(proof: Proof, full: bool) -> str:
     if proof.largest_difference == 0.0:
         return "to the last bit"
-    return f"within rounding: {proof.largest_difference:.1e} of {proof.tolerance:.1e}"
+    figures = f": {proof.largest_difference:.1e} of {proof.tolerance:.1e}" if full else ""
+    return f"within rounding{figures}"
 
 
 def backends_of(rows: Sequence[Row]) -> list[str]:

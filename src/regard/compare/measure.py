@@ -44,8 +44,8 @@ SHORT = (  # columns that fit 80 characters
 )
 
 PREFILLS = LEAST  # of each row, in turns with the first row's
-STEPS = 30  # at most that take turns with the first row's; fewer once the ratio is known
-DECODED = 32  # tokens of a window that are decoded one at a time, those of the turns among them
+STEPS = 24  # at most that take turns with the first row's; fewer once the ratio is known
+DECODED = STEPS + 1  # tokens of a window that are decoded: one that may compile, then the turns
 
 
 @dataclass(frozen=True)

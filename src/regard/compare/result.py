@@ -10,8 +10,8 @@ from regard.page.readable import readable_bytes
 from regard.words import counted
 
 RATIOS = (
-    "Speeds but the first are ratios to it, taken in turns. ±: two standard errors of the ratio to "
-    "the first row's; of a speed, half of its quartiles' distance; same: no measurable difference."
+    "Speeds but the first are ratios to it. ±: two standard errors; of a speed, half of its "
+    "quartiles' distance; same: no measurable difference."
 )
 
 
@@ -111,6 +111,5 @@ class Comparison:
 def explained(result: Comparison) -> str:
     """The columns of a comparison in two or three sentences."""
     return (
-        f"Decode perplexity: of the last {result.decoded:,} tokens of the windows, given one at a "
-        f"time. {RATIOS}"
+        f"Decode perplexity: of the last {result.decoded:,} tokens, given one at a time. {RATIOS}"
     )

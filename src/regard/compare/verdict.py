@@ -72,14 +72,17 @@ def _costs(row: Row, shipped: Row, cache: str, reasons: Mapping[str, str]) -> st
     size = f"{_bytes(row) / _bytes(shipped):.0%} of {cache}"
     quality = _change(row.perplexity_ratio, "{} perplexity", "{} in perplexity")
     if row.decode_perplexity_ratio is not None:
-        quality += _change(row.decode_perplexity_ratio, *[" ({} token by token)"] * 2)
+        decoded = _change(row.decode_perplexity_ratio, "{}", "{}")
+        quality += "" if quality.startswith(decoded) else f" ({decoded} token by token)"
     return f"{size} at {quality} and decodes {_speed(row.decode_speed, reasons.get(row.name))}"
 
 
 def _speed(speed: Ratio | None, reason: str | None) -> str:
     assert speed is not None
-    because = f", because {reason}" if reason and speed.differs else ""
-    return speed.of("the shipped speed") + because
+    if not speed.differs:
+        return "with no measurable difference in speed"
+    because = f", because {reason}" if reason else ""
+    return f"at {speed.value:.2f}x the shipped speed{because}"
 
 
 def _keeps_quality(row: Row) -> bool:

@@ -28,11 +28,11 @@ from regard.turns import LEAST, Ratio, in_turns, ratio_of
 Phase = Literal["prefill", "decode"]
 
 # Rounds in which each model takes its turn: of prefill a window, about a second for a model of
-# 135M parameters on two cores; of decoding the fastest of three steps, of 20 to 100 ms each, since
+# 135M parameters on two cores; of decoding the faster of two steps, of 20 to 100 ms each, since
 # other programs interrupt some of them.
 PREFILLS = LEAST
 STEPS = 48
-TRIES: dict[Phase, int] = {"prefill": 1, "decode": 3}
+TRIES: dict[Phase, int] = {"prefill": 1, "decode": 2}
 LOGITS = 1 << 28  # bytes of logits kept for comparison: 1,365 tokens of a vocabulary of 49,152
 
 
@@ -267,7 +267,8 @@ def divergence(
 
 
 def _piece(student: Any, rows: Tensor, teacher: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed divergence of some tokens, and its gradient with respect to their rows."""
+    """The divergence of the student's predictions from the teacher's, summed over some tokens, and
+    its gradient with respect to the student's last hidden states."""
     with torch.no_grad():
         wanted = F.log_softmax(logits_of(teacher, targets).float(), dim=-1)
     with torch.enable_grad():

@@ -61,13 +61,14 @@ class Keys(NamedTuple):
 
 
 class Attending:
-    """Base class of caches that compute the attention to their keys, which are not all here."""
+    """Base class of caches that compute the attention to their keys: to those on other ranks, or on
+    selected pages."""
 
     def check_layer(self, layer: object) -> None:
         """Refuse a layer that the cache was not made for."""
 
     def prepare(self, layer: Layer, q: Tensor, keys: Keys, at: Arrival) -> Prepared:
-        """The call over all keys, without sinks; `keys` are those that are here."""
+        """The call over all keys of the cache, without sinks; `keys` are those of this process."""
         raise NotImplementedError
 
     def attend(

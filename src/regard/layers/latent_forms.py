@@ -74,7 +74,7 @@ class Expanded(NamedTuple):
         return tuple(found)
 
     def output(self, out: Tensor) -> Float[Tensor, "B H L Dv"]:
-        """The outputs of the heads, of what attention returned: the same."""
+        """The outputs of the heads: the result of attention itself, since values were rebuilt."""
         return out
 
 
@@ -88,7 +88,7 @@ class Absorbed(NamedTuple):
     def queries(self, q_nope: Tensor, q_rope: Tensor) -> Float[Tensor, "B H L RDr"]:
         """Queries whose products with latents are scores: `kv_b_proj` of the keys is applied."""
         rows = q_nope.transpose(0, 1)  # heads first and the batch as rows: no weight is copied
-        wide = rows.flatten(1, 2) @ up_weights(self.layer)[0]
+        wide = multiply(rows.flatten(1, 2), up_weights(self.layer)[0])
         return torch.cat([wide.unflatten(1, rows.shape[1:3]).transpose(0, 1), q_rope], dim=-1)
 
     def keys(self, parts: tuple[Part, ...], at: Arrival) -> Keys:
@@ -98,12 +98,16 @@ class Absorbed(NamedTuple):
     def output(self, out: Float[Tensor, "B H L R"]) -> Float[Tensor, "B H L Dv"]:
         """The outputs of the heads, of latents: `kv_b_proj` of the values is applied."""
         rows = out.transpose(0, 1)
-        heads = (up_weights(self.layer)[1] @ rows.flatten(1, 2).mT).mT
-        return heads.unflatten(1, rows.shape[1:3]).transpose(0, 1)
+        heads = multiply(up_weights(self.layer)[1], rows.flatten(1, 2).mT).mT
+        # without products in bfloat16, o_proj takes 6 times as long for rows that are strided
+        return heads.contiguous().unflatten(1, rows.shape[1:3]).transpose(0, 1)
 
 
 Form = Expanded | Absorbed
 FORMS: dict[str, type[Form]] = {"expanded": Expanded, "absorbed": Absorbed}
+# Whether oneDNN multiplies matrices of bfloat16: on x86, where vectors have 512 bits.
+_BFLOAT16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
+_LOOPED = 4  # times as long: rebuilding keys in a dtype without products, absorbing in float32
 _THIN = 8  # tokens: overhead of absorbing in half precision, as if there were 8 queries more
 
 
@@ -148,8 +152,10 @@ def choose_form(layer: Latent, span: Span, asked: str = "auto") -> Form:
     queries, keys = span.num_queries, span.num_keys
     rank, nope, rotary = layer.kv_lora_rank, layer.qk_nope_head_dim, layer.qk_rope_head_dim
     both = nope + layer.v_head_dim
-    expanded = keys * rank * both + queries * keys * (both + rotary)
-    thin = _THIN if matrix_of(layer.kv_b_proj).dtype.itemsize < 4 else 0
+    weight = matrix_of(layer.kv_b_proj)
+    looped = 1 if has_products(weight) else _LOOPED
+    expanded = looped * keys * rank * both + queries * keys * (both + rotary)
+    thin = _THIN if weight.dtype.itemsize < 4 and looped == 1 else 0
     absorbed = (queries + thin) * rank * both + queries * keys * (2 * rank + rotary)
     if absorbed <= 1.05 * expanded:
         return Absorbed(
@@ -160,6 +166,17 @@ def choose_form(layer: Latent, span: Span, asked: str = "auto") -> Form:
         layer,
         "for so many queries, rebuilding the keys is less work than attention to the latents",
     )
+
+
+def multiply(a: Float[Tensor, "H M K"], b: Float[Tensor, "H K N"]) -> Float[Tensor, "H M N"]:
+    """`a @ b`, summed in float32 where the processor has no products of their dtype: torch's own
+    loop over elements takes 6 times as long for one query, and 60 times for 32."""
+    return a @ b if has_products(a) else (a.float() @ b.float()).to(a.dtype)
+
+
+def has_products(x: Tensor) -> bool:
+    """Whether the device of a matrix multiplies in its dtype, and not in a loop over elements."""
+    return not x.is_cpu or x.dtype.itemsize >= 4 or (_BFLOAT16 and x.dtype == torch.bfloat16)
 
 
 def absorption_objection(layer: Latent) -> str | None:

@@ -22,6 +22,7 @@ _L2 = 1 << 20  # bytes of one key head that stay in a core's cache for the next 
 _MASK_PASSES = 6  # over the elements of a mask, while it is made
 _HALF_PRODUCTS = 0.5  # of an operator: starting the two half-precision products of a block
 _PRODUCTS = 0.25  # the same in float32
+_HALF_ROW = 0.08  # the same of a single query, beyond the operators of its head
 
 LAUNCH = 5e-6  # seconds to start an operator, which decoding steps outside of CUDA graphs wait for
 READ = 0.8  # share of the memory's rate that long reads reach
@@ -55,7 +56,9 @@ def kernel_seconds(
     later = cached if packed else converted
     passes = kv_heads * first + (heads - kv_heads) * converted + heads * (blocks - 1) * later
     seconds += elements * passes
-    if queries > 1 and not packed:
+    if queries == 1:
+        seconds += _HALF_ROW * half * SPEED.call * heads
+    elif not packed:
         operators = heads * blocks * -(-call.num_keys // _KEYS)
         seconds += (_HALF_PRODUCTS if half else _PRODUCTS) * SPEED.call * operators
     return share * seconds

@@ -26,7 +26,7 @@ from regard.masks import (
 )
 from regard.masks.row_data import DataMask, row_masks
 from regard.masks.runs import FAR, NEAR, intersection
-from regard.ops.call import Call
+from regard.ops.call import Call, is_everything
 
 DATALESS = frozenset({Everything, Nothing, Causal, SlidingWindow})
 _SHORT = 1 << 16  # elements of a mask that are kept: to make more takes longer than to look for it
@@ -105,12 +105,31 @@ def _parts_of(mask: object) -> tuple[Mask, ...]:
     return (mask.mask,) if isinstance(mask, Not) else ()
 
 
+def is_short(call: Call, heads: int = 1) -> bool:
+    """Whether the mask of a call, written for so many heads, is worth a place in the memo table:
+    it has few elements, and an immediate call on a CPU reads them."""
+    elements = call.batch * heads * call.num_queries * call.num_keys
+    return elements <= _SHORT and call.immediate and call.device.type == "cpu"
+
+
 def mask_tensors(call: Call) -> MaskTensors:
-    """The mask of a call as tensors; memoised for short calls on a CPU."""
-    short = call.batch * call.num_queries * call.num_keys <= _SHORT
-    if short and call.immediate and call.device.type == "cpu":
+    """The mask of a call as tensors; memoised for short calls."""
+    if is_short(call):
         return make_once(call.mask, call.span, lambda: _tensors_of(call, read=True), call.batch)
     return _tensors_of(call, read=False)
+
+
+def addend_once(call: Call, make: Callable[[Call], Made]) -> Made:
+    """`make(call)`, the addend of a mask for the query heads of each key head; memoised for short
+    calls without a bias."""
+    if (
+        call.score_bias is not None
+        or is_everything(call.mask)
+        or not is_short(call, call.num_heads)
+    ):
+        return make(call)
+    heads = (call.num_heads, call.num_kv_heads)
+    return make_once(call.mask, call.span, lambda: make(call), make, call.batch, *heads, call.dtype)
 
 
 def _tensors_of(call: Call, *, read: bool) -> MaskTensors:

@@ -225,7 +225,7 @@ class Evicting(Contiguous, Attending):
         return f"{self.budget}, score={self.score!r}, sinks={self.sinks}, recent={self.recent}"
 
     def _refuse(self, new: tuple[Tensor, ...]) -> None:
-        """Raise for what cannot be appended."""
+        """Raise an error if these streams cannot be appended."""
         if torch.compiler.is_compiling() or needs_gradients(new, ()) or is_forward_mode():
             raise ValueError(
                 "EvictingCache is for inference: gradients do not flow through it, and it runs "

@@ -67,7 +67,7 @@ class Score(Protocol):
         """Whether the attention that each row receives from every query is summed."""
 
     def __call__(self, rows: Rows) -> Float[Tensor, "B G n"]:
-        """The score of each row: of those that are evicted, the lowest go first."""
+        """The score of each token for each key head; tokens with the lowest scores are evicted."""
 
 
 @dataclass(frozen=True)

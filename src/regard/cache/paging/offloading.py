@@ -116,7 +116,7 @@ class Offloading:
         return sum(slab.in_use for slab in self.slabs.values())
 
     def watch(self, reader: Reader) -> None:
-        """Let the tables of a cache count, as long as it exists."""
+        """Count the pages of a cache's tables as in use, as long as the cache exists."""
         self._readers.add(reader)
 
     def add(self, hot: Slab) -> None:

@@ -16,7 +16,7 @@ SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 def in_blocks(num_heads: int, num_kv_heads: int) -> list[int]:
-    """All queries, then all keys, then all values."""
+    """The order of heads in a fused weight: all queries, then all keys, then all values."""
     return list(range(num_heads + 2 * num_kv_heads))
 
 

@@ -201,9 +201,10 @@ class Detected:
 
     @property
     def sure(self) -> bool:
-        """Whether the difference exceeds 0.05 nats a token and five standard errors.
+        """Whether the losses of the two layouts differ by more than 0.05 nats a token and five
+        standard errors.
 
-        It does not if the model is untrained, or does not depend on positions.
+        Those of an untrained model, or of one that ignores positions, do not.
         """
         margin = abs(self.loss_halves - self.loss_pairs)
         return margin > MARGIN and margin > ERRORS * self.error

@@ -49,7 +49,7 @@ def watch(module: nn.Module, cache: Any) -> None:
 
 
 def _forget(reference: "ref[nn.Module]") -> None:
-    """One cache less: after the last, the hooks are removed."""
+    """Count one cache less that watches the model; with the last, the hooks are removed."""
     with _LOCK:
         module = reference()
         if module is None:

@@ -84,7 +84,7 @@ def output_of(family: Family, module: Any, x: Tensor, heads: Tensor) -> Tensor:
 
 
 def _along(family: Family, module: Any, heads: Projected, given: Mapping[str, Any]) -> Heads:
-    """Self-attention: rotated, then appended to the cache."""
+    """Self-attention: queries and keys are rotated, then keys and values appended to the cache."""
     q, k, v = heads
     angles = given.get("position_embeddings")
     q, k = family.rotate(module, q, angles), family.rotate(module, k, angles)

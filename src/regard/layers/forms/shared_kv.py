@@ -149,7 +149,7 @@ class FollowingCache:
 
     @property
     def length(self) -> int:
-        """The tokens that this layer has read: before its part in a call, those before the call."""
+        """The number of tokens that this layer has read; those of a call once it has read them."""
         last = self.shared.last
         return self.shared.length if last is None or last is self._read else last.before
 

@@ -256,7 +256,7 @@ class TiedKVAttention(nn.Module, Settings):
         return self.rope.rotate(v * self.k_norm.weight.to(v.dtype), positions)
 
     def read(self, q: Tensor, parts: tuple[Part, ...], at: Arrival) -> tuple[Tensor, Keys]:
-        """Queries and keys as attention reads them."""
+        """The queries and keys of the attention, in the form that `form` names."""
         if self.form == "absorbed":
             return self.tied.read(q, parts, lambda parts: rebuild(parts, at, self.tied.rebuild))
         keys = rebuild(parts, at, self.rebuild)

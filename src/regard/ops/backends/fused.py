@@ -29,6 +29,7 @@ from regard.ops.backends.common import (
 )
 from regard.ops.call import Call, Reads, is_empty, is_everything, shown
 from regard.ops.estimates import mask_seconds
+from regard.ops.mask_tensors import addend_once
 from regard.ops.partial import Partial, merge
 from regard.ops.parts import GATHERED
 from regard.rates import SPEED
@@ -38,7 +39,8 @@ _LEAST_PAGE = 16  # tokens: the kernel's shortest block
 _PIECE = GATHERED  # tokens copied out of pages at a time
 _LANES = 8  # elements: head dims are multiples of this on every machine, if of no longer vector
 _DEQUANTISING = 3  # floating-point operations in the time that one code takes to dequantise
-_MASK = 31  # operators that reading a mask takes
+_CALLS = 17  # operators around the kernel
+_MASK = 8  # operators that reading a mask takes, made once for all layers of a pass
 _SOFTMAX = 2.3  # times as long as in torch's kernel: a score is written and read in three passes
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -82,7 +84,7 @@ def estimate(call: Call) -> float:
     computed = rows * call.num_keys * (2 * width / SPEED.fused + _SOFTMAX / SPEED.scores)
     computed += _DEQUANTISING * elements / SPEED.fused if call.storage.bits else 0
     masked = (0 if is_everything(call.mask) else _MASK) + (0 if call.score_bias is None else 5)
-    operators = SPEED.call * (17 + masked + heads / 10)
+    operators = SPEED.call * (_CALLS + masked + heads / 10)
     return operators + mask_seconds(call) + max(streamed / SPEED.stream, computed)
 
 
@@ -138,7 +140,7 @@ def _attend(call: Call, q: Tensor, k: AnyStream, v: AnyStream) -> tuple[Tensor, 
         return _attend_pages(call, q, k, v)
     from regard.ops.kernels.launching import decode
 
-    rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), _addend(call)
+    rows, bias = _columns_together(fold_heads(q, call.num_kv_heads)), addend_once(call, _addend)
 
     def compute(k: Readable, v: Readable) -> tuple[Tensor, Tensor]:
         k = _columns_together(k)
@@ -159,10 +161,9 @@ def _attend_pages(call: Call, q: Tensor, k: PagedStream, v: PagedStream) -> tupl
     same = v.table is table or v.table.equal(table)
     assert same and v[2:5] == (size, skipped, keys), "keys and values share their pages"
     rows, pages = _columns_together(fold_heads(q, call.num_kv_heads)), KeyPages(*k[1:5])
+    bias = addend_once(call, _addend)
     of_values, width = (None, call.v_head_dim) if call.joined else (v.slab, None)
-    out, lse = decode(
-        rows, slab, of_values, scale=call.scale, bias=_addend(call), width=width, pages=pages
-    )
+    out, lse = decode(rows, slab, of_values, scale=call.scale, bias=bias, width=width, pages=pages)
     if is_everything(call.mask) or is_finite(out):
         return out, lse
     found = merge(*(_piece(call, q, (k, v), at) for at in range(0, keys, _PIECE)))

@@ -26,6 +26,7 @@ from regard.ops.backends.common import (
 from regard.ops.call import Call, Reads, hides_nothing, is_empty, is_everything, shown
 from regard.ops.definition import log_sum_exp, scores_of, softmax
 from regard.ops.estimates import UNFUSED, kernel_seconds, mask_seconds, on_device
+from regard.ops.mask_tensors import addend_once
 from regard.ops.partial import Partial, merge
 from regard.rates import SPEED
 
@@ -58,6 +59,10 @@ def objection(call: Call) -> str | None:
     return None
 
 
+_CALLS = 12  # operators around torch's kernel
+_MASK = 25  # operators that reading a mask takes, which is made once for all layers of a pass
+
+
 def estimate(call: Call) -> float:
     """The time to read keys and values once, by torch's kernel or by matrix-vector products that
     store the scores."""
@@ -74,7 +79,7 @@ def estimate(call: Call) -> float:
         elements = _PASSES_OF_CODES * read + 4 * heads * rows * call.num_keys
         return SPEED.call * operators + elements / SPEED.elements + flops / SPEED.products
     if _fused(call):
-        operators = 12 + 45 * masked + heads / 16
+        operators = _CALLS + _MASK * masked + heads / 16
         seconds = kernel_seconds(call, heads=heads, kv_heads=heads, queries=rows)
         seconds += mask_seconds(call)
         return SPEED.call * operators + seconds
@@ -172,7 +177,7 @@ def _fused(call: Call) -> bool:
 
 
 def _flash(call: Call, rows: Tensor, k: Tensor, v: Tensor) -> Partial:
-    mask, masked = _addend(call)
+    mask, masked = addend_once(call, _addend)
     out, lse = flash_on_cpu(rows, k, v, attn_mask=mask, scale=call.scale)
     if masked is None:
         return Partial(out, lse)

@@ -72,6 +72,10 @@ def lse_objection(call: Call) -> str | None:
     return None
 
 
+_CALLS = 4  # operators around the kernel
+_MASK = 16  # operators that reading a mask takes, which is made once for all layers of a pass
+
+
 def estimate(call: Call) -> float:
     """The time of the kernel, the operators around it, and the dense mask, if any."""
     if call.device.type != "cpu":
@@ -79,7 +83,7 @@ def estimate(call: Call) -> float:
     share = min(1.0, 0.5 + _KEYS / 2 / call.num_keys) if _is_causal(call) else 1.0
     masked = not (_is_causal(call) or is_everything(call.mask))
     heads = call.batch * call.num_heads
-    operators = (40 if masked else 4) + heads / 16
+    operators = _CALLS + _MASK * masked + heads / 16
     seconds = SPEED.call * operators + kernel_seconds(
         call,
         heads=heads,

@@ -1,7 +1,9 @@
 """Every call under every caller: equal to the definition, or refused in a sentence of ours.
 
 An ordinary run takes a share of the matrix: every call under the plain caller and under one other,
-every caller with one call at least. `--all` takes every cell.
+every caller with one call at least. `--all` takes every cell of the callers that take milliseconds
+a call; those that compile take a second or more, and share the calls among them: each call under
+one, drawn by the names of both.
 """
 
 import zlib
@@ -10,6 +12,7 @@ import pytest
 
 from callers.cell import CALLERS, CALLS
 from callers.process import Process
+from callers.table import Caller
 from session import LONG
 
 
@@ -20,22 +23,32 @@ def number(*words: str) -> int:
 
 def chosen() -> dict[str, list[str]]:
     """The calls that run under each caller."""
-    if LONG:
-        return {
-            name: [call for call, row in CALLS.items() if caller.fits(row)]
-            for name, caller in CALLERS.items()
-        }
-    quick = [caller for caller in CALLERS.values() if not caller.dear and caller.name != "plain"]
+    quick = [each for each in CALLERS.values() if not each.dear and each.name != "plain"]
+    dear = [each for each in CALLERS.values() if each.dear and (LONG or not each.only_long)]
     cells: dict[str, list[str]] = {"plain": list(CALLS)}
-    for call, row in CALLS.items():
-        others = [caller.name for caller in quick if caller.fits(row)]
-        one = min(others, key=lambda name: number(name, call))
-        cells.setdefault(one, []).append(call)
-    for name, caller in CALLERS.items():
-        if name not in cells and not caller.only_long:
-            fitting = (call for call, row in CALLS.items() if caller.fits(row))
-            cells[name] = [min(fitting, key=lambda call: number(name, call))]
+    if LONG:
+        cells |= {each.name: fitting(each) for each in quick}
+    else:
+        share(quick, cells)
+    if LONG:
+        share(dear, cells)
+    for caller in (*quick, *dear):
+        if caller.name not in cells:
+            one = min(fitting(caller), key=lambda call, name=caller.name: number(name, call))
+            cells[caller.name] = [one]
     return cells
+
+
+def fitting(caller: Caller) -> list[str]:
+    """The calls that a caller takes."""
+    return [call for call, row in CALLS.items() if caller.fits(row)]
+
+
+def share(callers: list[Caller], cells: dict[str, list[str]]) -> None:
+    """Add each call under one of these callers."""
+    for call, row in CALLS.items():
+        names = [caller.name for caller in callers if caller.fits(row)]
+        cells.setdefault(min(names, key=lambda name: number(name, call)), []).append(call)
 
 
 CELLS = chosen()

@@ -212,7 +212,7 @@ def test_the_command_prints_a_table_and_a_page(model, texts, monkeypatch, capsys
     few = [SHIPPED, evicted(0.5)]
     monkeypatch.setattr("regard.compare.frontiers.within", lambda *given, **options: few)
     page = tmp_path / "page.html"
-    given = {"text": None, "budget": 0.5, "context": 150, "windows": 3, "dtype": None}
+    given = {"text": None, "budget": 0.5, "context": 150, "windows": None, "dtype": None}
     given |= {"device": "cpu", "threads": None, "html": page, "as_json": False}
     verb.run(model=Path("tiny"), **given)
     shown = capsys.readouterr()
@@ -240,3 +240,10 @@ def test_a_verdict_names_the_rows_that_intervals_do_not_tell_apart():
     assert result.verdict.endswith(end)
     alone = Frontier("tiny", 64, 8, "text", 0, 0.25, (rows[0], far))
     assert alone.verdict.endswith("codes loses least: 1.010x the decode perplexity.")
+
+
+def test_the_command_takes_eight_windows_or_more():
+    """By default eight; fewer are refused before anything is read."""
+    given = dict.fromkeys(("model", "text", "budget", "dtype", "threads", "html"))
+    with pytest.raises(ValueError, match=r"--windows 7: a frontier .* from 8 windows or more"):
+        verb.run(**given, context=64, windows=7, device="cpu", as_json=False)

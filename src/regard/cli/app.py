@@ -65,8 +65,9 @@ def compare(
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in each window.")] = 512,
     windows: Annotated[
-        int, typer.Option(min=1, help="Windows of text to measure on: more for smaller intervals.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Windows of text, for smaller intervals: 1; of a frontier 8."),
+    ] = None,
     memory: Annotated[float, typer.Option(help="GiB of cache, for the context that fits.")] = 1.0,
     dtype: Dtype = None,
     device: Device = "cpu",

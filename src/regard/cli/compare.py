@@ -48,7 +48,7 @@ def run_comparison(
     text: Path | None,
     attention: Sequence[str] | None,
     context: int,
-    windows: int,
+    windows: int | None,
     memory: float,
     dtype: str | None,
     device: str,
@@ -85,7 +85,7 @@ def run_comparison(
             model = fetch_smollm2()
         loaded = load_for(model, dtype=dtype, device=device)
         texts = texts_for(
-            loaded.tokenizer, context=context, text=written, name=str(text), windows=windows
+            loaded.tokenizer, context=context, text=written, name=str(text), windows=windows or 1
         )
         try:
             result = compare(

@@ -28,14 +28,23 @@ def run(
     text: Path | None,
     budget: float | None,
     context: int,
-    windows: int,
+    windows: int | None,
     dtype: str | None,
     device: str,
     threads: int | None,
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Load, measure, and print a table or JSON; write a page."""
+    """Load, measure, and print a table or JSON; write a page.
+
+    Raises:
+        ValueError: if there are too few windows for a bootstrap.
+    """
+    count = WINDOWS if windows is None else windows
+    if count < WINDOWS:
+        raise ValueError(
+            f"--windows {count}: a frontier draws its intervals from {WINDOWS} windows or more"
+        )
     if html is not None:
         check_can_write(html)
     written = None if text is None else text.read_text(encoding="utf-8")
@@ -46,7 +55,6 @@ def run(
             progress(f"loading {SMOLLM2} (fetched the first time: 93 MB)", 0, 0)
             model = fetch_smollm2()
         loaded = load_for(model, dtype=dtype, device=device)
-        count = max(windows, WINDOWS)
         texts = texts_for(
             loaded.tokenizer, context=context, text=written, name=str(text), windows=count
         )

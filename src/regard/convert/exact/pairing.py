@@ -201,8 +201,7 @@ class Detected:
 
     @property
     def sure(self) -> bool:
-        """Whether the losses of the two layouts differ by more than 0.05 nats a token and five
-        standard errors.
+        """Whether the losses differ by more than 0.05 nats a token and five standard errors.
 
         Those of an untrained model, or of one that ignores positions, do not.
         """

@@ -247,3 +247,12 @@ def test_the_command_takes_eight_windows_or_more():
     given = dict.fromkeys(("model", "text", "budget", "dtype", "threads", "html"))
     with pytest.raises(ValueError, match=r"--windows 7: a frontier .* from 8 windows or more"):
         verb.run(**given, context=64, windows=7, device="cpu", as_json=False)
+
+
+def test_progress_ends_with_all_work_done(model, texts):
+    """No step begins after the seconds of all work that were announced with the first."""
+    latent = next(each for each in CANDIDATES if each.key == "latent-25")
+    steps, few = [], [SHIPPED, *methods()[1:3], latent]
+    frontier(model, texts, candidates=few, progress=lambda *given: steps.append(given))
+    assert all(done <= total == steps[0][2] for _, done, total in steps)
+    assert steps[-2][1] < steps[-1][1] == steps[-1][2]

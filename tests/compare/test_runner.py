@@ -36,7 +36,7 @@ def test_layers_are_converted_once_when_the_first_row_needs_them(texts, monkeypa
         runner, "convert", lambda *given, **named: calls.append(given[1]) or own(*given, **named)
     )
     runners = Runners(model, shipped, named, texts.calibration, torch.float32, rollback=0)
-    work = Work(lambda *given: None, rows=1, conversions=0, prefills=0)
+    work = Work(lambda *given: None, total=0)
     assert len(runners.missing) == 2  # two key heads have no divisor between 1 and themselves
     found = {each.key: runners.of(each, work) for each in named[:2]}
     assert found["shipped"].layers == found["int8"].layers == shipped and not calls

@@ -5,7 +5,7 @@ from regard.compare.work import Work
 
 def test_shares_of_a_step_lie_between_its_ends():
     seen = []
-    work = Work(lambda *given: seen.append(given), rows=5, conversions=0, prefills=0)
+    work = Work(lambda *given: seen.append(given), total=30)
     work.begin("first", 10)
     work.begin("second", 20)
     for part in range(1, 5):

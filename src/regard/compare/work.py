@@ -13,9 +13,8 @@ PREFILLING = 8
 class Work:
     """Calls `progress` with the present step, the seconds of work before it, and of all work."""
 
-    def __init__(self, progress: Progress, rows: int, conversions: int, prefills: int) -> None:
-        self._progress = progress
-        self._total = rows * ROW + conversions * CONVERTING + prefills * PREFILLING
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total = progress, total
         self._done = self._present = 0
 
     def begin(self, what: str, seconds: int) -> None:

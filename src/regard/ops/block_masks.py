@@ -198,7 +198,9 @@ def by_cell(data: Shaped[Tensor, "B H L S"]) -> MaskMod:
     """Elements of a tensor, whose axes may be of size 1, as a function of `(b, h, q_idx,
     kv_idx)`."""
     wide = [axis for axis in range(4) if data.shape[axis] > 1]
-    data = data.reshape([data.shape[axis] for axis in wide]).contiguous()
+    data = data.reshape([data.shape[axis] for axis in wide] or [1]).contiguous()
+    if not wide:  # one element for all cells
+        return lambda b, h, q_idx, kv_idx: data[0 * b]
     return lambda *index: data[tuple(index[axis] for axis in wide)]
 
 

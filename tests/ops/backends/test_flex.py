@@ -18,6 +18,7 @@ from regard import (
     Alibi,
     Attention,
     Causal,
+    Dense,
     Documents,
     Padding,
     PagedCache,
@@ -63,6 +64,18 @@ def test_rules_of_distances_are_read_from_one_table(bias, ragged):
     with torch.no_grad():
         out, want = (attend(q, k, k, **given, backend=name) for name in ("flex", "eager"))
     torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mask", [None, Causal(), Dense(torch.ones(1, 1).bool())], ids=str)
+def test_one_number_is_the_bias_of_all_scores(batch, mask):
+    """With a sink or a soft cap a bias of one number is no constant that softmax ignores."""
+    length = 1 if isinstance(mask, Dense) else 5
+    q, k = torch.randn(batch, 4, length, 8), torch.randn(batch, 2, length, 8)
+    for bias in (torch.tensor(0.5), torch.full((1, 1, 1, 1), -0.7)):
+        given = {"mask": mask, "score_bias": bias, "softcap": 3.0, "sinks": torch.ones(4)}
+        out, want = (attend(q, k, k, **given, backend=name) for name in ("flex", "eager"))
+        torch.testing.assert_close(out, want)
 
 
 def test_fully_masked_rows_and_hidden_values_that_are_not_finite():

@@ -20,7 +20,7 @@ from regard.compare.result import Comparison
 from regard.compare.runner import Runner, Runners
 from regard.compare.texts import Texts
 from regard.compare.verdict import verdict
-from regard.compare.work import CONVERTING, PREFILLING, ROW, Progress, Work
+from regard.compare.work import PREFILLING, ROW, Progress, Work
 from regard.convert.measuring import LOGITS, dtype_name, largest, last_logits
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import hidden_states
@@ -85,8 +85,7 @@ def compare(
     runners = Runners(
         model, shipped, named, texts.calibration.to(model.device), stored, DECODED + 1
     )
-    of_rows = len(named) * (ROW + PREFILLING * prefills)
-    work = Work(progress, of_rows + CONVERTING * len(runners.missing))
+    work = Work(progress, len(named) * (ROW + PREFILLING * prefills) + runners.seconds)
     measured: dict[str, Sample | str] = {}
 
     def so_far() -> Comparison:

@@ -20,7 +20,7 @@ from regard.compare.needles import Document, answered
 from regard.compare.runner import Runner, Runners
 from regard.compare.shapes import bytes_of_caches, shape_of, storage_of
 from regard.compare.texts import Texts
-from regard.compare.work import CONVERTING, Progress, Work
+from regard.compare.work import Progress, Work
 from regard.convert.measuring import dtype_name
 from regard.hf import attention_modules, attention_of
 from regard.hf.generating.predicting import logits_of
@@ -246,7 +246,7 @@ def frontier(
         candidates = within(budget or 1.0, shapes, context=context, dtype=dtype)
     named = [replace(each, name=each.name.format(kind=shipped[0].kind)) for each in candidates]
     runners = Runners(model, shipped, named, texts.calibration.to(model.device), stored, 0)
-    work = Work(progress, ROW * len(named) + CONVERTING * len(runners.missing))
+    work = Work(progress, ROW * len(named) + runners.seconds)
     questions = sum(len(each.questions) for each in documents)
     result = Frontier(name, context, len(windows), texts.source, questions, budget, ())
     first: _Losses | None = None

@@ -147,6 +147,11 @@ class Runners:
     def missing(self) -> list[Target]:
         return [target for target in self._names if target not in self._made]
 
+    @property
+    def seconds(self) -> int:
+        """The work of the conversions that are missing, in the seconds of `regard.compare.work`."""
+        return CONVERTING * len(self.missing)
+
     def of(self, candidate: Candidate, work: Work) -> Runner | str:
         """The runner of a candidate, or why there is none."""
         target = self._targets[candidate.name]
@@ -161,7 +166,7 @@ class Runners:
 
     def _convert(self, work: Work) -> None:
         missing = self.missing
-        work.begin("converting", CONVERTING * len(missing))
+        work.begin("converting", self.seconds)
 
         def progress(what: str, done: int, total: int) -> None:
             work.part(f"converting, {what}", done, total)

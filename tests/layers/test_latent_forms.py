@@ -46,7 +46,8 @@ def test_the_two_forms_are_two():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_absorbed_in_half_precision(products, dtype, tokens, monkeypatch):
-    """On a processor with or without products in that dtype: as in float64, to its rounding."""
+    """On a processor with or without products in that dtype: as in float64, to eight independent
+    roundings of half an eps, from the input to the output."""
     monkeypatch.setattr(latent_forms, "_BFLOAT16", products)
     layer = scattered(latent(form="absorbed")).to(dtype)
     wide = latent(form="absorbed").double()
@@ -59,7 +60,7 @@ def test_absorbed_in_half_precision(products, dtype, tokens, monkeypatch):
         each(past.to(like), cache=cache)
         found.append(each(x.to(like), cache=cache))
     error = (found[0].double() - found[1]).norm() / found[1].norm()
-    assert found[0].dtype == dtype and error < 8 * torch.finfo(dtype).eps
+    assert found[0].dtype == dtype and error < 8**0.5 / 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

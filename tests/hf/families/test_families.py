@@ -1,5 +1,7 @@
 """Every family: installed, a model computes what it computed before, forwards and backwards."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -149,14 +151,18 @@ def test_packed_documents_do_not_attend_to_each_other(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "deepseek-v3", "t5", "bert", "gpt-oss"])
 def test_half_precision_stays_within_its_rounding(name):
-    """bfloat16 under regard is no further from float32 than transformers' bfloat16 is, twice: on
-    average, since a rounding that sends one token to another expert changes it at will."""
-    model, given = ZOO[name].build(), inputs(name)
+    """bfloat16 under regard is no further from float32 than transformers' bfloat16 is, twice. All
+    layers of DeepSeek are dense: a rounding that routes a token elsewhere is no rounding."""
+    kind = ZOO[name]
+    if "first_k_dense_replace" in kind.options:
+        layers = kind.options["num_hidden_layers"]
+        kind = replace(kind, options={**kind.options, "first_k_dense_replace": layers})
+    model, given = kind.build(), inputs(name)
     exact = run(model, given)
     half = model.to(torch.bfloat16)
-    before = (run(half, given).float() - exact).abs().mean()
+    before = (run(half, given).float() - exact).abs().max()
     regard.hf.install(half)
-    assert (run(half, given).float() - exact).abs().mean() <= 2 * before
+    assert (run(half, given).float() - exact).abs().max() <= 2 * before
 
 
 @pytest.mark.parametrize("name", ZOO)

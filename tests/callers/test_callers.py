@@ -28,10 +28,9 @@ def chosen() -> dict[str, list[str]]:
     cells: dict[str, list[str]] = {"plain": list(CALLS)}
     if LONG:
         cells |= {each.name: fitting(each) for each in quick}
+        share(dear, cells)
     else:
         share(quick, cells)
-    if LONG:
-        share(dear, cells)
     for caller in (*quick, *dear):
         if caller.name not in cells:
             one = min(fitting(caller), key=lambda call, name=caller.name: number(name, call))

@@ -99,7 +99,7 @@ class Absorbed(NamedTuple):
         """The outputs of the heads, of latents: `kv_b_proj` of the values is applied."""
         rows = out.transpose(0, 1)
         heads = multiply(up_weights(self.layer)[1], rows.flatten(1, 2).mT).mT
-        # without products in bfloat16, o_proj takes 6 times as long for rows that are strided
+        # without products in its dtype, o_proj takes longer for rows that are strided
         return heads.contiguous().unflatten(1, rows.shape[1:3]).transpose(0, 1)
 
 
@@ -107,7 +107,9 @@ Form = Expanded | Absorbed
 FORMS: dict[str, type[Form]] = {"expanded": Expanded, "absorbed": Absorbed}
 # Whether oneDNN multiplies matrices of bfloat16: on x86, where vectors have 512 bits.
 _BFLOAT16 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
-_LOOPED = 4  # times as long: rebuilding keys in a dtype without products, absorbing in float32
+# Times as long: a product that rebuilds keys in a dtype without products, to one that absorbs a
+# query in float32.
+_LOOPED = 4
 _THIN = 8  # tokens: overhead of absorbing in half precision, as if there were 8 queries more
 
 
@@ -170,12 +172,13 @@ def choose_form(layer: Latent, span: Span, asked: str = "auto") -> Form:
 
 def multiply(a: Float[Tensor, "H M K"], b: Float[Tensor, "H K N"]) -> Float[Tensor, "H M N"]:
     """`a @ b`, summed in float32 where the processor has no products of their dtype: torch's own
-    loop over elements takes 6 times as long for one query, and 60 times for 32."""
+    loop over elements takes many times as long (`benchmarks/absorbing.py`)."""
     return a @ b if has_products(a) else (a.float() @ b.float()).to(a.dtype)
 
 
 def has_products(x: Tensor) -> bool:
-    """Whether the device of a matrix multiplies in its dtype, and not in a loop over elements."""
+    """Whether the device of a matrix multiplies in its dtype, and not in a loop over elements. In
+    float16 few processors do, and float32 loses nothing there."""
     return not x.is_cpu or x.dtype.itemsize >= 4 or (_BFLOAT16 and x.dtype == torch.bfloat16)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from regard.cache.codes import QuantizedStream
 from regard.cache.growing import Contiguous, KVCache
 from regard.cache.paging.formats import GROUP, PageFormat, format_of
-from regard.cache.parts import Part, Streams
+from regard.cache.parts import AnyStream, Part, Streams
 from regard.cache.quantizing import quantized
 from regard.cache.saving import Record, outlines_from, outlines_text, pieces_from
 from regard.cache.sliding import SlidingCache
@@ -57,6 +57,14 @@ class Quantizing(Contiguous):
     @property
     def empty_streams(self) -> tuple[Tensor, ...]:
         return tuple(each.like for each in self._streams)
+
+    @property
+    def streams(self) -> tuple[AnyStream, ...]:
+        """The streams in `buffers`: codes with their scales, some with room for more tokens."""
+        if not self.buffers:
+            return ()
+        (part,) = self._join((Part(0, self.buffers[0].shape[2], self.buffers),), self._streams)
+        return tuple(part.stored)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -21,7 +21,6 @@ bytes_of = part(layout.bytes_of)
 def kernel(bits: int, group: int) -> Any:
     """A C function of the addresses of numbers, codes and scales, the number of rows, and the width
     of a row."""
-    levels = np.float32(2**bits - 1)
 
     def quantize(numbers, codes, scales, rows, width):
         groups = (width + group - 1) // group
@@ -29,22 +28,30 @@ def kernel(bits: int, group: int) -> Any:
         out = carray(codes, (rows, bytes_of(width, bits)), np.uint8)
         pairs = carray(scales, (rows, groups, 2), np.int16)
         for row in range(rows):
-            for g in range(groups):
-                first, stop = g * group, min(width, (g + 1) * group)
-                low, high = x[row, first:stop].min(), x[row, first:stop].max()  # NaN if any is
-                zero = round_down(low)
-                scale = round_up((high - zero) / levels)
-                pairs[row, g, 0] = np.float32(scale).view(np.int32) >> 16
-                pairs[row, g, 1] = np.float32(zero).view(np.int32) >> 16
-                step = scale if scale != np.float32(0) else np.float32(1)
-                for i in range(first, stop):
-                    code = np.rint((x[row, i] - zero) / step)
-                    store(out[row], i, width, min(max(code, np.float32(0)), levels), bits)
+            encode(x[row], out[row], pairs[row], width, bits, group)
 
     compiled = compiled_from(quantize, SIGNATURE, layout)
     run = compiled.ctypes
     run.owner = compiled  # the machine code, alive as long as the function
     return run
+
+
+@part
+@no_type_check
+def encode(x, out, pairs, width, bits, group):
+    """The codes of a row of numbers, and the scale and zero of each of its groups."""
+    levels = np.float32(2**bits - 1)
+    for g in range((width + group - 1) // group):
+        first, stop = g * group, min(width, (g + 1) * group)
+        low, high = x[first:stop].min(), x[first:stop].max()  # NaN if any is
+        zero = round_down(low)
+        scale = round_up((high - zero) / levels)
+        pairs[g, 0] = np.float32(scale).view(np.int32) >> 16
+        pairs[g, 1] = np.float32(zero).view(np.int32) >> 16
+        step = scale if scale != np.float32(0) else np.float32(1)
+        for i in range(first, stop):
+            code = np.rint((x[i] - zero) / step)
+            store(out, i, width, min(max(code, np.float32(0)), levels), bits)
 
 
 @part

@@ -35,7 +35,14 @@ MODELS = {
         transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=50)
     ),
 }
-CACHES = {"growing": {}, "static": {"max_length": 64}, "sliding": {}, "quantized": {}}
+CACHES = {
+    "growing": {},
+    "static": {"max_length": 64},
+    "sliding": {},
+    "int8": {},
+    "k8v4": {},
+    "k6v4": {},
+}
 
 
 def decoded(model, kind, tokens, **options):
@@ -64,12 +71,17 @@ def test_logits_are_the_models_own(name, kind, monkeypatch):
     )
     got = decoded(model, kind, tokens, **CACHES[kind])
     count = sum(each is not None for each in taken)
-    if kind in ("growing", "static"):
-        assert count >= (5 if name == "windows" else 20)
-    else:
+    narrow = kind.startswith("k") and model.config.hidden_size == 32 and name != "norms"
+    window = kind == "sliding" or (name == "windows" and kind not in ("growing", "static"))
+    if window or narrow:  # heads of 8 channels have no codes of 4 or 6 bits that a kernel reads
         assert count == 0
-    if kind != "quantized":
+    else:
+        assert count >= (5 if name == "windows" else 20)
+    if kind in ("growing", "static", "sliding"):
         assert torch.allclose(got, expected, atol=2e-5)
+        return
+    monkeypatch.setattr(heads, "repeated_step", lambda *call: None)
+    assert torch.allclose(got, decoded(model, kind, tokens), atol=2e-5)
 
 
 @pytest.fixture

@@ -1,10 +1,14 @@
 """A step in compiled code: its output, and the tensors that are refused."""
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("numba")
 
+from regard import QuantizedCache
+from regard.ops.kernels.encoding import codes_of
 from regard.ops.kernels.stepping import Plan
 
 
@@ -41,6 +45,70 @@ def test_a_step_is_attention_over_what_is_held(dtype, width, value_width, held, 
     bound = 1.5 * unit if dtype is torch.bfloat16 else 2 * unit * (1 + largest)
     assert (out.double() - expected).abs().amax() <= bound * values.abs().amax()
     assert out.dtype is dtype
+
+
+FORMATS = {
+    "int8": {"bits": 8},
+    "int4, groups of 6": {"bits": 4, "group": 6},
+    "K8V4": {"format": "K8V4"},
+    "K4V4": {"format": "K4V4", "group": 32},
+    "K6V6": {"format": "K6V6"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("width", "value_width"), [(16, 48), (64, 64), (80, 16)])
+def test_a_step_over_codes_writes_those_of_the_cache_and_attends_to_them(
+    dtype, form, width, value_width
+):
+    """The codes may differ by one where a number lies between two: rotated sums are rounded."""
+    cache = QuantizedCache(**FORMATS[form])
+    cache.update(
+        torch.randn(2, 3, 30, width).to(dtype), torch.randn(2, 3, 30, value_width).to(dtype)
+    )
+    q, k = torch.randn(2, 6, 1, width).to(dtype), torch.randn(2, 3, 1, width).to(dtype)
+    v, twin = torch.randn(2, 3, 1, value_width).to(dtype), copy.deepcopy(cache)
+    codes = codes_of(cache.streams)
+    plan = Plan.of(dtype, 2, 6, 3, width, value_width, *codes)
+    out = plan.run(q, k, v, *cache.streams, cache.length, scale=0.3)
+    cache.count(1)
+    (part,) = twin.update(k, v)
+    for buffer, other in zip(cache.buffers, twin.buffers, strict=True):
+        assert buffer[:, :, :30].equal(other[:, :, :30])
+    steps = [each.scales[..., ::2].float().amax().item() for each in part.stored]
+    read = [each.narrow(0, 31).to_tensor() for each in cache.streams]
+    for got, expected, step in zip(read, part.streams, steps, strict=True):
+        assert (got.double() - expected.double()).abs().amax() <= 1.01 * step * width**0.5
+    if form.startswith("int"):
+        assert all(a.equal(b) for a, b in zip(cache.buffers, twin.buffers, strict=True))
+    exact = [each.narrow(0, 31)._replace(dtype=torch.float64) for each in cache.streams]
+    expected = reference(q, *(each.to_tensor() for each in exact), 0.3)
+    unit, keys = torch.finfo(dtype).eps / 2, exact[0].to_tensor()
+    largest = 0.3 * (q.double().abs().sum(-1).amax() * keys.abs().amax())
+    bound = 1.5 * unit if dtype is torch.bfloat16 else 2 * unit * (1 + largest)
+    assert (out.double() - expected).abs().amax() <= bound * exact[1].to_tensor().abs().amax()
+    assert out.dtype is dtype
+
+
+def test_nothing_is_written_where_codes_are_not_those_of_the_plan():
+    cache = QuantizedCache(bits=8)
+    cache.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16))
+    tensors, before = given(), [each.clone() for each in cache.buffers]
+    keys, values = cache.streams
+    plan = Plan.of(torch.float32, 2, 4, 2, 16, 16, *codes_of(cache.streams))
+    for other in (
+        tensors["keys"],
+        keys._replace(group=8),
+        keys._replace(codes=keys.codes[:, :, :3]),
+        keys._replace(scales=keys.scales[:, :, :3].contiguous()),
+        keys._replace(scales=keys.scales.float()),
+    ):
+        assert plan.run(**{**tensors, "keys": other, "values": values}, length=3, scale=1.0) is None
+    assert PLAN.run(**{**tensors, "keys": keys}, length=3, scale=1.0) is None
+    assert all(x.equal(y) for x, y in zip(cache.buffers, before, strict=True))
+    tensors.update(keys=keys, values=values)
+    assert plan.run(**tensors, length=3, scale=1.0) is not None
 
 
 PLAN = Plan.of(torch.float32, 2, 4, 2, 16, 16)

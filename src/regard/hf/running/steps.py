@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.cache import KVCache, StaticCache
+from regard.cache import KVCache, QuantizedCache, StaticCache
+from regard.cache.parts import AnyStream
 from regard.hf.families import rotating
 from regard.hf.families.table import Family
 from regard.hf.running.calls import visible_in, weights_wanted
@@ -25,6 +26,7 @@ from regard.tracing import in_backward, is_immediate
 FEW = 64  # keys: up to them, and up to twice as many as now, compiled code stays the choice: its
 # lead over torch's kernels grows with the number of keys
 _SAVED = 14  # operators that `fused` starts in a call of its own, and a step does not
+_IN_PLACE = KVCache, StaticCache, QuantizedCache  # caches whose keys stay where they are
 Projected = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, before rotation
 
 
@@ -37,6 +39,7 @@ class InstalledStep(NamedTuple):
         dtype: of queries, keys and values.
         held: the buffers of the cache. Their addresses, shapes and strides are read at each step,
             since each buffer may be moved or changed in place before the next one.
+        streams: keys and values in these buffers, as numbers or as codes.
         most: keys up to which the step is the quickest and no key is hidden.
         run_one: the compiled function for these sizes.
         scale: of the scores.
@@ -47,12 +50,13 @@ class InstalledStep(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     held: tuple[Tensor, ...]
+    streams: tuple[AnyStream, ...]
     most: int
     run_one: Callable[..., Tensor | None]
     scale: float
     version: int
 
-    def fits(self, cache: KVCache | StaticCache, x: Tensor) -> bool:
+    def fits(self, cache: KVCache | StaticCache | QuantizedCache, x: Tensor) -> bool:
         """Whether a call with the input `x` and this cache may repeat the step."""
         if cache.buffers is not self.held or cache.length >= self.most:
             return False
@@ -73,7 +77,12 @@ class InstalledStep(NamedTuple):
         cache = _layer_of(family, module, given).cache
         angles = given["position_embeddings"] if family.rotate is rotating.halves else None
         out = self.run_one(
-            *heads, *self.held, length=cache.length, angles=angles, signed=False, scale=self.scale
+            *heads,
+            *self.streams,
+            length=cache.length,
+            angles=angles,
+            signed=False,
+            scale=self.scale,
         )
         if out is not None:
             cache.count(1)
@@ -103,7 +112,7 @@ def _layer_of(family: Family, module: Any, given: Mapping[str, Any]) -> Any:
     if not hasattr(cache, "append"):
         return None
     layer = cache.layers[module.layer_idx]
-    return layer if type(layer.cache) in (KVCache, StaticCache) else None
+    return layer if type(layer.cache) in _IN_PLACE else None
 
 
 def repeated_step(
@@ -149,12 +158,17 @@ def record_step(
         or not _is_dataless(call.given_mask)
     ):
         return
-    if len(held) != 2 or any(each.dtype is not x.dtype for each in (x, *held)):
+    streams = cache.streams if isinstance(cache, QuantizedCache) else held
+    if any(each.dtype is not x.dtype for each in cache.empty_streams):
         return
     if call.sinks is not None or call.score_bias is not None or not _is_quickest(prepared):
         return
-    from regard.ops.kernels.stepping import Plan  # imports numba
+    from regard.ops.kernels.encoding import codes_of  # imports numba
+    from regard.ops.kernels.stepping import Plan
 
+    codes = codes_of(streams)
+    if codes is None:
+        return
     windows = (part.size for part in _parts(call.given_mask) if isinstance(part, SlidingWindow))
     heads = call.num_heads, call.num_kv_heads, call.head_dim, call.v_head_dim
     layer.step = InstalledStep(
@@ -162,8 +176,9 @@ def record_step(
         shape=x.shape,
         dtype=call.dtype,
         held=held,
+        streams=tuple(streams),
         most=min(max(FEW, 1 << call.num_keys.bit_length()), held[0].shape[2], *windows),
-        run_one=Plan.of(call.dtype, call.batch, *heads).run,
+        run_one=Plan.of(call.dtype, call.batch, *heads, *codes).run,
         scale=call.scale,
         version=SPEED.version,
     )

@@ -1,7 +1,8 @@
 """What comes before attention in a decoding step, as one loop that numba compiles.
 
 The queries and keys of one new token of each row are rotated (RoPE), and its keys and values are
-written to the buffers of a cache. The arithmetic is that of `Rotary`: float32, rounded once.
+written to the buffers of a cache, as they are or as codes. The arithmetic is that of `Rotary`:
+float32, rounded once.
 """
 
 import functools
@@ -13,7 +14,8 @@ import numpy as np
 from numba import carray, types
 
 from regard.compiling import compiled_from
-from regard.ops.kernels import intrinsics
+from regard.ops.kernels import encoding
+from regard.ops.kernels.encoding import SOURCES, Codes, keep, mix, number, widen
 from regard.ops.kernels.intrinsics import floats, fused, halves
 
 part = numba.njit(inline="always")  # compiled as a part of the kernel that calls it
@@ -50,6 +52,13 @@ class Append(NamedTuple):
     values: int  # address of the new values' slot in the buffer
     values_batch: int
     values_head: int
+    k_scales: int  # address of the slot of the keys' scales in bfloat16; all 0 without codes
+    k_scales_batch: int
+    k_scales_head: int
+    v_scales: int  # the same of the values
+    v_scales_batch: int
+    v_scales_head: int
+    spare: int  # address of memory for two rows of float32
 
 
 RECORD = np.dtype([(name, np.int64) for name in Append._fields])  # as the kernel reads it
@@ -59,32 +68,55 @@ SIGNATURE = types.void(types.CPointer(numba.from_dtype(RECORD)))
 
 @functools.cache
 @no_type_check
-def kernel(half: bool, neighbours: bool) -> Any:
-    """The machine code for bfloat16 or float32, and for pairs of neighbouring channels or of
-    channels half the rotated width apart: a C function of the address of one `Append` record."""
-    item = 2 if half else 4
+def kernel(half: bool, neighbours: bool, keys: Codes, values: Codes) -> Any:
+    """The machine code for bfloat16 or float32, for pairs of neighbouring channels or of channels
+    half the rotated width apart, and for keys and values that are stored so: a C function of the
+    address of one `Append` record."""
+    item, wide = 2 if half else 4, widens(keys, values)
+    out_item = 4 if wide else item
+    k_item, v_item = 1 if keys.bits else item, 1 if values.bits else item
+    k_bits, k_group, k_rotated = keys
+    v_bits, v_group, v_rotated = values
 
     def append(data):
         call = carray(data, 1)[0]
+        row = call.spare + 4 * max(call.width, call.value_width)
         for b in range(call.batch):
             cos = floats(call.cos + 4 * b * call.angles_batch)
             sin = floats(call.sin + 4 * b * call.angles_batch)
             sign = np.float32(call.sign)
             for h in range(call.heads):
                 source = call.q + item * (b * call.q_batch + h * call.q_head)
-                target = call.out + item * (b * call.heads + h) * call.width
-                rotate(source, target, cos, sin, sign, call.rotated, call.width, half,
-                       neighbours)  # fmt: skip
+                target = call.out + out_item * (b * call.heads + h) * call.width
+                rotate(source, call.spare if wide else target, cos, sin, sign, call.rotated,
+                       call.width, half, neighbours)  # fmt: skip
+                if wide:
+                    widen(call.spare, target, call.width, half)
+                    mix(target, k_rotated)
             for g in range(call.kv_heads):
                 source = call.k + item * (b * call.k_batch + g * call.k_head)
-                target = call.keys + item * (b * call.keys_batch + g * call.keys_head)
-                rotate(source, target, cos, sin, sign, call.rotated, call.width, half,
-                       neighbours)  # fmt: skip
+                target = call.keys + k_item * (b * call.keys_batch + g * call.keys_head)
+                rotate(source, call.spare if k_bits else target, cos, sin, sign, call.rotated,
+                       call.width, half, neighbours)  # fmt: skip
+                if k_bits:
+                    scales = call.k_scales + 2 * (b * call.k_scales_batch + g * call.k_scales_head)
+                    widen(call.spare, row, call.width, half)
+                    keep(row, call.width, k_bits, k_group, k_rotated, target, scales)
                 source = call.v + item * (b * call.v_batch + g * call.v_head)
-                target = call.values + item * (b * call.values_batch + g * call.values_head)
-                copy(source, target, 0, call.value_width, half)
+                target = call.values + v_item * (b * call.values_batch + g * call.values_head)
+                if v_bits:
+                    scales = call.v_scales + 2 * (b * call.v_scales_batch + g * call.v_scales_head)
+                    widen(source, row, call.value_width, half)
+                    keep(row, call.value_width, v_bits, v_group, v_rotated, target, scales)
+                else:
+                    copy(source, target, 0, call.value_width, half)
 
-    return compiled_from(append, SIGNATURE, intrinsics)
+    return compiled_from(append, SIGNATURE, encoding, *SOURCES)
+
+
+def widens(keys: Codes, values: Codes) -> bool:
+    """Whether queries are float32 in any case: where a stream is rotated, they are not rounded."""
+    return bool(keys.rotated or values.rotated)
 
 
 @part
@@ -113,15 +145,6 @@ def copy(source, target, first, stop, half):
         numbers, same = floats(source), floats(target)
         for i in range(first, stop):
             same[i] = numbers[i]
-
-
-@part
-@no_type_check
-def number(address, i, half):
-    """One number as float32."""
-    if half:
-        return np.int32(np.int32(halves(address)[i]) << 16).view(np.float32)
-    return floats(address)[i]
 
 
 @part

@@ -24,7 +24,7 @@ from numba.extending import (
 
 from regard.ops.kernels.panels import Panel
 from regard.ops.kernels.tiles import BFLOAT16, HIDDEN, LINE, LOG2E, Tile
-from regard.ops.kernels.vectors import FLOAT, INT16, INT32, INT64, Value, Vectors
+from regard.ops.kernels.vectors import BYTE, FLOAT, INT16, INT32, INT64, Value, Vectors
 
 
 @functools.cache
@@ -370,6 +370,13 @@ def floats(e, address):
 def halves(e, address):
     """An address as a pointer to the words of bfloat16."""
     return e.pointer(INT16, address)
+
+
+@emits(types.CPointer(types.uint8))
+@no_type_check
+def octets(e, address):
+    """An address as a pointer to bytes."""
+    return e.pointer(BYTE, address)
 
 
 @emits(types.CPointer(types.int64))

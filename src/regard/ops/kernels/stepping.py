@@ -12,7 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.cache.codes import QuantizedStream
+from regard.cache.parts import AnyStream
 from regard.ops.kernels import appending
+from regard.ops.kernels.appending import widens
+from regard.ops.kernels.encoding import NUMBERS, Codes, mixing, stored_as
 from regard.ops.kernels.launching import (
     LOG2E,
     NOWHERE,
@@ -24,7 +28,7 @@ from regard.ops.kernels.launching import (
     place_if_readable,
 )
 from regard.ops.kernels.threads import launch
-from regard.ops.kernels.tiles import PACKED, Tile
+from regard.ops.kernels.tiles import PACKED, Format, Tile
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [rotated] or [1 or B, 1, rotated], float32
 Rotation = tuple[int, int, int, int, int]  # as `Append` has it
@@ -40,26 +44,42 @@ class Plan(NamedTuple):
     kv_heads: int
     width: int
     value_width: int
+    keys: Codes
+    values: Codes
     tile: Tile
     address: int
 
     @classmethod
     def of(
-        cls, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, width: int, value_width: int
+        cls,
+        dtype: torch.dtype,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        width: int,
+        value_width: int,
+        keys: Codes = NUMBERS,
+        values: Codes = NUMBERS,
     ) -> "Plan":
-        """The plan for tensors of these sizes."""
-        lanes, half = lanes_for(width, value_width, dtype, joined=False), dtype is torch.bfloat16
-        group = heads // kv_heads
-        machine_code = compiled(group, width, value_width, half, False, False, lanes)
-        return cls(dtype, batch, heads, kv_heads, width, value_width, *machine_code)
+        """The plan for tensors of these sizes, and buffers of numbers or of codes."""
+        lanes, group = lanes_for(width, value_width, dtype, joined=False), heads // kv_heads
+        half = dtype is torch.bfloat16 and not widens(keys, values)
+        forms = [Format(each.bits, each.group) if each.bits else None for each in (keys, values)]
+        machine_code = compiled(group, width, value_width, half, False, False, lanes, *forms)
+        return cls(dtype, batch, heads, kv_heads, width, value_width, keys, values, *machine_code)
+
+    @property
+    def item(self) -> int:
+        """Bytes of a rotated query's number."""
+        return 4 if widens(self.keys, self.values) else self.dtype.itemsize
 
     def run(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: AnyStream,
+        values: AnyStream,
         length: int,
         *,
         angles: Angles | None = None,
@@ -69,45 +89,81 @@ class Plan(NamedTuple):
     ) -> Float[Tensor, "B H 1 Dv"] | None:
         """Append k and v to the `length` tokens in the buffers `keys` and `values`; attend to all.
 
-        q is `[B, H, 1, D]`, k and v `[B, G, 1, D]`, the buffers `[B, G, room, D]`. Queries and keys
-        are rotated before, by `angles`; `neighbours` says whether a pair is two neighbouring
-        channels, and `signed` whether the sine of a pair's first channel is negative already. None,
-        and nothing is written, if a tensor has other sizes, or does not lie as the kernel reads it.
+        q is `[B, H, 1, D]`, k and v `[B, G, 1, D]`, the buffers `[B, G, room, D]` or codes of as
+        many. Queries and keys are rotated before, by `angles`; `neighbours` says whether a pair is
+        two neighbouring channels, and `signed` whether the sine of a pair's first channel is
+        negative already. None, and nothing is written, if a tensor has other sizes, or does not lie
+        as the kernel reads it.
         """
-        dtype, b, h, g, d, dv, tile, address = self
+        dtype, b, h, g, d, dv = self[:6]
         rotation = _rotation(angles, b, d, signed)
         at = _places(q, k, v, keys, values, length, self)
         if rotation is None or at is None:
             return None
-        half, item, m = dtype is torch.bfloat16, dtype.itemsize, h // g
-        threads = torch.get_num_threads()
-        ranges, range_keys = tile.ranges(length + 1, b * g, threads)
+        m, threads = h // g, torch.get_num_threads()
+        ranges, range_keys = self.tile.ranges(length + 1, b * g, threads)
         threads = min(threads, b * g * ranges)
-        *places, rotated = memory(tile, m, b * g, ranges, threads, (4 * m * g + item * h * d) * b)
-        lse = rotated + item * h * d * b
+        queries, spare = self.item * h * d * b, 8 * max(d, dv)
+        room = 4 * m * g * b + queries + spare
+        *places, rotated = memory(self.tile, m, b * g, ranges, threads, room)
+        lse = rotated + queries + spare
         _append(at, length, self, rotation, neighbours, rotated)
         out = torch.empty(b, h, 1, dv, dtype=torch.float32, device="cpu")
         data = PACKED.pack(
-            b, g, m, length + 1, rotated, h * d, m * d, d, *at[3], *at[4], *NOWHERE, *NOWHERE,
+            b, g, m, length + 1, rotated, h * d, m * d, d, *at[3], *at[4], *at[5], *at[6],
             *NOWHERE, *NOWHERE, out.data_ptr(), lse, *places, ranges, range_keys, scale * LOG2E,
         )  # fmt: skip
-        launch(address, data, threads)
-        return out.to(dtype) if half else out
+        launch(self.address, data, threads)
+        if self.values.rotated:
+            mixing()(out.data_ptr(), b * h, dv, self.values.rotated)
+        return out.to(dtype)
 
 
 def _places(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: int, plan: Plan
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: AnyStream,
+    values: AnyStream,
+    length: int,
+    plan: Plan,
 ) -> tuple[Place, ...] | None:
-    """The addresses and strides of queries, keys, values and buffers; None if unusable."""
+    """The addresses and strides of queries, keys, values, both buffers, and the scales of both;
+    None if unusable."""
     dtype, b, h, g, d, dv = plan[:6]
+    of_keys = _places_of_buffer(keys, plan.keys, length, dtype, (b, g, d))
+    of_values = _places_of_buffer(values, plan.values, length, dtype, (b, g, dv))
     found = (
         place_if_readable(q, dtype, (b, h, 1, d)),
         place_if_readable(k, dtype, (b, g, 1, d)),
         place_if_readable(v, dtype, (b, g, 1, dv)),
-        _place_of_buffer(keys, length, dtype, (b, g, d)),
-        _place_of_buffer(values, length, dtype, (b, g, dv)),
+        of_keys[0],
+        of_values[0],
+        of_keys[1],
+        of_values[1],
     )
     return None if None in found else cast("tuple[Place, ...]", found)
+
+
+def _places_of_buffer(
+    x: AnyStream,
+    codes: Codes,
+    length: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+) -> tuple[Place | None, Place | None]:
+    """Where the rows of a buffer lie, and where their scales."""
+    if codes == NUMBERS:
+        place = _place_of_buffer(x, length, dtype, sizes) if isinstance(x, Tensor) else None
+        return place, NOWHERE
+    if not isinstance(x, QuantizedStream) or x.width != sizes[2] or stored_as(x) != codes:
+        return None, None
+    b, g, width = sizes
+    bytes, groups = Format(codes.bits).bytes(width), -(-width // codes.group)
+    return (
+        _place_of_buffer(x.codes, length, torch.uint8, (b, g, bytes)),
+        _place_of_buffer(x.scales, length, torch.bfloat16, (b, g, 2 * groups)),
+    )
 
 
 def _place_of_buffer(
@@ -129,16 +185,25 @@ def _append(
     neighbours: bool,
     target: int,
 ) -> None:
-    """Rotated queries at the address `target`; keys and values in the slot `length`."""
-    q, k, v, keys, values = at
+    """Rotated queries at the address `target`, followed by memory for two rows; keys and values in
+    the slot `length`."""
+    q, k, v, keys, values, of_keys, of_values = at
     dtype, b, h, g, d, dv = plan[:6]
     item = dtype.itemsize
+    spare = target + plan.item * h * d * b
     data = appending.PACKED.pack(
         b, h, g, d, dv, *rotation, *q[:3], *k[:3], *v[:3], target,
-        keys[0] + item * length * keys[3], keys[1], keys[2],
-        values[0] + item * length * values[3], values[1], values[2],
+        *_slot(keys, length, 1 if plan.keys.bits else item),
+        *_slot(values, length, 1 if plan.values.bits else item),
+        *_slot(of_keys, length, 2), *_slot(of_values, length, 2), spare,
     )  # fmt: skip
-    _appender(dtype is torch.bfloat16, neighbours)(data)
+    _appender(dtype is torch.bfloat16, neighbours, plan.keys, plan.values)(data)
+
+
+def _slot(place: Place, length: int, item: int) -> tuple[int, int, int]:
+    """The address of a buffer's slot, and the strides of batch and heads."""
+    address, batch, head, row = place
+    return address + item * length * row, batch, head
 
 
 def _rotation(angles: Angles | None, batch: int, width: int, signed: bool) -> Rotation | None:
@@ -160,6 +225,6 @@ def _rotation(angles: Angles | None, batch: int, width: int, signed: bool) -> Ro
 
 
 @functools.cache
-def _appender(half: bool, neighbours: bool) -> Callable[[bytes], None]:
-    address = appending.kernel(half, neighbours).address
+def _appender(half: bool, neighbours: bool, keys: Codes, values: Codes) -> Callable[[bytes], None]:
+    address = appending.kernel(half, neighbours, keys, values).address
     return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(address)

@@ -1,0 +1,45 @@
+"""Rotation of rows in compiled code, and the streams that a step reads."""
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from regard import QuantizedCache
+from regard.ops.kernels.encoding import Codes, codes_of, mixing
+
+
+def sylvester(width):
+    """The orthonormal matrix, in float64: the sign of entry (i, j) is the parity of i & j."""
+    at = torch.arange(width)
+    ones = torch.tensor([[bin(i & j).count("1") for j in at.tolist()] for i in at.tolist()])
+    return (1.0 - 2.0 * (ones % 2)).double() * width**-0.5
+
+
+@pytest.mark.parametrize(
+    ("channels", "blocks"), [(0, []), (2, [2]), (7, [4, 2]), (12, [8, 4]), (64, [64])]
+)
+def test_blocks_of_channels_are_multiplied_by_their_matrices(channels, blocks):
+    rows = torch.randn(3, channels + 2)
+    expected = rows.double()
+    start = 0
+    for block in blocks:
+        piece = expected[:, start : start + block]
+        expected[:, start : start + block] = piece @ sylvester(block)
+        start += block
+    got = rows.clone()
+    mixing()(got.data_ptr(), 3, channels + 2, channels)
+    assert (got.double() - expected).abs().max() <= 1e-6 * rows.abs().max()
+    assert got[:, start:].equal(rows[:, start:])
+
+
+def test_codes_that_no_kernel_reads_have_no_step():
+    cache = QuantizedCache(bits=4)
+    cache.update(torch.randn(1, 2, 3, 24), torch.randn(1, 2, 3, 24))
+    stream = cache.streams[0]._replace(width=32)
+    assert codes_of(cache.streams) is None
+    assert codes_of((stream, stream)) == (Codes(4, 64), Codes(4, 64))
+    assert codes_of((torch.ones(1), stream)) == (Codes(), Codes(4, 64))
+    assert codes_of((stream,)) is None
+    for other in ({"run": 2}, {"skipped": 1}, {"rotation": (8, 16)}):
+        assert codes_of((stream, stream._replace(**other))) is None

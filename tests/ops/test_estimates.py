@@ -67,6 +67,16 @@ def test_few_queries_take_the_time_of_reading_and_many_that_of_products(rates):
     assert seconds(2048) == pytest.approx(products, rel=0.2)
 
 
+def test_one_block_of_one_head_keeps_one_thread_busy(rates):
+    """Two heads take as long as one on two threads, and two blocks of queries as long as one."""
+    torch.set_num_threads(2)
+    rates(AMX)
+    assert seconds(1, heads=1, kv_heads=1) == pytest.approx(seconds(1, heads=2, kv_heads=2))
+    assert seconds(1, heads=4, kv_heads=4) == pytest.approx(2 * seconds(1, heads=2, kv_heads=2))
+    one, two = (seconds(queries, heads=1, kv_heads=1) for queries in (32, 64))
+    assert two < 1.3 * one
+
+
 def test_the_softmax_of_a_score_takes_the_same_time_in_heads_of_every_width(rates):
     rates(AMX)
     narrow, wide = (per_score(call(dim=dim, dtype=HALF).call) for dim in (32, 64))

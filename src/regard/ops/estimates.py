@@ -37,7 +37,8 @@ _SAMPLES = 16  # queries at which the reach of a mask is looked up
 def kernel_seconds(
     call: Call, *, heads: int, kv_heads: int, queries: int, share: float = 1.0
 ) -> float:
-    """Seconds of the kernel, without starting it.
+    """Seconds of the kernel, without starting it. A thread computes one block of queries of one
+    head at a time, so that fewer blocks than threads leave threads idle.
 
     Args:
         call: gives the keys, their widths and their dtype.
@@ -61,7 +62,8 @@ def kernel_seconds(
     elif not packed:
         operators = heads * blocks * -(-call.num_keys // _KEYS)
         seconds += (_HALF_PRODUCTS if half else _PRODUCTS) * SPEED.call * operators
-    return share * seconds
+    idle = SPEED.threads / max(1, min(SPEED.threads, heads * blocks))
+    return idle * share * seconds
 
 
 def mask_seconds(call: Call) -> float:

@@ -8,8 +8,14 @@ from typing import Any
 from regard_verify.laws import LAWS
 from regard_verify.report.report import DEFINITION, Report
 from regard_verify.run.causes import settled
-from regard_verify.run.crashes import crash
-from regard_verify.run.in_process import describe, end_early, problem_of, run_laws, undisturbed
+from regard_verify.run.in_process import (
+    crash,
+    describe,
+    end_early,
+    problem_of,
+    run_laws,
+    undisturbed,
+)
 from regard_verify.run.separate_process import Progress, Request, run_separately
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.subject.understand import understand
@@ -153,8 +159,7 @@ def _here(
     except Exception as error:
         name = getattr(subject, "__name__", type(subject).__name__)
         report = Report(name, declared=own.declared(), seed=seed)
-        with undisturbed(seed):
-            end_early(report, crash(subject, own, error), problem_of(error), only)
+        end_early(report, crash(error), problem_of(error), only)
         return report
     report = describe(understood, seed)
     total = len(LAWS if only is None else only)

@@ -118,6 +118,7 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
     """The call in the first layout that the function accepts and in which heads do not mix."""
     own = subject.conventions
     failures: list[str] = []
+    errors: list[SubjectError] = []
     mixed: list[FunctionCall] = []
     layouts = [own.layout] if own.layout else layouts_of(target, names, own)
     for multiple, layout in product([own.multiple] if own.multiple else MULTIPLES, layouts):
@@ -132,14 +133,17 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
                     return found
             except SubjectError as error:
                 failures.append(f"{layout}: {with_line(error)}")
+                errors.append(error)
                 continue
             mixed.append(found)
     if mixed:  # in every layout: take the most common one, and the laws report what is wrong
         return mixed[0]
-    raise SubjectError(
+    refusal = SubjectError(
         f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs, "
         "name a function that calls it with q, k and v, or declare layout or options"
     )
+    refusal.tried = errors
+    raise refusal
 
 
 def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tuple[str, ...]]]:

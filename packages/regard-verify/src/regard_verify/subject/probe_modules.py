@@ -1,6 +1,5 @@
 """Probing a module from x to output: its layout, mask, pattern and heads."""
 
-import copy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -18,7 +17,6 @@ from regard_verify.subject.modules import (
     ModuleCall,
     context_mask_of,
     inputs_of,
-    made_identity,
     masks_of,
     size_of,
     softcap_of,
@@ -37,7 +35,7 @@ from regard_verify.subject.probe_functions import (
 )
 from regard_verify.subject.probe_weights import probe_scores
 from regard_verify.subject.projected_heads import ProjectedHeads
-from regard_verify.subject.reach import reach, reach_by_layout, reach_inputs
+from regard_verify.subject.reach import reach, reach_by_layout
 from regard_verify.subject.rotation import probe_rotation
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
@@ -99,6 +97,10 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
         say_multiple(subject)
         return call
     if refusals:
+        tried = [error for each in refusals for error in each.tried]
+        # Errors of shapes tell nothing where the width of x is a guess.
+        of_shapes = any(type(error.__cause__) is RuntimeError for error in tried)
+        refusals[0].tried = () if of_shapes and declared.width is None else tried
         raise refusals[0]
     raise SubjectError("the width of its input is not known: declare it, --like width=NUMBER")
 
@@ -133,7 +135,7 @@ def _call(module: nn.Module, subject: Subject) -> ModuleCall:
 def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
     """Whether batch or length comes first: rows of the batch do not mix."""
     declared = subject.conventions.layout
-    failures = []
+    failures, errors = [], []
     width = subject.conventions.width or 1
     for layout in [declared] if declared else ["BLE", "LBE"]:
         for tried in _first_forms(call, subject):
@@ -147,16 +149,20 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
                     moved = (found(other) != base).any(-1)
             except SubjectError as error:
                 failures.append(f"{layout}: {with_line(error)}")
+                errors.append(error)
                 continue
             if declared or (not bool(moved[1].any()) and int(moved.sum()) > 1):
                 return _with_layout(found, layout, subject)
             failures.append(f"{layout}: rows of the batch are mixed")
     if any(failure.endswith("mixed") for failure in failures):
         return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
-    raise SubjectError(
-        f"it could not be called with x [B, L, E]: {summary(failures)}; if it takes other inputs, "
-        "name a function or module that calls it with x alone"
+    refusal = SubjectError(
+        f"it could not be called with x [B, L, {width}]: {summary(failures)}; if it takes other "
+        "inputs, name a function or module that calls it with x alone; if it takes these, declare "
+        f"width={width}: an error is a broken law then"
     )
+    refusal.tried = () if isinstance(call.module, Adapter) else errors
+    raise refusal
 
 
 def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:
@@ -240,7 +246,7 @@ def _heads(
     if isinstance(call.module, TransformersModel) and layers > 1 and subject.conventions.window:
         return None
     plain = replace(call, module=neutral(call.module))
-    found = reach(plain, trial) or _of_inputs(plain, trial)
+    found = reach(plain, trial)
     if found is None:
         found = reach_by_layout(plain, size_of(call.module, "heads"), trial)
     if found is None:
@@ -257,20 +263,6 @@ def _heads(
     own = own.found(heads=heads, kv_heads=groups, head_dim=dim, softcap=softcap)
     subject.conventions = replace(own, **known)
     return found
-
-
-def _of_inputs(call: ModuleCall, trial: Trial) -> ProjectedHeads | None:
-    """A module of (q, k, v) whose square matrices become identities, so that it only attends."""
-    width = call.own.width or 1
-    if call.inputs != 3:
-        return None
-    try:
-        twin = copy.deepcopy(call.module)
-    except Exception:
-        return None
-    if not made_identity(twin, width):
-        return None
-    return reach_inputs(replace(call, module=twin), width, trial)
 
 
 def _use_heads(attend: Any, subject: Subject, trial: Trial) -> None:

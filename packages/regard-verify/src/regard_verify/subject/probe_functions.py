@@ -15,12 +15,11 @@ from regard_verify.law import Sizes, Trial
 from regard_verify.oracle import pattern
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.functions import (
+    LAYOUTS,
     ONE_HEAD,
     FunctionCall,
     canonical,
-    heads_in,
     laid_out,
-    layouts_of,
     options_of,
     shape_in,
 )
@@ -49,8 +48,6 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     own = call.own.found(layout=layout, returns=returns, scale=_default_scale(target, names))
     call = replace(call, own=own)
     subject.fixed = {"BLD": {"H": 1, "G": 1}, "LD": {"B": 1, "H": 1, "G": 1}}.get(layout, {})
-    if layout == "BLE" and "heads" not in names:
-        subject.fixed = heads_in(target, own)
     subject.conventions = own
     say_multiple(subject)
     has = subject.has
@@ -120,7 +117,7 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
     failures: list[str] = []
     errors: list[SubjectError] = []
     mixed: list[FunctionCall] = []
-    layouts = [own.layout] if own.layout else layouts_of(target, names, own)
+    layouts = [own.layout] if own.layout else LAYOUTS
     for multiple, layout in product([own.multiple] if own.multiple else MULTIPLES, layouts):
         if mixed and multiple != mixed[0].own.multiple:
             break
@@ -139,8 +136,9 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
     if mixed:  # in every layout: take the most common one, and the laws report what is wrong
         return mixed[0]
     refusal = SubjectError(
-        f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs, "
-        "name a function that calls it with q, k and v, or declare layout or options"
+        f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs "
+        "(packed, or heads side by side), name a function of q, k and v [B, H, L, D] that calls "
+        "it, or declare layout or options"
     )
     refusal.tried = errors
     raise refusal
@@ -187,7 +185,7 @@ def _returns(call: FunctionCall, trial: Trial) -> str:
     with torch.no_grad():
         out = output_of(call.result(q, k, v), q.numel())
     shape = tuple(q.shape)
-    if call.layout in (*ONE_HEAD, "THD"):
+    if call.layout in ONE_HEAD:
         canonical(out, call.layout, shape)
         return call.layout
     for returns in ("BHLD", "BLHD", "BLE"):
@@ -203,8 +201,6 @@ def _sizes_for(call: FunctionCall, sizes: Sizes) -> Sizes:
         sizes = sizes._replace(L=tried_length(call.own), S=tried_length(call.own))
     if call.layout in ONE_HEAD:
         return sizes._replace(H=1, G=1, B=sizes.B if call.layout == "BLD" else 1)
-    if call.layout == "BLE" and "heads" not in call.names:
-        return sizes._replace(**heads_in(call.target, call.own))
     return sizes
 
 

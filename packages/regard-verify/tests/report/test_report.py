@@ -147,10 +147,8 @@ def test_a_notebook_shows_the_verdict_and_each_cause():
     html = JUDGED._repr_html_()
     assert JUDGED.summary() in html
     for each in JUDGED.unexplained:
-        assert f">{each.law}</th>" in html
+        assert f"broken {each.law}" in html
         assert "expected 0.818, got nan" in html
     assert not re.search("<script|<style|on\\w+=", html)
-    passed = Report("mine", outcomes=[Outcome("a", "passed", "", "")])
-    assert "<table" not in passed._repr_html_()
     hostile = replace(JUDGED, subject="<u>", unjudged="<u>")
     assert "<u>" not in hostile._repr_html_()

@@ -1,7 +1,6 @@
 """Probing a module from x to output: its layout, mask, pattern and heads."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,7 +20,7 @@ from regard_verify.subject.modules import (
     size_of,
     softcap_of,
 )
-from regard_verify.subject.other_masks import causal_works
+from regard_verify.subject.other_masks import causal_works, hides_in_output
 from regard_verify.subject.probe_functions import (
     MULTIPLES,
     choose_form,
@@ -209,7 +208,7 @@ def _mask_of_layer(
             subject.attend = heads.masked(form, own)
             if _mask_reaches_heads(subject, trial):
                 return True
-        return _hides_in_output(replace(call, own=own, form=form), subject, trial)
+        return hides_in_output(replace(call, own=own, form=form), subject, trial)
 
     hidden = call.module.hidden if isinstance(call.module, Adapter) else "-inf"
     tried = [form._replace(hidden=hidden) for form in forms(names, subject.conventions)]
@@ -220,19 +219,6 @@ def _mask_of_layer(
     subject.form = subject.layer_form = form
     options = {n: v for n, v in call.own.options.items() if n != form.argument}
     return replace(call, own=replace(subject.conventions, options=options), form=form)
-
-
-def _hides_in_output(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
-    """Whether outputs no longer depend on key 1 where it is hidden, and on all others as before."""
-    x = subject.tokens(2, 5, trial)
-    length = x.shape[1]
-    keep = Sizes(L=length, S=length).mask(1)
-    with torch.no_grad():
-        depends = read_dependence(partial(call, keep=keep), x)
-    free = torch.eye(length).bool() | subject.declared_padding(keep, call.form)[0, 0]
-    own = subject.visible(length, length)
-    rights = (own & keep[0, 0], keep[0, 0])  # the second switches the pattern off
-    return any(torch.equal(depends | free, right | free) for right in rights)
 
 
 def _heads(

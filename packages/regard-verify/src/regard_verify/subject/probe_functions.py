@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.oracle import pattern
 from regard_verify.subject.conventions import Conventions
@@ -23,7 +24,6 @@ from regard_verify.subject.functions import (
     options_of,
     shape_in,
 )
-from regard_verify.subject.lines import with_line
 from regard_verify.subject.mask_forms import (
     MaskForm,
     forms,

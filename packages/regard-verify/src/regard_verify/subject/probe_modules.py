@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.subject.adapters import Adapter, TransformersModel, neutral
 from regard_verify.subject.conventions import Conventions
-from regard_verify.subject.lines import with_line
 from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard_verify.subject.modules import (
     ModuleCall,

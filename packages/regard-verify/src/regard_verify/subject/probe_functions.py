@@ -4,7 +4,7 @@ What is declared is not probed. What is found goes into conventions, abilities a
 The probes of masks, patterns, rotation and scale also serve modules, once they have heads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -135,13 +135,25 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
             mixed.append(found)
     if mixed:  # in every layout: take the most common one, and the laws report what is wrong
         return mixed[0]
-    refusal = SubjectError(
+    raise refusal(
         f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs "
         "(packed, or heads side by side), name a function of q, k and v [B, H, L, D] that calls "
-        "it, or declare layout or options"
+        "it, or declare options; if layout is declared, an error is a broken law",
+        errors,
+        own.layout,
     )
-    refusal.tried = errors
-    raise refusal
+
+
+def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> SubjectError:
+    """The error for a subject that accepts no input, with the errors of all inputs.
+
+    Errors of shapes are left out unless the shape of inputs is `declared`: they tell then that the
+    code fails, and otherwise only that it takes other inputs.
+    """
+    error = SubjectError(text)
+    of_shapes = any(type(each.__cause__) is RuntimeError for each in errors)
+    error.tried = () if of_shapes and declared is None else errors
+    return error
 
 
 def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tuple[str, ...]]]:

@@ -28,6 +28,7 @@ from regard_verify.subject.probe_functions import (
     pattern_length,
     probe_alignment,
     probe_pattern,
+    refusal,
     say_multiple,
     summary,
     tried_length,
@@ -97,10 +98,7 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
         return call
     if refusals:
         tried = [error for each in refusals for error in each.tried]
-        # Errors of shapes tell nothing where the width of x is a guess.
-        of_shapes = any(type(error.__cause__) is RuntimeError for error in tried)
-        refusals[0].tried = () if of_shapes and declared.width is None else tried
-        raise refusals[0]
+        raise refusal(str(refusals[0]), tried, declared.width)
     raise SubjectError("the width of its input is not known: declare it, --like width=NUMBER")
 
 
@@ -155,13 +153,13 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
             failures.append(f"{layout}: rows of the batch are mixed")
     if any(failure.endswith("mixed") for failure in failures):
         return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
-    refusal = SubjectError(
+    error = SubjectError(
         f"it could not be called with x [B, L, {width}]: {summary(failures)}; if it takes other "
         "inputs, name a function or module that calls it with x alone; if it takes these, declare "
         f"width={width}: an error is a broken law then"
     )
-    refusal.tried = () if isinstance(call.module, Adapter) else errors
-    raise refusal
+    error.tried = () if isinstance(call.module, Adapter) else errors
+    raise error
 
 
 def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:

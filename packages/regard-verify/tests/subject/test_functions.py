@@ -76,6 +76,8 @@ def test_other_inputs_are_asked_for_in_a_sentence():
         report = check(target, quick=True)
         assert "name a function of q, k and v" in report.problem
         assert not report.failed
+    declared = check(side_by_side, {"layout": "BLE"}, quick=True)
+    assert "BLE is declared: name a function of q, k and v" in declared.problem
 
 
 def test_a_module_without_weights_is_called_in_eval_mode():

@@ -114,6 +114,11 @@ def _mask_names(declared: str | None, target: Any) -> list[str]:
 def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Trial) -> FunctionCall:
     """The call in the first layout that the function accepts and in which heads do not mix."""
     own = subject.conventions
+    if own.layout not in (None, *LAYOUTS):
+        raise SubjectError(
+            f"the layout of a function is {', '.join(LAYOUTS)}; {own.layout} is declared: name a "
+            "function of q, k and v [B, H, L, D] that calls it"
+        )
     failures: list[str] = []
     errors: list[SubjectError] = []
     mixed: list[FunctionCall] = []

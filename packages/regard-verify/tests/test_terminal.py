@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import regard_verify
 import regard_verify.terminal as cli
 import subjects
 from judged import JUDGED
-from regard_verify import LAWS, Outcome, Report, check
+from regard_verify import LAWS, Counterexample, Outcome, Report, check
 from regard_verify.command import run
 from regard_verify.report.report import DECLARE
 
@@ -261,3 +263,42 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(monkeypatch, c
     assert command(monkeypatch, "x", "--html", tmp_path) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"regard-verify: {tmp_path} cannot be written: it is a folder; give a")
+
+
+def test_the_page_shows_what_the_terminal_shows_with_all():
+    class Text(HTMLParser):
+        shown = ""
+
+        def handle_data(self, data):
+            self.shown += data
+
+    reader = Text()
+    reader.feed(cli.page(JUDGED))
+    assert printed(JUDGED, 100_000, every_law=True) in reader.shown
+
+
+TEXT = "<u>'\"&\udcff"  # no tag of the page, what ends an attribute, a stray byte of a file's name
+
+
+def test_the_page_loads_nothing_and_escapes_every_text(broken):
+    html = cli.page(broken)
+    assert not re.search("<script|src=|href=| on\\w+=", html)
+    assert set(re.findall(r"https?://[\w.]+", html)) == {"https://img.shields.io"}  # of the badge
+    example = Counterexample(TEXT, TEXT, TEXT, TEXT, TEXT, [[True]], [[False]])
+    every = [
+        Outcome(TEXT + each, each, TEXT, TEXT, TEXT, example, TEXT, 0.0, f"{TEXT}failed", TEXT)
+        for each in cli.WORDS
+    ]
+    report = Report(TEXT, TEXT, {TEXT: TEXT}, {TEXT: TEXT}, [TEXT], every, unjudged=TEXT)
+    for made in (report, replace(report, problem=TEXT)):
+        html = cli.page(made)
+        assert "<u>" not in html
+        assert html.count("&lt;u&gt;&#x27;&quot;&amp;\\udcff") > 4
+        assert html.encode()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_opens_in_a_browser_and_fits_a_phone(open_page, dark):
+    opened = open_page(cli.page(JUDGED), width=400, dark=dark)
+    assert JUDGED.summary() in opened.page.locator("pre").text_content()
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 400

@@ -47,8 +47,9 @@ def test_a_missing_super_is_a_broken_law_and_all_others_are_checked():
 
 
 def test_a_module_whose_shapes_do_not_fit_is_broken():
+    assert "declare width=" in check(subjects.Clumsy, quick=True).problem
     for subject in (subjects.Clumsy, f"{subjects.__file__}:Clumsy"):
-        report = check(subject, quick=True)
+        report = check(subject, {"width": 32}, quick=True)
         assert report.exit_code == 1
         assert report.failed == ["runs"]
         assert "RuntimeError" in report.causes[0].example.cause

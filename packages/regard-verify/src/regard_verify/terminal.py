@@ -1,5 +1,6 @@
 """The report on a terminal, as JSON and as a page, and the progress of a run on stderr."""
 
+import io
 import json
 import sys
 import time
@@ -13,20 +14,48 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from regard_verify.laws import LAWS
 from regard_verify.report.ci import annotations, badge, sarif
-from regard_verify.report.html import WORDS, page
-from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report
+from regard_verify.report.report import DECLARE, LETTERS, Outcome, Report, Status
 from regard_verify.run.check import check_in_fork
 from regard_verify.subject.conventions import Conventions, conventions_from
-from regard_verify.writing import check_can_write, console_of, printable, say, write_whole
+from regard_verify.writing import (
+    UNWRAPPED,
+    check_can_write,
+    console_of,
+    printable,
+    say,
+    write_whole,
+)
 
 COLOURS = {"kept": "green", "broken": "red", "not understood": "red", "partly judged": "yellow"}
 STATUS_COLOURS = {
     "passed": "green", "failed": "red", "follows": "red", "advice": "yellow", "undecided": "yellow",
 }  # fmt: skip
+WORDS: dict[Status, str] = {
+    "passed": "kept", "failed": "broken", "follows": "broken too", "advice": "advice",
+    "undecided": "not decided in time", "defect": "an error of regard-verify",
+    "not applicable": "not applicable",
+}  # fmt: skip
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>regard-verify</title>
+<style>
+body {{ color: {foreground}; background: {background}; max-width: 60rem; margin: 1rem auto; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+{stylesheet}
+</style>
+</head>
+<body>
+<pre>{code}</pre>
+</body>
+</html>
+"""  # a subject's name is text in it: the page loads nothing and runs no script
 NO_BADGE = "The badge for a README is wider than this terminal: --html and --json contain it."
 REASONS = 4  # reasons why laws do not apply, at most; the others are counted together
 GRID = 8  # the most queries of a counter-example that is drawn
-FORMS = {"html": page, "sarif": sarif, "badge": badge}  # of files
 PAUSE = 10.0  # seconds between two lines of progress in a file or a pipe
 
 
@@ -63,8 +92,20 @@ def verify(
     for line in annotations(report) if annotate else ():
         sys.stdout.write(f"{line}\n")
     for form, path in asked.items():  # last: an error of the disk then loses no result
-        write_whole(path, FORMS[form](report).encode())
+        write_whole(path, {"html": page, "sarif": sarif, "badge": badge}[form](report).encode())
     return report.exit_code
+
+
+def page(report: Report) -> str:
+    """The report as a page of HTML, with every law, as `--all` prints it.
+
+    Examples:
+        >>> page(Report("mine"))[:15]
+        '<!doctype html>'
+    """
+    console = Console(file=io.StringIO(), record=True, width=UNWRAPPED, highlight=False)
+    show(report, console, every_law=True)
+    return console.export_html(code_format=PAGE)
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def _same(thing):
 
 MUTANTS = [
     Mutant("super().__init__() is missing", given(WithoutSuper), {}, ("super_init",)),
-    Mutant("keys are not transposed", given(WithoutTransposition), {}, ("runs",)),
+    Mutant("keys are not transposed", given(WithoutTransposition), {"width": 32}, ("runs",)),
     Mutant("a name is not defined", given(undefined), {}, ("runs",)),
     Mutant(
         "dropout runs in eval, off by default",

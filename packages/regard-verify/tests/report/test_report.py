@@ -1,6 +1,7 @@
 """The report: its verdict in words, as an exit code and as a badge, and its JSON."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -140,3 +141,14 @@ def test_a_printed_report_says_what_to_declare():
     shown = str(Report("mine", unjudged="Its heads were not found."))
     assert shown.splitlines()[:2] == ["Not judged", "  Its heads were not found."]
     assert "--like" in shown
+
+
+def test_a_notebook_shows_the_verdict_and_each_cause():
+    html = JUDGED._repr_html_()
+    assert JUDGED.summary() in html
+    for each in JUDGED.unexplained:
+        assert f"broken {each.law}" in html
+        assert "expected 0.818, got nan" in html
+    assert not re.search("<script|<style|on\\w+=", html)
+    hostile = replace(JUDGED, subject="<u>", unjudged="<u>")
+    assert "<u>" not in hostile._repr_html_()

@@ -16,8 +16,8 @@ FILE = Path(subjects.__file__)
 FEW = ["oracle_forward", "convexity", "no_alias"]
 
 
-def report_on(name, only=FEW, **options):
-    return check(f"{FILE}:{name}", only=only, **options)
+def report_on(name, like=None, *, only=FEW, **options):
+    return check(f"{FILE}:{name}", like, only=only, **options)
 
 
 def statuses(report):
@@ -124,8 +124,9 @@ def test_a_subject_that_ends_its_process_at_the_first_call():
     assert report.exit_code == 2
 
 
-def test_a_subject_that_uses_up_memory_in_every_call_is_broken():
-    report = report_on("eats", memory=2.0)
+def test_a_subject_of_declared_layout_that_uses_up_memory_in_every_call_is_broken():
+    assert report_on("eats", memory=2.0).exit_code == 2
+    report = report_on("eats", {"layout": "BHLD"}, memory=2.0)
     (cause,) = report.causes
     assert cause.law == "runs"
     assert "memory" in str(cause.example)

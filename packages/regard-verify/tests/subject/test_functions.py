@@ -15,19 +15,14 @@ def broken(report):
 
 ABILITIES = {
     foreign.flash_attn_func: ("BLHD", "causal window scale softcap dropout gqa cross"),
-    foreign.flash_attn_varlen_func: ("THD", "causal window scale dropout gqa cross"),
     foreign.memory_efficient_attention: ("BLHD", "bias scale dropout mask cross"),
-    foreign.side_by_side: ("BLE", "mask cross several_heads"),
     foreign.values_first: ("BHLD", "mask cross wide"),
     foreign.of_a_module: ("BHLD", "mask scale gqa cross"),
     foreign.required_mask: ("BHLD", "mask cross"),
     foreign.Temperature: ("BHLD", "cross"),
-    foreign.packed: ("BLHD", "causal"),
-    foreign.keys_packed: ("BLHD", "causal gqa cross"),
     foreign.unscaled: ("BHLD", "scale cross"),
     foreign.eager: ("BHLD", "causal scale dropout cross"),
     foreign.DotProduct: ("BHLD", "mask cross several_heads"),
-    foreign.InHeads: ("BLE", "gqa cross several_heads"),
     foreign.partial: ("BLHD", "causal window softcap dropout gqa"),
     foreign.holder.attend: ("BHLD", "causal"),
     foreign.Holder: ("BHLD", "cross"),
@@ -60,7 +55,7 @@ def test_right_functions_break_no_law(target):
     assert len(report.having("passed")) > 10
 
 
-def test_a_wrong_window_and_a_wrong_cut_are_noticed():
+def test_a_wrong_window_is_noticed():
     def one_too_wide(q, k, v, causal=False, window_size=(-1, -1)):
         left, right = window_size
         window = (left + 1 if left >= 0 else left, right)
@@ -68,10 +63,21 @@ def test_a_wrong_window_and_a_wrong_cut_are_noticed():
 
     assert "window_edges" in broken(check(one_too_wide, only=["window_edges"]))
 
-    def in_one_piece(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-        return foreign.flash_attn_func(q[None], k[None], v[None])[0]
 
-    assert "oracle_forward" in broken(check(in_one_piece, only=["oracle_forward"]))
+def test_other_inputs_are_asked_for_in_a_sentence():
+    def packed(q, kv, causal=False):
+        return foreign.flash_attn_func(q, *kv.unbind(2), causal=causal)
+
+    def side_by_side(q, k, v):
+        q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v))
+        return torch.bmm(q.flatten(0, 1), v.flatten(0, 1))
+
+    for target in (packed, side_by_side):
+        report = check(target, quick=True)
+        assert "name a function of q, k and v" in report.problem
+        assert not report.failed
+    declared = check(side_by_side, {"layout": "BLE"}, quick=True)
+    assert "BLE is declared: name a function of q, k and v" in declared.problem
 
 
 def test_a_module_without_weights_is_called_in_eval_mode():

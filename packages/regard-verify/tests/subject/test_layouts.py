@@ -77,12 +77,6 @@ def test_keys_and_values_together():
             assert found_in(usual_layouts(order, 15, 3), queries, k.tolist(), v.tolist())
 
 
-def test_a_module_for_each_head():
-    """Its projections run one head after the other."""
-    parts = torch.arange(45).view(9, 5).tolist()
-    assert found_in(usual_layouts(parts, 15, 3), parts[0::3], parts[1::3], parts[2::3])
-
-
 def test_query_channels_for_keys_that_all_heads_share():
     queries = torch.arange(3 * 7).view(3, 7)
     keys, values = torch.arange(21, 51).view(3, 2, 5).unbind(1)

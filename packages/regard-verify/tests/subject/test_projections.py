@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from projecting import by_head, call_of, right
 from regard_verify.subject.projections import (
     Attention,
-    InputAttention,
     Place,
     Products,
     Reached,
@@ -250,16 +249,3 @@ def test_an_output_projection_that_is_not_reached_is_an_error():
     attention = Attention(call_of(module, width=6), sources, Place((1, 0), ("B", "L", 6)))
     with torch.no_grad(), pytest.raises(SubjectError, match="did not come to"):
         attention([torch.randn(2, 3, 6)] * 4)
-
-
-class OfInputs(nn.Module):
-    def forward(self, value, key, query):
-        return right(*(x[:, None] for x in (query, key, value)))[:, 0]
-
-
-def test_inputs_are_given_in_the_order_of_the_module():
-    attention = InputAttention(call_of(OfInputs(), width=5), 5)
-    q, k, v = torch.randn(2, 3, 5), torch.randn(2, 4, 5), torch.randn(2, 4, 5)
-    wanted = right(q[:, None], k[:, None], v[:, None])[:, 0]
-    torch.testing.assert_close(attention([q, k, v]), wanted)
-    assert [place.tokens for place in attention.sources] == ["L", "S", "S"]

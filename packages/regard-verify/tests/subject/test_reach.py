@@ -14,7 +14,6 @@ from regard_verify.subject.reach import (
     find_attention,
     reach,
     reach_by_layout,
-    reach_inputs,
     replays,
     run_channels,
 )
@@ -179,23 +178,13 @@ def test_a_projection_that_no_head_explains_is_refused():
     assert reach(call_of(Counted()), trial()) is None
 
 
-class OfInputs(nn.Module):
-    """Queries, keys and values in, no projections."""
-
-    def __init__(self, scale=None):
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, query, key, value):
-        q, k, v = (projecting.by_head(x) for x in (query, key, value))
-        return projecting.right(q, k, v, self.scale).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("scale", [None, 1.0])
-def test_inputs_are_heads_where_nothing_is_projected(scale):
-    found = reach_inputs(call_of(OfInputs(scale), width=15), 15, trial())
+@pytest.mark.parametrize("first", [True, False])
+def test_torchs_own_layer_is_seen_inside(first):
+    module = nn.MultiheadAttention(15, HEADS, batch_first=first)
+    call = call_of(module, width=15, layout="BLE" if first else "LBE")
+    found = reach(call, trial())
     assert found.roles.sizes == (HEADS, HEADS, DIM, DIM)
-    gives(found, *heads_of(found, keys=6), scale=scale)
+    gives(found, *heads_of(found, keys=6))
 
 
 def test_projections_are_called_by_what_they_make():

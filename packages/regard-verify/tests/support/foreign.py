@@ -58,31 +58,6 @@ def flash_attn_func(
     return (weights @ v).transpose(1, 2)
 
 
-def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-):
-    """q [T, H, D], k and v [U, G, D]: sequences one after another, cut at the given places."""
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    pieces = []
-    for at in range(len(cu_seqlens_q) - 1):
-        (a, b), (c, d) = (x[at : at + 2].tolist() for x in (cu_seqlens_q, cu_seqlens_k))
-        assert b - a <= max_seqlen_q
-        assert d - c <= max_seqlen_k
-        rows = (q[None, a:b], k[None, c:d], v[None, c:d])
-        pieces.append(flash_attn_func(*rows, dropout_p, softmax_scale, causal, window_size)[0])
-    return torch.cat(pieces) if pieces else q
-
-
 def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None):
     """[B, L, H, D], and a bias of the scores [B, H, L, S]; as xformers' function."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -91,14 +66,6 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         scores = scores + attn_bias
     weights = nn.functional.dropout(softmax(scores, scores > -1e30), p, p > 0)
     return (weights @ v).transpose(1, 2)
-
-
-def side_by_side(q, k, v, num_heads, mask=None):
-    """[B, L, H * D]."""
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
-    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool) if mask is None else mask == 0
-    out = softmax(q @ k.mT * q.shape[-1] ** -0.5, visible)
-    return (out @ v).transpose(1, 2).flatten(2)
 
 
 def values_first(values, keys, xq, mask=None):
@@ -122,16 +89,6 @@ def of_a_module(module, query, key, value, attention_mask, scaling, dropout=0.0,
         scores = scores + attention_mask
     weights = nn.functional.dropout(softmax(scores, scores > -1e30), dropout, module.training)
     return (weights @ value).transpose(1, 2), weights
-
-
-def packed(qkv, causal=False):
-    """One tensor [B, L, 3, H, D]."""
-    return flash_attn_func(*qkv.unbind(2), causal=causal)
-
-
-def keys_packed(q, kv, causal=False):
-    """q [B, L, H, D], k and v in one tensor [B, S, 2, G, D]."""
-    return flash_attn_func(q, *kv.unbind(2), causal=causal)
 
 
 def unscaled(q, k, v, d_k, sm_scale=1.0, block_mask=None):
@@ -167,21 +124,6 @@ class DotProduct(nn.Module):
     def forward(self, query, key, value, mask=None):
         visible = torch.ones(()).bool() if mask is None else mask.bool()
         return self.drop(softmax(query @ key.mT * query.shape[-1] ** -0.5, visible)) @ value
-
-
-class InHeads(nn.Module):
-    """Without weights, of a fixed number of heads, side by side; key heads are fewer."""
-
-    def __init__(self, num_heads, num_kv_heads):
-        super().__init__()
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-
-    def forward(self, q, k, v):
-        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k, v = (x.unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for x in (k, v))
-        k, v = shared(k, q.shape[1]), shared(v, q.shape[1])
-        out = softmax(q @ k.mT * q.shape[-1] ** -0.5, torch.ones(()).bool())
-        return (out @ v).transpose(1, 2).flatten(2)
 
 
 class Holder:

@@ -230,22 +230,13 @@ class Report:
         return "\n\n".join(["\n  ".join(part) for part in parts] + [self.summary()])
 
     def _repr_html_(self) -> str:
-        """The verdict and a row for each cause, for notebooks.
+        """The report as text, for notebooks.
 
         Examples:
             >>> Report("mine", problem="It is <odd>.")._repr_html_()
-            '<p><b>mine: not understood. It is &lt;odd&gt;.</b></p>\\n'
+            '<pre>mine: not understood. It is &lt;odd&gt;.</pre>\\n'
         """
-        causes = [
-            [each.law, " ".join(each.sentences(self.following(each.law)))]
-            for each in self.unexplained
-        ]
-        causes += [["not judged", self.unjudged]] if self.unjudged else []
-        rows = "".join(
-            f"<tr><th>{escape(law)}</th><td>{escape(text)}</td></tr>\n" for law, text in causes
-        )
-        why = f"<table>\n<caption>Why</caption>\n{rows}</table>\n" if causes else ""
-        return f"<p><b>{escape(self.summary())}</b></p>\n{why}"
+        return f"<pre>{escape(str(self))}</pre>\n"
 
     def summary(self) -> str:
         """One line: the verdict, and how much was judged.

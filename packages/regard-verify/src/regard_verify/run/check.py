@@ -8,8 +8,14 @@ from typing import Any
 from regard_verify.laws import LAWS
 from regard_verify.report.report import DEFINITION, Report
 from regard_verify.run.causes import settled
-from regard_verify.run.crashes import crash
-from regard_verify.run.in_process import describe, end_early, problem_of, run_laws, undisturbed
+from regard_verify.run.in_process import (
+    crash,
+    describe,
+    end_early,
+    problem_of,
+    run_laws,
+    undisturbed,
+)
 from regard_verify.run.separate_process import Progress, Request, run_separately
 from regard_verify.subject.conventions import Conventions, conventions_from
 from regard_verify.subject.understand import understand
@@ -71,24 +77,15 @@ def check(
     return _completed(run_separately(request, progress), only)
 
 
-def check_in_fork(
-    subject: str,
-    own: Conventions,
-    *,
-    only: Sequence[str] | None,
-    quick: bool,
-    seed: int,
-    limit: float,
-    memory: float,
-    progress: Progress,
-) -> Report:
+def check_in_fork(subject: str, own: Conventions, *, progress: Progress, **asked: Any) -> Report:
     """`check` of a named subject in a fork of this process, which must have computed nothing yet.
 
     A fork has imported torch already, which takes a new process longer than all laws of `quick`.
+    `asked` are the other arguments of `check`.
     """
-    _require_laws(only)
-    request = Request(subject, own.declared(), only, quick, seed, memory=memory, limit=limit)
-    return _completed(run_separately(request, progress, fork=True), only)
+    _require_laws(asked["only"])
+    request = Request(subject, own.declared(), **asked)
+    return _completed(run_separately(request, progress, fork=True), asked["only"])
 
 
 def _require_laws(names: Sequence[str] | None) -> None:
@@ -153,8 +150,7 @@ def _here(
     except Exception as error:
         name = getattr(subject, "__name__", type(subject).__name__)
         report = Report(name, declared=own.declared(), seed=seed)
-        with undisturbed(seed):
-            end_early(report, crash(subject, own, error), problem_of(error), only)
+        end_early(report, crash(error), problem_of(error), only)
         return report
     report = describe(understood, seed)
     total = len(LAWS if only is None else only)

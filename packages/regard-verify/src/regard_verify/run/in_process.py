@@ -217,6 +217,26 @@ def problem_of(error: Exception) -> str:
     return text if not line or line in text else f"{text} ({line})"
 
 
+def crash(error: Exception) -> Outcome | None:
+    """The broken law `runs`, if the subject's code fails on every input; None if that is not
+    known.
+    """
+    tried = error.tried if isinstance(error, SubjectError) else ()
+    if not tried or not all(_fails(each) for each in tried):
+        return None
+    cause = str(tried[0])
+    example = Counterexample("", "", "an output", "an error, as for all other shapes", cause)
+    return located(outcome(LAWS["runs"], "failed", example=example), tried[0])
+
+
+def _fails(error: SubjectError) -> bool:
+    """Whether a line of the subject raised an error that is no refusal."""
+    cause = error.__cause__
+    kinds = (NameError, AttributeError, TypeError, RuntimeError)
+    accident = isinstance(cause, kinds) and not isinstance(cause, NotImplementedError)
+    return accident and "NoneType" not in str(cause) and bool(line_of(error))
+
+
 def end_early(
     report: Report, crash: Outcome | None, problem: str, only: Iterable[str] | None = None
 ) -> None:

@@ -5,6 +5,7 @@ A new process then checks the rest.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,12 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Union
+from typing import Any, BinaryIO, Union
 
 from regard_verify.laws import LAWS
 from regard_verify.report.report import Report, ended, outcome, outcome_from
@@ -126,54 +126,35 @@ def _spawn_worker(request: str, answers: str, printed: BinaryIO) -> "subprocess.
 class ForkedWorker:
     """A fork of this process that runs the worker, with the methods of `Popen` that are used."""
 
-    returncode: int | None = None
-
     def __init__(self, request: str, answers: str, printed: BinaryIO) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._work(request, answers, printed)
-
-    @staticmethod
-    def _work(request: str, answers: str, printed: BinaryIO) -> NoReturn:
-        """Run the worker with its output redirected, as a new Python would, and exit."""
-        code = 1
-        try:
-            sys.path.insert(0, str(Path.cwd()))  # as of `python -m`
-            empty = os.open(os.devnull, os.O_RDONLY)
-            for descriptor, source in ((0, empty), (1, printed.fileno()), (2, printed.fileno())):
-                os.dup2(source, descriptor)
-            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-            sys.argv = [sys.argv[0], request, answers]
-            worker.main(request, answers)
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        make: Any = multiprocessing.get_context("fork").Process
+        self.process = make(target=_work, args=(request, answers, printed.fileno()))
+        self.process.start()
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
+        code: int | None = self.process.exitcode
+        return code
 
     def wait(self) -> int:
         """Wait until the process has ended; returns its exit code."""
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
+        self.process.join()
+        return int(self.process.exitcode)
 
     def kill(self) -> None:
         """End it, if it runs."""
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.process.kill()
+
+
+def _work(request: str, answers: str, printed: int) -> None:
+    """Run the worker in a fork, with its input and output as a new Python would have them."""
+    sys.path.insert(0, str(Path.cwd()))  # as of `python -m`
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor in (1, 2):
+        os.dup2(printed, descriptor)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    sys.argv = [sys.argv[0], request, answers]
+    worker.main(request, answers)
 
 
 def _check_room(folder: Path) -> None:
@@ -209,7 +190,7 @@ def _follow(run: Run, process: Worker, answers: Path, limit: float, progress: Pr
             _record(run, line, progress)
             latest = time.monotonic()
         count, allowed = len(lines), PATIENCE * limit if run.current else LOADING
-        if over and not run.finished and process.returncode == -signal.SIGPROF:
+        if over and not run.finished and process.poll() == -signal.SIGPROF:
             return f"{limit:g} s of processor time"
         if over or run.finished:
             return ""

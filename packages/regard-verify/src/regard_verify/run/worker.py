@@ -20,8 +20,13 @@ def main(request: str, answers: str) -> None:
         import torch
 
         from regard_verify.laws import LAWS
-        from regard_verify.run.crashes import crash
-        from regard_verify.run.in_process import describe, problem_of, run_laws, undisturbed
+        from regard_verify.run.in_process import (
+            crash,
+            describe,
+            problem_of,
+            run_laws,
+            undisturbed,
+        )
         from regard_verify.subject.conventions import conventions_from
         from regard_verify.subject.understand import understand
 
@@ -32,8 +37,7 @@ def main(request: str, answers: str) -> None:
             with undisturbed(asked["seed"]):
                 subject = understand(asked["subject"], own, seed=asked["seed"])
         except Exception as error:
-            with undisturbed(asked["seed"]):
-                found = crash(asked["subject"], own, error)
+            found = crash(error)
             crashed = None if found is None else asdict(found)
             _write(out, "problem", text=problem_of(error), crash=crashed, only=asked["only"])
             return

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from regard_verify.blame import first_line_of, line_of_subject
 from regard_verify.subject.configurations import (
     EMPTY,
     PLAIN,
@@ -24,7 +25,6 @@ from regard_verify.subject.configurations import (
 )
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.guesses import HEADS, SIZES, VALUES, WIDTH, is_large, role_of
-from regard_verify.subject.lines import first_line_of, line_of_subject
 from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import SubjectError, called
 

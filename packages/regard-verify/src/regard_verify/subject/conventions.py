@@ -10,8 +10,8 @@ DECLARED = "regard_conventions"  # the name of a dictionary of conventions in th
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": ("function", "module", "cache", "paged", "rope"),
-    "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE", "THD"),
-    "returns": ("BHLD", "BLHD", "BLE", "BLD", "LD", "THD"),
+    "layout": ("BHLD", "BLHD", "BLD", "LD", "BLE", "LBE"),
+    "returns": ("BHLD", "BLHD", "BLE", "BLD", "LD"),
     "polarity": ("keep", "drop", "additive"),
     "mask_shape": ("B1LS", "BHLS", "NLS", "BLS", "LS", "B11S", "BS"),
     "mask_dtype": ("bool", "int", "float"),
@@ -36,9 +36,8 @@ class Conventions:
             `"rope"`, a function of (x, positions).
         arguments: of the class or of the factory.
         options: further arguments of every call.
-        layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLE"` (heads side by side),
-            `"BLD"`, `"LD"`, or `"THD"` (sequences packed one after another); of a module `"BLE"` or
-            `"LBE"`.
+        layout: of the inputs; of a function `"BHLD"`, `"BLHD"`, `"BLD"` or `"LD"`; of a module
+            `"BLE"` or `"LBE"`.
         returns: the layout of a function's output; `"BLE"` has the heads side by side.
         mask: name of the mask argument; `""` for none.
         polarity: `"keep"` (true or 1 may attend), `"drop"`, or `"additive"` (added to the scores).

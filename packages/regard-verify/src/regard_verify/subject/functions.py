@@ -31,7 +31,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # options by ability, and the usual nam
     "weights": ("need_weights", "return_weights", "output_attentions", "return_attention",
                 "return_attn", "return_attention_weights"),
 }  # fmt: skip
-_PACKED = ("cu_seq", "cu_len", "cumulative")  # the first letters of lengths of packed sequences
+LAYOUTS = ("BHLD", "BLHD", "BLD", "LD")  # of inputs, the likeliest first
 ONE_HEAD = ("BLD", "LD")  # layouts without an axis of heads
 
 
@@ -47,9 +47,6 @@ def options_of(target: Any, own: Conventions) -> dict[str, str]:
     switches = [name for name in OPTIONS["causal"] if name in names and _is_switch(names[name])]
     if switches or switch in ("is_causal", "causal"):
         found["causal"] = (switches or [switch])[0]
-    for role, option in (("heads", "heads"), ("key heads", "key heads")):
-        counts = [n for n in list(names)[3:] if role_of(n) == role and _is_a_count(names[n], n)]
-        found.update({option: counts[0]} if counts else {})
     if own.window_argument:
         found["window"] = own.window_argument
     return found
@@ -57,27 +54,6 @@ def options_of(target: Any, own: Conventions) -> dict[str, str]:
 
 def _is_switch(parameter: Any) -> bool:
     return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool")
-
-
-def _is_a_count(parameter: Any, name: str) -> bool:
-    if "mask" in name or "group" in name or isinstance(parameter.default, bool):
-        return False
-    return parameter.default in (EMPTY, None) or isinstance(parameter.default, int)
-
-
-def layouts_of(target: Any, names: dict[str, str], own: Conventions) -> list[str]:
-    """The layouts that a function may take, the likeliest first."""
-    if any(name.startswith(_PACKED) for name in parameters_of(target)):
-        return ["THD"]
-    merged = ["BLE"] if "heads" in names or heads_in(target, own) else []
-    return ["BHLD", "BLHD", *merged, *ONE_HEAD]
-
-
-def heads_in(target: Any, own: Conventions) -> dict[str, int]:
-    """The numbers of heads that are declared, or that an object holds: H and G."""
-    held = {role_of(n): x for n, x in getattr(target, "__dict__", {}).items() if type(x) is int}
-    heads = own.heads or held.get("heads", 0)
-    return {"H": heads, "G": own.kv_heads or held.get("key heads", heads)} if heads > 1 else {}
 
 
 @dataclass
@@ -109,7 +85,7 @@ class FunctionCall:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         shape = (*q.shape[:3], v.shape[3])
         result = self.result(q, k, v, **options)
-        returned = self.layout if self.layout in (*ONE_HEAD, "THD") else self.returns
+        returned = self.layout if self.layout in ONE_HEAD else self.returns
         return canonical(output_of(result, torch.Size(shape).numel()), returned, shape)
 
     def result(
@@ -137,25 +113,16 @@ class FunctionCall:
         if raw is not None:
             added = given.get(self.form.argument) if self.form.polarity == "additive" else None
             given[self.form.argument] = raw if added is None else raw + added
-        inputs = called(self._inputs, q, k, v)
-        return called(self.target, *inputs, **given)
-
-    def _inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The inputs in the function's order; k and v, or all three, may be one tensor."""
-        named = {n: laid_out(x, self.layout) for n, x in (("q", q), ("k", k), ("v", v))}
-        first = list(parameters_of(self.target))[:2]
-        axis = named["q"].ndim - 2  # before the heads
-        if first[:1] in (["qkv"], ["QKV"]):
-            return (torch.stack([named["q"], named["k"], named["v"]], axis),)
-        if first[1:] in (["kv"], ["KV"]):
-            return (named["q"], torch.stack([named["k"], named["v"]], axis))
+        named = {"q": q, "k": k, "v": v}
         order = order_of(self.target) or "qkv"
-        return tuple(named[each] for each in order)
+        inputs = (laid_out(named[letter], self.layout) for letter in order)
+        return called(self.target, *inputs, **given)
 
     def arguments(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """The function's own arguments for these options."""
-        given = {**dict.fromkeys(self.spare), **self._sizes(q, k), **self._neutral(q)}
-        given |= self.own.options
+        widths = [name for name in required_of(self.target) if role_of(name) == "head width"]
+        given = {**dict.fromkeys(self.spare), **dict.fromkeys(widths, q.shape[-1])}
+        given |= {**self._neutral(q), **self.own.options}
         if "gqa" in self.names and k.shape[1] != q.shape[1]:
             given[self.names["gqa"]] = True
         for option, value in options.items():
@@ -172,24 +139,6 @@ class FunctionCall:
             given[self.names[option]] = value
         return given
 
-    def _sizes(self, q: Tensor, k: Tensor) -> dict[str, Any]:
-        """Numbers of heads and lengths of packed sequences, where it takes them."""
-        given: dict[str, Any] = {}
-        for option, count in (("heads", q.shape[1]), ("key heads", k.shape[1])):
-            if option in self.names:
-                given[self.names[option]] = count
-        for name in required_of(self.target):
-            if role_of(name) == "head width":
-                given[name] = q.shape[-1]
-        for name in parameters_of(self.target) if self.layout == "THD" else ():
-            x = k if "k" in name.split("_")[-1] else q
-            if name.startswith(_PACKED):
-                steps = torch.arange(x.shape[0] + 1, dtype=torch.int32)
-                given[name] = steps * x.shape[2]
-            elif name.startswith("max_") and role_of(name) == "length":
-                given[name] = x.shape[2]
-        return given
-
     def _neutral(self, q: Tensor) -> dict[str, Any]:
         """Values for options that are required, or that are not neutral by default."""
         taken, given = parameters_of(self.target), dict[str, Any]()
@@ -198,7 +147,7 @@ class FunctionCall:
             default = taken[name].default if name in taken else None
             if option == "dropout" and (default is EMPTY or isinstance(default, float)):
                 given[name] = None if self.dropout_is_a_module else 0.0
-            elif default is EMPTY and option not in ("heads", "key heads"):
+            elif default is EMPTY:
                 given[name] = values.get(option)
         if "training" in taken:
             given["training"] = False
@@ -250,10 +199,6 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     """x [B, H, L, D] in the function's layout."""
     if layout == "BLHD":
         return x.transpose(1, 2)
-    if layout == "BLE":
-        return x.transpose(1, 2).flatten(-2)
-    if layout == "THD":
-        return x.transpose(1, 2).flatten(0, 1)
     if layout == "BLD":
         return x[:, 0]
     return x[0, 0] if layout == "LD" else x
@@ -266,7 +211,6 @@ def shape_in(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         "BHLD": (batch, heads, length, dim),
         "BLHD": (batch, length, heads, dim),
         "BLE": (batch, length, heads * dim),
-        "THD": (batch * length, heads, dim),
         "BLD": (batch, length, dim),
         "LD": (length, dim),
     }[layout]
@@ -281,6 +225,6 @@ def canonical(out: Tensor, layout: str, shape: tuple[int, ...]) -> Tensor:
     wanted = shape_in(layout, shape)
     if tuple(out.shape) != wanted:
         raise SubjectError(f"it returned shape {list(out.shape)} instead of {list(wanted)}")
-    if layout in ("BLHD", "BLE", "THD"):
+    if layout in ("BLHD", "BLE"):
         return out.reshape(shape_in("BLHD", shape)).transpose(1, 2)
     return out.reshape(shape)

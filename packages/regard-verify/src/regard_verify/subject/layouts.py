@@ -33,7 +33,7 @@ def usual_layouts(
             continue
         dim = width // heads
         outputs = _split(list(range(width)), heads)
-        for queries, keys, values in _heads(_joined(parts, heads), heads, dim):
+        for queries, keys, values in _heads(parts, heads, dim):
             sizes = {len(head) for head in (*queries, *keys)}
             if len(sizes) == 1 and heads % len(keys) == 0 and len(values[0]) == dim:
                 yield Roles(queries, keys, values, outputs, [])
@@ -42,13 +42,6 @@ def usual_layouts(
                 cut = [head[: len(keys[0])] for head in queries]
                 rest = [head[len(keys[0]) :] for head in queries]
                 yield Roles(cut, keys, values, outputs, [], others=others, other_queries=rest)
-
-
-def _joined(parts: list[list[int]], heads: int) -> list[list[int]]:
-    """Where each head has three projections of its own, those of all heads together."""
-    if heads > 1 and len(parts) == 3 * heads and len({len(part) for part in parts}) == 1:
-        return [[c for part in parts[at::3] for c in part] for at in range(3)]
-    return parts
 
 
 def _heads(

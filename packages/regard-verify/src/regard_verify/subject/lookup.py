@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard_verify.subject.lines import line_of_subject
+from regard_verify.blame import line_of_subject
 from regard_verify.subject.signatures import order_of
 from regard_verify.subject.subject import SubjectError
 
@@ -50,16 +50,11 @@ def find(name: str) -> Found:
     """
     where, attribute = _parts(name)
     module = _file(Path(where).expanduser()) if where.endswith(".py") else _module(where)
-    if not attribute:
-        chosen = _only_candidate(module, where)
-        return Found(getattr(module, chosen), module, chosen)
     found, owner = module, None
-    for part in attribute.split("."):
+    for part in attribute.split(".") if attribute else ():
+        if not hasattr(found, part) and inspect.ismodule(found) and ":" not in name:
+            _import_below(found, part)
         if not hasattr(found, part):
-            whole = _submodule(f"{where}.{attribute}") if ":" not in name else None
-            if whole is not None:
-                chosen = _only_candidate(whole, name)
-                return Found(getattr(whole, chosen), whole, chosen)
             raise SubjectError(f"{where} has no {attribute!r}; {_instead(found, part)}")
         static = inspect.getattr_static(found, part, None)
         owner = found if isinstance(found, type) and inspect.isfunction(static) else None
@@ -82,16 +77,14 @@ def _parts(name: str) -> tuple[str, str]:
     return where, attribute
 
 
-def _submodule(name: str) -> Any:
-    """The module of a dotted name; None if there is none."""
+def _import_below(package: Any, part: str) -> None:
+    """Import a module of a package, if there is one of this name."""
+    name = f"{package.__name__}.{part}"
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and name.startswith(error.name):
-            return None
-        raise SubjectError(_while_run(name, error)) from error
+        importlib.import_module(name)
     except Exception as error:
-        raise SubjectError(_while_run(name, error)) from error
+        if not (isinstance(error, ModuleNotFoundError) and name.startswith(error.name or " ")):
+            raise SubjectError(_while_run(name, error)) from error
 
 
 def _instead(holder: Any, missing: str) -> str:

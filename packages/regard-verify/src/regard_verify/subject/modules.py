@@ -185,22 +185,6 @@ def _is_context(name: str, argument: inspect.Parameter) -> bool:
     return named or (argument.default is argument.empty and plain)
 
 
-def made_identity(module: nn.Module, width: int) -> bool:
-    """Make every matrix of `width` columns identities, every bias 0; whether that is possible."""
-    done = False
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.ndim == 1:
-                parameter.zero_()
-            elif parameter.ndim == 2 and parameter.shape[1] == width:
-                times, rest = divmod(parameter.shape[0], width)
-                if rest:
-                    return False
-                parameter.copy_(torch.eye(width, dtype=parameter.dtype).repeat(times, 1))
-                done = True
-    return done
-
-
 def masks_of(module: Any) -> list[str]:
     """Arguments of its forward that may be a mask of its own tokens, if it has such."""
     names = mask_arguments(forward_of(module))

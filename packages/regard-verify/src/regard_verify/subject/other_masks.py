@@ -15,6 +15,7 @@ from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.functions import FunctionCall
 from regard_verify.subject.mask_forms import MaskForm, forms, mask_arguments
 from regard_verify.subject.modules import ModuleCall, masks_of
+from regard_verify.subject.probe_functions import hides_one_key
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import read_dependence
 
@@ -46,20 +47,25 @@ def argument_forms(subject: Subject) -> dict[str, MaskForm | None]:
 
 def _hides(subject: Subject, form: MaskForm) -> bool:
     """Whether a mask in this form hides key 1 and nothing else."""
-    trial, keep = Trial("other masks"), Sizes(L=TOKENS, S=TOKENS).mask(1)
-    own = subject.visible(TOKENS, TOKENS)
-    other = with_form(subject, form, {})
+    trial, other = Trial("other masks"), with_form(subject, form, {})
     try:
-        if subject.module is None:
-            sizes = subject.fit(Sizes(2, 2, 2, TOKENS, TOKENS, 4, 4))
-            got, free = other.attended(sizes, trial, keep=keep), other.declared_padding(keep)
-            return any(bool(((got == right) | free).all()) for right in (own & keep, keep))
-        x = subject.tokens(2, TOKENS, trial)
-        depends = read_dependence(partial(other.run_layer, keep=keep), x)
+        if isinstance(other.layer, ModuleCall):
+            return hides_in_output(other.layer, other, trial)
+        return hides_one_key(other, trial)
     except SubjectError:
         return False
-    free = torch.eye(TOKENS, dtype=torch.bool) | other.declared_padding(keep, form)[0, 0]
-    rights = (own & keep[0, 0], keep[0, 0])
+
+
+def hides_in_output(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
+    """Whether outputs no longer depend on key 1 where it is hidden, and on all others as before."""
+    x = subject.tokens(2, 5, trial)
+    length = x.shape[1]
+    keep = Sizes(L=length, S=length).mask(1)
+    with torch.no_grad():
+        depends = read_dependence(partial(call, keep=keep), x)
+    free = torch.eye(length).bool() | subject.declared_padding(keep, call.form)[0, 0]
+    own = subject.visible(length, length)
+    rights = (own & keep[0, 0], keep[0, 0])  # the second switches the pattern off
     return any(torch.equal(depends | free, right | free) for right in rights)
 
 

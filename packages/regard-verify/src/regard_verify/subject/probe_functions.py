@@ -4,27 +4,26 @@ What is declared is not probed. What is found goes into conventions, abilities a
 The probes of masks, patterns, rotation and scale also serve modules, once they have heads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 
+from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.oracle import pattern
 from regard_verify.subject.conventions import Conventions
 from regard_verify.subject.functions import (
+    LAYOUTS,
     ONE_HEAD,
     FunctionCall,
     canonical,
-    heads_in,
     laid_out,
-    layouts_of,
     options_of,
     shape_in,
 )
-from regard_verify.subject.lines import with_line
 from regard_verify.subject.mask_forms import (
     MaskForm,
     forms,
@@ -49,8 +48,6 @@ def probe_function(target: Callable[..., Any], subject: Subject, trial: Trial) -
     own = call.own.found(layout=layout, returns=returns, scale=_default_scale(target, names))
     call = replace(call, own=own)
     subject.fixed = {"BLD": {"H": 1, "G": 1}, "LD": {"B": 1, "H": 1, "G": 1}}.get(layout, {})
-    if layout == "BLE" and "heads" not in names:
-        subject.fixed = heads_in(target, own)
     subject.conventions = own
     say_multiple(subject)
     has = subject.has
@@ -117,9 +114,15 @@ def _mask_names(declared: str | None, target: Any) -> list[str]:
 def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Trial) -> FunctionCall:
     """The call in the first layout that the function accepts and in which heads do not mix."""
     own = subject.conventions
+    if own.layout not in (None, *LAYOUTS):
+        raise SubjectError(
+            f"the layout of a function is {', '.join(LAYOUTS)}; {own.layout} is declared: name a "
+            "function of q, k and v [B, H, L, D] that calls it"
+        )
     failures: list[str] = []
+    errors: list[SubjectError] = []
     mixed: list[FunctionCall] = []
-    layouts = [own.layout] if own.layout else layouts_of(target, names, own)
+    layouts = [own.layout] if own.layout else LAYOUTS
     for multiple, layout in product([own.multiple] if own.multiple else MULTIPLES, layouts):
         if mixed and multiple != mixed[0].own.multiple:
             break
@@ -132,14 +135,30 @@ def _first_call(target: Any, subject: Subject, names: dict[str, str], trial: Tri
                     return found
             except SubjectError as error:
                 failures.append(f"{layout}: {with_line(error)}")
+                errors.append(error)
                 continue
             mixed.append(found)
     if mixed:  # in every layout: take the most common one, and the laws report what is wrong
         return mixed[0]
-    raise SubjectError(
-        f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs, "
-        "name a function that calls it with q, k and v, or declare layout or options"
+    raise refusal(
+        f"it could not be called with (q, k, v): {summary(failures)}; if it takes other inputs "
+        "(packed, or heads side by side), name a function of q, k and v [B, H, L, D] that calls "
+        "it, or declare options; if layout is declared, an error is a broken law",
+        errors,
+        own.layout,
     )
+
+
+def refusal(text: str, errors: Sequence[SubjectError], declared: object) -> SubjectError:
+    """The error for a subject that accepts no input, with the errors of all inputs.
+
+    Errors of shapes are left out unless the shape of inputs is `declared`: they tell then that the
+    code fails, and otherwise only that it takes other inputs.
+    """
+    error = SubjectError(text)
+    of_shapes = any(type(each.__cause__) is RuntimeError for each in errors)
+    error.tried = () if of_shapes and declared is None else errors
+    return error
 
 
 def _first_masks(target: Any, own: Conventions) -> Iterator[tuple[MaskForm, tuple[str, ...]]]:
@@ -183,7 +202,7 @@ def _returns(call: FunctionCall, trial: Trial) -> str:
     with torch.no_grad():
         out = output_of(call.result(q, k, v), q.numel())
     shape = tuple(q.shape)
-    if call.layout in (*ONE_HEAD, "THD"):
+    if call.layout in ONE_HEAD:
         canonical(out, call.layout, shape)
         return call.layout
     for returns in ("BHLD", "BLHD", "BLE"):
@@ -199,8 +218,6 @@ def _sizes_for(call: FunctionCall, sizes: Sizes) -> Sizes:
         sizes = sizes._replace(L=tried_length(call.own), S=tried_length(call.own))
     if call.layout in ONE_HEAD:
         return sizes._replace(H=1, G=1, B=sizes.B if call.layout == "BLD" else 1)
-    if call.layout == "BLE" and "heads" not in call.names:
-        return sizes._replace(**heads_in(call.target, call.own))
     return sizes
 
 

@@ -1,29 +1,26 @@
 """Probing a module from x to output: its layout, mask, pattern and heads."""
 
-import copy
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
+from regard_verify.blame import with_line
 from regard_verify.law import Sizes, Trial
 from regard_verify.subject.adapters import Adapter, TransformersModel, neutral
 from regard_verify.subject.conventions import Conventions
-from regard_verify.subject.lines import with_line
 from regard_verify.subject.mask_forms import MaskForm, forms, parameters_of
 from regard_verify.subject.modules import (
     ModuleCall,
     context_mask_of,
     inputs_of,
-    made_identity,
     masks_of,
     size_of,
     softcap_of,
 )
-from regard_verify.subject.other_masks import causal_works
+from regard_verify.subject.other_masks import causal_works, hides_in_output
 from regard_verify.subject.probe_functions import (
     MULTIPLES,
     choose_form,
@@ -31,13 +28,14 @@ from regard_verify.subject.probe_functions import (
     pattern_length,
     probe_alignment,
     probe_pattern,
+    refusal,
     say_multiple,
     summary,
     tried_length,
 )
 from regard_verify.subject.probe_weights import probe_scores
 from regard_verify.subject.projected_heads import ProjectedHeads
-from regard_verify.subject.reach import reach, reach_by_layout, reach_inputs
+from regard_verify.subject.reach import reach, reach_by_layout
 from regard_verify.subject.rotation import probe_rotation
 from regard_verify.subject.subject import Subject, SubjectError
 from regard_verify.visibility import nearest_pattern, read_dependence
@@ -99,7 +97,8 @@ def _first_call(module: nn.Module, subject: Subject, trial: Trial) -> ModuleCall
         say_multiple(subject)
         return call
     if refusals:
-        raise refusals[0]
+        tried = [error for each in refusals for error in each.tried]
+        raise refusal(str(refusals[0]), tried, declared.width)
     raise SubjectError("the width of its input is not known: declare it, --like width=NUMBER")
 
 
@@ -133,7 +132,7 @@ def _call(module: nn.Module, subject: Subject) -> ModuleCall:
 def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
     """Whether batch or length comes first: rows of the batch do not mix."""
     declared = subject.conventions.layout
-    failures = []
+    failures, errors = [], []
     width = subject.conventions.width or 1
     for layout in [declared] if declared else ["BLE", "LBE"]:
         for tried in _first_forms(call, subject):
@@ -147,16 +146,20 @@ def _layout(call: ModuleCall, subject: Subject, trial: Trial) -> ModuleCall:
                     moved = (found(other) != base).any(-1)
             except SubjectError as error:
                 failures.append(f"{layout}: {with_line(error)}")
+                errors.append(error)
                 continue
             if declared or (not bool(moved[1].any()) and int(moved.sum()) > 1):
                 return _with_layout(found, layout, subject)
             failures.append(f"{layout}: rows of the batch are mixed")
     if any(failure.endswith("mixed") for failure in failures):
         return _with_layout(replace(call, layout="BLE", own=subject.conventions), "BLE", subject)
-    raise SubjectError(
-        f"it could not be called with x [B, L, E]: {summary(failures)}; if it takes other inputs, "
-        "name a function or module that calls it with x alone"
+    error = SubjectError(
+        f"it could not be called with x [B, L, {width}]: {summary(failures)}; if it takes other "
+        "inputs, name a function or module that calls it with x alone; if it takes these, declare "
+        f"width={width}: an error is a broken law then"
     )
+    error.tried = () if isinstance(call.module, Adapter) else errors
+    raise error
 
 
 def _with_layout(call: ModuleCall, layout: str, subject: Subject) -> ModuleCall:
@@ -203,7 +206,7 @@ def _mask_of_layer(
             subject.attend = heads.masked(form, own)
             if _mask_reaches_heads(subject, trial):
                 return True
-        return _hides_in_output(replace(call, own=own, form=form), subject, trial)
+        return hides_in_output(replace(call, own=own, form=form), subject, trial)
 
     hidden = call.module.hidden if isinstance(call.module, Adapter) else "-inf"
     tried = [form._replace(hidden=hidden) for form in forms(names, subject.conventions)]
@@ -214,19 +217,6 @@ def _mask_of_layer(
     subject.form = subject.layer_form = form
     options = {n: v for n, v in call.own.options.items() if n != form.argument}
     return replace(call, own=replace(subject.conventions, options=options), form=form)
-
-
-def _hides_in_output(call: ModuleCall, subject: Subject, trial: Trial) -> bool:
-    """Whether outputs no longer depend on key 1 where it is hidden, and on all others as before."""
-    x = subject.tokens(2, 5, trial)
-    length = x.shape[1]
-    keep = Sizes(L=length, S=length).mask(1)
-    with torch.no_grad():
-        depends = read_dependence(partial(call, keep=keep), x)
-    free = torch.eye(length).bool() | subject.declared_padding(keep, call.form)[0, 0]
-    own = subject.visible(length, length)
-    rights = (own & keep[0, 0], keep[0, 0])  # the second switches the pattern off
-    return any(torch.equal(depends | free, right | free) for right in rights)
 
 
 def _heads(
@@ -240,7 +230,7 @@ def _heads(
     if isinstance(call.module, TransformersModel) and layers > 1 and subject.conventions.window:
         return None
     plain = replace(call, module=neutral(call.module))
-    found = reach(plain, trial) or _of_inputs(plain, trial)
+    found = reach(plain, trial)
     if found is None:
         found = reach_by_layout(plain, size_of(call.module, "heads"), trial)
     if found is None:
@@ -257,20 +247,6 @@ def _heads(
     own = own.found(heads=heads, kv_heads=groups, head_dim=dim, softcap=softcap)
     subject.conventions = replace(own, **known)
     return found
-
-
-def _of_inputs(call: ModuleCall, trial: Trial) -> ProjectedHeads | None:
-    """A module of (q, k, v) whose square matrices become identities, so that it only attends."""
-    width = call.own.width or 1
-    if call.inputs != 3:
-        return None
-    try:
-        twin = copy.deepcopy(call.module)
-    except Exception:
-        return None
-    if not made_identity(twin, width):
-        return None
-    return reach_inputs(replace(call, module=twin), width, trial)
 
 
 def _use_heads(attend: Any, subject: Subject, trial: Trial) -> None:

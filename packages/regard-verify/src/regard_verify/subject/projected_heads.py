@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard_verify.subject.channels import Roles
-from regard_verify.subject.projections import Attention, InputAttention
+from regard_verify.subject.projections import Attention
 from regard_verify.subject.subject import SubjectError
 
 
@@ -22,7 +22,7 @@ class ProjectedHeads:
         pools: for each source, the place of its channels in the pool of all values.
     """
 
-    attention: Attention | InputAttention
+    attention: Attention
     roles: Roles
     known: dict[str, Any] = field(default_factory=dict)
     pools: list[Tensor] = field(default_factory=list)
@@ -131,8 +131,6 @@ class ProjectedHeads:
 
         Such are temperatures, biases of positions, and mixtures of heads; projections are not.
         """
-        if not isinstance(self.attention, Attention):
-            return []  # its projections run, too
         named = {n: x for n, x in self.call.module.named_parameters() if x.requires_grad}
         with torch.enable_grad():
             out = self(q, k, v)
@@ -151,7 +149,7 @@ class ProjectedHeads:
             ) from NotImplementedError("another dtype")
 
 
-def run_channels(attention: Attention | InputAttention, values: Tensor) -> Tensor:
+def run_channels(attention: Attention, values: Tensor) -> Tensor:
     """Merged heads from the channels of all sources side by side [B, L, C].
 
     Where lengths must be multiples, tokens of zeros follow, and their outputs are left out.

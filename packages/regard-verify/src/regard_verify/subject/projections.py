@@ -8,7 +8,8 @@ first projection after it. So attention is called by itself, in a module of any 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,9 @@ class Products(TorchFunctionMode):
                 return self._product(root, given, lambda: func(*args, **kwargs))
         if self.bare and func in NORMS and not roots[0]:
             return tensors[0]
+        if func is F.multi_head_attention_forward:  # torch's own: its projections are inside
+            with self, patch.object(F, "has_torch_function", lambda tensors: False):
+                return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and tensors and all(roots):
             root = roots[0]
@@ -275,36 +279,6 @@ class Attention:
     def channels(self) -> list[int]:
         """The number of channels of each source."""
         return [place.channels for place in self.sources]
-
-
-@dataclass
-class InputAttention:
-    """A module of (q, k, v) without projections of its own: its inputs are queries, keys, values.
-
-    Attributes:
-        call: the module's own call.
-        width: channels of each input.
-        cross: whether keys may differ from queries in number.
-    """
-
-    call: Any
-    width: int
-    cross: bool = True
-
-    @property
-    def sources(self) -> tuple[Place, ...]:
-        """Queries [B, L, E], keys and values [B, S, E]."""
-        return tuple(Place((0, at), ("B", axis, self.width)) for at, axis in enumerate("LSS"))
-
-    def channels(self) -> list[int]:
-        """The number of channels of each input."""
-        return [self.width] * 3
-
-    def __call__(self, values: Sequence[Tensor], *, bare: bool = True, **options: Any) -> Tensor:
-        """Merged heads [B, L, E]."""
-        q, k, v = values
-        result = self.call.result(q, others=(k, v), **options)
-        return cast(Tensor, self.call.out(result, q))
 
 
 def tokens_for(

@@ -20,7 +20,7 @@ from regard_verify.subject.signatures import parameters_of
 from regard_verify.subject.subject import SubjectError, output_of
 
 PATIENCE = 20.0  # seconds that ranks wait for each other
-AXES = {"BHLD": 2, "BLHD": 1, "BLE": 1}  # of tokens, by layout
+AXES = {"BHLD": 2, "BLHD": 1}  # of tokens, by layout
 
 
 class OnRanks:

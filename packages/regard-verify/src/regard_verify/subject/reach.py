@@ -5,7 +5,6 @@ by channel, gives what it gave by itself.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from regard_verify.subject.natural import natural_roles
 from regard_verify.subject.projected_heads import ProjectedHeads, run_channels
 from regard_verify.subject.projections import (
     Attention,
-    InputAttention,
     Key,
     Product,
     Products,
@@ -221,22 +219,6 @@ def _read_by_attention(attention: Attention, trial: Trial) -> list[list[int]]:
             found.append(list(range(first, first + size)))
         first += size
     return found
-
-
-def reach_inputs(call: Any, width: int, trial: Trial) -> ProjectedHeads | None:
-    """A module of (q, k, v) as a function of heads, if its channels show them."""
-    attention = InputAttention(call, width)
-    try:
-        roles = find_roles(partial(run_channels, attention), 3 * width, trial)
-        if roles is None:
-            return None
-        values = [trial.randn(2, length, width) for length in (2, 5, 5)]
-        with suppress(SubjectError), torch.no_grad():
-            attention(values)
-            return ProjectedHeads(attention, roles)
-    except SubjectError:
-        return None
-    return ProjectedHeads(replace(attention, cross=False), roles)
 
 
 def replays(attention: Attention, roles: Roles, trial: Trial) -> bool:

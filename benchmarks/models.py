@@ -1,11 +1,13 @@
 """Every decoder of the installed transformers, tiny and random: is it itself under regard?
 
-Question: of all models that `AutoModelForCausalLM` knows, which compute the same under `install`
-and under `attn_implementation="regard"`, which are refused and why, and is any of them different?
+Question: of all models that generate, language models and those that read images, sound or another
+sequence besides, which compute the same under `install` and under `attn_implementation="regard"`,
+which are refused and why, and is any of them different?
 
-Each model is built from its configuration class, its sizes shrunk by rules that know no model. Its
-own eager forward is the reference: logits with padding left and right, greedy generation with its
-cache, beams, a static cache, gradients, bfloat16.
+Each model is built tiny by `tiny.py`. Its own eager forward is the reference: logits with padding
+left and right, greedy generation with its cache, beams, a static cache, gradients, the outputs of
+encoders of images and sound, bfloat16. Where its own forward under `sdpa` is another, it may be
+that one. Prompts hold tokens, without images among them.
 
     python benchmarks/models.py
     python benchmarks/models.py --only llama mistral
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 
 import regard.hf
 from regard.hf.running import registering
-from tiny import built, configured, folder, models, prompt, read, tokens
+from tiny import built, configured, folder, models, prompt, read, tokens, towers
 
 ROOT = Path(__file__).parents[1]
 GUIDES = (ROOT / "docs/guides/transformers.md", ROOT / "docs/zh/guides/transformers.md")
@@ -49,9 +51,14 @@ def logits(model: nn.Module, mask: Tensor | None) -> Tensor:
 
 def generated(model: Any, mask: Tensor, **options: Any) -> Any:
     """What is generated after tokens that are padded at the left."""
-    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True} | options
-    options["output_scores"] = "num_beams" in options
-    made = model.generate(**prompt(model, mask), output_logits=True, **options)
+    options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 1} | options
+    made = model.generate(
+        **prompt(model, mask),
+        **options,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=options["num_beams"] > 1,
+    )
     return made.sequences, torch.stack(made.logits), getattr(made, "sequences_scores", None)
 
 
@@ -63,6 +70,12 @@ def gradients(model: nn.Module) -> Tensor:
     torch.nn.functional.cross_entropy(out, ids[left.bool()]).backward()
     grads = [each.grad for each in model.parameters() if each.grad is not None]
     return torch.cat([each.flatten() for each in grads])
+
+
+@torch.no_grad()
+def seen_and_heard(model: nn.Module) -> Tensor:
+    """The outputs of what reads images or sound before the decoder."""
+    return torch.cat([each.flatten().float() for each in towers(model)])
 
 
 @torch.no_grad()
@@ -84,6 +97,7 @@ def checks() -> dict[str, Callable[[nn.Module], Any]]:
         "beams": lambda model: generated(model, left, num_beams=3),
         "static cache": lambda model: generated(model, left, cache_implementation="static"),
         "gradients": gradients,
+        "images and sound": seen_and_heard,
         "bfloat16": in_bfloat16,
     }
 
@@ -147,8 +161,9 @@ def judged(own: dict[str, Any], ours: dict[str, Any]) -> tuple[str, str]:
     return "equal", ""
 
 
-def usual(kind: type) -> str:
-    return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+def usual(name: str) -> str:
+    """The implementation of attention that transformers itself gives to this model."""
+    return "sdpa" if getattr(transformers, models()[name])._supports_sdpa else "eager"
 
 
 def registered(name: str, config: Any, row: dict[str, str]) -> tuple[str, dict[str, Any]]:
@@ -163,7 +178,7 @@ def registered(name: str, config: Any, row: dict[str, str]) -> tuple[str, dict[s
     regard.hf.register()
     transformers.AttentionInterface.register("regard", counted)
     try:
-        model = built(name, config, usual(getattr(transformers, models()[name])))
+        model = built(name, config, usual(name))
         model.set_attn_implementation("regard")
     except (ValueError, NotImplementedError, ImportError) as error:
         return " ".join(str(error).split()), {}
@@ -175,7 +190,7 @@ def registered(name: str, config: Any, row: dict[str, str]) -> tuple[str, dict[s
 
 def installed(name: str, config: Any, row: dict[str, str]) -> tuple[str, dict[str, Any]]:
     """Results with `install`."""
-    model = built(name, config, usual(getattr(transformers, models()[name])))
+    model = built(name, config, usual(name))
     try:
         done = regard.hf.install(model)
     except ValueError as error:
@@ -208,6 +223,9 @@ def surveyed(name: str) -> dict[str, str]:
             row |= {way: "different", f"{way}_why": f"{type(error).__name__}: {error}"}
             continue
         kind, what = judged(own, ours) if ours else ("refused", why)
+        if kind == "different" and usual(name) != "eager":
+            other = judged(results(built(name, config, usual(name))), ours)
+            kind, what = other if other[0] == "equal" else (kind, what)
         if kind == "equal" and why:
             kind, what = ("in part" if why.startswith("left alone") else "refused"), why
         row |= {way: kind, f"{way}_why": what}

@@ -6,7 +6,7 @@ Each is built from its configuration class, its sizes shrunk by rules that know 
 import copy
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -296,27 +296,65 @@ def _masked(given: dict[str, Any], name: str, mask: Tensor | None) -> dict[str, 
 
 
 def features(model: Any, name: str) -> Tensor:
-    """Random features of a shape that the encoder of a model takes."""
-    sizes = dict(_numbers(model.config))
-    mels = [sizes.get(each, 80) for each in ("num_mel_bins", "input_feat_per_channel")]
-    side, wide = sizes.get("image_size", 32), sizes.get("patch_embed_hidden_size", 64)
-    shapes = {
-        "pixel_values": [(2, 3, side, side)],
-        "input_values": [(2, 1600)],
-        "flattened_patches": [(2, 12, wide + 2)],
-    }.get(name, [shape for mel in mels for shape in ((2, mel, 256), (2, 64, mel))])
-    for shape in shapes:
+    """Random features that the encoder of a model reads."""
+    return _taken(getattr(model, "vision_model", None) or model.get_encoder(), name)[0]
+
+
+def towers(model: nn.Module) -> Iterator[Tensor]:
+    """The outputs of the parts of a model that read images or sound and need nothing besides."""
+    inside: list[nn.Module] = []
+    for part in model.modules():
+        name = getattr(part, "main_input_name", "")
+        if part is model or name not in SHAPES or any(each is part for each in inside):
+            continue
+        inside += part.modules()
+        try:
+            out = _taken(part, name)[1]
+        except (AttributeError, TypeError, ValueError):
+            continue
+        yield from (each for each in out.values() if isinstance(each, Tensor))
+
+
+def _taken(encoder: Any, name: str) -> tuple[Tensor, Any]:
+    """Random features of a shape that an encoder takes, and its output.
+
+    Raises:
+        ValueError: if it takes none of the usual shapes.
+    """
+    sizes = {"image_size": 32, "patch_embed_hidden_size": 64} | dict(_numbers(encoder.config))
+    dtype = next(encoder.parameters()).dtype
+    for shape in SHAPES[name](sizes):
         made = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-        if name == "flattened_patches":
-            made[..., :2] = torch.arange(12).view(12, 1) % 4
+        if name == "flattened_patches":  # each begins with its row and column
+            made[..., :2] = torch.arange(shape[1]).view(-1, 1) % 4
         try:
             with torch.no_grad():
-                read = getattr(model, "vision_model", None) or model.get_encoder()
-                read(made.to(model.dtype))
-            return made.to(model.dtype)
-        except (RuntimeError, ValueError, IndexError):
+                return made.to(dtype), encoder(made.to(dtype))
+        except (RuntimeError, IndexError):
             continue
-    raise ValueError(f"no features {name} of shape {shapes} are taken")
+    raise ValueError(f"no {name} of a usual shape are taken")
+
+
+def _pictures(sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    """Two pictures; none where they would have a million pixels."""
+    side = sizes["image_size"]
+    return [(2, 3, side, side)] if side < 600 else []
+
+
+def _sounds(sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    """Spectrograms, with frequencies before time or after."""
+    mels = [sizes.get(each, 80) for each in ("num_mel_bins", "input_feat_per_channel")]
+    times = (256, 2 * sizes.get("max_source_positions", 128))
+    shapes = [((2, mel, time), (2, 64, mel)) for mel in mels for time in times]
+    return [each for pair in shapes for each in pair]
+
+
+SHAPES: dict[str, Callable[[dict[str, int]], list[tuple[int, ...]]]] = {  # of features, by name
+    "pixel_values": _pictures,
+    "input_values": lambda sizes: [(2, 1600), (2, 1, 1600)],
+    "flattened_patches": lambda sizes: [(2, 12, sizes["patch_embed_hidden_size"] + 2)],
+    "input_features": _sounds,
+}
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, int]]:

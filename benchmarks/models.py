@@ -273,12 +273,12 @@ def tabled(text: str) -> dict[str, set[int]]:
 
 
 def table(found: dict[str, set[int]], words: tuple[str, ...]) -> str:
-    """The models of each outcome, as Markdown."""
+    """The models of each outcome, as Markdown, and the number of their folders in transformers."""
     lines = ["|  | | |", "|---|---|---|"]
     for number, said in enumerate(words):
         names = sorted(name for name, each in found.items() if number in each)
         shown = "" if number == 4 else ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| {said} | {len(names)} | {shown} |")
+        lines.append(f"| {said} | {len(set(map(folder, names)))} | {shown} |")
     return "\n".join(lines)
 
 
@@ -336,8 +336,8 @@ def main() -> None:
     for name in () if options.read else options.only or models():
         rows.append(bounded(name))
         print(shown(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
     if options.write:
         write(rows)
     ways = ("register", "install")

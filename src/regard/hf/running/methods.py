@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from regard.hf.running.calls import attended, described, one_part, precision_of
 from regard.hf.running.masks import visible
+from regard.hf.running.probing import undisturbed
 from regard.layers.attending import Keys
 
 NAME = "_attn"
@@ -33,7 +34,6 @@ def attending_method(module: Any) -> Callable[..., Any] | None:
     return next((each for each in tried if _agrees(module, own, each)), None)
 
 
-@torch.no_grad()
 def _agrees(module: Any, own: Callable[..., Any], ours: Callable[..., Any]) -> bool:
     """Whether both compute the same on a few random heads, one of two rows padded."""
     made = torch.Generator().manual_seed(0)
@@ -41,16 +41,12 @@ def _agrees(module: Any, own: Callable[..., Any], ours: Callable[..., Any]) -> b
     q, k, v = (torch.randn(2, 2, tokens, size, generator=made) for tokens in (3, 5, 5))
     mask = torch.zeros(2, 1, 3, 5)
     mask[0, ..., :2] = torch.finfo(mask.dtype).min
-    mode = module.training
-    try:
-        module.eval()
-        device = next(module.parameters()).device
-        heads = [each.to(device) for each in (q, k, v, mask)]
-        return bool(torch.allclose(own(module, *heads)[0], ours(module, *heads)[0], atol=1e-4))
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    finally:
-        module.train(mode)
+    heads = [each.to(next(module.parameters()).device) for each in (q, k, v, mask)]
+    with undisturbed(module):
+        try:
+            return bool(torch.allclose(own(module, *heads)[0], ours(module, *heads)[0], atol=1e-4))
+        except (RuntimeError, TypeError, ValueError):
+            return False
 
 
 def _attend(

@@ -94,4 +94,4 @@ def test_a_method_that_hides_keys_itself_is_refused():
 
 
 def test_other_modules_have_no_such_method():
-    assert methods.attending_method(torch.nn.Linear(2, 2)) is None
+    assert not methods.can_attend(torch.nn.Linear(2, 2))

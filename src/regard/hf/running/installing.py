@@ -19,10 +19,8 @@ from regard.hf.families.finding import Found, calls_the_interface, find, unknown
 from regard.hf.families.recognising import family_of, nearest
 from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
-from regard.hf.running import heads, latent, tied
+from regard.hf.running import heads, latent, methods, tied
 from regard.hf.running.binding import bind, replace, restore
-from regard.hf.running.methods import NAME as METHOD
-from regard.hf.running.methods import attending_method
 from regard.hf.running.probing import disagreement
 from regard.hf.running.registering import register
 from regard.layers.forms.tied_kv import TiedKeys
@@ -197,16 +195,14 @@ def _agrees(module: nn.Module) -> bool:
 
 
 def _can_call(module: nn.Module) -> bool:
-    return calls_the_interface(module) or attending_method(module) is not None
+    return calls_the_interface(module) or methods.can_attend(module)
 
 
 def _call_regard(module: Any) -> None:
     """Let this module alone find regard where its config names the attention function, the config
     of the model stays; or in the place of its method."""
     if not calls_the_interface(module):
-        method = attending_method(module)
-        assert method is not None
-        return replace(module, METHOD, MethodType(method, module))
+        return replace(module, methods.NAME, MethodType(methods.attend, module))
     if vars(module).get("_before_regard", {}).get("config") is not None:
         return
     config = copy(module.config)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from regard.hf.families.finding import Found, calls_the_interface, find, unknown
 from regard.hf.families.recognising import family_of, nearest
 from regard.hf.families.table import Family, is_placed
 from regard.hf.packages import check_version
-from regard.hf.running import heads, latent, tied
+from regard.hf.running import heads, latent, methods, tied
 from regard.hf.running.binding import bind, replace, restore
 from regard.hf.running.probing import disagreement
 from regard.hf.running.registering import register
@@ -153,7 +154,7 @@ def install(model: nn.Module, *, precision: str = "strict") -> Installation:
     agreeing = [name for name, each in found.known.items() if _agrees(each)]
     own = {name: found.known[name] for name in agreeing if family_of(found.known[name])}
     others = {name: each for name, each in found.known.items() if name not in own} | found.unknown
-    calling = {name: list(filter(calls_the_interface, m.modules())) for name, m in others.items()}
+    calling = {name: list(filter(_can_call, m.modules())) for name, m in others.items()}
     if not own and not any(calling.values()):
         differences = sorted({_difference_of(type(each)) for each in others.values()})
         unknown = unknown_attention(model, Found(own, others))
@@ -193,9 +194,15 @@ def _agrees(module: nn.Module) -> bool:
     return disagreement(family, module, forward_of(module)) is None
 
 
+def _can_call(module: nn.Module) -> bool:
+    return calls_the_interface(module) or methods.can_attend(module)
+
+
 def _call_regard(module: Any) -> None:
-    """Let this module alone find regard where its config names the attention function; the config
-    of the model stays."""
+    """Let this module alone find regard where its config names the attention function, the config
+    of the model stays; or in the place of its method."""
+    if not calls_the_interface(module):
+        return replace(module, methods.NAME, MethodType(methods.attend, module))
     if vars(module).get("_before_regard", {}).get("config") is not None:
         return
     config = copy(module.config)

@@ -61,7 +61,7 @@ def _difference(family: Family, module: Any, ours: Forward) -> str | None:
     """The first case in which the two forwards differ. A class that the table names is trusted
     where its own forward cannot be tried, as with weights that are spread over ranks."""
     named = FAMILIES.get(type(module).__name__) is family
-    with _undisturbed(module), torch.random.fork_rng(devices=[]):
+    with undisturbed(module), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, case in _cases(family, module):
             own = None
@@ -80,7 +80,7 @@ def _difference(family: Family, module: Any, ours: Forward) -> str | None:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
+def undisturbed(module: nn.Module) -> Iterator[None]:
     """Without dropout and gradients; the module is as before afterwards."""
     modes = {each: each.training for each in module.modules()}
     try:

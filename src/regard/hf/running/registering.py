@@ -71,8 +71,8 @@ def mask(*, config: Any = None, **given: Any) -> Tensor | None:
     if not hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
         raise ValueError(
             f"models of {type(config).__name__} compute their attention themselves and do not "
-            "call transformers' AttentionInterface, so regard cannot run it; "
-            'call model.set_attn_implementation("eager")'
+            "call transformers' AttentionInterface, so regard cannot run it; call "
+            'model.set_attn_implementation("eager"), then regard.hf.install(model): it knows some'
         )
     own = [each for each in vars(file).values() if getattr(each, "__module__", "") == name]
     if all(getattr(each, "_supports_sdpa", True) for each in own):

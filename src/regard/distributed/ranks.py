@@ -1,7 +1,7 @@
 """The ranks that share a layer's work, and all that is sent between them.
 
-Every byte that regard sends goes through `Ranks`, which counts it, and whose errors name the step.
-The collectives are those of torch.distributed.
+Every byte that regard sends goes through `Ranks`, which counts it, and whose errors name the step and
+the other ranks. The collectives are those of torch.distributed.
 """
 
 import os
@@ -18,10 +18,45 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from regard.distributed.failures import RankError, failure
 from regard.plan.sent import sum_bytes
 
 __all__ = ["RankError", "Ranks", "counted", "expected", "sum_bytes"]
+
+
+class RankError(RuntimeError):
+    """The error of a message that failed: another rank ended, or the time-out passed.
+
+    The process group has no connections after it, on any rank: the processes start again.
+
+    Attributes:
+        step: what was sent.
+        ranks: the ranks at the other ends of the message, by their numbers in the world. One that
+            is still running may itself wait for a further rank.
+
+    Examples:
+        >>> from regard.distributed import RankError
+        >>> issubclass(RankError, RuntimeError)
+        True
+    """
+
+    def __init__(self, message: str, step: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.step, self.ranks = step, tuple(ranks)
+
+
+def failure(mesh: DeviceMesh, step: str, others: Collection[int], error: Exception) -> RankError:
+    """The error for a failed message of `step` with other ranks, by their numbers in the mesh."""
+    numbers = dist.get_process_group_ranks(mesh.get_group())
+    ranks = [numbers[other] for other in sorted(others)]
+    names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    reason = str(error).strip().partition("\n")[0]
+    return RankError(
+        f"{step}: {names} did not answer rank {dist.get_rank()}: ended, or not in this step yet, or "
+        "sending another size; every rank makes the same calls in the same order "
+        f"({reason[:300]})",
+        step,
+        ranks,
+    )
 
 
 @dataclass(eq=False)

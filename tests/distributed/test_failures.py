@@ -18,7 +18,7 @@ from ranks import AFTER_AN_ERROR, Apart, Pool, on_ranks, restart_clock
 from regard import PagedCache, PagePool
 from regard.cache.paging.tables import Tables
 from regard.distributed import ShardedCache, context_parallel, tensor_parallel
-from regard.distributed.ranks import CHECKED, RankError, Ranks
+from regard.distributed.ranks import RankError, Ranks
 from session import LONG
 
 TIMEOUT = 30.0  # seconds, of process groups that need not wait so long
@@ -193,7 +193,6 @@ def calls_twice(mesh):
 
 
 def dies_in_a_tensor_parallel_layer(mesh):
-    os.environ[CHECKED] = "0"  # else calls are compared before each sum
     ranks, layer = _start(mesh), tensor_parallel(make("everything").train(), mesh)
     layer(inputs(2, 5)).sum().backward()
     _begin(ranks)
@@ -218,7 +217,6 @@ def dies_in_a_decoding_step(mesh):
 
 def _dies_in_a_change(mesh, change):
     """Rank 1 ends as its cache changes; the cache of the other is as before the call after it."""
-    os.environ[CHECKED] = "0"
     ranks, layer = _start(mesh), tensor_parallel(make("GQA").eval(), mesh)
     cache, x = PagedCache(PagePool(64, 2, format="K4V4")), inputs(2, 9)
     with torch.no_grad():

@@ -1,10 +1,9 @@
 """The ranks that share a layer's work, and all that is sent between them.
 
-Every byte that regard sends goes through `Ranks`, which counts it, and whose errors name the step and
-the other ranks. The collectives are those of torch.distributed.
+Every byte that regard sends goes through `Ranks`, which counts it, and whose errors name the step
+and the other ranks. The collectives are those of torch.distributed.
 """
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard.plan.sent import sum_bytes
 
-__all__ = ["RankError", "Ranks", "counted", "expected", "sum_bytes"]
+__all__ = ["RankError", "Ranks", "counted", "sum_bytes"]
 
 
 class RankError(RuntimeError):
@@ -51,7 +50,7 @@ def failure(mesh: DeviceMesh, step: str, others: Collection[int], error: Excepti
     names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
     reason = str(error).strip().partition("\n")[0]
     return RankError(
-        f"{step}: {names} did not answer rank {dist.get_rank()}: ended, or not in this step yet, or "
+        f"{step}: {names} did not answer rank {dist.get_rank()}: ended, in another step, or "
         "sending another size; every rank makes the same calls in the same order "
         f"({reason[:300]})",
         step,
@@ -71,10 +70,8 @@ class Sent:
         self.steps[step] = self.steps.get(step, 0) + nbytes
 
 
-# Of the open `counted` blocks, which all count, and `expected` ones, of which the innermost does.
-# They are the process's, not a thread's: autograd has threads of its own.
+# Of the open `counted` blocks; of the process, since autograd has threads of its own.
 _COUNTERS: list[Sent] = []
-_EXPECTED: list[Sent] = []
 
 
 @contextmanager
@@ -275,8 +272,6 @@ class Ranks:
     def _count(self, step: str, nbytes: int) -> None:
         for counter in _COUNTERS:
             counter.add(step, nbytes)
-        if _EXPECTED:
-            _EXPECTED[-1].add(step, nbytes)
 
     def _assert_place(self, x: Tensor, step: str) -> None:
         there, here = x.device.type, self.mesh.device_type
@@ -305,36 +300,3 @@ def _tag(step: str, x: Tensor) -> int:
 def _words(step: str) -> bytes:
     """The letters of a step. Its numbers may be those of other ranks, which the sides differ in."""
     return "".join(filter(str.isalpha, step)).encode()
-
-
-CHECKED = "REGARD_CHECK_BYTES"  # set to 1, every plan compares what it sends with its count
-
-
-def checked() -> bool:
-    """Whether plans compare what they send with what they counted: the debug mode."""
-    return os.environ.get(CHECKED, "0") != "0"
-
-
-@contextmanager
-def expected(nbytes: int, what: str) -> Iterator[None]:
-    """A block that sends so many bytes; with `REGARD_CHECK_BYTES=1` another number raises.
-
-    What an `expected` block inside it sends is counted there alone: a backward pass that computes a
-    checkpointed forward pass again has two plans.
-
-    Raises:
-        AssertionError: if other bytes were sent than counted.
-    """
-    if not checked():
-        yield
-        return
-    sent = Sent()
-    _EXPECTED.append(sent)
-    try:
-        yield
-    finally:
-        _EXPECTED.remove(sent)
-    assert sent.bytes == nbytes, (
-        f"{what} sends {nbytes} bytes by its plan, but sent {sent.bytes}: "
-        f"{', '.join(f'{n} in {step!r}' for step, n in sent.steps.items()) or 'no message'}"
-    )

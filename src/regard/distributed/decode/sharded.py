@@ -13,7 +13,7 @@ from regard.cache.saving import Record
 from regard.cache.stored import Stored
 from regard.cache.streams import Lengths, check_streams, check_whole, needs_derivatives
 from regard.distributed.decode.attending import attend_locally
-from regard.distributed.decode.heads import Heads, Rows, heads_of
+from regard.distributed.decode.heads import Heads, heads_of
 from regard.distributed.decode.slots import Piece, Slots
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
@@ -134,20 +134,6 @@ class ShardedCache(Stored, Attending):
         q, k, v = self._heads.outlines(layer, q, *keys.outlines)
         options = layer.options(at) | {"sinks": None}
         return prepare(q, k, v, span=at.span, partial=True, **options)
-
-    def bytes_sent(self, layer: Any, batch: int, queries: int, dtype: torch.dtype) -> int:
-        """Bytes that this rank sends in a call of a layer, whatever the number of tokens held.
-
-        Args:
-            layer: that fills the cache.
-            batch: its rows.
-            queries: new tokens.
-            dtype: of queries, keys and values.
-        """
-        width = layer.v_head_dim if layer.kind == "MLA" else layer.head_dim
-        if layer.kind == "MLA" and layer.choose(self.span(queries), self).name == "absorbed":
-            width = layer.kv_lora_rank
-        return self._heads.bytes_sent(layer, Rows(batch, queries, dtype), width)
 
     def span(self, new: int) -> Span:
         """The slots of the queries and keys of a call with `new` more tokens.

@@ -14,7 +14,7 @@ Examples:
 
 from regard.convert.converting import Converted, LayerReport, convert
 from regard.convert.exact.expand import expand, spell_out
-from regard.convert.exact.layouts import LAYOUTS, Layout, fuse, fuse_state, split_fused, split_state
+from regard.convert.exact.layouts import LAYOUTS, Layout, fuse_state, split_fused, split_state
 from regard.convert.exact.pairing import (
     Detected,
     detect_pairing,
@@ -57,7 +57,6 @@ __all__ = [
     "decouple",
     "detect_pairing",
     "expand",
-    "fuse",
     "fuse_state",
     "halves_to_pairs",
     "heal",

@@ -12,11 +12,22 @@ import torch
 from torch import nn
 
 from regard.convert import Recipe
-from regard.convert.healing.heal import heal
+from regard.convert.healing.heal import Distillation, heal
 from regard.hf import attention_modules
 from regard.hf.running.calls import precision_of
 from students import QUICK, WINDOWS, distance, pair, state_of
 from tiny import VOCABULARY, tokens
+
+
+@torch.no_grad()
+def test_the_loss_of_the_predictions_is_their_divergence():
+    student, teacher = pair()
+    loss = Distillation(student, teacher)
+    every = torch.arange(WINDOWS.shape[1])
+    ours, theirs = (m(WINDOWS).logits.double().log_softmax(-1) for m in (student, teacher))
+    wanted = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    assert float(loss(WINDOWS, every)) == pytest.approx(float(wanted), rel=1e-4)
+    assert distance(student, teacher) > 0
 
 
 @pytest.mark.parametrize("placed", [False, True])

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.healing.environment import fast_attention, only_training, others_in
-from regard.convert.healing.losses import Distillation
 from regard.convert.healing.recipe import Budget, Recipe, positions_of, rows_of
 from regard.convert.healing.state import Record, fingerprint, load_record, load_state, save_state
+from regard.convert.measuring import divergence
 from regard.hf.families.finding import find
+from regard.hf.generating.predicting import hidden_states
 from regard.hf.packages import require
 
 DEFAULT = Recipe()
@@ -118,6 +119,29 @@ def heal(
         record.seconds,
         record.steps * recipe.batch * tokens.shape[1],
     )
+
+
+class Distillation(nn.Module):
+    """The loss of a student and its teacher on one batch.
+
+    It is a module, so that wrappers for several devices (DDP) run every forward.
+
+    Args:
+        student: a transformers causal language model.
+        teacher: the model that it was converted from.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def forward(self, tokens: Int[Tensor, "B L"], chosen: Int[Tensor, " P"]) -> Float[Tensor, ""]:
+        """The mean `KL(teacher || student)` of the predictions at the `chosen` positions, in nats a
+        token."""
+        with torch.no_grad():
+            wanted = hidden_states(self.teacher, tokens)
+        hidden = hidden_states(self.student, tokens)
+        return divergence(self.student, hidden[:, chosen], self.teacher, wanted[:, chosen])
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from regard.distributed.ranks import Ranks
@@ -103,15 +104,10 @@ def _named(numbers: list[int]) -> str:
 
 
 def _told(ranks: Ranks, own: list[Any]) -> list[Any]:
-    """Gather a JSON value of any length from every rank."""
-    device = ranks.mesh.device_type
-    text = json.dumps(own).encode()
-    sizes = [int(n) for n in ranks.all_gather(torch.tensor([len(text)], device=device), _STEP)]
-    padded = torch.tensor([*text, *bytes(max(sizes) - len(text))], device=device)
-    pieces = ranks.all_gather(padded.to(torch.uint8), _STEP)
-    return [
-        json.loads(bytes(piece[:size].tolist())) for piece, size in zip(pieces, sizes, strict=True)
-    ]
+    """Gather a list of texts and numbers from every rank."""
+    every: list[Any] = [None] * ranks.size
+    dist.all_gather_object(every, own, group=ranks.group)
+    return every
 
 
 def text_of(mask: Mask) -> str:

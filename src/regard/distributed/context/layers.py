@@ -13,19 +13,15 @@ from torch import Tensor, nn
 from regard.cache import NO_CACHE, Cache
 from regard.distributed.context.agreement import agree, text_of
 from regard.distributed.context.attending import attend_shards
-from regard.distributed.context.needed import needs_of
 from regard.distributed.context.sending import Call, send, uses_length
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Layout, Shards
 from regard.distributed.tensor.heads import split_of
 from regard.heads import merge_heads
-from regard.layers.attending import describe
 from regard.layers.cache_use import check_use, restored_on_error
 from regard.layers.inputs import Arrival, arrive, check_cache
-from regard.layers.latent import MultiHeadLatentAttention
 from regard.masks import EVERYTHING, AllOf, AnyOf, Documents, Mask, Not, Padding, Span
 from regard.ops.check import check_bias, check_decodable, check_mask_sizes
-from regard.ops.explain import explain as explain_prepared
 from regard.tracing import is_autocast
 
 
@@ -89,53 +85,13 @@ def forward(
         return result
 
 
-def weights(layer: Any, *args: object, **options: object) -> Tensor:
-    """Refuse: the weights of all keys are on no rank."""
+def refuse(layer: Any, *args: object, **options: object) -> Any:
+    """Refuse `weights` and `explain`: the keys of a query are on several ranks."""
     raise ValueError(
-        "the weights of a query are spread over the ranks under context parallel; call weights() "
-        "of a layer on one device: after plan.remove(), or of another "
-        f"{type(layer).__name__} with the same state dict"
+        "weights() and explain() read all keys of a call, which are on several ranks under context "
+        "parallel; call them of a layer on one device: after plan.remove(), or of another "
+        f"{type(layer).__name__} with the same state dict; plan.bytes_sent(...) counts messages"
     )
-
-
-def explain(
-    layer: Any,
-    x: Tensor,
-    *,
-    context: object = None,
-    mask: Mask = EVERYTHING,
-    cache: Cache = NO_CACHE,
-    positions: Tensor | None = None,
-) -> str:
-    """The tokens that this rank sends and receives in this call, and the last queries' backend.
-
-    As `forward`, every rank calls it.
-    """
-    call = arrive_shard(layer, x, context, mask, cache, positions)
-    split: TokenSplit = layer.token_split
-    rank, shards = split.ranks.rank, call.shards
-    needs = needs_of(call.mask, shards)
-    lines = [
-        f"context  rank {rank} of {shards.ranks}, {split.exchange}, {shards.layout}: "
-        f"{shards.lengths[rank]} of {shards.length} tokens; keys of {needs.sent_tokens(rank)} "
-        f"are sent, of {needs.received_tokens(rank)} received"
-    ]
-    if shards.pieces(rank):
-        lines.append(_explained_piece(layer, x, call))
-    return "\n".join(lines)
-
-
-def _explained_piece(layer: Any, x: Tensor, call: Call) -> str:
-    """The backend for a rank's last piece of queries and the keys of the whole sequence."""
-    start, stop = call.shards.pieces(layer.token_split.ranks.rank)[-1]
-    sending = send(layer, x, call)
-    form = ""
-    if isinstance(layer, MultiHeadLatentAttention):
-        chosen = layer.choose(call.span)
-        form = f"form     {chosen.name}: {chosen.why}\n"
-    q = sending.q[:, :, start - stop :]
-    at = Arrival(call.mask, Span(start, stop, 0, call.shards.length), call.positions)
-    return form + explain_prepared(describe(layer, q, sending.keys(), at))
 
 
 def _decoded(

@@ -114,8 +114,8 @@ def share_out(layer: Any, split: TokenSplit) -> None:
     """Replace the methods of one layer, until `remove`. Class, weights and hooks stay; a bound
     method, so that a deep copy of the layer calls itself and not the original."""
     layer.token_split = split
-    for name in REPLACED:
-        layer.__dict__[name] = MethodType(getattr(parallel_layers, name), layer)
+    for name, function in REPLACED.items():
+        layer.__dict__[name] = MethodType(getattr(parallel_layers, function), layer)
 
 
 def _layers_of(model: object, ranks: Ranks, exchange: str, layout: str) -> tuple[Any, ...]:

@@ -17,7 +17,11 @@ from regard.distributed.shards import Layout, Shards
 from regard.masks import EVERYTHING, Mask, Span
 
 Exchange = Literal["ring", "gather"]
-REPLACED = ("forward", "weights", "explain")  # methods of a layer that a plan replaces
+REPLACED = {  # methods of a layer, and the functions of `layers` in their place
+    "forward": "forward",
+    "weights": "refuse",
+    "explain": "refuse",
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from torch.func import functional_call
 from regard.cache import Part
 from regard.distributed.shards import Shards
 from regard.distributed.tensor.heads import share_of, split_of
-from regard.layers.attending import Keys
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_forms import Expanded
@@ -53,13 +52,6 @@ class Sending(NamedTuple):
     streams: tuple[Tensor, ...]
     read: Callable[[Tensor], Tensor]
     options: Mapping[str, Any] = {}
-
-    def keys(self) -> Keys:
-        """Keys and values of this rank's tokens."""
-        streams, make = self.streams, self.options.get("keys_of")
-        if make is not None:
-            streams = make(streams, self.options["parameters"])
-        return Keys.of((Part(0, streams[0].shape[2], streams),), self.options.get("v_head_dim"))
 
 
 def widths_of(layer: Any) -> tuple[int, int]:

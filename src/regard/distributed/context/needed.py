@@ -128,7 +128,7 @@ def slots_of(shards: Shards, rank: int) -> Runs:
 
 
 def _blocks(find: Finder, start: int, stop: int) -> list[tuple[int, int]]:
-    """The first and the last query of blocks, which begin where a rule begins to show other keys."""
+    """The first and the last query of blocks that begin where a rule shows other keys."""
     cuts = [start, *find(start, stop - 1).edges_between(start, stop), stop]
     return [
         (first, min(first + QUERIES, end) - 1)

@@ -53,7 +53,7 @@ class ShardedCall:
 
     @property
     def span(self) -> Span:
-        """As many queries as a rank has, by all keys."""
+        """The queries of one rank by all keys of the sequence."""
         return Span(0, max(self.shards.lengths), 0, self.shards.length)
 
     def as_mask(self) -> Tensor:

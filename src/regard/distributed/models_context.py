@@ -80,7 +80,7 @@ def context_parallel_of_model(
 
 
 def _widths_of(module: Any) -> tuple[int, int]:
-    """Elements of a token's streams that have gradients, and bytes of those that have none."""
+    """Elements of a token's differentiable streams, and bytes of its integer streams."""
     family, split = _family(module), split_of(module)
     if is_placed(module):
         return widths_of(module)
@@ -113,7 +113,7 @@ def sharded_modules(model: Any, ranks: Ranks) -> dict[str, nn.Module]:
 
 
 def _check_model(model: Any) -> None:
-    """Raise unless the outputs of a model are those of each token, at positions it is given."""
+    """Raise unless the model returns one output for each token and takes `position_ids`."""
     kind = type(model).__name__
     if model.config.is_encoder_decoder or model.config.get_text_config() is not model.config:
         raise ValueError(
@@ -306,7 +306,7 @@ def _agreed(
 
 
 def _whole(ranks: Ranks, shards: Shards, x: Tensor, step: str) -> Tensor:
-    """`[B, S]` of the whole sequence, of what each rank has for its tokens, `[B, L]`."""
+    """Gather values of this rank's tokens, `[B, L]`, to those of the sequence, `[B, S]`."""
     most = max(shards.lengths)
     pieces = ranks.all_gather(F.pad(x, (0, most - x.shape[1])), step)
     cut = [piece[:, :length] for piece, length in zip(pieces, shards.lengths, strict=True)]

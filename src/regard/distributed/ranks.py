@@ -192,7 +192,7 @@ class Ranks:
         Args:
             send: what each rank gets, by its number in the mesh. Must not change until `wait`.
             receive: tensors to write to, contiguous, by the rank that they come from.
-            step: what is sent, the same words on both sides; numbers in it may differ.
+            step: the content of the message, in the same words on both sides; numbers may differ.
 
         Raises:
             RankError: if a rank has ended.
@@ -213,7 +213,7 @@ class Ranks:
     ) -> list[tuple[Collection[int], Any]]:
         """The messages on their way, by the ranks at their other ends."""
         group = self.group
-        if self.mesh.device_type != "cpu":  # NCCL has to start those of both directions as one
+        if self.mesh.device_type != "cpu":  # NCCL starts sends and receives together
             others = {other for _, other, _ in messages}
             batch = [
                 dist.P2POp(run, x, group=group, tag=_tag(step, x), group_peer=other)
@@ -298,5 +298,5 @@ def _tag(step: str, x: Tensor) -> int:
 
 @lru_cache(maxsize=1024)
 def _words(step: str) -> bytes:
-    """The letters of a step. Its numbers may be those of other ranks, which the sides differ in."""
+    """The letters of a step. A number in it may be a rank, in which sender and receiver differ."""
     return "".join(filter(str.isalpha, step)).encode()

@@ -1,4 +1,4 @@
-"""What cached keys and values depend on besides their tokens: weights, computation, and a name.
+"""Fingerprints of the model and of the name under which cached keys and values are found.
 
 A prefix that was stored under one context is never found under another.
 """
@@ -52,7 +52,7 @@ class Context:
 
 
 def context_of(module: Modules, *, name: str = "") -> Context:
-    """The context of a model, or of its layers: its weights, what it computes, and a name.
+    """The context of a model, or of its layers: its weights, its computation, and a name.
 
     The key is made of the name and of a digest of the modules' types and arguments, the active
     adapters of a PEFT model, the frequencies of RoPE, and the config of a transformers model.
@@ -84,7 +84,7 @@ def context_of(module: Modules, *, name: str = "") -> Context:
 
 
 def _computation(model: nn.Module) -> bytes:
-    """A digest of what a model computes besides its weights: arguments, adapters, ropes, config."""
+    """A digest of a model without its weights: arguments, adapters, ropes, configuration."""
     config: Any = getattr(model, "config", None)
     entries = _effective(config.to_dict()) if hasattr(config, "to_dict") else {}
     modules = (

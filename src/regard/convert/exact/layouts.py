@@ -39,7 +39,7 @@ def by_group(num_heads: int, num_kv_heads: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one class of modules stores its fused projection.
+    """The layout in which one class of modules stores its fused projection.
 
     Args:
         weight: name of the weight in a state dict.

@@ -13,7 +13,7 @@ from torch import Tensor
 class Recipe:
     """All settings that change the result of healing.
 
-    The defaults are those that `benchmarks/healing.py` measures: a model of 135M parameters,
+    The defaults are measured by `benchmarks/healing.py`: a model of 135M parameters,
     windows of 768 tokens, half an hour and two cores.
 
     The loss is the divergence from the teacher's predictions.

@@ -39,7 +39,7 @@ def agree(
     Keeps nothing between calls, so that a call may be repeated, as activation checkpointing does.
 
     Args:
-        ranks: those that make the call.
+        ranks: the ranks that make the call.
         facts: what must be the same on all of them, by its name in an error.
         numbers: at most two integers that may differ.
         refusal: the error of this rank's own checks.
@@ -145,7 +145,7 @@ def _contents(cells: Iterable[CellType]) -> list[object]:
 
 
 def _fields(value: object) -> str:
-    """The arguments that an object was made of, without what it has memoised since."""
+    """The constructor arguments of an object as text, without memoised attributes."""
     names = sorted(vars(value))
     if is_dataclass(value):
         names = [each.name for each in fields(value) if each.init]
@@ -164,6 +164,6 @@ def _digest(data: bytes | str) -> int:
 
 
 def _digest_of(text: str) -> int:
-    """As an int64."""
+    """The digest of a text as an int64."""
     raw = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
     return int.from_bytes(raw[:8], signed=True)

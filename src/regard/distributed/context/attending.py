@@ -66,7 +66,7 @@ def attend_shards(
         q: queries of this rank's tokens, `[B, H, Lr, D]`, in the order of `shards.positions`.
         streams: what is sent of this rank's tokens, `[B, G, Lr, W]` each: keys and values, or one
             stream whose first `v_head_dim` columns are the values, or what `keys_of` takes.
-        ranks: those that hold the sequence.
+        ranks: the ranks that hold the sequence.
         shards: the tokens of each rank.
         mask: a rule about the whole sequence; a `Dense` mask has a value for all its queries and
             keys.

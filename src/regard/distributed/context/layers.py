@@ -54,7 +54,7 @@ def forward(
     cache: Cache = NO_CACHE,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's tokens to those of all ranks.
+    """Attention of this rank's queries to the keys of all ranks.
 
     Args:
         layer: one that `context_parallel` has changed.
@@ -218,7 +218,7 @@ def _described_bias(bias: object) -> str:
 
 
 def _check_lengths(lengths: list[int], shards: Shards) -> None:
-    """Refuse tokens that are not those of the layout."""
+    """Refuse numbers of tokens that do not follow from the layout."""
     if lengths == list(shards.lengths):
         return
     wrong = [

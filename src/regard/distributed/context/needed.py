@@ -1,4 +1,4 @@
-"""The tokens that each rank receives from each other: those that its queries may attend to.
+"""The tokens that each rank needs of each other rank: keys that its queries may attend to.
 
 Every rank computes the same table from the mask and the shards alone, so that sender and receiver
 of a message agree on it without a message.
@@ -31,8 +31,8 @@ class Needs:
 
     Attributes:
         shards: the tokens of each rank.
-        table: runs of slots, by receiver and sender; those of a rank itself are what its own
-            queries may attend to.
+        table: runs of slots, by receiver and sender; on the diagonal, a rank's own tokens that
+            its queries may attend to.
 
     Examples:
         >>> from regard.distributed import Shards
@@ -50,7 +50,7 @@ class Needs:
         return list(self.table[receiver][sender])
 
     def tokens(self, receiver: int, sender: int) -> int:
-        """Their number."""
+        """The number of tokens of `sender` that `receiver` needs."""
         return length_of(self.of(receiver, sender))
 
     def sent_tokens(self, rank: int) -> int:
@@ -71,7 +71,7 @@ def bytes_sent(
     """The bytes that a rank sends in a call.
 
     The backward pass of a ring sends the tokens again, that of a gather has kept them; both return
-    the gradients of what was received.
+    the gradients of the received tokens.
 
     Args:
         needs: the table of the mask and the shards.

@@ -119,7 +119,7 @@ def share_out(layer: Any, split: TokenSplit) -> None:
 
 
 def _layers_of(model: object, ranks: Ranks, exchange: str, layout: str) -> tuple[Any, ...]:
-    """The attention layers of a model; raises for those that cannot be shared out."""
+    """The attention layers of a model; raises if the tokens of one cannot be split."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model_or_layer is a module, got {type(model).__name__}")
     check_options(exchange, layout)

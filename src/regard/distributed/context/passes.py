@@ -115,7 +115,7 @@ class Task:
     """A call, apart from its tensors.
 
     Attributes:
-        exchange: what is sent.
+        exchange: the messages.
         scoring: how scores are computed.
         expansion: how streams become keys and values.
         streams: their number.
@@ -237,7 +237,7 @@ class _Backward:
         return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
     def step(self, step: Round, tokens: Tokens) -> None:
-        """Add what a step's tokens contribute, and send their own gradients to their ranks."""
+        """Add the contributions of a step's tokens, and return their gradients to their ranks."""
         found = self._found(tokens)
         if not found.streams:
             return

@@ -29,7 +29,7 @@ class ContextParallel:
     """The plan that `context_parallel` returns: which ranks have which tokens.
 
     Attributes:
-        ranks: those that share the tokens.
+        ranks: the ranks that share the tokens.
         layout: `"zigzag"` or `"contiguous"`.
         exchange: `"ring"` or `"gather"`.
         layers: the attention layers of the model.
@@ -127,7 +127,7 @@ def choose_layout(masks: Iterable[Mask]) -> Layout:
     return "zigzag" if any(map(_sees_all_before, masks)) else "contiguous"
 
 
-_FAR = 1 << 40  # a slot behind any window: what it sees tells whether a mask bounds distances
+_FAR = 1 << 40  # a slot farther than any window: only unbounded masks show it slot 0
 
 
 def _sees_all_before(mask: Mask) -> bool:

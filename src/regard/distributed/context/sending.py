@@ -34,17 +34,17 @@ class Call(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """As many queries as a rank has, by all keys."""
+        """The queries of one rank by all keys of the sequence."""
         return Span(0, max(self.shards.lengths), 0, self.shards.length)
 
 
 class Sending(NamedTuple):
-    """This rank's queries, the streams that it sends, and what is made of both.
+    """This rank's queries, the streams that it sends, and how keys and outputs are made of them.
 
     Attributes:
         q: this rank's queries.
-        streams: what is sent of this rank's tokens.
-        read: the outputs of the heads, of what attention returned.
+        streams: of this rank's tokens, to be sent.
+        read: from the result of attention to the outputs of the heads.
         options: how keys are made of received streams, as `attend_shards` takes it.
     """
 
@@ -55,7 +55,7 @@ class Sending(NamedTuple):
 
 
 def widths_of(layer: Any) -> tuple[int, int]:
-    """Elements of a token's streams that have gradients, and bytes of those that have none."""
+    """Elements of a token's differentiable streams, and bytes of its integer streams."""
     if isinstance(layer, MultiHeadLatentAttention):
         return layer.kv_lora_rank + layer.qk_rope_head_dim, 0
     if isinstance(layer, LatentKVAttention):

@@ -56,7 +56,7 @@ class SameHeads:
         return q
 
     def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
-        """The outputs of this rank's heads, of what each rank found."""
+        """Merge the partial results of all ranks to the outputs of this rank's heads."""
         return merge_over_ranks(self.ranks, found, sinks)
 
 
@@ -103,7 +103,7 @@ class SplitHeads:
         return torch.cat([x.narrow(1, 0, self._count(rank)) for rank, x in enumerate(every)], 1)
 
     def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
-        """The outputs of this rank's heads, of what each rank found."""
+        """Merge the partial results of all ranks to the outputs of this rank's heads."""
         me, heads = self.ranks.rank, [self.split.heads(rank) for rank in self.ranks]
         packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
         mine = [packed.narrow(1, each.start, len(each)) for each in heads]
@@ -172,8 +172,8 @@ def merge_over_ranks(ranks: Ranks, found: Partial, sinks: Tensor | None) -> Tens
     """Attention to the tokens of all ranks, the same bits on every rank.
 
     Args:
-        ranks: those that hold the tokens.
-        found: attention to this rank's.
+        ranks: the ranks that hold the tokens.
+        found: attention to the tokens of this rank.
         sinks: a score for each head, merged once.
     """
     packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)

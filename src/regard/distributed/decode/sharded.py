@@ -101,7 +101,7 @@ class ShardedCache(Stored, Attending):
 
     @property
     def bits(self) -> int | None:
-        """Of the codes that the storage holds; None where it holds values."""
+        """Bits of a code in the storage; None if the storage holds values."""
         bits: int | None = getattr(self._storage, "bits", None)
         return bits
 
@@ -156,7 +156,7 @@ class ShardedCache(Stored, Attending):
         return self._append(*self._placed(new))
 
     def store(self, shards: Shards, *new: Tensor) -> tuple[Part, ...]:
-        """Append tokens of which each rank has its shard; return those that this rank stores.
+        """Append tokens of which each rank has a shard; return the tokens that this rank stores.
 
         So a prefill in context parallel fills the cache.
 

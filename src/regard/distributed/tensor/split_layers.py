@@ -1,7 +1,7 @@
 """Layers whose heads are split: subclasses that compute with the heads of this rank.
 
 Each rank reads the input of a layer for its own heads, so that the gradient of the input is the sum
-over the ranks. Mask, score bias and sinks are those of these heads. Sizes stay those of one device.
+over the ranks. Mask, score bias and sinks are of these heads; the sizes of the layer do not change.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class SplitLayer(Split):
 
     @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """As on one device: every rank gives the same input, and gets the same output."""
+        """The layer's forward: every rank gives the same input, and gets the same output."""
         own: Any = self
         if isinstance(cache := options.get("cache"), ShardedCache):
             cache.check_layer(self)  # before anything is sent
@@ -36,8 +36,8 @@ class SplitLayer(Split):
             return result
 
     def options(self, at: Arrival) -> dict[str, Any]:
-        """The settings of the layer for the heads of this rank; for those of all ranks, if the
-        cache attends for them."""
+        """The settings of the layer for the heads of this rank; for the heads of all ranks, if the
+        cache attends for all of them."""
         own: Any = self
         options: dict[str, Any] = own.one_device_class.options(own, at)
         if not attends_for_all_heads(at.cache):

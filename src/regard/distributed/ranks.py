@@ -25,10 +25,10 @@ __all__ = ["RankError", "Ranks", "counted", "sum_bytes"]
 class RankError(RuntimeError):
     """The error of a message that failed: another rank ended, or the time-out passed.
 
-    The process group has no connections after it, on any rank: the processes start again.
+    The process group cannot be used after it: start the processes again.
 
     Attributes:
-        step: what was sent.
+        step: the content of the message.
         ranks: the ranks at the other ends of the message, by their numbers in the world. One that
             is still running may itself wait for a further rank.
 

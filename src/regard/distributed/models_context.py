@@ -22,8 +22,7 @@ from regard.distributed.context.layers import heads_objection
 from regard.distributed.context.plan import (
     ContextParallel,
     Exchange,
-    check_options,
-    choose_layout,
+    agree_on_plan,
 )
 from regard.distributed.context.sending import widths_of
 from regard.distributed.models_attention import ShardedCall, forward
@@ -64,17 +63,8 @@ def context_parallel_of_model(
     model: Any, mesh: DeviceMesh, exchange: Exchange, layout: Layout | Literal["auto"]
 ) -> ModelContextParallel:
     """`context_parallel` of a transformers model."""
-    ranks, found, refusal = Ranks(mesh), dict[str, nn.Module](), None
-    try:
-        check_options(exchange, layout)
-        found = sharded_modules(model, ranks)
-    except (TypeError, ValueError) as error:
-        refusal = error
-    patterns = {name: _family(module).pattern_of(module) for name, module in found.items()}
-    facts = {name: f"{type(found[name]).__name__} {patterns[name]!r}" for name in found}
-    agree(ranks, {"exchange": str(exchange), "layout": str(layout)} | facts, refusal=refusal)
-    chosen = choose_layout(patterns.values()) if layout == "auto" else layout
-    plan = ModelContextParallel(ranks, chosen, exchange, tuple(found.values()))
+    find = partial(sharded_modules, model)
+    plan = agree_on_plan(ModelContextParallel, mesh, exchange, layout, find)
     _run_on_shards(plan, model)
     return plan
 
@@ -96,8 +86,8 @@ def _family(module: nn.Module) -> Family:
     return family
 
 
-def sharded_modules(model: Any, ranks: Ranks) -> dict[str, nn.Module]:
-    """The attention modules of a model that shards can run, by name.
+def sharded_modules(model: Any, ranks: Ranks) -> list[tuple[nn.Module, Mask]]:
+    """The attention modules of a model that shards can run.
 
     Raises:
         ValueError: if there is none, or something in the model is not right on shards.
@@ -109,7 +99,7 @@ def sharded_modules(model: Any, ranks: Ranks) -> dict[str, nn.Module]:
     for name, module in found.known.items():
         if (objection := _objection(module, ranks)) is not None:
             raise ValueError(f"{name} ({type(module).__name__}) {objection}")
-    return found.known
+    return [(each, _family(each).pattern_of(each)) for each in found.known.values()]
 
 
 def _check_model(model: Any) -> None:

@@ -407,7 +407,7 @@ def _copies(mesh):
     assert len(calls) == 2  # the hook of the copy is the same function
     plan.remove()
     assert_same(layer(x), wanted)
-    assert not {"forward", "weights", "explain", "token_split"} & set(vars(layer))
+    assert not {"forward", "weights", "explain", "context_parallel"} & set(vars(layer))
 
 
 def test_hooks_and_copies():

@@ -1,4 +1,4 @@
-"""Ranks that die, sleep or call for something else: an error that names them, and no hang."""
+"""Ranks that die, sleep or call for something else: the others raise an error, and do not hang."""
 
 import os
 import select
@@ -17,13 +17,12 @@ from layers import inputs, make
 from ranks import AFTER_AN_ERROR, Apart, Pool, on_ranks, restart_clock
 from regard import PagedCache, PagePool
 from regard.cache.paging.tables import Tables
-from regard.distributed import ShardedCache, context_parallel, failures, tensor_parallel
-from regard.distributed.ranks import CHECKED, RankError, Ranks
+from regard.distributed import ShardedCache, context_parallel, tensor_parallel
+from regard.distributed.ranks import RankError, Ranks
 from session import LONG
 
 TIMEOUT = 30.0  # seconds, of process groups that need not wait so long
 SHORT = 3.0  # seconds, of those in which the time runs out, once all ranks have started
-GRACE = 1.0  # seconds, instead of `failures.GRACE`
 SLACK = 6.0  # seconds, for a busy machine
 
 
@@ -34,7 +33,6 @@ def _ring(ranks, step):
 
 
 def _start(mesh):
-    failures.GRACE = GRACE
     ranks = Ranks(mesh)
     _ring(ranks, "the first step")
     return ranks
@@ -132,7 +130,7 @@ def fails_a_second_time(mesh):
     ranks = _start(mesh)
     if ranks.rank == 1:
         os._exit(1)
-    with pytest.raises(RankError, match="the first gather: rank 1 did not"):
+    with pytest.raises(RankError, match="the first gather: rank"):
         ranks.all_gather(torch.zeros(4), "the first gather")
     ranks.all_gather(torch.zeros(4), "gather")
 
@@ -195,7 +193,6 @@ def calls_twice(mesh):
 
 
 def dies_in_a_tensor_parallel_layer(mesh):
-    os.environ[CHECKED] = "0"  # else calls are compared before each sum
     ranks, layer = _start(mesh), tensor_parallel(make("everything").train(), mesh)
     layer(inputs(2, 5)).sum().backward()
     _begin(ranks)
@@ -220,7 +217,6 @@ def dies_in_a_decoding_step(mesh):
 
 def _dies_in_a_change(mesh, change):
     """Rank 1 ends as its cache changes; the cache of the other is as before the call after it."""
-    os.environ[CHECKED] = "0"
     ranks, layer = _start(mesh), tensor_parallel(make("GQA").eval(), mesh)
     cache, x = PagedCache(PagePool(64, 2, format="K4V4")), inputs(2, 9)
     with torch.no_grad():
@@ -247,7 +243,7 @@ def dies_in_a_reordering(mesh):
 
 
 CASES = {
-    # function: ranks, those that do not answer, store, whether the time-out runs out first
+    # function: ranks, the one that ends, store, whether the time-out runs out first
     dies_before_a_gather: (3, (1,), "file", False),
     dies_before_a_sum: (3, (2,), "tcp", False),
     dies_in_a_ring: (4, (1,), "tcp", False),
@@ -306,13 +302,17 @@ def started_plans(started):
 
 
 def _assert_named(outcomes, silent, seconds):
+    """Every other rank raises; one of them at least waited for the rank that ended."""
+    errors = []
     for rank, (error, after) in enumerate(outcomes):
         if rank not in silent:
             assert isinstance(error, RankError), getattr(error, "text", error)
-            assert error.ranks == silent
-            assert str(error).startswith(f"{error.step}: ")
-            assert f"rank {silent[0]} did not answer rank {rank}" in str(error)
-            assert after < seconds + GRACE + SLACK
+            assert error.ranks and rank not in error.ranks
+            assert str(error).startswith(f"{error.step}: rank")
+            assert f" did not answer rank {rank}: " in str(error)
+            assert after < seconds + SLACK
+            errors.append(error)
+    assert any({*silent} <= {*error.ranks} for error in errors)
 
 
 @pytest.mark.parametrize(
@@ -327,9 +327,8 @@ def test_a_rank_that_does_not_answer_is_named(started, case):
 def test_ranks_that_send_something_else_are_told_so(started, case):
     for error, seconds in started[case].outcomes():
         assert isinstance(error, RankError), getattr(error, "text", error)
-        assert error.ranks == ()
-        assert "all ranks run, but do not send what the others wait for: rank 0 in" in str(error)
-        assert seconds < SHORT + GRACE + SLACK
+        assert "every rank makes the same calls in the same order" in str(error)
+        assert seconds < SHORT + SLACK
 
 
 def test_a_rank_of_a_mesh_is_named_by_its_number_in_the_world(started):
@@ -337,12 +336,6 @@ def test_a_rank_of_a_mesh_is_named_by_its_number_in_the_world(started):
     assert [error for error, _ in outcomes[:2]] == [None, None]
     assert outcomes[2][0].ranks == (3,)
     assert "gather: rank 3 did not answer rank 2" in str(outcomes[2][0])
-
-
-def test_the_step_of_each_rank_is_in_the_error(started):
-    outcomes = started[receives_another_step].outcomes()
-    for error, _ in outcomes:
-        assert "rank 0 in 'values', rank 1 in 'keys', rank 2 in 'keys'" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -357,10 +350,10 @@ def test_a_rank_that_dies_in_a_layer_is_named(started_plans, case):
 
 
 def test_a_rank_that_calls_a_layer_twice(started_plans):
-    for error, _ in started_plans[calls_twice].outcomes():
-        assert "all ranks run, but do not send" in str(error)
-        assert "rank 0 in 'agreement" in str(error)
-        assert "rank 1 in 'exchange of keys and values" in str(error)
+    (first, _), *others = started_plans[calls_twice].outcomes()
+    assert first.step.startswith("agreement")
+    for error, _ in others:
+        assert error.step.startswith("exchange of keys and values")
 
 
 def _ends_in_the_pool(mesh):

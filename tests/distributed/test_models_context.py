@@ -170,12 +170,10 @@ def _bytes(mesh, family):
     model = model_of(family)
     plan = context_parallel(model, mesh)
     batch = {name: plan.shard(x) for name, x in batch_of(13).items()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
-        with counted() as forward:
-            loss = model(**batch).loss
-        with counted() as backward:
-            loss.backward()
+    with counted() as forward:
+        loss = model(**batch).loss
+    with counted() as backward:
+        loss.backward()
     return (forward.bytes, backward.bytes), tuple(plan.bytes_sent(2, 13)), repr(plan)
 
 

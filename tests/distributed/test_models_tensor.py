@@ -115,12 +115,10 @@ def _bytes(mesh, family):
     install(model)
     tensor_parallel(model, mesh)
     batch = batch_of(9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
-        with counted() as forward:
-            loss = model(batch["input_ids"], labels=batch["input_ids"]).loss
-        with counted() as backward:
-            loss.backward()
+    with counted() as forward:
+        loss = model(batch["input_ids"], labels=batch["input_ids"]).loss
+    with counted() as backward:
+        loss.backward()
     return forward.bytes, backward.bytes
 
 

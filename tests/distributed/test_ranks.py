@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ranks import PATIENCE, on_ranks
-from regard.distributed.ranks import Ranks, counted, expected, sum_bytes
+from regard.distributed.ranks import Ranks, counted, sum_bytes
 
 
 def _sum_and_gather(mesh):
@@ -153,36 +153,6 @@ def test_the_count_is_that_of_the_network_interface(call):
     assert 1 <= min(sizes) < 1.1  # headers of TCP and IP take a few per cent
 
 
-def _sum_and_exchange(ranks, nbytes):
-    other = 1 - ranks.rank
-    with expected(nbytes, "layer 3"):
-        ranks.all_reduce(torch.zeros(4), "sum")
-        ranks.exchange({other: torch.zeros(2)}, {other: torch.zeros(2)}, "keys").wait()
-
-
-def _other_bytes(mesh):
-    ranks = Ranks(mesh)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
-        message = r"layer 3 sends 8 bytes by its plan, but sent 24: 16 in 'sum', 8 in 'keys'"
-        with pytest.raises(AssertionError, match=message):
-            _sum_and_exchange(ranks, 8)
-        with pytest.raises(AssertionError, match="but sent 0: no message"), expected(8, "it"):
-            pass
-        with expected(16, "outer"), counted() as sent:
-            with expected(8, "inner"):
-                ranks.all_reduce(torch.zeros(2), "sum")
-            ranks.all_reduce(torch.zeros(4), "sum")
-        assert sent.bytes == 24
-        patch.delenv("REGARD_CHECK_BYTES")
-        with expected(8, "it"):
-            ranks.all_reduce(torch.zeros(4), "sum")
-
-
-def test_other_bytes_than_planned_raise_in_the_debug_mode():
-    on_ranks(2, _other_bytes)
-
-
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
@@ -191,30 +161,23 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        with expected(12, "backward"):
-            return ctx.ranks.all_reduce(grad, "gradient"), None
+        return ctx.ranks.all_reduce(grad, "gradient"), None
 
 
 def _in_another_thread(mesh):
     """As autograd runs the backward pass on a GPU."""
     ranks = Ranks(mesh)
-    with pytest.MonkeyPatch.context() as patch, counted() as sent:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
+    with counted() as sent:
         x = torch.zeros(3, requires_grad=True)
-        out = _Summed.apply(x, ranks).sum()
-        thread = Thread(target=out.backward)
+        thread = Thread(target=_Summed.apply(x, ranks).sum().backward)
         thread.start()
         thread.join()
-        with pytest.raises(
-            AssertionError, match="backward sends 12 bytes by its plan, but sent 16"
-        ):
-            _Summed.apply(torch.zeros(4, requires_grad=True), ranks).sum().backward()
     return sent.steps, x.grad
 
 
 def test_what_other_threads_send_is_counted():
     for steps, grad in on_ranks(2, _in_another_thread):
-        assert steps == {"gradient": 28}
+        assert steps == {"gradient": 12}
         assert grad.tolist() == [2.0] * 3
 
 

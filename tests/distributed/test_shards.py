@@ -67,3 +67,13 @@ def test_what_is_refused(unchecked):
         Shards(4, 2, "striped")
     with pytest.raises(ValueError, match=r"x has 3 tokens along dim 1 \(shape \(4, 3\)\)"):
         Shards(4, 2).take(torch.zeros(4, 3), 0)
+
+
+def test_a_zigzag_balances_causal_work():
+    """Query i sees i + 1 keys."""
+    even, uneven = (
+        [int((shards.positions(rank) + 1).sum()) for rank in range(4)]
+        for shards in (Shards(8192, 4, "zigzag"), Shards(8192, 4, "contiguous"))
+    )
+    assert max(even) <= 1.01 * min(even)
+    assert max(uneven) > 6 * min(uneven)

@@ -56,6 +56,7 @@ OTHER = {  # files of tests in mirrored folders that are about no module of thei
     "bench/test_bench.py": "the commands bench and tune, and the benchmarks of the repository",
     "cache/paging/test_pools_in_files.py": "stored prefixes of a pool, saved and found by another",
     "convert/test_low_memory.py": "conversions of a model whose weights stay on disk",
+    "distributed/test_failures.py": "ranks that die, sleep or call for something else",
     "distributed/test_fsdp.py": "layers as torch's data parallelism wraps them",
     "bench/test_common.py": "what the benchmark programs share",
     "plan/test_bytes_moved.py": "bytes moved, counted by hand",

@@ -5,7 +5,6 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 
 import cases
@@ -22,7 +21,8 @@ from regard import (
     SlidingWindow,
 )
 from regard.distributed.context.attending import attend_shards
-from regard.distributed.ranks import Ranks
+from regard.distributed.context.needed import bytes_sent, needs_of
+from regard.distributed.ranks import Ranks, counted
 from regard.distributed.shards import Shards
 
 BATCH, HEADS, KV_HEADS, DIM, V_DIM = 2, 4, 2, 6, 5
@@ -147,34 +147,48 @@ def expand(streams, parameters):
 
 
 def of_rank(mesh, case: Case):
-    """A rank's output, and gradients: those of its tokens, and its share of those of the rest."""
+    """A rank's output, and gradients: those of its tokens, and its share of those of the rest. Each
+    pass sends the bytes of its plan."""
     ranks = Ranks(mesh)
     own, shared = case.leaves
     tokens = [case.shards.take(x.detach(), ranks.rank, 2).requires_grad_() for x in own]
-    out = attend_shards(
-        tokens[0],
-        tokens[1:],
-        ranks=ranks,
-        shards=case.shards,
-        mask=case.mask,
-        keys_of=expand if case.expanded else None,
-        parameters=case.expanded,
-        v_head_dim=None if len(tokens) > 2 else case.slope.shape[3],
-        scale=case.scale,
-        score_bias=case.bias if case.rule is None else case.rule,
-        softcap=case.softcap,
-        sinks=case.sinks,
-        exchange=case.exchange,
-    )
-    out.backward(case.shards.take(case.slope, ranks.rank, 2))
+    with counted() as forward:
+        out = attend_shards(
+            tokens[0],
+            tokens[1:],
+            ranks=ranks,
+            shards=case.shards,
+            mask=case.mask,
+            keys_of=expand if case.expanded else None,
+            parameters=case.expanded,
+            v_head_dim=None if len(tokens) > 2 else case.slope.shape[3],
+            scale=case.scale,
+            score_bias=case.bias if case.rule is None else case.rule,
+            softcap=case.softcap,
+            sinks=case.sinks,
+            exchange=case.exchange,
+        )
+    with counted() as backward:
+        out.backward(case.shards.take(case.slope, ranks.rank, 2))
+    assert (forward.bytes, backward.bytes) == planned_bytes(case, ranks.rank, tokens[1:])
     return out.detach(), [x.grad for x in tokens], [x.grad for x in shared]
 
 
+def planned_bytes(case, rank, streams):
+    """Bytes of both passes. Gradients are sent in float32, those of float64 in float64."""
+    numbers = [x.shape[0] * x.shape[1] * x.shape[3] for x in streams]
+    return bytes_sent(
+        needs_of(case.mask, case.shards),
+        rank,
+        token_bytes=sum(n * x.itemsize for n, x in zip(numbers, streams, strict=True)),
+        gradient_bytes=sum(n * max(4, x.itemsize) for n, x in zip(numbers, streams, strict=True)),
+        exchange=case.exchange,
+    )
+
+
 def of_ranks(mesh, seeds, number, options):
-    """The results of a rank for many seeds; each pass sends the bytes of its plan."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
-        return [of_rank(mesh, draw(seed, number, **options)) for seed in seeds]
+    """The results of a rank for many seeds."""
+    return [of_rank(mesh, draw(seed, number, **options)) for seed in seeds]
 
 
 def joined(case: Case, results: list):

@@ -10,7 +10,7 @@ from regard.hf import attention_modules, attention_of
 from tiny import tiny, tokens
 
 WINDOWS = tokens(6, 17)
-QUICK = Recipe(batch=2, aligning=0.5, lr=2e-3, aligning_lr=4e-3, layer_weight=1.0, positions=1.0)
+QUICK = Recipe(batch=2, lr=2e-3, positions=1.0)
 
 
 class Placed(nn.Module):

@@ -14,7 +14,7 @@ Examples:
 
 from regard.convert.converting import Converted, LayerReport, convert
 from regard.convert.exact.expand import expand, spell_out
-from regard.convert.exact.layouts import LAYOUTS, Layout, fuse, fuse_state, split_fused, split_state
+from regard.convert.exact.layouts import LAYOUTS, Layout, fuse_state, split_fused, split_state
 from regard.convert.exact.pairing import (
     Detected,
     detect_pairing,
@@ -25,7 +25,6 @@ from regard.convert.exact.pairing import (
 )
 from regard.convert.exact.portable import to_deepseek_v3
 from regard.convert.healing.heal import Healed, heal
-from regard.convert.healing.loss_curve import draw_losses
 from regard.convert.healing.recipe import Recipe
 from regard.convert.lossy.calibrate import Moments, Step, refit_output, walk, watch
 from regard.convert.lossy.decouple import Decoupled, common_counts, components, decouple
@@ -57,9 +56,7 @@ __all__ = [
     "convert",
     "decouple",
     "detect_pairing",
-    "draw_losses",
     "expand",
-    "fuse",
     "fuse_state",
     "halves_to_pairs",
     "heal",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -40,7 +40,6 @@ class Job:
         to: `mha`, `gqa:N`, `mqa`, `mla:RANK` or `mla:RANK+ROPE`; `mla` with a budget.
         out: the folder to write.
         form, portable, budget: see `target_of`.
-        by_layer: whether the latents' ranks differ by layer.
         calibrate: texts to calibrate on, besides those of `heal`; Python's own if there are none.
         heal: texts to heal on, by distillation from the original; no healing if there are none.
         minutes: of healing.
@@ -57,7 +56,6 @@ class Job:
     form: Form | None = None
     portable: bool = False
     budget: float | None = None
-    by_layer: bool = False
     calibrate: Mapping[str, str] = field(default_factory=dict)
     heal: Mapping[str, str] = field(default_factory=dict)
     minutes: float = 30.0
@@ -86,22 +84,20 @@ def run_job(
     target, was = _target(job, skeleton(job.model), dtype, stored)
     progress("loading", 0, 0)
     model, tokenizer = _loaded(job, progress)
-    read = [*job.calibrate.values(), *job.heal.values()]
-    tokens = calibration(tokenizer, read, length=_length(model)).to(job.device)
-    healing_windows = _healing_windows(job, tokenizer, _length(model))
-    texts = _texts(job, tokenizer, _length(model))
+    texts = _Texts.of(job, tokenizer, _length(model))
     progress("measuring as shipped", 0, 0)
-    before, shipped = measure(model, texts, stored), _sharing(model, job.low_memory)
-    (converted,) = convert(model, [target], tokens, progress=progress)
+    before = measure(model, texts.measured, stored)
+    shipped = _sharing(model, job.low_memory)
+    (converted,) = convert(model, [target], texts.calibration, progress=progress)
     made = _placed(job, model, converted)
     unhealed, healing = None, None
-    if healing_windows is not None:
-        unhealed = measure(made, texts, dtype)
-        healing = _healed(job, made, healing_windows, recipe, progress)
+    if texts.healing is not None:
+        unhealed = measure(made, texts.measured, dtype)
+        healing = _healed(job, made, texts.healing, recipe, progress)
     progress("measuring as converted", 0, 0)
     round_weights(made, dtype)
-    after = measure(made, texts, dtype)
-    window = next(iter(texts.values()))[0]
+    after = measure(made, texts.measured, dtype)
+    window = next(iter(texts.measured.values()))[0]
     speeds = [{}, {}] if shipped is None else measure_speeds([shipped, made], window)
     report = Report(
         model=job.model.name,
@@ -109,7 +105,7 @@ def run_job(
         target=target,
         stock=not has_placed_layers(made),
         calibrated_on=tuple(dict.fromkeys([*job.calibrate, *job.heal])) or (OWN,),
-        calibration_tokens=tokens.numel(),
+        calibration_tokens=texts.calibration.numel(),
         before=replace(before, **speeds[0]),
         after=replace(after, **speeds[-1]),
         dtype=dtype_name(dtype),
@@ -177,15 +173,11 @@ def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tu
         dtype=dtype,
         stored=stored,
     )
-    if job.by_layer and target.kind != "exact-rope":
-        raise ValueError(
-            f"by_layer allots ranks of a joint latent with exact rotation; {target} has none"
-        )
     if target.portable:
         check_surroundings(model)
     first = shipped[0]
     was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
-    return replace(target, by_layer=job.by_layer), was
+    return target, was
 
 
 def _length(model: Any) -> int:
@@ -193,18 +185,27 @@ def _length(model: Any) -> int:
     return min(LENGTH, int(longest))
 
 
-def _texts(job: Job, tokenizer: Any, length: int) -> dict[str, Int[Tensor, "N L"]]:
-    held_out = {"Python's reference": python_topics()[1], **job.held_out}
-    return {
-        name: windows_of(tokenizer, [text], length=length, most=MEASURED).to(job.device)
-        for name, text in held_out.items()
-    }
+class _Texts(NamedTuple):
+    """Windows of tokens to calibrate on, to measure on, and to heal on, if the job has texts."""
 
+    calibration: Int[Tensor, "N L"]
+    measured: dict[str, Int[Tensor, "N L"]]
+    healing: Int[Tensor, "N L"] | None
 
-def _healing_windows(job: Job, tokenizer: Any, length: int) -> Int[Tensor, "N L"] | None:
-    if not job.heal:
-        return None
-    return windows_of(tokenizer, job.heal.values(), length=3 * length // 4).to(job.device)
+    @classmethod
+    def of(cls, job: Job, tokenizer: Any, length: int) -> "_Texts":
+        read = [*job.calibrate.values(), *job.heal.values()]
+        tokens = calibration(tokenizer, read, length=length).to(job.device)
+        healing = None
+        if job.heal:
+            healing = windows_of(tokenizer, job.heal.values(), length=3 * length // 4)
+            healing = healing.to(job.device)
+        held_out = {"Python's reference": python_topics()[1], **job.held_out}
+        measured = {
+            name: windows_of(tokenizer, [text], length=length, most=MEASURED).to(job.device)
+            for name, text in held_out.items()
+        }
+        return cls(tokens, measured, healing)
 
 
 def _placed(job: Job, model: Any, converted: Converted) -> Any:

@@ -20,7 +20,7 @@ PLACED = (
 
 @dataclass(frozen=True)
 class Healing:
-    """How long the model was healed, on how many tokens, and the loss of every step."""
+    """Time, steps and tokens of healing, and the loss of every step."""
 
     minutes: float
     steps: int

@@ -5,7 +5,6 @@ What the modules of one call share travels where the call's mask would: transfor
 of four dimensions to every attention module as it is.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.distributed.context.attending import attend_shards
 from regard.distributed.context.exchanging import Kind
-from regard.distributed.context.sending import Sending, making_keys
+from regard.distributed.context.sending import Call, Sending, making_keys, send
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
 from regard.distributed.tensor.heads import split_of
@@ -24,7 +23,6 @@ from regard.hf.families.table import Family, is_placed
 from regard.hf.running.calls import arrive, of_one_dtype, options_of
 from regard.layers.latent import LatentKVAttention
 from regard.layers.latent_forms import Expanded, choose_form, project_latent
-from regard.layers.latent_kv import as_stream
 from regard.masks import EVERYTHING, Mask, Span
 
 _HELD = "_call_of_regard"  # attribute of the stand-in of a mask: the call it belongs to
@@ -55,7 +53,7 @@ class ShardedCall:
 
     @property
     def span(self) -> Span:
-        """As many queries as a rank has, by all keys."""
+        """The queries of one rank by all keys of the sequence."""
         return Span(0, max(self.shards.lengths), 0, self.shards.length)
 
     def as_mask(self) -> Tensor:
@@ -72,7 +70,7 @@ def forward(self: Any, hidden_states: Float[Tensor, "B L E"], *args: Any, **give
     options = options_of(family, self)
     assert not options.pop("dropout")  # the model's hook has refused it
     angles = call.positions if is_placed(self) else given.get("position_embeddings")
-    q, streams, read, made = _sender(family, self)(family, self, hidden_states, angles, call)
+    q, streams, read, made = _send(family, self, hidden_states, angles, call)
     heads = attend_shards(
         q,
         streams,
@@ -96,10 +94,12 @@ def _call_in(module: nn.Module, mask: Any) -> ShardedCall:
     return call
 
 
-def _sender(family: Family, module: nn.Module) -> Callable[..., Sending]:
+def _send(family: Family, module: Any, x: Tensor, angles: Any, call: ShardedCall) -> Sending:
     if isinstance(module, LatentKVAttention):
-        return _send_latent_kv
-    return _send_latent if family.latent else _send_keys
+        last = call.shards.length - 1  # ropes that depend on the length are refused
+        return send(module, x, Call(call.mask, call.shards, call.positions, last))
+    sending = _send_latent if family.latent else _send_keys
+    return sending(family, module, x, angles, call)
 
 
 def _send_keys(family: Family, module: Any, x: Tensor, angles: Any, call: ShardedCall) -> Sending:
@@ -121,15 +121,3 @@ def _send_latent(family: Family, module: Any, x: Tensor, angles: Any, call: Shar
     if isinstance(form, Expanded):
         return Sending(q, (joined,), form.output, making_keys(module, form.rebuild))
     return Sending(q, (joined,), form.output, {"v_head_dim": module.kv_lora_rank})
-
-
-def _send_latent_kv(
-    family: Family, module: Any, x: Tensor, angles: Any, call: ShardedCall
-) -> Sending:
-    """LatentKV: latents and their positions: the receiver rebuilds, norms and rotates the keys."""
-    where = call.positions.to(torch.int32)
-    q = family.rotate(module, module.queries(x), where)
-    latent = module.kv_a_proj(x).unsqueeze(1)
-    streams = latent, as_stream(where, x.shape[0])
-    made = making_keys(module, module.rebuild)
-    return Sending(q, streams, lambda out: out, made)

@@ -22,8 +22,7 @@ from regard.distributed.context.layers import heads_objection
 from regard.distributed.context.plan import (
     ContextParallel,
     Exchange,
-    check_options,
-    choose_layout,
+    agree_on_plan,
 )
 from regard.distributed.context.sending import widths_of
 from regard.distributed.models_attention import ShardedCall, forward
@@ -64,23 +63,14 @@ def context_parallel_of_model(
     model: Any, mesh: DeviceMesh, exchange: Exchange, layout: Layout | Literal["auto"]
 ) -> ModelContextParallel:
     """`context_parallel` of a transformers model."""
-    ranks, found, refusal = Ranks(mesh), dict[str, nn.Module](), None
-    try:
-        check_options(exchange, layout)
-        found = sharded_modules(model, ranks)
-    except (TypeError, ValueError) as error:
-        refusal = error
-    patterns = {name: _family(module).pattern_of(module) for name, module in found.items()}
-    facts = {name: f"{type(found[name]).__name__} {patterns[name]!r}" for name in found}
-    agree(ranks, {"exchange": str(exchange), "layout": str(layout)} | facts, refusal=refusal)
-    chosen = choose_layout(patterns.values()) if layout == "auto" else layout
-    plan = ModelContextParallel(ranks, chosen, exchange, tuple(found.values()))
+    find = partial(sharded_modules, model)
+    plan = agree_on_plan(ModelContextParallel, mesh, exchange, layout, find)
     _run_on_shards(plan, model)
     return plan
 
 
 def _widths_of(module: Any) -> tuple[int, int]:
-    """Elements of a token's streams that have gradients, and bytes of those that have none."""
+    """Elements of a token's differentiable streams, and bytes of its integer streams."""
     family, split = _family(module), split_of(module)
     if is_placed(module):
         return widths_of(module)
@@ -96,8 +86,8 @@ def _family(module: nn.Module) -> Family:
     return family
 
 
-def sharded_modules(model: Any, ranks: Ranks) -> dict[str, nn.Module]:
-    """The attention modules of a model that shards can run, by name.
+def sharded_modules(model: Any, ranks: Ranks) -> list[tuple[nn.Module, Mask]]:
+    """The attention modules of a model that shards can run.
 
     Raises:
         ValueError: if there is none, or something in the model is not right on shards.
@@ -109,11 +99,11 @@ def sharded_modules(model: Any, ranks: Ranks) -> dict[str, nn.Module]:
     for name, module in found.known.items():
         if (objection := _objection(module, ranks)) is not None:
             raise ValueError(f"{name} ({type(module).__name__}) {objection}")
-    return found.known
+    return [(each, _family(each).pattern_of(each)) for each in found.known.values()]
 
 
 def _check_model(model: Any) -> None:
-    """Raise unless the outputs of a model are those of each token, at positions it is given."""
+    """Raise unless the model returns one output for each token and takes `position_ids`."""
     kind = type(model).__name__
     if model.config.is_encoder_decoder or model.config.get_text_config() is not model.config:
         raise ValueError(
@@ -306,7 +296,7 @@ def _agreed(
 
 
 def _whole(ranks: Ranks, shards: Shards, x: Tensor, step: str) -> Tensor:
-    """`[B, S]` of the whole sequence, of what each rank has for its tokens, `[B, L]`."""
+    """Gather values of this rank's tokens, `[B, L]`, to those of the sequence, `[B, S]`."""
     most = max(shards.lengths)
     pieces = ranks.all_gather(F.pad(x, (0, most - x.shape[1])), step)
     cut = [piece[:, :length] for piece, length in zip(pieces, shards.lengths, strict=True)]

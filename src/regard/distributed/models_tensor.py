@@ -42,7 +42,7 @@ MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_p
 
 
 class LocalSinks(Split):
-    """An attention module with sinks: those of this rank's heads, to whatever reads them."""
+    """An attention module whose attribute `sinks` holds the sinks of this rank's heads."""
 
     @property
     def sinks(self) -> Tensor | None:
@@ -100,8 +100,8 @@ def _family(module: nn.Module) -> Family:
 
 
 def share_inputs(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A hook: what a split module reads, whose gradients are summed over the ranks once for all of
-    its children."""
+    """Forward pre-hook of a split module: all-reduce the gradient of its input once, instead of in
+    each child that reads the input."""
     family = family_of(module)
     read = {"hidden_states", *((family.context,) if family else ())}
     shared = module.head_split.shared
@@ -204,7 +204,7 @@ class Block(NamedTuple):
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of all linear layers of the MLP."""
         return (*self.columns, self.rows)
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, ranks: Ranks) -> None:

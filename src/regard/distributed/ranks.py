@@ -1,10 +1,9 @@
 """The ranks that share a layer's work, and all that is sent between them.
 
-Every byte that regard sends goes through `Ranks`, which counts it, and whose errors name the step.
-The collectives are those of torch.distributed.
+Every byte that regard sends goes through `Ranks`, which counts it, and whose errors name the step
+and the other ranks. The collectives are those of torch.distributed.
 """
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +17,45 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from regard.distributed.failures import RankError, failure
 from regard.plan.sent import sum_bytes
 
-__all__ = ["RankError", "Ranks", "counted", "expected", "sum_bytes"]
+__all__ = ["RankError", "Ranks", "counted", "sum_bytes"]
+
+
+class RankError(RuntimeError):
+    """The error of a message that failed: another rank ended, or the time-out passed.
+
+    The process group cannot be used after it: start the processes again.
+
+    Attributes:
+        step: the content of the message.
+        ranks: the ranks at the other ends of the message, by their numbers in the world. One that
+            is still running may itself wait for a further rank.
+
+    Examples:
+        >>> from regard.distributed import RankError
+        >>> issubclass(RankError, RuntimeError)
+        True
+    """
+
+    def __init__(self, message: str, step: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.step, self.ranks = step, tuple(ranks)
+
+
+def failure(mesh: DeviceMesh, step: str, others: Collection[int], error: Exception) -> RankError:
+    """The error for a failed message of `step` with other ranks, by their numbers in the mesh."""
+    numbers = dist.get_process_group_ranks(mesh.get_group())
+    ranks = [numbers[other] for other in sorted(others)]
+    names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    reason = str(error).strip().partition("\n")[0]
+    return RankError(
+        f"{step}: {names} did not answer rank {dist.get_rank()}: ended, in another step, or "
+        "sending another size; every rank makes the same calls in the same order "
+        f"({reason[:300]})",
+        step,
+        ranks,
+    )
 
 
 @dataclass(eq=False)
@@ -36,10 +70,8 @@ class Sent:
         self.steps[step] = self.steps.get(step, 0) + nbytes
 
 
-# Of the open `counted` blocks, which all count, and `expected` ones, of which the innermost does.
-# They are the process's, not a thread's: autograd has threads of its own.
+# Of the open `counted` blocks; of the process, since autograd has threads of its own.
 _COUNTERS: list[Sent] = []
-_EXPECTED: list[Sent] = []
 
 
 @contextmanager
@@ -160,7 +192,7 @@ class Ranks:
         Args:
             send: what each rank gets, by its number in the mesh. Must not change until `wait`.
             receive: tensors to write to, contiguous, by the rank that they come from.
-            step: what is sent, the same words on both sides; numbers in it may differ.
+            step: the content of the message, in the same words on both sides; numbers may differ.
 
         Raises:
             RankError: if a rank has ended.
@@ -181,7 +213,7 @@ class Ranks:
     ) -> list[tuple[Collection[int], Any]]:
         """The messages on their way, by the ranks at their other ends."""
         group = self.group
-        if self.mesh.device_type != "cpu":  # NCCL has to start those of both directions as one
+        if self.mesh.device_type != "cpu":  # NCCL starts sends and receives together
             others = {other for _, other, _ in messages}
             batch = [
                 dist.P2POp(run, x, group=group, tag=_tag(step, x), group_peer=other)
@@ -240,8 +272,6 @@ class Ranks:
     def _count(self, step: str, nbytes: int) -> None:
         for counter in _COUNTERS:
             counter.add(step, nbytes)
-        if _EXPECTED:
-            _EXPECTED[-1].add(step, nbytes)
 
     def _assert_place(self, x: Tensor, step: str) -> None:
         there, here = x.device.type, self.mesh.device_type
@@ -268,38 +298,5 @@ def _tag(step: str, x: Tensor) -> int:
 
 @lru_cache(maxsize=1024)
 def _words(step: str) -> bytes:
-    """The letters of a step. Its numbers may be those of other ranks, which the sides differ in."""
+    """The letters of a step. A number in it may be a rank, in which sender and receiver differ."""
     return "".join(filter(str.isalpha, step)).encode()
-
-
-CHECKED = "REGARD_CHECK_BYTES"  # set to 1, every plan compares what it sends with its count
-
-
-def checked() -> bool:
-    """Whether plans compare what they send with what they counted: the debug mode."""
-    return os.environ.get(CHECKED, "0") != "0"
-
-
-@contextmanager
-def expected(nbytes: int, what: str) -> Iterator[None]:
-    """A block that sends so many bytes; with `REGARD_CHECK_BYTES=1` another number raises.
-
-    What an `expected` block inside it sends is counted there alone: a backward pass that computes a
-    checkpointed forward pass again has two plans.
-
-    Raises:
-        AssertionError: if other bytes were sent than counted.
-    """
-    if not checked():
-        yield
-        return
-    sent = Sent()
-    _EXPECTED.append(sent)
-    try:
-        yield
-    finally:
-        _EXPECTED.remove(sent)
-    assert sent.bytes == nbytes, (
-        f"{what} sends {nbytes} bytes by its plan, but sent {sent.bytes}: "
-        f"{', '.join(f'{n} in {step!r}' for step, n in sent.steps.items()) or 'no message'}"
-    )

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds."""
+"""The assignment of a sequence's tokens to ranks."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -80,10 +80,8 @@ def test_layers_in_order_are_a_model():
     assert context_of(layers) != context_of(layers[::-1])
 
 
-def test_the_dtype_is_that_of_the_weights():
-    layer = equal(LAYER).to(torch.bfloat16)
-    assert json.loads(context_of(layer).key)[1] == "bfloat16"
-    assert json.loads(context_of(nn.ModuleList()).key)[1] == "float32"
+def test_another_dtype_is_another_context():
+    assert context_of(equal(LAYER).to(torch.bfloat16)).weights != context_of(LAYER).weights
 
 
 def test_mla_and_compiled_models_have_contexts():
@@ -117,10 +115,11 @@ def test_active_adapters_are_found():
     class Adapted(nn.Linear):
         active_adapters, disable_adapters = ("one",), False
 
-    model = nn.Sequential(Adapted(2, 2), nn.Linear(2, 2))
-    assert json.loads(context_of(model).key)[2] == "('one',)"
-    model[0].disable_adapters = True
-    assert json.loads(context_of(model).key)[2] == "('one',) disabled"
+    model, keys = nn.Sequential(Adapted(2, 2), nn.Linear(2, 2)), set()
+    for state in ({}, {"disable_adapters": True}, {"active_adapters": ("two",)}):
+        vars(model[0]).update(state)
+        keys.add(context_of(model).key)
+    assert len(keys) == 3
 
 
 def test_names_tell_contexts_apart_as_nothing_else_does():
@@ -337,7 +336,7 @@ def test_the_state_of_quantised_modules_counts():
         (codes, [0.5, None]),
     ]
     assert len({fingerprint(Packed(*state)) for state in states}) == len(states)
-    with pytest.raises(ValueError, match="is a object"):
+    with pytest.raises(ValueError, match="holds for this process only"):
         fingerprint(Packed(object()))
 
 

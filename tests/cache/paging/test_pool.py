@@ -11,17 +11,6 @@ from regard.cache import context_of
 X = torch.randn(1, 2, 10, 8)
 
 
-def test_describe_counts_pages():
-    pool = PagePool(40, 4)
-    cache = PagedCache(pool)
-    cache.update(X, X)
-    fork = cache.fork()
-    text = pool.describe()
-    assert "4 pages in use of 40" in text
-    assert "2 sealed pages, of which 2 shared; 2 open" in text
-    assert fork.length == 10
-
-
 def test_its_code_makes_a_pool_alike():
     for pool in (PagePool(8), PagePool(8, 16), PagePool(8, format="K8V4")):
         again = eval(repr(pool))
@@ -172,12 +161,6 @@ def test_caches_of_another_pool_are_refused():
         other.store(TOKENS, caches, context=CONTEXT, row=3)
     with pytest.raises(ValueError, match="whole numbers"):
         other.store(TOKENS.float(), caches, context=CONTEXT)
-
-
-def test_stored_prefixes_are_described():
-    pool = PagePool(100, 4)
-    stored(pool, TOKENS[:16])
-    assert "stored    1 prefix of 1 context, 0 branch points: 16 tokens" in pool.describe()
 
 
 def test_no_prefix_has_no_caches():

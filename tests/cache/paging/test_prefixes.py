@@ -177,10 +177,10 @@ FAULTS = {
 def test_an_error_stores_nothing(fault):
     index, pages = Prefixes(2), leaves(7)
     index.insert([8, 8], CONTEXT, [(None, 0, pages[6:])])
-    before = index.describe()
+    before = [node.stored() for node in index.nodes]
     with pytest.raises(ValueError, match=fault):
         index.insert(range(6), CONTEXT, FAULTS[fault](pages))
-    assert index.describe() == before
+    assert [node.stored() for node in index.nodes] == before
     assert [page.node is None for page in pages] == [*[True] * 6, False]
 
 
@@ -339,15 +339,6 @@ def test_the_first_page_is_that_of_the_oldest_slot_in_the_window(window, page_si
         oldest = max(0, length - window + 1)  # a window counts the query's own token
         assert first_page(window, count, page_size) == min(count, oldest // page_size)
         assert first_page(None, count, page_size) == 0
-
-
-def test_the_description_counts_what_is_stored():
-    index = Prefixes(2)
-    index.insert([1, 2, 3, 4], CONTEXT, given([None, 2], 2))
-    for last in (5, 6):
-        index.insert([1, 2, last, 4], replace(CONTEXT, key="a"), given([None, 2], 2))
-    found = index.describe()
-    assert found == "3 prefixes of 2 contexts, 1 branch point: 10 tokens in 10 pages"
 
 
 @pytest.mark.long

@@ -24,12 +24,19 @@ def test_positions_differ_from_step_to_step():
     assert len(positions_of(0, length=40, share=1e-6, seed=0)) == 1
 
 
+def test_the_rate_rises_over_the_warmup_and_falls_to_zero():
+    recipe = Recipe(lr=2.0, warmup=0.2)
+    rates = [recipe.rate(share) for share in (0.0, 0.1, 0.2, 0.6, 1.0)]
+    assert rates == pytest.approx([0.0, 1.0, 2.0, 1.0, 0.0])
+    assert Recipe(lr=2.0, warmup=0.0).rate(0.0) == 2.0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"batch": 0}, "batch is above 0"),
         ({"lr": 0.0}, "lr is above 0"),
-        ({"aligning": 1.5}, "aligning is a share"),
+        ({"warmup": 1.5}, "warmup is a share"),
         ({"batch": 4, "at_once": 3}, "at_once=3 does not divide batch=4"),
         ({"train": "head"}, "train is 'attention' or 'all'"),
     ],

@@ -314,31 +314,16 @@ def test_calls_that_differ_raise_the_same_error_on_every_rank():
         assert text in one[1], one
 
 
-def _explained(mesh):
+def _whole_calls(mesh):
     layer, x = make("window"), inputs(1, 8)
     plan = context_parallel(layer, mesh)
-    with pytest.raises(ValueError, match=r"plan.remove\(\), or of another Attention with the same"):
-        layer.weights(plan.shard(x))
-    return layer.explain(plan.shard(x)).splitlines()
+    for method in (layer.weights, layer.explain):
+        with pytest.raises(ValueError, match=r"plan.remove\(\), or of another Attention with the"):
+            method(plan.shard(x))
 
 
-def _explained_latent(mesh):
-    layer = make("MLA absorbed")
-    plan = context_parallel(layer, mesh)
-    return layer.explain(plan.shard(inputs(1, 1)))
-
-
-def test_explain_says_what_is_sent():
-    first, second = on_ranks(2, _explained)
-    assert first[0] == (
-        "context  rank 0 of 2, ring, contiguous: 4 of 8 tokens; keys of 2 are sent, of 0 received"
-    )
-    assert second[0].endswith("keys of 0 are sent, of 2 received")
-    assert second[1].startswith("4 queries x 8 keys, 4 heads on 2, head dim 6, float64")
-    whole, empty = on_ranks(2, _explained_latent)
-    assert "0 of 1 tokens" in empty
-    assert len(empty.splitlines()) == 1
-    assert whole.splitlines()[1] == "form     absorbed: asked for"
+def test_weights_and_explain_are_refused():
+    on_ranks(2, _whole_calls)
 
 
 @torch.no_grad()
@@ -422,7 +407,7 @@ def _copies(mesh):
     assert len(calls) == 2  # the hook of the copy is the same function
     plan.remove()
     assert_same(layer(x), wanted)
-    assert not {"forward", "weights", "explain", "token_split"} & set(vars(layer))
+    assert not {"forward", "weights", "explain", "context_parallel"} & set(vars(layer))
 
 
 def test_hooks_and_copies():

@@ -50,32 +50,6 @@ def test_what_is_needed_is_what_is_visible(length, small):
                     assert sent == exact, (mask, shards)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_work_is_the_number_of_visible_keys(layout, small):
-    length = 100
-    torch.manual_seed(0)
-    for mask, sees in named_masks(length):
-        if "Dense" in repr(mask):
-            continue
-        counts, shards = visible(sees, length), Shards(length, 3, layout)
-        rows = mask.batch or 1
-        exact = [int(counts[shards.positions(rank)].sum()) * rows // BATCH for rank in range(3)]
-        found = needs_of(mask, shards).work
-        for mine, its in zip(found, exact, strict=True):
-            assert abs(mine - its) <= 0.1 * its + 4, (mask, found, exact)
-
-
-def test_work_of_a_window():
-    work = needs_of(Causal() & SlidingWindow(1024), Shards(8192, 2, "contiguous")).work
-    assert work == (1024 * 4096 - 1024 * 1023 // 2, 1024 * 4096)
-
-
-def test_a_zigzag_balances_causal_work():
-    even, uneven = (needs_of(Causal(), Shards(8192, 4, layout)).work for layout in LAYOUTS)
-    assert max(even) <= 1.01 * min(even)
-    assert max(uneven) > 6 * min(uneven)
-
-
 def test_a_window_sends_its_own_width():
     window = Causal() & SlidingWindow(1024)
     contiguous = needs_of(window, Shards(8192, 4, "contiguous"))

@@ -68,12 +68,10 @@ def _counted(mesh, name, exchange, dtype):
     plan = context_parallel(layer, mesh, exchange=exchange)
     mask = Padding(torch.arange(9) < torch.tensor([[9], [6]]))
     x = plan.shard(inputs(2, 9)).to(dtype).requires_grad_()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
-        with counted() as forward:
-            out = layer(x, mask=mask)
-        with counted() as backward:
-            out.sum().backward()
+    with counted() as forward:
+        out = layer(x, mask=mask)
+    with counted() as backward:
+        out.sum().backward()
     expected = plan.bytes_sent(2, 9, mask=mask, dtype=dtype)
     assert (forward.bytes, backward.bytes) == expected
     return backward.bytes

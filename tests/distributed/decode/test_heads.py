@@ -7,7 +7,7 @@ from layers import LAYERS, assert_same, attention, inputs, make, run_in_pieces, 
 from ranks import on_ranks
 from regard import Alibi, Causal, Dense, KVCache, Padding, QuantizedCache, Rotary, Where
 from regard.distributed.decode.caches import sharded_caches
-from regard.distributed.decode.heads import bytes_of_parts, merge_over_ranks
+from regard.distributed.decode.heads import merge_over_ranks
 from regard.distributed.decode.sharded import ShardedCache
 from regard.distributed.ranks import Ranks, counted
 from regard.distributed.tensor.parallel import tensor_parallel
@@ -32,8 +32,7 @@ def layer_of(name):
 
 def _in_pieces(mesh, names):
     outs, nbytes = {}, {}
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
+    with torch.no_grad():
         for name in names:
             layer = tensor_parallel(layer_of(name), mesh)
             (cache,) = sharded_caches(layer, mesh, 2).values()
@@ -96,8 +95,7 @@ def test_masks_of_heads_codes_truncate_and_reorder():
 def _two_dimensions(mesh):
     """Heads over one dimension, tokens over the other."""
     outs, nbytes = {}, {}
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
+    with torch.no_grad():
         for name in ("everything", "MLA", "MLA expanded", "latent KV"):
             layer = tensor_parallel(make(name), mesh["b"])
             (cache,) = sharded_caches(layer, mesh["a"], 2).values()
@@ -126,7 +124,6 @@ def _sent(mesh):
             with counted() as sent:
                 layer(inputs(2, 1), cache=cache)
             sizes[name] = {step: n for step, n in sent.steps.items() if "sharded" in step}
-            assert sum(sizes[name].values()) == cache.bytes_sent(layer, 2, 1, torch.float64)
     return sizes
 
 
@@ -183,8 +180,7 @@ def _merged(mesh, scores, values, sinks):
     ranks = Ranks(mesh)
     mine, v = scores[ranks.rank], values[ranks.rank]
     found = Partial(mine.softmax(-1).nan_to_num() @ v, mine.logsumexp(-1))
-    with pytest.MonkeyPatch.context() as patch, counted() as sent:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
+    with counted() as sent:
         out = merge_over_ranks(ranks, found, sinks)
     return out, sent.bytes
 
@@ -203,8 +199,7 @@ def test_one_softmax_over_all_ranks(number, dtype):
     for out, sent in results:
         assert torch.equal(out, results[0][0])
         assert (out - expected).abs().max() < 20 * torch.finfo(dtype).eps
-        size = bytes_of_parts((number - 1) * 2 * 3 * 4, 6, dtype)
-        assert sent == size == (number - 1) * 2 * 3 * 4 * 7 * dtype.itemsize
+        assert sent == (number - 1) * 2 * 3 * 4 * 7 * dtype.itemsize
 
 
 def test_no_visible_key_at_all():

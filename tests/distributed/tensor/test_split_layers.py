@@ -7,7 +7,6 @@ import torch.distributed as dist
 from ranks import on_ranks
 from regard.distributed import tensor_parallel
 from regard.distributed.ranks import sum_bytes
-from regard.distributed.tensor import linear
 from split_layers import LAYERS, attention, drawn, inputs, latent, options_of
 from tensor_bytes import Bytes, bytes_sent
 
@@ -102,21 +101,3 @@ def test_counts_by_hand():
     assert doubled.forward == 2 * plain.forward
     half = bytes_sent(attention(4, 2)(), ranks=2, batch=3, length=5, dtype=torch.bfloat16)
     assert half == plain
-
-
-def _checked(mesh):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_CHECK_BYTES", "1")
-        for name in NAMES:
-            layer = tensor_parallel(drawn(LAYERS[name][0]), mesh)
-            layer(inputs().requires_grad_(), **options_of(name)).sum().backward()
-
-        layer = tensor_parallel(drawn(LAYERS["mha"][0]), mesh)
-        patch.setattr(linear, "all_reduce", lambda x, ranks, step: x)
-        with pytest.raises(AssertionError, match=r"a tensor-parallel layer.* 1920 bytes"):
-            layer(inputs())
-
-
-def test_the_debug_mode_compares():
-    """A sum that is left out raises."""
-    on_ranks(2, _checked)

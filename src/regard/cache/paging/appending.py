@@ -1,4 +1,4 @@
-"""Appending tokens to the pages of a batch: which pages are needed, and what is written to them."""
+"""Appending tokens to the pages of a batch: taking pages, writing, quantising and sealing."""
 
 from collections.abc import Sequence
 from itertools import chain

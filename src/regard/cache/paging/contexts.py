@@ -1,4 +1,4 @@
-"""What cached keys and values depend on besides their tokens: weights, computation, and a name.
+"""Fingerprints of the model and of the name under which cached keys and values are found.
 
 A prefix that was stored under one context is never found under another.
 """
@@ -6,7 +6,7 @@ A prefix that was stored under one context is never found under another.
 import ctypes
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -52,11 +52,10 @@ class Context:
 
 
 def context_of(module: Modules, *, name: str = "") -> Context:
-    """The context of a model, or of its layers: its weights, what it computes, and a name.
+    """The context of a model, or of its layers: its weights, its computation, and a name.
 
-    The key is made of the name, the dtype of the weights, the active adapters of a PEFT model, and
-    a digest of the modules' types and arguments, the frequencies of RoPE, and the config of a
-    transformers model.
+    The key is made of the name and of a digest of the modules' types and arguments, the active
+    adapters of a PEFT model, the frequencies of RoPE, and the config of a transformers model.
 
     Args:
         module: a model, or its layers in order.
@@ -81,52 +80,49 @@ def context_of(module: Modules, *, name: str = "") -> Context:
         False
     """
     model = _whole(module)
-    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
-    dtype = str(next(floating, torch.get_default_dtype())).removeprefix("torch.")
-    parts = name, dtype, _active_adapters(model), _computation(model)
-    return Context(fingerprint(model), json.dumps(parts))
+    return Context(fingerprint(model), json.dumps((name, _computation(model).hex())))
 
 
-def _computation(model: nn.Module) -> str:
-    """A digest of what a model computes besides its weights: arguments, ropes, and config."""
-    digest = hashlib.sha256()
-    for name, module in model.named_modules():
-        texts = name, type(module).__name__, _arguments_of(module), *_ropes_of(module)
-        _update(digest, *(text.encode() for text in texts))
+def _computation(model: nn.Module) -> bytes:
+    """A digest of a model without its weights: arguments, adapters, ropes, configuration."""
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_dict"):
-        entries = _effective(config.to_dict())
-        digest.update(json.dumps(entries, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
+    entries = _effective(config.to_dict()) if hasattr(config, "to_dict") else {}
+    modules = (
+        (name, type(module).__name__, _arguments_of(module), list(_ropes_of(module)))
+        for name, module in model.named_modules()
+    )
+    digests = (_digest_of(name, (name, *rest)) for name, *rest in modules)
+    text = json.dumps((_active_adapters(model), entries), sort_keys=True, default=str)
+    return sha256(*digests, text.encode())
 
 
-def _arguments_of(module: nn.Module) -> str:
+def _arguments_of(module: nn.Module) -> Any:
     """The arguments of a layer of regard; of another module its description, and the numbers among
     its attributes, such as a scale, which may be changed."""
     arguments = vars(module).get("arguments")
     if isinstance(arguments, dict):
-        return _described({key: value for key, value in arguments.items() if key not in _HOW})
+        return {key: value for key, value in arguments.items() if key not in _HOW}
     numbers = {
         name: value
         for name, value in vars(module).items()
         if isinstance(value, int | float) and name[:1] != "_" and name not in _WITHOUT_EFFECT
     }
-    return f"{module.extra_repr()} {numbers}"
+    return module.extra_repr(), numbers
 
 
-def _ropes_of(module: nn.Module) -> Iterator[str]:
+def _ropes_of(module: nn.Module) -> Iterator[Any]:
     """The rope of a module, and the frequencies of transformers' ropes."""
     rope = vars(module).get("rope")
     if callable(getattr(rope, "rotate", None)):
         _refuse_length(getattr(getattr(rope, "scaling", None), "uses_length", False), rope)
-        yield _described(rope)
+        yield rope
     for name, buffer in module.named_buffers(recurse=False):
         if name.endswith("inv_freq") and "original" not in name:
             kinds: Any = getattr(module, "rope_type", "")  # of each type of layer, or one
             for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
                 _refuse_length(kind in _BY_LENGTH, kind)
             factor = getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0)
-            yield f"{name} {tensor_digest(name, buffer).hex()} {factor}"
+            yield name, buffer, factor
 
 
 def _refuse_length(uses_length: bool, rope: Any) -> None:
@@ -154,36 +150,6 @@ def _effective(entries: Any) -> Any:
         return entries
     names = (each for each in entries if str(each)[:1] != "_" and each not in _WITHOUT_EFFECT)
     return {str(each): _effective(entries[each]) for each in names}
-
-
-def _described(value: Any) -> str:
-    """Text that determines a value: a rope, a mask, an argument of a layer."""
-    if isinstance(value, Tensor):
-        return tensor_digest("argument", value).hex()
-    if isinstance(value, nn.Module):
-        return type(value).__name__  # its tensors are among the weights
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = (f"{each.name}={_described(getattr(value, each.name))}" for each in fields(value))
-        return f"{type(value).__name__}({', '.join(parts)})"
-    if isinstance(value, Mapping):
-        pairs = (f"{_described(key)}: {_described(each)}" for key, each in value.items())
-        return f"{{{', '.join(pairs)}}}"
-    if isinstance(value, tuple | list | set | frozenset):
-        return f"[{', '.join(_items(value))}]"
-    if callable(value) and "<" not in getattr(value, "__qualname__", "<"):
-        return f"{value.__module__}.{value.__qualname__}"
-    text = repr(value)
-    if " at 0x" in text:
-        raise ValueError(
-            f"{text} has a description that holds for this process only; give it a __repr__ that "
-            "determines it, or give Context(fingerprint(model), 'a description of your own')"
-        )
-    return text
-
-
-def _items(values: Iterable[Any]) -> list[str]:
-    texts = [_described(each) for each in values]
-    return sorted(texts) if isinstance(values, set | frozenset) else texts
 
 
 # ---- digests ----
@@ -231,22 +197,35 @@ def _whole(module: Modules) -> nn.Module:
     return nn.ModuleList(module)
 
 
-def _digest_of(name: str, entry: Any) -> bytes:
-    """The digest of an entry of a state dict: a tensor, or what quantised modules have there."""
-    if isinstance(entry, Tensor):
-        return tensor_digest(name, entry)
-    if isinstance(entry, tuple | list):
-        return sha256(b"list", *(_digest_of(name, each) for each in entry))
-    if isinstance(entry, Mapping):
-        return sha256(b"dict", *(_digest_of(name, each) for pair in entry.items() for each in pair))
-    if isinstance(entry, bytes | bytearray):
-        return sha256(b"bytes", bytes(entry))
-    if entry is None or isinstance(entry, bool | int | float | str | torch.dtype):
-        return sha256(type(entry).__name__.encode(), repr(entry).encode())
-    raise ValueError(
-        f"{name!r} of the model's state is a {type(entry).__name__}, and a fingerprint reads "
-        "tensors, numbers and text; give Context(weights=...) a digest of your own"
-    )
+def _digest_of(name: str, value: Any) -> bytes:
+    """The digest of an entry of a state dict, or of an argument of a layer."""
+    match value:
+        case Tensor():
+            return tensor_digest(name, value)
+        case nn.Module():
+            return sha256(type(value).__name__.encode())  # its tensors are among the weights
+        case tuple() | list():
+            return sha256(b"list", *(_digest_of(name, each) for each in value))
+        case set() | frozenset():
+            return sha256(b"set", *sorted(_digest_of(name, each) for each in value))
+        case Mapping():
+            pairs = (_digest_of(name, each) for pair in value.items() for each in pair)
+            return sha256(b"dict", *pairs)
+        case bytes() | bytearray():
+            return sha256(b"bytes", bytes(value))
+    kind = type(value).__name__
+    if is_dataclass(value) and not isinstance(value, type):
+        arguments = {each.name: getattr(value, each.name) for each in fields(value)}
+        return sha256(kind.encode(), _digest_of(name, arguments))
+    if callable(value) and "<" not in getattr(value, "__qualname__", "<"):
+        return sha256(f"{value.__module__}.{value.__qualname__}".encode())
+    text = repr(value)
+    if " at 0x" in text:
+        raise ValueError(
+            f"{name!r} of the model has {text}, whose description holds for this process only; "
+            "give it a __repr__ that determines it, or give Context('a digest', 'a text of yours')"
+        )
+    return sha256(kind.encode(), text.encode())
 
 
 def tensor_digest(name: str, tensor: Tensor) -> bytes:

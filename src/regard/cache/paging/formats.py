@@ -1,4 +1,4 @@
-"""How sealed pages store their streams: in full precision, or as codes of so many bits."""
+"""Formats of sealed pages: full precision, or codes of 8, 6 or 4 bits."""
 
 import re
 from collections.abc import Sequence

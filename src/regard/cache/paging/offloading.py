@@ -85,7 +85,7 @@ def _anchors(part: Part) -> Iterator[object]:
 
 @runtime_checkable
 class Reader(Protocol):
-    """The tables of a cache, and what it read last."""
+    """The tables of a cache, and the parts that it returned last."""
 
     tables: list[PageTable]
     retired: list[Page]

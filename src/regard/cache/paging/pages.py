@@ -35,7 +35,7 @@ class Outline(NamedTuple):
 
     @property
     def plain(self) -> "Outline":
-        """The same stream stored as values."""
+        """The outline of the stream in open pages, which store values."""
         return self._replace(bits=None, group=0, rotation=(), run=1)
 
     def buffers(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:

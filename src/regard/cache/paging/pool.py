@@ -147,30 +147,6 @@ class PagePool:
             offloading = self.memory.offloading
             return 0 if offloading is None else offloading.cold_pages
 
-    def describe(self) -> str:
-        """The pages in use and their bytes, in a few lines."""
-        with self.memory.lock:
-            size, pages = self.nbytes, self.memory.pages
-            held = [page for page in pages if page.references]
-            sealed = sum(page.sealed for page in held)
-            shared = sum(page.references > 1 for page in held)
-            lines = [
-                f"{self!r}: {counted(len(pages), 'page')} in use of {self.num_pages:,}",
-                f"held      {size.held:>14,} bytes: {sealed:,} sealed pages, of which {shared:,} "
-                f"shared; {len(held) - sealed:,} open",
-                f"reusable  {size.reusable:>14,} bytes: {counted(len(pages) - len(held), 'page')}",
-                f"free      {size.free:>14,} bytes",
-            ]
-            if self.memory.offloading is not None:
-                slabs = self.memory.offloading.slabs.values()
-                cold = sum(each.in_use * each.page_bytes for each in slabs)
-                lines.append(
-                    f"offloaded {cold:>14,} bytes: {self.cold_pages:,} pages in host memory"
-                )
-            if len(self.memory.prefixes):
-                lines.append(f"stored    {self.memory.prefixes.describe()}")
-            return "\n".join(lines)
-
     def evict(self, keep: int = 0) -> int:
         """Free reusable pages, least recently used first, until so many are left.
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from regard.cache.paging.contexts import Context
 from regard.cache.paging.pages import Page
-from regard.words import counted
 
 _TOKEN = 8  # bytes of a token in a key
 
@@ -329,17 +328,6 @@ class Prefixes:
         """Remove a node that holds no page and leads to none, and parents that are left so."""
         if not node.children and not node.stored():
             self._drop(node)
-
-    # ---- describing ----
-
-    def describe(self) -> str:
-        """The numbers of prefixes, branch points and tokens."""
-        contexts = counted(len(self._roots), "context")
-        prefixes = counted(sum(not node.children for node in self.nodes), "prefix", "prefixes")
-        branches = counted(sum(len(node.children) > 1 for node in self.nodes), "branch point")
-        tokens = counted(len(self.nodes) * self.page_size, "token")
-        pages = counted(sum(len(node.stored()) for node in self.nodes), "page")
-        return f"{prefixes} of {contexts}, {branches}: {tokens} in {pages}"
 
 
 def first_page(window: int | None, count: int, page_size: int) -> int:

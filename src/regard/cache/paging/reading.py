@@ -36,7 +36,7 @@ class PagedStream(NamedTuple):
 
     @property
     def kinds(self) -> tuple[type, ...]:
-        """Its class, and that of codes in its pages."""
+        """`PagedStream`, and the class of the codes in its pages."""
         return (PagedStream,) if isinstance(self.slab, Tensor) else (PagedStream, *self.slab.kinds)
 
     @property
@@ -51,7 +51,7 @@ class PagedStream(NamedTuple):
 
     @property
     def is_scattered(self) -> bool:
-        """Its tokens are found through a table."""
+        """True: the tokens are found through a table."""
         return True
 
     @property
@@ -100,7 +100,7 @@ class PagedStream(NamedTuple):
         return _each(found, lambda x: x.expand(len(self.table), -1, -1, -1))
 
     def in_one(self) -> Values:
-        """The same tokens side by side: a view if the pages are consecutive, else a copy."""
+        """The tokens side by side: a view if the pages are consecutive, else a copy."""
         view = self.viewed()
         return self.copied() if view is None else view
 

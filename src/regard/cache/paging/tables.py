@@ -39,7 +39,7 @@ class Cost(NamedTuple):
 
     @property
     def freed(self) -> int:
-        """Of these the pages that are free then, because they are not stored."""
+        """Unreferenced pages that are then free, because they hold no stored prefix."""
         pages = self.left.items()
         return sum(count == page.references and page.node is None for page, count in pages)
 

@@ -39,7 +39,7 @@ def by_group(num_heads: int, num_kv_heads: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one class of modules stores its fused projection.
+    """The layout in which one class of modules stores its fused projection.
 
     Args:
         weight: name of the weight in a state dict.
@@ -123,26 +123,7 @@ def fuse(
     num_heads: int,
     num_kv_heads: int | None = None,
 ) -> Tensor:
-    """The inverse of `split_fused`: a weight as the layout stores it, or a bias.
-
-    Args:
-        q: rows of queries.
-        k: rows of keys.
-        v: rows of values.
-        layout: one of `LAYOUTS`, or a user-defined one.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; `num_heads` if None.
-
-    Raises:
-        ValueError: if the rows are not heads of one size.
-
-    Examples:
-        >>> import torch
-        >>> from regard.convert import LAYOUTS, fuse
-        >>> q, k, v = torch.tensor([10, 11]), torch.tensor([20, 21]), torch.tensor([30, 31])
-        >>> fuse(q, k, v, LAYOUTS["GPTNeoXAttention"], num_heads=2)
-        tensor([10, 20, 30, 11, 21, 31])
-    """
+    """The inverse of `split_fused`; raises a ValueError unless the rows are heads of one size."""
     groups = _groups(num_heads, num_kv_heads)
     sizes = {q.shape[0] / num_heads, k.shape[0] / groups, v.shape[0] / groups}
     if len(sizes) > 1 or q.shape[0] % num_heads:

@@ -291,20 +291,17 @@ def repair_pairing(model: Any, *, weights: Pairing = "pairs") -> None:
         True
     """
     move = pairs_to_halves if weights == "pairs" else halves_to_pairs
-    moves = []
+    moves: list[tuple[nn.Parameter, Move]] = []
     for module in attention_modules(model).values():
         layer = attention_of(module)
         if not isinstance(layer.rope, Rotary):
             continue
-        for name, heads in (("q", layer.num_heads), ("k", layer.num_kv_heads)):
-            weight_and_bias(layer, f"{name}_proj")  # raises if they are not plain
-            linear, norm = (layer.get_submodule(f"{name}_proj"), getattr(layer, f"{name}_norm"))
-            moves += [(each, heads, layer.rope.dim) for each in linear.parameters()]
-            if norm is not None:
-                width = heads if layer.norm_width else 1
-                moves += [(each, width, layer.rope.dim) for each in norm.parameters()]
-    for parameter, heads, dim in moves:
-        parameter.copy_(move(parameter, heads, rotary_dim=dim))
+        for name, permute in _moves(layer, move).items():
+            if not name.endswith("norm"):
+                weight_and_bias(layer, name)  # raises if it is not plain
+            moves += [(each, permute) for each in layer.get_submodule(name).parameters()]
+    for parameter, permute in moves:
+        parameter.copy_(permute(parameter))
 
 
 def _read_as(layer: Attention, pairing: Pairing) -> Attention:

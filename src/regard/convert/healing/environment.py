@@ -1,4 +1,4 @@
-"""What healing changes in the models and the process while it runs; the models are restored."""
+"""Settings of the models and the process while healing runs; the models are restored."""
 
 import ctypes
 from collections.abc import Iterator, Mapping

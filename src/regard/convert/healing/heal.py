@@ -1,7 +1,6 @@
 """Healing: distillation of the original model, the teacher, into the converted one, the student.
 
-The targets are the teacher's outputs, so any text serves, and little is needed: every token has a
-target for every layer. By default only attention is trained.
+The targets are the teacher's predictions, so any text serves. By default only attention is trained.
 """
 
 import time
@@ -12,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.healing.environment import fast_attention, only_training, others_in
-from regard.convert.healing.losses import Distillation
 from regard.convert.healing.recipe import Budget, Recipe, positions_of, rows_of
 from regard.convert.healing.state import Record, fingerprint, load_record, load_state, save_state
+from regard.convert.measuring import divergence
 from regard.hf.families.finding import find
+from regard.hf.generating.predicting import hidden_states
 from regard.hf.packages import require
 
 DEFAULT = Recipe()
@@ -32,21 +32,17 @@ class Healed:
     """The loss of every step, and the time and tokens that healing took.
 
     Attributes:
-        losses: the first `aligned` are relative errors, the mean over layers; the others are
-            divergences in nats a token, plus layers' relative errors times the recipe's
-            `layer_weight`.
-        aligned: the number of steps that aligned layers.
+        losses: the divergence of predictions in each step, in nats a token.
         seconds: in total.
         tokens: read in total.
 
     Examples:
         >>> from regard.convert import Healed
-        >>> Healed(losses=(0.9, 0.4, 0.3), aligned=0, seconds=60.0, tokens=4608).steps
+        >>> Healed(losses=(0.9, 0.4, 0.3), seconds=60.0, tokens=4608).steps
         3
     """
 
     losses: tuple[float, ...]
-    aligned: int
     seconds: float
     tokens: int
 
@@ -81,7 +77,7 @@ def heal(
         steps: number of steps. Then the weights are reproducible, interrupted or not.
         minutes: time limit; with `steps`, whichever comes first.
         recipe: everything else that changes the result.
-        attention: the student's attention modules in order; found if None.
+        attention: the student's attention modules; found if None.
         state: a folder to write the state to every two minutes, and to resume from.
         progress: called after every step.
 
@@ -105,12 +101,11 @@ def heal(
     require("transformers", "accelerate", "safetensors")
     budget = _budget(steps, minutes)
     students = list(attention) if attention is not None else attention_like(student)
-    teachers = attention_like(teacher)
-    _check_models(student, teacher, students, teachers)
+    _check_models(student, teacher)
     _check_tokens(tokens, recipe, student)
     trained = trained_parameters(student, students, recipe.train)
     _check_trained(trained, teacher)
-    loss = Distillation(student, teacher, students, teachers, layer_weight=recipe.layer_weight)
+    loss = Distillation(student, teacher)
     task = _task(recipe, budget, tokens, trained)
     state = None if state is None else Path(state)
     record = Record(task) if state is None else load_record(state, task)
@@ -121,10 +116,32 @@ def heal(
             run.run()
     return Healed(
         tuple(record.losses),
-        record.aligned,
         record.seconds,
         record.steps * recipe.batch * tokens.shape[1],
     )
+
+
+class Distillation(nn.Module):
+    """The loss of a student and its teacher on one batch.
+
+    It is a module, so that wrappers for several devices (DDP) run every forward.
+
+    Args:
+        student: a transformers causal language model.
+        teacher: the model that it was converted from.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def forward(self, tokens: Int[Tensor, "B L"], chosen: Int[Tensor, " P"]) -> Float[Tensor, ""]:
+        """The mean `KL(teacher || student)` of the predictions at the `chosen` positions, in nats a
+        token."""
+        with torch.no_grad():
+            wanted = hidden_states(self.teacher, tokens)
+        hidden = hidden_states(self.student, tokens)
+        return divergence(self.student, hidden[:, chosen], self.teacher, wanted[:, chosen])
 
 
 @dataclass
@@ -162,12 +179,11 @@ class _Run:
         started, before = time.perf_counter(), self.record.seconds
         saved = started
         while (share := self._share()) < 1:
-            aligned, loss = self.recipe.aligns(share), self._step(share)
+            loss = self._step(share)
             now = time.perf_counter()
             self.record.losses.append(loss)
-            self.record.aligned += aligned
             self.record.seconds = before + now - started
-            self._report(aligned, loss)
+            self._report(loss)
             if now - saved >= SAVE_SECONDS:
                 self._save()
                 saved = now
@@ -182,12 +198,10 @@ class _Run:
         return broadcast_object_list(share)[0] if self.accelerator.num_processes > 1 else share[0]
 
     def _step(self, share: float) -> float:
-        if self.record.steps == self.record.aligned and not self.recipe.aligns(share):
-            self._adam.state.clear()  # the gradients of another loss differ in size
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(share)
         losses = []
-        for piece, chosen in self._pieces(share):
+        for piece, chosen in self._pieces():
             with self.accelerator.accumulate(self.loss):
                 with self._precision():
                     loss = self.loss(piece, chosen)
@@ -200,19 +214,16 @@ class _Run:
         mean: Tensor = self.accelerator.reduce(torch.stack(losses).mean(), reduction="mean")
         return float(mean)
 
-    def _pieces(self, share: float) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This process's windows of the step, `at_once` at a time, and the positions to compare."""
         recipe, step = self.recipe, self.record.steps
         device = self.accelerator.device
         windows, length = self.tokens.shape
         rows = rows_of(step, windows=windows, batch=recipe.batch, seed=recipe.seed)
         mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
-        chosen = None
-        if not recipe.aligns(share):
-            chosen = positions_of(step, length=length, share=recipe.positions, seed=recipe.seed)
-            chosen = chosen.to(device)
+        chosen = positions_of(step, length=length, share=recipe.positions, seed=recipe.seed)
         for piece in self.tokens[mine].split(recipe.at_once or recipe.batch):
-            yield piece.to(device), chosen
+            yield piece.to(device), chosen.to(device)
 
     def _precision(self) -> Any:
         dtype = self.recipe.autocast
@@ -220,9 +231,9 @@ class _Run:
             nullcontext() if dtype is None else torch.autocast(self.accelerator.device.type, dtype)
         )
 
-    def _report(self, aligned: bool, loss: float) -> None:
+    def _report(self, loss: float) -> None:
         budget, record = self.budget, self.record
-        what = f"{'aligning layers' if aligned else 'imitating'}, loss {loss:.3f}"
+        what = f"imitating, loss {loss:.3f}"
         if budget.steps is not None:
             self.progress(what, record.steps, budget.steps)
         else:
@@ -282,14 +293,7 @@ def _budget(steps: int | None, minutes: float | None) -> Budget:
     return Budget(steps, None if minutes is None else 60.0 * minutes)
 
 
-def _check_models(
-    student: Any, teacher: Any, students: Sequence[nn.Module], teachers: Sequence[nn.Module]
-) -> None:
-    if not students or len(students) != len(teachers):
-        raise ValueError(
-            f"the student has {len(students)} attention modules and the teacher {len(teachers)}; "
-            "each imitates the one in its place, so give as many, in order, as attention="
-        )
+def _check_models(student: Any, teacher: Any) -> None:
     for what, name in (("hidden_size", "input"), ("vocab_size", "output")):
         axis = 1 if what == "hidden_size" else 0
         ours, theirs = (

@@ -1,4 +1,4 @@
-"""The settings of healing as values: batches, learning rates, stages and the budget."""
+"""The settings of healing as values: batches, learning rates and the budget."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,23 +13,16 @@ from torch import Tensor
 class Recipe:
     """All settings that change the result of healing.
 
-    The defaults are those that `benchmarks/healing.py` measures: a model of 135M parameters,
+    The defaults are measured by `benchmarks/healing.py`: a model of 135M parameters,
     windows of 768 tokens, half an hour and two cores.
 
-    The loss is the divergence from the teacher's predictions and, with a `layer_weight`, the errors
-    of the attention layers' outputs; those cost more time than they gain once predictions are
-    close. A first share of the run may *align* each attention layer alone: on the inputs of the
-    teacher's layer it is trained to return the same outputs, which needs no head and less time a
-    step. A calibrated conversion does not need this stage: see `benchmarks/healing.py --aligning`.
+    The loss is the divergence from the teacher's predictions.
 
     Args:
         batch: windows a step.
         at_once: windows in memory at once; a divisor of `batch`, all of it if None.
-        aligning: the share of the run that aligns layers before predictions are compared.
-        aligning_lr: the highest learning rate of that stage.
-        lr: that of the stage after it. Both rise over `warmup` and then fall to zero.
-        warmup: a share of each stage.
-        layer_weight: weight of the layers' errors, added to the divergence of predictions.
+        lr: the highest learning rate. It rises over `warmup` and then falls to zero.
+        warmup: a share of the run.
         positions: the share of a window's positions at which predictions are compared.
         betas: of AdamW.
         weight_decay: of AdamW.
@@ -50,11 +43,8 @@ class Recipe:
 
     batch: int = 2
     at_once: int | None = None
-    aligning: float = 0.0
-    aligning_lr: float = 2e-4
     lr: float = 2e-4
     warmup: float = 0.1
-    layer_weight: float = 0.0
     positions: float = 0.5
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.0
@@ -64,10 +54,10 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "lr", "aligning_lr", "positions", "clip"):
+        for name in ("batch", "lr", "positions", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is above 0, got {getattr(self, name)}")
-        for name in ("aligning", "warmup", "positions"):
+        for name in ("warmup", "positions"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share, 0 to 1, got {getattr(self, name)}")
         if self.at_once is not None and (self.at_once < 1 or self.batch % self.at_once):
@@ -75,25 +65,11 @@ class Recipe:
         if self.train not in ("attention", "all"):
             raise ValueError(f"train is 'attention' or 'all', got {self.train!r}")
 
-    def aligns(self, share: float) -> bool:
-        """Whether layers are aligned when this share of the run is over."""
-        return share < self.aligning
-
     def rate(self, share: float) -> float:
-        """The learning rate when this share of the run is over.
-
-        Examples:
-            >>> recipe = Recipe(aligning=0.5, aligning_lr=2.0, lr=1.0, warmup=0.1)
-            >>> [round(recipe.rate(share), 3) for share in (0.025, 0.05, 0.5, 0.55, 0.775, 1.0)]
-            [1.0, 2.0, 0.0, 1.0, 0.5, 0.0]
-        """
-        if self.aligns(share):
-            within, highest = share / self.aligning, self.aligning_lr
-        else:
-            within, highest = (share - self.aligning) / max(1 - self.aligning, 1e-9), self.lr
-        rising = within / self.warmup if self.warmup else 1.0
-        falling = (1 - within) / (1 - self.warmup) if self.warmup < 1 else 1.0
-        return highest * max(0.0, min(rising, falling))
+        """The learning rate when this share of the run is over."""
+        rising = share / self.warmup if self.warmup else 1.0
+        falling = (1 - share) / (1 - self.warmup) if self.warmup < 1 else 1.0
+        return self.lr * max(0.0, min(rising, falling))
 
 
 @dataclass(frozen=True)

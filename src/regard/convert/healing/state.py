@@ -25,7 +25,6 @@ class Record:
 
     task: dict[str, Any]
     losses: list[float] = field(default_factory=list)
-    aligned: int = 0
     seconds: float = 0.0
 
     @property
@@ -83,7 +82,6 @@ def _write(
     written = {
         "weights": weights,
         "steps": record.steps,
-        "aligned": record.aligned,
         "seconds": record.seconds,
         "losses": record.losses,
         "task": record.task,
@@ -117,7 +115,7 @@ def load_record(folder: Path, task: dict[str, Any]) -> Record:
             f"{folder} holds a healing with {name}={read['task'].get(name)!r}, this one has "
             f"{task.get(name)!r}; go on with the same task, or give another folder"
         )
-    return Record(task, read["losses"], read["aligned"], read["seconds"])
+    return Record(task, read["losses"], read["seconds"])
 
 
 def load_state(
@@ -142,19 +140,18 @@ def load_state(
                     f"{None if stored is None else tuple(stored.shape)}, the student has "
                     f"{tuple(parameter.shape)}; give another folder"
                 )
-    stepped = read["steps"] - read["aligned"] or read["steps"]  # each stage counts from 0
     for name, parameter in parameters.items():
         parameter.data.copy_(tensors[f"weight.{name}"])
         if read["steps"]:
             moments = {kind: tensors[f"{kind}.{name}"].to(parameter) for kind in MOMENTS}
-            step = torch.tensor(float(stepped), device=parameter.device)
+            step = torch.tensor(float(read["steps"]), device=parameter.device)
             optimizer.state[parameter] = {"step": step, **moments}
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not {"weights", "steps", "aligned", "seconds", "losses", "task"} <= read.keys():
+        if not {"weights", "steps", "seconds", "losses", "task"} <= read.keys():
             raise ValueError("fields are missing")
     except ValueError as error:
         raise ValueError(

@@ -237,7 +237,7 @@ class _Block:
         self.block, self.module, self.given = block, module, given
 
     def original(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs of the block, and those of its attention."""
+        """The outputs of the block, and the outputs of its attention."""
         with recording([self.module]) as (calls,):
             return self._run(hidden), torch.cat([call.out for call in calls])
 
@@ -252,7 +252,7 @@ class _Block:
         return bool(change > CHANGED * whole)
 
     def with_output(self, out: Tensor, hidden: Tensor) -> Tensor:
-        """The outputs of the block if those of its attention are `out`."""
+        """The outputs of the block if its attention returns `out`."""
         parts = iter(out.split(AT_ONCE))
         with bound(self.module, lambda module, *args, **given: (next(parts), None)):
             return self._run(hidden)

@@ -189,7 +189,7 @@ def normed_directions(
 
 
 def _heads(layer: Attention) -> int:
-    """How many norms a token's keys have: one per head, or one."""
+    """The number of norms of a token's keys: one per head, or one."""
     return 1 if layer.norm_width else layer.num_kv_heads
 
 

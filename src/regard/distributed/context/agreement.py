@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from regard.distributed.ranks import Ranks
@@ -38,7 +39,7 @@ def agree(
     Keeps nothing between calls, so that a call may be repeated, as activation checkpointing does.
 
     Args:
-        ranks: those that make the call.
+        ranks: the ranks that make the call.
         facts: what must be the same on all of them, by its name in an error.
         numbers: at most two integers that may differ.
         refusal: the error of this rank's own checks.
@@ -103,15 +104,10 @@ def _named(numbers: list[int]) -> str:
 
 
 def _told(ranks: Ranks, own: list[Any]) -> list[Any]:
-    """Gather a JSON value of any length from every rank."""
-    device = ranks.mesh.device_type
-    text = json.dumps(own).encode()
-    sizes = [int(n) for n in ranks.all_gather(torch.tensor([len(text)], device=device), _STEP)]
-    padded = torch.tensor([*text, *bytes(max(sizes) - len(text))], device=device)
-    pieces = ranks.all_gather(padded.to(torch.uint8), _STEP)
-    return [
-        json.loads(bytes(piece[:size].tolist())) for piece, size in zip(pieces, sizes, strict=True)
-    ]
+    """Gather a list of texts and numbers from every rank."""
+    every: list[Any] = [None] * ranks.size
+    dist.all_gather_object(every, own, group=ranks.group)
+    return every
 
 
 def text_of(mask: Mask) -> str:
@@ -149,7 +145,7 @@ def _contents(cells: Iterable[CellType]) -> list[object]:
 
 
 def _fields(value: object) -> str:
-    """The arguments that an object was made of, without what it has memoised since."""
+    """The constructor arguments of an object as text, without memoised attributes."""
     names = sorted(vars(value))
     if is_dataclass(value):
         names = [each.name for each in fields(value) if each.init]
@@ -168,6 +164,6 @@ def _digest(data: bytes | str) -> int:
 
 
 def _digest_of(text: str) -> int:
-    """As an int64."""
+    """The digest of a text as an int64."""
     raw = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
     return int.from_bytes(raw[:8], signed=True)

@@ -64,7 +64,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """The steps in which a rank gets the tokens that it needs, and sends those that others need.
+    """The steps in which a rank receives tokens that it needs, and sends its own to other ranks.
 
     Every rank goes through the same steps in the same order, and leaves out the same empty
     messages, so that each message meets its receiver.
@@ -85,7 +85,7 @@ class Exchange:
         return [Round((me,), ()), *ring]
 
     def arrivals(self, own: Tokens) -> Iterator[tuple[Round, Tokens]]:
-        """The tokens of each step; those of the next are on their way when one is returned."""
+        """The tokens of each step; the messages of the next step are started before it returns."""
         rounds = self.rounds
         following = self._send(rounds[0], own)
         for number, step in enumerate(rounds):
@@ -104,8 +104,8 @@ class Exchange:
         return self._exchanged(send, runs, own.streams, "keys and values")
 
     def return_gradients(self, step: Round, found: Tokens) -> "Arriving":
-        """Send the gradients of a step's tokens to their ranks, and receive those of this rank's
-        own tokens that were sent in the same step."""
+        """Send the gradients of a step's tokens to their ranks, and receive the gradients of this
+        rank's own tokens that were sent in the same step."""
         me, needs = self.ranks.rank, self.needs
         others = [rank for rank in step.sources if rank != me]
         send = {to: message_of(found, needs.of(me, to)) for to in others}

@@ -72,10 +72,10 @@ def add_gradients(
     Args:
         scoring: how scores are computed.
         place: the rectangle.
-        known: what is known of the queries.
+        known: the queries, and the results of the forward pass.
         keys: all keys and values at hand.
         sums: the gradients of the queries and of the score bias.
-        of_keys: those of the keys and values.
+        of_keys: the gradients of the keys and values.
     """
     if scoring.fused:
         for part in from_diagonal(scoring.mask, place):
@@ -113,7 +113,7 @@ def _add_fused(
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """The same with columns of zeros, as the kernel's values have."""
+    """Pad with columns of zeros to the width of the kernel's values."""
     return columns_contiguous(nn.functional.pad(x, (0, width - x.shape[3])))
 
 
@@ -150,7 +150,7 @@ def _add_tile(
 def _surrogate(
     call: Call, tile: Rectangle, known: Attended, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """A number whose gradients are those of attention, where `lse`, `out` and `slope` are given."""
+    """A number with the gradients of attention, for given `lse`, `out` and `slope`."""
     slope, lse, delta = map(tile.of_queries, (known.slope, known.lse, known.delta))
     hidden = call.span.kv_start - tile.span.kv_start
     k, v = (x.narrow(2, hidden, call.num_keys) for x in (k, v))

@@ -3,7 +3,6 @@
 x_shard -> arrive -> project -> rotate -> attend_shards -> gated -> o_proj
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,39 +12,17 @@ from torch import Tensor, nn
 from regard.cache import NO_CACHE, Cache
 from regard.distributed.context.agreement import agree, text_of
 from regard.distributed.context.attending import attend_shards
-from regard.distributed.context.needed import needs_of
+from regard.distributed.context.plan import ContextParallel
 from regard.distributed.context.sending import Call, send, uses_length
 from regard.distributed.ranks import Ranks
-from regard.distributed.shards import Layout, Shards
+from regard.distributed.shards import Shards
 from regard.distributed.tensor.heads import split_of
 from regard.heads import merge_heads
-from regard.layers.attending import describe
 from regard.layers.cache_use import check_use, restored_on_error
 from regard.layers.inputs import Arrival, arrive, check_cache
-from regard.layers.latent import MultiHeadLatentAttention
 from regard.masks import EVERYTHING, AllOf, AnyOf, Documents, Mask, Not, Padding, Span
 from regard.ops.check import check_bias, check_decodable, check_mask_sizes
-from regard.ops.explain import explain as explain_prepared
 from regard.tracing import is_autocast
-
-
-@dataclass(frozen=True, eq=False)
-class TokenSplit:
-    """The ranks that share the tokens of a layer's input, the layout, and the kind of exchange.
-
-    A copy of a layer shares them with the same ranks.
-    """
-
-    ranks: Ranks
-    layout: Layout
-    exchange: str
-
-    def __deepcopy__(self, memo: object) -> "TokenSplit":
-        return self  # process groups are not copied
-
-    def shards(self, length: int) -> Shards:
-        """The tokens of each rank, for a sequence of this length."""
-        return Shards(length, self.ranks.size, self.layout)
 
 
 @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
@@ -58,7 +35,7 @@ def forward(
     cache: Cache = NO_CACHE,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's tokens to those of all ranks.
+    """Attention of this rank's queries to the keys of all ranks.
 
     Args:
         layer: one that `context_parallel` has changed.
@@ -89,53 +66,13 @@ def forward(
         return result
 
 
-def weights(layer: Any, *args: object, **options: object) -> Tensor:
-    """Refuse: the weights of all keys are on no rank."""
+def refuse(layer: Any, *args: object, **options: object) -> Any:
+    """Refuse `weights` and `explain`: the keys of a query are on several ranks."""
     raise ValueError(
-        "the weights of a query are spread over the ranks under context parallel; call weights() "
-        "of a layer on one device: after plan.remove(), or of another "
-        f"{type(layer).__name__} with the same state dict"
+        "weights() and explain() read all keys of a call, which are on several ranks under context "
+        "parallel; call them of a layer on one device: after plan.remove(), or of another "
+        f"{type(layer).__name__} with the same state dict; plan.bytes_sent(...) counts messages"
     )
-
-
-def explain(
-    layer: Any,
-    x: Tensor,
-    *,
-    context: object = None,
-    mask: Mask = EVERYTHING,
-    cache: Cache = NO_CACHE,
-    positions: Tensor | None = None,
-) -> str:
-    """The tokens that this rank sends and receives in this call, and the last queries' backend.
-
-    As `forward`, every rank calls it.
-    """
-    call = arrive_shard(layer, x, context, mask, cache, positions)
-    split: TokenSplit = layer.token_split
-    rank, shards = split.ranks.rank, call.shards
-    needs = needs_of(call.mask, shards)
-    lines = [
-        f"context  rank {rank} of {shards.ranks}, {split.exchange}, {shards.layout}: "
-        f"{shards.lengths[rank]} of {shards.length} tokens; keys of {needs.sent_tokens(rank)} "
-        f"are sent, of {needs.received_tokens(rank)} received"
-    ]
-    if shards.pieces(rank):
-        lines.append(_explained_piece(layer, x, call))
-    return "\n".join(lines)
-
-
-def _explained_piece(layer: Any, x: Tensor, call: Call) -> str:
-    """The backend for a rank's last piece of queries and the keys of the whole sequence."""
-    start, stop = call.shards.pieces(layer.token_split.ranks.rank)[-1]
-    sending = send(layer, x, call)
-    form = ""
-    if isinstance(layer, MultiHeadLatentAttention):
-        chosen = layer.choose(call.span)
-        form = f"form     {chosen.name}: {chosen.why}\n"
-    q = sending.q[:, :, start - stop :]
-    at = Arrival(call.mask, Span(start, stop, 0, call.shards.length), call.positions)
-    return form + explain_prepared(describe(layer, q, sending.keys(), at))
 
 
 def _decoded(
@@ -157,7 +94,7 @@ def arrive_shard(
     positions: Tensor | None,
 ) -> Call:
     """Check the arguments of this rank, agree with the others, and complete them."""
-    split: TokenSplit = layer.token_split
+    plan: ContextParallel = layer.context_parallel
     facts: dict[str, int | str] = {}
     own, refusal = [0, -1], None
     try:
@@ -167,18 +104,18 @@ def arrive_shard(
         own = [x.shape[1], _top(layer, positions)]
     except Exception as error:  # whatever it is, the other ranks wait
         refusal = error
-    lengths, tops = agree(split.ranks, facts, own, refusal)
-    shards = split.shards(sum(lengths))
+    lengths, tops = agree(plan.ranks, facts, own, refusal)
+    shards = plan.shards(sum(lengths))
     _check_lengths(lengths, shards)
     _check_whole(layer, both, shards.length, x, cache)
     if positions is None:
-        return Call(both, shards, shards.positions(split.ranks.rank, x.device), shards.length - 1)
+        return Call(both, shards, shards.positions(plan.ranks.rank, x.device), shards.length - 1)
     return Call(both, shards, positions, max(tops))
 
 
 def _check_call(layer: Any, context: object, cache: Cache) -> None:
     """Refuse what no rank can do alone."""
-    if (objection := heads_objection(layer, layer.token_split.ranks)) is not None:
+    if (objection := heads_objection(layer, layer.context_parallel.ranks)) is not None:
         raise ValueError(f"the layer {objection}")
     if context is not None:
         raise ValueError(
@@ -221,12 +158,12 @@ def _facts(
     layer: Any, x: Tensor, mask: Mask, cache: Cache, positions: Tensor | None
 ) -> dict[str, int | str]:
     """The facts that are equal on every rank in a valid call."""
-    split: TokenSplit = layer.token_split
+    plan: ContextParallel = layer.context_parallel
     heads = f"{layer.num_heads} heads, scale {layer.scale}, softcap {layer.softcap}"
     return {
         "layer": f"{layer.kind} of {heads}, hidden_size {layer.hidden_size}",
-        "exchange": split.exchange,
-        "layout": split.layout,
+        "exchange": plan.exchange,
+        "layout": plan.layout,
         "batch": x.shape[0],
         "dtype": str(x.dtype).removeprefix("torch."),
         "autocast": _autocast_dtype(x.device.type),
@@ -262,7 +199,7 @@ def _described_bias(bias: object) -> str:
 
 
 def _check_lengths(lengths: list[int], shards: Shards) -> None:
-    """Refuse tokens that are not those of the layout."""
+    """Refuse numbers of tokens that do not follow from the layout."""
     if lengths == list(shards.lengths):
         return
     wrong = [
@@ -314,7 +251,7 @@ def _top(layer: Any, positions: Tensor | None) -> int:
 
 def _arguments(layer: Any, call: Call) -> dict[str, Any]:
     """The arguments of `attend_shards` that layers of all kinds have."""
-    split: TokenSplit = layer.token_split
+    plan: ContextParallel = layer.context_parallel
     options = layer.options(Arrival(call.mask, call.span, call.positions))
     del options["dropout"]  # refused, unless it is 0
-    return {"ranks": split.ranks, "shards": call.shards, "exchange": split.exchange, **options}
+    return {"ranks": plan.ranks, "shards": call.shards, "exchange": plan.exchange, **options}

@@ -1,4 +1,4 @@
-"""The tokens that each rank receives from each other: those that its queries may attend to.
+"""The tokens that each rank needs of each other rank: keys that its queries may attend to.
 
 Every rank computes the same table from the mask and the shards alone, so that sender and receiver
 of a message agree on it without a message.
@@ -27,14 +27,12 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """The slots that each rank needs of each other rank's tokens, and the work of each rank.
+    """The slots that each rank needs of each other rank's tokens.
 
     Attributes:
         shards: the tokens of each rank.
-        table: runs of slots, by receiver and sender; those of a rank itself are what its own
-            queries may attend to.
-        work: visible keys of all of a rank's queries, added up over the rows: a head's scores, from
-            the first and the last query of each block. Of masks that cannot be analysed, all.
+        table: runs of slots, by receiver and sender; on the diagonal, a rank's own tokens that
+            its queries may attend to.
 
     Examples:
         >>> from regard.distributed import Shards
@@ -46,14 +44,13 @@ class Needs:
 
     shards: Shards
     table: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = field(repr=False)
-    work: tuple[int, ...]
 
     def of(self, receiver: int, sender: int) -> Runs:
         """The slots of `sender` that `receiver` needs."""
         return list(self.table[receiver][sender])
 
     def tokens(self, receiver: int, sender: int) -> int:
-        """Their number."""
+        """The number of tokens of `sender` that `receiver` needs."""
         return length_of(self.of(receiver, sender))
 
     def sent_tokens(self, rank: int) -> int:
@@ -74,7 +71,7 @@ def bytes_sent(
     """The bytes that a rank sends in a call.
 
     The backward pass of a ring sends the tokens again, that of a gather has kept them; both return
-    the gradients of what was received.
+    the gradients of the received tokens.
 
     Args:
         needs: the table of the mask and the shards.
@@ -115,17 +112,14 @@ def needs_of(mask: Mask, shards: Shards) -> Needs:
 
 def _needs(mask: Mask, shards: Shards) -> Needs:
     seen: list[Runs] = [[] for _ in range(shards.ranks)]
-    work = [0] * shards.ranks
     for row in row_masks(mask, mask.batch or 1):
         find = row.finder()
         for rank in range(shards.ranks):
-            blocks = [block for piece in shards.pieces(rank) for block in _blocks(find, *piece)]
-            found = [_clipped(find, block, shards.length) for block in blocks]
-            seen[rank] = union_of([seen[rank], *(some for some, _ in found)])
-            work[rank] += sum(cells for _, cells in found)
+            blocks = (block for piece in shards.pieces(rank) for block in _blocks(find, *piece))
+            seen[rank] = union_of([seen[rank], *(find(*block).some for block in blocks)])
     slots = [slots_of(shards, rank) for rank in range(shards.ranks)]
     table = tuple(tuple(tuple(intersection(mine, its)) for its in slots) for mine in seen)
-    return Needs(shards, table, tuple(work))
+    return Needs(shards, table)
 
 
 def slots_of(shards: Shards, rank: int) -> Runs:
@@ -134,25 +128,13 @@ def slots_of(shards: Shards, rank: int) -> Runs:
 
 
 def _blocks(find: Finder, start: int, stop: int) -> list[tuple[int, int]]:
-    """Blocks of queries, which begin where a rule begins to show other keys."""
+    """The first and the last query of blocks that begin where a rule shows other keys."""
     cuts = [start, *find(start, stop - 1).edges_between(start, stop), stop]
     return [
-        (first, min(first + QUERIES, end))
+        (first, min(first + QUERIES, end) - 1)
         for begin, end in pairwise(cuts)
         for first in range(begin, end, QUERIES)
     ]
-
-
-def _clipped(find: Finder, block: tuple[int, int], length: int) -> tuple[Runs, int]:
-    """The visible keys of a block of queries, and the number of its visible scores, as if their
-    number grew evenly from its first query to its last."""
-
-    def some(first: int, last: int) -> Runs:
-        return intersection(find(first, last).some, [(0, length)])
-
-    first, last = block[0], block[1] - 1
-    ends = length_of(some(first, first)) + length_of(some(last, last))
-    return some(first, last), (block[1] - first) * ends // 2
 
 
 def union_of(lists: list[Runs]) -> Runs:

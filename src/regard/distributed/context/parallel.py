@@ -1,5 +1,6 @@
 """Context parallel: every rank has its share of a sequence's tokens, in all layers of a model."""
 
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -7,14 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.distributed.context import layers as parallel_layers
-from regard.distributed.context.agreement import agree
-from regard.distributed.context.layers import TokenSplit, heads_objection
+from regard.distributed.context.layers import heads_objection
 from regard.distributed.context.plan import (
     REPLACED,
     ContextParallel,
     Exchange,
-    check_options,
-    choose_layout,
+    agree_on_plan,
 )
 from regard.distributed.context.sending import uses_length
 from regard.distributed.ranks import Ranks
@@ -24,6 +23,7 @@ from regard.distributed.tensor.parallel import is_of_transformers
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_kv import LatentKVAttention
+from regard.masks import Mask
 
 KINDS = (Attention, MultiHeadLatentAttention, LatentKVAttention)
 
@@ -94,35 +94,25 @@ def context_parallel(
         from regard.distributed.models_context import context_parallel_of_model
 
         return context_parallel_of_model(model_or_layer, mesh, exchange, layout)
-    ranks, refusal = Ranks(mesh), None
-    found: tuple[Any, ...] = ()
-    try:
-        found = _layers_of(model_or_layer, ranks, exchange, layout)
-    except (TypeError, ValueError) as error:
-        refusal = error
-    kinds = ", ".join(f"{layer.kind} {layer.mask!r}" for layer in found)
-    facts = {"layers": kinds, "exchange": str(exchange), "layout": str(layout)}
-    agree(ranks, facts, refusal=refusal)
-    chosen = choose_layout(layer.mask for layer in found) if layout == "auto" else layout
-    split = TokenSplit(ranks, chosen, exchange)
-    for layer in found:
-        share_out(layer, split)
-    return ContextParallel(ranks, chosen, exchange, found)
+    find = partial(_layers_of, model_or_layer)
+    plan = agree_on_plan(ContextParallel, mesh, exchange, layout, find)
+    for layer in plan.layers:
+        share_out(layer, plan)
+    return plan
 
 
-def share_out(layer: Any, split: TokenSplit) -> None:
+def share_out(layer: Any, plan: ContextParallel) -> None:
     """Replace the methods of one layer, until `remove`. Class, weights and hooks stay; a bound
     method, so that a deep copy of the layer calls itself and not the original."""
-    layer.token_split = split
-    for name in REPLACED:
-        layer.__dict__[name] = MethodType(getattr(parallel_layers, name), layer)
+    layer.__dict__["context_parallel"] = plan
+    for name, function in REPLACED.items():
+        layer.__dict__[name] = MethodType(getattr(parallel_layers, function), layer)
 
 
-def _layers_of(model: object, ranks: Ranks, exchange: str, layout: str) -> tuple[Any, ...]:
-    """The attention layers of a model; raises for those that cannot be shared out."""
+def _layers_of(model: object, ranks: Ranks) -> list[tuple[Any, Mask]]:
+    """The attention layers of a model; raises if the tokens of one cannot be split."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model_or_layer is a module, got {type(model).__name__}")
-    check_options(exchange, layout)
     named = [(name, each) for name, each in model.named_modules() if isinstance(each, KINDS)]
     if not named:
         raise ValueError(
@@ -132,13 +122,13 @@ def _layers_of(model: object, ranks: Ranks, exchange: str, layout: str) -> tuple
     for name, layer in named:
         if (objection := _objection(layer, ranks)) is not None:
             raise ValueError(f"{name or type(layer).__name__} {objection}")
-    return tuple(layer for _, layer in named)
+    return [(layer, layer.mask) for _, layer in named]
 
 
 def _objection(layer: Any, ranks: Ranks) -> str | None:
     """Why a layer cannot be shared out; None if it can."""
     kind: Any = next(kind for kind in KINDS if isinstance(layer, kind))
-    if getattr(layer, "token_split", None) is not None:
+    if "context_parallel" in vars(layer):
         return "is context parallel already; plan.remove() of the former plan comes first"
     own = getattr(type(layer), "one_device_class", type(layer))  # of a layer whose heads are split
     if own.forward is not kind.forward or "forward" in vars(layer):

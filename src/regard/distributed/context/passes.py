@@ -18,9 +18,9 @@ from regard.distributed.context.exchanging import (
     token_bytes,
 )
 from regard.distributed.context.gradients import Attended, Sums, add_gradients, of_sinks
-from regard.distributed.context.needed import bytes_sent, slots_of
+from regard.distributed.context.needed import slots_of
 from regard.distributed.context.rectangles import Scoring, attend_rectangle, rectangles
-from regard.distributed.ranks import counted, expected
+from regard.distributed.ranks import counted
 from regard.masks.runs import Runs
 from regard.ops.partial import Partial, merge
 from regard.tracing import without_autocast
@@ -115,7 +115,7 @@ class Task:
     """A call, apart from its tensors.
 
     Attributes:
-        exchange: what is sent.
+        exchange: the messages.
         scoring: how scores are computed.
         expansion: how streams become keys and values.
         streams: their number.
@@ -142,29 +142,26 @@ class Task:
         return slots_of(self.exchange.needs.shards, self.exchange.ranks.rank)
 
     @contextmanager
-    def sending(self, nbytes: int, what: str) -> Iterator[None]:
-        """A block that sends so many bytes.
+    def sending(self, tokens: int, streams: Streams, what: str) -> Iterator[None]:
+        """A block, without autocast, that sends so many tokens of these streams.
 
         Raises:
             RuntimeError: if nothing was sent though something was needed.
         """
-        with without_autocast(self.scoring.device), expected(nbytes, what), counted() as sent:
+        with without_autocast(self.scoring.device), counted() as sent:
             yield
-        if nbytes and not sent.bytes:
-            raise RuntimeError(f"{what} sends {nbytes} bytes by its plan, but nothing was sent")
+        if tokens * token_bytes(streams) and not sent.bytes:
+            raise RuntimeError(f"{what} sends {tokens} tokens by its plan, but nothing was sent")
 
 
 def forward_pass(task: Task, given: Given) -> tuple[Partial, Tokens]:
     """The output and the log-sum-exp of this rank's queries, and the tokens of other ranks
     that the backward pass reads again: all of them in a gather, none in a ring."""
     exchange, rank = task.exchange, task.exchange.ranks.rank
-    sizes = bytes_sent(
-        exchange.needs, rank, token_bytes=token_bytes(given.streams), exchange=exchange.kind
-    )
     own = Tokens(task.slots, given.streams)
     kept = Tokens([], ())
     q, found = given.q, _nothing(task, given)
-    with task.sending(sizes.forward, "the forward pass"):
+    with task.sending(exchange.needs.sent_tokens(rank), given.streams, "the forward pass"):
         for _, tokens in exchange.arrivals(own):
             if exchange.kind == "gather":
                 kept = tokens
@@ -198,14 +195,10 @@ def backward_pass(
     """The gradients of all tensors of a call, in their order; None for those not wanted."""
     run = _Backward(task, given, wanted, found, slope)
     exchange = task.exchange
-    sizes = bytes_sent(
-        exchange.needs,
-        exchange.ranks.rank,
-        token_bytes=token_bytes(given.streams),
-        gradient_bytes=token_bytes(run.total.streams) if run.total.streams else 0,
-        exchange=exchange.kind,
-    )
-    with task.sending(sizes.backward, "the backward pass"):
+    needs, rank = exchange.needs, exchange.ranks.rank
+    count = needs.received_tokens(rank) if run.total.streams else 0  # whose gradients are returned
+    count += needs.sent_tokens(rank) if exchange.kind == "ring" else 0
+    with task.sending(count, given.streams, "the backward pass"):
         own = Tokens(task.slots, given.streams)
         again = [(exchange.rounds[0], kept)] if exchange.kind == "gather" else None
         for step, tokens in again or exchange.arrivals(own):
@@ -244,7 +237,7 @@ class _Backward:
         return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
     def step(self, step: Round, tokens: Tokens) -> None:
-        """Add what a step's tokens contribute, and send their own gradients to their ranks."""
+        """Add the contributions of a step's tokens, and return their gradients to their ranks."""
         found = self._found(tokens)
         if not found.streams:
             return

@@ -1,14 +1,15 @@
 """The plan of context parallel: which ranks have which tokens, and what they send."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from regard.constants import accumulating_dtype
-from regard.distributed.context.agreement import NBYTES
+from regard.distributed.context.agreement import NBYTES, agree
 from regard.distributed.context.needed import Bytes, bytes_sent, needs_of
 from regard.distributed.context.sending import widths_of
 from regard.distributed.context.summing import gathered
@@ -17,7 +18,12 @@ from regard.distributed.shards import Layout, Shards
 from regard.masks import EVERYTHING, Mask, Span
 
 Exchange = Literal["ring", "gather"]
-REPLACED = ("forward", "weights", "explain")  # methods of a layer that a plan replaces
+Plan = TypeVar("Plan", bound="ContextParallel")
+REPLACED = {  # methods of a layer, and the functions of `layers` in their place
+    "forward": "forward",
+    "weights": "refuse",
+    "explain": "refuse",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +31,7 @@ class ContextParallel:
     """The plan that `context_parallel` returns: which ranks have which tokens.
 
     Attributes:
-        ranks: those that share the tokens.
+        ranks: the ranks that share the tokens.
         layout: `"zigzag"` or `"contiguous"`.
         exchange: `"ring"` or `"gather"`.
         layers: the attention layers of the model.
@@ -100,8 +106,11 @@ class ContextParallel:
     def remove(self) -> None:
         """Let every layer be as on one device again."""
         for layer in self.layers:
-            for name in (*REPLACED, "token_split"):
+            for name in (*REPLACED, "context_parallel"):
                 layer.__dict__.pop(name, None)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy of a layer has the same ranks: process groups are not copied
 
     def __repr__(self) -> str:
         return (
@@ -110,12 +119,32 @@ class ContextParallel:
         )
 
 
-def check_options(exchange: str, layout: str) -> None:
-    """Raise for an unknown way to send keys, or an unknown layout."""
-    if exchange not in get_args(Exchange):
-        raise ValueError(f"exchange is 'ring' or 'gather', got {exchange!r}")
-    if layout not in ("auto", *get_args(Layout)):
-        raise ValueError(f"layout is 'auto', 'zigzag' or 'contiguous', got {layout!r}")
+def agree_on_plan(
+    plan: Callable[..., Plan],
+    mesh: DeviceMesh,
+    exchange: Exchange,
+    layout: Layout | Literal["auto"],
+    find: Callable[[Ranks], list[tuple[Any, Mask]]],
+) -> Plan:
+    """The plan of the attention modules and masks that `find` returns; all ranks agree on it.
+
+    Raises:
+        TypeError, ValueError: on every rank, if `find` raises on one or the ranks differ.
+    """
+    ranks, refusal, found = Ranks(mesh), None, list[tuple[Any, Mask]]()
+    try:
+        if exchange not in get_args(Exchange):
+            raise ValueError(f"exchange is 'ring' or 'gather', got {exchange!r}")
+        if layout not in ("auto", *get_args(Layout)):
+            raise ValueError(f"layout is 'auto', 'zigzag' or 'contiguous', got {layout!r}")
+        found = find(ranks)
+    except (TypeError, ValueError) as error:
+        refusal = error
+    kinds = (f"{getattr(each, 'kind', type(each).__name__)} {mask!r}" for each, mask in found)
+    facts = {"layers": ", ".join(kinds), "exchange": str(exchange), "layout": str(layout)}
+    agree(ranks, facts, refusal=refusal)
+    chosen = choose_layout(mask for _, mask in found) if layout == "auto" else layout
+    return plan(ranks, chosen, exchange, tuple(each for each, _ in found))
 
 
 def choose_layout(masks: Iterable[Mask]) -> Layout:
@@ -123,7 +152,7 @@ def choose_layout(masks: Iterable[Mask]) -> Layout:
     return "zigzag" if any(map(_sees_all_before, masks)) else "contiguous"
 
 
-_FAR = 1 << 40  # a slot behind any window: what it sees tells whether a mask bounds distances
+_FAR = 1 << 40  # a slot farther than any window: only unbounded masks show it slot 0
 
 
 def _sees_all_before(mask: Mask) -> bool:

@@ -105,15 +105,15 @@ class Rectangle:
     key: int
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """A view of what belongs to the queries, along axis 2."""
+        """A view of the rectangle's queries, along axis 2."""
         return x.narrow(2, self.first, self.span.num_queries)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """A view of what belongs to the keys, along axis 2."""
+        """A view of the rectangle's keys, along axis 2."""
         return x.narrow(2, self.key, self.span.num_keys)
 
     def of_scores(self, x: Tensor) -> Tensor:
-        """A view of what broadcasts to the scores of the whole sequence."""
+        """A view of the rectangle's part of a tensor that broadcasts to all scores."""
         if x.dim() >= 1 and x.shape[-1] != 1:
             x = x.narrow(-1, self.span.kv_start, self.span.num_keys)
         if x.dim() >= 2 and x.shape[-2] != 1:
@@ -246,7 +246,7 @@ def fused_steps(
 
 
 def _merge(here: Partial, result: Partial) -> None:
-    """Merge a partial result into views of what was found before: `regard.merge` of the two, in
+    """Merge a partial result into views of the result so far: `regard.merge` of the two, in
     place. The first is copied where that can be known without waiting for a device."""
     if here.lse.is_cpu and bool((here.lse == -torch.inf).all()):
         here.out.copy_(result.out)

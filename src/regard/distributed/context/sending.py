@@ -11,7 +11,6 @@ from torch.func import functional_call
 from regard.cache import Part
 from regard.distributed.shards import Shards
 from regard.distributed.tensor.heads import share_of, split_of
-from regard.layers.attending import Keys
 from regard.layers.attention import Attention
 from regard.layers.latent import MultiHeadLatentAttention
 from regard.layers.latent_forms import Expanded
@@ -35,17 +34,17 @@ class Call(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """As many queries as a rank has, by all keys."""
+        """The queries of one rank by all keys of the sequence."""
         return Span(0, max(self.shards.lengths), 0, self.shards.length)
 
 
 class Sending(NamedTuple):
-    """This rank's queries, the streams that it sends, and what is made of both.
+    """This rank's queries, the streams that it sends, and how keys and outputs are made of them.
 
     Attributes:
         q: this rank's queries.
-        streams: what is sent of this rank's tokens.
-        read: the outputs of the heads, of what attention returned.
+        streams: of this rank's tokens, to be sent.
+        read: from the result of attention to the outputs of the heads.
         options: how keys are made of received streams, as `attend_shards` takes it.
     """
 
@@ -54,16 +53,9 @@ class Sending(NamedTuple):
     read: Callable[[Tensor], Tensor]
     options: Mapping[str, Any] = {}
 
-    def keys(self) -> Keys:
-        """Keys and values of this rank's tokens."""
-        streams, make = self.streams, self.options.get("keys_of")
-        if make is not None:
-            streams = make(streams, self.options["parameters"])
-        return Keys.of((Part(0, streams[0].shape[2], streams),), self.options.get("v_head_dim"))
-
 
 def widths_of(layer: Any) -> tuple[int, int]:
-    """Elements of a token's streams that have gradients, and bytes of those that have none."""
+    """Elements of a token's differentiable streams, and bytes of its integer streams."""
     if isinstance(layer, MultiHeadLatentAttention):
         return layer.kv_lora_rank + layer.qk_rope_head_dim, 0
     if isinstance(layer, LatentKVAttention):

@@ -1,4 +1,4 @@
-"""What ranks that share the tokens of a sequence add up or put together afterwards."""
+"""Sums of gradients and gathers of outputs over ranks that share the tokens of a sequence."""
 
 from collections.abc import Iterator
 from typing import Any

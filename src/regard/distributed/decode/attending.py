@@ -73,7 +73,7 @@ def _has_columns(call: Call) -> bool:
 
 
 def _block_size(call: Call) -> int:
-    """Queries that are attended together: what a mask hides from all of them is not computed."""
+    """The number of queries in a block: keys that are hidden from the whole block are skipped."""
     size = max(_QUERIES, _ROWS // call.group)
     if _has_columns(call):
         size = min(size, max(1, _CELLS // (call.batch * call.num_heads * max(1, call.num_keys))))

@@ -6,14 +6,13 @@ each token is stored once. Each rank then gets the outputs of its own heads.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regard.constants import accumulating_dtype
-from regard.distributed.ranks import Ranks, expected
+from regard.distributed.ranks import Ranks
 from regard.distributed.tensor.heads import HeadSplit, split_of
 from regard.ops.partial import Partial, merge
 
@@ -25,20 +24,6 @@ _OTHERWISE = (
     "the cache was made for a layer whose heads are split otherwise; sharded_caches(layer, mesh) "
     "makes those of a layer"
 )
-
-
-class Rows(NamedTuple):
-    """Sizes of a call: what the numbers of bytes depend on.
-
-    Attributes:
-        batch: its rows.
-        queries: new tokens.
-        dtype: of the layer.
-    """
-
-    batch: int
-    queries: int
-    dtype: torch.dtype
 
 
 class SameHeads:
@@ -71,15 +56,8 @@ class SameHeads:
         return q
 
     def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
-        """The outputs of this rank's heads, of what each rank found."""
+        """Merge the partial results of all ranks to the outputs of this rank's heads."""
         return merge_over_ranks(self.ranks, found, sinks)
-
-    def bytes_sent(self, layer: Any, rows: Rows, v_head_dim: int) -> int:
-        """Bytes that this rank sends in a call, whatever the number of tokens held."""
-        split = split_of(layer)
-        heads = layer.num_heads if split is None else split.local_heads
-        size = (self.ranks.size - 1) * rows.batch * heads * rows.queries
-        return bytes_of_parts(size, v_head_dim, rows.dtype)
 
 
 class SplitHeads:
@@ -112,8 +90,7 @@ class SplitHeads:
         if new[0].shape[1] != self.split.local_kv_heads:
             raise ValueError(_OTHERWISE)
         widths, joined = [each.shape[-1] for each in new], torch.cat(list(new), -1)
-        with expected((self.ranks.size - 1) * joined.nbytes, KEYS):
-            every = self.ranks.all_gather(joined, KEYS)
+        every = self.ranks.all_gather(joined, KEYS)
         own = [
             every[rank].narrow(1, 0, len(self.split.kv_heads(rank)))
             for rank in range(0, self.ranks.size, self.split.replicas)
@@ -122,33 +99,21 @@ class SplitHeads:
 
     def queries(self, q: Tensor) -> Tensor:
         """The queries of all heads."""
-        with expected((self.ranks.size - 1) * q.nbytes, QUERIES):
-            every = self.ranks.all_gather(q, QUERIES)
+        every = self.ranks.all_gather(q, QUERIES)
         return torch.cat([x.narrow(1, 0, self._count(rank)) for rank, x in enumerate(every)], 1)
 
     def merge(self, found: Partial, sinks: Tensor | None) -> Tensor:
-        """The outputs of this rank's heads, of what each rank found."""
+        """Merge the partial results of all ranks to the outputs of this rank's heads."""
         me, heads = self.ranks.rank, [self.split.heads(rank) for rank in self.ranks]
         packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
         mine = [packed.narrow(1, each.start, len(each)) for each in heads]
         send = {rank: each.contiguous() for rank, each in enumerate(mine) if rank != me}
         arrived = {rank: torch.empty_like(mine[me]).contiguous() for rank in send}
-        with expected(sum(each.nbytes for each in send.values()), PARTS):
-            self.ranks.exchange(send, arrived, PARTS).wait()
+        self.ranks.exchange(send, arrived, PARTS).wait()
         every = [mine[me] if rank == me else arrived[rank] for rank in self.ranks]
         out = merge_parts(every, None if sinks is None else sinks[: len(heads[me])])
         padding = self.split.local_heads - out.shape[1]
         return out if not padding else torch.cat([out, out.new_zeros(_padding(out, padding))], 1)
-
-    def bytes_sent(self, layer: Any, rows: Rows, v_head_dim: int) -> int:
-        """Bytes that this rank sends in a call, whatever the number of tokens held."""
-        split, tokens = self.split, rows.batch * rows.queries
-        width = split.local_heads * _query_width(layer)
-        if self.keys:
-            width += split.local_kv_heads * 2 * layer.head_dim
-        gathered = (self.ranks.size - 1) * tokens * width * rows.dtype.itemsize
-        others = split.num_heads - self._count(self.ranks.rank)
-        return gathered + bytes_of_parts(tokens * others, v_head_dim, rows.dtype)
 
     def _count(self, rank: int) -> int:
         return len(self.split.heads(rank))
@@ -200,13 +165,6 @@ def _padding(out: Tensor, heads: int) -> tuple[int, ...]:
     return out.shape[0], heads, *out.shape[2:]
 
 
-def _query_width(layer: Any) -> int:
-    """Channels of a query: of absorbed MLA, those of a latent and a rotary key."""
-    latent = layer.kind == "MLA"
-    width: int = layer.kv_lora_rank + layer.qk_rope_head_dim if latent else layer.head_dim
-    return width
-
-
 # ---- outputs and log-sum-exps, merged in float32 ----
 
 
@@ -214,14 +172,12 @@ def merge_over_ranks(ranks: Ranks, found: Partial, sinks: Tensor | None) -> Tens
     """Attention to the tokens of all ranks, the same bits on every rank.
 
     Args:
-        ranks: those that hold the tokens.
-        found: attention to this rank's.
+        ranks: the ranks that hold the tokens.
+        found: attention to the tokens of this rank.
         sinks: a score for each head, merged once.
     """
     packed = torch.cat([found.out, found.lse.unsqueeze(-1)], -1)
-    count = bytes_of_parts((ranks.size - 1) * found.lse.numel(), found.out.shape[-1], packed.dtype)
-    with expected(count, STEP):
-        every = ranks.all_gather(packed, STEP)
+    every = ranks.all_gather(packed, STEP)
     return merge_parts(every, sinks)
 
 
@@ -231,19 +187,3 @@ def merge_parts(every: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
     if sinks is not None:
         partials.append(Partial.of_sinks(sinks))
     return merge(*partials).out
-
-
-def bytes_of_parts(rows: int, v_head_dim: int, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of outputs and log-sum-exps, which are float32; float64 for float64.
-
-    Args:
-        rows: of heads, queries and batch rows, times the ranks that they are sent to.
-        v_head_dim: size of an output.
-        dtype: of the layer.
-
-    Examples:
-        >>> from regard.distributed.decode.heads import bytes_of_parts
-        >>> bytes_of_parts(32, 128)  # a decoded token of a layer of 32 heads of 128, on two ranks
-        16512
-    """
-    return rows * (v_head_dim + 1) * accumulating_dtype(dtype).itemsize

@@ -13,7 +13,7 @@ from regard.cache.saving import Record
 from regard.cache.stored import Stored
 from regard.cache.streams import Lengths, check_streams, check_whole, needs_derivatives
 from regard.distributed.decode.attending import attend_locally
-from regard.distributed.decode.heads import Heads, Rows, heads_of
+from regard.distributed.decode.heads import Heads, heads_of
 from regard.distributed.decode.slots import Piece, Slots
 from regard.distributed.ranks import Ranks
 from regard.distributed.shards import Shards
@@ -101,7 +101,7 @@ class ShardedCache(Stored, Attending):
 
     @property
     def bits(self) -> int | None:
-        """Of the codes that the storage holds; None where it holds values."""
+        """Bits of a code in the storage; None if the storage holds values."""
         bits: int | None = getattr(self._storage, "bits", None)
         return bits
 
@@ -135,20 +135,6 @@ class ShardedCache(Stored, Attending):
         options = layer.options(at) | {"sinks": None}
         return prepare(q, k, v, span=at.span, partial=True, **options)
 
-    def bytes_sent(self, layer: Any, batch: int, queries: int, dtype: torch.dtype) -> int:
-        """Bytes that this rank sends in a call of a layer, whatever the number of tokens held.
-
-        Args:
-            layer: that fills the cache.
-            batch: its rows.
-            queries: new tokens.
-            dtype: of queries, keys and values.
-        """
-        width = layer.v_head_dim if layer.kind == "MLA" else layer.head_dim
-        if layer.kind == "MLA" and layer.choose(self.span(queries), self).name == "absorbed":
-            width = layer.kv_lora_rank
-        return self._heads.bytes_sent(layer, Rows(batch, queries, dtype), width)
-
     def span(self, new: int) -> Span:
         """The slots of the queries and keys of a call with `new` more tokens.
 
@@ -170,7 +156,7 @@ class ShardedCache(Stored, Attending):
         return self._append(*self._placed(new))
 
     def store(self, shards: Shards, *new: Tensor) -> tuple[Part, ...]:
-        """Append tokens of which each rank has its shard; return those that this rank stores.
+        """Append tokens of which each rank has a shard; return the tokens that this rank stores.
 
         So a prefill in context parallel fills the cache.
 

@@ -1,4 +1,4 @@
-"""Which rank holds which slots, in pages; every rank computes the same table without messages."""
+"""The assignment of slots to ranks, in pages; every rank computes the same table by itself."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Which heads of a layer each rank computes, and what of its mask and score bias is about them."""
+"""The assignment of a layer's heads to ranks, and the masks and score biases of a rank's heads."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -128,10 +128,7 @@ class HeadSplit(HeadLayout):
     ranks: Ranks
 
     def shared(self, x: Tensor) -> Tensor:
-        """The same tensor, whose gradient is the sum of those of all ranks.
-
-        Each of them reads it for its own heads.
-        """
+        """The same tensor, whose gradient is all-reduced: each rank reads it for its own heads."""
         return all_reduce_gradient(
             x, self.ranks, "tensor parallel: gradients of what the heads read"
         )
@@ -295,7 +292,7 @@ class RelativeBiasOfHeads(nn.Module):
         return iter([self.table])
 
     def named_parameters(self, *args: Any, **options: Any) -> Any:
-        """The same, with its name."""
+        """The columns of the weight that belong to the heads, with a name."""
         return iter([("table", self.table)])
 
     def bias(

@@ -1,4 +1,4 @@
-"""The plans of regard's layers: what is split, what is replicated, and what is sent."""
+"""The tensor-parallel plans of regard's layers: parameters that are split or replicated."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ def layout_of(layer: Any, size: int) -> HeadLayout:
     return HeadLayout(layer.num_heads, kind.kv_heads(layer), size)
 
 
-# what cannot be split
+# objections
 
 
 def objection(layer: Any, size: int) -> str | None:
@@ -122,7 +122,7 @@ def _bias_objection(bias: object) -> str | None:
     )
 
 
-# what is split
+# styles
 
 
 def split_styles(layer: Any, ranks: Ranks) -> tuple[HeadSplit, Styles]:

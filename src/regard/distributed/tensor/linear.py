@@ -1,4 +1,4 @@
-"""What split modules compute: products with this rank's weights, and sums over the ranks."""
+"""The forward passes of split modules: products with this rank's weights, and all-reduces."""
 
 from typing import Any
 
@@ -41,8 +41,8 @@ class CopiedOutput(SplitLinear):
 
 
 class SummedOutput(Split):
-    """The linear layer that reads the outputs of the heads: those of this rank meet its columns,
-    the products are summed over the ranks, and the bias is added once.
+    """The linear layer that reads the outputs of the heads: the outputs of this rank's heads times
+    its columns, all-reduced, plus the bias once.
 
     Padding heads that share a key head with real ones have outputs: they are left out, so that
     their columns have no gradient and stay zero.
@@ -97,7 +97,7 @@ class SummedSquares(Split):
 
 
 class SummedSquaresOfKeys(SummedSquares):
-    """The same for key heads, each of which several ranks may have."""
+    """RMSNorm over the channels of all key heads, each of which may be on several ranks."""
 
     def total(self, squares: Tensor) -> Tensor:
         return super().total(squares / self.split.replicas)

@@ -1,6 +1,5 @@
 """Tensor parallel: the heads of every layer split over the ranks of a mesh."""
 
-from collections.abc import Callable
 from typing import TypeVar
 
 from torch import nn
@@ -11,22 +10,6 @@ from regard.distributed.ranks import Ranks
 from regard.distributed.tensor.layers import Plan, kind_of
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-def _of_regard(module: nn.Module, ranks: Ranks) -> Plan | None:
-    return Plan(module, ranks) if kind_of(module) is not None else None
-
-
-def _of_transformers(module: nn.Module, ranks: Ranks) -> Plan | None:
-    if not is_of_transformers(module):
-        return None
-    from regard.distributed.models_tensor import ModelPlan  # here: it imports transformers' tables
-
-    return ModelPlan(module, ranks)
-
-
-# Functions that say how a module is split, or None; the first that is not None counts.
-PLANS: list[Callable[[nn.Module, Ranks], Plan | None]] = [_of_regard, _of_transformers]
 
 
 def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
@@ -126,9 +109,12 @@ def plans_of(module: nn.Module, ranks: Ranks) -> dict[str, Plan]:
     for name, each in module.named_modules():
         if any(name.startswith(f"{above}.") or not above for above in found):
             continue
-        plan = next((p for ask in PLANS if (p := ask(each, ranks)) is not None), None)
-        if plan is not None:
-            found[name] = plan
+        if kind_of(each) is not None:
+            found[name] = Plan(each, ranks)
+        elif is_of_transformers(each):
+            from regard.distributed.models_tensor import ModelPlan  # imports transformers' tables
+
+            found[name] = ModelPlan(each, ranks)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Where the rows of a split layer's weights lie: those of its heads, in order of ranks."""
+"""The placement of a split layer's weights: the rows of its heads, in order of ranks."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ def rows_of(
     padded: int,
     channels: int,
 ) -> list[int]:
-    """The rows of one device's weight that lie on these ranks, in order; -1 for those of padding.
+    """The rows of one device's weight that lie on these ranks, in order; -1 for padding rows.
 
     Examples:
         >>> from regard.distributed import HeadLayout

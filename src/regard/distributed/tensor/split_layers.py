@@ -1,49 +1,43 @@
 """Layers whose heads are split: subclasses that compute with the heads of this rank.
 
 Each rank reads the input of a layer for its own heads, so that the gradient of the input is the sum
-over the ranks. Mask, score bias and sinks are those of these heads. Sizes stay those of one device.
+over the ranks. Mask, score bias and sinks are of these heads; the sizes of the layer do not change.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.cache import NO_CACHE, Cache
-from regard.cache.stored import Stored
 from regard.distributed.decode.sharded import ShardedCache
-from regard.distributed.ranks import checked, expected
 from regard.distributed.tensor.weights import Split
 from regard.layers.inputs import Arrival
 from regard.layers.latent_forms import Form, choose_form
-from regard.layers.latent_kv import LatentKVAttention
 from regard.masks import Span
-from regard.plan.modules import shape_of
-from regard.plan.sent import forward_sums
-from regard.plan.shapes import Workload
 
 
 class SplitLayer(Split):
-    """A layer whose heads are split: dropout differs between ranks, and bytes are compared.
+    """A layer whose heads are split; dropout differs between ranks.
 
     In a compiled model it runs uncompiled: its messages would break the graph at every sum.
     """
 
     @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """As on one device: every rank gives the same input, and gets the same output."""
+        """The layer's forward: every rank gives the same input, and gets the same output."""
         own: Any = self
         if isinstance(cache := options.get("cache"), ShardedCache):
             cache.check_layer(self)  # before anything is sent
-        with _compared(own, x, **options), _own_random_numbers(own):
+        with _own_random_numbers(own):
             result: Tensor = own.one_device_class.forward(own, x, **options)
             return result
 
     def options(self, at: Arrival) -> dict[str, Any]:
-        """The settings of the layer for the heads of this rank; for those of all ranks, if the
-        cache attends for them."""
+        """The settings of the layer for the heads of this rank; for the heads of all ranks, if the
+        cache attends for all of them."""
         own: Any = self
         options: dict[str, Any] = own.one_device_class.options(own, at)
         if not attends_for_all_heads(at.cache):
@@ -113,23 +107,6 @@ class SplitLatent(SplitLayer):
 def attends_for_all_heads(cache: Cache) -> bool:
     """Whether a cache attends for the heads of all ranks."""
     return isinstance(cache, ShardedCache) and cache.all_heads
-
-
-def _compared(
-    layer: Any, x: Tensor, context: object = None, cache: Any = NO_CACHE, **_: object
-) -> AbstractContextManager[None]:
-    """A block whose bytes are compared with the plan, where `REGARD_CHECK_BYTES` is set."""
-    if not checked() or not isinstance(x, Tensor) or x.dim() != 3:  # the layer refuses it
-        return nullcontext()
-    source = x if context is None else context
-    keys = source.shape[1] if isinstance(source, Tensor) else 0  # of a memory, none are projected
-    stored = isinstance(cache, Stored)
-    if isinstance(layer, LatentKVAttention) and stored:  # it norms the keys of all cached tokens
-        keys = cache.span(keys).num_keys
-    batch, length = x.shape[:2]
-    name = str(x.dtype).removeprefix("torch.")
-    work = Workload(context=length, batch=batch, dtype=name, tp=layer.split.size)
-    return expected(forward_sums(shape_of(layer), work, length, keys), "a tensor-parallel layer")
 
 
 @contextmanager

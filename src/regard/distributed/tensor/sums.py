@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.distributed.ranks import Ranks, expected, sum_bytes
+from regard.distributed.ranks import Ranks
 
 
 def all_reduce_gradient(x: Tensor, ranks: Ranks, step: str) -> Tensor:
@@ -28,33 +28,22 @@ def all_reduce(x: Tensor, ranks: Ranks, step: str) -> Tensor:
     return result
 
 
-def bytes_of_sum(x: Tensor, ranks: Ranks) -> int:
-    """Bytes that this rank sends for the sum of a tensor; half precision is added up in float32."""
-    return sum_bytes(x.numel() * max(x.itemsize, 4), ranks.size)
-
-
 @torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
 def _sum(x: Tensor, ranks: Ranks, step: str) -> Tensor:
     return ranks.all_reduce(x, step)
 
 
-@torch.compiler.disable(reason="sends to other ranks")  # type: ignore[untyped-decorator]
-def _sum_of_gradients(x: Tensor, ranks: Ranks, step: str, nbytes: int) -> Tensor:
-    with expected(nbytes, step):
-        return ranks.all_reduce(x, step)
-
-
 class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, step: str) -> Tensor:
-        ctx.ranks, ctx.step, ctx.nbytes = ranks, step, bytes_of_sum(x, ranks)
+        ctx.ranks, ctx.step = ranks, step
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # for gradients of gradients
             return all_reduce(grads[0], ctx.ranks, ctx.step), None, None
-        return _sum_of_gradients(grads[0], ctx.ranks, ctx.step, ctx.nbytes), None, None
+        return _sum(grads[0], ctx.ranks, ctx.step), None, None
 
 
 class _Summed(torch.autograd.Function):

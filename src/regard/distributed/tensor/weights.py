@@ -1,4 +1,4 @@
-"""How the parameters of a split layer lie on the ranks, and how they are read, saved and loaded.
+"""The parameters of a split layer: their placement on ranks, reading, saving and loading.
 
 The parameters are DTensors, for optimizers, FSDP and checkpoints. What is computed reads the share
 of this rank, `module.local("weight")`, an ordinary tensor: no DTensor takes part in it.
@@ -156,7 +156,7 @@ class SplitStyle(ParallelStyle):
 
     Args:
         split: the heads of the layer.
-        mixin: what is added to the class of the module.
+        mixin: the class that is added to the bases of the module's class.
         shares: how each parameter lies on the ranks; of names that are missing or None, nothing.
     """
 
@@ -183,7 +183,7 @@ class ReplicatedStyle(SplitStyle):
 
     Args:
         split: the heads of the layer.
-        mixin: what is added to the class of the module.
+        mixin: the class that is added to the bases of the module's class.
         share: how each parameter lies on the ranks.
     """
 

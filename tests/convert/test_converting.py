@@ -58,6 +58,16 @@ def test_layers_converted_together_are_those_converted_alone():
                 torch.testing.assert_close(value, theirs.state_dict()[name])
 
 
+@torch.no_grad()
+def test_ranks_by_layer_keep_their_total():
+    from dataclasses import replace
+
+    model = tiny("llama")
+    target = replace(target_of("mla:12", shipped_of(model)), by_layer=True)
+    (made,) = convert(model, [target], tokens(8, 128))
+    assert sum(layer.kv_lora_rank for layer in made.layers) == 24
+
+
 def test_too_little_text_is_refused():
     model = tiny("llama")
     with pytest.raises(ValueError, match="at least 1,024 tokens in all"):
@@ -121,6 +131,7 @@ def test_healing_goes_into_the_report(folder):
         (["--to", "gqa:3"], "can have 1, 2, 4"),
         (["--to", "mla:999"], "rank=999 is not in"),
         (["--to", "elsewhere"], "is not one of mha, gqa:N"),
+        (["--to", "mla:12+4", "--by-layer"], "by_layer allots ranks"),
     ],
 )
 def test_what_cannot_be_made_is_refused_before_any_work(folder, options, message, capsys):

@@ -71,6 +71,7 @@ A_CACHE = r"a quantised cache does: regard.hf.cache\(model, 'quantized', bits=8\
         ("ntk", {"to": "mla:8"}, "change with the length of a call"),
         ("llama", {"to": "mla:99"}, r"rank=99 is not in 1\.\.24"),
         ("llama", {"to": "gqa:3"}, "can have 1, 2, 4"),
+        ("llama", {"to": "mla:8+4", "by_layer": True}, "by_layer allots ranks"),
         ("llama", {"to": "mla"}, "give either a rank"),
         ("gemma3", {"to": "mla:8", "portable": True}, "no place for qk_norm"),
         ("mistral", {"to": "mla:8+4", "portable": True}, "no place for mask=.*regard.hf.load"),

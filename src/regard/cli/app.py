@@ -118,6 +118,9 @@ def convert(
         float | None,
         typer.Option(help="Cache for --to mla: 0.5 is half of the model's own."),
     ] = None,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Choose a rank for each layer.")
+    ] = False,
     calibrate: Annotated[
         list[Path] | None, typer.Option(help="Text to calibrate on; Python's help if none.")
     ] = None,

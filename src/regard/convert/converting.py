@@ -1,6 +1,6 @@
 """The conversion of every attention layer of a model, calibrated on text, and what each lost.
 
-target -> frequencies that all layers share -> block by block: calibrate, convert, refit
+target -> what all layers share (ranks, frequencies) -> block by block: calibrate, convert, refit
 """
 
 from collections.abc import Callable, Sequence
@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.convert.exact.expand import spell_out
-from regard.convert.lossy.calibrate import Made, Make, Step, refitted, walk, watch
+from regard.convert.lossy.allocating import allot, costs
+from regard.convert.lossy.calibrate import Made, Make, Step, moments_of, refitted, walk, watch
 from regard.convert.lossy.decouple import common_counts, components, decouple
 from regard.convert.lossy.latentize import as_latent, latentize
 from regard.convert.lossy.regroup import regroup
@@ -23,6 +24,9 @@ from regard.hf.families.layers import attention_of
 from regard.layers.attention import Attention
 
 SHORTEST = 1024  # tokens of calibration: with fewer than channels the covariance is singular
+TRIED = (0.5, 1.0, 2.0)  # sizes tried for ranks by layer, as multiples of the mean rank
+TRIALS = 4  # windows for these trials
+TRIAL = 512  # tokens of each
 Progress = Callable[[str, int, int], None]  # the present step, steps done, their number
 
 
@@ -123,7 +127,7 @@ def convert(
     if lossy:
         _check_text(tokens)
         makes = [
-            _appending(each, list(modules), _maker(model, each.target, shipped, tokens))
+            _appending(each, list(modules), _maker(model, each.target, shipped, tokens, progress))
             for each in lossy
         ]
         walk(model, tokens, makes, progress=partial(progress, "layers"))
@@ -155,7 +159,11 @@ def _is_full(target: Target, layer: Attention) -> bool:
 
 
 def _maker(
-    model: Any, target: Target, shipped: Sequence[Attention], tokens: Tensor
+    model: Any,
+    target: Target,
+    shipped: Sequence[Attention],
+    tokens: Tensor,
+    progress: Progress,
 ) -> Callable[[Step], nn.Module]:
     """The function that converts one layer, after choosing what all layers share."""
     if target.kind == "heads":
@@ -168,7 +176,8 @@ def _maker(
             ).layer
         )
     if target.kind == "exact-rope":
-        return partial(_latent, target)
+        ranks = _ranks(model, target, shipped, tokens, progress)
+        return lambda step: _latent(step.module, ranks[step.index], step.x)
     counts = _counts(model, target, shipped, tokens) if target.portable else None
     rank = target.rank - target.portable
     return lambda step: (
@@ -182,9 +191,31 @@ def _maker(
     )
 
 
-def _latent(target: Target, step: Step) -> nn.Module:
-    layer, covariance = attention_of(step.module), step.moments.covariance
-    return latentize(layer, rank=target.rank, covariance=covariance, inputs=step.x).layer
+def _latent(module: nn.Module, rank: int, x: Float[Tensor, "N L E"]) -> nn.Module:
+    moments = moments_of(x)
+    layer = attention_of(module)
+    return latentize(layer, rank=rank, covariance=moments.covariance, inputs=x).layer
+
+
+def _ranks(
+    model: Any,
+    target: Target,
+    shipped: Sequence[Attention],
+    tokens: Tensor,
+    progress: Progress,
+) -> list[int]:
+    """A rank for each layer: the same for all, or allotted by how much the predictions suffer."""
+    if not target.by_layer:
+        return [target.rank] * len(shipped)
+    full = min(min(each.hidden_size, 2 * each.num_kv_heads * each.head_dim) for each in shipped)
+    sizes = sorted({max(1, min(full, int(target.rank * share))) for share in TRIED})
+
+    def make(index: int, module: nn.Module, x: Tensor, size: int) -> nn.Module:
+        return _latent(module, size, x)
+
+    some = tokens[:: max(1, len(tokens) // TRIALS)][:TRIALS, :TRIAL]
+    table = costs(model, some, make, sizes, progress=partial(progress, "ranks"))
+    return allot(table, sizes, target.rank * len(shipped))
 
 
 def _counts(

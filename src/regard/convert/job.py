@@ -40,6 +40,7 @@ class Job:
         to: `mha`, `gqa:N`, `mqa`, `mla:RANK` or `mla:RANK+ROPE`; `mla` with a budget.
         out: the folder to write.
         form, portable, budget: see `target_of`.
+        by_layer: whether the latents' ranks differ by layer.
         calibrate: texts to calibrate on, besides those of `heal`; Python's own if there are none.
         heal: texts to heal on, by distillation from the original; no healing if there are none.
         minutes: of healing.
@@ -56,6 +57,7 @@ class Job:
     form: Form | None = None
     portable: bool = False
     budget: float | None = None
+    by_layer: bool = False
     calibrate: Mapping[str, str] = field(default_factory=dict)
     heal: Mapping[str, str] = field(default_factory=dict)
     minutes: float = 30.0
@@ -173,11 +175,15 @@ def _target(job: Job, model: Any, dtype: torch.dtype, stored: torch.dtype) -> tu
         dtype=dtype,
         stored=stored,
     )
+    if job.by_layer and target.kind != "exact-rope":
+        raise ValueError(
+            f"by_layer allots ranks of a joint latent with exact rotation; {target} has none"
+        )
     if target.portable:
         check_surroundings(model)
     first = shipped[0]
     was = f"{first.kind}, {first.num_heads} heads on {first.num_kv_heads} of {first.head_dim}"
-    return target, was
+    return replace(target, by_layer=job.by_layer), was
 
 
 def _length(model: Any) -> int:

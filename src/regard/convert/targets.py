@@ -56,10 +56,11 @@ class Target:
     Args:
         kind: `"heads"` or a form of MLA.
         num_kv_heads: of `"heads"`.
-        rank: of the latent.
+        rank: of the latent; the mean over layers if `by_layer`.
         rope_dim: channels of the rotary key, in DeepSeek's form.
         portable: whether all layers have the same frequencies, so that a stock `deepseek_v3`
             checkpoint can hold them. One element of the rank is then used for its norm.
+        by_layer: whether the rank differs by layer.
         method: how heads are merged, see `regroup`.
         refit: whether output projections are refitted, see `refit_output`.
 
@@ -74,6 +75,7 @@ class Target:
     rank: int = 0
     rope_dim: int = 0
     portable: bool = False
+    by_layer: bool = False
     method: Literal["aligned", "mean", "first"] = "aligned"
     refit: bool = True
 

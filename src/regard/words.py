@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -69,6 +70,8 @@ def code_of(value: Any, positional: int = 0, **derived: Any) -> str:
     `derived` are values that the constructor computes for fields that are not given. Tensors are
     written as `<[shape] dtype>`.
     """
+    from torch import Tensor  # the command line counts words without torch
+
     parts = []
     for i, field in enumerate(each for each in fields(value) if each.init and each.repr):
         content = getattr(value, field.name)
@@ -80,5 +83,5 @@ def code_of(value: Any, positional: int = 0, **derived: Any) -> str:
     return f"{type(value).__name__}({', '.join(parts)})"
 
 
-def _tensor_text(value: Tensor) -> str:
+def _tensor_text(value: "Tensor") -> str:
     return f"<{list(value.shape)} {str(value.dtype).removeprefix('torch.')}>"

@@ -9,11 +9,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from regard.cli.describe import by_words, ranges
-from regard.cli.layout import Column, tabulate
+from regard.cli.describe import by_words
+from regard.cli.layout import tabulate
 from regard.cli.loading import device_named
-from regard.cli.sentences import printable, wrapped
-from regard.cli.terminal import say
+from regard.cli.terminal import printable, ranges, say, wrapped
 from regard.layers.latent_forms import Absorbed, choose_form
 from regard.masks import EVERYTHING, Causal, Chunked, Mask, SlidingWindow, Span
 from regard.ops.attend import prepare
@@ -24,14 +23,7 @@ from regard.see.grammar import mask_from
 MOST_NUMBERS = 2**62  # of a tensor: torch counts them in 64 bits
 STATE = "their state is no cache of keys and values"
 NAME = 9  # columns of the names that lines begin with
-COLUMNS = (
-    Column("", left=True),
-    Column("layers", words=True),
-    Column("attention", words=True),
-    Column("keys read"),
-    Column("backend", left=True),
-    Column("estimate"),
-)
+COLUMNS = ("", "layers", "attention", "keys read", "backend", "estimate")
 NEXT = (
     "The backend with the least estimated time runs. Next: --why says what each mask became, and "
     "what every other backend would take or objects to."

@@ -1,4 +1,4 @@
-"""What each attention costs a model: every candidate runs, with its measurements side by side.
+"""Measurements of a model with each attention that it can have, side by side.
 
 load -> prove that logits under regard are the model's own -> convert -> measure
 
@@ -10,7 +10,7 @@ Examples:
 
 from regard.compare.candidates import CANDIDATES, Candidate, chosen
 from regard.compare.comparing import compare
-from regard.compare.frontiers import Frontier, FrontierRow, frontier
+from regard.compare.frontiers import Frontier, frontier
 from regard.compare.measure import Row
 from regard.compare.needles import Document, documents_of
 from regard.compare.proving import Proof, prove
@@ -24,7 +24,6 @@ __all__ = [
     "Comparison",
     "Document",
     "Frontier",
-    "FrontierRow",
     "Proof",
     "Row",
     "Runner",
